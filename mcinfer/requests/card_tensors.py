@@ -39,6 +39,9 @@ _ON_CARD = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
 
 _DEFAULT_STREAM = 1  # cudaStreamLegacy: it waits for all streams that are not made as non-blocking
 
+ALIGNMENT_ON_CARD = 256
+"""Bytes to which slots on a card are aligned, as cudaMalloc's are."""
+
 _ALIGNMENT = 16
 """Bytes to which an input in place must be aligned: kernels of cuDNN and cuBLAS load as much at once."""
 

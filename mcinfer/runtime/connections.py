@@ -41,8 +41,8 @@ from mcinfer.runtime.transport import (
     ZeroMQMaster,
 )
 from mcinfer.runtime.worker_process import ChildProcess, OutputForwarder, WorkerProcess
+from mcinfer.shm.arena import SharedBlock
 from mcinfer.shm.block import Block
-from mcinfer.shm.cuda import DeviceBlock
 
 _STANDINGS = {
     "T": "is stopped by a signal",
@@ -75,7 +75,7 @@ class Connections:
     def __init__(
         self,
         builds: Sequence[Sequence[Build]],
-        block: Callable[[int], Block | DeviceBlock | None],
+        block: Callable[[int], SharedBlock | None],
         limits: Limits,
         transport: TransportKind = "zeromq",
     ) -> None:
@@ -306,14 +306,12 @@ class Connections:
             block = self._block(number)
             if block is None:
                 continue
-            token, device = b"", ""
-            if isinstance(block, DeviceBlock):
-                token, device = block.token, str(block.device)
             try:
-                process.lifeline.send_block(number, block.size, block.fd, token)
+                process.lifeline.send_block(number, block.size, block.fd, block.token)
             except OSError as exc:
                 raise UnreachableError(f"does not take a block: {exc}") from exc
             process.attached.add(number)
+            device = "" if block.device is None else str(block.device)
             self.send(index, Attach(block=number, size=block.size, device=device))
 
     def _give_weights(self, index: int, process: WorkerProcess, version: WeightVersion) -> None:

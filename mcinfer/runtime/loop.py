@@ -46,7 +46,7 @@ from mcinfer.errors import (
 )
 from mcinfer.process import LEFT_ALONE, ORPHANED
 from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Preparing, Reply
-from mcinfer.requests.card_tensors import CardMemory
+from mcinfer.requests.card_tensors import ALIGNMENT_ON_CARD, CardMemory
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Follower, Outcome, Promise, Request
 from mcinfer.runtime.connections import Connections, UnreachableError
@@ -70,9 +70,8 @@ from mcinfer.scheduler.actions import (
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import LONG_RUN, Entry, Scheduler, trace_of
 from mcinfer.scheduler.workers import describe_exit
-from mcinfer.shm.arena import Arena, Slot
-from mcinfer.shm.block import Block
-from mcinfer.shm.cuda import Card, DeviceBlock
+from mcinfer.shm.arena import Arena, SharedBlock, Slot
+from mcinfer.shm.cuda import Card
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.statistics import Health, RequestTrace, Statistics, TraceHook, WorkerStatistics
 
@@ -753,6 +752,7 @@ class Loop:
                 dropped=self._detach,
                 create=card.create,
                 numbers=self._block_numbers,
+                alignment=ALIGNMENT_ON_CARD,
                 name=f"memory of {card.device}",
             )
             line = MemoryLine(arena, lambda: False, self._requests)
@@ -762,7 +762,7 @@ class Loop:
             self._cards[card.device] = CardMemory(card, arena, allocate, all(reached))
         return self._cards[card.device]
 
-    def _block(self, number: int) -> Block | DeviceBlock | None:
+    def _block(self, number: int) -> SharedBlock | None:
         """A block of the master's, by its number."""
         found = (line.arena.block(number) for line in self._lines)
         return next((block for block in found if block is not None), None)

@@ -1,4 +1,4 @@
-"""Slots of shared memory, allocated from blocks.
+"""Slots of shared memory, of the host or of a card, allocated from blocks.
 
 Ownership: a slot belongs to the holders of its `Slot.memory` or of any view of it (a NumPy array, a view of
 a view). The slot is free exactly when the last of these is gone, without a call.
@@ -12,16 +12,16 @@ first touch of a page costs more than copying it).
 """
 
 import bisect
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
+from mcinfer.config import Device
 from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
 from mcinfer.shm.block import Block
-from mcinfer.shm.cuda import DeviceBlock
 
 ALIGNMENT = 64
 """Bytes of a cache line, and of the widest vector loads."""
@@ -33,6 +33,23 @@ _BLOCK_ROUNDING = 2 << 20
 def align(size: int) -> int:
     """The next multiple of `ALIGNMENT`."""
     return (size + ALIGNMENT - 1) & -ALIGNMENT
+
+
+class SharedBlock(Protocol):
+    """What an arena cuts into slots: a `Block`, or a card's `mcinfer.shm.cuda.DeviceBlock`."""
+
+    number: int
+    size: int
+    address: int
+    fd: int
+    token: bytes
+
+    @property
+    def device(self) -> Device | None: ...
+
+    def memory(self, offset: int, size: int) -> Any: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +64,7 @@ class Slot:
     size: int  # the requested bytes
     generation: int  # the slot's number in the order of allocation
     address: int
-    memory: Any  # a ctypes array over it; on a card, what keeps the mapping
+    memory: Any  # a ctypes array of c_char; of a card's block: `mcinfer.shm.cuda.DeviceMemory`
 
 
 class _Ticket(weakref.ref[Any]):
@@ -66,7 +83,7 @@ class _Extents:
 
     __slots__ = ("_offsets", "_sizes", "block", "free")
 
-    def __init__(self, block: Block | DeviceBlock) -> None:
+    def __init__(self, block: SharedBlock) -> None:
         self.block = block
         self.free = block.size
         self._offsets = [0]
@@ -101,14 +118,7 @@ class _Extents:
 
 
 class Arena:
-    """Shared memory up to a limit, for one master.
-
-    Args:
-        limit: See below.
-        dropped: Called with the number of each block that the arena has closed.
-        create: Makes a block with this number, of at least so many bytes.
-        numbers: The blocks' numbers; arenas of one pool share them.
-        name: What errors call its memory.
+    """Shared memory of the host, or of one card, up to a limit.
 
     Attributes:
         limit: Bytes that all blocks together may have.
@@ -121,15 +131,17 @@ class Arena:
         limit: int,
         *,
         dropped: Callable[[int], None] = lambda _: None,
-        create: Callable[[int, int], Block | DeviceBlock] = Block.create,
+        create: Callable[[int, int], SharedBlock] = Block.create,
         numbers: Iterator[int] | None = None,
+        alignment: int = ALIGNMENT,
         name: str = "shared memory",
     ) -> None:
         self.limit = limit
-        self._dropped = dropped
-        self._create = create
-        self._name = name
-        self._numbers = count() if numbers is None else numbers
+        self._dropped = dropped  # called with the number of each block that the arena has closed
+        self._name = name  # what errors call it
+        self._create = create  # makes a block of a number and a size
+        self._numbers = itertools.count() if numbers is None else numbers
+        self._alignment = alignment  # of each slot, a power of two
         self._blocks: dict[int, _Extents] = {}
         self._tickets: dict[int, _Ticket] = {}
         self._released: deque[weakref.ref[Any]] = deque()
@@ -150,7 +162,7 @@ class Arena:
         self.reclaim()
         return self._taken
 
-    def block(self, number: int) -> Block | DeviceBlock | None:
+    def block(self, number: int) -> SharedBlock | None:
         extents = self._blocks.get(number)
         return None if extents is None else extents.block
 
@@ -177,8 +189,10 @@ class Arena:
             QueueFullError: The memory is in use.
             ClosedError: The arena is closed.
             OSError: The system has no memory or descriptor left.
+            CardError: The card has no memory left, or the driver refused.
         """
-        wanted = [max(align(size), ALIGNMENT) for size in sizes]
+        step = self._alignment
+        wanted = [max((size + step - 1) & -step, step) for size in sizes]
         if sum(wanted) > self.limit:
             raise InvalidInputError(
                 f"{sum(sizes)} bytes of tensors do not fit the {self._name} of {self.limit} bytes "
@@ -232,9 +246,9 @@ class Arena:
         self._taken = 0
         self.crowded = False
 
-    def _take_all(self, wanted: Sequence[int]) -> list[tuple[Block | DeviceBlock, int]] | None:
+    def _take_all(self, wanted: Sequence[int]) -> list[tuple[SharedBlock, int]] | None:
         """Places for all, in the present blocks or together in a new one."""
-        found: list[tuple[Block | DeviceBlock, int]] = []
+        found: list[tuple[SharedBlock, int]] = []
         while len(found) < len(wanted) and (place := self._take(wanted[len(found)])):
             found.append(place)
         if len(found) == len(wanted):
@@ -247,7 +261,7 @@ class Arena:
         starts = [extents.take(space) for space in wanted]
         return [(extents.block, start) for start in starts if start is not None]
 
-    def _take(self, space: int) -> tuple[Block | DeviceBlock, int] | None:
+    def _take(self, space: int) -> tuple[SharedBlock, int] | None:
         for extents in self._blocks.values():
             if extents.free >= space:
                 offset = extents.take(space)
@@ -255,7 +269,7 @@ class Arena:
                     return extents.block, offset
         return None
 
-    def _slot(self, block: Block | DeviceBlock, offset: int, space: int, size: int) -> Slot:
+    def _slot(self, block: SharedBlock, offset: int, space: int, size: int) -> Slot:
         memory = block.memory(offset, size)
         self._generation += 1
         ticket = _Ticket(memory, self._released.append)
@@ -280,6 +294,7 @@ class Arena:
             self._dropped(block.number)
         rounded = (wanted + _BLOCK_ROUNDING - 1) // _BLOCK_ROUNDING * _BLOCK_ROUNDING
         room = self.limit - total
-        block = self._create(next(self._numbers), min(max(rounded, _BLOCK_BYTES), room))
+        size = min(max(rounded, _BLOCK_BYTES), room)
+        block = self._create(next(self._numbers), size)
         self._blocks[block.number] = _Extents(block)
         return self._blocks[block.number]

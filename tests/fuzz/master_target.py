@@ -32,10 +32,10 @@ from mcinfer.protocol import (
     encode,
 )
 from mcinfer.requests.planner import Planner
-from mcinfer.requests.request import Request
+from mcinfer.requests.request import Promise, Request
 from mcinfer.requests.splitting import Known
 from mcinfer.runtime.cancels import Cancels
-from mcinfer.runtime.loop import Loop, Promise
+from mcinfer.runtime.loop import Loop
 from mcinfer.runtime.transport import MasterTransport
 from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
 from mcinfer.scheduler.scheduler import LONG_RUN, Scheduler
