@@ -386,7 +386,7 @@ class WorkerLives:
         w.started_before = True
         w.slab = message.slab
         followers = self._followers(w)
-        if w.slab is None:
+        if w.leader is None and w.slab is None:
             for each in (w, *followers):
                 each.leader, each.build = None, replace(each.build, shares_weights=False)
         actions = self.finish_start()
