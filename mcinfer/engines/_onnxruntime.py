@@ -645,7 +645,8 @@ def _session_options(
         config.pop(FOLDER_KEY, None)
     if given is not None:
         config.update(_NOT_PACKING)
-        options.log_severity_level = _WARNING
+        if not request.variable_weights:
+            options.log_severity_level = _WARNING
         for name, weight in given.values.items():
             options.add_initializer(name, weight)
     for key, value in config.items():  # each once: it warns of entries that are set again
