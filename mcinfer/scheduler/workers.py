@@ -357,7 +357,7 @@ class WorkerLives:
         if leader is not None and not leader.serves:
             w.ready_by = None
             return []
-        if w.ready_by is None:
+        if w.ready_by is None and not w.doomed:
             self._wait_for(w, now)
         if leader is None or leader.slab is None:
             return [w.send(w.build)]
