@@ -106,7 +106,7 @@ class Worker:
         retiring: Whether it ends after its last answer, to be replaced.
         starts: When it was started again, within the policy's window.
         lacks: The error of its build if a package is missing, else empty.
-        leader: The worker that makes the slab of weights that it opens; None if it makes its own, or has none.
+        leader: The worker that makes the slab that this one opens; None without one.
         slab: Number and bytes of the slab that its process has made.
         has_slab: Whether its process was given the leader's slab.
         bereft: It is killed because its leader has died.
@@ -199,10 +199,15 @@ def describe_exit(code: int) -> str:
 
 
 def _agree(one: BuildFinish, other: BuildFinish) -> bool:
-    """Whether two workers have the same model; one of them may run it unprepared."""
+    """Whether two workers have the same model."""
     names = ("inputs", "outputs", "weights", "model")
-    alike = all(getattr(one, name) == getattr(other, name) for name in names)
-    return alike and (one.prepared == other.prepared or "" in (one.prepared, other.prepared))
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def _prepared_for(device: str) -> str:
+    """What models are prepared for: the CPU, or one card, since a pool may have different ones."""
+    kind, _, _ = device.partition(":")
+    return kind if kind == "cpu" else device
 
 
 class WorkerLives:
@@ -229,6 +234,7 @@ class WorkerLives:
                 leader = leaders.setdefault(w.device, w)
                 w.leader = None if leader is w else leader
         self.specs: BuildFinish | None = None
+        self._prepared: dict[str, str] = {}  # keys of prepared models, by what they are for
         self.started = False
         self.closing = False
         self._timeouts = timeouts
@@ -372,7 +378,7 @@ class WorkerLives:
         w.providers = message.providers
         if self.specs is None:
             self.specs = message
-        elif not _agree(message, self.specs):
+        elif not _agree(message, self.specs) or self._prepared_otherwise(w, message):
             w.build_failure = (
                 f"{w.name}: its model's content, inputs, outputs or weights are not those of the "
                 "others"
@@ -380,6 +386,8 @@ class WorkerLives:
             return [self.kill(w, w.build_failure), *self.finish_start()]
         elif not self.specs.prepared:
             self.specs = message
+        if message.prepared:
+            self._prepared[_prepared_for(w.device)] = message.prepared
         if w.spent:
             self._renew_budget(w)
             w.trial_end = now + self._probe_delay
@@ -394,6 +402,11 @@ class WorkerLives:
             if follower.state is WorkerState.CONNECTED and not (follower.doomed or self.closing):
                 actions += self.build(follower, now)
         return actions
+
+    def _prepared_otherwise(self, w: Worker, message: BuildFinish) -> bool:
+        """Whether another worker has the model prepared from other content; one may run it unprepared."""
+        known = self._prepared.get(_prepared_for(w.device))
+        return bool(message.prepared) and known not in (None, message.prepared)
 
     def fail_build(self, w: Worker, message: Error, now: float) -> list[Action]:
         """The model does not load: final in the first start, later a death like others."""
@@ -508,7 +521,7 @@ class WorkerLives:
         return story
 
     def part(self, w: Worker, now: float) -> list[Action]:
-        """After the death of a leader, end its followers; in `close`, after the last of them end the leader."""
+        """After a leader's death, end its followers; in `close`, after the last of these end the leader."""
         if not self.closing:
             return [self._bereave(f, w) for f in self._with_slab(w)]
         leader = w.leader
