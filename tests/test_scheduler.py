@@ -1103,7 +1103,8 @@ class Pools(RuleBasedStateMachine):
                 case ShareSlab(worker=worker, leader=leader):
                     process, owner = self.processes[worker], self.processes[leader]
                     assert process.slab_of is None
-                    assert not (owner.killed or owner.asked), "its memory is about to go"
+                    assert not owner.killed, "its memory is about to go"
+                    assert not owner.asked, "its memory is about to go"
                     assert self.scheduler.workers[leader].slab == self.slab
                     process.slab_of = owner
                     process.inbox.append(Attach(block=-1, size=64, device=f"cuda:{leader}"))
