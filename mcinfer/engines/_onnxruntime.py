@@ -7,10 +7,11 @@ Tensors are bound by address and ONNX element type; this allows types that ``ses
 import mmap
 import os
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -544,7 +545,7 @@ class _GivenWeights:
 
 def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights | None:
     """The weights on the request's card, if the model is prepared and this runtime can use them there."""
-    if request.slab is None or model is None:
+    if request.slab is None or model is None or not hasattr(ort.OrtValue, "from_dlpack"):  # 1.31
         return None
     slab = request.slab(model)
     if NAMES[provider_of(request)] in ort.get_available_providers():
@@ -579,6 +580,11 @@ def _providers(request: EngineRequest) -> list[Any]:
     check_available(request, available, ort.__version__)
     if request.allow_fallback:
         listed = [one for one in listed if one[0] in available]
+    if listed[0][0] in ON_CARDS and hasattr(ort, "preload_dlls"):
+        with redirect_stdout(
+            sys.stderr
+        ):  # CUDA's libraries where pip installed them; it prints what it lacks
+            ort.preload_dlls()
     return listed
 
 
