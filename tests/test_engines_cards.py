@@ -269,6 +269,25 @@ def test_layout_that_cannot_be_captured_as_a_graph_is_refused(tmp_path: Path) ->
             engine.bind([given], [])
 
 
+def test_run_with_strings_touches_no_memory_of_a_card(tmp_path: Path) -> None:
+    graph = "(string[n] t, float[m] x) => (int64[1] s, float[m] y) { s = Shape(t) y = Neg(x) }"
+    engine = open_on_card(save(tmp_path / "model.onnx", graph), prepare="never")
+    texts, x, s = (
+        Strings(name="t", shape=(2,), values=("a", "b")),
+        np.ones(3, np.float32),
+        np.zeros(1, np.int64),
+    )
+    place = replace(buffer("s", s), device=DEVICE)
+    produced = engine.bind([texts, buffer("x", x)], [place]).execute()
+    assert [item.name for item in produced] == ["s", "y"]
+    assert content(produced[0]).tolist() == [2]
+    assert s.tolist() == [0]
+    with pytest.raises(
+        InvalidInputError, match="input 'x' lies on cuda:0: beside inputs of strings"
+    ):
+        engine.bind([texts, replace(buffer("x", x), device=DEVICE)], [])
+
+
 def test_run_that_gets_no_memory_says_how_much_it_asked_for(tmp_path: Path) -> None:
     graph = "(int64[rank] x) => (float[n] y) <float one = {1}> { y = Expand(one, x) }"
     engine = open_on_card(save(tmp_path / "model.onnx", graph), prepare="never")

@@ -432,6 +432,10 @@ def _text_array(item: Strings) -> NDArray[Any]:
 
 def _value(item: Buffer) -> Any:
     """The runtime's value over memory. NumPy decides only the width of an element: it lacks some types."""
+    if item.device is not None:
+        raise InvalidInputError(
+            f"input {item.name!r} lies on {item.device}: beside inputs of strings, expected the host's memory"
+        )
     element_type = ELEMENT_TYPES[item.element_type]
     array = array_over(item, np.dtype(f"u{element_type.bits // 8}"))
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, element_type.onnx)
