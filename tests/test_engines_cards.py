@@ -269,6 +269,15 @@ def test_layout_that_cannot_be_captured_as_a_graph_is_refused(tmp_path: Path) ->
             engine.bind([given], [])
 
 
+def test_tensors_that_a_session_on_a_card_has_on_the_host_are_named(tmp_path: Path) -> None:
+    engine = open_on_card(save(tmp_path / "model.onnx", AFFINE), prepare="never")
+    assert engine.on_host is None  # all of them: it fell back to the CPU
+    engine.on_card = True
+    assert engine._tensors_on_host() == {"x", "y", "n"}  # by what the runtime says of its memory
+    engine.binds_host = False
+    assert engine._tensors_on_host() == frozenset()
+
+
 def test_run_with_strings_touches_no_memory_of_a_card(tmp_path: Path) -> None:
     graph = "(string[n] t, float[m] x) => (int64[1] s, float[m] y) { s = Shape(t) y = Neg(x) }"
     engine = open_on_card(save(tmp_path / "model.onnx", graph), prepare="never")

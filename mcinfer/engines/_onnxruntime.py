@@ -176,6 +176,9 @@ _TYPES = {
 }
 """ONNX Runtime's names of element types that differ from ours."""
 
+_HOST_MEMORY = ("Cpu", "CudaPinned")
+"""The runtime's names of memory that the host has."""
+
 _NAMELESS = (None, "", "?", -1)
 """How the runtime (1.31), and exporters, write a dimension without a name."""
 
@@ -234,10 +237,23 @@ class OnnxRuntimeEngine(Engine):
         )
         self.weights = self._replaceable(request)
         self.binds_host = not (self.on_card and captures_graphs(request))
+        self.on_host = self._tensors_on_host()
         self.concurrent = self.binds_host
         self._graphs = set(range(1, _MAX_GRAPHS + 1))  # numbers that are free
         self._run_options = _run_options()
         self._cancelled = False
+
+    def _tensors_on_host(self) -> frozenset[str] | None:
+        """See `Engine.on_host`. What is bound elsewhere than the runtime has it, the runtime copies."""
+        strings = {spec.name for spec in self.spec.outputs if spec.element_type == STRING}
+        if not self.on_card or any(spec.element_type == STRING for spec in self.spec.inputs):
+            return None
+        if not self.binds_host:
+            return frozenset(strings)
+        names = [spec.name for spec in (*self.spec.inputs, *self.spec.outputs)]
+        infos = (*self.session.get_input_memory_infos(), *self.session.get_output_memory_infos())
+        there = (n for n, info in zip(names, infos, strict=True) if info.name in _HOST_MEMORY)
+        return frozenset(strings.union(there))
 
     def _replaceable(self, request: EngineRequest) -> tuple[TensorSpec, ...]:
         """The specifications of the requested weights; a model prepared before may lack some."""
