@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
@@ -203,6 +204,19 @@ def test_weights_that_stay_with_each_session_are_noted(card: Card, tmp_path: Pat
     engine = open_on_card(write(tmp_path / "model.onnx", (graph, weights)), slab=Leader(card))
     [note] = engine.notes  # those of the loop's body
     assert re.match(r"each process has 10485\d\d bytes of the weights of its own", note)
+
+
+def test_weights_of_operators_that_run_on_the_host_are_known(tmp_path: Path) -> None:
+    graph = """(float[n] x) => (float[n] y) <float[1] a = {1}, float[1] b = {2}> {
+        [first] m = Mul(x, a)
+        [second] y = Add(m, b)
+    }"""
+    path = Path(save(tmp_path / "model.onnx", graph))
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    assert _onnxruntime.used_on_host(session, path) == {"x", "a", "m", "b"}
 
 
 # What TensorRT builds.

@@ -65,8 +65,15 @@ from mcinfer.errors import (
 )
 from mcinfer.model_cache.building import MODEL_FILE, Progress
 from mcinfer.model_cache.keys import FOLDER_KEY
-from mcinfer.model_cache.onnx_files import added_inputs, chunks, external_files, open_regular, scan
-from mcinfer.shm.slabs import layout
+from mcinfer.model_cache.onnx_files import (
+    added_inputs,
+    chunks,
+    external_files,
+    node_inputs,
+    open_regular,
+    scan,
+)
+from mcinfer.shm.slabs import SlabTensor, layout
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,
@@ -154,6 +161,9 @@ _REGISTERING = threading.Lock()
 _SILENT = 4
 """The runtime prints fatal errors only. Its other errors reach the caller as exceptions."""
 
+_RECORDING = {"session.record_ep_graph_assignment_info": "1"}
+"""The session says which provider runs each node."""
+
 _WARNING = 2
 """The runtime names the given weights that it cannot use where they lie, which it then copies."""
 
@@ -228,7 +238,7 @@ class OnnxRuntimeEngine(Engine):
         self.providers = tuple(self.session.get_providers())
         self.on_card = self.providers[0] in ON_CARDS
         if given is not None and given.on_card == self.on_card:
-            self.notes += given.notes
+            self.notes += given.notes(self.session)
         elif request.slab is not None and not self.notes:
             self.notes = (OWN_COPY,)
         self.spec = ModelSpec(
@@ -537,14 +547,44 @@ class _GivenWeights:
     """The weights of a prepared model on its card, which a session uses where they lie.
 
     Attributes:
+        model: The prepared model.
+        tensors: The weights in the card's memory.
         values: By name; they must outlive the session.
         on_card: Whether they are for a session on the card, not for one that reads them on the host.
-        notes: For the user: what each session has for itself.
     """
 
+    model: Path
+    tensors: tuple[SlabTensor, ...]
     values: Mapping[str, Any]
     on_card: bool
-    notes: tuple[str, ...]
+
+    def notes(self, session: Any) -> tuple[str, ...]:
+        """For the user: what the session has for itself nevertheless."""
+        own = scan(self.model).weight_bytes - sum(one.size for one in self.tensors)
+        if self.on_card:
+            copied = used_on_host(session, self.model)
+            own += sum(one.size for one in self.tensors if one.name in copied)
+        if own < _LEAST_NOTED_BYTES:
+            return ()
+        return (
+            f"each process has {own} bytes of the weights of its own: small ones, those of subgraphs, and "
+            "those of operators that run on the host",
+        )
+
+
+def used_on_host(session: Any, model: Path) -> set[str]:
+    """The inputs of the nodes that a session runs on the CPU; it was opened with `_RECORDING`.
+
+    The runtime has the weights among them in the host's memory, and copies them there.
+    """
+    inputs = node_inputs(model)
+    return {
+        name
+        for part in session.get_provider_graph_assignment_info()
+        if part.ep_name == NAMES["cpu"]
+        for node in part.get_nodes()
+        for name in inputs.get(node.name, ())
+    }
 
 
 def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights | None:
@@ -570,10 +610,7 @@ def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights 
         )
         for one in placed.tensors
     }
-    left = scan(model).weight_bytes - sum(one.size for one in placed.tensors)
-    note = f"each process has {left} bytes of the weights of its own: small ones and subgraphs'"
-    notes = (note,) if left >= _LEAST_NOTED_BYTES else ()
-    return _GivenWeights(values=values, on_card=on_card, notes=notes)
+    return _GivenWeights(model=model, tensors=placed.tensors, values=values, on_card=on_card)
 
 
 def _open_session(
@@ -674,6 +711,8 @@ def _session_options(
         config.pop(FOLDER_KEY, None)
     if given is not None:
         config.update(_NOT_PACKING)
+        if given.on_card:
+            config.update(_RECORDING)
         if not request.variable_weights:
             options.log_severity_level = _WARNING
         for name, weight in given.values.items():
