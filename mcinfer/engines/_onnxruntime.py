@@ -50,6 +50,7 @@ from mcinfer.engines.providers import (
     check_available,
     check_got,
     device_error,
+    graph_options,
     provider_list,
     provider_of,
 )
@@ -653,7 +654,7 @@ def _new_session(path: str, options: Any, providers: list[Any], *, fallback: boo
 def prepare(request: EngineRequest, folder: str) -> None:
     """Write the prepared model into a folder, and check that it loads; `BuildError` if not."""
     path = os.path.join(folder, MODEL_FILE)
-    providers = _providers(request)
+    providers = _providers(replace(request, provider_options=graph_options(request)))
     saving = _SAVING if request.device.kind != "cpu" else {**_SAVING, **_PACKED}
     for least in _MAX_BYTES_INSIDE:
         options = _session_options(request)
