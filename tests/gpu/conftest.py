@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,8 +31,12 @@ def _why_no_card() -> str:
 
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         return f"onnxruntime {onnxruntime.__version__} has no CUDAExecutionProvider"
-    lacking = [name for name in ("cupy", "cuda.bindings") if find_spec(name) is None]
-    return f"not installed: {', '.join(lacking)}" if lacking else ""
+    try:
+        import cupy  # noqa: F401
+        from cuda.bindings import driver  # noqa: F401
+    except ImportError as exc:
+        return str(exc)
+    return ""
 
 
 @pytest.fixture(scope="package")
