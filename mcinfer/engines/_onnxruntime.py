@@ -37,6 +37,7 @@ from mcinfer.engines.base import (
 )
 from mcinfer.engines.preparation import (
     FELL_BACK,
+    OWN_COPY,
     Preparation,
     Runtime,
     describe,
@@ -219,11 +220,13 @@ class OnnxRuntimeEngine(Engine):
         self.notes = preparation.notes
         self.prepared = "" if self.held is None else self.held.key
         path = preparation.path if self.held is None else self.held.opened / MODEL_FILE
-        given = None if path is None else _GivenWeights.of(request, path)
+        given = _given_weights(request, path)
         self.session = _open_session(request, path, given)
         self._given = given  # its values must outlive the session (SessionOptions.add_initializer)
         if given is not None:
             self.notes += given.notes
+        elif request.slab is not None and not self.notes:
+            self.notes = (OWN_COPY,)
         self.providers = tuple(self.session.get_providers())
         self.on_card = self.providers[0] in ON_CARDS
         self.spec = ModelSpec(
@@ -538,17 +541,17 @@ class _GivenWeights:
         note = f"each process has {left} bytes of the weights of its own: small ones and subgraphs'"
         self.notes = (note,) if left >= _LEAST_NOTED_BYTES else ()
 
-    @classmethod
-    def of(cls, request: EngineRequest, model: Path) -> "_GivenWeights | None":
-        """Those that the request has for a prepared model, if this runtime can use them."""
-        if request.slab is None:
-            return None
-        slab = request.slab(model)
-        if NAMES[provider_of(request)] in ort.get_available_providers():
-            return cls(model, slab, slab.device, slab.address)
-        if slab.host_address is not None:  # the runtime falls back to the CPU
-            return cls(model, slab, None, slab.host_address)
+
+def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights | None:
+    """The weights on the request's card, if the model is prepared and this runtime can use them there."""
+    if request.slab is None or model is None:
         return None
+    slab = request.slab(model)
+    if NAMES[provider_of(request)] in ort.get_available_providers():
+        return _GivenWeights(model, slab, slab.device, slab.address)
+    if slab.host_address is None:  # the runtime falls back to the CPU, which cannot read them
+        return None
+    return _GivenWeights(model, slab, None, slab.host_address)
 
 
 def _open_session(
@@ -645,7 +648,8 @@ def _session_options(
         config.pop(FOLDER_KEY, None)
     if given is not None:
         config.update(_NOT_PACKING)
-        options.log_severity_level = _WARNING
+        if not request.variable_weights:
+            options.log_severity_level = _WARNING
         for name, weight in given.values.items():
             options.add_initializer(name, weight)
     for key, value in config.items():  # each once: it warns of entries that are set again

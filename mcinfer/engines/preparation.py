@@ -42,6 +42,7 @@ from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
 from mcinfer.model_cache.entries import MANIFEST, disk_bytes
 from mcinfer.model_cache.keys import FOLDER_KEY, Source, read_source
 from mcinfer.model_cache.onnx_files import check_regular, model_files
+from mcinfer.shm.cuda import Card
 
 _LEAST_BYTES = 16 << 20
 """Least size of a model that ``"auto"`` prepares."""
@@ -325,9 +326,7 @@ def facts_of(request: EngineRequest, runtime: Runtime, source: Source) -> dict[s
         facts["provider"] = provider
         facts["falls_back"] = NAMES[provider] not in runtime.providers
     if request.device.kind == "cuda":
-        from mcinfer.shm.cuda import Card
-
-        facts["card"] = Card.open(request.device).model
+        facts["card"] = Card.open(request.device).model()
     return facts
 
 
