@@ -152,11 +152,16 @@ def produced_from(spec: TensorSpec, array: NDArray[Any]) -> Produced | Strings:
 def delivered(
     produced: Sequence[Produced | Strings], places: Mapping[str, Buffer]
 ) -> list[Produced | Strings]:
-    """Copy the outputs to their places; return those without a place or of another shape."""
+    """Copy the outputs to places in the host's memory; return the others, and those of another shape."""
     left = []
     for item in produced:
         place = places.get(item.name)
-        if place is None or isinstance(item, Strings) or item.shape != place.shape:
+        if (
+            place is None
+            or place.device is not None
+            or isinstance(item, Strings)
+            or item.shape != place.shape
+        ):
             left.append(item)
         else:
             ctypes.memmove(place.address, item.address, place.size)
@@ -211,7 +216,8 @@ class Run(ABC):
 
         Returns:
             The outputs that were not bound, and those that have another shape than was bound, in the
-            model's order.
+            model's order. They lie in the host's memory. If the runtime did not take a bound place on a card,
+            its output is among them too.
 
         Raises:
             RunCancelledError: `Engine.cancel` was called.
