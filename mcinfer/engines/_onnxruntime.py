@@ -583,8 +583,6 @@ def _providers(request: EngineRequest) -> list[Any]:
     available = ort.get_available_providers()
     listed = provider_list(request, engine_folder(request, RUNTIME))
     check_available(request, available, ort.__version__)
-    if listed[0][0] in ON_CARDS:
-        ort.preload_dlls()  # of the packages with CUDA's libraries; nothing in a build without CUDA
     if request.allow_fallback:
         listed = [one for one in listed if one[0] in available]
     if listed[0][0] in ON_CARDS and hasattr(ort, "preload_dlls"):
