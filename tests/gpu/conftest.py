@@ -1,6 +1,6 @@
 """The cards that the tests in this folder run on: real ones where there are any, else emulated ones.
 
-`make test-gpu` runs them on a machine with a card, by the file pytest.ini beside this one; there a card that
+`make test-gpu` runs them on a machine with a card, by the file on_card.ini beside this one; there a card that
 cannot be used is an error. `make test` runs the same tests on the emulation of a driver in the folder
 `emulated`, and skips those that ask for the fixture `card`: what they show, an emulation cannot.
 """
@@ -18,7 +18,7 @@ from tests.gpu.cards import Cards
 
 HERE = Path(__file__).resolve().parent
 EMULATED = HERE / "emulated"
-OWN_FILE = HERE / "pytest.ini"
+OWN_FILE = HERE / "on_card.ini"
 
 
 def _why_no_card() -> str:
