@@ -258,6 +258,8 @@ class Engine(ABC):
             Others only poll it. -1 if `depth` is 1.
         on_card: Whether it runs on a card, on `EngineRequest.stream`; then it takes tensors of that card.
         binds_host: Whether it takes tensors in the host's memory.
+        on_host: Names of the inputs, outputs and replaceable weights that it takes in the host's memory, and
+            all others on its card; None if it takes all on the host.
     """
 
     spec: ModelSpec
@@ -270,6 +272,7 @@ class Engine(ABC):
     fd: int = -1
     on_card: bool = False
     binds_host: bool = True
+    on_host: frozenset[str] | None = None
 
     @abstractmethod
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:

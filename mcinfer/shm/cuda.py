@@ -190,6 +190,7 @@ class Card:
         device: ``cuda:`` and the index.
         stream: The handle of the stream; it does not wait for the default stream, nor that one for it.
         kind: ``"descriptors"`` or ``"handles"``: what `create` makes.
+        count: How many cards this process sees.
         unused: Mappings that ended, for `reclaim`.
     """
 
@@ -227,9 +228,9 @@ class Card:
         self._driver = _driver()
         try:
             self._ask("cuInit", 0)
-            self._count = int(self._ask("cuDeviceGetCount"))
-            if device.index >= self._count:
-                raise BuildError(f"{self.device}: this process sees {self._count} NVIDIA cards")
+            self.count = int(self._ask("cuDeviceGetCount"))
+            if device.index >= self.count:
+                raise BuildError(f"{self.device}: this process sees {self.count} NVIDIA cards")
             self._ordinal = self._ask("cuDeviceGet", device.index)
             self.kind = self._chosen_kind()
             self._shares_events = self._has("IPC_EVENT_SUPPORTED")
@@ -366,7 +367,7 @@ class Card:
 
     def reaches(self, other: Device) -> bool:
         """Whether this card can read and write that one's memory: it is the same, or a peer."""
-        if other.kind not in KINDS or other.index >= self._count:
+        if other.kind not in KINDS or other.index >= self.count:
             return False
         if other.index == self.device.index:
             return True
