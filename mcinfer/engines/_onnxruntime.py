@@ -240,8 +240,8 @@ class OnnxRuntimeEngine(Engine):
         self.on_card = self.providers[0] in ON_CARDS
         if given is not None and given.on_card == self.on_card:
             self.notes += given.notes(self.session)
-        elif request.slab is not None and not self.notes:
-            self.notes = (OWN_COPY,)
+        elif request.slab is not None and self.held is not None and not self.notes:
+            self.notes = (OWN_COPY,)  # a model that is not prepared is small, or its notes say why
         self.spec = ModelSpec(
             inputs=tuple(_spec(arg, "input") for arg in self.session.get_inputs()),
             outputs=tuple(_spec(arg, "output") for arg in self.session.get_outputs()),
