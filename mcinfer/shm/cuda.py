@@ -68,6 +68,7 @@ _HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE."""
 _BACKENDS = ("descriptors", "handles")
 _SHARED_PAGE_BYTES = 2 << 20
+_NAME_BYTES = 256
 _MOST_PAUSE = 0.001
 
 _LOST = frozenset(
@@ -189,6 +190,7 @@ class Card:
         device: ``cuda:`` and the index.
         stream: The handle of the stream; it does not wait for the default stream, nor that one for it.
         kind: ``"descriptors"`` or ``"handles"``: what `create` makes.
+        count: How many cards this process sees.
         unused: Mappings that ended, for `reclaim`.
     """
 
@@ -226,9 +228,9 @@ class Card:
         self._driver = _driver()
         try:
             self._ask("cuInit", 0)
-            self._count = int(self._ask("cuDeviceGetCount"))
-            if device.index >= self._count:
-                raise BuildError(f"{self.device}: this process sees {self._count} NVIDIA cards")
+            self.count = int(self._ask("cuDeviceGetCount"))
+            if device.index >= self.count:
+                raise BuildError(f"{self.device}: this process sees {self.count} NVIDIA cards")
             self._ordinal = self._ask("cuDeviceGet", device.index)
             self.kind = self._chosen_kind()
             self._shares_events = self._has("IPC_EVENT_SUPPORTED")
@@ -365,13 +367,20 @@ class Card:
 
     def reaches(self, other: Device) -> bool:
         """Whether this card can read and write that one's memory: it is the same, or a peer."""
-        if other.kind not in KINDS or other.index >= self._count:
+        if other.kind not in KINDS or other.index >= self.count:
             return False
         if other.index == self.device.index:
             return True
         with self._current():
             peer = self._ask("cuDeviceGet", other.index)
             return bool(self._ask("cuDeviceCanAccessPeer", self._ordinal, peer))
+
+    def model(self) -> str:
+        """The card's name and its compute capability, on which programs for it depend."""
+        name = bytes(self._ask("cuDeviceGetName", _NAME_BYTES, self._ordinal))
+        version = [self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR")]
+        text = name.split(b"\0")[0].decode(errors="replace")
+        return f"{text}, compute capability {version[0]}.{version[1]}"
 
     # Work on the stream.
 
@@ -594,8 +603,11 @@ class Card:
         return chosen or ("descriptors" if able else "handles")
 
     def _has(self, attribute: str) -> bool:
-        named = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
-        return bool(self._ask("cuDeviceGetAttribute", named, self._ordinal))
+        return bool(self._attribute(attribute))
+
+    def _attribute(self, name: str) -> int:
+        named = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self._ask("cuDeviceGetAttribute", named, self._ordinal))
 
     def _uuid(self, device: Device) -> bytes:
         ordinal = self._ask("cuDeviceGet", device.index)
