@@ -1,0 +1,191 @@
+"""Weights on a card, shared between real processes: over an emulated driver, whose cards are host memory."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import numpy_helper, parser
+
+from mcinfer.model_cache.cache import Cache, entry_key
+from tests.process.scripts import ROOT
+
+EMULATED = ROOT / "tests" / "gpu" / "emulated"
+FACTS = {"device": "cuda"}
+
+GRAPH = """
+<ir_version: 8, opset_import: ["": 17]>
+g (float[batch, 64] x) => (float[batch, 32] y) { a = MatMul(x, w1)  b = Relu(a)  y = MatMul(b, w2) }
+"""
+WEIGHTS: dict[str, NDArray[np.float32]] = {
+    "w1": np.random.default_rng(1).standard_normal((64, 64), np.float32),
+    "w2": np.random.default_rng(2).standard_normal((64, 32), np.float32),
+}
+X = np.random.default_rng(3).standard_normal((2, 64), np.float32)
+
+PEER = """
+import json, os, sys, time, traceback
+from pathlib import Path
+import numpy as np
+from mcinfer.config import Device
+from mcinfer.model_cache.cache import Cache, entry_key
+from mcinfer.shm.cuda import Card
+from mcinfer.shm.weights import WeightOwner, open_weights
+
+def prepared():
+    return Cache(Path(os.environ["MCINFER_CACHE"]), 1 << 30).open(entry_key({"device": "cuda"}))
+
+def own(*pids, device="cuda:0"):
+    global owner
+    owner = WeightOwner(prepared(), pids, device=device)
+    return owner.handle
+
+def opened(handle):
+    global weights
+    weights = open_weights(handle)
+    return str(weights.device)
+
+def values(weights):
+    return {name: np.from_dlpack(t).tolist() for name, t in weights.slab.tensors_on_host().items()}
+
+def used(index=0):
+    free, total = Card.open(Device("cuda", index)).memory()
+    return total - free
+
+def session(weights=None):
+    import onnxruntime as ort
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    model = prepared().folder / "model.onnx"
+    if weights is not None:
+        weights.add_to(options)
+        model = weights.model
+    return ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+
+def run(session, x):
+    return session.run(None, {"x": np.array(x, np.float32)})[0].tolist()
+
+for line in sys.stdin:
+    try:
+        answer = [eval(json.loads(line)), ""]
+    except Exception as exc:
+        answer = [None, f"{type(exc).__name__}: {exc}"]
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Peer:
+    """A process that evaluates expressions."""
+
+    def __init__(self, cache: Path, ledger: str, **env: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PEER],
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{EMULATED}:{ROOT}",
+                "MCINFER_CACHE": str(cache),
+                "MCINFER_EMULATED_CARDS": "2",
+                "MCINFER_EMULATED_LEDGER": ledger,
+                **env,
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.pid = self.process.pid
+
+    def tell(self, expression: str) -> None:
+        """Send an expression, whose answer is to be read later."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(expression) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> tuple[Any, str]:
+        """The value of the oldest expression without an answer, and its error."""
+        assert self.process.stdout is not None
+        value, error = json.loads(self.process.stdout.readline())
+        return value, error
+
+    def __call__(self, expression: str) -> Any:
+        self.tell(expression)
+        value, error = self.answer()
+        assert not error, error
+        return value
+
+    def fails(self, expression: str) -> str:
+        """The error of an expression."""
+        self.tell(expression)
+        value, error = self.answer()
+        assert error, value
+        return error
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+def save(folder: Path, _: int) -> None:
+    model = parser.parse_model(GRAPH)
+    model.graph.initializer.extend(
+        numpy_helper.from_array(array, name) for name, array in WEIGHTS.items()
+    )
+    path = folder / "model.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=1024)
+
+
+Start = Callable[..., Peer]
+
+
+@pytest.fixture(scope="module")
+def start(
+    tmp_path_factory: pytest.TempPathFactory, checked_together: ExitStack
+) -> Iterator[Start]:
+    """Starts processes that share cards, and a cache with one prepared model."""
+    folder = tmp_path_factory.mktemp("cards") / "cache"
+    Cache(folder, 1 << 30).make(entry_key(FACTS), FACTS, save, wait=10).close()
+    ledger = f"test{os.getpid()}"
+
+    def peer(**env: str) -> Peer:
+        return checked_together.enter_context(Peer(folder, env.pop("ledger", ledger), **env))
+
+    yield peer
+
+
+def test_weights_lie_on_the_card_once_and_only_listed_processes_get_them(start: Start) -> None:
+    owner, first, second, stranger = (start() for _ in range(4))
+    handle = owner(f"own({first.pid}, {second.pid})")
+    slab = owner("used()")
+    assert slab > 0
+    expected = {name: array.tolist() for name, array in WEIGHTS.items()}
+    assert owner("values(owner.weights)") == expected
+    for peer in (first, second):
+        assert peer(f"opened({handle})") == "cuda:0"
+        assert peer("values(weights)") == expected
+    assert owner("used()") == slab
+    assert f"WeightOwner.allow({stranger.pid})" in stranger.fails(f"opened({handle})")
+    assert owner("used()") == slab
+
+    # A session that runs in place computes what a plain one does, and sees the one copy change.
+    plain = first(f"run(session(), {X.tolist()})")
+    first("globals().update(placed=session(weights))")
+    assert first(f"run(placed, {X.tolist()})") == plain
+    first("weights.close()")
+    # ...
