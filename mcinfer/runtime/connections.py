@@ -239,7 +239,7 @@ class Connections:
             ProtocolError: The worker has not handed over such a block.
             OSError: This process has no descriptor or memory left.
         """
-        size, fd = self.processes[index].lifeline.receive_block(number)
+        size, fd, _ = self.processes[index].lifeline.receive_block(number)
         return Block.attach(number, size, fd)
 
     # What goes.

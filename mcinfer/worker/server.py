@@ -640,7 +640,7 @@ class Server:
         if message.block in self._blocks:
             raise ProtocolError(f"block {message.block} was attached before")
         try:
-            size, fd = self._lifeline.receive_block(message.block, timeout=_BLOCK_TIMEOUT)
+            size, fd, _ = self._lifeline.receive_block(message.block, timeout=_BLOCK_TIMEOUT)
             self._blocks[message.block] = Block.attach(message.block, size, fd)
         except OSError as exc:
             raise ProtocolError(f"block {message.block} cannot be attached: {exc}") from exc
