@@ -69,6 +69,8 @@ _HANDLE_BYTES = 64
 _BACKENDS = ("descriptors", "handles")
 _SHARED_PAGE_BYTES = 2 << 20
 _MOST_PAUSE = 0.001
+_LONGEST_WAIT = 86400.0
+"""Seconds of one wait: poll(2) takes no more than 24 days."""
 
 _LOST = frozenset(
     f"CUDA_ERROR_{name}"
@@ -93,6 +95,17 @@ class DeviceMemory:
         self.device = device
         self.address = address
         self.size = size
+
+    def is_lent(self, timeout: float = 0.0) -> bool:
+        """Whether the memory cannot be freed yet, since another process has a block of ours open.
+
+        Only blocks of the kind *handles* are lent; the others can always be freed.
+
+        Args:
+            timeout: Seconds to wait until none has it. The block's own descriptor counts as long as it is open.
+        """
+        piece = self._mapping.piece
+        return piece.own and piece.pipe >= 0 and not _hung_up(piece.pipe, timeout)
 
 
 class DeviceBlock:
@@ -214,6 +227,29 @@ class Card:
         card = cls._opened[device.index]
         card._check_process()
         return card
+
+    @classmethod
+    def find(cls, token: bytes) -> "Card | None":
+        """The card that a block lies on, by its token; None if this process does not see that card.
+
+        Its index may be another one than in the block's own process. No other card gets a context.
+
+        Raises:
+            ProtocolError: It is no token.
+            MissingDependencyError: As in `open`, as are `BuildError` and `ClosedError`.
+        """
+        if len(token) != _TOKEN.size or not token.startswith(_MARK):
+            raise ProtocolError(f"got {len(token)} bytes that are no token of a card's block")
+        wanted, driver = _TOKEN.unpack(token)[5], _driver()
+        index = 0  # if the driver cannot be used, `open` says why
+        with contextlib.suppress(RuntimeError):
+            if driver.cuInit(0)[0] == driver.CUresult.CUDA_SUCCESS:
+                ordinals = [driver.cuDeviceGet(i)[1] for i in range(driver.cuDeviceGetCount()[1])]
+                uuids = [bytes(driver.cuDeviceGetUuid(ordinal)[1].bytes) for ordinal in ordinals]
+                if wanted not in uuids:
+                    return None
+                index = uuids.index(wanted)
+        return cls.open(Device(KINDS[0], index))
 
     def __init__(self, device: Device) -> None:
         self.device = Device(KINDS[0], device.index)
@@ -659,8 +695,8 @@ def _handle_bytes(handle: Any) -> bytes:
     return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
 
 
-def _hung_up(pipe: int) -> bool:
-    """Whether no process has the other end open."""
+def _hung_up(pipe: int, timeout: float = 0.0) -> bool:
+    """Whether no process has the other end open; waits that many seconds for it."""
     poll = select.poll()
     poll.register(pipe, 0)
-    return bool(poll.poll(0))
+    return bool(poll.poll(min(timeout, _LONGEST_WAIT) * 1000))

@@ -249,8 +249,8 @@ class WeightOwner:
         card = None if place is None else Card.open(place)
         with ExitStack() as opened:
             if isinstance(model, (str, os.PathLike)):
-                held = ensure_prepared(model, options, **({"device": place} if place else {}))
-                model = opened.enter_context(closing(held))
+                where = {} if place is None else {"device": place}
+                model = opened.enter_context(closing(ensure_prepared(model, options, **where)))
             entry = _open_entry(model, "cpu" if card is None else card.device.kind)
             opened.push(lambda *failure: close_all(entry) if failure[0] else None)
             block, self.weights = None, None
@@ -283,15 +283,28 @@ class WeightOwner:
         """Refuse a process from now on; open weights stay usable."""
         self._allowed.pop(pid, None)
 
-    def close(self) -> None:
+    def close(self, timeout: float = 10.0) -> None:
         """Stop answering and release the entry; open weights of other processes stay usable.
 
-        This also ends `weights`, which keep a card's memory in this process as long as a session or a tensor
-        uses it.
+        `weights` end with it, but for sessions and tensors of this process that still use a card's memory.
+        If that memory is shared by handles (`MCINFER_CARD_MEMORY`), it cannot be freed before the other
+        processes have closed it or ended. If they have not done so in time, a warning says so, and the memory
+        is freed by a later use of the card in this process, or at its end.
+
+        Args:
+            timeout: Seconds to wait for them.
         """
+        check_seconds("timeout", timeout)
         self._listener.close()
-        if self.weights is not None:
-            self.weights.close()
+        if self.weights is None or self.weights.slab is None:
+            return
+        if self.weights.slab.memory.is_lent(timeout):
+            _log.warning(
+                "weights %d: another process still has them open on %s, so their memory is not free yet",
+                self.handle,
+                self.weights.device,
+            )
+        self.weights.close()
 
     def __enter__(self) -> "WeightOwner":
         return self
@@ -450,8 +463,11 @@ class SharedWeights:
         A card's memory stays open until the last of `tensors`, and of the sessions with it, is gone.
         """
         self.held.close()
-        self.tensors = {}
-        self.slab = None
+        slab, self.slab, self.tensors = self.slab, None, {}
+        if slab is not None:
+            card = slab.card
+            del slab
+            card.reclaim()
 
     def __enter__(self) -> "SharedWeights":
         return self

@@ -155,9 +155,7 @@ Start = Callable[..., Peer]
 
 
 @pytest.fixture(scope="module")
-def start(
-    tmp_path_factory: pytest.TempPathFactory, checked_together: ExitStack
-) -> Iterator[Start]:
+def start(tmp_path_factory: pytest.TempPathFactory, checked_together: ExitStack) -> Iterator[Start]:
     """Starts processes that share cards, and a cache with one prepared model."""
     folder = tmp_path_factory.mktemp("cards") / "cache"
     Cache(folder, 1 << 30).make(entry_key(FACTS), FACTS, save, wait=10).close()
@@ -169,23 +167,34 @@ def start(
     yield peer
 
 
-def test_weights_lie_on_the_card_once_and_only_listed_processes_get_them(start: Start) -> None:
+EXPECTED = {name: array.tolist() for name, array in WEIGHTS.items()}
+
+
+def test_weights_lie_on_the_card_once_for_listed_processes_alone(start: Start) -> None:
     owner, first, second, stranger = (start() for _ in range(4))
     handle = owner(f"own({first.pid}, {second.pid})")
     slab = owner("used()")
     assert slab > 0
-    expected = {name: array.tolist() for name, array in WEIGHTS.items()}
-    assert owner("values(owner.weights)") == expected
+    assert owner("values(owner.weights)") == EXPECTED
     for peer in (first, second):
         assert peer(f"opened({handle})") == "cuda:0"
-        assert peer("values(weights)") == expected
-    assert owner("used()") == slab
-    assert f"WeightOwner.allow({stranger.pid})" in stranger.fails(f"opened({handle})")
-    assert owner("used()") == slab
+        assert peer("values(weights)") == EXPECTED
+    refused = stranger.fails(f"opened({handle})")
+    assert refused.startswith("WeightAccessError") and f"allow({stranger.pid})" in refused
+    assert "no process shares any by this number" in first.fails("opened(1)")
 
-    # A session that runs in place computes what a plain one does, and sees the one copy change.
     plain = first(f"run(session(), {X.tolist()})")
     first("globals().update(placed=session(weights))")
     assert first(f"run(placed, {X.tolist()})") == plain
+    owner("clear('w2')")
+    assert not np.any(first(f"run(placed, {X.tolist()})"))  # it has no copy of its own
+    assert owner("used()") == slab
+
+    second.kill()
+    assert not any(second_value for second_value in first("values(weights)")["w2"][0])
     first("weights.close()")
-    # ...
+    assert not np.any(first(f"run(placed, {X.tolist()})"))  # the session keeps the memory
+    assert owner("used()") == slab
+
+    owner.kill()
+    assert first("values(placed_weights)")
