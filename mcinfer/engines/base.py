@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.config import Device
-from mcinfer.errors import BuildError, EngineError, InvalidInputError, McinferError, PredictError
+from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
 
 
@@ -45,10 +45,6 @@ class OutOfDeviceMemoryError(PredictError):
     def __init__(self, text: str, asked: int | None = None) -> None:
         super().__init__(text)
         self.asked = asked
-
-
-class DeviceLostError(EngineError):
-    """The device, or this process's context on it, is unusable from now on; only a new process can go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +218,7 @@ class Run(ABC):
             InvalidInputError: The runtime refuses these inputs.
             PredictError: The run failed, with the runtime's message.
         OutOfDeviceMemoryError: The device has too little memory left.
-        DeviceLostError: Neither this run nor another one can succeed in this process.
+        CardLostError: Neither this run nor another one can succeed in this process.
         """
 
     def begin(self) -> None:  # noqa: B027 this default is complete

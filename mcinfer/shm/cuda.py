@@ -68,6 +68,7 @@ _HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE."""
 _BACKENDS = ("descriptors", "handles")
 _SHARED_PAGE_BYTES = 2 << 20
+_NAME_BYTES = 256
 _MOST_PAUSE = 0.001
 _LONGEST_WAIT = 86400.0
 """Seconds of one wait: poll(2) takes no more than 24 days."""
@@ -409,6 +410,13 @@ class Card:
             peer = self._ask("cuDeviceGet", other.index)
             return bool(self._ask("cuDeviceCanAccessPeer", self._ordinal, peer))
 
+    def model(self) -> str:
+        """The card's name and its compute capability, on which programs for it depend."""
+        name = bytes(self._ask("cuDeviceGetName", _NAME_BYTES, self._ordinal))
+        version = [self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR")]
+        text = name.split(b"\0")[0].decode(errors="replace")
+        return f"{text}, compute capability {version[0]}.{version[1]}"
+
     # Work on the stream.
 
     def copy(self, target: int, source: int, size: int) -> None:
@@ -630,8 +638,11 @@ class Card:
         return chosen or ("descriptors" if able else "handles")
 
     def _has(self, attribute: str) -> bool:
-        named = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
-        return bool(self._ask("cuDeviceGetAttribute", named, self._ordinal))
+        return bool(self._attribute(attribute))
+
+    def _attribute(self, name: str) -> int:
+        named = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self._ask("cuDeviceGetAttribute", named, self._ordinal))
 
     def _uuid(self, device: Device) -> bytes:
         ordinal = self._ask("cuDeviceGet", device.index)
