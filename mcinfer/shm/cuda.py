@@ -103,7 +103,7 @@ class DeviceMemory:
         Only blocks of the kind *handles* are lent; the others can always be freed.
 
         Args:
-            timeout: Seconds to wait until none has it. The block's own descriptor counts as long as it is open.
+            timeout: Seconds to wait until none has it. The block's own descriptor counts while it is open.
         """
         piece = self._mapping.piece
         return piece.own and piece.pipe >= 0 and not _hung_up(piece.pipe, timeout)

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ WEIGHTS: dict[str, NDArray[np.float32]] = {
 X = np.random.default_rng(3).standard_normal((2, 64), np.float32)
 
 PEER = """
-import json, os, sys, time, traceback
+import ctypes, json, os, sys
 from pathlib import Path
 import numpy as np
 from mcinfer.config import Device
@@ -56,22 +56,28 @@ def opened(handle):
 def values(weights):
     return {name: np.from_dlpack(t).tolist() for name, t in weights.slab.tensors_on_host().items()}
 
+def clear(weights, name):
+    tensor = weights.slab.tensors_on_host()[name]
+    ctypes.memset(tensor.address, 0, tensor.size)
+
 def used(index=0):
-    free, total = Card.open(Device("cuda", index)).memory()
+    card = Card.open(Device("cuda", index))
+    card.reclaim()
+    free, total = card.memory()
     return total - free
 
 def session(weights=None):
     import onnxruntime as ort
+    global ran
     options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
     model = prepared().folder / "model.onnx"
     if weights is not None:
         weights.add_to(options)
         model = weights.model
-    return ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    ran = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
 
-def run(session, x):
-    return session.run(None, {"x": np.array(x, np.float32)})[0].tolist()
+def run(x):
+    return ran.run(None, {"x": np.array(x, np.float32)})[0].tolist()
 
 for line in sys.stdin:
     try:
@@ -109,11 +115,11 @@ class Peer:
         self.process.stdin.write(json.dumps(expression) + "\n")
         self.process.stdin.flush()
 
-    def answer(self) -> tuple[Any, str]:
+    def answer(self) -> list[Any]:
         """The value of the oldest expression without an answer, and its error."""
         assert self.process.stdout is not None
-        value, error = json.loads(self.process.stdout.readline())
-        return value, error
+        answer: list[Any] = json.loads(self.process.stdout.readline())
+        return answer
 
     def __call__(self, expression: str) -> Any:
         self.tell(expression)
@@ -126,7 +132,7 @@ class Peer:
         self.tell(expression)
         value, error = self.answer()
         assert error, value
-        return error
+        return str(error)
 
     def kill(self) -> None:
         self.process.kill()
@@ -155,7 +161,7 @@ Start = Callable[..., Peer]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory, checked_together: ExitStack) -> Iterator[Start]:
+def start(tmp_path_factory: pytest.TempPathFactory, checked_together: ExitStack) -> Start:
     """Starts processes that share cards, and a cache with one prepared model."""
     folder = tmp_path_factory.mktemp("cards") / "cache"
     Cache(folder, 1 << 30).make(entry_key(FACTS), FACTS, save, wait=10).close()
@@ -164,14 +170,17 @@ def start(tmp_path_factory: pytest.TempPathFactory, checked_together: ExitStack)
     def peer(**env: str) -> Peer:
         return checked_together.enter_context(Peer(folder, env.pop("ledger", ledger), **env))
 
-    yield peer
+    return peer
 
 
 EXPECTED = {name: array.tolist() for name, array in WEIGHTS.items()}
 
 
+RUN = f"run({X.tolist()})"
+
+
 def test_weights_lie_on_the_card_once_for_listed_processes_alone(start: Start) -> None:
-    owner, first, second, stranger = (start() for _ in range(4))
+    owner, first, second, other = start(), start(), start(), start(MCINFER_EMULATED_CARDS="1")
     handle = owner(f"own({first.pid}, {second.pid})")
     slab = owner("used()")
     assert slab > 0
@@ -179,22 +188,73 @@ def test_weights_lie_on_the_card_once_for_listed_processes_alone(start: Start) -
     for peer in (first, second):
         assert peer(f"opened({handle})") == "cuda:0"
         assert peer("values(weights)") == EXPECTED
-    refused = stranger.fails(f"opened({handle})")
-    assert refused.startswith("WeightAccessError") and f"allow({stranger.pid})" in refused
+    refused = other.fails(f"opened({handle})")
+    assert refused.startswith("WeightAccessError: ")
+    assert f"allow({other.pid})" in refused
     assert "no process shares any by this number" in first.fails("opened(1)")
 
-    plain = first(f"run(session(), {X.tolist()})")
-    first("globals().update(placed=session(weights))")
-    assert first(f"run(placed, {X.tolist()})") == plain
-    owner("clear('w2')")
-    assert not np.any(first(f"run(placed, {X.tolist()})"))  # it has no copy of its own
+    first("session()")
+    plain = first(RUN)
+    first("session(weights)")
+    assert first(RUN) == plain
+    owner("clear(owner.weights, 'w2')")
+    assert not np.any(first(RUN))  # the session has no copy of its own
     assert owner("used()") == slab
 
     second.kill()
-    assert not any(second_value for second_value in first("values(weights)")["w2"][0])
+    owner(f"owner.revoke({first.pid})")
+    assert "WeightOwner.allow" in first.fails(f"opened({handle})")
     first("weights.close()")
-    assert not np.any(first(f"run(placed, {X.tolist()})"))  # the session keeps the memory
-    assert owner("used()") == slab
-
+    assert not np.any(first(RUN))  # the session keeps the memory
+    assert "ClosedError" in first.fails("weights.add_to(None)")
     owner.kill()
-    assert first("values(placed_weights)")
+    assert not np.any(first(RUN))
+    assert first("used()") == slab
+    assert "no process shares any by this number" in first.fails(f"opened({handle})")
+    first("globals().pop('ran') and None")
+    assert first("used()") == 0
+
+    handle = first(f"own({other.pid}, device='cuda:1')")
+    unseen = other.fails(f"opened({handle})")
+    assert unseen.startswith("WeightAccessError: ")
+    assert "does not see" in unseen
+    assert first("owner.close()") is None
+    assert first("used(1)") == 0
+
+
+def test_owner_of_memory_by_handles_waits_for_those_who_have_it_open(start: Start) -> None:
+    handles = {"MCINFER_CARD_MEMORY": "handles", "ledger": f"handles{os.getpid()}"}
+    owner, importer = start(**handles), start(**handles)
+    handle = owner(f"own({importer.pid})")
+    assert owner("used()") > 0
+
+    importer(f"opened({handle})")
+    assert owner("owner.close(0)") is None  # with a warning
+    assert owner("used()") > 0
+    assert importer("values(weights)") == EXPECTED
+    importer("weights.close()")
+    assert owner("used()") == 0
+
+    handle = owner(f"own({importer.pid})")
+    importer(f"opened({handle})")
+    owner.tell("owner.close(40)")
+    importer("weights.close()")
+    assert owner.answer() == [None, ""]
+    assert owner("used()") == 0
+
+    handle = owner(f"own({importer.pid})")
+    importer(f"opened({handle})")
+    importer.kill()
+    assert owner("owner.close(40)") is None
+    assert owner("used()") == 0
+
+
+def test_card_without_memory_is_an_error_and_leaves_nothing(start: Start) -> None:
+    owner = start(MCINFER_EMULATED_BYTES=str(1 << 20), ledger=f"small{os.getpid()}")
+    owner("used()")
+    before = owner("len(os.listdir('/proc/self/fd'))")
+    error = owner.fails("own()")
+    assert error.startswith("CardMemoryError: ")
+    assert f"{2 << 20} bytes wanted" in error
+    assert owner("used()") == 0
+    assert owner("len(os.listdir('/proc/self/fd'))") == before
