@@ -245,12 +245,11 @@ class WeightOwner:
         self._allowed: dict[int, int] = {}
         for pid in allow_pids:
             _admit(self._allowed, pid)
-        place = None if device is None else Device.parse(device)
-        card = None if place is None else Card.open(place)
+        card = None if device is None else Card.open(Device.parse(device))
         with ExitStack() as opened:
             if isinstance(model, (str, os.PathLike)):
-                where = {} if place is None else {"device": place}
-                model = opened.enter_context(closing(ensure_prepared(model, options, **where)))
+                held = ensure_prepared(model, options, device=device or "cpu:0")
+                model = opened.enter_context(closing(held))
             entry = _open_entry(model, "cpu" if card is None else card.device.kind)
             opened.push(lambda *failure: close_all(entry) if failure[0] else None)
             block, self.weights = None, None
