@@ -354,12 +354,13 @@ def _check_same(facts: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     what = "other options"
     for name, text in (
         ("cpu", "a CPU of other abilities"),
+        ("card", "another card"),
         ("engine", "another engine or version"),
         ("device", "another device"),
         ("model", "another model: its content is not that of this model's files"),
     ):
-        if facts.get(name) != here[name]:
-            detail = "" if name == "model" else f": {facts.get(name)}, here {here[name]}"
+        if facts.get(name) != here.get(name):
+            detail = "" if name == "model" else f": {facts.get(name)}, here {here.get(name)}"
             what = f"{text}{detail}"
     raise BuildError(f"shareable_weight_mem_handle: the owner's weights are for {what}")
 
