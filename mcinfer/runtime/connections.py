@@ -9,7 +9,7 @@ import hmac
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ from mcinfer.runtime.transport import (
     ZeroMQMaster,
 )
 from mcinfer.runtime.worker_process import ChildProcess, OutputForwarder, WorkerProcess
-from mcinfer.shm.arena import Arena
+from mcinfer.shm.arena import SharedBlock
 from mcinfer.shm.block import Block
 
 _STANDINGS = {
@@ -75,13 +75,13 @@ class Connections:
     def __init__(
         self,
         builds: Sequence[Sequence[Build]],
-        arena: Arena,
+        block: Callable[[int], SharedBlock | None],
         limits: Limits,
         transport: TransportKind = "zeromq",
     ) -> None:
         self.processes: dict[int, WorkerProcess] = {}
         self._builds = builds
-        self._arena = arena
+        self._block = block  # of the master's, by its number
         self._most_memory = limits.worker_memory_bytes
         self._all_memory = usable_memory()
         self._inherited = Inherited.now()
@@ -303,15 +303,16 @@ class Connections:
     def _attach(self, index: int, process: WorkerProcess, blocks: frozenset[int]) -> None:
         """Give the worker the blocks that it does not have yet."""
         for number in blocks - process.attached:
-            block = self._arena.block(number)
+            block = self._block(number)
             if block is None:
                 continue
             try:
-                process.lifeline.send_block(number, block.size, block.fd)
+                process.lifeline.send_block(number, block.size, block.fd, block.token)
             except OSError as exc:
                 raise UnreachableError(f"does not take a block: {exc}") from exc
             process.attached.add(number)
-            self.send(index, Attach(block=number, size=block.size))
+            device = "" if block.device is None else str(block.device)
+            self.send(index, Attach(block=number, size=block.size, device=device))
 
     def _give_weights(self, index: int, process: WorkerProcess, version: WeightVersion) -> None:
         self._attach(index, process, version.blocks)

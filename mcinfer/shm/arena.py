@@ -134,9 +134,11 @@ class Arena:
         create: Callable[[int, int], SharedBlock] = Block.create,
         numbers: Iterator[int] | None = None,
         alignment: int = ALIGNMENT,
+        name: str = "shared memory",
     ) -> None:
         self.limit = limit
         self._dropped = dropped  # called with the number of each block that the arena has closed
+        self._name = name  # what errors call it
         self._create = create  # makes a block of a number and a size
         self._numbers = itertools.count() if numbers is None else numbers
         self._alignment = alignment  # of each slot, a power of two
@@ -193,7 +195,7 @@ class Arena:
         wanted = [max((size + step - 1) & -step, step) for size in sizes]
         if sum(wanted) > self.limit:
             raise InvalidInputError(
-                f"{sum(sizes)} bytes of tensors do not fit the shared memory of {self.limit} bytes "
+                f"{sum(sizes)} bytes of tensors do not fit the {self._name} of {self.limit} bytes "
                 "(Limits.memory_bytes)"
             )
         if self._closed:
@@ -201,16 +203,20 @@ class Arena:
         self.reclaim()
         places = self._take_all(wanted)
         if places is None:
-            raise QueueFullError(
-                f"{sum(sizes)} bytes of shared memory wanted, all {self.limit} allowed "
-                "(Limits.memory_bytes) are held by requests or arrays, or waited for"
-            )
+            raise self.full(sum(sizes))
         slots = [
             self._slot(block, offset, space, size)
             for (block, offset), space, size in zip(places, wanted, sizes, strict=True)
         ]
         self.crowded = self._taken > self.limit // 2
         return slots
+
+    def full(self, size: int) -> QueueFullError:
+        """The error that so many bytes are not free."""
+        return QueueFullError(
+            f"{size} bytes of {self._name} wanted, all {self.limit} allowed (Limits.memory_bytes) are held "
+            "by requests or arrays, or waited for"
+        )
 
     def reclaim(self) -> bool:
         """Put released slots back on the free lists; whether there were any."""

@@ -16,8 +16,8 @@ Environment variables, read by each process at its start:
 - ``MCINFER_EMULATED_CARDS``: how many cards there are (0).
 - ``MCINFER_EMULATED_BYTES``: the memory of each (1 GiB).
 - ``MCINFER_EMULATED_LEDGER``: processes with the same text share the cards' memory (empty).
-- ``MCINFER_EMULATED_WITHOUT``: what the cards cannot do: any of ``descriptors``, ``events``, ``peers``,
-  ``pinning``.
+- ``MCINFER_EMULATED_WITHOUT``: what there is not: any of ``driver``, ``descriptors``, ``events``,
+  ``peers``, ``pinning``.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ import fcntl
 import itertools
 import mmap
 import os
-import struct
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -301,18 +301,17 @@ def _card_and_size(fd: int) -> tuple[int, int]:
 
 def _used(card: int) -> int:
     """Bytes of the card's memory that any process has open or mapped."""
-    prefix = f"/memfd:card-{_LEDGER}-{card}-"
-    names: set[str] = set()
+    prefix = f"/memfd:card-{_LEDGER}-{card}-".encode()
+    mapped = re.compile(re.escape(prefix) + b"[^\n]*")
+    names: set[bytes] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            with open(f"/proc/{pid}/maps") as lines:
-                names.update(line[line.index("/") :].rstrip() for line in lines if prefix in line)
-            for number in os.listdir(f"/proc/{pid}/fd"):
+            for entry in os.scandir(f"/proc/{pid}/fd".encode()):
                 with contextlib.suppress(OSError):
-                    link = os.readlink(f"/proc/{pid}/fd/{number}")
-                    if link.startswith(prefix):
-                        names.add(link)
-    return sum(int(name.split("-")[3]) for name in names)
+                    names.add(os.readlink(entry.path))
+            with open(f"/proc/{pid}/maps", "rb") as lines:
+                names.update(mapped.findall(lines.read()))
+    return sum(int(name.split(b"-")[3]) for name in names if name.startswith(prefix))
 
 
 def _new_memory(card: int, size: int) -> int:
@@ -401,7 +400,6 @@ class _Stream:
                 self._progress.notify_all()
 
 
-_EVENT = struct.Struct("=QQ")  # a mark, and the pid of who recorded it
 _MARKS = 64
 
 
@@ -529,6 +527,8 @@ def _card(device: Any) -> int:
 @_call
 def cuInit(flags: int) -> None:
     global _pid
+    if "driver" in _WITHOUT:
+        raise RuntimeError("the driver is not found")  # DynamicLibNotFoundError of cuda.pathfinder
     if flags:
         _refuse("INVALID_VALUE")
     if not _CARDS:

@@ -1,0 +1,141 @@
+"""Tests of mcinfer/shm/cuda.py over the emulated driver: the contract, and what only an emulation shows."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from mcinfer.config import Device
+from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError
+from mcinfer.shm.cuda import Card
+from tests.gpu.memory_contract import BLOCK_BYTES, CONTRACT, OWN, Processes, Refused
+
+ROOT = Path(__file__).resolve().parents[1]
+EMULATED = ROOT / "tests" / "gpu" / "emulated"
+
+
+@contextmanager
+def emulated_cards(**variables: str) -> Iterator[None]:
+    """Two cards in this process, with memory of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Card, "_opened", {})
+        for name in [name for name in sys.modules if name.split(".")[0] == "cuda"]:
+            patch.delitem(sys.modules, name)
+        patch.syspath_prepend(EMULATED)
+        ledger = f"test{os.getpid()}"
+        for name, value in {"CARDS": "2", "LEDGER": ledger, **variables}.items():
+            patch.setenv(f"MCINFER_{name}" if "_" in name else f"MCINFER_EMULATED_{name}", value)
+        yield
+        for name in [name for name in sys.modules if name.split(".")[0] == "cuda"]:
+            del sys.modules[name]
+
+
+@contextmanager
+def two_processes(**variables: str) -> Iterator[Processes]:
+    with emulated_cards(**variables):
+        driver = import_module("cuda.bindings.driver")
+        assert Path(str(driver.__file__)).is_relative_to(EMULATED)
+        both = Processes(driver, {"PYTHONPATH": f"{EMULATED}:{ROOT}"})
+        try:
+            yield both
+        finally:
+            both.close()
+
+
+@pytest.fixture(scope="module", params=["descriptors", "handles"])
+def both(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    with two_processes(CARD_MEMORY=request.param) as processes:
+        assert processes.card.kind == processes("kind") == request.param
+        yield processes
+
+
+@pytest.mark.parametrize("contract", CONTRACT, ids=lambda contract: contract.__name__)
+def test_contract(both: Processes, contract: Callable[[Processes], None]) -> None:
+    contract(both)
+    assert both.blocks_in_use() == 0
+
+
+def test_memory_of_another_card_is_opened_in_place(both: Processes) -> None:
+    block = both.create(b"on the first")
+    both.give(block, on="cuda:1")
+    assert both.read_there(block, 7, 5) == b"first"
+    both("close", block.number)
+    block.close()
+    assert both.blocks_in_use() == 0
+
+
+def test_lost_context_says_that_only_a_new_process_helps(both: Processes) -> None:
+    for call in ("lose", "memory"):
+        with pytest.raises(
+            Refused, match=r"CardLostError: cuda:0: .*ILLEGAL_ADDRESS: only a new process"
+        ):
+            both(call)
+    both.restart()
+    assert both("memory")[1] == both.card.memory()[1]
+
+
+def test_cards_that_are_no_peers_share_no_memory() -> None:
+    with two_processes(WITHOUT="peers") as both:
+        assert not both.card.reaches(Device("cuda", 1))
+        assert both.card.reaches(OWN)
+        block = both.create()
+        with pytest.raises(
+            Refused, match=r"CardError: block .* lies on cuda:0, and cuda:1 does not"
+        ):
+            both.give(block, on="cuda:1")
+        block.close()
+        assert both.blocks_in_use() == 0
+
+
+def test_card_without_descriptors_and_events_shares_memory_by_handles_and_waits_itself() -> None:
+    with two_processes(WITHOUT="descriptors,events,pinning") as both:
+        assert both.card.kind == "handles"
+        block = both.create(b"whole")  # recorded: this process has waited
+        both.give(block)
+        both("queue_read_after_event", block.number, 0, 5)
+        assert both("result", block.number, 5) == b"whole".hex()
+        assert not both.card.register(both.host, 4096)
+        both("close", block.number)
+        block.close()
+        assert both.blocks_in_use() == 0
+
+
+def test_memory_that_all_processes_use_counts() -> None:
+    with two_processes(BYTES=str(2 * BLOCK_BYTES)) as both:
+        both("create", 1, BLOCK_BYTES, "")
+        block = both.create()
+        with pytest.raises(Refused, match=f"CardMemoryError: .*: {BLOCK_BYTES} bytes wanted, 0 of"):
+            both("create", 2, BLOCK_BYTES, "")
+        block.close()
+        both("create", 2, BLOCK_BYTES, "")
+
+
+def test_reason_why_a_card_cannot_be_used_is_named() -> None:
+    with emulated_cards(CARDS="1"):
+        with pytest.raises(BuildError, match="cuda:1: this process sees 1 NVIDIA cards"):
+            Card.open(Device("cuda", 1))
+        assert Card.open(Device("tensorrt", 0)) is Card.open(OWN)
+        for other in ("cpu", "ascend"):
+            assert not Card.open(OWN).reaches(Device(other, 0))
+            with pytest.raises(InvalidInputError, match=f"device: got {other}:0"):
+                Card.open(Device(other, 0))
+    with emulated_cards(CARDS="0"), pytest.raises(BuildError, match="cuInit: CUDA_ERROR_NO_DEVICE"):
+        Card.open(OWN)
+    with emulated_cards(WITHOUT="driver"), pytest.raises(BuildError, match="driver is not found"):
+        Card.open(OWN)
+    with (
+        emulated_cards(CARD_MEMORY="pages"),
+        pytest.raises(InvalidInputError, match="MCINFER_CARD"),
+    ):
+        Card.open(OWN)
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Card, "_opened", {})
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(MissingDependencyError, match=r"mcinfer\[gpu\]"):
+        Card.open(OWN)
