@@ -555,7 +555,7 @@ def cuDeviceGet(ordinal: int) -> CUdevice:
 
 @_call
 def cuDeviceGetName(length: int, device: Any) -> bytes:
-    return f"Emulated card {_card(device)}".encode().ljust(length, b"\0")[:length]
+    return (f"Emulated card {_card(device)}".encode() + b"\0").ljust(length)
 
 
 @_call
@@ -753,7 +753,7 @@ def cuIpcOpenEventHandle(handle: CUipcEventHandle) -> CUevent:
 def _opened(handle: _Opaque, kind: str) -> int:
     """A descriptor of another process's event or memory."""
     words = handle.text()
-    if len(words) != 3 or words[0] != kind:
+    if len(words) != 3 or words[0] != kind or not (words[1] + words[2]).isdecimal():
         _refuse("INVALID_VALUE")
     if int(words[1]) == os.getpid():
         _refuse("INVALID_CONTEXT")
