@@ -7,10 +7,11 @@ Tensors are bound by address and ONNX element type; this allows types that ``ses
 import mmap
 import os
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,7 @@ from mcinfer.engines.base import (
 )
 from mcinfer.engines.preparation import (
     FELL_BACK,
+    OWN_COPY,
     Preparation,
     Runtime,
     describe,
@@ -219,11 +221,13 @@ class OnnxRuntimeEngine(Engine):
         self.notes = preparation.notes
         self.prepared = "" if self.held is None else self.held.key
         path = preparation.path if self.held is None else self.held.opened / MODEL_FILE
-        given = None if path is None else _GivenWeights.of(request, path)
+        given = _given_weights(request, path)
         self.session = _open_session(request, path, given)
         self._given = given  # its values must outlive the session (SessionOptions.add_initializer)
         if given is not None:
             self.notes += given.notes
+        elif request.slab is not None and not self.notes:
+            self.notes = (OWN_COPY,)
         self.providers = tuple(self.session.get_providers())
         self.on_card = self.providers[0] in ON_CARDS
         self.spec = ModelSpec(
@@ -538,17 +542,17 @@ class _GivenWeights:
         note = f"each process has {left} bytes of the weights of its own: small ones and subgraphs'"
         self.notes = (note,) if left >= _LEAST_NOTED_BYTES else ()
 
-    @classmethod
-    def of(cls, request: EngineRequest, model: Path) -> "_GivenWeights | None":
-        """Those that the request has for a prepared model, if this runtime can use them."""
-        if request.slab is None:
-            return None
-        slab = request.slab(model)
-        if NAMES[provider_of(request)] in ort.get_available_providers():
-            return cls(model, slab, slab.device, slab.address)
-        if slab.host_address is not None:  # the runtime falls back to the CPU
-            return cls(model, slab, None, slab.host_address)
+
+def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights | None:
+    """The weights on the request's card, if the model is prepared and this runtime can use them there."""
+    if request.slab is None or model is None or not hasattr(ort.OrtValue, "from_dlpack"):  # 1.31
         return None
+    slab = request.slab(model)
+    if NAMES[provider_of(request)] in ort.get_available_providers():
+        return _GivenWeights(model, slab, slab.device, slab.address)
+    if slab.host_address is None:  # the runtime falls back to the CPU, which cannot read them
+        return None
+    return _GivenWeights(model, slab, None, slab.host_address)
 
 
 def _open_session(
@@ -576,6 +580,11 @@ def _providers(request: EngineRequest) -> list[Any]:
     check_available(request, available, ort.__version__)
     if request.allow_fallback:
         listed = [one for one in listed if one[0] in available]
+    if listed[0][0] in ON_CARDS and hasattr(ort, "preload_dlls"):
+        with redirect_stdout(
+            sys.stderr
+        ):  # CUDA's libraries where pip installed them; it prints what it lacks
+            ort.preload_dlls()
     return listed
 
 

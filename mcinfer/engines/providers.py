@@ -146,8 +146,9 @@ def check_got(request: EngineRequest, got: str) -> None:
     """Raise `BuildError` if the runtime fell back to another provider, unless it may."""
     wanted = NAMES[provider_of(request)]
     if got != wanted and not request.allow_fallback:
+        where = "; its log names the libraries that it lacks" if wanted in ON_CARDS else ""
         raise BuildError(
-            f"device {request.device} needs the {wanted}, but the runtime fell back to {got}; "
+            f"device {request.device} needs the {wanted}, but the runtime fell back to {got}{where}; "
             "EngineOptions(allow_fallback=True) would accept that"
         )
 
