@@ -18,7 +18,15 @@ from mcinfer.errors import (
     ProtocolError,
 )
 from mcinfer.shm.cuda import Card
-from tests.gpu.memory_contract import BLOCK_BYTES, CONTRACT, OWN, Processes, Refused, numbers
+from tests.gpu.memory_contract import (
+    BLOCK_BYTES,
+    CONTRACT,
+    OWN,
+    Processes,
+    Refused,
+    memory_of_another_card_is_opened_in_place,
+    numbers,
+)
 from tests.open_descriptors import no_descriptor_left
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,18 +68,13 @@ def both(request: pytest.FixtureRequest) -> Iterator[Processes]:
         yield processes
 
 
-@pytest.mark.parametrize("contract", CONTRACT, ids=lambda contract: contract.__name__)
+@pytest.mark.parametrize(
+    "contract",
+    [*CONTRACT, memory_of_another_card_is_opened_in_place],
+    ids=lambda contract: contract.__name__,
+)
 def test_contract(both: Processes, contract: Callable[[Processes], None]) -> None:
     contract(both)
-    assert both.blocks_in_use() == 0
-
-
-def test_memory_of_another_card_is_opened_in_place(both: Processes) -> None:
-    block = both.create(b"on the first")
-    both.give(block, on="cuda:1")
-    assert both.read_there(block, 7, 5) == b"first"
-    both("close", block.number)
-    block.close()
     assert both.blocks_in_use() == 0
 
 

@@ -300,12 +300,14 @@ def _card_and_size(fd: int) -> tuple[int, int]:
 
 
 def _used(card: int) -> int:
-    """Bytes of the card's memory that any process has open or mapped."""
+    """Bytes of the card's memory that any Python process has open or mapped."""
     prefix = f"/memfd:card-{_LEDGER}-{card}-".encode()
     mapped = re.compile(re.escape(prefix) + b"[^\n]*")
     names: set[bytes] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
+            if "python" not in os.readlink(f"/proc/{pid}/exe"):
+                continue
             for entry in os.scandir(f"/proc/{pid}/fd".encode()):
                 with contextlib.suppress(OSError):
                     names.add(os.readlink(entry.path))
