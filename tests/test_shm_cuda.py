@@ -93,6 +93,21 @@ def test_no_change_to_a_token_opens_anything(both: Processes) -> None:
     assert both.blocks_in_use() == 0
 
 
+def test_blocks_that_come_and_go_leave_no_descriptor(both: Processes) -> None:
+    def come_and_go() -> int:
+        block = both.create()
+        both.give(block)
+        both("close", block.number)
+        block.close()
+        both.card.reclaim()
+        left: int = both("descriptors")
+        return left
+
+    there = come_and_go()  # an event stays, for the next block
+    with no_descriptor_left():
+        assert [come_and_go() for _ in range(3)] == [there] * 3
+
+
 def test_process_does_not_attach_what_it_made(both: Processes) -> None:
     block = both.create()
     with no_descriptor_left(), pytest.raises(CardError, match="INVALID_CONTEXT"):
