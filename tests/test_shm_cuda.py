@@ -182,7 +182,7 @@ def test_reason_why_a_card_cannot_be_used_is_named() -> None:
         with pytest.raises(BuildError, match="cuda:1: this process sees 1 NVIDIA cards"):
             Card.open(Device("cuda", 1))
         assert Card.open(Device("tensorrt", 0)) is Card.open(OWN)
-        assert Card.open(OWN).model == "Emulated card 0 9.0"
+        assert Card.open(OWN).model() == "Emulated card 0, compute capability 9.0"
         for other in ("cpu", "ascend"):
             assert not Card.open(OWN).reaches(Device(other, 0))
             with pytest.raises(InvalidInputError, match=f"device: got {other}:0"):
