@@ -233,14 +233,18 @@ class EngineOptions:
             for a CPU worker, of those of the card's NUMA node, if known, for a worker on a card.
         prepare: Whether to prepare a model once in a cache folder, so that all workers map one copy of its
             weights: ``"auto"`` (if the weights have at least 16 MiB), ``"always"``, ``"never"``. If
-            preparation is impossible, the model is loaded as it is. Only for ONNX Runtime on the CPU.
+            preparation is impossible, the model is loaded as it is. Only for ONNX Runtime, on the CPU and on
+            CUDA devices (``"auto"``: those with several workers, which share the weights); for TensorRT,
+            whether to keep the engines that it builds.
         variable_weights: Names of weights (ONNX: initialisers) that `Master.update_weights` may replace.
             The engine cannot prepack them as it does constant ones, so runs may be slower.
         allow_fallback: Whether a worker may use another provider than its device's (ONNX Runtime falls back
             to the CPU by itself). Without it, this is a `BuildError`.
         session_config: Configuration entries for the runtime, passed unchanged, text to text (ONNX Runtime:
             ``SessionOptions.add_session_config_entry``).
-        provider_options: Options of the execution provider, text to text.
+        provider_options: Options of the execution provider, text to text. ``gpu_mem_limit`` is the part of a
+            card's memory for all its workers together. None may be an address, such as
+            ``user_compute_stream``.
         provider: The execution provider of ONNX Runtime: ``"cpu"``, ``"cuda"``, ``"tensorrt"``, ``"cann"``;
             ``None`` is the device's own. ``"tensorrt"`` is for devices such as ``"cuda:0"``.
     """

@@ -7,11 +7,12 @@ Tensors are bound by address and ONNX element type; this allows types that ``ses
 import mmap
 import os
 import re
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.config import Device
 from mcinfer.dlpack import DlpackTensor
 from mcinfer.engines.base import (
     Buffer,
@@ -28,7 +28,6 @@ from mcinfer.engines.base import (
     Produced,
     Run,
     RunCancelledError,
-    Slab,
     Strings,
     array_over,
     delivered,
@@ -37,6 +36,7 @@ from mcinfer.engines.base import (
 )
 from mcinfer.engines.preparation import (
     FELL_BACK,
+    OWN_COPY,
     Preparation,
     Runtime,
     describe,
@@ -219,13 +219,15 @@ class OnnxRuntimeEngine(Engine):
         self.notes = preparation.notes
         self.prepared = "" if self.held is None else self.held.key
         path = preparation.path if self.held is None else self.held.opened / MODEL_FILE
-        given = None if path is None else _GivenWeights.of(request, path)
+        given = _given_weights(request, path)
         self.session = _open_session(request, path, given)
         self._given = given  # its values must outlive the session (SessionOptions.add_initializer)
-        if given is not None:
-            self.notes += given.notes
         self.providers = tuple(self.session.get_providers())
         self.on_card = self.providers[0] in ON_CARDS
+        if given is not None and given.on_card == self.on_card:
+            self.notes += given.notes
+        elif request.slab is not None and not self.notes:
+            self.notes = (OWN_COPY,)
         self.spec = ModelSpec(
             inputs=tuple(_spec(arg, "input") for arg in self.session.get_inputs()),
             outputs=tuple(_spec(arg, "output") for arg in self.session.get_outputs()),
@@ -428,6 +430,10 @@ def _text_array(item: Strings) -> NDArray[Any]:
 
 def _value(item: Buffer) -> Any:
     """The runtime's value over memory. NumPy decides only the width of an element: it lacks some types."""
+    if item.device is not None:
+        raise InvalidInputError(
+            f"input {item.name!r} lies on {item.device}: beside inputs of strings, expected the host's memory"
+        )
     element_type = ELEMENT_TYPES[item.element_type]
     array = array_over(item, np.dtype(f"u{element_type.bits // 8}"))
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, element_type.onnx)
@@ -510,45 +516,48 @@ def _register_arena() -> None:
     ort.create_and_register_allocator(memory, None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _GivenWeights:
-    """The weights of a prepared model on its card, which the session uses where they lie.
+    """The weights of a prepared model on its card, which a session uses where they lie.
 
     Attributes:
         values: By name; they must outlive the session.
+        on_card: Whether they are for a session on the card, not for one that reads them on the host.
         notes: For the user: what each session has for itself.
     """
 
-    def __init__(self, model: Path, slab: Slab, device: Device | None, address: int) -> None:
-        placed = layout(model)
-        if slab.size < placed.size:
-            raise BuildError(f"slab: got {slab.size} bytes, expected {placed.size} for {model}")
-        self.values = {
-            one.name: ort.OrtValue.from_dlpack(
-                DlpackTensor(
-                    address=address + one.offset,
-                    shape=one.shape,
-                    element_type=one.element_type,
-                    device=device,
-                    owner=slab.owner,
-                )
-            )
-            for one in placed.tensors
-        }
-        left = scan(model).weight_bytes - sum(one.size for one in placed.tensors)
-        note = f"each process has {left} bytes of the weights of its own: small ones and subgraphs'"
-        self.notes = (note,) if left >= _LEAST_NOTED_BYTES else ()
+    values: Mapping[str, Any]
+    on_card: bool
+    notes: tuple[str, ...]
 
-    @classmethod
-    def of(cls, request: EngineRequest, model: Path) -> "_GivenWeights | None":
-        """Those that the request has for a prepared model, if this runtime can use them."""
-        if request.slab is None:
-            return None
-        slab = request.slab(model)
-        if NAMES[provider_of(request)] in ort.get_available_providers():
-            return cls(model, slab, slab.device, slab.address)
-        if slab.host_address is not None:  # the runtime falls back to the CPU
-            return cls(model, slab, None, slab.host_address)
+
+def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights | None:
+    """The weights on the request's card, if the model is prepared and this runtime can use them there."""
+    if request.slab is None or model is None or not hasattr(ort.OrtValue, "from_dlpack"):  # 1.31
         return None
+    slab, placed = request.slab(model), layout(model)
+    if slab.size < placed.size:
+        raise BuildError(f"slab: got {slab.size} bytes, expected {placed.size} for {model}")
+    on_card = NAMES[provider_of(request)] in ort.get_available_providers()
+    start = slab.address if on_card else slab.host_address
+    if start is None:  # the runtime falls back to the CPU, which cannot read them
+        return None
+    values = {
+        one.name: ort.OrtValue.from_dlpack(
+            DlpackTensor(
+                address=start + one.offset,
+                shape=one.shape,
+                element_type=one.element_type,
+                device=slab.device if on_card else None,
+                owner=slab.owner,
+            )
+        )
+        for one in placed.tensors
+    }
+    left = scan(model).weight_bytes - sum(one.size for one in placed.tensors)
+    note = f"each process has {left} bytes of the weights of its own: small ones and subgraphs'"
+    notes = (note,) if left >= _LEAST_NOTED_BYTES else ()
+    return _GivenWeights(values=values, on_card=on_card, notes=notes)
 
 
 def _open_session(
@@ -576,6 +585,10 @@ def _providers(request: EngineRequest) -> list[Any]:
     check_available(request, available, ort.__version__)
     if request.allow_fallback:
         listed = [one for one in listed if one[0] in available]
+    if listed[0][0] in ON_CARDS and hasattr(ort, "preload_dlls"):
+        # CUDA's libraries where pip installed them. It prints which of them it does not find.
+        with redirect_stdout(sys.stderr):
+            ort.preload_dlls()
     return listed
 
 
@@ -645,7 +658,8 @@ def _session_options(
         config.pop(FOLDER_KEY, None)
     if given is not None:
         config.update(_NOT_PACKING)
-        options.log_severity_level = _WARNING
+        if not request.variable_weights:
+            options.log_severity_level = _WARNING
         for name, weight in given.values.items():
             options.add_initializer(name, weight)
     for key, value in config.items():  # each once: it warns of entries that are set again

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.config import Device
-from mcinfer.errors import BuildError, EngineError, InvalidInputError, McinferError, PredictError
+from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
 
 
@@ -45,10 +45,6 @@ class OutOfDeviceMemoryError(PredictError):
     def __init__(self, text: str, asked: int | None = None) -> None:
         super().__init__(text)
         self.asked = asked
-
-
-class DeviceLostError(EngineError):
-    """The device, or this process's context on it, is unusable from now on; only a new process can go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,11 +152,16 @@ def produced_from(spec: TensorSpec, array: NDArray[Any]) -> Produced | Strings:
 def delivered(
     produced: Sequence[Produced | Strings], places: Mapping[str, Buffer]
 ) -> list[Produced | Strings]:
-    """Copy the outputs to their places; return those without a place or of another shape."""
+    """Copy the outputs to places in the host's memory; return the others, and those of another shape."""
     left = []
     for item in produced:
         place = places.get(item.name)
-        if place is None or isinstance(item, Strings) or item.shape != place.shape:
+        if (
+            place is None
+            or place.device is not None
+            or isinstance(item, Strings)
+            or item.shape != place.shape
+        ):
             left.append(item)
         else:
             ctypes.memmove(place.address, item.address, place.size)
@@ -215,14 +216,15 @@ class Run(ABC):
 
         Returns:
             The outputs that were not bound, and those that have another shape than was bound, in the
-            model's order.
+            model's order. They lie in the host's memory. If the runtime did not take a bound place on a card,
+            its output is among them too.
 
         Raises:
             RunCancelledError: `Engine.cancel` was called.
             InvalidInputError: The runtime refuses these inputs.
             PredictError: The run failed, with the runtime's message.
         OutOfDeviceMemoryError: The device has too little memory left.
-        DeviceLostError: Neither this run nor another one can succeed in this process.
+        CardLostError: Neither this run nor another one can succeed in this process.
         """
 
     def begin(self) -> None:  # noqa: B027 this default is complete
@@ -256,6 +258,8 @@ class Engine(ABC):
             Others only poll it. -1 if `depth` is 1.
         on_card: Whether it runs on a card, on `EngineRequest.stream`; then it takes tensors of that card.
         binds_host: Whether it takes tensors in the host's memory.
+        on_host: Names of the inputs, outputs and replaceable weights that it takes in the host's memory, and
+            all others on its card; None if it takes all on the host.
     """
 
     spec: ModelSpec
@@ -268,6 +272,7 @@ class Engine(ABC):
     fd: int = -1
     on_card: bool = False
     binds_host: bool = True
+    on_host: frozenset[str] | None = None
 
     @abstractmethod
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:

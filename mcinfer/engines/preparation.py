@@ -42,6 +42,7 @@ from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
 from mcinfer.model_cache.entries import MANIFEST, disk_bytes
 from mcinfer.model_cache.keys import FOLDER_KEY, Source, read_source
 from mcinfer.model_cache.onnx_files import check_regular, model_files
+from mcinfer.shm.cuda import KINDS, Card
 
 _LEAST_BYTES = 16 << 20
 """Least size of a model that ``"auto"`` prepares."""
@@ -210,7 +211,7 @@ def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:
         store = Cache.default()
         facts = facts_of(request, runtime, _source(request, store))
         return str(store.engine_folder(entry_key(facts)))
-    except (BuildError, CacheUnusableError, OSError) as exc:
+    except (BuildError, CacheUnusableError, MissingDependencyError, OSError) as exc:
         _log.warning("%s: TensorRT's engines are not kept: %s", request.model, exc)
         return None
 
@@ -324,10 +325,8 @@ def facts_of(request: EngineRequest, runtime: Runtime, source: Source) -> dict[s
         provider = provider_of(request)
         facts["provider"] = provider
         facts["falls_back"] = NAMES[provider] not in runtime.providers
-    if request.device.kind == "cuda":
-        from mcinfer.shm.cuda import Card
-
-        facts["card"] = Card.open(request.device).model
+    if request.device.kind in KINDS:
+        facts["card"] = Card.open(request.device).model()
     return facts
 
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from mcinfer.config import Device
-from mcinfer.engines.base import DeviceLostError, EngineRequest, OutOfDeviceMemoryError
-from mcinfer.errors import BuildError, EngineError
+from mcinfer.engines.base import EngineRequest, OutOfDeviceMemoryError
+from mcinfer.errors import BuildError, CardLostError, EngineError
 
 NAMES = {
     "cpu": "CPUExecutionProvider",
@@ -146,8 +146,9 @@ def check_got(request: EngineRequest, got: str) -> None:
     """Raise `BuildError` if the runtime fell back to another provider, unless it may."""
     wanted = NAMES[provider_of(request)]
     if got != wanted and not request.allow_fallback:
+        where = "; its log names the libraries that it lacks" if wanted in ON_CARDS else ""
         raise BuildError(
-            f"device {request.device} needs the {wanted}, but the runtime fell back to {got}; "
+            f"device {request.device} needs the {wanted}, but the runtime fell back to {got}{where}; "
             "EngineOptions(allow_fallback=True) would accept that"
         )
 
@@ -198,12 +199,12 @@ def device_error(text: str) -> EngineError | None:
     """What an error of a run on a card means beyond its text; None if it is the run's own.
 
     Returns:
-        `OutOfDeviceMemoryError` with the bytes that were asked for, or `DeviceLostError`.
+        `OutOfDeviceMemoryError` with the bytes that were asked for, or `CardLostError`.
     """
     failure = _FAILURE.search(text)
     lost = _LOST.get(int(failure[1])) if failure else None
     if lost is not None:
-        return DeviceLostError(f"the card cannot be used by this process any more ({lost}): {text}")
+        return CardLostError(f"the card cannot be used by this process any more ({lost}): {text}")
     short = _OUT_OF_MEMORY.search(text)
     if short is None:
         return None

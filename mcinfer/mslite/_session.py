@@ -294,6 +294,7 @@ def _load(
             inter_op_threads=attempt.options.inter_op_threads,
             session_config=config,
             provider_options=attempt.options.provider_options,
+            provider=attempt.options.provider,
         )
         if source.handle is not None and dims is None:
             here = prepared_facts(attempt.engine, request)
