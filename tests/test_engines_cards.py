@@ -158,15 +158,15 @@ def test_model_for_a_card_has_an_entry_of_its_own_by_the_card(card: Card, tmp_pa
         "device": "cuda",
         "provider": "cuda",
         "falls_back": True,
-        "card": card.model,
+        "card": card.model(),
     }
-    assert card.model == "Emulated card 0 9.0"
+    assert card.model() == "Emulated card 0, compute capability 9.0"
     of_runs = request(path, provider_options={"gpu_mem_limit": "1", "enable_cuda_graph": "1"})
     assert prepared_facts("onnxruntime", of_runs) == here
     of_graphs = request(path, provider_options={"prefer_nhwc": "1"})
     assert prepared_facts("onnxruntime", of_graphs) != here
     held = ensure_prepared(path, EngineOptions(allow_fallback=True), device="cuda:0")
-    assert held.facts["card"] == card.model
+    assert held.facts["card"] == card.model()
     assert open_on_card(path, slab=Leader(card)).prepared == held.key
     prepared = str(held.folder / "model.onnx")
     assert open_on_card(prepared, slab=Leader(card)).prepared == held.key

@@ -319,7 +319,7 @@ def _environment(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
         provider = provider_of(request)
         facts |= {"provider": provider, "falls_back": NAMES[provider] not in runtime.providers}
     if request.device.kind in KINDS:
-        facts["card"] = Card.open(request.device).model
+        facts["card"] = Card.open(request.device).model()
     return facts
 
 

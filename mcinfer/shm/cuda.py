@@ -26,8 +26,8 @@ by `DeviceBlock.memory`. Its end calls no driver, since it may come in any threa
 memory back, once this process's work on the card is done. `create`, `attach` and `DeviceBlock.close` call
 it.
 
-A process that was forked from one that uses a card cannot use it: each call raises `ClosedError`. It closes the
-descriptors at once: else memory would stay, and owners would wait, until its end.
+A process that was forked from one that uses a card cannot use it: each call raises `ClosedError`. It closes
+the descriptors at once: else memory would stay, and owners would wait, until its end.
 """
 
 import contextlib
@@ -230,7 +230,6 @@ class Card:
         stream: The handle of the stream; it does not wait for the default stream, nor that one for it.
         kind: ``"descriptors"`` or ``"handles"``: what `create` makes.
         count: How many cards this process sees.
-        model: What the card is called, and its compute capability.
         unused: Mappings that ended, for `reclaim`.
     """
 
@@ -295,9 +294,6 @@ class Card:
             if device.index >= self.count:
                 raise BuildError(f"{self.device}: this process sees {self.count} NVIDIA cards")
             self._ordinal = self._ask("cuDeviceGet", device.index)
-            name = bytes(self._ask("cuDeviceGetName", _NAME_BYTES, self._ordinal)).split(b"\0")[0]
-            major, minor = (self._fact(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
-            self.model = f"{name.decode(errors='replace')} {major}.{minor}"
             self.kind = self._chosen_kind()
             self._shares_events = bool(self._fact("IPC_EVENT_SUPPORTED"))
             self._context = self._ask("cuDevicePrimaryCtxRetain", self._ordinal)
@@ -445,6 +441,12 @@ class Card:
         with self._current():
             peer = self._ask("cuDeviceGet", other.index)
             return bool(self._ask("cuDeviceCanAccessPeer", self._ordinal, peer))
+
+    def model(self) -> str:
+        """The card's name and its compute capability, on which programs for it depend."""
+        name = bytes(self._ask("cuDeviceGetName", _NAME_BYTES, self._ordinal)).split(b"\0")[0]
+        major, minor = (self._fact(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        return f"{name.decode(errors='replace')}, compute capability {major}.{minor}"
 
     # Work on the stream.
 
