@@ -56,9 +56,8 @@ def test_emulated_driver_has_calls_and_values_of_the_real_one() -> None:
     compared = 0
     for name, value in vars(emulated).items():
         if isinstance(value, enum.EnumType) and name.startswith("CU"):
-            members: dict[str, int] = {key: int(one) for key, one in value.__members__.items()}
-            known = getattr(real, name)
-            assert members == {key: int(getattr(known, key)) for key in members}, name
+            for key in value.__members__:
+                assert int(getattr(value, key)) == int(getattr(getattr(real, name), key)), key
             compared += 1
         elif name.startswith("cu") and callable(value):
             text = getattr(real, name).__doc__.partition("\n")[0]  # its signature
