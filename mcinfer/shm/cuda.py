@@ -381,9 +381,7 @@ class Card:
         try:
             with self._current():
                 if count := len(self.unused):
-                    for card in [
-                        *self._opened.values()
-                    ]:  # copies between cards run on either's stream
+                    for card in [*self._opened.values()]:  # a copy may run on another card's stream
                         with card._current():
                             self._ask("cuCtxSynchronize")
                     self._awaited += [self.unused.popleft() for _ in range(count)]
