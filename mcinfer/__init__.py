@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from mcinfer.config import EngineOptions, Limits, Parallel, RestartPolicy, Timeouts
     from mcinfer.errors import (
         BuildError,
+        CardError,
+        CardLostError,
+        CardMemoryError,
         ClosedError,
         CollectiveTimeoutError,
         EngineError,
@@ -43,6 +46,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BuildError",
+    "CardError",
+    "CardLostError",
+    "CardMemoryError",
     "ClosedError",
     "CollectiveTimeoutError",
     "EngineError",

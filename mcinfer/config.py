@@ -15,8 +15,15 @@ _DEVICE = re.compile(r"([a-z][a-z0-9_]*):(\d{1,4})")
 DEFAULT_DEVICE_KIND = "cpu"
 """The kind of device that a plain number of devices means."""
 
+CARD_KINDS = ("cuda", "tensorrt")
+"""The kinds of devices that are NVIDIA's cards, by CUDA's numbers."""
+
 MAX_RANKS = 64
 """Most ranks of one group."""
+
+ProviderKind = Literal["cpu", "cuda", "tensorrt", "cann"]
+PROVIDERS: tuple[ProviderKind, ...] = get_args(ProviderKind)
+"""Execution providers of ONNX Runtime, by the names that it has for them in short."""
 
 TransportKind = Literal["zeromq", "socketpair"]
 TRANSPORTS: tuple[TransportKind, ...] = get_args(TransportKind)
@@ -98,24 +105,28 @@ def share_cores(
     cores: Sequence[int],
     chosen: Sequence[Sequence[int]] | None = None,
     cpus: int | None = None,
+    near: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> dict[int, CoreShare | InvalidInputError]:
-    """Distribute the usable cores over the CPU devices of a pool.
+    """Distribute the usable cores over the workers of a pool.
 
     ``cpu:i`` is the i-th of n equal shares. n is the number of different CPU devices in the pool, or more
     if an index needs it. A device does not exist if its index is at least the number of CPU devices listed
     and at least the number of cores. `chosen` gives each worker its cores in place of a share.
+
+    `near` has the cores beside a card, by its index (`mcinfer.machine.cores_near`): the workers of all
+    cards beside the same cores get equal shares of these.
 
     A CPU quota (`cpus`, from `mcinfer.machine.whole_cpus`) is distributed as threads, as evenly as the
     cores. All cores are distributed whatever the quota is: a quota limits time, not place. If all containers
     of a host used only its first few cores, these would be overloaded while the others idle.
 
     Returns:
-        By worker index, for CPU workers, or for all workers if cores were chosen: the share, or the error
-        that says why there is none.
+        By worker index, for CPU workers and those of cards in `near`, or for all workers if cores were
+        chosen: the share, or the error that says why there is none.
     """
     shares: dict[int, CoreShare | InvalidInputError] = {}
-    # By worker, its cores, and its parts of the quota, which has `count` parts.
-    mine: dict[int, tuple[tuple[int, ...], range]] = {}
+    # By worker, its cores, its parts of the quota, and how many parts the quota has.
+    mine: dict[int, tuple[tuple[int, ...], range, int]] = {}
     if chosen is None:
         indices = {i: device.index for i, device in enumerate(devices) if device.kind == "cpu"}
         limit = max(len(cores), len({*indices.values()}))
@@ -125,12 +136,22 @@ def share_cores(
             if index < limit:
                 start, stop = (part * len(cores) // count for part in (index, index + 1))
                 own = tuple(cores[start:stop]) or (cores[start],)
-                mine[worker] = own, range(index, index + 1)
+                mine[worker] = own, range(index, index + 1), count
             else:
                 shares[worker] = InvalidInputError(
                     f"device cpu:{index} does not exist: {len(cores)} cores are usable here, "
                     f"so the last device is cpu:{limit - 1}"
                 )
+        beside: dict[tuple[int, ...], list[int]] = {}
+        for worker, device in enumerate(devices):
+            if device.kind in CARD_KINDS and device.index in near:
+                beside.setdefault(tuple(near[device.index]), []).append(worker)
+        for place, workers in beside.items():
+            for part, worker in enumerate(workers):
+                start, stop = (i * len(place) // len(workers) for i in (part, part + 1))
+                own = place[start:stop] or (place[start],)
+                # A part of the quota for each of its cores, of as many as this process may use.
+                mine[worker] = own, range(start, start + len(own)), len(cores)
     else:
         count = len({core for item in chosen for core in item})
         for worker in range(len(devices)):
@@ -140,9 +161,9 @@ def share_cores(
                 continue
             # Each chosen core is one part, even if other workers have it too.
             first = sum(map(len, chosen[:worker]))
-            mine[worker] = tuple(chosen[worker]), range(first, first + len(chosen[worker]))
-    pinned = Counter(core for own, _ in mine.values() for core in own)
-    for worker, (own, parts) in mine.items():
+            mine[worker] = tuple(chosen[worker]), range(first, first + len(chosen[worker])), count
+    pinned = Counter(core for own, _, _ in mine.values() for core in own)
+    for worker, (own, parts, count) in mine.items():
         threads = None
         if cpus is not None and cpus < len(cores):
             start, stop = (part * cpus // count for part in (parts.start, parts.stop))
@@ -178,7 +199,7 @@ def check_count(name: str, value: int, least: int) -> None:
         raise InvalidInputError(f"{name}: got {value!r}, expected an int of at least {least}")
 
 
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+def _check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:
     if value not in choices:
         raise InvalidInputError(f"{name}: got {value!r}, expected one of {[*choices]}")
 
@@ -208,17 +229,24 @@ class EngineOptions:
             CPU quota does not allow more.
         inter_op_threads: Threads that run operators of one run in parallel; ``None`` runs one operator
             after another.
-        cores: By worker index, the operating-system cores to pin it to, in place of its share.
+        cores: By worker index, the operating-system cores to pin it to, in place of its share: of all cores
+            for a CPU worker, of those of the card's NUMA node, if known, for a worker on a card.
         prepare: Whether to prepare a model once in a cache folder, so that all workers map one copy of its
             weights: ``"auto"`` (if the weights have at least 16 MiB), ``"always"``, ``"never"``. If
-            preparation is impossible, the model is loaded as it is. Only for ONNX Runtime on the CPU.
+            preparation is impossible, the model is loaded as it is. Only for ONNX Runtime, on the CPU and on
+            CUDA devices (``"auto"``: those with several workers, which share the weights); for TensorRT,
+            whether to keep the engines that it builds.
         variable_weights: Names of weights (ONNX: initialisers) that `Master.update_weights` may replace.
             The engine cannot prepack them as it does constant ones, so runs may be slower.
         allow_fallback: Whether a worker may use another provider than its device's (ONNX Runtime falls back
             to the CPU by itself). Without it, this is a `BuildError`.
         session_config: Configuration entries for the runtime, passed unchanged, text to text (ONNX Runtime:
             ``SessionOptions.add_session_config_entry``).
-        provider_options: Options of the execution provider, text to text.
+        provider_options: Options of the execution provider, text to text. ``gpu_mem_limit`` is the part of a
+            card's memory for all its workers together. None may be an address, such as
+            ``user_compute_stream``.
+        provider: The execution provider of ONNX Runtime: ``"cpu"``, ``"cuda"``, ``"tensorrt"``, ``"cann"``;
+            ``None`` is the device's own. ``"tensorrt"`` is for devices such as ``"cuda:0"``.
     """
 
     threads: int | None = None
@@ -229,6 +257,7 @@ class EngineOptions:
     allow_fallback: bool = False
     session_config: Mapping[str, str] = field(default_factory=dict)
     provider_options: Mapping[str, str] = field(default_factory=dict)
+    provider: ProviderKind | None = None
 
     def __post_init__(self) -> None:
         for name in ("threads", "inter_op_threads"):
@@ -241,6 +270,7 @@ class EngineOptions:
                 f"allow_fallback: got {self.allow_fallback!r}, expected True or False"
             )
         _check_choice("prepare", self.prepare, ("auto", "always", "never"))
+        _check_choice("provider", self.provider, (None, *PROVIDERS))
         names = tuple(self.variable_weights) if _is_list(self.variable_weights) else (None,)
         if not all(isinstance(name, str) for name in names) or len({*names}) != len(names):
             raise InvalidInputError(

@@ -7,7 +7,10 @@
     ├── EngineError (RuntimeError)            the inference runtime refused or failed
     │   ├── BuildError                        a model could not be loaded on a device
     │   │   └── ModelNotFoundError (FileNotFoundError)  the model's file does not exist
-    │   └── PredictError                      a run failed; the worker continues
+    │   ├── PredictError                      a run failed; the worker continues
+    │   └── CardError                         a call of the CUDA driver failed
+    │       ├── CardMemoryError (MemoryError) a card has no memory left
+    │       └── CardLostError                 this process can use the card no more
     ├── WorkerDiedError (RuntimeError)        a worker process ended by itself or was killed
     │   └── RankDiedError                     a rank of a group did
     ├── PredictTimeoutError (TimeoutError)    a deadline passed
@@ -43,6 +46,26 @@ class ModelNotFoundError(BuildError, FileNotFoundError):
 
 class PredictError(EngineError):
     """A run raised inside the runtime. Only this request fails; the worker continues."""
+
+
+class CardError(EngineError):
+    """A call of the CUDA driver failed; names the card, the call, and the driver's result.
+
+    Attributes:
+        status: The name of the driver's result, such as ``"CUDA_ERROR_INVALID_VALUE"``.
+    """
+
+    def __init__(self, text: str, status: str = "") -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class CardMemoryError(CardError, MemoryError):
+    """A card has no memory left; names the bytes that were asked for, and those that are free."""
+
+
+class CardLostError(CardError):
+    """The driver gave up this process's context on a card: only a new process can use the card again."""
 
 
 class WorkerDiedError(McinferError, RuntimeError):

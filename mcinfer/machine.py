@@ -5,6 +5,7 @@ Functions that read files take the root folder, which tests replace.
 
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import psutil
 
+from mcinfer.config import CARD_KINDS, Device
+
 _ROOT = Path("/")
 
-_GPU_QUERY = (
-    "nvidia-smi",
-    "--query-gpu=index,uuid,name,memory.total,memory.free",
-    "--format=csv,noheader,nounits",
-)
+_GPU_FIELDS = "index,uuid,pci.bus_id,driver_version,compute_mode,memory.total,memory.free,name"
+
+_PLACING_SECONDS = 5.0
+"""To wait for the driver where a pool would do without it."""
 
 
 # Memory and processors.
@@ -147,18 +149,32 @@ def format_core_list(cores: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One NVIDIA GPU, by its index in ``cuda:index``; sizes are None if the driver does not say them."""
+    """One NVIDIA GPU, by its index in ``cuda:index``; None or an empty text is what the driver does not say.
+
+    Attributes:
+        bus_id: Its place on the PCI bus, as sysfs writes it: ``0000:3b:00.0``.
+        driver: The driver's version.
+        compute_mode: ``Default`` lets any number of processes use it, ``Exclusive_Process`` one alone (that
+            of MPS, if MPS runs), ``Prohibited`` none.
+        node: The NUMA node that it is attached to.
+    """
 
     index: int
     uuid: str
     name: str
     memory_bytes: int | None = None
     free_bytes: int | None = None
+    bus_id: str = ""
+    driver: str = ""
+    compute_mode: str = ""
+    node: int | None = None
 
     def __str__(self) -> str:
         sizes = ((self.memory_bytes, ""), (self.free_bytes, " free"))
         known = [f"{size / 2**30:.1f} GiB{what}" for size, what in sizes if size is not None]
-        return f"cuda:{self.index}: {', '.join([self.name, *known])}"
+        mode = f"compute mode {self.compute_mode}" if self.compute_mode else ""
+        node = "" if self.node is None else f"NUMA node {self.node}"
+        return f"cuda:{self.index}: {', '.join(filter(None, [self.name, *known, mode, node]))}"
 
     def is_called(self, word: str) -> bool:
         """Whether a word of ``CUDA_VISIBLE_DEVICES`` means it: its index, or the start of its UUID."""
@@ -166,15 +182,44 @@ class Gpu:
         return by_uuid or (word.isdecimal() and int(word) == self.index)
 
 
-def gpus(timeout: float = 10.0) -> tuple[Gpu, ...]:
+def gpus(timeout: float = 10.0, root: Path = _ROOT) -> tuple[Gpu, ...]:
     """The GPUs that CUDA has for this process, at least one. ``nvidia-smi`` lists them; CUDA is not loaded.
 
     Raises:
         OSError: None was found; why. A `TimeoutError` if the driver takes more than `timeout` seconds.
     """
+    query = _nvidia_smi(timeout, f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits")
+    found = [replace(gpu, node=_node_of(gpu.bus_id, root)) for gpu in parse_gpus(query)]
+    if not found:
+        raise OSError("nvidia-smi names none")
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = tuple(found) if chosen is None else visible_gpus(found, chosen)
+    if not visible:
+        raise OSError(f"CUDA_VISIBLE_DEVICES={chosen!r} leaves none of {len(found)}")
+    return visible
+
+
+def driver_cuda_version(timeout: float = 10.0) -> str:
+    """The newest CUDA that the driver serves, such as ``13.0``; empty if it does not say.
+
+    No field of a query has it; it stands above every report of ``nvidia-smi -q``.
+
+    Raises:
+        OSError: See `gpus`.
+    """
+    report = _nvidia_smi(timeout, "--query", "--display=COMPUTE")
+    match = re.search(r"CUDA (?:\w+ )?Version\s*:\s*(\d[\d.]*)", report)
+    return match[1] if match else ""
+
+
+def _nvidia_smi(timeout: float, *arguments: str) -> str:
     try:
-        done = subprocess.run(  # noqa: S603 a constant
-            _GPU_QUERY, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=False
+        done = subprocess.run(  # noqa: S603 constants
+            ("nvidia-smi", *arguments),  # noqa: S607 it lies in no fixed place
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout,
+            check=False,
         )
     except FileNotFoundError as exc:
         raise FileNotFoundError("there is no nvidia-smi") from exc
@@ -183,14 +228,47 @@ def gpus(timeout: float = 10.0) -> tuple[Gpu, ...]:
     if done.returncode:
         words = (done.stderr or done.stdout).decode(errors="replace")
         raise OSError(f"nvidia-smi: {' '.join(words.split()) or f'status {done.returncode}'}")
-    found = parse_gpus(done.stdout.decode(errors="replace"))
-    if not found:
-        raise OSError("nvidia-smi names none")
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = found if chosen is None else visible_gpus(found, chosen)
-    if not visible:
-        raise OSError(f"CUDA_VISIBLE_DEVICES={chosen!r} leaves none of {len(found)}")
-    return visible
+    return done.stdout.decode(errors="replace")
+
+
+def _node_of(bus_id: str, root: Path) -> int | None:
+    """The NUMA node of a PCI device (sysfs-bus-pci); None where the kernel says -1 or nothing."""
+    node = _read(root / "sys/bus/pci/devices" / bus_id / "numa_node") if bus_id else ""
+    return int(node) if node.isdecimal() else None
+
+
+def cores_near(devices: Sequence[Device], root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
+    """By index of a card among `devices`, the usable cores of its NUMA node.
+
+    A card whose node is unknown, or has no usable core, is left out. The driver is asked only if there is a
+    card; where it does not answer, no card is known.
+    """
+    cards = {device.index for device in devices if device.kind in CARD_KINDS}
+    if not cards:
+        return {}
+    try:
+        found = gpus(_PLACING_SECONDS, root)
+    except OSError:  # a worker that needs the driver says more about it
+        return {}
+    nodes = numa_nodes(root)
+    near = {gpu.index: nodes.get(gpu.node, ()) for gpu in found if gpu.node is not None}
+    return {index: near[index] for index in sorted(cards) if near.get(index)}
+
+
+def mps_folder() -> Path | None:
+    """The folder of the MPS daemon that CUDA would use in this process; None if none answers.
+
+    CUDA asks the same way, at its first call: it connects to the daemon's socket, and does without MPS if it
+    cannot (nvidia-cuda-mps-control(1)).
+    """
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")  # noqa: S108 its default
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.settimeout(1.0)
+        try:
+            daemon.connect(os.fspath(folder / "control"))
+        except OSError:  # as for CUDA, whatever the reason
+            return None
+    return folder
 
 
 def visible_gpus(found: Sequence[Gpu], chosen: str) -> tuple[Gpu, ...]:
@@ -202,7 +280,8 @@ def visible_gpus(found: Sequence[Gpu], chosen: str) -> tuple[Gpu, ...]:
     visible: list[Gpu] = []
     for word in map(str.strip, chosen.split(",")):
         if word.startswith("MIG-"):
-            called = [Gpu(index=0, uuid=word, name=word)]
+            driver = found[0].driver if found else ""
+            called = [Gpu(index=0, uuid=word, name=word, driver=driver)]
         else:
             called = [gpu for gpu in found if gpu.is_called(word)]
         if len(called) != 1:
@@ -215,13 +294,24 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """Read the output of ``nvidia-smi``: a line for each GPU, memory in MiB. Other lines are left out."""
     found = []
     for line in text.splitlines():
-        # A name may contain a comma.
-        match = re.fullmatch(r"\s*(\d+),\s*([^,]*?),\s*(.*?),\s*([^,]*?),\s*([^,]*?)\s*", line)
-        if match:
-            sizes = [int(s) << 20 if s.isdecimal() else None for s in match.group(4, 5)]
-            index, uuid, name = int(match[1]), match[2], match[3]
-            gpu = Gpu(index=index, uuid=uuid, name=name, memory_bytes=sizes[0], free_bytes=sizes[1])
-            found.append(gpu)
+        fields = [field.strip() for field in line.split(",", 7)]  # a name may contain a comma
+        if len(fields) != 8 or not fields[0].isdecimal():
+            continue
+        total, free = (int(size) << 20 if size.isdecimal() else None for size in fields[5:7])
+        bus, driver, mode = ("" if text.startswith("[") else text for text in fields[2:5])
+        domain, _, place = bus.lower().partition(":")  # sysfs writes the domain with four digits
+        found.append(
+            Gpu(
+                index=int(fields[0]),
+                uuid=fields[1],
+                name=fields[7],
+                memory_bytes=total,
+                free_bytes=free,
+                bus_id=f"{domain[-4:]}:{place}" if place else "",
+                driver=driver,
+                compute_mode=mode,
+            )
+        )
     return tuple(found)
 
 

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextvars import copy_context
@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from mcinfer.config import (
     TRANSPORTS,
     CoreShare,
+    Device,
     EngineOptions,
     Limits,
     Parallel,
@@ -47,9 +48,10 @@ from mcinfer.errors import (
     PredictTimeoutError,
     QueueFullError,
 )
-from mcinfer.machine import usable_memory, whole_cpus
+from mcinfer.machine import cores_near, usable_memory, whole_cpus
 from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.protocol import Build
+from mcinfer.requests.card_tensors import CardMemory, card_of, check_types, cupy
 from mcinfer.requests.future import OutcomeFuture
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Arrays, Inputs, Request, pick
@@ -57,6 +59,7 @@ from mcinfer.requests.splitting import Known, Splitter, Verify
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.runtime.loop import Loop
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
+from mcinfer.shm.cuda import KINDS
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.statistics import Health, Statistics, TraceHook
 from mcinfer.validators import TensorFields
@@ -189,10 +192,14 @@ class Master:
             )
         if cut.ranks > 1:
             _check_cut(cut, engine, options)
-        shares = share_cores(chosen, cores, options.cores, cpus)
+        near = {} if options.cores else cores_near(chosen)
+        shares = share_cores(chosen, cores, options.cores, cpus, near)
         self._absent = {i: why for i, why in shares.items() if not isinstance(why, CoreShare)}
         # For a worker on another device, which is not pinned.
         nowhere = CoreShare(cores=(), shared=False, threads=cpus if cpus < len(cores) else None)
+        may_share = engine == "onnxruntime" and cut.ranks == 1
+        may_share &= options.prepare != "never" and options.provider in (None, "cuda")
+        on_cards = Counter(device.index for device in chosen if device.kind in KINDS)
         builds = []
         for index, device in enumerate(chosen):
             pinned = shares.get(index)
@@ -211,6 +218,9 @@ class Master:
                     variable_weights=tuple(options.variable_weights),
                     session_config=dict(options.session_config),
                     provider_options=dict(options.provider_options),
+                    provider=options.provider,
+                    card_workers=on_cards[device.index] if device.kind in KINDS else 1,
+                    shares_weights=may_share and device.kind == "cuda" and chosen.count(device) > 1,
                     tensor=cut.tensor,
                     pipeline=cut.pipeline,
                 )
@@ -304,7 +314,9 @@ class Master:
             self._splitter = self._new_splitter(model, self._said)
             self._model = model
             loop = self._loop
-            self._planner = Planner(model, loop.arena, loop.allocate, self._max_batch_size, weights)
+            self._planner = Planner(
+                model, loop.arena, loop.allocate, self._max_batch_size, weights, loop
+            )
             loop.frames = self._planner
         except BaseException:
             self.close()
@@ -460,6 +472,7 @@ class Master:
         shards: int | None = None,
         priority: int = 0,
         outputs: Sequence[str] | None = None,
+        outputs_on: str = "host",
     ) -> Arrays:
         """Run a whole batch, split over all workers, and wait for the joined answer.
 
@@ -468,7 +481,11 @@ class Master:
 
         Args:
             inputs: Arrays by input name, or in the model's input order. Any layout and byte order; arrays
-                from `allocate` are not copied, and are borrowed until the call returns.
+                from `allocate` are not copied, and are borrowed until the call returns. Tensors on NVIDIA
+                cards (of CuPy, PyTorch and others, by DLPack), which are C-contiguous, are borrowed as well:
+                those in memory from `allocate` or of a result are not copied, others once, on the card.
+                Workers wait for what your stream has queued. Some go through the host: while a split is
+                learned, where an input is cut along an inner axis, and where workers do not reach the card.
             timeout: Seconds until `PredictTimeoutError`; None is `Timeouts.predict`.
             batch_axes: As in `Master`, for this call. It overrides the master's, name by name.
             output_axes: As in `Master`, for this call, likewise.
@@ -477,6 +494,10 @@ class Master:
             priority: Among requests that wait for a worker, higher priorities go first. At most seven runs
                 in a row pass over a waiting request.
             outputs: Names of the outputs to return; None is all. The model computes all of them in any case.
+            outputs_on: ``"host"`` for NumPy arrays; ``"cuda:0"`` for CuPy arrays on that card, and
+                ``"device"`` on the pool's first card. Their memory is used again once the last view of
+                it is gone and your default stream has read it; wait first for a stream that is made as
+                non-blocking. A process that is forked cannot use them.
 
         Returns:
             Arrays by output name, in the model's order, or that of `outputs`. The caller owns them without
@@ -490,6 +511,7 @@ class Master:
             WorkerDiedError: Two workers died on one shard, or no worker is left.
             PredictTimeoutError: The time-out passed.
             QueueFullError: A limit was reached.
+            MissingDependencyError: The package cuda-bindings or CuPy is needed, and not installed.
             ClosedError: The master is not started, or closed.
         """
         if not self._loop.may_wait():
@@ -497,7 +519,9 @@ class Master:
                 "predict() was called in a future's callback, which runs in the thread that the "
                 "answer needs: use submit() there"
             )
-        call = self._call(inputs, timeout, batch_axes, output_axes, shards, priority, outputs)
+        call = self._call(
+            inputs, timeout, batch_axes, output_axes, shards, priority, outputs, outputs_on
+        )
         if call.known.open and self._learns_from(call):
             return self._learn_from(call, _CheckRuns(self, call))
         if self._max_batch_size > 1 and call.joins and not call.known.settled:
@@ -530,24 +554,28 @@ class Master:
         output_axes: Axes | None = None,
         priority: int = 0,
         outputs: Sequence[str] | None = None,
+        outputs_on: str = "host",
     ) -> "Future[Arrays]":
         """Queue a request for one worker; return at once unless it must wait for memory.
 
         For many small requests: each runs whole on the next free worker. (With a model of a fixed batch, a
         multiple of the batch runs as that many pieces.) With `max_batch_size`, several requests may go as
-        one run, once two of them have run apart and as one with the same result. The arguments are those of
-        `predict`.
+        one run, once two of them have run apart and as one with the same result; one with tensors on a card
+        runs by itself. The arguments are those of `predict`.
 
         Returns:
             A future of what `predict` returns and raises. ``cancel()`` works until the future is done, and
             stops a run in progress. Callbacks run in a thread of mcinfer's own, one after another: they may
-            call `submit`, but not wait. Arrays from `allocate` are borrowed until the future is done.
+            call `submit`, but not wait. Arrays from `allocate`, and tensors on cards, are borrowed until the
+            future is done.
 
         Raises:
-            McinferError: InvalidInputError, QueueFullError or ClosedError as `predict`, before the request
-                is queued.
+            McinferError: InvalidInputError, QueueFullError, MissingDependencyError or ClosedError as
+                `predict`, before the request is queued.
         """
-        call = self._call(inputs, timeout, batch_axes, output_axes, 1, priority, outputs)
+        call = self._call(
+            inputs, timeout, batch_axes, output_axes, 1, priority, outputs, outputs_on
+        )
         return self._submit(call)
 
     def map(
@@ -558,6 +586,7 @@ class Master:
         timeout: float | None = None,
         priority: int = 0,
         outputs: Sequence[str] | None = None,
+        outputs_on: str = "host",
     ) -> Iterator[Arrays]:
         """Answer many requests, in their order; each runs whole on one worker, as with `submit`.
 
@@ -567,6 +596,7 @@ class Master:
             timeout: Seconds for each request.
             priority: As in `predict`.
             outputs: As in `predict`.
+            outputs_on: As in `predict`.
 
         Returns:
             An iterator of answers. If a request fails, the iterator raises its error and ends. It then
@@ -579,7 +609,13 @@ class Master:
             ahead = 4 * self._workers * self._pieces
         check_count("ahead", ahead, 1)
         self._ready()
-        submit = partial(self.submit, timeout=timeout, priority=priority, outputs=outputs)
+        submit = partial(
+            self.submit,
+            timeout=timeout,
+            priority=priority,
+            outputs=outputs,
+            outputs_on=outputs_on,
+        )
         return _in_order(map(submit, requests), ahead)
 
     async def predict_async(
@@ -592,14 +628,17 @@ class Master:
         shards: int | None = None,
         priority: int = 0,
         outputs: Sequence[str] | None = None,
+        outputs_on: str = "host",
     ) -> Arrays:
         """`predict` for asyncio; cancelling the task cancels the request.
 
         The event loop's thread checks and copies the inputs before the first wait.
         """
-        call = self._call(inputs, timeout, batch_axes, output_axes, shards, priority, outputs)
+        call = self._call(
+            inputs, timeout, batch_axes, output_axes, shards, priority, outputs, outputs_on
+        )
         if call.known.open and self._learns_from(call):
-            call.inputs = [np.array(array) for array in self._ready().arrays(call.inputs)]
+            call.inputs = [np.array(array) for array in self._ready().host_arrays(call.inputs)]
             runs = _CheckRuns(self, call)
             learned = self._waiting.submit(
                 partial(copy_context().run, self._learn_from, call, runs)
@@ -690,7 +729,7 @@ class Master:
         if not self._loop.may_wait():
             raise McinferError("learn() was called in a future's callback, where nothing may wait")
         call = self._call(example, timeout, batch_axes, output_axes, None, 0, None)
-        runs, arrays = _CheckRuns(self, call), self._ready().arrays(example)
+        runs, arrays = _CheckRuns(self, call), self._ready().host_arrays(example)
         return call.splitter.relearn(arrays, max(2, call.pieces), runs, call.timeout)
 
     def warm_up(self, example: Inputs, *, timeout: float | None = None) -> None:
@@ -725,21 +764,28 @@ class Master:
             if monotonic() >= end:
                 raise PredictTimeoutError(f"workers {cold} did not run within {timeout:g} s")
 
-    def allocate(self, shapes: Mapping[str, Sequence[int]]) -> Arrays:
+    def allocate(self, shapes: Mapping[str, Sequence[int]], *, device: str | None = None) -> Arrays:
         """Writable arrays in shared memory, for inputs that are sent without a copy.
 
         Args:
             shapes: By input name, the shape: any batch, all rows C-contiguous.
+            device: None for NumPy arrays; ``"cuda:0"`` for CuPy arrays on that card, ``"device"`` on the
+                pool's first card. This process then uses the card, too.
 
         Returns:
             Arrays of the inputs' dtypes with undefined content. The caller owns them; their memory is free
-            again when the last view of it is gone. A forked child has a copy, as of answers.
+            again when the last view of it is gone, on a card as that of results (`predict`). A forked child
+            has a copy, as of answers, but not of arrays on cards.
 
         Raises:
-            InvalidInputError: An unknown name, another number of dimensions, or more bytes than the limit.
+            InvalidInputError: An unknown name, another number of dimensions, more bytes than the limit, no
+                such card, or a type that CuPy lacks.
             QueueFullError: The memory is in use.
+            MissingDependencyError: The package cuda-bindings or CuPy is not installed.
+            ClosedError: The master is not started, or closed.
         """
-        return self._ready().allocate(shapes, 0.0)
+        memory = None if device is None else self._card(device, "device")
+        return self._ready().allocate(shapes, 0.0, memory)
 
     @property
     def weights(self) -> tuple[TensorSpec, ...]:
@@ -805,10 +851,12 @@ class Master:
         pieces: int | None,
         priority: int,
         outputs: Sequence[str] | None,
+        outputs_on: str = "host",
     ) -> "_Call":
         """The arguments of a request, all checked except the inputs."""
         if outputs is not None:
             self._check_outputs(outputs)
+        card = None if outputs_on == "host" else self._output_card(outputs_on, outputs)
         if type(priority) is not int:
             raise InvalidInputError(f"priority: got {priority!r}, expected an int")
         planner = self._ready(for_request=True)
@@ -836,7 +884,23 @@ class Master:
             timeout,
             priority,
             outputs,
+            card,
         )
+
+    def _output_card(self, outputs_on: str, outputs: Sequence[str] | None) -> CardMemory:
+        specs = self._spec().outputs
+        check_types([s for s in specs if outputs is None or s.name in outputs], "outputs_on")
+        return self._card(outputs_on, "outputs_on")
+
+    def _card(self, text: str, name: str) -> CardMemory:
+        """The card that an argument of this name says."""
+        device = card_of(text, name, [Device.parse(device) for device in self._devices])
+        self._ready()
+        cupy()
+        try:
+            return self._loop.card(device)
+        except BuildError as exc:
+            raise InvalidInputError(f"{name}: got {text!r}: {exc}") from exc
 
     def _check_outputs(self, outputs: Sequence[str]) -> None:
         names = [spec.name for spec in self._spec().outputs]
@@ -889,11 +953,12 @@ class Master:
         """Answer a request by a whole run, and learn from it."""
 
         def split_run(known: Known) -> Arrays:
-            return self._submit(replace(call, known=known, pieces=pieces, outputs=None)).result()
+            in_pieces = replace(call, known=known, pieces=pieces, outputs=None, outputs_on=None)
+            return self._submit(in_pieces).result()
 
         pieces = max(2, call.pieces)  # as many as later requests have
-        arrays = self._ready().arrays(call.inputs)
-        return pick(call.splitter.answer(arrays, pieces, runs, split_run), call.outputs)
+        arrays = self._ready().host_arrays(call.inputs)
+        return self._as_wanted(call, call.splitter.answer(arrays, pieces, runs, split_run))
 
     def _predict_offered(self, call: "_Call") -> Arrays:
         """Answer a request that may show, with another, whether such requests can be joined."""
@@ -908,11 +973,19 @@ class Master:
 
     def _run_whole(self, call: "_Call", failure: PredictError) -> Arrays:
         """Run a request whole after its pieces failed, or raise the failure again."""
-        (whole,) = _CheckRuns(self, call)([self._ready().arrays(call.inputs)])
+        (whole,) = _CheckRuns(self, call)([self._ready().host_arrays(call.inputs)])
         if isinstance(whole, McinferError):
             raise failure
         call.splitter.withdraw(f"a piece of a batch fails where the whole runs ({failure})")
-        return pick(whole, call.outputs)
+        return self._as_wanted(call, whole)
+
+    def _as_wanted(self, call: "_Call", answer: Arrays) -> Arrays:
+        """An answer with the outputs that the call wants, where it wants them."""
+        answer = pick(answer, call.outputs)
+        if call.outputs_on is None:
+            return answer
+        specs = [spec for spec in self._spec().outputs if spec.name in answer]
+        return pick(call.outputs_on.upload(specs, answer), call.outputs)
 
     def _submit(self, call: "_Call", *, wait: bool = True) -> "OutcomeFuture[Arrays]":
         request = self._request(call, wait=wait, may_wait=self._loop.may_wait())
@@ -925,8 +998,9 @@ class Master:
 
     def _offer(self, call: "_Call", request: Request, future: "OutcomeFuture[Arrays]") -> None:
         """Compare two requests that ran apart with one joined run of both."""
-        if request.rows and not call.apart and self._verify == "first":
-            arrays = self._ready().arrays(call.inputs)
+        on_host = call.outputs_on is None
+        if request.rows and on_host and not call.apart and self._verify == "first":
+            arrays = self._ready().host_arrays(call.inputs)
             pair = call.splitter.offer(arrays, future)
             if pair is not None:
                 runs = _CheckRuns(self, call, late=True)
@@ -945,7 +1019,12 @@ class Master:
             call.splitter.warn_if_whole()
         joinable = call.joins and known.splits and not call.apart
         request = planner.request(
-            call.inputs, pieces, None if call.apart else known, memory_wait, joinable=joinable
+            call.inputs,
+            pieces,
+            None if call.apart else known,
+            memory_wait,
+            joinable=joinable,
+            outputs_on=call.outputs_on,
         )
         if self._max_batch_size > 1 and call.joins and known.settled and not call.apart:
             if not known.splits:
@@ -972,6 +1051,7 @@ class _Call:
         pieces: Most shards that it is cut into.
         joins: Whether it may go in one run with others.
         start: When the call came; `timeout` seconds count from then on.
+        outputs_on: The card for the outputs; None is the host.
         apart: Whether it is a run of a check: whole, and not joined with others.
         traced: Whether to call the trace hook.
     """
@@ -986,6 +1066,7 @@ class _Call:
     timeout: float
     priority: int
     outputs: Sequence[str] | None
+    outputs_on: CardMemory | None = None
     apart: bool = False
     traced: bool = True
 
@@ -1019,6 +1100,7 @@ class _CheckRuns:
             self._call,
             pieces=1,
             outputs=None,
+            outputs_on=None,
             start=start,
             timeout=timeout,
             apart=True,

@@ -33,6 +33,7 @@ from mcinfer.validators import (
     TensorFields,
     TensorRef,
     is_axes,
+    is_block,
     is_cores,
     is_count,
     is_flag,
@@ -41,6 +42,7 @@ from mcinfer.validators import (
     is_references,
     is_seconds,
     is_shard,
+    is_slab,
     is_specs,
     is_text,
     is_text_map,
@@ -50,7 +52,7 @@ from mcinfer.validators import (
     or_none,
 )
 
-VERSION = 5  # raised with each change that an older peer would misread; HELLO carries it
+VERSION = 6  # raised with each change that an older peer would misread; HELLO carries it
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message. Tensors lie in shared memory, so only strings make a message large."""
@@ -70,6 +72,7 @@ _MAX_NAME = 200
 _MAX_PROVIDERS = 64
 _MAX_NOTE = 5000
 _MAX_NOTES = 16
+_MAX_CARDS = 1024
 
 MAX_HELLO_BYTES = 512  # largest HELLO: from an unknown peer, nothing larger is read
 
@@ -204,6 +207,8 @@ class BuildFinish(Message):
 
     `model` identifies the model's file, and is the same for all workers. `prepared` is the key of the
     prepared model, which covers external data too; empty without one. `notes` are remarks for the user.
+    `slab` is the block with the weights on its card, which it made for the card's other workers and has
+    handed over: number and bytes. `reaches` are the cards whose memory it reads and writes in place.
     """
 
     ID = BUILD_FINISH
@@ -215,6 +220,8 @@ class BuildFinish(Message):
     providers: Annotated[tuple[str, ...], is_texts_to(_MAX_PROVIDERS, _MAX_NAME)]
     notes: Annotated[tuple[str, ...], is_texts_to(_MAX_NOTES, _MAX_NOTE)] = ()
     seconds: _Seconds
+    slab: Annotated[tuple[int, int] | None, or_none(is_slab)] = None
+    reaches: Annotated[tuple[str, ...], is_texts_to(_MAX_CARDS, _MAX_NAME)] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +247,9 @@ class Build(Message):
 
     `shared`: other workers run on the same cores, so waiting threads must not spin. With `tensor` times
     `pipeline` above 1, the worker is rank 0 of a group of so many, and loads its slice of the model.
+
+    `card_workers`: how many workers of the pool its card has. With `shares_weights` these hold the weights
+    once: this worker opens the block `slab`, which was attached before, or makes it if there is none yet.
     """
 
     ID = BUILD
@@ -255,6 +265,10 @@ class Build(Message):
     variable_weights: _Texts = ()
     session_config: _TextMap = field(default_factory=dict)
     provider_options: _TextMap = field(default_factory=dict)
+    provider: Annotated[str | None, or_none(is_text)] = None
+    card_workers: _Count = 1
+    shares_weights: _Flag = False
+    slab: Annotated[int | None, or_none(is_block)] = None
     tensor: Annotated[int, is_ranks] = 1
     pipeline: Annotated[int, is_ranks] = 1
     token: _Text = ""
@@ -284,11 +298,15 @@ class Cancel(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attach(Message):
-    """Master to worker: map this block; its descriptor is already on the lifeline."""
+    """Master to worker: map this block, whose descriptor or token is already on the lifeline.
+
+    `device` is the card whose memory it is, or empty for the host's.
+    """
 
     ID = ATTACH
-    block: _Count
+    block: Annotated[int, is_block]
     size: _Count
+    device: _Text = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -551,7 +569,7 @@ _S = WorkerState
 
 TRANSITIONS: dict[WorkerState, dict[type[Message], WorkerState]] = {
     _S.SPAWNED: {Hello: _S.CONNECTED},
-    _S.CONNECTED: {Build: _S.BUILDING, Exit: _S.EXITING},
+    _S.CONNECTED: {Attach: _S.CONNECTED, Build: _S.BUILDING, Exit: _S.EXITING},
     _S.BUILDING: {
         Preparing: _S.BUILDING,
         BuildFinish: _S.READY,

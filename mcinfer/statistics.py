@@ -4,9 +4,9 @@ All times are float seconds of `time.monotonic`, which all processes of the mach
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from mcinfer.errors import InvalidInputError, McinferError
 
@@ -117,6 +117,30 @@ class WorkerStatistics:
     rank: int = 0
 
 
+CardWay = Literal["in_place", "copied", "through_host"]
+CARD_WAYS: tuple[CardWay, ...] = get_args(CardWay)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardStatistics:
+    """The tensors of one master on one card, at the moment of the snapshot.
+
+    Attributes:
+        device: Such as ``"cuda:0"``.
+        memory_bytes: The card's memory reserved for tensors.
+        memory_used_bytes: Of that, in use by requests, or by arrays that you hold.
+        inputs: Inputs that lay on this card, by their way to the workers: ``"in_place"`` without a copy,
+            ``"copied"`` once on the card, or ``"through_host"``.
+        input_bytes: Their bytes, likewise.
+    """
+
+    device: str
+    memory_bytes: int
+    memory_used_bytes: int
+    inputs: Mapping[CardWay, int]
+    input_bytes: Mapping[CardWay, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """A master at the moment of the snapshot. `accepted` is always the sum of the next four.
@@ -137,6 +161,7 @@ class Statistics:
         weights_version: How often the replaceable weights were updated.
         health: As from `Master.health`.
         workers: One entry per worker, by index.
+        cards: One entry per card that requests or `Master.allocate` had tensors on.
     """
 
     accepted: int
@@ -154,6 +179,7 @@ class Statistics:
     weights_version: int
     health: Health
     workers: tuple[WorkerStatistics, ...]
+    cards: tuple[CardStatistics, ...] = ()
 
 
 # Traces: the course of one request, for trace hooks.

@@ -30,6 +30,23 @@ def is_shard(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_SHARDS
 
 
+def is_block(value: Any) -> bool:
+    """A block's number; those that a worker made are negative."""
+    return type(value) is int and -_MOST < value < _MOST
+
+
+def is_slab(value: Any) -> bool:
+    """The number of a block that a worker made, and its bytes."""
+    return (
+        type(value) is tuple
+        and len(value) == 2
+        and is_block(value[0])
+        and value[0] < 0
+        and is_count(value[1])
+        and value[1] > 0
+    )
+
+
 def is_seconds(value: Any) -> bool:
     """A finite number, 0 or more."""
     return type(value) is float and 0.0 <= value < float("inf")
@@ -82,8 +99,7 @@ def is_reference(value: Any) -> bool:
         return False
     if element_type == STRING:
         return block is None and is_values(where, shape)
-    in_range = type(block) is int and -_MOST < block < _MOST and is_count(where)
-    return in_range and element_type in ELEMENT_TYPES
+    return is_block(block) and is_count(where) and element_type in ELEMENT_TYPES
 
 
 def is_references(value: Any) -> bool:

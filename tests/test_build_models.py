@@ -139,6 +139,18 @@ def test_symbolic_latents_take_other_sides(tiny: ort.InferenceSession, tmp_path:
     assert _run(session, sample[..., :8], states).shape == (2, 4, 16, 8)
 
 
+def test_half_is_the_same_network_in_float16(tiny: ort.InferenceSession, tmp_path: Path) -> None:
+    path = unet.build_unet(tmp_path / "half.onnx", "tiny", half=True)
+    onnx.checker.check_model(path, full_check=True)
+    sample, states = _inputs(1)
+    given = {"sample": sample, "encoder_hidden_states": states}
+    halves = {name: array.astype(np.float16) for name, array in given.items()}
+    [output] = _open(path).run(None, {**halves, "timestep": np.array([500])})
+    [expected] = tiny.run(None, {**given, "timestep": np.array([500])})
+    assert output.dtype == np.float16
+    np.testing.assert_allclose(output, expected, atol=1e-2)
+
+
 def test_external_data_gives_the_same_network(
     tiny: ort.InferenceSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

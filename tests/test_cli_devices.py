@@ -35,7 +35,10 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     return write
 
 
-TWO_GPUS = 'echo "0, GPU-a, A, 1024, 512"; echo "1, GPU-b, B, 1024, 512"'
+TWO_GPUS = """
+[ $1 = --query ] && echo "CUDA Version : 13.0"
+for i in 0 1; do echo "$i, GPU-$i, 0:0$i:00.0, 580.65, Default, 1024, 512, A$i"; done
+"""
 
 
 @needs_no_quota
@@ -50,7 +53,7 @@ def test_each_worker_has_a_line(nvidia_smi: Callable[[str], None], capsys: Captu
     assert lines[-3:] == [
         f"worker 0: cpu:0, {cores}, shared, {threads}",
         f"worker 1: cpu:0, {cores}, shared, {threads}",
-        "worker 2: cuda:1, not a share of the CPU",
+        "worker 2: cuda:1, not pinned to cores",
     ]
 
 
@@ -98,7 +101,10 @@ def test_memory_that_a_driver_does_not_report_is_left_out() -> None:
         ("", ["no GPU was found: there is no nvidia-smi"]),
         ("exit 0", ["no GPU was found: nvidia-smi names none"]),
         ("echo no driver >&2; exit 9", ["no GPU was found: nvidia-smi: no driver"]),
-        (TWO_GPUS, ["cuda:0: A, 1.0 GiB, 0.5 GiB free", "cuda:1: B, 1.0 GiB, 0.5 GiB free"]),
+        (
+            TWO_GPUS,
+            [f"cuda:{i}: A{i}, 1.0 GiB, 0.5 GiB free, compute mode Default" for i in range(2)],
+        ),
     ],
 )
 def test_gpus_are_those_of_the_driver(
@@ -108,8 +114,10 @@ def test_gpus_are_those_of_the_driver(
         nvidia_smi(script)
     assert main(["devices", "--devices", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "GPU" in line or line.startswith("cuda")] == printed
+    assert [line for line in lines if "no GPU" in line or line.startswith("cuda")] == printed
     several = len(printed) > 1
+    software = "  driver 580.65, up to CUDA 13.0; no MPS: processes of one GPU take turns"
+    assert (software in lines) is several
     assert any("unless CUDA_DEVICE_ORDER=PCI_BUS_ID" in line for line in lines) is several
     unusable = several and bool(installed_runtime().without_cuda)
     assert any("has no CUDAExecutionProvider" in line for line in lines) is unusable

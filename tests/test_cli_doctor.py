@@ -99,12 +99,30 @@ def test_package_that_is_missing_or_old_is_a_problem_and_an_old_extra_a_warning(
 
 def test_gpus_that_the_runtime_cannot_use_are_a_warning() -> None:
     plain = Runtime(version="1.2", providers=("CPUExecutionProvider",))
-    cuda = Runtime(version="1.2", providers=("CUDAExecutionProvider",))
-    two = [Gpu(index=i, uuid=f"GPU-{i}", name="H200") for i in range(2)]
-    check(judge_gpus(two, "in odd order", cuda), "ok", "cuda:0: H200; cuda:1: H200; in odd")
-    check(judge_gpus(two, "", None), "ok")
-    check(judge_gpus(two, "", plain), "warning", "no CUDAExecutionProvider", "'mcinfer[gpu]'")
-    check(judge_gpus((), "", plain), "ok", "none")
+    cuda = Runtime(version="1.2", providers=("CUDAExecutionProvider",), cuda="13.0")
+    assert "built with CUDA 13.0, offers: CUDA" in str(cuda)
+    two = [Gpu(index=i, uuid=f"GPU-{i}", name="H200", driver="580.65") for i in range(2)]
+    found = "cuda:0: H200; cuda:1: H200; driver 580.65, up to CUDA 13.1; no MPS"
+    check(judge_gpus(two, "in odd order", cuda, "13.1", None), "ok", found, "; in odd order")
+    check(judge_gpus(two, "", None, "12.8", Path("/mps")), "ok", "MPS runs, in /mps")
+    check(judge_gpus(two, "", cuda, "", None), "ok", "driver 580.65; no MPS")
+    check(judge_gpus(two, "", cuda, "12.8", None), "warning", "a driver that serves CUDA 13")
+    words = ("no CUDAExecutionProvider", "'mcinfer[gpu]'")
+    check(judge_gpus(two, "", plain, "12.8", None), "warning", *words)
+
+
+def test_gpu_that_one_process_alone_may_use_is_a_warning_without_mps() -> None:
+    cuda = Runtime(version="1.2", providers=("CUDAExecutionProvider",), cuda="13.0")
+
+    def judged(mode: str, mps: Path | None = None) -> Finding:
+        default = Gpu(index=0, uuid="GPU-0", name="H200", compute_mode="Default")
+        other = Gpu(index=1, uuid="GPU-1", name="H200", compute_mode=mode)
+        return judge_gpus([default, other], "", cuda, "13.0", mps)
+
+    check(judged("Default"), "ok", "cuda:1: H200, compute mode Default")
+    check(judged("Exclusive_Process"), "warning", "one process alone may use cuda:1: ", "or MPS")
+    check(judged("Exclusive_Process", Path("/mps")), "ok")
+    check(judged("Prohibited", Path("/mps")), "warning", "cuda:1 may not be used: nvidia-smi")
 
 
 def test_failed_import_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,12 @@ def test_json_has_every_field(tmp_path: Path, capsys: Capture) -> None:
         "model": str(path),
         "engine": "onnxruntime",
         "providers": ["CPUExecutionProvider"],
-        "runtime": {"version": ort.__version__, "providers": ort.get_available_providers()},
+        "runtime": {
+            "version": ort.__version__,
+            "providers": ort.get_available_providers(),
+            "cuda": "",
+        },
+        "gpus": [],
         "inputs": [
             {"name": "a", "type": "float32", "shape": ["rows", 300]},
             {"name": "b", "type": "float32", "shape": []},

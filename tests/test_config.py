@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -45,6 +45,7 @@ BAD: list[tuple[Callable[..., Any], tuple[str, ...], tuple[Any, ...]]] = [
     (EngineOptions, ("threads", "inter_op_threads"), (0, *NOT_COUNTS)),
     (EngineOptions, ("cores",), NOT_CORES),
     (EngineOptions, ("prepare",), ("", "Auto", True, None)),
+    (EngineOptions, ("provider",), ("", "CUDA", "CUDAExecutionProvider", True)),
     (EngineOptions, ("variable_weights",), NOT_NAMES),
     (EngineOptions, ("allow_fallback",), ("no", 1, None)),
     (
@@ -139,6 +140,42 @@ def test_devices_that_are_no_cpu_get_no_cores() -> None:
     assert share_cores([Device("cuda", 0), Device("cuda", 1)], [0, 1]) == {}
     shares = share_cores([Device("cuda", 0), Device("cpu", 0)], [0, 1])
     assert shares == {1: CoreShare(cores=(0, 1), shared=False)}
+
+
+def placed(
+    devices: str, near: Mapping[int, tuple[int, ...]], cpus: int | None = None
+) -> dict[int, tuple[tuple[int, ...], bool, int | None]]:
+    parsed = [Device.parse(device) for device in devices.split()]
+    shares = share_cores(parsed, range(8), cpus=cpus, near=near)
+    found = {i: share for i, share in shares.items() if isinstance(share, CoreShare)}
+    return {i: (share.cores, share.shared, share.threads) for i, share in found.items()}
+
+
+def test_workers_of_cards_get_equal_shares_of_the_cores_beside_them() -> None:
+    near = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
+    two_each = placed("cuda:0 cuda:1 cuda:0 cuda:1", near)
+    assert [share[0] for share in two_each.values()] == [(0, 1), (4, 5), (2, 3), (6, 7)]
+    assert not any(shared for _, shared, _ in two_each.values())
+    # Two cards beside the same cores; another kind of the same card; one whose place is unknown.
+    same = {0: (4, 5, 6), 1: (4, 5, 6)}
+    assert placed("cuda:0 tensorrt:1 cuda:2 ascend:0", same) == {
+        0: ((4,), False, None),
+        1: ((5, 6), False, None),
+    }
+    assert [s[0] for s in placed("cuda:0 cuda:0 cuda:0", {0: (4, 5)}).values()] == [
+        (4,),
+        (4,),
+        (5,),
+    ]
+
+
+def test_workers_of_cards_share_cores_and_a_quota_with_those_of_the_cpu() -> None:
+    shares = placed("cuda:0 cpu:0 cpu:1", {0: (4, 5)}, cpus=4)
+    assert shares == {
+        0: ((4, 5), True, 1),
+        1: ((0, 1, 2, 3), False, 2),
+        2: ((4, 5, 6, 7), True, 2),
+    }
 
 
 @pytest.mark.parametrize("chosen", [[[0]], [[0], [1], [2]]])

@@ -1,6 +1,7 @@
 """Tests of what this process may use of the machine."""
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcinfer import machine
+from mcinfer.config import Device
 from mcinfer.machine import Gpu
 
 CORES = os.sched_getaffinity(0)
@@ -138,9 +140,9 @@ def test_sockets_and_physical_cores_are_counted(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 4})
     root = Path()
-    for core, (socket, siblings) in {0: (0, "0,2"), 1: (0, "1,3"), 2: (0, "0,2")}.items():
+    for core, (package, siblings) in {0: (0, "0,2"), 1: (0, "1,3"), 2: (0, "0,2")}.items():
         top = f"sys/devices/system/cpu/cpu{core}/topology"
-        root = of("", **{f"{top}/physical_package_id": f"{socket}\n"})
+        root = of("", **{f"{top}/physical_package_id": f"{package}\n"})
         of("", **{f"{top}/thread_siblings_list": f"{siblings}\n"})
     assert machine.core_siblings(root) == (0, 0)  # of core 4 nothing is known
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
@@ -203,21 +205,88 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     return write
 
 
+SMI_LINES = (
+    "0, GPU-a, 00000000:3B:00.0, 580.65.06, Default, 2, 1, $1",
+    "1, GPU-b, 00010000:AF:00.0, [N/A], [N/A], [N/A], [Not Supported], A, B",
+    "2, GPU-c, 00000000:D8:00.0, 580.65.06, Exclusive_Process, 2, 2, C",
+    "No devices",
+)
+SMI = "; ".join(f'echo "{line}"' for line in SMI_LINES)
+
+
 def test_gpus_are_those_that_the_driver_tells_of_and_cuda_leaves(
-    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, of: Machine
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    lines = ["0, GPU-a, $2, 2, 1", "1, GPU-b, A, B, [N/A], [Not Supported]", "No devices"]
-    nvidia_smi("; ".join(f'echo "{line}"' for line in lines))
-    first, second = machine.gpus()
-    assert (first.index, first.name) == (0, "--format=csv,noheader,nounits")
-    assert (first.memory_bytes, first.free_bytes) == (2 << 20, 1 << 20)
-    assert second == Gpu(index=1, uuid="GPU-b", name="A, B")
+    nvidia_smi(SMI)
+    devices = "sys/bus/pci/devices"
+    root = of(
+        "", **{f"{devices}/0000:3b:00.0/numa_node": "1", f"{devices}/0000:d8:00.0/numa_node": "-1"}
+    )
+    first, second, third = machine.gpus(root=root)
+    assert first == Gpu(
+        index=0,
+        uuid="GPU-a",
+        name=f"--query-gpu={machine._GPU_FIELDS}",
+        memory_bytes=2 << 20,
+        free_bytes=1 << 20,
+        bus_id="0000:3b:00.0",
+        driver="580.65.06",
+        compute_mode="Default",
+        node=1,
+    )
+    assert second == Gpu(index=1, uuid="GPU-b", name="A, B", bus_id="0000:af:00.0")
+    assert (third.compute_mode, third.node) == ("Exclusive_Process", None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
     assert machine.gpus() == (replace(second, index=0),)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(OSError, match="CUDA_VISIBLE_DEVICES='' leaves none of 2"):
+    with pytest.raises(OSError, match="CUDA_VISIBLE_DEVICES='' leaves none of 3"):
         machine.gpus()
+
+
+def test_cores_near_a_card_are_the_usable_ones_of_its_node(
+    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, of: Machine
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 9})
+    nodes, devices = "sys/devices/system/node", "sys/bus/pci/devices"
+    files = {f"{nodes}/node0/cpulist": "0-3", f"{nodes}/node1/cpulist": "4-7"}
+    for bus, node in {"0000:3b:00.0": "1", "0000:af:00.0": "-1", "0000:d8:00.0": "0"}.items():
+        files[f"{devices}/{bus}/numa_node"] = node
+    root = of("", **files)
+    cards = [*map(Device.parse, ("cuda:0", "cuda:0", "cuda:1", "tensorrt:0", "cuda:2", "cuda:3"))]
+    assert machine.cores_near(cards, root) == {}  # nobody knows the cards
+    nvidia_smi(SMI)
+    assert machine.cores_near(cards, root) == {0: (4, 5)}
+    nvidia_smi(f"touch {root}/asked; {SMI}")
+    assert machine.cores_near([Device("cpu", 0)], root) == {}
+    assert not (root / "asked").exists()
+
+
+@pytest.mark.parametrize(
+    ("report", "version"),
+    [
+        ("Driver Version : 580.65.06\nCUDA Version : 13.0\nAttached GPUs : 1", "13.0"),
+        ("CUDA UMD Version        : 13.1", "13.1"),
+        ("CUDA Version : N/A", ""),
+    ],
+)
+def test_newest_cuda_of_a_driver_stands_above_its_reports(
+    report: str, version: str, nvidia_smi: Callable[[str], None]
+) -> None:
+    nvidia_smi(f"[ $1 = --query ] && echo '{report}'")
+    assert machine.driver_cuda_version() == version
+
+
+def test_mps_runs_where_its_daemon_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert machine.mps_folder() is None
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(str(tmp_path / "control"))
+        assert machine.mps_folder() is None
+        daemon.listen()
+        assert machine.mps_folder() == tmp_path
+    assert machine.mps_folder() is None  # its file is there all the same
 
 
 def test_driver_that_fails_is_quoted(nvidia_smi: Callable[[str], None]) -> None:

@@ -57,6 +57,7 @@ S = WorkerState
 DOCS = Path(__file__).parents[1] / "docs" / "protocol.md"
 
 COUNTS = st.integers(0, 2**63 - 1)
+BLOCKS = st.integers(-(2**63) + 1, 2**63 - 1)
 SHARDS = st.integers(0, 2**32 - 1)
 SECONDS = st.floats(0, allow_nan=False, allow_infinity=False)
 SHAPES = st.lists(COUNTS, max_size=4).map(tuple)
@@ -115,6 +116,8 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         providers=st.lists(st.text(max_size=200), max_size=3).map(tuple),
         notes=TEXTS,
         seconds=SECONDS,
+        slab=st.none() | st.tuples(st.integers(-(2**63) + 1, -1), st.integers(1, 2**63 - 1)),
+        reaches=TEXTS,
     ),
     Exit: st.builds(Exit),
     Hello: st.builds(Hello, version=COUNTS, pid=COUNTS, token=st.text()),
@@ -132,10 +135,14 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         variable_weights=TEXTS,
         session_config=TEXT_MAPS,
         provider_options=TEXT_MAPS,
+        provider=st.none() | st.text(),
+        card_workers=COUNTS,
+        shares_weights=st.booleans(),
+        slab=st.none() | BLOCKS,
         token=st.text(),
     ),
     Cancel: st.builds(Cancel, request=COUNTS, shard=SHARDS),
-    Attach: st.builds(Attach, block=COUNTS, size=COUNTS),
+    Attach: st.builds(Attach, block=BLOCKS, size=COUNTS, device=st.text()),
     Detach: st.builds(Detach, block=COUNTS),
     Preparing: st.builds(Preparing, seconds=SECONDS, written=COUNTS),
     UpdateWeights: st.builds(UpdateWeights, version=COUNTS, oldest=COUNTS, tensors=REFERENCES),

@@ -175,7 +175,7 @@ class Peer:
         """What lies in a block of the worker's own."""
         number = reference[3]
         assert number is not None
-        size, fd = self.lifeline.receive_block(number)
+        size, fd, _ = self.lifeline.receive_block(number)
         self.blocks[number] = Block.attach(number, size, fd)
         return self.array(reference)
 

@@ -451,9 +451,23 @@ def test_blocks_pass_over_the_lifeline_both_ways_in_any_order(
     sender, receiver = lifelines if from_master else lifelines[::-1]
     send_blocks(sender, 0, 1, 2, 3, -4)
     for number in (3, 0, -4):  # the fixture sees whether the descriptors of 1 and 2 are left
-        size, fd = receiver.receive_block(number)
+        size, fd, token = receiver.receive_block(number)
+        assert token == b""
         assert size == os.fstat(fd).st_size == 64 + abs(number)
         assert not os.get_inheritable(fd)
+        os.close(fd)
+
+
+def test_token_comes_with_its_block_whichever_is_asked_for_first(lifelines: Ends) -> None:
+    master, worker = lifelines
+    block = Block.create(1, 64)
+    tokens = {1: b"first", 2: b"", 3: bytes(range(256)) * 2}
+    for number, token in tokens.items():
+        master.send_block(number, block.size, block.fd, token)
+    block.close()
+    for number in (3, 1, 2):
+        size, fd, token = worker.receive_block(number)
+        assert (size, token) == (64, tokens[number])
         os.close(fd)
 
 
@@ -515,7 +529,7 @@ HEADER = (1).to_bytes(8, "little") + (64).to_bytes(8, "little")
     ("packets", "count"),
     [
         ([HEADER[:-1]], 1),
-        ([HEADER + b"x"], 1),
+        ([HEADER + bytes(513)], 1),
         ([HEADER], 0),
         ([HEADER], 5),
         ([HEADER, HEADER], 1),

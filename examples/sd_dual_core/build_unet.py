@@ -91,7 +91,7 @@ SIZES: dict[str, UNetSize] = {
 class _Tensor:
     """An image [batch, channels, side, side], tokens [batch, tokens, channels] or [1, channels].
 
-    All are float32; `side` is None if it is symbolic, and tokens keep that of their image.
+    All are floats of the model's type; `side` is None if it is symbolic, and tokens keep that of their image.
     """
 
     name: str
@@ -114,17 +114,24 @@ class _Graph:
         nodes: Nodes in topological order.
         initializers: Weights and constants.
         constants: Names of the constants, by data type and values.
+        half: Whether weights and activations are float16 and not float32.
         parameters: Number of weights so far, constants not counted.
     """
 
     size: UNetSize
     rng: Generator | None
+    half: bool = False
     data: BinaryIO | None = None
     location: str = ""
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     initializers: list[TensorProto] = field(default_factory=list)
     constants: dict[tuple[int, tuple[float, ...]], str] = field(default_factory=dict)
     parameters: int = 0
+
+    @property
+    def element_type(self) -> int:
+        """Of weights and activations, as ONNX numbers types."""
+        return TensorProto.FLOAT16 if self.half else TensorProto.FLOAT
 
     def node(self, op: str, *inputs: str, **attributes: _Attribute) -> str:
         """Adds a node; returns the name of its output."""
@@ -138,10 +145,10 @@ class _Graph:
         """Adds a node with `x` as its first input; returns its output, taken to be like `x`."""
         return replace(x, name=self.node(op, x.name, *others, **attributes))
 
-    def constant(self, *values: float) -> str:
-        """Adds a constant [len(values)], int64 or float32, unless the graph has it already."""
+    def constant(self, *values: float, kind: int | None = None) -> str:
+        """Adds a constant [len(values)], int64 or of the model's type, unless the graph has it already."""
         floats = any(isinstance(value, float) for value in values)
-        kind = TensorProto.FLOAT if floats else TensorProto.INT64
+        kind = kind or (self.element_type if floats else TensorProto.INT64)
         if (kind, values) not in self.constants:
             name = f"constant_{len(self.constants)}"
             self.constants[kind, values] = name
@@ -149,15 +156,16 @@ class _Graph:
         return self.constants[kind, values]
 
     def weight(self, name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> str:
-        """Adds a float32 weight of this shape, drawn from a normal distribution."""
+        """Adds a weight of this shape, drawn from a normal distribution."""
         self.parameters += math.prod(shape)
         if self.rng is None:
             return name
         values = self.rng.standard_normal(shape, dtype=np.float32)
         values *= np.float32(std)
         values += np.float32(mean)
-        raw = values.astype("<f4", copy=False).tobytes()  # ONNX stores raw data little-endian
-        tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=shape)
+        stored = "<f2" if self.half else "<f4"  # ONNX stores raw data little-endian
+        raw = values.astype(stored, copy=False).tobytes()
+        tensor = TensorProto(name=name, data_type=self.element_type, dims=shape)
         if self.data is None:
             tensor.raw_data = raw
         else:
@@ -231,7 +239,7 @@ class _Graph:
         return self.apply("Mul", x, self.node("Sigmoid", x.name))
 
     def time_embedding(self, name: str, timestep: str) -> _Tensor:
-        """Embeds `timestep`, int64 [1], into float32 [1, 4 * channels[0]].
+        """Embeds `timestep`, int64 [1], into [1, 4 * channels[0]].
 
         Sinusoidal embedding (Vaswani et al. 2017, as used in DDPM, Ho et al. 2020), cosines
         first: cos(t * w), sin(t * w) with w_i = MAX_PERIOD**(-i / half), i < half, half being
@@ -239,10 +247,14 @@ class _Graph:
         """
         channels = self.size.channels[0]
         half = channels // 2
-        rates = self.constant(*[MAX_PERIOD ** (-i / half) for i in range(half)])
+        # In float32 in any case: an angle of hundreds of radians in float16 is wrong by tenths.
+        frequencies = [MAX_PERIOD ** (-i / half) for i in range(half)]
+        rates = self.constant(*frequencies, kind=TensorProto.FLOAT)
         step = self.node("Cast", timestep, to=TensorProto.FLOAT)
         angle = self.node("Mul", self.node("Reshape", step, self.constant(1, 1)), rates)
         waves = self.node("Concat", self.node("Cos", angle), self.node("Sin", angle), axis=1)
+        if self.half:
+            waves = self.node("Cast", waves, to=TensorProto.FLOAT16)
         x = self.linear(f"{name}.linear_1", _Tensor(waves, channels), 4 * channels)
         return self.linear(f"{name}.linear_2", self.silu(x), 4 * channels)
 
@@ -315,7 +327,7 @@ class _Graph:
 
     def upsample(self, name: str, x: _Tensor) -> _Tensor:
         """Repeats each pixel twice along height and width, then convolves."""
-        scales = self.constant(1.0, 1.0, 2.0, 2.0)
+        scales = self.constant(1.0, 1.0, 2.0, 2.0, kind=TensorProto.FLOAT)
         mode = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
         y = self.apply("Resize", x, "", scales, mode="nearest", **mode)
         return self.conv(name, replace(y, side=x.side and 2 * x.side), x.channels)
@@ -382,11 +394,11 @@ def _model(graph: _Graph, batch: int | None, symbolic_latents: bool) -> onnx.Mod
     latents = [rows, LATENT_CHANNELS, *sides]
     states = [rows, CONTEXT_TOKENS, size.context_channels]
     inputs = [
-        helper.make_tensor_value_info("sample", TensorProto.FLOAT, latents),
+        helper.make_tensor_value_info("sample", graph.element_type, latents),
         helper.make_tensor_value_info("timestep", TensorProto.INT64, [1]),
-        helper.make_tensor_value_info("encoder_hidden_states", TensorProto.FLOAT, states),
+        helper.make_tensor_value_info("encoder_hidden_states", graph.element_type, states),
     ]
-    outputs = [helper.make_tensor_value_info("out_sample", TensorProto.FLOAT, latents)]
+    outputs = [helper.make_tensor_value_info("out_sample", graph.element_type, latents)]
     body = helper.make_graph(graph.nodes, "unet", inputs, outputs, graph.initializers)
     opset = [helper.make_opsetid("", OPSET_VERSION)]
     model = helper.make_model(body, producer_name="mcinfer", opset_imports=opset)
@@ -401,6 +413,7 @@ def build_unet(
     batch: int | None = None,
     seed: int = 0,
     symbolic_latents: bool = False,
+    half: bool = False,
 ) -> Path:
     """Writes a UNet with random weights; a model already at `path` is replaced.
 
@@ -418,6 +431,7 @@ def build_unet(
         seed: Seed of the weights; the same seed gives the same bytes with the same NumPy.
         symbolic_latents: Leave height and width symbolic instead of fixing them to the size's
             `latent_side`; they must then be multiples of 2 ** (levels - 1).
+        half: Weights, inputs and the output are float16, but for `timestep`.
 
     Returns:
         The path of the model.
@@ -439,7 +453,8 @@ def build_unet(
     try:
         with data_part.open("wb") as data:
             file = data if widths.external_data else None
-            graph = _Graph(widths, np.random.default_rng(seed), file, data_path.name)
+            rng = np.random.default_rng(seed)
+            graph = _Graph(widths, rng, half, file, data_path.name)
             model = _model(graph, batch, symbolic_latents)
         model_part.write_bytes(model.SerializeToString(deterministic=True))
         if widths.external_data:
@@ -462,6 +477,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, help="fix the batch (default: left symbolic)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument("--symbolic-latents", action="store_true", help="leave sides symbolic")
+    parser.add_argument("--half", action="store_true", help="float16 in place of float32")
     options = parser.parse_args(arguments)
     try:
         path = build_unet(**vars(options))

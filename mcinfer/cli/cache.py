@@ -25,8 +25,11 @@ def list_entries() -> None:
     for info in entries:
         print(_line(cache.folder, info))
     limit = f"of at most {megabytes(cache.limit_bytes)} in {cache.folder}"
-    if entries:
-        total_bytes = sum(info.bytes for info in entries)
+    engine_bytes = cache.engine_bytes()
+    if engine_bytes:
+        print(f"engines that TensorRT built: {megabytes(engine_bytes)}")
+    if entries or engine_bytes:
+        total_bytes = engine_bytes + sum(info.bytes for info in entries)
         print(f"{_count(len(entries))}, {megabytes(total_bytes)} {limit}")
     else:
         print(f"the cache is empty: nothing {limit}")

@@ -1,31 +1,41 @@
-"""``mcinfer devices``: the cores and GPUs of this machine, and how the CPU is shared out over workers."""
+"""``mcinfer devices``: the cores and GPUs of this machine, and the cores of each worker of a pool."""
 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from mcinfer.cli.doctor import installed_runtime
+from mcinfer.cli.doctor import installed_runtime, software_text
 from mcinfer.cli.options import DevicesOption
 from mcinfer.cli.progress import counted
-from mcinfer.config import CoreShare, Device, automatic_workers, parse_devices, share_cores
+from mcinfer.config import (
+    CARD_KINDS,
+    CoreShare,
+    Device,
+    automatic_workers,
+    parse_devices,
+    share_cores,
+)
 from mcinfer.errors import EngineError, InvalidInputError
 from mcinfer.machine import (
     Gpu,
     core_siblings,
+    cores_near,
     cpu_quota,
+    driver_cuda_version,
     format_core_list,
     gpu_order_doubt,
     gpus,
+    mps_folder,
     numa_nodes,
     whole_cpus,
 )
 
 
 def devices(devices: DevicesOption = None) -> None:
-    """The cores and GPUs of this machine, and how the CPU is shared out over workers."""
+    """The cores and GPUs of this machine, and the cores of each worker of a pool."""
     cores, cpus = sorted(os.sched_getaffinity(0)), whole_cpus()
     parsed = parse_devices(devices, cpus)
-    shares = share_cores(parsed, cores, cpus=cpus)
+    shares = share_cores(parsed, cores, cpus=cpus, near=cores_near(parsed))
     try:
         found, why = gpus(), ""
     except OSError as exc:
@@ -34,8 +44,8 @@ def devices(devices: DevicesOption = None) -> None:
         if isinstance(share, InvalidInputError):
             raise share
     for device in parsed:
-        if device.kind == "cuda" and device.index >= len(found):
-            why = why or f"the last device that was found is cuda:{len(found) - 1}"
+        if device.kind in CARD_KINDS and device.index >= len(found):
+            why = why or f"the last device that was found is {device.kind}:{len(found) - 1}"
             raise InvalidInputError(f"device {device} does not exist: {why}")
     default = counted(automatic_workers(cpus), "worker")
     print(f"{counted(len(cores), 'usable core')}: {format_core_list(cores)}; by default {default}")
@@ -71,6 +81,7 @@ def _gpu_lines(found: Sequence[Gpu], why: str) -> Iterator[str]:
         yield why
         return
     yield from map(str, found)
+    yield f"  {software_text(found[0].driver, driver_cuda_version(), mps_folder())}"
     if doubt := gpu_order_doubt(len(found)):
         yield f"  {doubt}"
     with suppress(EngineError):
@@ -80,7 +91,7 @@ def _gpu_lines(found: Sequence[Gpu], why: str) -> Iterator[str]:
 
 def _share_text(device: Device, share: CoreShare | InvalidInputError | None) -> str:
     if not isinstance(share, CoreShare):
-        return f"{device}, not a share of the CPU"
+        return f"{device}, not pinned to cores"
     cores = f"core{'s' if len(share.cores) > 1 else ''} {format_core_list(share.cores)}"
     threads = counted(share.threads or len(share.cores), "thread")
     return f"{device}, {cores}{', shared' if share.shared else ''}, {threads}"

@@ -29,9 +29,11 @@ from mcinfer.errors import EngineError, InvalidInputError, McinferError
 from mcinfer.machine import (
     Gpu,
     cpu_quota,
+    driver_cuda_version,
     gpu_order_doubt,
     gpus,
     memory_limit,
+    mps_folder,
     task_limit,
     usable_memory,
     whole_cpus,
@@ -51,7 +53,8 @@ _ASK = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 import onnxruntime
-print(json.dumps([onnxruntime.__version__, onnxruntime.get_available_providers()]))
+cuda = getattr(onnxruntime, "cuda_version", "")
+print(json.dumps([onnxruntime.__version__, onnxruntime.get_available_providers(), cuda or ""]))
 """
 _MODEL = {
     "inputs": [["x", "float32", ["batch", 4]]],
@@ -383,13 +386,19 @@ def judge_packages(
 
 
 class Runtime(NamedTuple):
-    """ONNX Runtime as it is installed; the libraries that its providers need may be missing all the same."""
+    """ONNX Runtime as it is installed; the libraries that its providers need may be missing all the same.
+
+    Attributes:
+        cuda: The version of CUDA that it was built with; empty for a build without.
+    """
 
     version: str
     providers: Sequence[str]
+    cuda: str = ""
 
     def __str__(self) -> str:
-        return f"onnxruntime {self.version} offers: {', '.join(self.providers)}"
+        build = f", built with CUDA {self.cuda}," if self.cuda else ""
+        return f"onnxruntime {self.version}{build} offers: {', '.join(self.providers)}"
 
     @property
     def without_cuda(self) -> str:
@@ -418,12 +427,12 @@ def installed_runtime() -> Runtime:
     except OSError as exc:
         raise EngineError(f"no process can be started to import onnxruntime: {exc}") from exc
     try:
-        version, providers = json.loads(ran.stdout)
+        version, providers, cuda = json.loads(ran.stdout)
     except ValueError:
         words = ran.stderr.decode(errors="replace").split("\n")
         last = next((line for line in reversed(words) if line.strip()), f"status {ran.returncode}")
         raise EngineError(f"onnxruntime cannot be imported: {last.strip()}") from None
-    return Runtime(version, providers)
+    return Runtime(version, providers, cuda)
 
 
 def look_at_runtime() -> Iterator[Finding]:
@@ -439,20 +448,54 @@ def look_at_runtime() -> Iterator[Finding]:
         )
         yield Finding("onnxruntime", str(exc), problem=advice)
     try:
-        found = gpus()
+        found, cuda = gpus(), driver_cuda_version()
     except OSError as exc:
         yield Finding("GPUs", f"none was found: {exc}")
     else:
-        yield judge_gpus(found, gpu_order_doubt(len(found)), runtime)
+        yield judge_gpus(found, gpu_order_doubt(len(found)), runtime, cuda, mps_folder())
 
 
-def judge_gpus(found: Sequence[Gpu], order: str, runtime: Runtime | None) -> Finding:
-    """The GPUs, a doubt about their order or an empty text, and the runtime that is to use them."""
-    text = "; ".join(filter(None, [*map(str, found), order]))
-    if runtime is None or not found or not runtime.without_cuda:
-        return Finding("GPUs", text or "none was found")
-    advice = "to use them: pip uninstall onnxruntime, then pip install 'mcinfer[gpu]'"
-    return Finding("GPUs", f"{text}; {runtime.without_cuda}", advice)
+def judge_gpus(
+    found: Sequence[Gpu], order: str, runtime: Runtime | None, cuda: str, mps: Path | None
+) -> Finding:
+    """The GPUs, and whether the runtime can use them.
+
+    `order` is a doubt about their order, or an empty text; `cuda` the newest version that the driver serves,
+    empty if unknown; `mps` the folder of a daemon that runs.
+    """
+    software = software_text(found[0].driver, cuda, mps)
+    text = "; ".join(filter(None, [*map(str, found), software, order]))
+    if runtime is not None and runtime.without_cuda:
+        advice = "to use them: pip uninstall onnxruntime, then pip install 'mcinfer[gpu]'"
+        return Finding("GPUs", f"{text}; {runtime.without_cuda}", advice)
+    advice = ""
+    if runtime is not None and cuda and runtime.cuda and _major(cuda) < _major(runtime.cuda):
+        advice = (
+            f"a driver that serves CUDA {_major(runtime.cuda)}, as onnxruntime was built with it"
+        )
+    elif prohibited := [gpu for gpu in found if gpu.compute_mode == "Prohibited"]:
+        advice = f"{_names(prohibited)} may not be used: {_MODE_COMMAND}"
+    elif mps is None and (single := [g for g in found if g.compute_mode.startswith("Exclusive")]):
+        advice = f"one process alone may use {_names(single)}: {_MODE_COMMAND}, or MPS"
+    return Finding("GPUs", text, advice)
+
+
+_MODE_COMMAND = "nvidia-smi --compute-mode=DEFAULT, which takes root"
+
+
+def _names(found: Sequence[Gpu]) -> str:
+    return ", ".join(f"cuda:{gpu.index}" for gpu in found)
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])
+
+
+def software_text(driver: str, cuda: str, mps: Path | None) -> str:
+    """What serves the GPUs: the driver, the newest CUDA that it serves, and the MPS daemon's folder."""
+    serves = f", up to CUDA {cuda}" if cuda else ""
+    shares = "no MPS: processes of one GPU take turns" if mps is None else f"MPS runs, in {mps}"
+    return f"driver {driver or 'unknown'}{serves}; {shares}"
 
 
 # The pool.

@@ -7,12 +7,14 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mcinfer.cli.cache import KEY_CHARACTERS
+from mcinfer.cli.doctor import Runtime, installed_runtime
 from mcinfer.cli.options import (
     BatchAxisOption,
     ModelArgument,
@@ -23,6 +25,7 @@ from mcinfer.cli.options import (
 )
 from mcinfer.cli.progress import counted, let_workers_tell, megabytes
 from mcinfer.errors import BuildError, EngineError, McinferError, printable
+from mcinfer.machine import Gpu, gpus
 
 _Facts = dict[str, Any]
 
@@ -114,7 +117,6 @@ def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Fact
     """What a worker that has loaded the model reports, and what that left in the cache."""
     from mcinfer.bench.inputs import InputOptions, saved_inputs
     from mcinfer.cli.batch import silent_about_splits
-    from mcinfer.cli.doctor import installed_runtime
     from mcinfer.master import Master
     from mcinfer.sharding import is_fixed
     from mcinfer.specs import ModelSpec
@@ -134,7 +136,10 @@ def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Fact
     runtime = None
     if engine == "onnxruntime":
         with suppress(EngineError):  # a worker has loaded the model all the same
-            runtime = installed_runtime()._asdict()
+            runtime = installed_runtime()
+    cards: tuple[Gpu, ...] = ()
+    with suppress(OSError):  # `mcinfer doctor` says why there is none
+        cards = gpus()
     inputs, outputs = (
         [{"name": t.name, "type": t.element_type, "shape": [*t.shape]} for t in tensors]
         for tensors in (spec.inputs, spec.outputs)
@@ -143,7 +148,8 @@ def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Fact
         "model": str(model),
         "engine": engine,
         "providers": [*providers],
-        "runtime": runtime,
+        "runtime": runtime and runtime._asdict(),
+        "gpus": [asdict(card) for card in cards],
         "inputs": inputs,
         "outputs": outputs,
         "split": {
@@ -218,7 +224,8 @@ def _lines(facts: _Facts) -> Iterator[str]:
         yield from _lines_of_axes(split["outputs"], "joined", "the same from every worker")
     yield f"runs on: {', '.join(facts['providers'])}"
     if runtime := facts["runtime"]:
-        yield f"onnxruntime {runtime['version']} offers: {', '.join(runtime['providers'])}"
+        yield str(Runtime(**runtime))
+    yield from (str(Gpu(**card)) for card in facts["gpus"])
     if facts["onnx"] is None:
         yield "operators and weights: not known; the file is not of ONNX's own format"
     else:

@@ -83,10 +83,10 @@ def _check_names(engine: Engine) -> None:
 def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
     """What the prepared model would be made from: its identity in the cache. `BuildError` if impossible."""
     module = _adapter(name)
-    if not hasattr(module, "prepared") or request.device.kind != "cpu":
+    if not hasattr(module, "prepared") or request.device.kind not in ("cpu", "cuda"):
         raise BuildError(
-            f"{request.model}: weights are shared by engine onnxruntime on the CPU, got {name} on "
-            f"{request.device}"
+            f"{request.model}: weights are shared by engine onnxruntime on the CPU and on CUDA devices, got "
+            f"{name} on {request.device}"
         )
     try:
         facts: dict[str, Any] = module.facts(request)

@@ -7,10 +7,12 @@ Tensors are bound by address and ONNX element type; this allows types that ``ses
 import mmap
 import os
 import re
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mcinfer.dlpack import DlpackTensor
 from mcinfer.engines.base import (
     Buffer,
     Engine,
@@ -31,7 +34,26 @@ from mcinfer.engines.base import (
     memory_limit,
     produced_from,
 )
-from mcinfer.engines.preparation import Preparation, Runtime, describe, find_or_make
+from mcinfer.engines.preparation import (
+    FELL_BACK,
+    OWN_COPY,
+    Preparation,
+    Runtime,
+    describe,
+    engine_folder,
+    find_or_make,
+)
+from mcinfer.engines.providers import (
+    NAMES,
+    ON_CARDS,
+    captures_graphs,
+    check_available,
+    check_got,
+    device_error,
+    graph_options,
+    provider_list,
+    provider_of,
+)
 from mcinfer.errors import (
     BuildError,
     EngineError,
@@ -44,7 +66,15 @@ from mcinfer.errors import (
 )
 from mcinfer.model_cache.building import MODEL_FILE, Progress
 from mcinfer.model_cache.keys import FOLDER_KEY
-from mcinfer.model_cache.onnx_files import added_inputs, chunks, external_files, open_regular, scan
+from mcinfer.model_cache.onnx_files import (
+    added_inputs,
+    chunks,
+    external_files,
+    node_inputs,
+    open_regular,
+    scan,
+)
+from mcinfer.shm.slabs import SlabTensor, layout
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,
@@ -61,14 +91,6 @@ except ImportError as exc:
     raise MissingDependencyError(
         "engine onnxruntime needs ONNX Runtime: pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs"
     ) from exc
-
-_PROVIDERS = {
-    "cpu": "CPUExecutionProvider",
-    "cuda": "CUDAExecutionProvider",
-    "tensorrt": "TensorrtExecutionProvider",
-    "ascend": "CANNExecutionProvider",
-}
-"""By kind of device. Only the first was ever run by the tests."""
 
 _BLAMES_INPUTS = re.compile(
     r"(Invalid rank|[Ii]nvalid dimensions) for input|Unexpected input data type|"
@@ -105,6 +127,7 @@ _SHARED_ARENA = "session.use_env_allocators"
 RUNTIME = Runtime(
     version=f"onnxruntime {ort.__version__}",
     build=ort.get_build_info(),
+    providers=tuple(ort.get_available_providers()),
     ignored=frozenset(
         {
             _SHARED_ARENA,
@@ -117,12 +140,15 @@ RUNTIME = Runtime(
     ),
 )
 
-_SAVING = {
-    # The graph optimised for this CPU, with constant weights as its kernels pack them, in one file
-    # that sessions map (onnxruntime_session_options_config_keys.h).
-    "session.optimized_model_external_initializers_file_name": "weights.bin",
-    "session.save_external_prepacked_constant_initializers": "1",
-}
+_SAVING = {"session.optimized_model_external_initializers_file_name": "weights.bin"}
+"""The optimised graph, with its weights in one file that sessions map
+(onnxruntime_session_options_config_keys.h)."""
+
+_PACKED = {"session.save_external_prepacked_constant_initializers": "1"}
+"""The weights as the CPU's kernels pack them."""
+
+_NOT_PACKING = {"session.disable_prepacking": "1"}
+"""The kernels use weights that are given to a session as they are, in place."""
 
 _LEAST_BYTES = "session.optimized_model_external_initializers_min_size_in_bytes"
 _OUTSIDE = "external tensors"
@@ -136,6 +162,21 @@ _REGISTERING = threading.Lock()
 _SILENT = 4
 """The runtime prints fatal errors only. Its other errors reach the caller as exceptions."""
 
+_RECORDING = {"session.record_ep_graph_assignment_info": "1"}
+"""The session says which provider runs each node."""
+
+_WARNING = 2
+"""The runtime names the given weights that it cannot use where they lie, which it then copies."""
+
+_LEAST_NOTED_BYTES = 1 << 20
+"""Weights that each session of a card has for itself: the small ones of every graph are no news."""
+
+_MAX_GRAPHS = 64
+"""Layouts that are captured as CUDA graphs, each of which has memory of its own; others run without."""
+
+_NO_GRAPH = "-1"
+"""The `gpu_graph_id` of runs that are not captured."""
+
 _TYPES = {
     "float": "float32",
     "double": "float64",
@@ -145,6 +186,9 @@ _TYPES = {
     "float8e5m2fnuz": "float8_e5m2fnuz",
 }
 """ONNX Runtime's names of element types that differ from ours."""
+
+_HOST_MEMORY = ("Cpu", "CudaPinned")
+"""The runtime's names of memory that the host has."""
 
 _NAMELESS = (None, "", "?", -1)
 """How the runtime (1.31), and exporters, write a dimension without a name."""
@@ -184,26 +228,43 @@ class OnnxRuntimeEngine(Engine):
         session: The runtime's session.
     """
 
-    concurrent = True
-
     def __init__(self, request: EngineRequest, preparation: Preparation) -> None:
         self.held = preparation.held
         self.notes = preparation.notes
         self.prepared = "" if self.held is None else self.held.key
         path = preparation.path if self.held is None else self.held.opened / MODEL_FILE
-        self.session = _open_session(request, path)
+        given = _given_weights(request, path)
+        self.session = _open_session(request, path, given)
+        self._given = given  # its values must outlive the session (SessionOptions.add_initializer)
         self.providers = tuple(self.session.get_providers())
+        self.on_card = self.providers[0] in ON_CARDS
+        if given is not None and given.on_card == self.on_card:
+            self.notes += given.notes(self.session)
+        elif request.slab is not None and self.held is not None and not self.notes:
+            self.notes = (OWN_COPY,)  # a model that is not prepared is small, or its notes say why
         self.spec = ModelSpec(
             inputs=tuple(_spec(arg, "input") for arg in self.session.get_inputs()),
             outputs=tuple(_spec(arg, "output") for arg in self.session.get_outputs()),
         )
         self.weights = self._replaceable(request)
-        self._run_options = ort.RunOptions()
-        self._run_options.log_severity_level = _SILENT
-        # Its default. If it is not set, each bound run throws and catches a C++ exception to find that
-        # out (seen in 1.31), which costs more than a small run.
-        self._run_options.add_run_config_entry("gpu_graph_id", "0")
+        self.binds_host = not (self.on_card and captures_graphs(request))
+        self.on_host = self._tensors_on_host()
+        self.concurrent = self.binds_host
+        self._graphs = set(range(1, _MAX_GRAPHS + 1))  # numbers that are free
+        self._run_options = _run_options()
         self._cancelled = False
+
+    def _tensors_on_host(self) -> frozenset[str] | None:
+        """See `Engine.on_host`. What is bound elsewhere than the runtime has it, the runtime copies."""
+        strings = {spec.name for spec in self.spec.outputs if spec.element_type == STRING}
+        if not self.on_card or any(spec.element_type == STRING for spec in self.spec.inputs):
+            return None
+        if not self.binds_host:
+            return frozenset(strings)
+        names = [spec.name for spec in (*self.spec.inputs, *self.spec.outputs)]
+        infos = (*self.session.get_input_memory_infos(), *self.session.get_output_memory_infos())
+        there = (n for n, info in zip(names, infos, strict=True) if info.name in _HOST_MEMORY)
+        return frozenset(strings.union(there))
 
     def _replaceable(self, request: EngineRequest) -> tuple[TensorSpec, ...]:
         """The specifications of the requested weights; a model prepared before may lack some."""
@@ -235,7 +296,32 @@ class OnnxRuntimeEngine(Engine):
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         by_value = any(isinstance(item, Strings) for item in inputs)
         with _mapped_errors(PredictError):
+            if not self.binds_host:
+                return _GraphRun(self, inputs, outputs)
             return (_ValueRun if by_value else _BoundRun)(self, inputs, outputs)
+
+    @contextmanager
+    def using(self, options: Any) -> Iterator[None]:
+        """Run with options of its own, which `cancel` reaches; in one thread at a time."""
+        shared, self._run_options = self._run_options, options
+        try:
+            if self._cancelled:
+                raise RunCancelledError("the run was cancelled before it began")
+            yield
+        finally:
+            self._run_options = shared
+            options.terminate = False
+
+    def take_graph(self) -> str:
+        """A number for a layout that is captured as a graph, or the one of layouts that are not."""
+        return str(self._graphs.pop()) if self._graphs else _NO_GRAPH
+
+    def release_graph(self, number: str) -> None:
+        """Let a layout's graph and its memory go; before 1.31, the runtime keeps them to the end."""
+        release = getattr(self.session, "release_captured_graph", None)
+        if number != _NO_GRAPH and release is not None:
+            release(int(number))
+            self._graphs.add(int(number))
 
     def arm(self) -> None:
         if self._cancelled:
@@ -255,7 +341,8 @@ class OnnxRuntimeEngine(Engine):
                 raise RunCancelledError("the run was cancelled") from quotable(exc)
             if _BLAMES_BOUND_OUTPUT.search(str(exc)):
                 raise _OutputShapeError(str(_map_error(exc, PredictError))) from quotable(exc)
-            raise _map_error(exc, PredictError) from quotable(exc)
+            on_card = device_error(shortened(f"onnxruntime: {exc}")) if self.on_card else None
+            raise on_card or _map_error(exc, PredictError) from quotable(exc)
 
 
 class _OutputShapeError(PredictError):
@@ -278,10 +365,10 @@ class _BoundRun(Run):
         self._binding = engine.session.io_binding()
         for item in inputs:
             if isinstance(item, Buffer):
-                self._binding.bind_input(item.name, "cpu", 0, *_place(item))
+                self._binding.bind_input(item.name, *_place(item))
         for name in self._names:  # all of them: `get_outputs` has this order
             if name in bound:
-                self._binding.bind_output(name, "cpu", 0, *_place(bound[name]))
+                self._binding.bind_output(name, *_place(bound[name]))
             else:
                 self._binding.bind_output(name, "cpu")
 
@@ -301,6 +388,41 @@ class _BoundRun(Run):
             return ()
         values = dict(zip(self._names, self._binding.get_outputs(), strict=True))
         return delivered([_produced(name, values[name]) for name in self._free], self._bound)
+
+
+class _GraphRun(_BoundRun):
+    """A binding whose runs after the first are replayed as a CUDA graph: at the same addresses, all at once.
+
+    https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#using-cuda-graphs
+    """
+
+    def __init__(
+        self,
+        engine: OnnxRuntimeEngine,
+        inputs: Sequence[Buffer | Strings],
+        outputs: Sequence[Buffer],
+    ) -> None:
+        for item in (*inputs, *outputs):
+            if isinstance(item, Strings) or item.device is None:
+                what = "strings" if isinstance(item, Strings) else "in the host's memory"
+                raise InvalidInputError(
+                    f"a CUDA graph cannot be captured: tensor {item.name!r} is {what}, expected memory of "
+                    "the card"
+                )
+        super().__init__(engine, inputs, outputs)
+        if self._free:
+            raise InvalidInputError(
+                f"a CUDA graph cannot be captured: the shapes of outputs {self._free} are known only to a "
+                "run, expected fixed ones, or symbols of the inputs; leave enable_cuda_graph out"
+            )
+        number = engine.take_graph()
+        self._options = _run_options(number)
+        end = weakref.finalize(self, engine.release_graph, number)
+        end.atexit = False
+
+    def execute(self) -> Sequence[Produced | Strings]:
+        with self._engine.using(self._options):
+            return super().execute()
 
 
 class _ValueRun(Run):
@@ -335,13 +457,29 @@ def _text_array(item: Strings) -> NDArray[Any]:
 
 def _value(item: Buffer) -> Any:
     """The runtime's value over memory. NumPy decides only the width of an element: it lacks some types."""
+    if item.device is not None:
+        raise InvalidInputError(
+            f"input {item.name!r} lies on {item.device}: beside inputs of strings, expected the host's memory"
+        )
     element_type = ELEMENT_TYPES[item.element_type]
     array = array_over(item, np.dtype(f"u{element_type.bits // 8}"))
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, element_type.onnx)
 
 
-def _place(buffer: Buffer) -> tuple[int, tuple[int, ...], int]:
-    return ELEMENT_TYPES[buffer.element_type].onnx, buffer.shape, buffer.address
+def _place(buffer: Buffer) -> tuple[str, int, int, tuple[int, ...], int]:
+    """The device, the element type, the shape and the address, as the runtime's bindings take them."""
+    device, index = ("cpu", 0) if buffer.device is None else ("cuda", buffer.device.index)
+    return device, index, ELEMENT_TYPES[buffer.element_type].onnx, buffer.shape, buffer.address
+
+
+def _run_options(graph: str = "0") -> Any:
+    """Options of runs; those that are captured as a CUDA graph have its number."""
+    options = ort.RunOptions()
+    options.log_severity_level = _SILENT
+    # 0 is its default. If it is not set, each bound run throws and catches a C++ exception to find that
+    # out (seen in 1.31), which costs more than a small run.
+    options.add_run_config_entry("gpu_graph_id", graph)
+    return options
 
 
 def _produced(name: str, value: Any) -> Produced | Strings:
@@ -405,31 +543,83 @@ def _register_arena() -> None:
     ort.create_and_register_allocator(memory, None)
 
 
-def _open_session(request: EngineRequest, prepared: Path | None) -> Any:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GivenWeights:
+    """The weights of a prepared model on its card, which a session uses where they lie.
+
+    Attributes:
+        model: The prepared model.
+        tensors: The weights in the card's memory.
+        values: By name; they must outlive the session.
+        on_card: Whether they are for a session on the card, not for one that reads them on the host.
+    """
+
+    model: Path
+    tensors: tuple[SlabTensor, ...]
+    values: Mapping[str, Any]
+    on_card: bool
+
+    def notes(self, session: Any) -> tuple[str, ...]:
+        """For the user: what the session has for itself nevertheless."""
+        own = scan(self.model).weight_bytes - sum(one.size for one in self.tensors)
+        if self.on_card:
+            copied = used_on_host(session, self.model)
+            own += sum(one.size for one in self.tensors if one.name in copied)
+        if own < _LEAST_NOTED_BYTES:
+            return ()
+        return (
+            f"each process has {own} bytes of the weights of its own: small ones, those of subgraphs, and "
+            "those of operators that run on the host",
+        )
+
+
+def used_on_host(session: Any, model: Path) -> set[str]:
+    """The inputs of the nodes that a session runs on the CPU; it was opened with `_RECORDING`.
+
+    The runtime has the weights among them in the host's memory, and copies them there.
+    """
+    inputs = node_inputs(model)
+    return {
+        name
+        for part in session.get_provider_graph_assignment_info()
+        if part.ep_name == NAMES["cpu"]
+        for node in part.get_nodes()
+        for name in inputs.get(node.name, ())
+    }
+
+
+def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights | None:
+    """The weights on the request's card, if the model is prepared and this runtime can use them there."""
+    if request.slab is None or model is None or not hasattr(ort.OrtValue, "from_dlpack"):  # 1.31
+        return None
+    slab, placed = request.slab(model), layout(model)
+    if slab.size < placed.size:
+        raise BuildError(f"slab: got {slab.size} bytes, expected {placed.size} for {model}")
+    on_card = NAMES[provider_of(request)] in ort.get_available_providers()
+    start = slab.address if on_card else slab.host_address
+    if start is None:  # the runtime falls back to the CPU, which cannot read them
+        return None
+    values = {
+        one.name: ort.OrtValue.from_dlpack(
+            DlpackTensor(
+                address=start + one.offset,
+                shape=one.shape,
+                element_type=one.element_type,
+                device=slab.device if on_card else None,
+                owner=slab.owner,
+            )
+        )
+        for one in placed.tensors
+    }
+    return _GivenWeights(model=model, tensors=placed.tensors, values=values, on_card=on_card)
+
+
+def _open_session(
+    request: EngineRequest, prepared: Path | None, given: _GivenWeights | None
+) -> Any:
     """A session on the requested device, of the prepared form if there is one; `BuildError` if not."""
-    options = _session_options(request, prepared=prepared is not None)
-    wanted = _PROVIDERS.get(request.device.kind)
-    if wanted is None:
-        raise BuildError(
-            f"engine onnxruntime has no device {request.device}, expected one of "
-            f"{[f'{kind}:0' for kind in _PROVIDERS]}"
-        )
-    if wanted not in ort.get_available_providers() and not request.allow_fallback:
-        raise BuildError(
-            f"device {request.device} needs the {wanted}, which this onnxruntime "
-            f"{ort.__version__} does not have; it has {ort.get_available_providers()}"
-        )
-    settings = dict(request.provider_options)
-    if request.device.kind != "cpu":
-        settings["device_id"] = str(request.device.index)
-    providers: list[Any] = [(wanted, settings)]
-    if request.device.kind == "tensorrt":  # CUDA runs the operators that TensorRT lacks
-        providers.append((_PROVIDERS["cuda"], {"device_id": str(request.device.index)}))
-    if wanted != _PROVIDERS["cpu"]:
-        providers.append(_PROVIDERS["cpu"])
-    if request.allow_fallback:
-        available = ort.get_available_providers()
-        providers = [p for p in providers if (p if isinstance(p, str) else p[0]) in available]
+    providers = _providers(request)
+    options = _session_options(request, prepared=prepared is not None, given=given)
     with ExitStack() as opened:
         path = (
             str(prepared)
@@ -438,13 +628,22 @@ def _open_session(request: EngineRequest, prepared: Path | None) -> Any:
         )
         session = _new_session(path, options, providers, fallback=request.allow_fallback)
     session.disable_fallback()
-    got = session.get_providers()[0]
-    if got != wanted and not request.allow_fallback:
-        raise BuildError(
-            f"device {request.device} needs the {wanted}, but the runtime fell back to "
-            f"{got}; EngineOptions(allow_fallback=True) would accept that"
-        )
+    check_got(request, session.get_providers()[0])
     return session
+
+
+def _providers(request: EngineRequest) -> list[Any]:
+    """The providers of a session, with their options; `BuildError` if the device's own is not there."""
+    available = ort.get_available_providers()
+    listed = provider_list(request, engine_folder(request, RUNTIME))
+    check_available(request, available, ort.__version__)
+    if request.allow_fallback:
+        listed = [one for one in listed if one[0] in available]
+    if listed[0][0] in ON_CARDS and hasattr(ort, "preload_dlls"):
+        # CUDA's libraries where pip installed them. It prints which of them it does not find.
+        with redirect_stdout(sys.stderr):
+            ort.preload_dlls()
+    return listed
 
 
 def _new_session(path: str, options: Any, providers: list[Any], *, fallback: bool = False) -> Any:
@@ -455,18 +654,24 @@ def _new_session(path: str, options: Any, providers: list[Any], *, fallback: boo
 def prepare(request: EngineRequest, folder: str) -> None:
     """Write the prepared model into a folder, and check that it loads; `BuildError` if not."""
     path = os.path.join(folder, MODEL_FILE)
+    providers = _providers(replace(request, provider_options=graph_options(request)))
+    saving = _SAVING if request.device.kind != "cpu" else {**_SAVING, **_PACKED}
     for least in _MAX_BYTES_INSIDE:
         options = _session_options(request)
         options.optimized_model_filepath = path
-        options.log_severity_level = _SILENT  # it warns that the result is for this CPU only
-        for key, value in {**_SAVING, _LEAST_BYTES: str(least)}.items():
+        options.log_severity_level = _SILENT  # it warns that the result is for this device only
+        for key, value in {**saving, _LEAST_BYTES: str(least)}.items():
             options.add_session_config_entry(key, value)
         try:
             with _mapped_errors():
                 with _source(request, options) as model:
-                    _new_session(model, options, [_PROVIDERS["cpu"]])
+                    session = _new_session(model, options, providers)
+                got = session.get_providers()[0]
+                del session  # and its memory on the card
+                if got != providers[0][0]:  # it may run there next time
+                    raise BuildError(f"{FELL_BACK} from {providers[0][0]} to {got}")
                 options = _session_options(request, prepared=True)
-                _new_session(path, options, [_PROVIDERS["cpu"]])
+                _new_session(path, options, providers)
             return
         except BuildError as exc:
             if least == _MAX_BYTES_INSIDE[-1] or _OUTSIDE not in str(exc):
@@ -485,7 +690,9 @@ def _mapped_errors(base: type[EngineError] = BuildError) -> Iterator[None]:
         raise _map_error(exc, base) from quotable(exc)
 
 
-def _session_options(request: EngineRequest, *, prepared: bool = False) -> Any:
+def _session_options(
+    request: EngineRequest, *, prepared: bool = False, given: _GivenWeights | None = None
+) -> Any:
     options = ort.SessionOptions()
     config = {}
     options.intra_op_num_threads = request.threads
@@ -503,6 +710,14 @@ def _session_options(request: EngineRequest, *, prepared: bool = False) -> Any:
     if prepared:  # already optimised; its weights lie beside it
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         config.pop(FOLDER_KEY, None)
+    if given is not None:
+        config.update(_NOT_PACKING)
+        if given.on_card:
+            config.update(_RECORDING)
+        if not request.variable_weights:
+            options.log_severity_level = _WARNING
+        for name, weight in given.values.items():
+            options.add_initializer(name, weight)
     for key, value in config.items():  # each once: it warns of entries that are set again
         options.add_session_config_entry(key, value)
     if request.session_config.get(_SHARED_ARENA) == "1":

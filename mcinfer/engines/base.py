@@ -9,9 +9,10 @@ import ctypes
 import resource
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,39 @@ class RunCancelledError(McinferError):
     """`Engine.cancel` ended the run."""
 
 
+class OutOfDeviceMemoryError(PredictError):
+    """A run did not get the memory of its device that it needs; the engine can run on.
+
+    Attributes:
+        asked: Bytes that the runtime asked for in vain; None if it does not say.
+    """
+
+    def __init__(self, text: str, asked: int | None = None) -> None:
+        super().__init__(text)
+        self.asked = asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slab:
+    """The weights of a prepared model in one piece of a card's memory, for all sessions of that card.
+
+    Where each weight lies in it follows from the model: see `mcinfer.engines.card_weights.layout`.
+
+    Attributes:
+        device: The card.
+        address: Address of the first byte on the card, in this process; a multiple of 256.
+        host_address: Address at which the host reads the same memory; None if it cannot.
+        size: Bytes.
+        owner: Keeps the memory open; a session that uses the weights holds it.
+    """
+
+    device: Device
+    address: int
+    host_address: int | None
+    size: int
+    owner: object
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """A model to load, and how; see `mcinfer.config.EngineOptions` for the options that are not listed.
@@ -43,6 +77,11 @@ class EngineRequest:
         device: Device to run on.
         threads: Threads of one run, or of one operator of the run.
         shared_cores: Whether other processes run on the same cores: then idle threads must not spin.
+        stream: The CUDA stream to run on; None for one of the runtime's own.
+        memory_limit: Bytes of the card's memory that the runtime may take for itself; None is all there is.
+        slab: Gives the weights of the prepared model at this path, on the card. Called once, in
+            `mcinfer.engines.open_engine`, before the session is made; what it raises is raised there. None to
+            load the weights from the model's files.
     """
 
     model: str
@@ -55,6 +94,10 @@ class EngineRequest:
     allow_fallback: bool = False
     session_config: Mapping[str, str] = field(default_factory=dict)
     provider_options: Mapping[str, str] = field(default_factory=dict)
+    provider: str | None = None
+    stream: int | None = None
+    memory_limit: int | None = None
+    slab: Callable[[Path], Slab] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +108,7 @@ class Buffer:
         element_type: A key of `mcinfer.specs.ELEMENT_TYPES`, not strings.
         address: Address of its first byte; four-bit elements are packed two to a byte.
         size: Bytes.
+        device: The card whose memory it is; None for the host's.
     """
 
     name: str
@@ -72,6 +116,7 @@ class Buffer:
     shape: tuple[int, ...]
     address: int
     size: int
+    device: Device | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +152,16 @@ def produced_from(spec: TensorSpec, array: NDArray[Any]) -> Produced | Strings:
 def delivered(
     produced: Sequence[Produced | Strings], places: Mapping[str, Buffer]
 ) -> list[Produced | Strings]:
-    """Copy the outputs to their places; return those without a place or of another shape."""
+    """Copy the outputs to places in the host's memory; return the others, and those of another shape."""
     left = []
     for item in produced:
         place = places.get(item.name)
-        if place is None or isinstance(item, Strings) or item.shape != place.shape:
+        if (
+            place is None
+            or place.device is not None
+            or isinstance(item, Strings)
+            or item.shape != place.shape
+        ):
             left.append(item)
         else:
             ctypes.memmove(place.address, item.address, place.size)
@@ -127,11 +177,16 @@ def array_over(buffer: Buffer, dtype: "np.dtype[Any] | None" = None) -> NDArray[
 def check_request(
     engine: str, request: EngineRequest, known: Mapping[str, Sequence[str]] | None = None
 ) -> None:
-    """Raise `BuildError` for replaceable weights, and for keys of options that are not `known`."""
+    """Raise `BuildError` for what only ONNX Runtime has, and for keys of options that are not `known`."""
     if request.variable_weights:
         raise BuildError(
             f"variable_weights: got {[*request.variable_weights]}, but the engine {engine} cannot "
             "replace weights; onnxruntime can"
+        )
+    if request.provider is not None:
+        raise BuildError(
+            f"provider: got {request.provider!r}, but the engine {engine} has no execution providers; "
+            "onnxruntime has"
         )
     for name in ("session_config", "provider_options"):
         keys = (known or {}).get(name, ())
@@ -161,12 +216,15 @@ class Run(ABC):
 
         Returns:
             The outputs that were not bound, and those that have another shape than was bound, in the
-            model's order.
+            model's order. They lie in the host's memory. If the runtime did not take a bound place on a card,
+            its output is among them too.
 
         Raises:
             RunCancelledError: `Engine.cancel` was called.
             InvalidInputError: The runtime refuses these inputs.
             PredictError: The run failed, with the runtime's message.
+        OutOfDeviceMemoryError: The device has too little memory left.
+        CardLostError: Neither this run nor another one can succeed in this process.
         """
 
     def begin(self) -> None:  # noqa: B027 this default is complete
@@ -198,6 +256,10 @@ class Engine(ABC):
         depth: How many runs may be begun before the first of them is finished.
         fd: A descriptor that is readable when the oldest run that is begun can be finished without waiting.
             Others only poll it. -1 if `depth` is 1.
+        on_card: Whether it runs on a card, on `EngineRequest.stream`; then it takes tensors of that card.
+        binds_host: Whether it takes tensors in the host's memory.
+        on_host: Names of the inputs, outputs and replaceable weights that it takes in the host's memory, and
+            all others on its card; None if it takes all on the host.
     """
 
     spec: ModelSpec
@@ -208,6 +270,9 @@ class Engine(ABC):
     concurrent: bool = False
     depth: int = 1
     fd: int = -1
+    on_card: bool = False
+    binds_host: bool = True
+    on_host: frozenset[str] | None = None
 
     @abstractmethod
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:

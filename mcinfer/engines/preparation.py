@@ -28,7 +28,8 @@ from typing import Any
 
 from mcinfer.config import Device
 from mcinfer.engines.base import EngineRequest
-from mcinfer.errors import BuildError, InvalidInputError, shortened
+from mcinfer.engines.providers import NAMES, graph_options, keeps_engines, provider_of
+from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, shortened
 from mcinfer.model_cache.building import (
     ABOUT_FILE,
     FAILURE_FILE,
@@ -41,6 +42,7 @@ from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
 from mcinfer.model_cache.entries import MANIFEST, disk_bytes
 from mcinfer.model_cache.keys import FOLDER_KEY, Source, read_source
 from mcinfer.model_cache.onnx_files import check_regular, model_files
+from mcinfer.shm.cuda import KINDS, Card
 
 _LEAST_BYTES = 16 << 20
 """Least size of a model that ``"auto"`` prepares."""
@@ -57,9 +59,13 @@ _LEAST_BYTES_PER_SECOND = 5e6
 _OWN_PROC = "/proc/self/"
 DRAFT = re.compile(r"tmp-[0-9a-f]{32}-\w+(/\w+)?|/proc/self/fd/\d+")
 
+FELL_BACK = "the runtime fell back"
+"""Of a device that it could not use this time."""
+
 SHORT_OF_SOMETHING = re.compile(
     r"bad_alloc|[Ff]ailed to allocate|Cannot allocate|No space left|Input/output error|"
-    r"Too many open files|Resource temporarily unavailable|Permission denied|pthread"
+    r"Too many open files|Resource temporarily unavailable|Permission denied|pthread|"
+    rf"CUDA failure|CUBLAS failure|CUDNN failure|{FELL_BACK}"
 )
 """Messages of a runtime whose cause may be gone at the next try."""
 
@@ -82,11 +88,13 @@ class Runtime:
         version: Its name and version.
         build: Identifies a build of one version.
         ignored: Keys of session configurations without an effect on prepared models.
+        providers: The execution providers that it was built with.
     """
 
     version: str
     build: str
     ignored: frozenset[str]
+    providers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,15 +148,14 @@ def find_or_make(
         files = [os.path.join(entry, file) for file in (MANIFEST, ABOUT_FILE)]
         if all(map(os.path.exists, files)):
             return Preparation(held=_adopt(Path(entry), request, runtime))
-    if request.device.kind != "cpu" or request.prepare == "never":
+    if request.prepare == "never" or not _is_prepared_for(request):
         return Preparation()
     folder = request.session_config.get(FOLDER_KEY)
     try:
         if request.prepare == "auto" and not is_large(Path(request.model).absolute(), folder):
             return Preparation()
         store = Cache.default()
-        with store.notes("sources") as memory:
-            source = read_source(request.model, folder=folder, memory=memory)
+        source = _source(request, store)
         facts = facts_of(request, runtime, source)
         work = Work(
             function="mcinfer.engines.preparation:fill",
@@ -163,7 +170,7 @@ def find_or_make(
         # The runtime refuses a file that is not a model, in better words; it takes a format of its own.
         notes = (shortened(f"{OWN_COPY}: {exc}"),) if request.prepare == "always" else ()
         return Preparation(notes=notes)
-    except (CacheUnusableError, ChildFailedError, OSError) as exc:
+    except (CacheUnusableError, ChildFailedError, MissingDependencyError, OSError) as exc:
         # Without random names: all workers then have the same note.
         return Preparation(notes=(f"{OWN_COPY}: {DRAFT.sub('…', shortened(str(exc)))}",))
     failure = held.opened / FAILURE_FILE
@@ -175,6 +182,38 @@ def find_or_make(
 
 
 OWN_COPY = "each process has a copy of the weights of its own"
+
+
+def _is_prepared_for(request: EngineRequest) -> bool:
+    """Whether models are prepared for this device: for a card, if its sessions share the weights."""
+    device = request.device.kind
+    if device == "cuda" and request.provider in (None, "cuda"):
+        return request.slab is not None or request.prepare == "always"
+    return device == "cpu"
+
+
+def _source(request: EngineRequest, store: Cache) -> Source:
+    """The content of the request's model, read or remembered."""
+    folder = request.session_config.get(FOLDER_KEY)
+    with store.notes("sources") as memory:
+        return read_source(request.model, folder=folder, memory=memory)
+
+
+def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:
+    """Where TensorRT keeps the engines that it builds for a request; None if it is not to, or cannot.
+
+    A folder for each model's content: TensorRT finds an engine by the graph alone, and would run an earlier
+    model's weights.
+    """
+    if not keeps_engines(request):
+        return None
+    try:
+        store = Cache.default()
+        facts = facts_of(request, runtime, _source(request, store))
+        return str(store.engine_folder(entry_key(facts)))
+    except (BuildError, CacheUnusableError, MissingDependencyError, OSError) as exc:
+        _log.warning("%s: TensorRT's engines are not kept: %s", request.model, exc)
+        return None
 
 
 def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
@@ -257,29 +296,40 @@ def _adopt(folder: Path, request: EngineRequest, runtime: Runtime) -> Held:
         raise BuildError(f"{folder}: {exc}") from exc
     if held is None:
         raise BuildError(f"{folder} is no sound prepared model")
-    for name, here in (
-        ("device", request.device.kind),
-        ("engine", runtime.version),
-        ("build", runtime.build),
-        ("cpu", cpu_features()),
-    ):
-        there = held.facts.get(name)
-        if there != here:
-            held.close()
-            raise BuildError(f"{folder} was prepared for {name} {there}, here is {here}")
+    try:
+        for name, here in _environment(request, runtime).items():
+            there = held.facts.get(name)
+            if there != here:
+                raise BuildError(f"{folder} was prepared for {name} {there}, here is {here}")
+    except BaseException:
+        held.close()
+        raise
     return held
+
+
+def _environment(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
+    """The facts of a prepared model that are not the model's or the options'."""
+    facts: dict[str, Any] = {
+        "device": request.device.kind,
+        "engine": runtime.version,
+        "build": runtime.build,
+        "cpu": cpu_features(),
+    }
+    if request.device.kind != "cpu":  # the keys of models for the CPU stay as they are
+        provider = provider_of(request)
+        facts |= {"provider": provider, "falls_back": NAMES[provider] not in runtime.providers}
+    if request.device.kind in KINDS:
+        facts["card"] = Card.open(request.device).model()
+    return facts
 
 
 def facts_of(request: EngineRequest, runtime: Runtime, source: Source) -> dict[str, Any]:
     config = {k: v for k, v in request.session_config.items() if k not in runtime.ignored}
     return {
-        "engine": runtime.version,
-        "build": runtime.build,
-        "device": request.device.kind,
-        "cpu": cpu_features(),
+        **_environment(request, runtime),
         "model": source.digest,
         "options": dict(sorted(config.items())),
-        "provider_options": dict(sorted(request.provider_options.items())),
+        "provider_options": dict(sorted(graph_options(request).items())),
         "variable_weights": sorted(request.variable_weights),
     }
 
@@ -395,8 +445,9 @@ def _check_space(folder: Path, size: int) -> None:
 
 
 def _plain(request: EngineRequest) -> dict[str, Any]:
-    """A request as JSON."""
-    plain = {name: getattr(request, name) for name in request.__dataclass_fields__}
+    """A request as JSON, without the memory that this process has for it."""
+    given = replace(request, stream=None, slab=None)
+    plain = {name: getattr(given, name) for name in given.__dataclass_fields__}
     plain["device"] = str(request.device)
     for name in ("session_config", "provider_options"):
         plain[name] = dict(plain[name])

@@ -62,13 +62,15 @@ def ensure_prepared(
     model: str | os.PathLike[str],
     options: EngineOptions = EngineOptions(),
     progress: Progress | None = None,
+    device: str = "cpu:0",
 ) -> Held:
-    """The prepared form of an ONNX model for the CPU; a child process makes it if there is none yet.
+    """The prepared form of an ONNX model; a child process makes it if there is none yet.
 
     Args:
         model: Path of an ONNX model.
         options: Options of the engine that will load it.
         progress: Called while it is made.
+        device: The CPU, or a CUDA device.
 
     Returns:
         The entry of the cache, for the caller to close.
@@ -79,12 +81,14 @@ def ensure_prepared(
     path = Path(model).absolute()
     request = {
         "model": str(path),
-        "device": "cpu:0",
+        "device": device,
         "threads": 1,
         "prepare": "always",
         "variable_weights": [*options.variable_weights],
         "session_config": dict(options.session_config),
         "provider_options": dict(options.provider_options),
+        "provider": options.provider,
+        "allow_fallback": options.allow_fallback,
     }
 
     def tick(state: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@
     ROOT/tmp-KEY-XXXX/   an entry that is being made or removed, or that a crash left behind
     ROOT/sources/        digests of files that models were prepared from (`keys`)
     ROOT/splits/         how models' batches are split (`split_records`)
+    ROOT/engines/KEY/    what a runtime builds while it runs (TensorRT); its mtime says when it was last used
 
 - A process that has an entry's files mapped holds LOCK_SH. One that makes or removes an entry holds LOCK_EX.
   So a mapped entry is never removed.
@@ -66,6 +67,8 @@ _DEFAULT_LIMIT_BYTES = 50 * 2**30
 _MAX_BUSY_SECONDS = 1.0
 _MAX_DAMAGED_SECONDS = 30.0
 """Longest wait for users of a damaged entry: a mere check is shorter, and users may need it for days."""
+
+_ENGINES = "engines"
 
 _PAUSE = 0.02
 """Seconds between two tries to lock: flock knows no deadline, and an alarm would be the user's."""
@@ -174,6 +177,22 @@ class Root:
             finally:
                 _remove(draft)
 
+    def engines(self) -> list[tuple[float, str, int]]:
+        """For each folder of engines: time of last use, its name below ROOT, and bytes."""
+        found = []
+        for folder in self.path.glob(f"{_ENGINES}/*"):
+            with suppress(FileNotFoundError):
+                name = f"{_ENGINES}/{folder.name}"
+                found.append((folder.lstat().st_mtime, name, disk_bytes(folder)))
+        return found
+
+    def remove(self, name: str) -> bool:
+        """Remove an entry that no process uses, or a folder of engines; whether that was done."""
+        if is_key(name):
+            return self.empty(name, entry=True)
+        _remove(self.path / name)
+        return True
+
     def new_draft(self, key: str) -> Path:
         """Make a tmp folder for an entry."""
         return Path(tempfile.mkdtemp(prefix=f"tmp-{key}-", dir=self.path))
@@ -269,6 +288,21 @@ class Cache:
                 (root / name).mkdir(mode=0o700, exist_ok=True)
                 path = opened.enter_context(opened_root(self.folder / name))
             yield path
+
+    def engine_folder(self, key: str) -> Path:
+        """A folder of mode 0700 for a runtime that keeps there what it builds, by names of its own.
+
+        Its files count towards the limit. They are removed in use, too: the runtime builds them again.
+
+        Args:
+            key: `entry_key` of what the files depend on, beside what their names say.
+        """
+        with self.notes(_ENGINES) as engines:
+            with unusable(self.folder):
+                (engines / key).mkdir(mode=0o700, exist_ok=True)
+                os.utime(engines / key)
+            with self.notes(f"{_ENGINES}/{key}"):  # which checks it
+                return self.folder / _ENGINES / key
 
     @contextmanager
     def _existing(self) -> Iterator[Root | None]:
@@ -383,8 +417,13 @@ class Cache:
                 for used_at, key, size_bytes in root.stored()
             ]
 
+    def engine_bytes(self) -> int:
+        """Disk space of what runtimes keep in `engine_folder`."""
+        with self._existing() as root:
+            return sum(size for _, _, size in root.engines()) if root is not None else 0
+
     def clear(self) -> tuple[int, int]:
-        """Remove all unused entries, notes on models, and what crashes left.
+        """Remove all unused entries, engines, notes on models, and what crashes left.
 
         Returns:
             Bytes freed, and how many entries were left because they are in use.
@@ -464,13 +503,13 @@ class Cache:
             if root is None:
                 return 0, 0
             root.sweep()
-            stored = root.stored()
+            stored: list[tuple[float, str, int]] = sorted([*root.stored(), *root.engines()])
             excess = sum(size_bytes for _, _, size_bytes in stored) - limit_bytes
-            for _, key, size_bytes in stored:
+            for _, name, size_bytes in stored:
                 # At a limit of 0 an entry is removed even if its files take no space.
                 if limit_bytes and freed >= excess:
                     break
-                if root.empty(key, entry=True):
+                if root.remove(name):
                     freed += size_bytes
                 else:
                     in_use += 1

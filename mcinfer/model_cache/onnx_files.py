@@ -12,6 +12,8 @@ import, where this takes 0.05 s and no memory. Files may be hostile, so each len
 
 import mmap
 import os
+import re
+import reprlib
 import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.protobuf import MalformedError, Message, encode_field, read_varint
@@ -146,6 +149,9 @@ _MAX_DIMENSIONS = 1000
 _MAIN_DOMAIN = "ai.onnx"
 """ONNX's own operators; a file may also leave the name empty."""
 
+_NUMBER = re.compile(r"[0-9]{1,20}")
+"""An offset or a length of external data, which ONNX writes as text."""
+
 _BITS = {element.onnx: element.bits for element in ELEMENT_TYPES.values()}
 
 _EXTERNAL = 1  # TensorProto.DataLocation
@@ -172,12 +178,16 @@ class Initializer:
         onnx_type: Number of the element type in ONNX (`TensorProto.DataType`).
         shape: Empty for a scalar.
         location: The other file that its elements are in, if any.
+        offset: Where they begin in that file, in bytes.
+        length: Their bytes in that file; None if the model does not say.
     """
 
     name: str
     onnx_type: int
     shape: tuple[int, ...]
     location: str = ""
+    offset: int = 0
+    length: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -253,6 +263,13 @@ def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
             raise BuildError(f"{os.fspath(path)}: got {exc}, expected an ONNX model") from None
 
 
+def node_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[str, ...]]:
+    """The names of the inputs of each node of the main graph that has a name; raises as `scan`."""
+    with _mapped(path) as data:
+        nodes = Message(data, 0, len(data)).messages(_GRAPH_OF_MODEL, 1)
+        return {node.text(3): tuple(node.texts(1)) for node in nodes if node.text(3)}
+
+
 def _scan(model: Message) -> OnnxFile:
     if not model.parts(_GRAPH_OF_MODEL):
         raise MalformedError("no graph")
@@ -301,7 +318,8 @@ def _walk(message: Message, kind: str, found: OnnxFile, depth: int) -> None:
 
 
 def _tensor(tensor: Message) -> Initializer:
-    name, shape, location = tensor.text(8), tensor.numbers(1), ""
+    name, shape = tensor.text(8), tensor.numbers(1)
+    place: dict[str, Any] = {}
     for at, end in tensor.parts(1):  # packed
         while at < end and len(shape) <= _MAX_DIMENSIONS:
             size, at = read_varint(tensor.data, at, end)
@@ -313,11 +331,25 @@ def _tensor(tensor: Message) -> Initializer:
     if shape and max(shape) > _MAX_SIZE:
         raise MalformedError(f"initialiser {name!r} with a negative size at byte {tensor.first}")
     if tensor.number(14) == _EXTERNAL:
-        entries = {entry.text(1): entry.text(2) for entry in tensor.messages(13)}
-        location = entries.get("location", "")
-        if not location:
-            raise MalformedError(f"external data without a location at byte {tensor.first}")
-    return Initializer(name=name, onnx_type=tensor.number(2), shape=tuple(shape), location=location)
+        place = _external_place(tensor)
+    return Initializer(name=name, onnx_type=tensor.number(2), shape=tuple(shape), **place)
+
+
+def _external_place(tensor: Message) -> dict[str, Any]:
+    """Where the elements of a tensor are, which is in another file: fields of an `Initializer`."""
+    entries = {entry.text(1): entry.text(2) for entry in tensor.messages(13)}
+    if not entries.get("location"):
+        raise MalformedError(f"external data without a location at byte {tensor.first}")
+    place: dict[str, Any] = {"location": entries["location"]}
+    for key in ("offset", "length"):
+        text = entries.get(key)
+        if text is not None:
+            if not _NUMBER.fullmatch(text):
+                raise MalformedError(
+                    f"external data with {key} {reprlib.repr(text)} at byte {tensor.first}"
+                )
+            place[key] = min(int(text), _MAX_SIZE)
+    return place
 
 
 # What is added to a file.

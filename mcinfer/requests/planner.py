@@ -14,8 +14,11 @@ the interpreter.
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from math import prod
 from operator import index
+from time import monotonic
 from typing import Any, cast
 from weakref import ref
 
@@ -25,6 +28,16 @@ from numpy.typing import NDArray
 from mcinfer import sharding
 from mcinfer.errors import InvalidInputError, QueueFullError
 from mcinfer.protocol import encode_references
+from mcinfer.requests.card_tensors import (
+    CardMemory,
+    CardRequest,
+    Cards,
+    CardTensor,
+    check_types,
+    is_on_card,
+    place,
+    read_input,
+)
 from mcinfer.requests.forks import forks
 from mcinfer.requests.request import (
     Arrays,
@@ -84,7 +97,9 @@ class Planner:
         allocate: Allocate,
         max_rows: int = 1,
         weights: Sequence[TensorSpec] = (),
+        cards: Cards | None = None,
     ) -> None:
+        self._cards = cards
         self._max_rows = max_rows
         self._model = model
         self._arena = arena
@@ -114,6 +129,7 @@ class Planner:
         timeout: float,
         *,
         joinable: bool = False,
+        outputs_on: CardMemory | None = None,
     ) -> Request:
         """Check a request, cut it, and bring its inputs into shared memory.
 
@@ -123,6 +139,7 @@ class Planner:
             known: How to cut it; None is whole.
             timeout: Seconds to wait for memory.
             joinable: Whether a request of one shard may join one run with others.
+            outputs_on: The card for its outputs; None is the host.
 
         Raises:
             InvalidInputError: It does not fit the model; names the input.
@@ -130,6 +147,8 @@ class Planner:
         """
         weights = self.weights.current
         arrays = self.arrays(inputs)
+        if outputs_on is not None:
+            return self._card_request(arrays, pieces, known, timeout, outputs_on)
         shapes = tuple([array.shape for array in arrays])
         key = (shapes, pieces, 0 if known is None else known.number, len(self._opened))
         plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known)
@@ -139,6 +158,8 @@ class Planner:
         for array in arrays:
             # A view of ordinary memory has a base as well, but not one of these.
             if array.base is not None and _is_leased(array):
+                if any(type(given) is CardTensor for given in arrays):
+                    return self._card_request(arrays, pieces, known, timeout)
                 borrowed = self._borrowed(arrays, plan)
                 break
         if borrowed is not None:
@@ -197,7 +218,13 @@ class Planner:
         idle = [side.idle for plan in plans for side in (plan.inputs, plan.outputs)]
         return idle + [left for found in [*self._forgotten] if (left := found()) is not None]
 
-    def allocate(self, shapes: Mapping[str, Sequence[int]], timeout: float) -> Arrays:
+    def allocate(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        timeout: float,
+        card: CardMemory | None = None,
+    ) -> Arrays:
+        """Arrays in shared memory, or in a card's."""
         specs = {spec.name: spec for spec in self._model.inputs}
         arrays: Arrays = {}
         if not isinstance(shapes, Mapping):
@@ -223,6 +250,10 @@ class Planner:
                 )
             if (spec.shape and len(shape) != len(spec.shape)) or min(shape, default=0) < 0:
                 raise InvalidInputError(f"shapes: got {list(shape)} for {name!r}, expected {spec}")
+            if card is not None:
+                check_types([spec], "shapes")
+                arrays[name] = card.empty(spec, shape, timeout)
+                continue
             (slot,) = self._allocate([prod(shape) * spec.dtype.itemsize], timeout)
             frame, idle = _frame(slot), deque[Ticket](maxlen=0)
             self._forks.add(frame, idle)
@@ -230,8 +261,15 @@ class Planner:
             arrays[name] = np.ndarray(shape, spec.dtype, memory)
         return arrays
 
-    def arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
+    def host_arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
+        """As `arrays`; what lies on a card is copied to the host."""
+        found = self.arrays(inputs)
+        return [array.on_host() if type(array) is CardTensor else array for array in found]
+
+    def arrays(self, inputs: Inputs) -> list[Any]:
         """The inputs of a request as arrays of the model's types, in its order; shapes are not checked.
+
+        Those on a card are a `CardTensor` each.
 
         Raises:
             InvalidInputError: One is missing, unknown or of another type; names it.
@@ -247,7 +285,7 @@ class Planner:
                 return arrays
         return self._converted(inputs)
 
-    def _converted(self, inputs: Inputs) -> list[NDArray[Any]]:
+    def _converted(self, inputs: Inputs) -> list[Any]:
         if isinstance(inputs, Mapping):
             if inputs.keys() != set(self._names):
                 unknown = [name for name in inputs if name not in self._names]
@@ -268,7 +306,71 @@ class Planner:
                 f"inputs: got {type(inputs).__name__}, expected a mapping by name or a sequence of "
                 f"{[*self._names]}"
             )
-        return [as_input(v, s, t) for v, (s, t) in zip(values, self._types, strict=True)]
+        return [self._input(v, s, t) for v, (s, t) in zip(values, self._types, strict=True)]
+
+    def _input(self, value: Any, spec: TensorSpec, element_type: str) -> Any:
+        if type(value) is CardTensor:
+            return value
+        if self._cards is not None and is_on_card(value, spec):
+            return read_input(value, spec, self._cards)
+        return as_input(value, spec, element_type)
+
+    # Tensors on cards.
+
+    def _card_request(
+        self,
+        arrays: list[Any],
+        pieces: int,
+        known: Known | None,
+        timeout: float,
+        outputs_on: CardMemory | None = None,
+    ) -> Request:
+        """A request with inputs on cards, or outputs; it never joins a run with others.
+
+        Inputs that are cut along an inner axis, or packed, go through the host, and so do outputs that are
+        joined by copying, or whose shapes are not known before the run.
+        """
+        end = monotonic() + timeout
+        weights = self.weights.current
+        shapes = tuple([array.shape for array in arrays])
+        key = (shapes, pieces, 0 if known is None else known.number, len(self._opened))
+        plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known)
+        if not plan.cut.rows:
+            request = self._empty(plan, weights)
+            if outputs_on is not None:
+                request.preset(outputs_on.upload(self._model.outputs, request.value()))
+            return request
+        tensors: dict[int, CardTensor] = {}
+        for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
+            if type(array) is CardTensor:
+                if array.memory.is_reached and layout is not None and layout.contiguous:
+                    tensors[i] = array
+                else:
+                    arrays[i] = array.on_host()
+        borrowed = self._borrowed(arrays, plan) or {}
+        stays = outputs_on is not None and plan.simple_outputs is not None and outputs_on.is_reached
+        for_outputs = (outputs_on, plan.outputs.size) if outputs_on is not None and stays else None
+        slot = place([*tensors.values()], for_outputs, timeout)
+        borrowed |= {i: tensor.place for i, tensor in tensors.items() if tensor.place is not None}
+        if borrowed:
+            longer = (*key, *borrowed)
+            plan = self._plans.get(longer) or self._new_plan(
+                longer, shapes, pieces, known, borrowed
+            )
+        if outputs_on is not None:  # its value is never just a view for NumPy
+            side = replace(plan.outputs, is_laid=plan.outputs.is_laid and slot is None)
+            plan = replace(plan, outputs=side, simple_outputs=None)
+        held, outputs = self._lease(plan, max(0.0, end - monotonic()))
+        keep, bodies, blocks = self._place(arrays, plan, borrowed, held)
+        if slot is not None:
+            frame = _frame(slot, self._output_references(plan, slot))
+            outputs = lease(frame, deque(maxlen=0))
+        if outputs is not None:
+            blocks |= outputs.ticket.frame.blocks
+        make = Request if outputs_on is None else partial(CardRequest, outputs_on, slot is not None)
+        request = make(self._model, plan, keep, bodies, outputs, blocks, weights, self._opened)
+        request.size += sum(tensor.nbytes for tensor in tensors.values())
+        return request
 
     # Plans.
 
@@ -386,6 +488,12 @@ class Planner:
         return _frame(slot, references, tuple(views))
 
     def _output_frame(self, plan: Plan, slot: Slot) -> Frame:
+        frame = _frame(slot, self._output_references(plan, slot))
+        self._forks.add(frame, plan.outputs.idle)
+        return frame
+
+    def _output_references(self, plan: Plan, slot: Slot) -> tuple[tuple[TensorRef, ...], ...]:
+        """By shard."""
         shards: list[list[TensorRef]] = [[] for _ in plan.cut.rows]
         side = plan.outputs
         rows = zip(self._model.outputs, plan.cut.outputs, side.layouts, side.starts, strict=True)
@@ -394,18 +502,16 @@ class Planner:
                 places = [slot.offset + start + offset for offset in layout.offsets]
                 for references, shape, place in zip(shards, join.shapes, places, strict=True):
                     references.append((spec.name, spec.element_type, shape, slot.block, place))
-        frame = _frame(slot, tuple(map(tuple, shards)))
-        self._forks.add(frame, side.idle)
-        return frame
+        return tuple(map(tuple, shards))
 
     # Inputs that are strings, packed, cut along an inner axis, or in shared memory already.
 
-    def _borrowed(
-        self, arrays: Sequence[NDArray[Any]], plan: Plan
-    ) -> dict[int, tuple[int, int]] | None:
+    def _borrowed(self, arrays: Sequence[Any], plan: Plan) -> dict[int, tuple[int, int]] | None:
         """By number of the input, where arrays lie in shared memory already, as workers need them."""
         places: dict[int, tuple[int, int]] = {}
         for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
+            if type(array) is CardTensor:
+                continue
             flags = array.flags
             fits = flags.c_contiguous and flags.aligned and array.dtype.isnative
             if layout is not None and layout.contiguous and fits and _is_leased(array):
@@ -507,9 +613,11 @@ def _side(layouts: tuple[Layout | None, ...], laid: Sequence[Layout | None], sha
     return Side(layouts, tuple(starts), size, is_laid, deque(maxlen=most))
 
 
-def _is_leased(array: NDArray[Any]) -> bool:
-    """Whether an array is a view of a frame: NumPy makes views of views those of one array."""
-    return isinstance(array.base, np.ndarray) and isinstance(array.base.base, Lease)
+def _is_leased(array: Any) -> bool:
+    """Whether an array is a view of a frame (NumPy makes views of views those of one array), or on a card."""
+    base = array.base
+    in_frame = isinstance(base, np.ndarray) and isinstance(base.base, Lease)
+    return in_frame or type(array) is CardTensor
 
 
 def _pop(idle: "deque[Ticket]") -> Frame | None:

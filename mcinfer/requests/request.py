@@ -46,7 +46,7 @@ NO_WEIGHTS = WeightVersion(number=0)
 
 _NO_REFERENCES = encode_references(())
 
-_Part = tuple[NDArray[Any] | TensorRef, Block | None]
+Part = tuple[NDArray[Any] | TensorRef, Block | None]
 """A shard's part of an output: an array, or its place in a block of the worker's."""
 
 
@@ -217,6 +217,20 @@ class Outcome(Generic[T]):
         raise NotImplementedError
 
 
+class Promise(Outcome[T]):
+    """An outcome whose value the loop sets."""
+
+    __slots__ = ("_value",)
+
+    def set(self, value: T) -> None:
+        self._value = value
+        self.settle()
+
+    def value(self) -> T:
+        """The value that was set; None if it was only settled."""
+        return getattr(self, "_value", None)  # type: ignore[return-value]
+
+
 class Request(Outcome[Arrays]):
     """One request in flight; only `Planner` makes requests.
 
@@ -281,7 +295,7 @@ class Request(Outcome[Arrays]):
         self._fresh: set[int] = set()
         self._shared: Lease | None = None
         """The outputs' memory, where a late run may write to it after the answer."""
-        self._parts: dict[tuple[int, str], _Part] | None = None
+        self._parts: dict[tuple[int, str], Part] | None = None
         self.workers: dict[int, int] = {}
         self._value: Arrays | None = None
         self.wanted: Sequence[str] | None = None
@@ -368,7 +382,7 @@ class Request(Outcome[Arrays]):
                 f"reply with outputs {reprlib.repr([ref[0] for ref in outputs])}, expected "
                 f"{[spec.name for spec in self._model.outputs]}"
             )
-        parts: dict[tuple[int, str], _Part] = {}
+        parts: dict[tuple[int, str], Part] = {}
         blocks: dict[int, Block] = {}
         opened: list[str] = []
         left = limit
@@ -454,7 +468,7 @@ class Request(Outcome[Arrays]):
             self._parts = {}
         return value
 
-    def _join(self, parts: dict[tuple[int, str], _Part], outputs: Lease | None) -> Arrays:
+    def _join(self, parts: dict[tuple[int, str], Part], outputs: Lease | None) -> Arrays:
         value: Arrays = {}
         memory = (
             None if outputs is None else memoryview(cast("Any", np.asarray(cast("Any", outputs))))
@@ -506,7 +520,7 @@ def _find(
     most: int,
     blocks: dict[int, Block],
     fetch: Callable[[int], Block],
-) -> _Part:
+) -> Part:
     """The part from a reply: its data, or its place in a block of the worker's, fetched once."""
     number, place = reference[3:]
     if size == 0:
@@ -535,7 +549,7 @@ def _find(
     return reference, blocks[number]
 
 
-def _copy(spec: TensorSpec, part: _Part) -> NDArray[Any]:
+def _copy(spec: TensorSpec, part: Part) -> NDArray[Any]:
     """A part of an output, as an array that no worker can change.
 
     A copy, since a mapping kept for each result would keep a descriptor for each.

@@ -28,11 +28,12 @@ from contextlib import ExitStack, suppress
 from contextvars import Context
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from time import monotonic
 from typing import Any, TypeVar
 from weakref import ref
 
-from mcinfer.config import Limits, RestartPolicy, Timeouts, TransportKind
+from mcinfer.config import Device, Limits, RestartPolicy, Timeouts, TransportKind
 from mcinfer.errors import (
     BuildError,
     ClosedError,
@@ -45,10 +46,12 @@ from mcinfer.errors import (
 )
 from mcinfer.process import LEFT_ALONE, ORPHANED
 from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Preparing, Reply
+from mcinfer.requests.card_tensors import ALIGNMENT_ON_CARD, CardMemory
 from mcinfer.requests.planner import Planner
-from mcinfer.requests.request import Follower, Outcome, Request
+from mcinfer.requests.request import Follower, Outcome, Promise, Request
 from mcinfer.runtime.connections import Connections, UnreachableError
 from mcinfer.runtime.delivery import Delivery
+from mcinfer.runtime.memory import ROOM_INTERVAL, Allocation, MemoryLine
 from mcinfer.runtime.worker_process import ChildProcess
 from mcinfer.scheduler.actions import (
     Action,
@@ -61,13 +64,15 @@ from mcinfer.scheduler.actions import (
     Send,
     SendPredict,
     Settle,
+    ShareSlab,
     StartWorker,
     WorkersRestarted,
 )
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import LONG_RUN, Entry, Scheduler, trace_of
 from mcinfer.scheduler.workers import describe_exit
-from mcinfer.shm.arena import Arena, Slot
+from mcinfer.shm.arena import Arena, SharedBlock, Slot
+from mcinfer.shm.cuda import Card
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.statistics import Health, RequestTrace, Statistics, TraceHook, WorkerStatistics
 
@@ -78,9 +83,7 @@ _log = logging.getLogger("mcinfer.master")
 _MAX_MESSAGES = 256  # in one turn: one worker must not delay the others
 _LONGEST_WAIT = 86400.0  # seconds of one wait: epoll takes no more than 24 days
 _MEMORY_INTERVAL = 1.0  # seconds between two checks of workers' memory
-_ROOM_INTERVAL = 0.001  # seconds between two checks for freed memory, if a caller waits for it
 _HEALTH_INTERVAL = 0.2  # seconds between two checks of `wait_ready`
-_PATIENCE = 10.0  # seconds without freed memory before others pass the first waiting caller
 _CALLER_PATIENCE = 5.0  # seconds past its deadline that a caller waits for the loop
 _LOOP_PATIENCE = 60.0  # seconds that a question to the loop waits for its answer
 _LAST_OUTPUT = 1.0  # seconds for workers' last output, and for callbacks, at the close
@@ -95,19 +98,7 @@ _FOLLOWED = (LEFT_ALONE, ORPHANED)
 _LEVELS = {"degraded": logging.WARNING, "failed": logging.ERROR}
 
 
-class _Promise(Outcome[T]):
-    __slots__ = ("_value",)
-
-    def set(self, value: T) -> None:
-        self._value = value
-        self.settle()
-
-    def value(self) -> T:
-        """The value that was set; None if it was only settled."""
-        return getattr(self, "_value", None)  # type: ignore[return-value]
-
-
-class _Call(_Promise[T]):
+class _Call(Promise[T]):
     """A function for the loop to call."""
 
     __slots__ = ("_function",)
@@ -121,24 +112,6 @@ class _Call(_Promise[T]):
             self.set(self._function())
         except Exception as exc:
             self.settle(exc)
-
-
-class _Allocation(_Promise[list[Slot]]):
-    """A caller that waits for memory."""
-
-    __slots__ = ("deadline", "since", "sizes")
-
-    def __init__(self, sizes: Sequence[int], timeout: float) -> None:
-        super().__init__()
-        self.sizes = sizes
-        self.since = monotonic()
-        self.deadline = self.since + timeout
-
-    def value(self) -> list[Slot]:
-        """The slots; they are the caller's alone: the loop may still hold this object."""
-        slots = super().value()
-        del self._value
-        return slots
 
 
 class Loop:
@@ -182,22 +155,25 @@ class Loop:
             tracing=trace is not None,
         )
         self._table = self._scheduler.table
-        self.arena = Arena(memory_bytes, dropped=self._detach)
-        self._connections = Connections(groups, self.arena, limits, transport)
+        self._block_numbers = count()
+        self.arena = Arena(memory_bytes, dropped=self._detach, numbers=self._block_numbers)
+        self._connections = Connections(groups, self._block, limits, transport)
         self._delivery = Delivery()
         self.frames: Planner | None = None
         self._bell = WakeUp()
         self._ended = WakeUp()
         self._asleep = False
         self._readable = True  # whether there may be messages
-        self._inbox: deque[Request | _Call[Any] | _Allocation] = deque()
+        self._inbox: deque[Request | _Call[Any] | Allocation] = deque()
         self._requests: dict[int, Request] = {}
         self._next_number = 0
         self._line: deque[Request] = deque()  # for a place in the queue
         self._line_due = math.inf  # when the time of one of them is over, or earlier
         self._admitting = False
-        self._memory_line: deque[_Allocation] = deque()
-        self._last_release = 0.0
+        self._memory = MemoryLine(self.arena, self._release_idle, self._requests)
+        self._lines = [self._memory]  # and one for each card
+        self._cards: dict[Device, CardMemory] = {}
+        self._reached: dict[int, frozenset[str]] = {}  # by worker, the cards that it reaches
         self._due = 0.0
         self._memory_look = math.inf if restart.max_memory_bytes is None else 0.0
         self._pidfds: set[int] = set()
@@ -208,8 +184,8 @@ class Loop:
         self._abandoned = False
         self._thread: threading.Thread | None = None
         self._ident = 0
-        self._started = _Promise[BuildFinish]()
-        self._restarted: _Promise[None] | None = None
+        self._started = Promise[BuildFinish]()
+        self._restarted: Promise[None] | None = None
         self._failure: McinferError | None = None
         self.finished = False
         self._gone = False
@@ -390,7 +366,7 @@ class Loop:
             near = self._table.in_flight + len(self._inbox) >= limits.queue
             if near or self._line or limits.queue_bytes is not None:
                 self.check_wait()
-                request.entered = _Promise[None]()
+                request.entered = Promise[None]()
         self._inbox.append(request)
         if self._asleep:
             self._ring()
@@ -441,8 +417,10 @@ class Loop:
         """Have the delivery thread make a call."""
         self._delivery.put(call)
 
-    def allocate(self, sizes: Sequence[int], timeout: float) -> list[Slot]:
-        """Slots of shared memory of so many bytes, all or none.
+    def allocate(
+        self, sizes: Sequence[int], timeout: float, line: MemoryLine | None = None
+    ) -> list[Slot]:
+        """Slots of shared memory of so many bytes, all or none; `line` is for the memory of a card.
 
         Raises:
             QueueFullError: The memory is in use, and was until the time was over.
@@ -451,7 +429,7 @@ class Loop:
             McinferError: As `check_wait`.
         """
         self.check_wait()
-        wanted = _Allocation(sizes, timeout)
+        wanted = Allocation(line or self._memory, sizes, timeout)
         try:
             self._post(wanted)
             if not wanted.wait(timeout + _CALLER_PATIENCE) and self._gone:
@@ -468,10 +446,25 @@ class Loop:
                 wanted
             )  # or the error's traceback, this frame and it would hold each other, and memory
 
+    def card(self, device: Device) -> CardMemory:
+        """A card's memory for tensors; the first call opens the card in this process.
+
+        Raises:
+            MissingDependencyError: The package cuda-bindings is not installed.
+            BuildError: There is no such card, or no driver.
+            ClosedError: The master is closed.
+        """
+        memory = self._cards.get(device)
+        if memory is None:
+            card = Card.open(device)
+            limit = self._limits.memory_bytes or card.memory()[0] // 2
+            memory = self._ask(partial(self._add_card, card, limit))
+        return memory
+
     def _ring(self) -> None:
         os.eventfd_write(self._bell.fd, 1)  # which lives as long as the loop's object
 
-    def _post(self, item: "_Call[Any] | _Allocation") -> None:
+    def _post(self, item: "_Call[Any] | Allocation") -> None:
         self._inbox.append(item)
         if self._asleep:
             self._ring()
@@ -510,7 +503,7 @@ class Loop:
         """See `Master.wait_ready`."""
         self._check_process()
         end = monotonic() + timeout
-        pause = _Promise[None]()
+        pause = Promise[None]()
         while True:
             health = self._ask(self._take_health)
             left = end - monotonic()
@@ -527,7 +520,7 @@ class Loop:
     def restart_workers(self, timeout: float) -> None:
         """See `Master.restart_workers`."""
         end = monotonic() + timeout
-        restarted: _Promise[None] | None = None
+        restarted: Promise[None] | None = None
         try:
             while True:
                 before, restarted = self._ask(self._restart)
@@ -607,8 +600,8 @@ class Loop:
         due = self._scheduler.next_time()
         due = min(self._memory_look, math.inf if due is None else due)
         now = monotonic()
-        if self._memory_line:
-            due = min(due, now + _ROOM_INTERVAL)
+        if any(line.waiting for line in self._lines):
+            due = min(due, now + ROOM_INTERVAL)
         if self._line:
             due = min(due, self._line_due)
         self._due = due
@@ -617,8 +610,9 @@ class Loop:
         """Do what is due."""
         if self._memory_look <= now:
             self._look_at_memory(now)
-        if self._memory_line:
-            self._serve_memory_line(now)
+        for line in self._lines:
+            if line.waiting:
+                line.serve(now)
         if self._line_due <= now:
             self._refuse_late(now)
         self._admit()
@@ -750,74 +744,40 @@ class Loop:
         self._refuse(outcome, ClosedError("the request was cancelled"), cancelled=True)
         self._admit()
 
-    def _allocate(self, wanted: _Allocation) -> None:
-        if wanted.settled:
-            return
-        if not self._memory_line or self._may_pass():
-            error = self._try_to_allocate(wanted)
-            if error is None:
-                return
-            if not isinstance(error, QueueFullError) or wanted.deadline <= monotonic():
-                wanted.settle(error)
-                return
-        self._memory_line.append(wanted)
-        self.arena.wanted = True
-        self._due = min(self._due, monotonic() + _ROOM_INTERVAL)
-
-    def _try_to_allocate(self, wanted: _Allocation) -> Exception | None:
-        """Settle it if there is memory; else return the reason."""
-        try:
-            try:
-                slots = self.arena.allocate_all(wanted.sizes)
-            except QueueFullError:
-                if self.frames is None or not self.frames.idle_bytes:
-                    raise
-                self.frames.release_idle()
-                slots = self.arena.allocate_all(wanted.sizes)
-        except OSError as exc:
-            return PredictError(f"no shared memory can be had: {exc}")
-        except McinferError as exc:
-            return exc.with_traceback(None)  # which would hold what holds the error
-        if self.arena.crowded and self.frames is not None:
-            self.frames.release_idle()
-            self.arena.reclaim()
-        wanted.set(slots)
-        return None
-
-    def _may_pass(self) -> bool:
-        """Whether others may pass the first caller that waits for memory, because users keep that memory."""
-        quiet = monotonic() - max(self._memory_line[0].since, self._last_release)
-        return quiet > _PATIENCE or not self._requests
-
-    def _serve_memory_line(self, now: float) -> None:
-        """Serve the callers that wait for memory, first come, first served."""
-        if self.arena.reclaim():
-            self._last_release = now
-        passed: deque[_Allocation] = deque()
-        while self._memory_line:
-            wanted = self._memory_line[0]
-            error = self._try_to_allocate(wanted)
-            if error is not None and wanted.deadline <= now:
-                wanted.settle(error)
-            elif isinstance(error, QueueFullError):
-                may_pass = self._may_pass()
-                passed.append(self._memory_line.popleft())
-                if may_pass:
-                    continue
-                break
-            elif error is not None:
-                wanted.settle(error)
-            self._memory_line.popleft()
-        self._memory_line.extendleft(reversed(passed))
-        for wanted in [w for w in self._memory_line if w.deadline <= now]:
-            self._memory_line.remove(wanted)
-            wanted.settle(
-                QueueFullError(
-                    f"{sum(wanted.sizes)} bytes of shared memory wanted, all {self.arena.limit} allowed "
-                    "(Limits.memory_bytes) are held by requests or arrays, or waited for"
-                )
+    def _add_card(self, card: Card, limit: int) -> CardMemory:
+        if self.finished:
+            raise ClosedError("the master is closed")
+        if card.device not in self._cards:
+            arena = Arena(
+                limit,
+                dropped=self._detach,
+                create=card.create,
+                numbers=self._block_numbers,
+                alignment=ALIGNMENT_ON_CARD,
+                name=f"memory of {card.device}",
             )
-        self.arena.wanted = bool(self._memory_line)
+            line = MemoryLine(arena, lambda: False, self._requests)
+            self._lines.append(line)
+            reached = [str(card.device) in cards for cards in self._reached.values()]
+            allocate = partial(self.allocate, line=line)
+            self._cards[card.device] = CardMemory(card, arena, allocate, all(reached))
+        return self._cards[card.device]
+
+    def _block(self, number: int) -> SharedBlock | None:
+        """A block of the master's, by its number."""
+        found = (line.arena.block(number) for line in self._lines)
+        return next((block for block in found if block is not None), None)
+
+    def _allocate(self, wanted: Allocation) -> None:
+        if not wanted.settled and wanted.line.take(wanted):
+            self._due = min(self._due, monotonic() + ROOM_INTERVAL)
+
+    def _release_idle(self) -> bool:
+        """Free the memory of frames that are not in use; whether there was any."""
+        if self.frames is None or not self.frames.idle_bytes:
+            return False
+        self.frames.release_idle()
+        return True
 
     # Life.
 
@@ -883,7 +843,8 @@ class Loop:
             last.callback(self._delivery.close)
             last.callback(self._refuse_all)
             last.callback(self._connections.close, _LAST_OUTPUT)
-            last.callback(self.arena.close)
+            for line in self._lines:
+                last.callback(line.arena.close)
             last.callback(self._poll.close)
             last.callback(self._connections.close_socket)
 
@@ -891,9 +852,8 @@ class Loop:
         """Answer all callers that still wait."""
         closed = ClosedError("the master was closed")
         self._refuse_line("the master is closed")
-        for wanted in self._memory_line:
-            wanted.settle(ClosedError("the master is closed"))
-        self._memory_line.clear()
+        for line in self._lines:
+            line.refuse()
         if self._restarted is not None and not self._restarted.settled:
             self._restarted.settle(closed)
         if not self._started.settled:
@@ -901,12 +861,12 @@ class Loop:
         self._gone = True
         self._refuse_inbox()
 
-    def _restart(self) -> "tuple[_Promise[None] | None, _Promise[None] | None]":
+    def _restart(self) -> "tuple[Promise[None] | None, Promise[None] | None]":
         """Begin to replace all workers: the restart in progress, or the one that was begun."""
         before = self._restarted
         if before is not None and not before.settled:
             return before, None
-        restarted = _Promise[None]()
+        restarted = Promise[None]()
         self._restarted = restarted
         try:
             self._carry_out(self._scheduler.handle_restart(monotonic()))
@@ -916,7 +876,7 @@ class Loop:
         self._plan()
         return None, restarted
 
-    def _forget_restart(self, restarted: "_Promise[None]") -> None:
+    def _forget_restart(self, restarted: "Promise[None]") -> None:
         """The caller of the restart does not wait any more: replace no further workers."""
         if restarted is self._restarted and not restarted.settled:
             self._scheduler.handle_restart_abandoned()
@@ -965,6 +925,7 @@ class Loop:
             weights_version=weights_version,
             health=self._take_health(),
             workers=self._take_worker_statistics(),
+            cards=tuple(memory.statistics() for memory in self._cards.values()),
         )
 
     def _take_worker_statistics(self) -> tuple[WorkerStatistics, ...]:
@@ -992,7 +953,8 @@ class Loop:
             self._poll.unregister(fd)
         if not self._pidfds.isdisjoint(ready):
             now = monotonic()
-            for index, process in [*self._connections.processes.items()]:
+            # By index: the death of a card's leader comes before those that follow from it.
+            for index, process in sorted(self._connections.processes.items()):
                 ended = [child for child in process.ranks if child.pidfd in ready]
                 for child in ended:
                     self._poll.unregister(child.pidfd)
@@ -1107,6 +1069,8 @@ class Loop:
                 raise message
             if isinstance(message, Reply):
                 message = self._take(index, message)
+            elif isinstance(message, BuildFinish) and message.slab is not None:
+                message = self._take_slab(index, message, message.slab)
             actions = self._scheduler.handle_message(now, index, message)
         except ProtocolError as exc:
             self._outlaw(index, f"breaks the protocol: {exc}")
@@ -1124,6 +1088,7 @@ class Loop:
             self._connections.output.show("")
         if isinstance(message, BuildFinish):
             self._note(index, message.notes)
+            self._reached[index] = frozenset(message.reaches)
         self._carry_out(actions)
         self._plan()
         if isinstance(message, Error) and message.traceback:
@@ -1136,6 +1101,15 @@ class Loop:
             if note not in self._notes and len(self._notes) < _MAX_NOTES:
                 self._notes.add(note)
                 self._delivery.log(logging.WARNING, "%s: %s", self._builds[index].model, note)
+
+    def _take_slab(self, index: int, message: BuildFinish, slab: tuple[int, int]) -> BuildFinish:
+        """Get the weights on a card that a worker has made for others; none without a descriptor left."""
+        try:
+            self._connections.take_slab(index, slab)
+        except OSError as exc:
+            note = f"the workers of a card do not share its weights: {exc}"
+            return replace(message, slab=None, notes=(*message.notes, note))
+        return message
 
     def _take(self, index: int, reply: Reply) -> Message:
         """Have the requests check the reply, and get the blocks that the worker made for it.
@@ -1182,6 +1156,8 @@ class Loop:
                     self._requests.pop(number).release()
                 case Send(worker=worker, message=message):
                     self._send(worker, message)
+                case ShareSlab(worker=worker, leader=leader):
+                    self._share_slab(worker, leader)
                 case StartWorker(worker=worker):
                     pending += self._start_worker(worker)
                 case DumpStacks(worker=worker):
@@ -1240,6 +1216,12 @@ class Loop:
     def _send(self, worker: int, message: Message) -> None:
         try:
             self._connections.send(worker, message)
+        except UnreachableError as exc:
+            self._outlaw(worker, str(exc))
+
+    def _share_slab(self, worker: int, leader: int) -> None:
+        try:
+            self._connections.share_slab(worker, leader)
         except UnreachableError as exc:
             self._outlaw(worker, str(exc))
 

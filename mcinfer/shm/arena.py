@@ -1,4 +1,4 @@
-"""Slots of shared memory, allocated from blocks.
+"""Slots of shared memory, of the host or of a card, allocated from blocks.
 
 Ownership: a slot belongs to the holders of its `Slot.memory` or of any view of it (a NumPy array, a view of
 a view). The slot is free exactly when the last of these is gone, without a call.
@@ -12,12 +12,14 @@ first touch of a page costs more than copying it).
 """
 
 import bisect
+import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from ctypes import Array, c_char
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+from mcinfer.config import Device
 from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
 from mcinfer.shm.block import Block
 
@@ -33,6 +35,23 @@ def align(size: int) -> int:
     return (size + ALIGNMENT - 1) & -ALIGNMENT
 
 
+class SharedBlock(Protocol):
+    """What an arena cuts into slots: a `Block`, or a card's `mcinfer.shm.cuda.DeviceBlock`."""
+
+    number: int
+    size: int
+    address: int
+    fd: int
+    token: bytes
+
+    @property
+    def device(self) -> Device | None: ...
+
+    def memory(self, offset: int, size: int) -> Any: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """A piece of a block.
@@ -45,10 +64,10 @@ class Slot:
     size: int  # the requested bytes
     generation: int  # the slot's number in the order of allocation
     address: int
-    memory: "Array[c_char]"
+    memory: Any  # a ctypes array of c_char; of a card's block: `mcinfer.shm.cuda.DeviceMemory`
 
 
-class _Ticket(weakref.ref["Array[c_char]"]):
+class _Ticket(weakref.ref[Any]):
     """The place of a slot, with a callback at the end of its memory."""
 
     __slots__ = ("block", "generation", "offset", "space")
@@ -64,7 +83,7 @@ class _Extents:
 
     __slots__ = ("_offsets", "_sizes", "block", "free")
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: SharedBlock) -> None:
         self.block = block
         self.free = block.size
         self._offsets = [0]
@@ -99,7 +118,7 @@ class _Extents:
 
 
 class Arena:
-    """Shared memory up to a limit, for one master.
+    """Shared memory of the host, or of one card, up to a limit.
 
     Attributes:
         limit: Bytes that all blocks together may have.
@@ -107,14 +126,26 @@ class Arena:
         crowded: Whether more than half of the limit is in use, so that results should be copied out.
     """
 
-    def __init__(self, limit: int, *, dropped: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        *,
+        dropped: Callable[[int], None] = lambda _: None,
+        create: Callable[[int, int], SharedBlock] = Block.create,
+        numbers: Iterator[int] | None = None,
+        alignment: int = ALIGNMENT,
+        name: str = "shared memory",
+    ) -> None:
         self.limit = limit
         self._dropped = dropped  # called with the number of each block that the arena has closed
+        self._name = name  # what errors call it
+        self._create = create  # makes a block of a number and a size
+        self._numbers = itertools.count() if numbers is None else numbers
+        self._alignment = alignment  # of each slot, a power of two
         self._blocks: dict[int, _Extents] = {}
         self._tickets: dict[int, _Ticket] = {}
-        self._released: deque[weakref.ref[Array[c_char]]] = deque()
+        self._released: deque[weakref.ref[Any]] = deque()
         self._taken = 0
-        self._next_block = 0
         self._generation = 0
         self._closed = False
         self.crowded = False
@@ -131,7 +162,7 @@ class Arena:
         self.reclaim()
         return self._taken
 
-    def block(self, number: int) -> Block | None:
+    def block(self, number: int) -> SharedBlock | None:
         extents = self._blocks.get(number)
         return None if extents is None else extents.block
 
@@ -158,11 +189,13 @@ class Arena:
             QueueFullError: The memory is in use.
             ClosedError: The arena is closed.
             OSError: The system has no memory or descriptor left.
+            CardError: The card has no memory left, or the driver refused.
         """
-        wanted = [max(align(size), ALIGNMENT) for size in sizes]
+        step = self._alignment
+        wanted = [max((size + step - 1) & -step, step) for size in sizes]
         if sum(wanted) > self.limit:
             raise InvalidInputError(
-                f"{sum(sizes)} bytes of tensors do not fit the shared memory of {self.limit} bytes "
+                f"{sum(sizes)} bytes of tensors do not fit the {self._name} of {self.limit} bytes "
                 "(Limits.memory_bytes)"
             )
         if self._closed:
@@ -170,16 +203,20 @@ class Arena:
         self.reclaim()
         places = self._take_all(wanted)
         if places is None:
-            raise QueueFullError(
-                f"{sum(sizes)} bytes of shared memory wanted, all {self.limit} allowed "
-                "(Limits.memory_bytes) are held by requests or arrays, or waited for"
-            )
+            raise self.full(sum(sizes))
         slots = [
             self._slot(block, offset, space, size)
             for (block, offset), space, size in zip(places, wanted, sizes, strict=True)
         ]
         self.crowded = self._taken > self.limit // 2
         return slots
+
+    def full(self, size: int) -> QueueFullError:
+        """The error that so many bytes are not free."""
+        return QueueFullError(
+            f"{size} bytes of {self._name} wanted, all {self.limit} allowed (Limits.memory_bytes) are held "
+            "by requests or arrays, or waited for"
+        )
 
     def reclaim(self) -> bool:
         """Put released slots back on the free lists; whether there were any."""
@@ -209,9 +246,9 @@ class Arena:
         self._taken = 0
         self.crowded = False
 
-    def _take_all(self, wanted: Sequence[int]) -> list[tuple[Block, int]] | None:
+    def _take_all(self, wanted: Sequence[int]) -> list[tuple[SharedBlock, int]] | None:
         """Places for all, in the present blocks or together in a new one."""
-        found: list[tuple[Block, int]] = []
+        found: list[tuple[SharedBlock, int]] = []
         while len(found) < len(wanted) and (place := self._take(wanted[len(found)])):
             found.append(place)
         if len(found) == len(wanted):
@@ -224,7 +261,7 @@ class Arena:
         starts = [extents.take(space) for space in wanted]
         return [(extents.block, start) for start in starts if start is not None]
 
-    def _take(self, space: int) -> tuple[Block, int] | None:
+    def _take(self, space: int) -> tuple[SharedBlock, int] | None:
         for extents in self._blocks.values():
             if extents.free >= space:
                 offset = extents.take(space)
@@ -232,7 +269,7 @@ class Arena:
                     return extents.block, offset
         return None
 
-    def _slot(self, block: Block, offset: int, space: int, size: int) -> Slot:
+    def _slot(self, block: SharedBlock, offset: int, space: int, size: int) -> Slot:
         memory = block.memory(offset, size)
         self._generation += 1
         ticket = _Ticket(memory, self._released.append)
@@ -257,7 +294,7 @@ class Arena:
             self._dropped(block.number)
         rounded = (wanted + _BLOCK_ROUNDING - 1) // _BLOCK_ROUNDING * _BLOCK_ROUNDING
         room = self.limit - total
-        block = Block.create(self._next_block, min(max(rounded, _BLOCK_BYTES), room))
-        self._next_block += 1
+        size = min(max(rounded, _BLOCK_BYTES), room)
+        block = self._create(next(self._numbers), size)
         self._blocks[block.number] = _Extents(block)
         return self._blocks[block.number]

@@ -15,6 +15,7 @@ import functools
 import mmap
 import os
 
+from mcinfer.config import Device
 from mcinfer.errors import ProtocolError
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -30,6 +31,9 @@ class Block:
     """A sealed memfd of `size` bytes, and this process's mapping of it; messages name its `number`."""
 
     __slots__ = ("_map", "address", "fd", "number", "size")
+
+    device: Device | None = None  # a card's block has one, and a token (`mcinfer.shm.cuda`)
+    token: bytes = b""
 
     def __init__(self, number: int, size: int, fd: int) -> None:
         # The descriptor is this object's from now on, even if it cannot be mapped.

@@ -14,6 +14,8 @@ from mcinfer.shm.descriptors import close_all, receive, send
 
 _HEADER = struct.Struct("<qQ")  # block number, size in bytes
 _GREETING_BYTES = 1 << 20
+_MOST_TOKEN = 512
+"""Bytes of a token; one of a card's block has fewer."""
 _MAX_EARLY = 4
 """Most blocks, with one descriptor each, that are kept before a message names them."""
 
@@ -26,7 +28,7 @@ class Lifeline:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._received: dict[int, tuple[int, int]] = {}
+        self._received: dict[int, tuple[int, int, bytes]] = {}
 
     @classmethod
     def pair(cls) -> tuple["Lifeline", socket.socket]:
@@ -54,16 +56,22 @@ class Lifeline:
         """Receive the first message; empty if the master is gone."""
         return self._socket.recv(_GREETING_BYTES)
 
-    def send_block(self, number: int, size: int, fd: int) -> None:
+    def send_block(self, number: int, size: int, fd: int, token: bytes = b"") -> None:
         """Hand over a block's descriptor; the sender keeps its own.
+
+        Args:
+            number: The block's number.
+            size: Its bytes.
+            fd: Its descriptor.
+            token: What a process needs besides to open a block on a card (`mcinfer.shm.cuda`).
 
         Raises:
             OSError: The other side is gone, or does not read (BlockingIOError).
         """
-        send(self._socket, _HEADER.pack(number, size), [fd])
+        send(self._socket, _HEADER.pack(number, size) + token, [fd])
 
-    def receive_block(self, number: int, timeout: float = 0.0) -> tuple[int, int]:
-        """The size and descriptor of a block that the other side has handed over.
+    def receive_block(self, number: int, timeout: float = 0.0) -> tuple[int, int, bytes]:
+        """The size, descriptor and token of a block that the other side has handed over.
 
         Up to four other blocks that come before it are kept for later.
 
@@ -72,7 +80,8 @@ class Lifeline:
             timeout: Seconds to wait for it. 0 is enough if it was sent before a message that has come.
 
         Returns:
-            Size in bytes and a descriptor, which is the caller's from now on.
+            Size in bytes; a descriptor, which is the caller's from now on; the token, empty for a block in
+            host memory.
 
         Raises:
             ProtocolError: It did not come, or another thing than a block came.
@@ -85,16 +94,16 @@ class Lifeline:
             if not poll.poll(timeout * 1000):
                 raise ProtocolError(f"the descriptor of block {number} did not come")
             try:
-                data, fds = receive(self._socket, _HEADER.size)
+                data, fds = receive(self._socket, _HEADER.size + _MOST_TOKEN)
             except ConnectionError as exc:
                 raise ProtocolError(f"lifeline: {exc}") from exc
-            if len(data) != _HEADER.size or len(fds) != 1:
+            if len(data) < _HEADER.size or len(fds) != 1:
                 close_all(fds)
                 raise ProtocolError(
                     f"lifeline: got {len(data)} bytes and {len(fds)} descriptors, expected "
-                    f"{_HEADER.size} and 1"
+                    f"at least {_HEADER.size} and 1"
                 )
-            (other, size), fd = _HEADER.unpack(data), fds[0]
+            (other, size), fd, token = _HEADER.unpack_from(data), fds[0], data[_HEADER.size :]
             if other in self._received:
                 os.close(fd)
                 raise ProtocolError(f"lifeline: got block {other} twice")
@@ -103,11 +112,11 @@ class Lifeline:
                 raise ProtocolError(
                     f"lifeline: got block {other} after {[*self._received]}, expected {number}"
                 )
-            self._received[other] = (size, fd)
+            self._received[other] = (size, fd, token)
         return self._received.pop(number)
 
     def close(self) -> None:
         """Close the socket, and the descriptors that were not taken."""
-        close_all([fd for _, fd in self._received.values()])
+        close_all([fd for _, fd, _ in self._received.values()])
         self._received.clear()
         self._socket.close()

@@ -32,10 +32,10 @@ from mcinfer.protocol import (
     encode,
 )
 from mcinfer.requests.planner import Planner
-from mcinfer.requests.request import Request
+from mcinfer.requests.request import Promise, Request
 from mcinfer.requests.splitting import Known
 from mcinfer.runtime.cancels import Cancels
-from mcinfer.runtime.loop import Loop, _Promise
+from mcinfer.runtime.loop import Loop
 from mcinfer.runtime.transport import MasterTransport
 from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
 from mcinfer.scheduler.scheduler import LONG_RUN, Scheduler
@@ -248,7 +248,7 @@ class MasterTarget(Target):
         loop._due = 0.0
         loop.finished = False
         loop._failure = None
-        loop._started = _Promise()
+        loop._started = Promise()
         loop._notes.clear()
         loop._delivery._drain()
         self._router.inbox.clear()

@@ -1,0 +1,1 @@
+"""Stands before the real package on ``sys.path``; see `driver`."""

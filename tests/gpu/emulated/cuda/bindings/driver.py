@@ -1,0 +1,1023 @@
+"""The CUDA driver without a card: the calls of ``cuda.bindings.driver`` that mcinfer makes, on host memory.
+
+A card's memory is a memfd, so other processes can map it and the host can read it. What the real driver
+leaves undefined is an error here; memory that is no longer mapped stays reserved, so that no other memory
+comes to lie at its address.
+
+- A stream is a queue of work with a thread of its own. Work that touches memory that is not mapped makes the
+  context fail for good, as an illegal address does.
+- A copy from or to host memory that is not pinned returns once it is done, as NVIDIA's "API synchronization
+  behavior" allows; all others are asynchronous.
+- An event is a shared page with the marks that were recorded and the last ones that are complete.
+- How much memory is in use is what any process has open or mapped: the name of each memfd says its card.
+
+Environment variables, read by each process at its start:
+
+- ``MCINFER_EMULATED_CARDS``: how many cards there are (0).
+- ``MCINFER_EMULATED_BYTES``: the memory of each (1 GiB).
+- ``MCINFER_EMULATED_LEDGER``: processes with the same text share the cards' memory (empty).
+- ``MCINFER_EMULATED_WITHOUT``: what there is not: any of ``driver``, ``descriptors``, ``events``,
+  ``peers``, ``pinning``.
+"""
+
+import contextlib
+import ctypes
+import enum
+import fcntl
+import functools
+import itertools
+import mmap
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+CU_IPC_HANDLE_SIZE = 64
+CU_MEMHOSTREGISTER_PORTABLE = 1
+
+_CARDS = int(os.environ.get("MCINFER_EMULATED_CARDS", "0"))
+_BYTES = int(os.environ.get("MCINFER_EMULATED_BYTES", str(1 << 30)))
+_LEDGER = os.environ.get("MCINFER_EMULATED_LEDGER", "")
+_WITHOUT = os.environ.get("MCINFER_EMULATED_WITHOUT", "").split(",")
+
+_GRANULARITY = 2 << 20
+_WAIT = 0.001
+
+
+class CUresult(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NOT_INITIALIZED = 3
+    CUDA_ERROR_NO_DEVICE = 100
+    CUDA_ERROR_INVALID_DEVICE = 101
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_MAP_FAILED = 205
+    CUDA_ERROR_PEER_ACCESS_UNSUPPORTED = 217
+    CUDA_ERROR_INVALID_HANDLE = 400
+    CUDA_ERROR_ILLEGAL_STATE = 401
+    CUDA_ERROR_NOT_READY = 600
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
+    CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712
+    CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713
+    CUDA_ERROR_NOT_PERMITTED = 800
+    CUDA_ERROR_NOT_SUPPORTED = 801
+
+
+class CUdevice_attribute(enum.IntEnum):
+    CU_DEVICE_ATTRIBUTE_COMPUTE_MODE = 20
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
+    CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
+    CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED = 125
+
+
+class CUmemAllocationHandleType(enum.IntEnum):
+    CU_MEM_HANDLE_TYPE_NONE = 0
+    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
+
+
+class CUmemAllocationType(enum.IntEnum):
+    CU_MEM_ALLOCATION_TYPE_INVALID = 0
+    CU_MEM_ALLOCATION_TYPE_PINNED = 1
+
+
+class CUmemLocationType(enum.IntEnum):
+    CU_MEM_LOCATION_TYPE_INVALID = 0
+    CU_MEM_LOCATION_TYPE_DEVICE = 1
+
+
+class CUmemAccess_flags(enum.IntEnum):
+    CU_MEM_ACCESS_FLAGS_PROT_NONE = 0
+    CU_MEM_ACCESS_FLAGS_PROT_READ = 1
+    CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
+
+
+class CUmemAllocationGranularity_flags(enum.IntEnum):
+    CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0
+    CU_MEM_ALLOC_GRANULARITY_RECOMMENDED = 1
+
+
+class CUipcMem_flags(enum.IntEnum):
+    CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class CUevent_flags(enum.IntEnum):
+    CU_EVENT_DEFAULT = 0
+    CU_EVENT_BLOCKING_SYNC = 1
+    CU_EVENT_DISABLE_TIMING = 2
+    CU_EVENT_INTERPROCESS = 4
+
+
+class CUstream_flags(enum.IntEnum):
+    CU_STREAM_DEFAULT = 0
+    CU_STREAM_NON_BLOCKING = 1
+
+
+class CUpointer_attribute(enum.IntEnum):
+    CU_POINTER_ATTRIBUTE_HOST_POINTER = 4
+
+
+class CUmemLocation:
+    def __init__(self) -> None:
+        self.type = CUmemLocationType.CU_MEM_LOCATION_TYPE_INVALID
+        self.id = 0
+
+
+class CUmemAllocationProp:
+    def __init__(self) -> None:
+        self.type = CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_INVALID
+        self.requestedHandleTypes = CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
+        self.location = CUmemLocation()
+
+
+class CUmemAccessDesc:
+    def __init__(self) -> None:
+        self.location = CUmemLocation()
+        self.flags = CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_NONE
+
+
+class _Opaque:
+    """Bytes that a caller may only copy, at `getPtr`."""
+
+    size = CU_IPC_HANDLE_SIZE
+
+    def __init__(self) -> None:
+        self._data = ctypes.create_string_buffer(self.size)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self._data)
+
+    def text(self) -> list[str]:
+        return self._data.value.decode(errors="replace").split(" ")
+
+    @classmethod
+    def of(cls, *words: object) -> Any:
+        made = cls()
+        made._data.value = " ".join(map(str, words)).encode()
+        return made
+
+
+class CUipcMemHandle(_Opaque):
+    pass
+
+
+class CUipcEventHandle(_Opaque):
+    pass
+
+
+class CUuuid:
+    def __init__(self, data: bytes) -> None:
+        self.bytes = data
+
+
+class _Number:
+    """A pointer or handle of the driver: converts to int, and has no arithmetic."""
+
+    def __init__(self, value: Any = 0) -> None:
+        self._value = int(value)
+
+    def __int__(self) -> int:
+        return self._value
+
+
+class CUdeviceptr(_Number):
+    pass
+
+
+class CUstream(_Number):
+    pass
+
+
+class CUevent(_Number):
+    pass
+
+
+class CUcontext(_Number):
+    pass
+
+
+class CUdevice(_Number):
+    pass
+
+
+class CUmemGenericAllocationHandle(_Number):
+    pass
+
+
+class CUhostFn(_Number):
+    def __init__(self, value: Any = 0, _ptr: int = 0) -> None:
+        super().__init__(value or _ptr)
+
+
+class _Refusal(Exception):  # noqa: N818 not an error of the tests
+    def __init__(self, status: CUresult) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def _refuse(name: str) -> NoReturn:
+    raise _Refusal(CUresult[f"CUDA_ERROR_{name}"])
+
+
+# Memory.
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int),
+    *(ctypes.c_int, ctypes.c_long),
+)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_FIXED, _NO_RESERVE, _NO_ACCESS = 0x10, 0x4000, 0
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _map(address: int, size: int, flags: int, fd: int, access: int) -> int:
+    found = _libc.mmap(address or None, size, access, flags, fd, 0)
+    if found is None or found == _FAILED:
+        _refuse("OUT_OF_MEMORY")
+    return int(found)
+
+
+def _reserve(address: int, size: int) -> int:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE | (_FIXED if address else 0)
+    return _map(address, size, flags, -1, _NO_ACCESS)
+
+
+class _Range:
+    """Addresses that belong, or belonged, to a card."""
+
+    def __init__(self, size: int, address: int = 0) -> None:
+        self.address = address or _reserve(0, size)
+        self.size = size
+        self.state = "reserved"  # mapped, accessible, freed
+        self.card = -1
+        self.fd = -1
+        self.maker = ""  # alloc, import
+        self.references = 1
+        self.context: _Context | None = None
+
+    def set_memory(self, fd: int, access: bool) -> None:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if access else _NO_ACCESS
+        _map(self.address, self.size, mmap.MAP_SHARED | _FIXED, fd, protection)
+        self.state = "accessible" if access else "mapped"
+
+    def allow(self) -> None:
+        _libc.mprotect(self.address, self.size, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.state = "accessible"
+
+    def drop(self, state: str) -> None:
+        _reserve(self.address, self.size)
+        self.state = state
+
+
+class _Memory:
+    """What a generic allocation handle refers to."""
+
+    def __init__(self, fd: int, card: int, size: int, shared: bool) -> None:
+        self.fd = fd
+        self.card = card
+        self.size = size
+        self.shared = shared
+
+
+def _name(card: int, size: int) -> str:
+    return f"card-{_LEDGER}-{card}-{size}-{os.getpid()}-{next(_numbers)}"
+
+
+def _card_and_size(fd: int) -> tuple[int, int]:
+    try:
+        name = os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        _refuse("INVALID_VALUE")
+    parts = name.removeprefix("/memfd:").split("-")
+    if not name.startswith("/memfd:card-") or parts[1] != _LEDGER:
+        _refuse("INVALID_VALUE")
+    return int(parts[2]), int(parts[3])
+
+
+def _used(card: int) -> int:
+    """Bytes of the card's memory that any Python process has open or mapped."""
+    prefix = f"/memfd:card-{_LEDGER}-{card}-".encode()
+    mapped = re.compile(re.escape(prefix) + b"[^\n]*")
+    names: set[bytes] = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if "python" not in os.readlink(f"/proc/{pid}/exe"):
+                continue
+            for entry in os.scandir(f"/proc/{pid}/fd".encode()):
+                with contextlib.suppress(OSError):
+                    names.add(os.readlink(entry.path))
+            with open(f"/proc/{pid}/maps", "rb") as lines:
+                names.update(mapped.findall(lines.read()))
+    return sum(int(name.split(b"-")[3]) for name in names if name.startswith(prefix))
+
+
+def _new_memory(card: int, size: int) -> int:
+    if _used(card) + size > _BYTES:
+        _refuse("OUT_OF_MEMORY")
+    fd = os.memfd_create(_name(card, size), os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    return fd
+
+
+_numbers = itertools.count(1)
+_lock = threading.RLock()
+_ranges: list[_Range] = []
+_memories: dict[int, _Memory] = {}
+_pinned: dict[int, int] = {}
+
+
+def _range_of(address: int, size: int) -> _Range | None:
+    """The card's addresses that hold these, wholly or in part."""
+    with _lock:
+        for one in _ranges:
+            if address < one.address + one.size and one.address < address + size:
+                return one
+    return None
+
+
+def _found(address: int, *states: str) -> _Range:
+    for one in _ranges:
+        if one.address == address and one.state in states:
+            return one
+    _refuse("INVALID_VALUE")
+
+
+# Contexts, streams and events.
+
+
+class _Context:
+    def __init__(self, card: int) -> None:
+        self.number = (0xC0 << 32) | (card + 1)
+        self.card = card
+        self.failure: CUresult | None = None
+        self.streams: dict[int, _Stream] = {}
+
+    def stream(self, number: int) -> "_Stream":
+        number = number or 1  # CU_STREAM_LEGACY
+        if number in (0, 1, 2) and number not in self.streams:
+            self.streams[number] = _Stream(self)
+        if number not in self.streams:
+            _refuse("INVALID_HANDLE")
+        return self.streams[number]
+
+
+class _Stream:
+    def __init__(self, context: _Context) -> None:
+        self.context = context
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._asked = 0
+        self._done = 0
+        self._progress = threading.Condition()
+        threading.Thread(target=self._run, name="emulated stream", daemon=True).start()
+
+    def put(self, work: Callable[[], None]) -> int:
+        with self._progress:
+            self._asked += 1
+            self._work.put(work)
+            return self._asked
+
+    def idle(self) -> bool:
+        with self._progress:
+            return self._done == self._asked
+
+    def wait(self, number: int | None = None) -> None:
+        with self._progress:
+            wanted = self._asked if number is None else number
+            self._progress.wait_for(lambda: self._done >= wanted)
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            if self.context.failure is None:
+                try:
+                    work()
+                except _Refusal as exc:
+                    self.context.failure = exc.status
+            with self._progress:
+                self._done += 1
+                self._progress.notify_all()
+
+
+_MARKS = 64
+
+
+class _Event:
+    """A page: the number of marks, whether it is destroyed, and by mark modulo 64 which is complete."""
+
+    def __init__(self, context: _Context, flags: int, fd: int, imported: bool) -> None:
+        self.context = context
+        self.flags = flags
+        self.fd = fd
+        self.imported = imported
+        self._page = mmap.mmap(fd, mmap.PAGESIZE)
+
+    def destroy(self) -> None:
+        if not self.imported:
+            self._put(1, 1)
+        os.close(self.fd)
+        self.fd = -1
+
+    @property
+    def destroyed(self) -> bool:
+        return self.fd < 0 or bool(self._get(1))
+
+    def record(self) -> Callable[[], None]:
+        fcntl.flock(self.fd, fcntl.LOCK_EX)
+        mark = self._get(0) + 1
+        self._put(0, mark)
+        self._put(2, os.getpid())
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        return lambda: self._put(3 + mark % _MARKS, mark)
+
+    def mark(self) -> int:
+        return self._get(0)
+
+    def complete(self, mark: int) -> bool:
+        """Whether the mark is complete; one whose process is gone is, as its work is."""
+        return mark == 0 or self._get(3 + mark % _MARKS) >= mark or not _alive(self._get(2))
+
+    def wait_for(self, mark: int) -> None:
+        while not self.complete(mark):
+            time.sleep(_WAIT)
+
+    def _get(self, place: int) -> int:
+        return int.from_bytes(self._page[8 * place : 8 * place + 8], "little")
+
+    def _put(self, place: int, value: int) -> None:
+        self._page[8 * place : 8 * place + 8] = value.to_bytes(8, "little")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2][:1] not in b"ZX"
+    except OSError:
+        return False
+
+
+_state = threading.local()
+_pid = -1
+_contexts: dict[int, _Context] = {}
+_events: dict[int, _Event] = {}
+
+
+def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """The function as a call of the driver: a tuple of a status and what it returned."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> tuple[Any, ...]:
+        try:
+            if function.__name__ != "cuInit" and os.getpid() != _pid:
+                _refuse("NOT_INITIALIZED")
+            value = function(*arguments)
+        except _Refusal as exc:
+            return (exc.status, *([None] * _values_of(function)))
+        if value is None:
+            return (CUresult.CUDA_SUCCESS,)
+        values = value if isinstance(value, tuple) else (value,)
+        return (CUresult.CUDA_SUCCESS, *values)
+
+    return call
+
+
+def _values_of(function: Callable[..., Any]) -> int:
+    """How many values a call returns besides its status, which a failed one returns as None."""
+    returned = function.__annotations__["return"]
+    if returned is None:
+        return 0
+    return len(getattr(returned, "__args__", (1,))) if returned is not Any else 1
+
+
+def _stack() -> list[_Context]:
+    if not hasattr(_state, "contexts"):
+        _state.contexts = []
+    stack: list[_Context] = _state.contexts
+    return stack
+
+
+def _context() -> _Context:
+    """The current context, if it is whole."""
+    if not _stack():
+        _refuse("INVALID_CONTEXT")
+    context = _stack()[-1]
+    if context.failure is not None:
+        raise _Refusal(context.failure)
+    return context
+
+
+def _stream(handle: Any) -> _Stream:
+    return _context().stream(int(handle))
+
+
+def _event(handle: Any) -> _Event:
+    event = _events.get(int(handle))
+    if event is None or event.destroyed:
+        _refuse("INVALID_HANDLE")
+    return event
+
+
+def _card(device: Any) -> int:
+    if not 0 <= int(device) < _CARDS:
+        _refuse("INVALID_DEVICE")
+    return int(device)
+
+
+@_call
+def cuInit(flags: int) -> None:
+    global _pid
+    if "driver" in _WITHOUT:
+        raise RuntimeError("the driver is not found")  # DynamicLibNotFoundError of cuda.pathfinder
+    if flags:
+        _refuse("INVALID_VALUE")
+    if not _CARDS:
+        _refuse("NO_DEVICE")
+    if _pid not in (-1, os.getpid()):
+        _refuse("NOT_INITIALIZED")  # forked
+    _pid = os.getpid()
+
+
+@_call
+def cuDriverGetVersion() -> int:
+    return 13000
+
+
+@_call
+def cuDeviceGetCount() -> int:
+    return _CARDS
+
+
+@_call
+def cuDeviceGet(ordinal: int) -> CUdevice:
+    return CUdevice(_card(ordinal))
+
+
+@_call
+def cuDeviceGetName(length: int, device: Any) -> bytes:
+    return (f"Emulated card {_card(device)}".encode() + b"\0").ljust(length)
+
+
+@_call
+def cuDeviceGetUuid(device: Any) -> CUuuid:
+    return CUuuid(f"emulated-{_card(device):07}".encode())
+
+
+@_call
+def cuDeviceTotalMem(device: Any) -> int:
+    _card(device)
+    return _BYTES
+
+
+@_call
+def cuDeviceGetAttribute(attribute: CUdevice_attribute, device: Any) -> int:
+    _card(device)
+    names = CUdevice_attribute
+    return {
+        names.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE: 0,
+        names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 9,
+        names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 0,
+        names.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: int(
+            "descriptors" not in _WITHOUT
+        ),
+        names.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED: int("events" not in _WITHOUT),
+    }[names(attribute)]
+
+
+@_call
+def cuDeviceCanAccessPeer(device: Any, peer: Any) -> int:
+    return int(_card(device) != _card(peer) and "peers" not in _WITHOUT)
+
+
+@_call
+def cuDevicePrimaryCtxRetain(device: Any) -> CUcontext:
+    with _lock:
+        card = _card(device)
+        if card not in _contexts:
+            _contexts[card] = _Context(card)
+        return CUcontext(_contexts[card].number)
+
+
+def _context_of(handle: Any) -> _Context:
+    for context in _contexts.values():
+        if context.number == int(handle):
+            return context
+    _refuse("INVALID_CONTEXT")
+
+
+@_call
+def cuCtxPushCurrent(context: Any) -> None:
+    _stack().append(_context_of(context))
+
+
+@_call
+def cuCtxPopCurrent() -> CUcontext:
+    if not _stack():
+        _refuse("INVALID_CONTEXT")
+    return CUcontext(_stack().pop().number)
+
+
+@_call
+def cuCtxSetCurrent(context: Any) -> None:
+    del _stack()[-1:]
+    if int(context):
+        _stack().append(_context_of(context))
+
+
+@_call
+def cuCtxGetCurrent() -> CUcontext:
+    return CUcontext(_stack()[-1].number if _stack() else 0)
+
+
+@_call
+def cuCtxSynchronize() -> None:
+    for stream in [*_context().streams.values()]:
+        stream.wait()
+    _context()
+
+
+# Streams and events.
+
+
+@_call
+def cuStreamCreate(flags: int) -> CUstream:
+    context = _context()
+    number = (0x5E << 32) | next(_numbers)
+    context.streams[number] = _Stream(context)
+    return CUstream(number)
+
+
+@_call
+def cuStreamGetCtx(stream: Any) -> CUcontext:
+    if int(stream) in (0, 1, 2):
+        return CUcontext(_context().number)
+    for context in _contexts.values():
+        if int(stream) in context.streams:
+            return CUcontext(context.number)
+    _refuse("INVALID_HANDLE")
+
+
+@_call
+def cuStreamDestroy(stream: Any) -> None:
+    _stream(stream)
+    del _context().streams[int(stream)]
+
+
+@_call
+def cuStreamSynchronize(stream: Any) -> None:
+    _stream(stream).wait()
+    _context()
+
+
+@_call
+def cuStreamQuery(stream: Any) -> None:
+    if not _stream(stream).idle():
+        _refuse("NOT_READY")
+    _context()
+
+
+@_call
+def cuStreamWaitEvent(stream: Any, event: Any, flags: int) -> None:
+    waiting, awaited = _stream(stream), _event(event)
+    mark = awaited.mark()
+    waiting.put(lambda: awaited.wait_for(mark))
+
+
+@_call
+def cuLaunchHostFunc(stream: Any, function: Any, data: Any) -> None:
+    called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(int(function))
+    _stream(stream).put(lambda: called(int(data or 0)))
+
+
+@_call
+def cuEventCreate(flags: int) -> CUevent:
+    if flags & CUevent_flags.CU_EVENT_INTERPROCESS:
+        if not flags & CUevent_flags.CU_EVENT_DISABLE_TIMING:
+            _refuse("INVALID_VALUE")
+        if "events" in _WITHOUT:
+            _refuse("NOT_SUPPORTED")
+    fd = os.memfd_create("event", os.MFD_CLOEXEC)
+    os.ftruncate(fd, mmap.PAGESIZE)
+    return _new_event(_Event(_context(), flags, fd, imported=False))
+
+
+def _new_event(event: _Event) -> CUevent:
+    number = (0xE0 << 32) | next(_numbers)
+    _events[number] = event
+    return CUevent(number)
+
+
+@_call
+def cuEventRecord(event: Any, stream: Any) -> None:
+    recorded, on = _event(event), _stream(stream)
+    if recorded.context is not on.context:
+        _refuse("INVALID_HANDLE")
+    on.put(recorded.record())
+
+
+@_call
+def cuEventQuery(event: Any) -> None:
+    queried = _event(event)
+    if not queried.complete(queried.mark()):
+        _refuse("NOT_READY")
+
+
+@_call
+def cuEventSynchronize(event: Any) -> None:
+    awaited = _event(event)
+    awaited.wait_for(awaited.mark())
+
+
+@_call
+def cuEventDestroy(event: Any) -> None:
+    _event(event).destroy()
+    del _events[int(event)]
+
+
+@_call
+def cuIpcGetEventHandle(event: Any) -> CUipcEventHandle:
+    named = _event(event)
+    if named.imported or not named.flags & CUevent_flags.CU_EVENT_INTERPROCESS:
+        _refuse("INVALID_HANDLE")
+    made: CUipcEventHandle = CUipcEventHandle.of("event", os.getpid(), named.fd)
+    return made
+
+
+@_call
+def cuIpcOpenEventHandle(handle: CUipcEventHandle) -> CUevent:
+    fd = _opened(handle, "event")
+    flags = CUevent_flags.CU_EVENT_DISABLE_TIMING
+    return _new_event(_Event(_context(), flags, fd, imported=True))
+
+
+def _opened(handle: _Opaque, kind: str) -> int:
+    """A descriptor of another process's event or memory."""
+    words = handle.text()
+    if len(words) != 3 or words[0] != kind or not (words[1] + words[2]).isdecimal():
+        _refuse("INVALID_VALUE")
+    if int(words[1]) == os.getpid():
+        _refuse("INVALID_CONTEXT")
+    try:
+        return os.open(f"/proc/{words[1]}/fd/{words[2]}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        _refuse("MAP_FAILED")
+
+
+# Memory.
+
+
+@_call
+def cuMemGetInfo() -> tuple[int, int]:
+    return max(_BYTES - _used(_context().card), 0), _BYTES
+
+
+@_call
+def cuMemGetAllocationGranularity(
+    wanted: CUmemAllocationProp, option: CUmemAllocationGranularity_flags
+) -> int:
+    return _GRANULARITY
+
+
+@_call
+def cuMemCreate(size: int, wanted: CUmemAllocationProp, flags: int) -> CUmemGenericAllocationHandle:
+    located = wanted.location
+    if (
+        wanted.type is not CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        or located.type is not CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        or size <= 0
+        or size % _GRANULARITY
+    ):
+        _refuse("INVALID_VALUE")
+    none = CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
+    shared = wanted.requestedHandleTypes is not none
+    if shared and "descriptors" in _WITHOUT:
+        _refuse("NOT_SUPPORTED")
+    card = _card(located.id)
+    return _new_handle(_Memory(_new_memory(card, size), card, size, shared))
+
+
+def _new_handle(memory: _Memory) -> CUmemGenericAllocationHandle:
+    number = next(_numbers)
+    _memories[number] = memory
+    return CUmemGenericAllocationHandle(number)
+
+
+def _memory(handle: Any) -> _Memory:
+    if int(handle) not in _memories:
+        _refuse("INVALID_VALUE")
+    return _memories[int(handle)]
+
+
+@_call
+def cuMemRelease(handle: Any) -> None:
+    os.close(_memory(handle).fd)
+    del _memories[int(handle)]
+
+
+@_call
+def cuMemExportToShareableHandle(handle: Any, kind: CUmemAllocationHandleType, flags: int) -> int:
+    memory = _memory(handle)
+    if not memory.shared or kind != 1:
+        _refuse("NOT_PERMITTED")
+    exported = os.dup(memory.fd)
+    os.set_inheritable(exported, True)  # the real driver does not say
+    return exported
+
+
+@_call
+def cuMemImportFromShareableHandle(
+    descriptor: Any, kind: CUmemAllocationHandleType
+) -> CUmemGenericAllocationHandle:
+    card, size = _card_and_size(int(descriptor))
+    return _new_handle(_Memory(os.dup(int(descriptor)), card, size, True))
+
+
+@_call
+def cuMemAddressReserve(size: int, alignment: int, address: Any, flags: int) -> CUdeviceptr:
+    if size <= 0 or size % mmap.PAGESIZE:
+        _refuse("INVALID_VALUE")
+    made = _Range(size)
+    with _lock:
+        _ranges.append(made)
+    return CUdeviceptr(made.address)
+
+
+@_call
+def cuMemAddressFree(address: Any, size: int) -> None:
+    found = _found(int(address), "reserved")
+    if found.size != size:
+        _refuse("INVALID_VALUE")
+    found.state = "freed"  # and never used again
+
+
+@_call
+def cuMemMap(address: Any, size: int, offset: int, handle: Any, flags: int) -> None:
+    found, memory = _found(int(address), "reserved"), _memory(handle)
+    if offset or size != found.size or size > memory.size or size % _GRANULARITY:
+        _refuse("INVALID_VALUE")
+    found.card, found.maker = memory.card, "map"
+    found.set_memory(memory.fd, access=False)
+
+
+@_call
+def cuMemSetAccess(address: Any, size: int, wanted: list[CUmemAccessDesc], count: int) -> None:
+    found = _found(int(address), "mapped", "accessible")
+    if found.size != size or count != len(wanted):
+        _refuse("INVALID_VALUE")
+    for one in wanted:
+        if one.location.id != found.card and "peers" in _WITHOUT:
+            _refuse("INVALID_DEVICE")
+    found.allow()
+
+
+@_call
+def cuMemUnmap(address: Any, size: int) -> None:
+    found = _found(int(address), "mapped", "accessible")
+    if found.size != size or found.maker != "map":
+        _refuse("INVALID_VALUE")
+    found.drop("reserved")
+
+
+@_call
+def cuMemAlloc(size: int) -> CUdeviceptr:
+    if size <= 0:
+        _refuse("INVALID_VALUE")
+    card = _context().card
+    whole = -(-size // _GRANULARITY) * _GRANULARITY
+    fd = _new_memory(card, whole)
+    made = _Range(whole)
+    made.card, made.fd, made.maker = card, fd, "alloc"
+    made.set_memory(fd, access=True)
+    with _lock:
+        _ranges.append(made)
+    return CUdeviceptr(made.address)
+
+
+@_call
+def cuMemFree(address: Any) -> None:
+    _finish_work()
+    found = _found(int(address), "accessible")
+    if found.maker != "alloc":
+        _refuse("INVALID_VALUE")
+    # Importers hold a shared lock, which ends with their process.
+    opened = os.open(f"/proc/self/fd/{found.fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _refuse("ILLEGAL_STATE")  # undefined, for the real driver
+    finally:
+        os.close(opened)
+    found.drop("freed")
+    os.close(found.fd)
+
+
+@_call
+def cuIpcGetMemHandle(address: Any) -> CUipcMemHandle:
+    found = _found(int(address), "accessible")
+    if found.maker != "alloc":
+        _refuse("INVALID_VALUE")
+    made: CUipcMemHandle = CUipcMemHandle.of("memory", os.getpid(), found.fd)
+    return made
+
+
+@_call
+def cuIpcOpenMemHandle(handle: CUipcMemHandle, flags: int) -> CUdeviceptr:
+    context = _context()
+    fd = _opened(handle, "memory")
+    inode = os.fstat(fd).st_ino
+    with _lock:
+        for one in _ranges:
+            if one.maker == "import" and one.fd >= 0 and os.fstat(one.fd).st_ino == inode:
+                os.close(fd)
+                one.references += 1
+                return CUdeviceptr(one.address)
+    card, size = _card_and_size(fd)
+    if card != context.card and "peers" in _WITHOUT:
+        os.close(fd)
+        _refuse("PEER_ACCESS_UNSUPPORTED")
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    made = _Range(size)
+    made.card, made.fd, made.maker = card, fd, "import"
+    made.set_memory(fd, access=True)
+    with _lock:
+        _ranges.append(made)
+    return CUdeviceptr(made.address)
+
+
+@_call
+def cuIpcCloseMemHandle(address: Any) -> None:
+    _finish_work()
+    found = _found(int(address), "accessible")
+    if found.maker != "import":
+        _refuse("INVALID_VALUE")
+    found.references -= 1
+    if not found.references:
+        found.drop("freed")
+        os.close(found.fd)
+        found.fd = -1
+
+
+def _finish_work() -> None:
+    for stream in [*_context().streams.values()]:
+        stream.wait()
+
+
+@_call
+def cuMemHostRegister(address: Any, size: int, flags: int) -> None:
+    _context()
+    if "pinning" in _WITHOUT:
+        _refuse("NOT_PERMITTED")
+    if int(address) in _pinned:
+        _refuse("HOST_MEMORY_ALREADY_REGISTERED")
+    _pinned[int(address)] = size
+
+
+@_call
+def cuMemHostUnregister(address: Any) -> None:
+    _context()
+    if _pinned.pop(int(address), None) is None:
+        _refuse("HOST_MEMORY_NOT_REGISTERED")
+
+
+@_call
+def cuPointerGetAttribute(attribute: CUpointer_attribute, address: Any) -> int:
+    found = _range_of(int(address), 1)
+    if found is None or found.state != "accessible":
+        _refuse("INVALID_VALUE")
+    return int(address)
+
+
+def _is_pageable(address: int, size: int) -> bool:
+    """Whether it is host memory that is not pinned."""
+    if _range_of(address, size) is not None:
+        return False
+    return not any(a <= address and address + size <= a + n for a, n in [*_pinned.items()])
+
+
+def _check_access(address: int, size: int) -> None:
+    found = _range_of(address, size)
+    if found is not None and (
+        found.state != "accessible"
+        or address < found.address
+        or address + size > found.address + found.size
+    ):
+        _refuse("ILLEGAL_ADDRESS")
+
+
+@_call
+def cuMemcpyAsync(target: Any, source: Any, size: int, stream: Any) -> None:
+    to, start, on = int(target), int(source), _stream(stream)
+
+    def copy() -> None:
+        _check_access(to, size)
+        _check_access(start, size)
+        ctypes.memmove(to, start, size)
+
+    number = on.put(copy)
+    if _is_pageable(to, size) or _is_pageable(start, size):
+        on.wait(number)
+        _context()

@@ -1,0 +1,58 @@
+"""The programs of docs/gpu.md and the benchmark of cards."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.cards import Cards
+from tests.gpu.conftest import EMULATED, HERE
+
+ROOT = HERE.parents[1]
+PAGE = (ROOT / "docs" / "gpu.md").read_text("utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def run(folder: Path, emulated: bool, *arguments: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(EMULATED)] * emulated + [str(ROOT)]
+    return subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=50 if emulated else 600,
+    )
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_program_prints_what_its_page_shows(number: int, cards: Cards, tmp_path: Path) -> None:
+    programs = [text for text in blocks("python") if "Master(" in text]
+    text, shown = programs[number], blocks("text")[number]
+    if not cards.real:  # ONNX Runtime's CPU provider may serve
+        plain, changed = 'devices=["cuda:0", "cuda:0"]', "allow_fallback=True"
+        assert plain in text
+        if "EngineOptions(" in text:
+            text = text.replace("EngineOptions(", f"EngineOptions({changed}, ")
+        else:
+            text = text.replace(plain, f"{plain}, options=mcinfer.EngineOptions({changed})")
+    ended = run(tmp_path, not cards.real, "-c", text)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == shown
+
+
+@pytest.mark.thorough
+def test_benchmark_comes_to_its_end(cards: Cards, tmp_path: Path) -> None:
+    program = str(ROOT / "benchmarks" / "gpu.py")
+    how = "--quick" if cards.real else "--emulated"
+    ended = run(tmp_path, not cards.real, program, how, "--json", "all.json")
+    assert ended.returncode == 0, ended.stderr
+    assert ("NO CARD" in ended.stdout) is not cards.real
+    assert "missed" not in ended.stdout.partition("the leader")[2]
+    assert (tmp_path / "all.json").stat().st_size > 1000

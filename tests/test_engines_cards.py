@@ -1,0 +1,349 @@
+"""Tests of ONNX Runtime on cards without one: the CPU provider over an emulated card's memory.
+
+The weights lie in memory of the emulated card, which the host can read too. So all but CUDA's kernels is as
+on a card: preparing, the layout, giving the weights to sessions.
+"""
+
+import ctypes
+import gc
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+
+from mcinfer.cli.cache import clear, list_entries
+from mcinfer.config import Device, EngineOptions
+from mcinfer.engines import _onnxruntime, open_engine, prepared_facts
+from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
+from mcinfer.engines.base import EngineRequest, OutOfDeviceMemoryError, Slab, Strings
+from mcinfer.engines.preparation import OWN_COPY, engine_folder
+from mcinfer.errors import BuildError, InvalidInputError
+from mcinfer.model_cache.building import ensure_prepared
+from mcinfer.model_cache.cache import Cache
+from mcinfer.shm.cuda import Card, DeviceBlock
+from mcinfer.shm.slabs import fill, layout
+from tests.engine_tensors import buffer, content
+from tests.test_engines import save
+from tests.test_preparation import CONV, LOOP, MODELS, Model, numbers, results, write
+from tests.test_shm_cuda import emulated_cards
+
+Array = NDArray[Any]
+
+DEVICE = Device("cuda", 0)
+LARGE: Model = (
+    "g (float[batch, 1024] x) => (float[batch, 1024] y) { a = MatMul(x, w)  y = MatMul(a, v) }",
+    {"w": numbers(1024, 1024), "v": numbers(1024, 1024, seed=2)},
+)
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Card]:
+    """An emulated card, and a model cache that the tests of this module share."""
+    with emulated_cards(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MCINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        card = Card.open(DEVICE)
+        yield card
+        gc.collect()
+        card.reclaim()
+        free, total = card.memory()
+        assert free == total  # no session that is gone keeps weights
+
+
+class Leader:
+    """Makes the slab at the first call, and gives it to whoever loads the model later."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self.block: DeviceBlock | None = None
+        self.models: list[Path] = []
+
+    def __call__(self, model: Path) -> Slab:
+        self.models.append(model)
+        if self.block is None:
+            placed = layout(model)
+            self.block = self.card.create(-1, placed.size)
+            fill(self.card, self.block, placed)
+        return Slab(
+            device=self.card.device,
+            address=self.block.address,
+            host_address=self.card.host_address(self.block.address),
+            size=self.block.size,
+            owner=self.block.memory(0, self.block.size),
+        )
+
+
+def request(model: str, **options: Any) -> EngineRequest:
+    fields = {"device": DEVICE, "threads": 1, "prepare": "always", "allow_fallback": True}
+    return EngineRequest(**{"model": model, **fields, **options})
+
+
+def open_on_card(model: str, **options: Any) -> OnnxRuntimeEngine:
+    engine = open_engine("onnxruntime", request(model, **options))
+    assert isinstance(engine, OnnxRuntimeEngine)
+    return engine
+
+
+def own_bytes() -> int:
+    """Memory that this process has for itself."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        [line] = [line for line in file if line.startswith("Anonymous:")]
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.parametrize("model", [CONV, MODELS[LOOP]], ids=["layers", LOOP])
+def test_weights_of_a_card_are_used_where_they_lie_by_every_session(
+    card: Card, tmp_path: Path, model: Model
+) -> None:
+    path = write(tmp_path / "model.onnx", model)
+    leader = Leader(card)
+    engines = [open_on_card(path, slab=leader) for _ in range(2)]
+    assert leader.block is not None
+    assert len(leader.models) == 2
+    plain = open_on_card(path, prepare="never")
+    for engine in engines:
+        assert engine.prepared
+        assert (engine.providers, engine.on_card) == (("CPUExecutionProvider",), False)
+        for ours, expected in zip(results(engine), results(plain), strict=True):
+            np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+    # Whoever changes the memory changes what all of them compute: so none has a copy.
+    address = card.host_address(leader.block.address)
+    assert address is not None
+    ctypes.memset(address, 0, leader.block.size)
+    for engine in engines:
+        assert not np.allclose(results(engine)[0], results(plain)[0])
+
+
+def test_session_with_weights_of_a_card_has_no_memory_of_its_own_for_them(
+    card: Card, tmp_path: Path
+) -> None:
+    path, leader = write(tmp_path / "model.onnx", LARGE), Leader(card)
+    first = open_on_card(path, slab=leader)
+    assert leader.block is not None
+    assert leader.block.size == 8 << 20
+    before = own_bytes()
+    engine = open_on_card(path, slab=leader)
+    given = results(engine)
+    taken = own_bytes() - before
+    plain = open_on_card(path, prepare="never")
+    np.testing.assert_allclose(given[0], results(plain)[0], rtol=1e-3, atol=1e-4)
+    assert taken < 2 << 20 < 8 << 20 <= own_bytes() - before - taken
+    assert np.array_equal(results(first)[0], given[0])
+    del leader  # the session keeps the memory
+    assert np.array_equal(results(engine)[0], given[0])
+
+
+def test_weights_on_a_card_can_be_replaced_for_a_run(card: Card, tmp_path: Path) -> None:
+    graph = LARGE[0].replace("1024", "64")
+    weights = {"w": numbers(64, 64), "v": numbers(64, 64, seed=2)}
+    path = write(tmp_path / "model.onnx", (graph, weights))
+    engine = open_on_card(path, slab=Leader(card), variable_weights=("w",))
+    assert [spec.name for spec in engine.weights] == ["w"]
+    [doubled], [once] = results(engine, w=2 * weights["w"]), results(engine)
+    np.testing.assert_allclose(doubled, 2 * once, rtol=1e-5)
+
+
+def test_model_for_a_card_has_an_entry_of_its_own_by_the_card(card: Card, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.onnx", CONV)
+    here = prepared_facts("onnxruntime", request(path))
+    on_cpu = prepared_facts("onnxruntime", request(path, device=Device("cpu", 0)))
+    # The keys of what users have prepared for the CPU must stay.
+    assert {*on_cpu} == {
+        *("engine", "build", "device", "cpu", "model"),
+        *("options", "provider_options", "variable_weights"),
+    }
+    own = {name: value for name, value in here.items() if on_cpu.get(name) != value}
+    assert own == {
+        "device": "cuda",
+        "provider": "cuda",
+        "falls_back": True,
+        "card": card.model(),
+    }
+    assert card.model() == "Emulated card 0, compute capability 9.0"
+    of_runs = request(path, provider_options={"gpu_mem_limit": "1", "enable_cuda_graph": "1"})
+    assert prepared_facts("onnxruntime", of_runs) == here
+    of_graphs = request(path, provider_options={"prefer_nhwc": "1"})
+    assert prepared_facts("onnxruntime", of_graphs) != here
+    held = ensure_prepared(path, EngineOptions(allow_fallback=True), device="cuda:0")
+    assert held.facts["card"] == card.model()
+    assert open_on_card(path, slab=Leader(card)).prepared == held.key
+    prepared = str(held.folder / "model.onnx")
+    assert open_on_card(prepared, slab=Leader(card)).prepared == held.key
+    with pytest.raises(BuildError, match="was prepared for device cuda, here is cpu"):
+        open_on_card(prepared, device=Device("cpu", 0))
+    # Weights for a card are as the model has them, not as the CPU's kernels pack them.
+    shapes = {one.name: one.shape for one in layout(held.folder / "model.onnx").tensors}
+    assert sum(np.prod(shape) for shape in shapes.values()) == sum(
+        array.size for array in CONV[1].values() if array.nbytes >= 1024
+    )
+    held.close()
+
+
+def test_model_is_prepared_for_a_card_only_if_its_weights_are_shared_there(
+    card: Card, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "model.onnx", CONV)
+    leader = Leader(card)
+    for options in (
+        {"prepare": "auto", "slab": leader},  # too small
+        {"prepare": "auto"},
+        {"prepare": "never", "slab": leader},
+        {"prepare": "always", "slab": leader, "device": Device("ascend", 0)},
+    ):
+        engine = open_on_card(path, **options)
+        assert engine.prepared == ""
+    assert leader.models == []
+
+
+def test_weights_that_a_session_cannot_use_are_its_own(card: Card, tmp_path: Path) -> None:
+    path, leader = write(tmp_path / "model.onnx", CONV), Leader(card)
+    expected = results(open_on_card(path, slab=leader))
+    hidden = open_on_card(path, slab=lambda model: replace(leader(model), host_address=None))
+    assert hidden.notes == (OWN_COPY,)
+    np.testing.assert_array_equal(results(hidden)[0], expected[0])
+    with pytest.raises(BuildError, match="slab: got 100 bytes, expected "):
+        open_on_card(path, slab=lambda model: replace(leader(model), size=100))
+
+
+def test_weights_that_stay_with_each_session_are_noted(card: Card, tmp_path: Path) -> None:
+    graph = MODELS[LOOP][0].replace("32", "512")
+    weights = {**MODELS[LOOP][1], "inner": numbers(512, 512), "w": numbers(512, 512)}
+    engine = open_on_card(write(tmp_path / "model.onnx", (graph, weights)), slab=Leader(card))
+    [note] = engine.notes  # those of the loop's body
+    assert re.match(r"each process has 10485\d\d bytes of the weights of its own", note)
+
+
+def test_weights_of_operators_that_run_on_the_host_are_known(tmp_path: Path) -> None:
+    graph = """(float[n] x) => (float[n] y) <float[1] a = {1}, float[1] b = {2}> {
+        [first] m = Mul(x, a)
+        [second] y = Add(m, b)
+    }"""
+    path = Path(save(tmp_path / "model.onnx", graph))
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    assert _onnxruntime.used_on_host(session, path) == {"x", "a", "m", "b"}
+
+
+# What TensorRT builds.
+
+
+@pytest.mark.usefixtures("card")
+def test_tensorrt_builds_into_a_folder_of_the_cache_for_each_content(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "model.onnx", CONV)
+    wanted = request(path, provider="tensorrt")
+    folder = engine_folder(wanted, _onnxruntime.RUNTIME)
+    assert folder is not None
+    assert folder == engine_folder(wanted, _onnxruntime.RUNTIME)
+    assert Path(folder).parent == Cache.default().folder / "engines"
+    assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    write(tmp_path / "model.onnx", (CONV[0], {**CONV[1], "b": numbers(32, seed=9)}))
+    other = engine_folder(wanted, _onnxruntime.RUNTIME)
+    assert other not in (None, folder)
+    assert engine_folder(replace(wanted, prepare="never"), _onnxruntime.RUNTIME) is None
+    (Path(folder) / "TensorrtExecutionProvider_TRTKernel_0_sm90.engine").write_bytes(
+        b"x" * 3_000_000
+    )
+    list_entries()
+    assert "engines that TensorRT built: 3.0 MB" in capsys.readouterr().out
+    # The oldest of all goes first, an engine as well as an entry.
+    os.utime(folder, (1, 1))
+    cache = Cache(Cache.default().folder, 1 << 40)
+    total = cache.engine_bytes() + sum(info.bytes for info in cache.entries())
+    assert Cache(cache.folder, total - 1).evict() >= 3_000_000
+    assert not os.path.exists(folder)
+    assert os.path.exists(str(other))
+    clear()
+    assert not os.path.exists(str(other))
+    assert "freed" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("card")
+def test_cache_that_cannot_be_used_leaves_tensorrt_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MCINFER_CACHE", "/proc/none")
+    path = write(tmp_path / "model.onnx", CONV)
+    assert engine_folder(request(path, provider="tensorrt"), _onnxruntime.RUNTIME) is None
+
+
+# What a run on a card cannot do, as far as it shows before the card does.
+
+AFFINE = (
+    "(float[batch, 3] x) => (float[batch, 3] y, float[rows, 3] n) { y = Neg(x) n = Identity(y) }"
+)
+
+
+def test_layout_that_cannot_be_captured_as_a_graph_is_refused(tmp_path: Path) -> None:
+    engine = open_on_card(save(tmp_path / "model.onnx", AFFINE), prepare="never")
+    engine.binds_host = False  # as with enable_cuda_graph on a card
+    x = np.zeros((2, 3), np.float32)
+    strings = Strings(name="x", shape=(1,), values=("a",))
+    for given, text in (
+        (buffer("x", x), "tensor 'x' is in the host's memory, expected memory of the card"),
+        (strings, "tensor 'x' is strings, expected memory of the card"),
+    ):
+        with pytest.raises(InvalidInputError, match=f"a CUDA graph cannot be captured: {text}"):
+            engine.bind([given], [])
+
+
+def test_graphs_are_limited_and_their_numbers_come_back(tmp_path: Path) -> None:
+    engine = open_on_card(save(tmp_path / "model.onnx", AFFINE), prepare="never")
+    numbers = [engine.take_graph() for _ in range(64)]
+    assert {*numbers} == {str(number) for number in range(1, 65)}
+    assert engine.take_graph() == "-1"  # which the runtime does not capture
+    engine.release_graph("-1")
+    engine.release_graph(numbers[7])
+    assert [engine.take_graph(), engine.take_graph()] == [numbers[7], "-1"]
+
+
+def test_tensors_that_a_session_on_a_card_has_on_the_host_are_named(tmp_path: Path) -> None:
+    engine = open_on_card(save(tmp_path / "model.onnx", AFFINE), prepare="never")
+    assert engine.on_host is None  # all of them: it fell back to the CPU
+    engine.on_card = True
+    assert engine._tensors_on_host() == frozenset("xyn")  # by what the runtime says of its memory
+    engine.binds_host = False
+    assert engine._tensors_on_host() == frozenset()
+
+
+def test_run_with_strings_touches_no_memory_of_a_card(tmp_path: Path) -> None:
+    graph = "(string[n] t, float[m] x) => (int64[1] s, float[m] y) { s = Shape(t) y = Neg(x) }"
+    engine = open_on_card(save(tmp_path / "model.onnx", graph), prepare="never")
+    texts, x, s = (
+        Strings(name="t", shape=(2,), values=("a", "b")),
+        np.ones(3, np.float32),
+        np.zeros(1, np.int64),
+    )
+    place = replace(buffer("s", s), device=DEVICE)
+    produced = engine.bind([texts, buffer("x", x)], [place]).execute()
+    assert [item.name for item in produced] == ["s", "y"]
+    assert content(produced[0]).tolist() == [2]
+    assert s.tolist() == [0]
+    with pytest.raises(
+        InvalidInputError, match="input 'x' lies on cuda:0: beside inputs of strings"
+    ):
+        engine.bind([texts, replace(buffer("x", x), device=DEVICE)], [])
+
+
+def test_run_that_gets_no_memory_says_how_much_it_asked_for(tmp_path: Path) -> None:
+    graph = "(int64[rank] x) => (float[n] y) <float one = {1}> { y = Expand(one, x) }"
+    engine = open_on_card(save(tmp_path / "model.onnx", graph), prepare="never")
+    engine.on_card = True  # the same arena, over other memory
+    wanted = 1 << 60
+    x = np.array([wanted // 4], np.int64)
+    with pytest.raises(OutOfDeviceMemoryError, match=f"asked for {wanted} bytes") as caught:
+        engine.bind([buffer("x", x)], []).execute()
+    assert caught.value.asked == wanted
+    x[0] = 3
+    [y] = engine.bind([buffer("x", x)], []).execute()
+    assert content(y).tolist() == [1, 1, 1]
