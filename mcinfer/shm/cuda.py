@@ -26,8 +26,8 @@ by `DeviceBlock.memory`. Its end calls no driver, since it may come in any threa
 memory back, once this process's work on the card is done. `create`, `attach` and `DeviceBlock.close` call
 it.
 
-A process that was forked from one that uses a card cannot use it: each call raises `ClosedError`. It closes the
-descriptors at once: else memory would stay, and owners would wait, until its end.
+A process that was forked from one that uses a card cannot use it: each call raises `ClosedError`. It closes
+the descriptors at once: else memory would stay, and owners would wait, until its end.
 """
 
 import contextlib
@@ -370,7 +370,7 @@ class Card:
         return block
 
     def reclaim(self) -> None:
-        """Give back memory that nothing refers to any more, after this process's work on its cards is done.
+        """Give back memory that nothing refers to any more, after this process's work on the card is done.
 
         Memory of the *handles* kind stays until its importers have closed it or are gone.
 
@@ -384,11 +384,7 @@ class Card:
         try:
             with self._current():
                 if count := len(self.unused):
-                    for card in [
-                        *self._opened.values()
-                    ]:  # copies between cards run on either's stream
-                        with card._current():
-                            self._ask("cuCtxSynchronize")
+                    self._ask("cuCtxSynchronize")
                     self._awaited += [self.unused.popleft() for _ in range(count)]
                 for piece in [*self._awaited]:
                     if not piece.own or piece.kind == "descriptors" or _hung_up(piece.pipe):
