@@ -8,7 +8,7 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextvars import copy_context
@@ -59,6 +59,7 @@ from mcinfer.requests.splitting import Known, Splitter, Verify
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.runtime.loop import Loop
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
+from mcinfer.shm.cuda import KINDS
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.statistics import Health, Statistics, TraceHook
 from mcinfer.validators import TensorFields
@@ -196,6 +197,9 @@ class Master:
         self._absent = {i: why for i, why in shares.items() if not isinstance(why, CoreShare)}
         # For a worker on another device, which is not pinned.
         nowhere = CoreShare(cores=(), shared=False, threads=cpus if cpus < len(cores) else None)
+        may_share = engine == "onnxruntime" and cut.ranks == 1
+        may_share &= options.prepare != "never" and options.provider in (None, "cuda")
+        on_cards = Counter(device.index for device in chosen if device.kind in KINDS)
         builds = []
         for index, device in enumerate(chosen):
             pinned = shares.get(index)
@@ -214,6 +218,9 @@ class Master:
                     variable_weights=tuple(options.variable_weights),
                     session_config=dict(options.session_config),
                     provider_options=dict(options.provider_options),
+                    provider=options.provider,
+                    card_workers=on_cards[device.index] if device.kind in KINDS else 1,
+                    shares_weights=may_share and device.kind == "cuda" and chosen.count(device) > 1,
                     tensor=cut.tensor,
                     pipeline=cut.pipeline,
                 )

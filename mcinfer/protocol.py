@@ -207,8 +207,8 @@ class BuildFinish(Message):
 
     `model` identifies the model's file, and is the same for all workers. `prepared` is the key of the
     prepared model, which covers external data too; empty without one. `notes` are remarks for the user.
-    `slab` is the block with the weights on its card, which it made for the card's other workers and has handed
-    over: number and bytes. `reaches` are the cards whose memory it reads and writes in place.
+    `slab` is the block with the weights on its card, which it made for the card's other workers and has
+    handed over: number and bytes. `reaches` are the cards whose memory it reads and writes in place.
     """
 
     ID = BUILD_FINISH
@@ -248,8 +248,8 @@ class Build(Message):
     `shared`: other workers run on the same cores, so waiting threads must not spin. With `tensor` times
     `pipeline` above 1, the worker is rank 0 of a group of so many, and loads its slice of the model.
 
-    `card_workers`: how many workers of the pool its card has. With `shares_weights` these hold the weights once:
-    this worker opens the block `slab`, which was attached before, or makes it if there is none yet.
+    `card_workers`: how many workers of the pool its card has. With `shares_weights` these hold the weights
+    once: this worker opens the block `slab`, which was attached before, or makes it if there is none yet.
     """
 
     ID = BUILD

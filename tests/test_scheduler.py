@@ -35,6 +35,7 @@ from mcinfer.errors import (
 from mcinfer.protocol import (
     MAX_RUNS,
     VERSION,
+    Attach,
     Build,
     BuildFinish,
     Cancel,
@@ -58,6 +59,7 @@ from mcinfer.scheduler.actions import (
     Send,
     SendPredict,
     Settle,
+    ShareSlab,
     StartWorker,
     WorkersRestarted,
 )
@@ -85,9 +87,16 @@ MAX_BYTES = 40
 MAX_ROWS = 4
 
 
-def build(index: int, pipeline: int = 1) -> Build:
+def build(index: int, pipeline: int = 1, card: int = 0) -> Build:
+    """With `card`, as many workers share one, and its weights."""
     return Build(
-        model="/m.onnx", engine="fake", device=f"cpu:{index}", cores=(index,), pipeline=pipeline
+        model="/m.onnx",
+        engine="fake",
+        device=f"cuda:{index // card}" if card else f"cpu:{index}",
+        cores=(index,),
+        pipeline=pipeline,
+        card_workers=card or 1,
+        shares_weights=card > 0,
     )
 
 
@@ -95,8 +104,8 @@ def hello(worker: int) -> Hello:
     return Hello(version=VERSION, pid=100 + worker, token="secret")  # noqa: S106
 
 
-def built() -> BuildFinish:
-    return BuildFinish(inputs=SPECS, outputs=SPECS, providers=("CPU",), seconds=0.1)
+def built(slab: tuple[int, int] | None = None) -> BuildFinish:
+    return BuildFinish(inputs=SPECS, outputs=SPECS, providers=("CPU",), seconds=0.1, slab=slab)
 
 
 def build_error(text: str = "no such file") -> Error:
@@ -790,7 +799,8 @@ def standing(pool: Scheduler) -> tuple[object, ...]:
     """All that a scheduler knows, to be compared."""
     table, queue = pool.table, pool.table.queue
     workers = [
-        [getattr(w, item.name) for item in fields(w) if item.name != "runs"] for w in pool.workers
+        [getattr(w, item.name) for item in fields(w) if item.name not in ("runs", "leader")]
+        for w in pool.workers
     ]
     return (
         workers,
@@ -910,6 +920,8 @@ class _Process:
     conversation: Conversation = field(default_factory=Conversation)
     inbox: deque[Message] = field(default_factory=deque)
     outbox: deque[Message] = field(default_factory=deque)
+    slab_of: "_Process | None" = None  # whose memory of the card it was given
+    bereft: bool = False  # that one is gone
     cancels: deque[ShardId] = field(default_factory=deque)  # of a socket of their own
     cancelled: set[ShardId] = field(default_factory=set)
 
@@ -956,6 +968,7 @@ class _Given:  # compared by identity
     late: bool = False
 
 
+SLAB = (-1, 64)
 JOINS = st.tuples(st.sampled_from("aaab"), st.integers(1, MAX_ROWS - 1))
 _Asking = tuple[int, float, int, tuple[str, int] | None, int]
 """Shards, seconds, priority, with what it may be joined, and bytes."""
@@ -973,6 +986,8 @@ class Pools(RuleBasedStateMachine):
         self.began: dict[int, float] = {}
         self.joins = False
         self.pipeline = 1
+        self.card = 0
+        self.slab: tuple[int, int] | None = SLAB
         self.limits = Limits()
         self.max_delay = 0.0
         self.seconds = 0.001
@@ -1001,6 +1016,8 @@ class Pools(RuleBasedStateMachine):
         seconds=st.sampled_from([0.0, 0.001, 0.001, 0.01, 0.25]),
         bounded=st.sampled_from([False, False, False, True]),
         pipeline=st.sampled_from([1, 1, 1, 2, 3]),
+        card=st.sampled_from([0, 0, 0, 2, 3]),
+        slab=st.sampled_from([SLAB, SLAB, SLAB, None]),
         start_at_once=st.sampled_from([True, True, True, True, True, False]),
         max_requests=st.sampled_from([None, None, None, None, 1, 3]),
     )
@@ -1013,11 +1030,14 @@ class Pools(RuleBasedStateMachine):
         seconds: float,
         bounded: bool,
         pipeline: int,
+        card: int,
+        slab: tuple[int, int] | None,
         start_at_once: bool,
         max_requests: int | None,
     ) -> None:
         self.joins = joins
-        self.pipeline = pipeline
+        self.pipeline = 1 if card else pipeline
+        self.card, self.slab = card, slab
         self.max_delay = max_delay
         self.seconds = seconds
         restart = replace(
@@ -1035,7 +1055,7 @@ class Pools(RuleBasedStateMachine):
     ) -> None:
         self.limits = limits
         self.twins = Twins(
-            [build(i, self.pipeline) for i in range(workers)],
+            [build(i, self.pipeline, self.card) for i in range(workers)],
             timeouts=TIMEOUTS,
             restart=restart,
             limits=limits,
@@ -1078,7 +1098,16 @@ class Pools(RuleBasedStateMachine):
                     self.note_cancel(worker, message)
                     self.processes[worker].cancels.append((message.request, message.shard))
                 case Send(worker=worker, message=message):
+                    self.check_build_or_exit(worker, message)
                     self.processes[worker].inbox.append(message)
+                case ShareSlab(worker=worker, leader=leader):
+                    process, owner = self.processes[worker], self.processes[leader]
+                    assert process.slab_of is None
+                    assert not owner.killed, "its memory is about to go"
+                    assert not owner.asked, "its memory is about to go"
+                    assert self.scheduler.workers[leader].slab == self.slab
+                    process.slab_of = owner
+                    process.inbox.append(Attach(block=-1, size=64, device=f"cuda:{leader}"))
                 case DumpStacks(worker=worker):
                     assert not self.processes[worker].asked, "asked for its stacks twice"
                     self.processes[worker].asked = True
@@ -1134,6 +1163,18 @@ class Pools(RuleBasedStateMachine):
             assert trace.queued <= run.sent <= run.answered <= trace.settled
             assert run.attempts == asked.given[run.shard]
             assert run.run_seconds == min(asked.replies[run.shard].seconds, run.answered - run.sent)
+
+    def check_build_or_exit(self, worker: int, message: Message) -> None:
+        """Fail unless a leader comes before its followers, and ends after them."""
+        process = self.processes[worker]
+        if isinstance(message, Build):
+            leader = worker - worker % self.card if self.card else worker
+            assert message.slab == (None if process.slab_of is None else -1)
+            if leader != worker and self.slab is not None:
+                assert self.scheduler.workers[leader].state in (WorkerState.READY, WorkerState.BUSY)
+                assert message.slab is not None
+        elif isinstance(message, Exit) and not self.is_closing:
+            assert all(other.slab_of is not process for other in self.processes.values())
 
     def check_run(self, worker: int, members: tuple[ShardId, ...], *, fresh: bool) -> None:
         """Fail unless these may go now, and together."""
@@ -1195,7 +1236,7 @@ class Pools(RuleBasedStateMachine):
 
     @property
     def circuit_open(self) -> bool:
-        return all(w.spent for w in self.scheduler.workers)
+        return all(w.is_given_up for w in self.scheduler.workers)
 
     def open(self) -> set[int]:
         return {number for number, asked in self.requests.items() if not asked.settled}
@@ -1230,13 +1271,19 @@ class Pools(RuleBasedStateMachine):
         runs, before = self.running.pop(worker, deque()), self.open()
         blamed: set[int] = set()
         wanted = {member for run in runs if not run.late for member in run.members}
-        if sum(not run.late for run in runs) > 1:
+        for other in self.processes.values():
+            other.bereft |= other.slab_of is process and not (other.killed or other.asked)
+        if process.bereft:
+            pass  # the one whose memory it had is to blame, and its run
+        elif sum(not run.late for run in runs) > 1:
             self.suspects |= wanted
         elif runs and not runs[0].late and len(runs[0].members) == 1:
             self.suspects |= wanted
             blamed = {request for request, _ in wanted}
         how = SIGKILL if process.killed else SIGSEGV
         self.carry_out(self.twins.tell("handle_died", self.now, worker, how))
+        for other in self.processes.values():
+            assert other.slab_of is not process or other.killed or self.is_closing
         # The circuit may be closed again by now: a worker that is to be replaced has a new budget.
         lost = {n for n in before - self.open() if "budget is spent" not in self.errors[n]}
         assert lost <= blamed or self.is_closing
@@ -1252,14 +1299,16 @@ class Pools(RuleBasedStateMachine):
             elif request in self.poison:
                 process.alive = False
                 return
-            done = reply(request, shard, seconds=self.seconds)
-            process.say(done if fail is None else error(request, shard, fail))
+            answer = reply(request, shard, seconds=self.seconds)
+            process.say(answer if fail is None else error(request, shard, fail))
         elif process.inbox:
             while process.inbox:  # all that is there: runs wait in the worker
                 message = process.inbox.popleft()
                 process.conversation.advance(message)
                 if isinstance(message, Build):
-                    process.say(built() if fail is None else build_error())
+                    makes = message.shares_weights and message.slab is None
+                    done = built(self.slab if makes else None)
+                    process.say(done if fail is None else build_error())
                 elif isinstance(message, Exit):
                     process.alive = False
 
@@ -1451,9 +1500,8 @@ class Pools(RuleBasedStateMachine):
         if trouble == "restart" and self.started and self.to_replace is None:
             try:
                 # One that is replaced already is not replaced twice.
-                already = self.scheduler.lives._replacing
-                index = None if already is None else already.index
-                self.to_replace = {w: p for w, p in self.processes.items() if w != index}
+                already = {w.index for w in self.scheduler.lives._replacing}
+                self.to_replace = {w: p for w, p in self.processes.items() if w not in already}
                 self.carry_out(self.twins.tell("handle_restart", self.now))
             except ClosedError:
                 assert self.is_closing or self.is_draining
@@ -1483,7 +1531,7 @@ class Pools(RuleBasedStateMachine):
     @invariant()
     def calm_is_what_it_stands_for(self) -> None:
         lives = self.scheduler.lives
-        replacing = lives._replacing is not None or bool(lives._to_replace)
+        replacing = bool(lives._replacing or lives._to_replace)
         assert lives.calm == (not replacing and lives._announced[0] == "ready")
 
     @invariant()
@@ -1506,9 +1554,9 @@ class Pools(RuleBasedStateMachine):
 
     @invariant()
     def nothing_waits_while_a_worker_is_ready_but_what_is_held_for_others(self) -> None:
-        states = self.scheduler.lives.statistics()
-        ready = [w.index for w in states if w.state == WorkerState.READY]
-        free = [self.processes[w] for w in ready]
+        # A leader that is to be replaced waits until its followers have ended.
+        ready = [w for w in self.scheduler.workers if w.state is WorkerState.READY]
+        free = [self.processes[w.index] for w in ready if not w.retiring]
         if not any(not (process.killed or process.asked) for process in free):
             return
         if not self.joins:
@@ -1587,9 +1635,9 @@ class Pools(RuleBasedStateMachine):
                 assert w.state is not WorkerState.GONE or w.restart_at is not None
 
     @invariant()
-    def one_worker_at_a_time_is_replaced(self) -> None:
+    def one_worker_at_a_time_is_replaced_or_one_card(self) -> None:
         retiring = [w for w in self.scheduler.workers if w.retiring]
-        assert len(retiring) <= 1
+        assert len(retiring) <= 1 or (self.card and len({w.device for w in retiring}) == 1)
 
     @invariant()
     def statistics_add_up(self) -> None:

@@ -93,6 +93,21 @@ def test_no_change_to_a_token_opens_anything(both: Processes) -> None:
     assert both.blocks_in_use() == 0
 
 
+def test_blocks_that_come_and_go_leave_no_descriptor(both: Processes) -> None:
+    def come_and_go() -> int:
+        block = both.create()
+        both.give(block)
+        both("close", block.number)
+        block.close()
+        both.card.reclaim()
+        left: int = both("descriptors")
+        return left
+
+    there = come_and_go()  # an event stays, for the next block
+    with no_descriptor_left():
+        assert [come_and_go() for _ in range(3)] == [there] * 3
+
+
 def test_process_does_not_attach_what_it_made(both: Processes) -> None:
     block = both.create()
     with no_descriptor_left(), pytest.raises(CardError, match="INVALID_CONTEXT"):
@@ -167,7 +182,7 @@ def test_reason_why_a_card_cannot_be_used_is_named() -> None:
         with pytest.raises(BuildError, match="cuda:1: this process sees 1 NVIDIA cards"):
             Card.open(Device("cuda", 1))
         assert Card.open(Device("tensorrt", 0)) is Card.open(OWN)
-        assert Card.open(OWN).model == "Emulated card 0 9.0"
+        assert Card.open(OWN).model() == "Emulated card 0, compute capability 9.0"
         for other in ("cpu", "ascend"):
             assert not Card.open(OWN).reaches(Device(other, 0))
             with pytest.raises(InvalidInputError, match=f"device: got {other}:0"):

@@ -10,9 +10,9 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.config import Device
 from mcinfer.dlpack import DlpackTensor
 from mcinfer.engines.base import (
     Buffer,
@@ -29,7 +28,6 @@ from mcinfer.engines.base import (
     Produced,
     Run,
     RunCancelledError,
-    Slab,
     Strings,
     array_over,
     delivered,
@@ -224,12 +222,12 @@ class OnnxRuntimeEngine(Engine):
         given = _given_weights(request, path)
         self.session = _open_session(request, path, given)
         self._given = given  # its values must outlive the session (SessionOptions.add_initializer)
-        if given is not None:
+        self.providers = tuple(self.session.get_providers())
+        self.on_card = self.providers[0] in ON_CARDS
+        if given is not None and given.on_card == self.on_card:
             self.notes += given.notes
         elif request.slab is not None and not self.notes:
             self.notes = (OWN_COPY,)
-        self.providers = tuple(self.session.get_providers())
-        self.on_card = self.providers[0] in ON_CARDS
         self.spec = ModelSpec(
             inputs=tuple(_spec(arg, "input") for arg in self.session.get_inputs()),
             outputs=tuple(_spec(arg, "output") for arg in self.session.get_outputs()),
@@ -432,6 +430,10 @@ def _text_array(item: Strings) -> NDArray[Any]:
 
 def _value(item: Buffer) -> Any:
     """The runtime's value over memory. NumPy decides only the width of an element: it lacks some types."""
+    if item.device is not None:
+        raise InvalidInputError(
+            f"input {item.name!r} lies on {item.device}: beside inputs of strings, expected the host's memory"
+        )
     element_type = ELEMENT_TYPES[item.element_type]
     array = array_over(item, np.dtype(f"u{element_type.bits // 8}"))
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, element_type.onnx)
@@ -514,45 +516,48 @@ def _register_arena() -> None:
     ort.create_and_register_allocator(memory, None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _GivenWeights:
-    """The weights of a prepared model on its card, which the session uses where they lie.
+    """The weights of a prepared model on its card, which a session uses where they lie.
 
     Attributes:
         values: By name; they must outlive the session.
+        on_card: Whether they are for a session on the card, not for one that reads them on the host.
         notes: For the user: what each session has for itself.
     """
 
-    def __init__(self, model: Path, slab: Slab, device: Device | None, address: int) -> None:
-        placed = layout(model)
-        if slab.size < placed.size:
-            raise BuildError(f"slab: got {slab.size} bytes, expected {placed.size} for {model}")
-        self.values = {
-            one.name: ort.OrtValue.from_dlpack(
-                DlpackTensor(
-                    address=address + one.offset,
-                    shape=one.shape,
-                    element_type=one.element_type,
-                    device=device,
-                    owner=slab.owner,
-                )
-            )
-            for one in placed.tensors
-        }
-        left = scan(model).weight_bytes - sum(one.size for one in placed.tensors)
-        note = f"each process has {left} bytes of the weights of its own: small ones and subgraphs'"
-        self.notes = (note,) if left >= _LEAST_NOTED_BYTES else ()
+    values: Mapping[str, Any]
+    on_card: bool
+    notes: tuple[str, ...]
 
 
 def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights | None:
     """The weights on the request's card, if the model is prepared and this runtime can use them there."""
     if request.slab is None or model is None or not hasattr(ort.OrtValue, "from_dlpack"):  # 1.31
         return None
-    slab = request.slab(model)
-    if NAMES[provider_of(request)] in ort.get_available_providers():
-        return _GivenWeights(model, slab, slab.device, slab.address)
-    if slab.host_address is None:  # the runtime falls back to the CPU, which cannot read them
+    slab, placed = request.slab(model), layout(model)
+    if slab.size < placed.size:
+        raise BuildError(f"slab: got {slab.size} bytes, expected {placed.size} for {model}")
+    on_card = NAMES[provider_of(request)] in ort.get_available_providers()
+    start = slab.address if on_card else slab.host_address
+    if start is None:  # the runtime falls back to the CPU, which cannot read them
         return None
-    return _GivenWeights(model, slab, None, slab.host_address)
+    values = {
+        one.name: ort.OrtValue.from_dlpack(
+            DlpackTensor(
+                address=start + one.offset,
+                shape=one.shape,
+                element_type=one.element_type,
+                device=slab.device if on_card else None,
+                owner=slab.owner,
+            )
+        )
+        for one in placed.tensors
+    }
+    left = scan(model).weight_bytes - sum(one.size for one in placed.tensors)
+    note = f"each process has {left} bytes of the weights of its own: small ones and subgraphs'"
+    notes = (note,) if left >= _LEAST_NOTED_BYTES else ()
+    return _GivenWeights(values=values, on_card=on_card, notes=notes)
 
 
 def _open_session(
@@ -581,9 +586,8 @@ def _providers(request: EngineRequest) -> list[Any]:
     if request.allow_fallback:
         listed = [one for one in listed if one[0] in available]
     if listed[0][0] in ON_CARDS and hasattr(ort, "preload_dlls"):
-        with redirect_stdout(
-            sys.stderr
-        ):  # CUDA's libraries where pip installed them; it prints what it lacks
+        # CUDA's libraries where pip installed them. It prints which of them it does not find.
+        with redirect_stdout(sys.stderr):
             ort.preload_dlls()
     return listed
 

@@ -152,11 +152,16 @@ def produced_from(spec: TensorSpec, array: NDArray[Any]) -> Produced | Strings:
 def delivered(
     produced: Sequence[Produced | Strings], places: Mapping[str, Buffer]
 ) -> list[Produced | Strings]:
-    """Copy the outputs to their places; return those without a place or of another shape."""
+    """Copy the outputs to places in the host's memory; return the others, and those of another shape."""
     left = []
     for item in produced:
         place = places.get(item.name)
-        if place is None or isinstance(item, Strings) or item.shape != place.shape:
+        if (
+            place is None
+            or place.device is not None
+            or isinstance(item, Strings)
+            or item.shape != place.shape
+        ):
             left.append(item)
         else:
             ctypes.memmove(place.address, item.address, place.size)
@@ -211,7 +216,8 @@ class Run(ABC):
 
         Returns:
             The outputs that were not bound, and those that have another shape than was bound, in the
-            model's order.
+            model's order. They lie in the host's memory. If the runtime did not take a bound place on a card,
+            its output is among them too.
 
         Raises:
             RunCancelledError: `Engine.cancel` was called.
@@ -252,6 +258,8 @@ class Engine(ABC):
             Others only poll it. -1 if `depth` is 1.
         on_card: Whether it runs on a card, on `EngineRequest.stream`; then it takes tensors of that card.
         binds_host: Whether it takes tensors in the host's memory.
+        on_host: Names of the inputs, outputs and replaceable weights that it takes in the host's memory, and
+            all others on its card; None if it takes all on the host.
     """
 
     spec: ModelSpec
@@ -264,6 +272,7 @@ class Engine(ABC):
     fd: int = -1
     on_card: bool = False
     binds_host: bool = True
+    on_host: frozenset[str] | None = None
 
     @abstractmethod
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:

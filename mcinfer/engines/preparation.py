@@ -326,7 +326,7 @@ def facts_of(request: EngineRequest, runtime: Runtime, source: Source) -> dict[s
         facts["provider"] = provider
         facts["falls_back"] = NAMES[provider] not in runtime.providers
     if request.device.kind in KINDS:
-        facts["card"] = Card.open(request.device).model
+        facts["card"] = Card.open(request.device).model()
     return facts
 
 

@@ -299,6 +299,7 @@ def _load(
             session_config=config,
             provider_options=attempt.options.provider_options,
             allow_fallback=attempt.options.allow_fallback,
+            provider=attempt.options.provider,
         )
         owner = None
         if source.pids is not None and dims is None and onnx_runtime and attempt.kind == "cuda":

@@ -40,7 +40,12 @@ from mcinfer.runtime.transport import (
     SocketPairMaster,
     ZeroMQMaster,
 )
-from mcinfer.runtime.worker_process import ChildProcess, OutputForwarder, WorkerProcess
+from mcinfer.runtime.worker_process import (
+    ChildProcess,
+    HeldBlock,
+    OutputForwarder,
+    WorkerProcess,
+)
 from mcinfer.shm.arena import SharedBlock
 from mcinfer.shm.block import Block
 
@@ -242,6 +247,22 @@ class Connections:
         size, fd, _ = self.processes[index].lifeline.receive_block(number)
         return Block.attach(number, size, fd)
 
+    def take_slab(self, index: int, slab: tuple[int, int]) -> None:
+        """Keep the slab that the worker has made and handed over, for the others of its card.
+
+        Raises:
+            ProtocolError: It was not asked for one, or has not handed over such a block.
+            OSError: This process has no descriptor left.
+        """
+        process = self.processes[index]
+        if not self._builds[index][0].shares_weights or process.slab is not None:
+            raise ProtocolError(f"slab {slab} was not asked for")
+        number, expected = slab
+        size, fd, token = process.lifeline.receive_block(number)
+        process.slab = HeldBlock(number=number, size=size, fd=fd, token=token)
+        if size != expected:
+            raise ProtocolError(f"slab {slab}: the block that was handed over has {size} bytes")
+
     # What goes.
 
     def send(self, index: int, message: Message) -> None:
@@ -293,6 +314,25 @@ class Connections:
         except SendError as exc:
             raise UnreachableError(f"cannot be reached: {exc}") from exc
 
+    def share_slab(self, index: int, leader: int) -> None:
+        """Give a worker the slab of another one.
+
+        Raises:
+            UnreachableError: As `send`.
+        """
+        process, slab = self.processes.get(index), self.processes[leader].slab
+        if process is None or slab is None:
+            return
+        self._hand_over(process, slab)
+        device = self._builds[leader][0].device
+        self.send(index, Attach(block=slab.number, size=slab.size, device=device))
+
+    def _hand_over(self, process: WorkerProcess, block: SharedBlock | HeldBlock) -> None:
+        try:
+            process.lifeline.send_block(block.number, block.size, block.fd, block.token)
+        except OSError as exc:
+            raise UnreachableError(f"does not take a block: {exc}") from exc
+
     def detach(self, index: int, number: int) -> None:
         """Have a worker unmap a block that was freed."""
         process = self.processes.get(index)
@@ -306,10 +346,7 @@ class Connections:
             block = self._block(number)
             if block is None:
                 continue
-            try:
-                process.lifeline.send_block(number, block.size, block.fd, block.token)
-            except OSError as exc:
-                raise UnreachableError(f"does not take a block: {exc}") from exc
+            self._hand_over(process, block)
             process.attached.add(number)
             device = "" if block.device is None else str(block.device)
             self.send(index, Attach(block=number, size=block.size, device=device))

@@ -64,6 +64,7 @@ from mcinfer.scheduler.actions import (
     Send,
     SendPredict,
     Settle,
+    ShareSlab,
     StartWorker,
     WorkersRestarted,
 )
@@ -952,7 +953,8 @@ class Loop:
             self._poll.unregister(fd)
         if not self._pidfds.isdisjoint(ready):
             now = monotonic()
-            for index, process in [*self._connections.processes.items()]:
+            # By index: the death of a card's leader comes before those that follow from it.
+            for index, process in sorted(self._connections.processes.items()):
                 ended = [child for child in process.ranks if child.pidfd in ready]
                 for child in ended:
                     self._poll.unregister(child.pidfd)
@@ -1067,6 +1069,8 @@ class Loop:
                 raise message
             if isinstance(message, Reply):
                 message = self._take(index, message)
+            elif isinstance(message, BuildFinish) and message.slab is not None:
+                message = self._take_slab(index, message, message.slab)
             actions = self._scheduler.handle_message(now, index, message)
         except ProtocolError as exc:
             self._outlaw(index, f"breaks the protocol: {exc}")
@@ -1097,6 +1101,15 @@ class Loop:
             if note not in self._notes and len(self._notes) < _MAX_NOTES:
                 self._notes.add(note)
                 self._delivery.log(logging.WARNING, "%s: %s", self._builds[index].model, note)
+
+    def _take_slab(self, index: int, message: BuildFinish, slab: tuple[int, int]) -> BuildFinish:
+        """Get the weights on a card that a worker has made for others; none without a descriptor left."""
+        try:
+            self._connections.take_slab(index, slab)
+        except OSError as exc:
+            note = f"the workers of a card do not share its weights: {exc}"
+            return replace(message, slab=None, notes=(*message.notes, note))
+        return message
 
     def _take(self, index: int, reply: Reply) -> Message:
         """Have the requests check the reply, and get the blocks that the worker made for it.
@@ -1143,6 +1156,8 @@ class Loop:
                     self._requests.pop(number).release()
                 case Send(worker=worker, message=message):
                     self._send(worker, message)
+                case ShareSlab(worker=worker, leader=leader):
+                    self._share_slab(worker, leader)
                 case StartWorker(worker=worker):
                     pending += self._start_worker(worker)
                 case DumpStacks(worker=worker):
@@ -1201,6 +1216,12 @@ class Loop:
     def _send(self, worker: int, message: Message) -> None:
         try:
             self._connections.send(worker, message)
+        except UnreachableError as exc:
+            self._outlaw(worker, str(exc))
+
+    def _share_slab(self, worker: int, leader: int) -> None:
+        try:
+            self._connections.share_slab(worker, leader)
         except UnreachableError as exc:
             self._outlaw(worker, str(exc))
 

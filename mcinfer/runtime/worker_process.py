@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from time import monotonic
 from typing import TextIO
@@ -150,6 +151,16 @@ class ChildProcess:
         self._stacks.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBlock:
+    """A block that a worker has made for others, as its lifeline brought it; the holder closes `fd`."""
+
+    number: int
+    size: int
+    fd: int
+    token: bytes
+
+
 class WorkerProcess(ChildProcess):
     """One running worker: rank 0 of a group, if it has followers.
 
@@ -164,6 +175,7 @@ class WorkerProcess(ChildProcess):
         followers: The processes of ranks 1, 2, …
         deaths: How followers ended by themselves, in words.
         killed: Whether `kill` was called.
+        slab: The weights on its card that it has made for others; closed with it.
     """
 
     def __init__(
@@ -207,6 +219,7 @@ class WorkerProcess(ChildProcess):
         self.followers: list[ChildProcess] = []
         self.deaths: list[str] = []
         self.killed = False
+        self.slab: HeldBlock | None = None
         with contextlib.ExitStack() as opened:
             self.cancels, listening = Cancels.pair()
             opened.callback(self.cancels.close)
@@ -271,6 +284,9 @@ class WorkerProcess(ChildProcess):
     def abandon(self) -> None:
         super().abandon()
         self.cancels.close()
+        if self.slab is not None:
+            os.close(self.slab.fd)
+            self.slab = None
         for process in self.followers:
             process.abandon()
 

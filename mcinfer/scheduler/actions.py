@@ -34,6 +34,14 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShareSlab:
+    """Give the worker the block with the weights of its card, which its leader has made."""
+
+    worker: int
+    leader: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendPredict:
     """Send the worker these shards as one run; the first stands for the run in messages.
 
@@ -96,6 +104,7 @@ Action = (
     StartWorker
     | SendPredict
     | Send
+    | ShareSlab
     | DumpStacks
     | KillWorker
     | Settle

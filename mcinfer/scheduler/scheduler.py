@@ -4,7 +4,8 @@ The loop reports events (a request or a message came, a worker died, time passed
 returned actions, in order. The rules:
 
 * Every request settles exactly once.
-* A shard whose worker died goes to another; one that has killed two workers fails.
+* A shard whose worker died goes to another; one that has killed two workers fails. The death of a worker that
+  was ended because it shared memory with one that died does not count.
 * A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
   again apart.
 * A worker with short runs gets more runs ahead. If the current run then takes long, the runs behind it
@@ -445,7 +446,7 @@ class Scheduler:
         actions: list[Action] = []
         match message:
             case Hello():
-                return [] if self._closing is not None else [w.send(w.build)]
+                return [] if self._closing is not None else self.lives.build(w, now)
             case Preparing():
                 self.lives.extend_start(w, message, now)
                 return []
@@ -468,7 +469,8 @@ class Scheduler:
         runs, w.runs = w.runs, deque()
         story = self.lives.bury(w, how, now)
         actions: list[Action] = []
-        if runs and not runs[0].late and all(run.late for run in [*runs][1:]):
+        blames = not w.bereft and bool(runs) and not runs[0].late
+        if blames and all(run.late for run in [*runs][1:]):
             w.failed += len(runs[0].members)
             for run in [*runs][1:]:
                 actions += self._forget_late(run)
@@ -478,8 +480,8 @@ class Scheduler:
             # each runs apart from the others.
             for run in reversed(runs):
                 w.failed += len(run.members)
-                actions += self._run_again(run, suspect=True)
-        actions += self.lives.finish_start()
+                actions += self._run_again(run, suspect=not w.bereft)
+        actions += [*self.lives.part(w, now), *self.lives.finish_start()]
         if self._closing is None and self.lives.circuit_open:
             for entry in self.table.open():
                 actions += self._fail(entry, self.lives.outage(now), now)

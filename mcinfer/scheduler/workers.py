@@ -9,13 +9,22 @@
 * While every worker is past its budget, the pool's circuit is open: requests fail at once, with the cause.
 * The master asks a worker that hangs for its stacks and kills it a moment later.
 * Workers are replaced one at a time, while all others serve or are past their budget.
+
+Workers of one card may hold its weights once. The first of them is their *leader*: it makes the slab, a block
+of the card's memory, and the others, its followers, open it.
+
+* Followers start together with their leader, and get BUILD when it has the model. If it could make no slab,
+  they are no followers from then on: each worker of the card loads the weights by itself.
+* The leader's death ends the followers that have its slab. That is no fault of theirs or of their runs: it
+  takes nothing of their budget, and no shard is blamed. They come back as soon as there is a new slab.
+* A leader ends of its own accord only after its followers, so they are replaced together.
 """
 
 import math
 import signal
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mcinfer.config import RestartPolicy, Timeouts
 from mcinfer.errors import (
@@ -42,6 +51,7 @@ from mcinfer.scheduler.actions import (
     KillWorker,
     PoolStarted,
     Send,
+    ShareSlab,
     StartWorker,
     WorkersRestarted,
 )
@@ -96,6 +106,10 @@ class Worker:
         retiring: Whether it ends after its last answer, to be replaced.
         starts: When it was started again, within the policy's window.
         lacks: The error of its build if a package is missing, else empty.
+        leader: The worker that makes the slab that this one opens; None without one.
+        slab: Number and bytes of the slab that its process has made.
+        has_slab: Whether its process was given the leader's slab.
+        bereft: It is killed because its leader has died.
         answers: How many requests this process of it has answered.
     """
 
@@ -124,6 +138,10 @@ class Worker:
     build_deaths: list[str] = field(default_factory=list)
     build_failure: str | None = None
     lacks: str = ""
+    leader: "Worker | None" = None
+    slab: tuple[int, int] | None = None
+    has_slab: bool = False
+    bereft: bool = False
     answers: int = 0
     restarts: int = 0
     runs_done: int = 0
@@ -147,6 +165,11 @@ class Worker:
         """Whether it takes requests, now or after its current run."""
         ready = self.conversation.state in (WorkerState.READY, WorkerState.BUSY)
         return ready and not (self.doomed or self.retiring)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it does not serve, and only a probe, of it or of its leader, can change that."""
+        return self.spent or (self.leader is not None and self.leader.spent)
 
     @property
     def is_free(self) -> bool:
@@ -176,10 +199,15 @@ def describe_exit(code: int) -> str:
 
 
 def _agree(one: BuildFinish, other: BuildFinish) -> bool:
-    """Whether two workers have the same model; one of them may run it unprepared."""
+    """Whether two workers have the same model."""
     names = ("inputs", "outputs", "weights", "model")
-    alike = all(getattr(one, name) == getattr(other, name) for name in names)
-    return alike and (one.prepared == other.prepared or "" in (one.prepared, other.prepared))
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def _prepared_for(device: str) -> str:
+    """What models are prepared for: the CPU, or one card, since a pool may have different ones."""
+    kind, _, _ = device.partition(":")
+    return kind if kind == "cpu" else device
 
 
 class WorkerLives:
@@ -200,13 +228,19 @@ class WorkerLives:
             Worker(i, build.device, build, capacity=build.depth, depth=build.depth)
             for i, build in enumerate(builds)
         ]
+        leaders: dict[str, Worker] = {}
+        for w in self.workers:
+            if w.build.shares_weights:
+                leader = leaders.setdefault(w.device, w)
+                w.leader = None if leader is w else leader
         self.specs: BuildFinish | None = None
+        self._prepared: dict[str, str] = {}  # keys of prepared models, by what they are for
         self.started = False
         self.closing = False
         self._timeouts = timeouts
         self._restart = restart
         self._to_replace: deque[Worker] = deque()
-        self._replacing: Worker | None = None
+        self._replacing: tuple[Worker, ...] = ()
         self._asked_for: set[int] = set()
         self._announced: tuple[HealthState, int] = ("starting", 0)
         self.calm = False
@@ -216,16 +250,17 @@ class WorkerLives:
     @property
     def circuit_open(self) -> bool:
         """Whether requests fail at once: no worker serves, and none has a start left within its budget."""
-        return all(w.spent for w in self.workers)
+        return all(w.is_given_up for w in self.workers)
 
     def outage(self, now: float) -> WorkerDiedError:
         """The error of a request while the circuit is open."""
-        dues = [w.restart_at for w in self.workers if w.restart_at is not None]
-        if dues and len(dues) == len(self.workers):
+        spent = [w for w in self.workers if w.spent]
+        dues = [w.restart_at for w in spent if w.restart_at is not None]
+        if dues and len(dues) == len(spent):
             probe = f"the next start is in {max(0.0, min(dues) - now):.1f} s"
         else:
             probe = "a start is under way"
-        stories = "; ".join(w.last_error for w in self.workers)
+        stories = "; ".join(w.last_error for w in spent)
         return self.workers[0].death_error(
             f"no worker serves, the restart budget is spent, and {probe}: {stories}"
         )
@@ -266,6 +301,8 @@ class WorkerLives:
             return f"{w.name} is being killed{after}"
         if w.retiring:
             return f"{w.name} is being replaced"
+        if w.state is WorkerState.CONNECTED and w.leader is not None:
+            return f"{w.name} waits for {w.leader.name}, which has the weights of the card{after}"
         if w.state in _STARTING:
             return f"{w.name} is starting ({w.state}){after}"
         if w.state is WorkerState.EXITING:
@@ -292,7 +329,7 @@ class WorkerLives:
             return []
         self._announced = (health.state, health.serving)
         self._note_calm()
-        planned = all(w.serves or w is self._replacing for w in self.workers)
+        planned = all(w.serves or w in self._replacing for w in self.workers)
         return [HealthChanged(health=health, planned=planned)]
 
     def due_times(self) -> list[float]:
@@ -310,10 +347,29 @@ class WorkerLives:
         w.doomed = w.retiring = False
         w.answers = 0
         w.restart_at = None
+        w.slab, w.has_slab, w.bereft = None, False, False
+        self._wait_for(w, now)
+        return [StartWorker(worker=w.index)]
+
+    def _wait_for(self, w: Worker, now: float) -> None:
+        """Give it the time of a start."""
         w.ready_by = now + self._timeouts.start
         w.latest = w.ready_by + LONGEST_START
         w.progress = (-1.0, -1)
-        return [StartWorker(worker=w.index)]
+
+    def build(self, w: Worker, now: float) -> list[Action]:
+        """It has connected: have it load the model, a follower once its leader has."""
+        leader = w.leader
+        if leader is not None and not leader.serves:
+            w.ready_by = None
+            return []
+        if w.ready_by is None and not w.doomed:
+            self._wait_for(w, now)
+        if leader is None or leader.slab is None:
+            return [w.send(w.build)]
+        w.has_slab = True
+        build = replace(w.build, slab=leader.slab[0])
+        return [ShareSlab(worker=w.index, leader=leader.index), w.send(build)]
 
     def finish_build(self, w: Worker, message: BuildFinish, now: float) -> list[Action]:
         w.ready_by = None
@@ -322,7 +378,7 @@ class WorkerLives:
         w.providers = message.providers
         if self.specs is None:
             self.specs = message
-        elif not _agree(message, self.specs):
+        elif not _agree(message, self.specs) or self._prepared_otherwise(w, message):
             w.build_failure = (
                 f"{w.name}: its model's content, inputs, outputs or weights are not those of the "
                 "others"
@@ -330,11 +386,27 @@ class WorkerLives:
             return [self.kill(w, w.build_failure), *self.finish_start()]
         elif not self.specs.prepared:
             self.specs = message
+        if message.prepared:
+            self._prepared[_prepared_for(w.device)] = message.prepared
         if w.spent:
             self._renew_budget(w)
             w.trial_end = now + self._probe_delay
         w.started_before = True
-        return self.finish_start()
+        w.slab = message.slab
+        followers = self._followers(w)
+        if w.leader is None and w.slab is None:
+            for each in (w, *followers):
+                each.leader, each.build = None, replace(each.build, shares_weights=False)
+        actions = self.finish_start()
+        for follower in followers:
+            if follower.state is WorkerState.CONNECTED and not (follower.doomed or self.closing):
+                actions += self.build(follower, now)
+        return actions
+
+    def _prepared_otherwise(self, w: Worker, message: BuildFinish) -> bool:
+        """Whether another worker has the model prepared from other content; one may run it unprepared."""
+        known = self._prepared.get(_prepared_for(w.device))
+        return bool(message.prepared) and known not in (None, message.prepared)
 
     def fail_build(self, w: Worker, message: Error, now: float) -> list[Action]:
         """The model does not load: final in the first start, later a death like others."""
@@ -356,7 +428,11 @@ class WorkerLives:
         """Report the first start when every worker has either its model or a failure."""
         if self.started or self.closing:
             return []
-        if not all(w.started_before or w.build_failure for w in self.workers):
+        ended = [
+            w.started_before or w.build_failure or (w.leader is not None and w.leader.build_failure)
+            for w in self.workers
+        ]
+        if not all(ended):
             return []
         failed = [w for w in self.workers if w.build_failure is not None]
         failures = [w.build_failure or "" for w in failed]
@@ -421,7 +497,8 @@ class WorkerLives:
         w.conversation = Conversation(state=WorkerState.GONE)
         w.usual_seconds, w.capacity, w.alone = math.inf, w.depth, False
         w.pid = w.ready_by = w.kill_at = None
-        w.retiring = False
+        w.retiring = w.has_slab = False
+        w.slab = None
         if self.closing:
             return story
         if planned:
@@ -431,7 +508,9 @@ class WorkerLives:
         if w in self._to_replace and w.index not in self._asked_for:
             self._to_replace.remove(w)  # what was worn is gone; its budget stays as it is
             self._note_calm()
-        if self.started or w.started_before:
+        if w.bereft:
+            w.restart_at = now + (self._probe_delay if w.spent else 0.0)
+        elif self.started or w.started_before:
             self._plan_restart(w, now)
         elif w.build_failure is None:  # else it was reported
             w.build_deaths.append(f"{story} while {before}")
@@ -440,6 +519,32 @@ class WorkerLives:
             else:
                 w.build_failure = "; ".join(w.build_deaths)
         return story
+
+    def part(self, w: Worker, now: float) -> list[Action]:
+        """After a leader's death, end its followers; in `close`, after the last of these end the leader."""
+        if not self.closing:
+            return [self._bereave(f, w) for f in self._with_slab(w)]
+        leader = w.leader
+        if leader is None or self._with_slab(leader):
+            return []
+        if leader.state not in (WorkerState.READY, WorkerState.BUSY):
+            return []
+        return self.end_when_idle(leader, now, self._timeouts.close)
+
+    def _bereave(self, follower: Worker, leader: Worker) -> Action:
+        if follower.doomed:  # for a reason of its own, or one of its run's
+            return KillWorker(worker=follower.index)
+        follower.bereft = True
+        return self.kill(
+            follower, f"it shares the memory of its card with worker {leader.index}, which has died"
+        )
+
+    def _followers(self, w: Worker) -> list[Worker]:
+        return [other for other in self.workers if other.leader is w]
+
+    def _with_slab(self, w: Worker) -> list[Worker]:
+        """The followers of a leader that have its memory open."""
+        return [f for f in self._followers(w) if f.has_slab and f.state is not WorkerState.GONE]
 
     def _plan_restart(self, w: Worker, now: float) -> None:
         while w.starts and w.starts[0] <= now - self._restart.window:
@@ -471,7 +576,7 @@ class WorkerLives:
         for w in workers:
             if asked_for:
                 self._asked_for.add(w.index)
-            if w not in self._to_replace and w is not self._replacing:
+            if w not in self._to_replace and w not in self._replacing:
                 self._to_replace.append(w)
         self._note_calm()
 
@@ -481,7 +586,7 @@ class WorkerLives:
         self._note_calm()
 
     def _note_calm(self) -> None:
-        replacing = self._replacing is not None or self._to_replace
+        replacing = self._replacing or self._to_replace
         self.calm = not replacing and self._announced[0] == "ready"
 
     def retire_if_worn(self, w: Worker, own_bytes: int = 0) -> None:
@@ -497,36 +602,46 @@ class WorkerLives:
         """Continue the replacements as far as possible now."""
         actions: list[Action] = []
         while not self.closing:
-            w = self._replacing
-            if w is None:
-                first = self._to_replace[0] if self._to_replace else None
-                others = [o for o in self.workers if o is not first]
-                if first is None or not all(o.serves or o.spent for o in others):
+            if not self._replacing:
+                if not self._to_replace:
                     return actions
-                w = self._replacing = first
-                self._to_replace.popleft()
+                first = self._to_replace[0]
+                together = (first, *self._followers(first))
+                others = [o for o in self.workers if o not in together]
+                if not all(o.serves or o.is_given_up for o in others):
+                    return actions
+                self._replacing = together
+                self._to_replace = deque(w for w in self._to_replace if w not in together)
                 self._note_calm()
-                if w.spent or w.state is WorkerState.GONE:
-                    self._renew_budget(w)
-                if w.state is WorkerState.GONE:
-                    w.restarts += 1
-                    actions += self.start(w, now)
-                else:
-                    w.retiring = True
-            if w.retiring and w.state is WorkerState.READY:
-                actions += self.end_when_idle(w, now, self._timeouts.close)
-            if not (w.serves or w.spent):
+                for w in together:
+                    actions += self._begin_to_replace(w, now)
+            for w in self._replacing:
+                if w.retiring and w.state is WorkerState.READY and not self._with_slab(w):
+                    actions += self.end_when_idle(w, now, self._timeouts.close)
+            replaced = self._replacing
+            if not all(w.serves or w.is_given_up for w in replaced):
                 return actions
-            self._replacing = None
+            self._replacing = ()
             self._note_calm()
-            if w.index in self._asked_for:
-                self._asked_for.discard(w.index)
-                if w.spent:
+            asked_for = self._asked_for.intersection(w.index for w in replaced)
+            if asked_for:
+                self._asked_for -= asked_for
+                failures = [w.last_error for w in replaced if w.is_given_up]
+                if failures:
                     self.forget_replacing()
-                    actions.append(WorkersRestarted(WorkerDiedError(w.last_error)))
+                    actions.append(WorkersRestarted(WorkerDiedError("; ".join(failures))))
                 elif not self._asked_for:
                     actions.append(WorkersRestarted())
         return actions
+
+    def _begin_to_replace(self, w: Worker, now: float) -> list[Action]:
+        if w.spent or w.state is WorkerState.GONE:
+            self._renew_budget(w)
+        if w.state is WorkerState.GONE:
+            w.restarts += 1
+            return self.start(w, now)
+        w.retiring = True
+        return []
 
     def hasten_close(self, now: float, seconds: float) -> None:
         """Shorten the time that `close` gave the workers to at most so many seconds."""
@@ -547,7 +662,8 @@ class WorkerLives:
             if w.doomed and w.state is not WorkerState.GONE:
                 actions.append(KillWorker(worker=w.index))
             elif w.state in (WorkerState.READY, WorkerState.BUSY):
-                actions += self.end_when_idle(w, now, seconds)
+                if not seconds or not self._with_slab(w):  # else after its followers: see `part`
+                    actions += self.end_when_idle(w, now, seconds)
             elif w.state is WorkerState.EXITING:
                 w.kill_at = now + seconds
             elif w.state is not WorkerState.GONE:

@@ -229,7 +229,7 @@ class Card:
         device: ``cuda:`` and the index.
         stream: The handle of the stream; it does not wait for the default stream, nor that one for it.
         kind: ``"descriptors"`` or ``"handles"``: what `create` makes.
-        model: What the card is called, and its compute capability.
+        count: How many cards this process sees.
         unused: Mappings that ended, for `reclaim`.
     """
 
@@ -276,7 +276,7 @@ class Card:
                 found = [i for i, uuid in enumerate(uuids) if uuid and bytes(uuid.bytes) == wanted]
                 if not found:
                     return None
-                [index] = found
+                index = found[0]
         return cls.open(Device(KINDS[0], index))
 
     def __init__(self, device: Device) -> None:
@@ -290,13 +290,10 @@ class Card:
         self._driver = _driver()
         try:
             self._ask("cuInit", 0)
-            self._count = int(self._ask("cuDeviceGetCount"))
-            if device.index >= self._count:
-                raise BuildError(f"{self.device}: this process sees {self._count} NVIDIA cards")
+            self.count = int(self._ask("cuDeviceGetCount"))
+            if device.index >= self.count:
+                raise BuildError(f"{self.device}: this process sees {self.count} NVIDIA cards")
             self._ordinal = self._ask("cuDeviceGet", device.index)
-            name = bytes(self._ask("cuDeviceGetName", _NAME_BYTES, self._ordinal)).split(b"\0")[0]
-            major, minor = (self._fact(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
-            self.model = f"{name.decode(errors='replace')} {major}.{minor}"
             self.kind = self._chosen_kind()
             self._shares_events = bool(self._fact("IPC_EVENT_SUPPORTED"))
             self._context = self._ask("cuDevicePrimaryCtxRetain", self._ordinal)
@@ -433,13 +430,19 @@ class Card:
 
     def reaches(self, other: Device) -> bool:
         """Whether this card can read and write that one's memory: it is the same, or a peer."""
-        if other.kind not in KINDS or other.index >= self._count:
+        if other.kind not in KINDS or other.index >= self.count:
             return False
         if other.index == self.device.index:
             return True
         with self._current():
             peer = self._ask("cuDeviceGet", other.index)
             return bool(self._ask("cuDeviceCanAccessPeer", self._ordinal, peer))
+
+    def model(self) -> str:
+        """The card's name and its compute capability, on which programs for it depend."""
+        name = bytes(self._ask("cuDeviceGetName", _NAME_BYTES, self._ordinal)).split(b"\0")[0]
+        major, minor = (self._fact(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        return f"{name.decode(errors='replace')}, compute capability {major}.{minor}"
 
     # Work on the stream.
 

@@ -41,6 +41,8 @@ from mcinfer.engines.base import (
     Strings,
 )
 from mcinfer.errors import (
+    CardError,
+    CardLostError,
     ClosedError,
     CollectiveTimeoutError,
     InvalidInputError,
@@ -73,17 +75,19 @@ from mcinfer.protocol import (
     Preparing,
     Reply,
     UpdateWeights,
+    WorkerState,
     decode,
     decode_body,
     encode,
 )
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import WorkerTransport
-from mcinfer.shm.arena import align
+from mcinfer.shm.arena import SharedBlock, align
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec, tensor_bytes
 from mcinfer.validators import TensorFields, TensorRef
+from mcinfer.worker.cards import CardEngine, Offered, is_card, open_on_card
 from mcinfer.worker.joined_runs import JoinedRun, JoinedRuns, Member
 
 STRANGER = 77
@@ -109,8 +113,14 @@ _Layout = tuple[int, int, bytes]
 
 T = TypeVar("T")
 
-_BROKEN = (RankDiedError, CollectiveTimeoutError, ClosedError)
+_GROUP_BROKEN = (RankDiedError, CollectiveTimeoutError, ClosedError)
 """Errors after which a group of ranks cannot run any more; the master starts it again."""
+
+_BROKEN = (*_GROUP_BROKEN, CardLostError)
+"""Errors after which this process is of no use any more."""
+
+CARD_LOST = 74
+"""Exit status of a worker that cannot use its card any more: EX_IOERR of sysexits.h. The run is to blame."""
 
 _log = logging.getLogger("mcinfer.worker")
 
@@ -140,9 +150,12 @@ def serve(
     except _StrangerError as exc:
         _log.error("%s; this worker does nothing for it, and ends", exc)
         return STRANGER
-    except _BROKEN as exc:
+    except _GROUP_BROKEN as exc:
         _log.warning("%s; this group ends, and is started again", exc)
         return LEFT_ALONE
+    except CardLostError as exc:
+        _log.error("%s; this worker ends, and is started again", exc)
+        return CARD_LOST
     except ConnectionError:
         return ORPHANED
     except ProtocolError:
@@ -195,6 +208,7 @@ def _pinned_request(message: Build) -> EngineRequest:
         inter_op_threads=message.inter_op_threads,
         shared_cores=message.shared,
         allow_fallback=message.allow_fallback,
+        provider=message.provider,
         prepare=message.prepare,
         variable_weights=message.variable_weights,
         session_config=message.session_config,
@@ -235,7 +249,9 @@ class Server:
         self._poll = select.poll()
         self._conversation = Conversation()
         self._engine: Engine  # from BUILD on; the conversation allows no run before it
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, SharedBlock] = {}
+        self._offered: dict[int, Offered] = {}
+        self._card: CardEngine | None = None  # the engine, if it is on a card
         self._own_blocks = 0
         # By layout: the run, the blocks of its tensors, and its outputs.
         self._runs: OrderedDict[_Layout, tuple[Run, frozenset[int | None], tuple[TensorRef, ...]]]
@@ -283,6 +299,8 @@ class Server:
                 block = self._blocks.pop(message.block, None)
                 self._drop_runs(block=message.block)
                 if block is not None:
+                    if self._card is not None:
+                        self._card.detach(block)
                     block.close()
             case UpdateWeights():
                 self._take_weights(message)
@@ -324,6 +342,7 @@ class Server:
 
     def _build(self, message: Build) -> Message:
         start = time.perf_counter()
+        offered = self._offered_slab(message)
         try:
             request = _pinned_request(message)
             identity = model_identity(message.model)
@@ -332,6 +351,10 @@ class Server:
 
                 cut = (message.tensor, message.pipeline)
                 self._engine = lead(request, cut, self._followers, self._report_progress)
+            elif is_card(request.device):
+                self._engine = open_on_card(message, request, offered, self._report_progress)
+                if isinstance(self._engine, CardEngine):
+                    self._card = self._engine
             else:
                 self._engine = open_engine(message.engine, request, self._report_progress)
             self._depth = self._engine.depth
@@ -344,6 +367,7 @@ class Server:
         except Exception as exc:  # of any class: it is the runtime's
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
             return _error(kind, exc)
+        slab, reaches = self._hand_over_slab(message)
         return BuildFinish(
             inputs=_fields(self._engine.spec.inputs),
             outputs=_fields(self._engine.spec.outputs),
@@ -353,7 +377,31 @@ class Server:
             prepared=self._engine.prepared,
             providers=self._engine.providers,
             seconds=time.perf_counter() - start,
+            slab=slab,
+            reaches=reaches,
         )
+
+    def _offered_slab(self, message: Build) -> Offered | None:
+        """The block of the weights that BUILD names, as it was attached."""
+        if message.slab is None:
+            return None
+        if message.slab not in self._offered:
+            raise ProtocolError(
+                f"block {message.slab} of the weights was not attached before BUILD"
+            )
+        return self._offered.pop(message.slab)
+
+    def _hand_over_slab(self, message: Build) -> tuple[tuple[int, int] | None, tuple[str, ...]]:
+        """Number and bytes of the slab that this worker made, which the master gets; the cards it reaches."""
+        card = self._card
+        if card is None:
+            return None, ()
+        block = card.slab
+        if block is None or message.slab is not None:
+            return None, card.reaches
+        self._lifeline.send_block(block.number, block.size, block.fd, block.token)
+        self._own_blocks = max(self._own_blocks, -block.number)
+        return (block.number, block.size), card.reaches
 
     def _report_progress(self, state: Mapping[str, Any]) -> None:
         self.send(Preparing(seconds=float(state["seconds"]), written=state["written"]))
@@ -545,7 +593,14 @@ class Server:
         if block is None or offset + size > block.size:
             raise ProtocolError(f"tensor {name!r} does not lie in block {number}: {reference}")
         place = block.address + offset
-        return Buffer(name=name, element_type=element_type, shape=shape, address=place, size=size)
+        return Buffer(
+            name=name,
+            element_type=element_type,
+            shape=shape,
+            address=place,
+            size=size,
+            device=block.device,
+        )
 
     def _execute(self, run: Callable[[], T], request: int, shard: int) -> tuple[T, float]:
         """Run, or begin to; raises `RunCancelledError` if that was cancelled before or is meanwhile."""
@@ -629,21 +684,46 @@ class Server:
         self._drop_runs(oldest=message.oldest)
         if self._joined is not None:
             self._joined.forget(message.oldest)
+        if self._card is not None:
+            self._card.forget(message.oldest)
 
     def _weights_of(self, version: int) -> tuple[Buffer, ...]:
         weights = self._weights.get(version)
         if weights is None:
             raise ProtocolError(f"version {version} of the weights is not known")
-        return weights
+        return weights if self._card is None else self._card.placed(version, weights)
 
     def _attach(self, message: Attach) -> None:
         if message.block in self._blocks:
             raise ProtocolError(f"block {message.block} was attached before")
         try:
-            size, fd, _ = self._lifeline.receive_block(message.block, timeout=_BLOCK_TIMEOUT)
-            self._blocks[message.block] = Block.attach(message.block, size, fd)
-        except OSError as exc:
+            size, fd, token = self._lifeline.receive_block(message.block, timeout=_BLOCK_TIMEOUT)
+            if message.device:
+                self._attach_of_card(message.block, size, fd, token, message.device)
+                return
+            block = Block.attach(message.block, size, fd)
+        except (OSError, CardError) as exc:
             raise ProtocolError(f"block {message.block} cannot be attached: {exc}") from exc
+        self._blocks[message.block] = block
+        if self._card is not None:
+            self._card.pin(block)
+
+    def _attach_of_card(self, number: int, size: int, fd: int, token: bytes, device: str) -> None:
+        """Open a block of a card's memory; before BUILD it is kept, since no card is open yet."""
+        try:
+            owner = Device.parse(device)
+        except InvalidInputError as exc:
+            os.close(fd)
+            raise ProtocolError(f"block {number}: {exc}") from exc
+        if self._card is not None:
+            self._blocks[number] = self._card.attach(number, size, fd, token, owner)
+        elif self._conversation.state is WorkerState.CONNECTED and number not in self._offered:
+            self._offered[number] = Offered(
+                number=number, size=size, fd=fd, token=token, device=owner
+            )
+        else:
+            os.close(fd)
+            raise ProtocolError(f"block {number} of {device}: this worker has no card")
 
     def _drop_runs(self, oldest: int = 0, block: int | None = None) -> None:
         """Drop bound runs with weights below the version `oldest`, and those with tensors in the block."""

@@ -182,6 +182,7 @@ def what_one_process_writes_the_other_reads(both: Processes) -> None:
     both("write", block.number, BLOCK_BYTES - 5, b"there".hex())
     assert both.read(block.address + BLOCK_BYTES - 5, 5) == b"there"
     assert (block.device, block.size) == (OWN, BLOCK_BYTES)
+    assert not os.get_inheritable(block.fd)
     both("close", block.number)
     block.close()
 
@@ -304,7 +305,6 @@ def descriptor_alone_keeps_memory_for_processes_that_start_later(both: Processes
 def work_waits_for_the_event_of_another_process(both: Processes) -> None:
     block = both.create(b"old")
     both.give(block)
-    assert both("pin")
     with both.held(both.card.stream) as go_on:
         both.queue_write(block.address, b"new")
         both.card.record(block)

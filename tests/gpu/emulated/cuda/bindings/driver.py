@@ -821,7 +821,9 @@ def cuMemExportToShareableHandle(handle: Any, kind: CUmemAllocationHandleType, f
     memory = _memory(handle)
     if not memory.shared or kind != 1:
         _refuse("NOT_PERMITTED")
-    return os.dup(memory.fd)
+    exported = os.dup(memory.fd)
+    os.set_inheritable(exported, True)  # the real driver does not say
+    return exported
 
 
 @_call

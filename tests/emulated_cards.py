@@ -1,0 +1,42 @@
+"""NVIDIA cards without a card: the driver and CuPy of tests/gpu/emulated, in this process and its children."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcinfer.shm.cuda import Card
+
+EMULATED = Path(__file__).parent / "gpu" / "emulated"
+_PACKAGES = ("cuda", "cupy")
+
+
+@contextmanager
+def emulated_cards(**variables: str) -> Iterator[Any]:
+    """Two cards with memory of their own, as long as this lasts; gives the emulated CuPy.
+
+    Args:
+        variables: Others of the emulated driver, such as ``BYTES="4194304"``.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Card, "_opened", {})
+        for name in _loaded():
+            patch.delitem(sys.modules, name)
+        patch.syspath_prepend(EMULATED)
+        ledger = f"tests{os.getpid()}x{id(patch)}"
+        for name, value in {"CARDS": "2", "LEDGER": ledger, **variables}.items():
+            patch.setenv(f"MCINFER_EMULATED_{name}", value)
+        cupy = import_module("cupy")
+        assert Path(str(cupy.__file__)).is_relative_to(EMULATED)
+        yield cupy
+        for name in _loaded():
+            del sys.modules[name]
+
+
+def _loaded() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[0] in _PACKAGES]
