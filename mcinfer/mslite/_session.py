@@ -298,8 +298,8 @@ def _load(
             inter_op_threads=attempt.options.inter_op_threads,
             session_config=config,
             provider_options=attempt.options.provider_options,
-            allow_fallback=attempt.options.allow_fallback,
             provider=attempt.options.provider,
+            allow_fallback=attempt.options.allow_fallback,
         )
         owner = None
         if source.pids is not None and dims is None and onnx_runtime and attempt.kind == "cuda":

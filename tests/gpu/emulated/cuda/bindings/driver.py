@@ -371,6 +371,7 @@ class _Context:
         self.streams: dict[int, _Stream] = {}
 
     def stream(self, number: int) -> "_Stream":
+        number = number or 1  # CU_STREAM_LEGACY
         if number in (0, 1, 2) and number not in self.streams:
             self.streams[number] = _Stream(self)
         if number not in self.streams:
