@@ -276,7 +276,7 @@ class Card:
                 found = [i for i, uuid in enumerate(uuids) if uuid and bytes(uuid.bytes) == wanted]
                 if not found:
                     return None
-                index = found[0]
+                [index] = found
         return cls.open(Device(KINDS[0], index))
 
     def __init__(self, device: Device) -> None:
@@ -367,7 +367,7 @@ class Card:
         return block
 
     def reclaim(self) -> None:
-        """Give back memory that nothing refers to any more, after this process's work on the card is done.
+        """Give back memory that nothing refers to any more, after this process's work on its cards is done.
 
         Memory of the *handles* kind stays until its importers have closed it or are gone.
 
@@ -381,7 +381,9 @@ class Card:
         try:
             with self._current():
                 if count := len(self.unused):
-                    self._ask("cuCtxSynchronize")
+                    for card in [*self._opened.values()]:  # a copy may run on another card's stream
+                        with card._current():
+                            self._ask("cuCtxSynchronize")
                     self._awaited += [self.unused.popleft() for _ in range(count)]
                 for piece in [*self._awaited]:
                     if not piece.own or piece.kind == "descriptors" or _hung_up(piece.pipe):
