@@ -5,6 +5,7 @@ on a card: preparing, the layout, giving the weights to sessions.
 """
 
 import ctypes
+import gc
 import os
 import re
 import stat
@@ -48,7 +49,12 @@ def card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Card]:
     """An emulated card, and a model cache that the tests of this module share."""
     with emulated_cards(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("MCINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield Card.open(DEVICE)
+        card = Card.open(DEVICE)
+        yield card
+        gc.collect()
+        card.reclaim()
+        free, total = card.memory()
+        assert free == total  # no session that is gone keeps weights
 
 
 class Leader:
@@ -289,6 +295,16 @@ def test_layout_that_cannot_be_captured_as_a_graph_is_refused(tmp_path: Path) ->
     ):
         with pytest.raises(InvalidInputError, match=f"a CUDA graph cannot be captured: {text}"):
             engine.bind([given], [])
+
+
+def test_graphs_are_limited_and_their_numbers_come_back(tmp_path: Path) -> None:
+    engine = open_on_card(save(tmp_path / "model.onnx", AFFINE), prepare="never")
+    numbers = [engine.take_graph() for _ in range(64)]
+    assert {*numbers} == {str(number) for number in range(1, 65)}
+    assert engine.take_graph() == "-1"  # which the runtime does not capture
+    engine.release_graph("-1")
+    engine.release_graph(numbers[7])
+    assert [engine.take_graph(), engine.take_graph()] == [numbers[7], "-1"]
 
 
 def test_tensors_that_a_session_on_a_card_has_on_the_host_are_named(tmp_path: Path) -> None:

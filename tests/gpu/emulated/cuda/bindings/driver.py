@@ -24,6 +24,7 @@ import contextlib
 import ctypes
 import enum
 import fcntl
+import functools
 import itertools
 import mmap
 import os
@@ -469,6 +470,7 @@ _events: dict[int, _Event] = {}
 def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     """The function as a call of the driver: a tuple of a status and what it returned."""
 
+    @functools.wraps(function)
     def call(*arguments: Any) -> tuple[Any, ...]:
         try:
             if function.__name__ != "cuInit" and os.getpid() != _pid:
@@ -481,7 +483,6 @@ def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         values = value if isinstance(value, tuple) else (value,)
         return (CUresult.CUDA_SUCCESS, *values)
 
-    call.__name__ = function.__name__
     return call
 
 
