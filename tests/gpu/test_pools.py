@@ -64,7 +64,7 @@ def test_tensors_of_a_card_go_in_and_stay_there(pool: Master, expected: Any) -> 
 
 
 def test_memory_of_a_card_is_used_in_place(pool: Master, expected: Any) -> None:
-    arrays = pool.allocate({"image": IMAGES.shape}, device="cuda:0")
+    arrays: dict[str, Any] = pool.allocate({"image": IMAGES.shape}, device="cuda:0")
     arrays["image"].set(IMAGES)
     check(pool.predict(arrays), expected)
     check(pool.predict(arrays, outputs_on="device"), expected)

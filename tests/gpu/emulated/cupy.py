@@ -125,9 +125,7 @@ class ndarray:  # noqa: N801 as CuPy names it
 
     def __setitem__(self, key: Any, value: "ndarray") -> None:
         part, source = self.view[key], value.view
-        get_current_stream(self.device.id).launch_host_func(
-            lambda _: np.copyto(part, source), None
-        )
+        get_current_stream(self.device.id).launch_host_func(lambda _: np.copyto(part, source), None)
 
     def get(self) -> Any:
         get_current_stream(self.device.id).synchronize()
