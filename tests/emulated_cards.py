@@ -1,4 +1,4 @@
-"""NVIDIA cards without a card: the driver and CuPy of tests/gpu/emulated, in this process and its children."""
+"""NVIDIA cards where there are none: the driver and CuPy of tests/gpu/emulated, also for child processes."""
 
 import os
 import sys

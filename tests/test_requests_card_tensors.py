@@ -26,6 +26,7 @@ from tests.planned_requests import (
     DECLARED,
     MIB,
     PLAIN,
+    Value,
     Worker,
     known,
     model,
@@ -37,7 +38,7 @@ from tests.planned_requests import (
 LIMIT = 4 * MIB
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 W = np.ones(2, np.float32)
-PLAIN_X = ("float32", ["batch", 3])
+PLAIN_X: Value = ("float32", ["batch", 3])
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +100,8 @@ class Pool:
                 if block.device is not None:
                     Card.open(block.device).synchronize()
                 size = tensor_bytes(element_type, int(np.prod(shape)))
-                memory = (ctypes.c_char * size).from_address(block.address + offset)
-                return np.frombuffer(memory, element_type).reshape(shape)
+                memory: Any = (ctypes.c_char * size).from_address(block.address + offset)
+                return np.ndarray(shape, element_type, memory)
         raise AssertionError(f"block {number} is not there")
 
     def answer(self, request: Request, own: Worker | None = None) -> dict[str, Any]:
@@ -127,6 +128,10 @@ class Pool:
             for way, count in self.card(Device.parse(device)).statistics().inputs.items()
             if count
         }
+
+    def allocate(self, device: str, rows: int = 8) -> Any:
+        memory = self.card(Device.parse(device))
+        return self.planner.allocate({"x": (rows, 3)}, 0.0, memory)["x"]
 
     def deliver_all(self) -> None:
         gc.collect()
@@ -173,7 +178,7 @@ def test_allocated_tensor_and_a_view_of_its_rows_are_passed_in_place(
 ) -> None:
     pool = make()
     card = pool.card(Device("cuda", 1))
-    x = pool.planner.allocate({"x": (8, 3)}, 0.0, card)["x"]
+    x = pool.allocate("cuda:1")
     x.set(np.vstack([X, X + 50]))
     pool.asked.clear()
     for rows in (slice(0, 8), slice(4, 8)):
@@ -192,7 +197,7 @@ def test_allocated_tensor_and_a_view_of_its_rows_are_passed_in_place(
 
 def test_misaligned_view_is_copied(make: Callable[..., Pool]) -> None:
     pool = make()
-    x = pool.planner.allocate({"x": (8, 3)}, 0.0, pool.card(Device("cuda", 0)))["x"]
+    x = pool.allocate("cuda:0")
     x.set(np.vstack([X, X]))
     np.testing.assert_array_equal(pool.answer(pool.request(x[1:5], W))["y"], 2 * x.get()[1:5])
     assert pool.ways() == {"copied": 1}
@@ -260,7 +265,8 @@ def test_part_in_place_and_part_elsewhere_are_joined(make: Callable[..., Pool]) 
     request.take(0, (), never, 0, LIMIT)
     request.message(1, fresh=True)
     request.take(1, replied(own.put(("y", 2 * X[2:]))), own.fetch, 1, LIMIT)
-    np.testing.assert_array_equal(request.value()["y"].get(), 2 * X)
+    value: Any = request.value()["y"]
+    np.testing.assert_array_equal(value.get(), 2 * X)
     own.close()
 
 
@@ -277,7 +283,7 @@ def test_input_cut_along_an_inner_axis_goes_through_the_host(make: Callable[...,
 def test_empty_batch_on_a_card_is_answered_there(make: Callable[..., Pool]) -> None:
     pool = make()
     request = pool.request(pool.cupy.asarray(X[:0]), W, on="cuda:0")
-    value = request.value()["y"]
+    value: Any = request.value()["y"]
     assert (value.shape, value.dtype) == ((0, 3), np.float32)
     assert isinstance(value, pool.cupy.ndarray)
     del value
@@ -302,7 +308,7 @@ def test_producer_lets_go_in_the_delivery_thread(make: Callable[..., Pool]) -> N
 def test_caller_waits_for_nothing_while_its_stream_is_busy(make: Callable[..., Pool]) -> None:
     pool = make()
     card = pool.card(Device("cuda", 0))
-    own = pool.planner.allocate({"x": (4, 3)}, 0.0, card)["x"]
+    own = pool.allocate("cuda:0", 4)
     foreign = pool.cupy.empty((4, 3), np.float32)
     gate = threading.Event()
     with pool.cupy.cuda.Stream(non_blocking=True) as stream:
@@ -339,12 +345,29 @@ def test_results_memory_is_written_again_only_after_the_default_stream_has_read_
 
 def test_memory_limit_of_a_card_is_reached_and_names_it(make: Callable[..., Pool]) -> None:
     pool = make(limit=2 * MIB)
-    held = [pool.answer(pool.request(X, W, on="cuda:0"))]
-    big = np.zeros((MIB // 12, 3), np.float32)
-    held.append(pool.answer(pool.request(big, W, on="cuda:0")))
+    held = pool.allocate("cuda:0", 3 * MIB // 24)
     with pytest.raises(QueueFullError, match=r"bytes of memory of cuda:0 wanted"):
-        pool.request(big, W, on="cuda:0")
-    assert len(held) == 2
+        pool.request(np.zeros((MIB // 12, 3), np.float32), W, on="cuda:0")
+    assert held.shape == (3 * MIB // 24, 3)
+
+
+def test_results_are_copied_out_where_callers_hold_much_of_the_limit(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make(limit=2 * MIB)
+    card = pool.card(Device("cuda", 0))
+    held = pool.allocate("cuda:0", MIB // 12)
+    gate = threading.Event()
+    with pool.cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.launch_host_func(lambda _: gate.wait(30), None)
+        value = pool.answer(pool.request(X, W, on="cuda:0"))["y"]
+    assert card.arena.used - held.view.nbytes < 64
+    again = pool.request(X + 9, W, on="cuda:0")
+    with pytest.raises(TimeoutError):
+        card.card.synchronize(0.0)  # the copy comes before what is written there next
+    gate.set()
+    pool.answer(again)
+    np.testing.assert_array_equal(value.get(), 2 * X)
 
 
 @pytest.mark.parametrize(
@@ -352,8 +375,8 @@ def test_memory_limit_of_a_card_is_reached_and_names_it(make: Callable[..., Pool
     [
         (lambda cupy: cupy.asarray(X)[:, :2], r"input 'x': got a tensor of shape .* C-contiguous"),
         (lambda cupy: cupy.asarray(X.astype(np.float64)), "has dtype float64, expected float32"),
-        (lambda cupy: Elsewhere(7), "input 'x' lies on cuda:7, which cannot be used: .* 2 NVIDIA"),
-        (lambda cupy: Elsewhere(None), "input 'x' is not an array: nowhere"),
+        (lambda _: Elsewhere(7), "input 'x' lies on cuda:7, which cannot be used: .* 2 NVIDIA"),
+        (lambda _: Elsewhere(None), "input 'x' is not an array: nowhere"),
     ],
 )
 def test_tensor_that_does_not_fit_is_refused(

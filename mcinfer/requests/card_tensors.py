@@ -362,4 +362,6 @@ class CardRequest(Request):
         if self.memory.arena.crowded:
             # Results that a user collects must not take the memory that requests need.
             value = {name: array.copy() for name, array in value.items()}
+            stream = cupy().cuda.get_current_stream().ptr
+            self.memory.card.follow(stream or _DEFAULT_STREAM)
         return value

@@ -67,8 +67,8 @@ _MARK = b"mcc1"
 _HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE."""
 _BACKENDS = ("descriptors", "handles")
-_SHARED_PAGE_BYTES = 2 << 20
 _NAME_BYTES = 256
+_SHARED_PAGE_BYTES = 2 << 20
 _MOST_PAUSE = 0.001
 
 _LOST = frozenset(
@@ -158,7 +158,7 @@ class DeviceBlock:
             os.close(fd)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Piece:
     """What this process holds of the driver for one block."""
 
@@ -233,7 +233,7 @@ class Card:
                 raise BuildError(f"{self.device}: this process sees {self.count} NVIDIA cards")
             self._ordinal = self._ask("cuDeviceGet", device.index)
             self.kind = self._chosen_kind()
-            self._shares_events = self._has("IPC_EVENT_SUPPORTED")
+            self._shares_events = bool(self._fact("IPC_EVENT_SUPPORTED"))
             self._context = self._ask("cuDevicePrimaryCtxRetain", self._ordinal)
             with self._current():
                 flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value
@@ -269,6 +269,8 @@ class Card:
     def attach(self, number: int, size: int, fd: int, token: bytes, owner: Device) -> DeviceBlock:
         """Map memory that another process has made; the descriptor is this object's from now on.
 
+        A process cannot attach what it made itself: CUDA opens no event in the process that made it.
+
         Args:
             number: What messages call the block.
             size: Its bytes.
@@ -291,11 +293,13 @@ class Card:
                 else:
                     piece = self._open_named(fd, mapped, handle)
                 block = DeviceBlock(number, size, owner, _Mapping(self, piece))
-                if event:
-                    opened = self._ask(
-                        "cuIpcOpenEventHandle", self._handle("CUipcEventHandle", event)
-                    )
-                    piece.event = opened, event
+                try:
+                    if event:
+                        named = self._handle("CUipcEventHandle", event)
+                        piece.event = self._ask("cuIpcOpenEventHandle", named), event
+                except BaseException:
+                    block.close()  # the exception's traceback would keep it
+                    raise
         finally:
             os.close(fd)
         return block
@@ -317,12 +321,9 @@ class Card:
                 if count := len(self.unused):
                     self._ask("cuCtxSynchronize")
                     self._awaited += [self.unused.popleft() for _ in range(count)]
-                pieces, self._awaited = self._awaited, []
-                while pieces:
-                    piece = pieces.pop()
-                    if piece.own and piece.kind == "handles" and not _hung_up(piece.pipe):
-                        self._awaited.append(piece)
-                    else:
+                for piece in [*self._awaited]:
+                    if not piece.own or piece.kind == "descriptors" or _hung_up(piece.pipe):
+                        self._awaited.remove(piece)
                         self._free(piece)
         finally:
             self._reclaiming.release()
@@ -377,10 +378,9 @@ class Card:
 
     def model(self) -> str:
         """The card's name and its compute capability, on which programs for it depend."""
-        name = bytes(self._ask("cuDeviceGetName", _NAME_BYTES, self._ordinal))
-        version = [self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR")]
-        text = name.split(b"\0")[0].decode(errors="replace")
-        return f"{text}, compute capability {version[0]}.{version[1]}"
+        name = bytes(self._ask("cuDeviceGetName", _NAME_BYTES, self._ordinal)).split(b"\0")[0]
+        major, minor = (self._fact(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        return f"{name.decode(errors='replace')}, compute capability {major}.{minor}"
 
     # Work on the stream.
 
@@ -418,7 +418,8 @@ class Card:
     def record(self, block: DeviceBlock) -> None:
         """Mark on the block's event what the stream has queued; `wait`, in any process, waits for that.
 
-        Only the block's maker records: an event remembers one mark, so a second process's would hide it.
+        Only the block's maker records: an event remembers one mark, so a second process's would hide it. On
+        a card without events for other processes, this waits until the work is done.
 
         Raises:
             InvalidInputError: The block was not made by this card in this process.
@@ -599,14 +600,11 @@ class Card:
             raise InvalidInputError(
                 f"environment variable {MEMORY_VARIABLE}: got {chosen!r}, expected one of {[*_BACKENDS]}"
             )
-        able = self._has("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
+        able = self._fact("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
         return chosen or ("descriptors" if able else "handles")
 
-    def _has(self, attribute: str) -> bool:
-        return bool(self._attribute(attribute))
-
-    def _attribute(self, name: str) -> int:
-        named = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    def _fact(self, attribute: str) -> int:
+        named = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
         return int(self._ask("cuDeviceGetAttribute", named, self._ordinal))
 
     def _uuid(self, device: Device) -> bytes:

@@ -118,7 +118,7 @@ def _open(
         if message.shares_weights:
             engine.notes += (f"{OWN_COPY}: {exc}",)
         return engine
-    limit = _memory_limit(card, message)
+    limit = memory_limit(card, message)
     request = replace(request, stream=card.stream, memory_limit=limit)
     note = ""
     try:
@@ -145,7 +145,7 @@ def _open(
     return CardEngine(engine, card, block)
 
 
-def _memory_limit(card: Card, message: Build) -> int | None:
+def memory_limit(card: Card, message: Build) -> int | None:
     """The bytes of the card that one of its workers may take; None for all that there is."""
     text = message.provider_options.get(_LIMIT)
     if text is None:
@@ -323,11 +323,8 @@ class CardEngine(Engine):
     # Runs.
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
-        fits = [
-            isinstance(item, Strings) or (item.device is None and self.wants_on_host(item.name))
-            for item in (*inputs, *outputs)
-        ]
-        if all(fits):
+        tensors = [item for item in (*inputs, *outputs) if isinstance(item, Buffer)]
+        if all(item.device is None and self.wants_on_host(item.name) for item in tensors):
             return self._engine.bind(inputs, outputs)
         with _short_of_memory(self.card, "the tensors of a run"):
             return _CardRun(self, inputs, outputs)
@@ -414,11 +411,12 @@ class _CardRun(Run):
         tensors = [item for item in (*self._inputs, *self._outputs) if isinstance(item, Buffer)]
         blocks = [engine.block_of(b) for b in self._inputs if isinstance(b, Buffer) and b.device]
         self._waits = [*{block.number: block for block in blocks if block is not None}.values()]
+        by_value = any(isinstance(item, Strings) for item in self._inputs)
         moved: dict[str, Buffer] = {}  # by name, as the engine gets it
         self._settles = False
         staged: dict[bool, list[Buffer]] = {False: [], True: []}
         for buffer in tensors:
-            on_host = engine.wants_on_host(buffer.name)
+            on_host = by_value or engine.wants_on_host(buffer.name)
             if on_host and buffer.device is not None:
                 address = card.host_address(buffer.address)
                 self._settles = True

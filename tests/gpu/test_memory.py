@@ -5,9 +5,15 @@ from importlib import import_module
 
 import pytest
 
+from mcinfer.config import Device
 from mcinfer.shm.cuda import MEMORY_VARIABLE, Card
 from tests.gpu.cards import Cards
-from tests.gpu.memory_contract import CONTRACT, ROOT, Processes
+from tests.gpu.memory_contract import (
+    CONTRACT,
+    ROOT,
+    Processes,
+    memory_of_another_card_is_opened_in_place,
+)
 
 
 @pytest.fixture(scope="module", params=["descriptors", "handles"])
@@ -25,4 +31,11 @@ def both(request: pytest.FixtureRequest, cards: Cards) -> Iterator[Processes]:
 @pytest.mark.parametrize("contract", CONTRACT, ids=lambda contract: contract.__name__)
 def test_contract(both: Processes, contract: Callable[[Processes], None]) -> None:
     contract(both)
+    assert both.blocks_in_use() == 0
+
+
+def test_memory_of_another_card_is_opened_in_place(both: Processes, cards: Cards) -> None:
+    if cards.count < 2 or not both.card.reaches(Device("cuda", 1)):
+        pytest.skip("no second card that reaches the first one")
+    memory_of_another_card_is_opened_in_place(both)
     assert both.blocks_in_use() == 0

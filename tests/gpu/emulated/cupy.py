@@ -1,7 +1,8 @@
 """CuPy without a card: the calls that tests of tensors on cards make, over the emulated driver.
 
-Memory of an emulated card is the host's, so an array is a NumPy array inside. As with CuPy, what writes to an
-array is queued on the current stream, `get` waits for that stream, and DLPack orders one stream before another.
+Memory of an emulated card is the host's, so an array is a NumPy array inside. As with CuPy, what writes to
+an array is queued on the current stream, `get` waits for that stream, and DLPack orders one stream before
+another.
 """
 
 import ctypes
@@ -98,7 +99,7 @@ class Stream:
             _ok(driver.cuStreamWaitEvent(other, event, 0))
 
 
-class ndarray:  # noqa: N801 as CuPy names it
+class ndarray:
     """An array on a card: `view` is the same memory for NumPy, `device` the card's number."""
 
     def __init__(self, view: Any, device: int) -> None:
@@ -132,19 +133,22 @@ class ndarray:  # noqa: N801 as CuPy names it
         return self.view.copy()
 
     def set(self, array: Any) -> None:
-        source = np.array(array)
-        view = self.view
-        get_current_stream(self.device.id).launch_host_func(lambda _: np.copyto(view, source), None)
+        self._write(np.array(array, self.dtype).tobytes())
+
+    def _write(self, source: Any) -> None:
+        """Queue a write of bytes, or of what lies at an address; like CuPy, keep neither alive."""
+        assert self.view.flags.c_contiguous
+        target, size = self.data.ptr, self.view.nbytes
+        get_current_stream(self.device.id).launch_host_func(
+            lambda source: ctypes.memmove(target, source, size), source
+        )
 
     def fill(self, value: Any) -> None:
         self.set(np.full(self.shape, value, self.dtype))
 
     def copy(self) -> "ndarray":
         made = empty(self.shape, self.dtype, self.device.id)
-        source = self.view
-        get_current_stream(self.device.id).launch_host_func(
-            lambda _: np.copyto(made.view, source), None
-        )
+        made._write(self.data.ptr)
         return made
 
     def __dlpack_device__(self) -> tuple[int, int]:

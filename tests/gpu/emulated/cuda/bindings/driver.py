@@ -300,12 +300,14 @@ def _card_and_size(fd: int) -> tuple[int, int]:
 
 
 def _used(card: int) -> int:
-    """Bytes of the card's memory that any process has open or mapped."""
+    """Bytes of the card's memory that any Python process has open or mapped."""
     prefix = f"/memfd:card-{_LEDGER}-{card}-".encode()
     mapped = re.compile(re.escape(prefix) + b"[^\n]*")
     names: set[bytes] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
+            if "python" not in os.readlink(f"/proc/{pid}/exe"):
+                continue
             for entry in os.scandir(f"/proc/{pid}/fd".encode()):
                 with contextlib.suppress(OSError):
                     names.add(os.readlink(entry.path))
@@ -356,6 +358,7 @@ class _Context:
         self.streams: dict[int, _Stream] = {}
 
     def stream(self, number: int) -> "_Stream":
+        number = number or 1  # CU_STREAM_LEGACY
         if number in (0, 1, 2) and number not in self.streams:
             self.streams[number] = _Stream(self)
         if number not in self.streams:
@@ -555,7 +558,7 @@ def cuDeviceGet(ordinal: int) -> CUdevice:
 
 @_call
 def cuDeviceGetName(length: int, device: Any) -> bytes:
-    return f"Emulated card {_card(device)}".encode().ljust(length, b"\0")[:length]
+    return (f"Emulated card {_card(device)}".encode() + b"\0").ljust(length)
 
 
 @_call
@@ -753,7 +756,7 @@ def cuIpcOpenEventHandle(handle: CUipcEventHandle) -> CUevent:
 def _opened(handle: _Opaque, kind: str) -> int:
     """A descriptor of another process's event or memory."""
     words = handle.text()
-    if len(words) != 3 or words[0] != kind:
+    if len(words) != 3 or words[0] != kind or not (words[1] + words[2]).isdecimal():
         _refuse("INVALID_VALUE")
     if int(words[1]) == os.getpid():
         _refuse("INVALID_CONTEXT")
@@ -819,7 +822,9 @@ def cuMemExportToShareableHandle(handle: Any, kind: CUmemAllocationHandleType, f
     memory = _memory(handle)
     if not memory.shared or kind != 1:
         _refuse("NOT_PERMITTED")
-    return os.dup(memory.fd)
+    exported = os.dup(memory.fd)
+    os.set_inheritable(exported, True)  # the real driver does not say
+    return exported
 
 
 @_call
