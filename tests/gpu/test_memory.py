@@ -1,4 +1,4 @@
-"""The contract of `tests.gpu.memory_contract` over the real driver."""
+"""The contract of `tests.gpu.memory_contract` over the real driver (the emulated one: tests/test_shm_cuda.py)."""
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -7,7 +7,7 @@ import pytest
 
 from mcinfer.config import Device
 from mcinfer.shm.cuda import MEMORY_VARIABLE, Card
-from tests.gpu.cards import Cards
+from tests.gpu.cards import Cards, why_no_card
 from tests.gpu.memory_contract import (
     CONTRACT,
     ROOT,
@@ -15,11 +15,12 @@ from tests.gpu.memory_contract import (
     memory_of_another_card_is_opened_in_place,
 )
 
+if why := why_no_card():
+    pytest.skip(f"no card: {why}", allow_module_level=True)
+
 
 @pytest.fixture(scope="module", params=["descriptors", "handles"])
-def both(request: pytest.FixtureRequest, cards: Cards) -> Iterator[Processes]:
-    if not cards.real:
-        pytest.skip("no card: tests/test_shm_cuda.py runs the contract over an emulated driver")
+def both(request: pytest.FixtureRequest) -> Iterator[Processes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Card, "_opened", {})
         patch.setenv(MEMORY_VARIABLE, request.param)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.emulated_cards import EMULATED
 from tests.gpu.cards import Cards
-from tests.gpu.conftest import EMULATED, HERE
+from tests.gpu.conftest import HERE
 
 ROOT = HERE.parents[1]
 PAGE = (ROOT / "docs" / "gpu.md").read_text("utf-8")
