@@ -74,7 +74,7 @@ def test_worker_without_memory_for_a_request_lives_on(cards: Cards, expected: An
     limit = {"gpu_mem_limit": str(64 << 20)}
     with cards.pool(encoder(), "cuda:0", provider_options=limit) as master:
         before = master.statistics().workers[0].pid
-        with pytest.raises(PredictError):
+        with pytest.raises(PredictError, match="memory"):
             master.predict({"image": np.zeros((20_000, 3, 32, 32), np.float32)}, shards=1)
         check(master.predict({"image": IMAGES}), expected)
         assert master.statistics().workers[0].pid == before
