@@ -5,6 +5,7 @@ on a card: preparing, the layout, giving the weights to sessions.
 """
 
 import ctypes
+import gc
 import os
 import re
 import stat
@@ -48,7 +49,12 @@ def card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Card]:
     """An emulated card, and a model cache that the tests of this module share."""
     with emulated_cards(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("MCINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield Card.open(DEVICE)
+        card = Card.open(DEVICE)
+        yield card
+        gc.collect()
+        card.reclaim()
+        free, total = card.memory()
+        assert free == total  # no session that is gone keeps weights
 
 
 class Leader:

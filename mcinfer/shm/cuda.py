@@ -26,11 +26,13 @@ by `DeviceBlock.memory`. Its end calls no driver, since it may come in any threa
 memory back, once this process's work on the card is done. `create`, `attach` and `DeviceBlock.close` call
 it.
 
-A process that was forked from one that uses a card cannot use it: each call raises `ClosedError`.
+A process that was forked from one that uses a card cannot use it: each call raises `ClosedError`. It closes
+the descriptors at once: else memory would stay, and owners would wait, until its end.
 """
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import select
@@ -70,6 +72,8 @@ _BACKENDS = ("descriptors", "handles")
 _NAME_BYTES = 256
 _SHARED_PAGE_BYTES = 2 << 20
 _MOST_PAUSE = 0.001
+_LONGEST_WAIT = 86400.0
+"""Seconds of one wait: poll(2) takes no more than 24 days."""
 
 _LOST = frozenset(
     f"CUDA_ERROR_{name}"
@@ -84,6 +88,31 @@ _LOST = frozenset(
 """Results after which "the process must be terminated and relaunched" (CUresult), or the context is gone."""
 
 
+@functools.cache
+def _kept() -> set[int]:
+    """The descriptors in this process that keep memory of cards. A child that it forks closes them."""
+    kept: set[int] = set()
+
+    def give_up() -> None:
+        while kept:
+            os.close(kept.pop())
+
+    os.register_at_fork(after_in_child=give_up)  # once: it cannot be undone
+    return kept
+
+
+def _keep(fd: int) -> int:
+    _kept().add(fd)
+    return fd
+
+
+def _close(fd: int) -> None:
+    """Close a descriptor that was kept, unless that was done, here or after a fork."""
+    if fd in _kept():
+        _kept().discard(fd)
+        os.close(fd)
+
+
 class DeviceMemory:
     """Bytes of a card's block at an address; keeps the mapping, and can be referred to weakly."""
 
@@ -94,6 +123,17 @@ class DeviceMemory:
         self.device = device
         self.address = address
         self.size = size
+
+    def is_lent(self, timeout: float = 0.0) -> bool:
+        """Whether the memory cannot be freed yet, since another process has a block of ours open.
+
+        Only blocks of the kind *handles* are lent; the others can always be freed.
+
+        Args:
+            timeout: Seconds to wait until none has it. The block's own descriptor counts while it is open.
+        """
+        piece = self._mapping.piece
+        return piece.own and piece.pipe >= 0 and not _hung_up(piece.pipe, timeout)
 
 
 class DeviceBlock:
@@ -154,8 +194,7 @@ class DeviceBlock:
     def _close(self) -> None:
         self._mapping = None
         fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        _close(fd)
 
 
 @dataclass(slots=True, eq=False)
@@ -209,13 +248,36 @@ class Card:
         """
         if device.kind not in KINDS:
             raise InvalidInputError(f"device: got {device}, expected one of the kinds {[*KINDS]}")
+        for card in [*cls._opened.values()]:
+            card._check_process()
         if device.index not in cls._opened:
             with cls._opening:
                 if device.index not in cls._opened:
                     cls._opened[device.index] = cls(device)
-        card = cls._opened[device.index]
-        card._check_process()
-        return card
+        return cls._opened[device.index]
+
+    @classmethod
+    def find(cls, token: bytes) -> "Card | None":
+        """The card that a block lies on, by its token; None if this process does not see that card.
+
+        Its index may be another one than in the block's own process. No other card gets a context.
+
+        Raises:
+            ProtocolError: It is no token.
+            MissingDependencyError: As in `open`, as are `BuildError` and `ClosedError`.
+        """
+        if len(token) != _TOKEN.size or not token.startswith(_MARK):
+            raise ProtocolError(f"got {len(token)} bytes that are no token of a card's block")
+        wanted, driver, index = _TOKEN.unpack(token)[5], _driver(), 0
+        with contextlib.suppress(RuntimeError):  # the driver cannot be used: `open` says why
+            if driver.cuInit(0)[0] == driver.CUresult.CUDA_SUCCESS:
+                ordinals = [driver.cuDeviceGet(i)[1] for i in range(driver.cuDeviceGetCount()[1])]
+                uuids = [driver.cuDeviceGetUuid(ordinal)[1] for ordinal in ordinals]
+                found = [i for i, uuid in enumerate(uuids) if uuid and bytes(uuid.bytes) == wanted]
+                if not found:
+                    return None
+                [index] = found
+        return cls.open(Device(KINDS[0], index))
 
     def __init__(self, device: Device) -> None:
         self.device = Device(KINDS[0], device.index)
@@ -305,7 +367,7 @@ class Card:
         return block
 
     def reclaim(self) -> None:
-        """Give back memory that nothing refers to any more, after this process's work on the card is done.
+        """Give back memory that nothing refers to any more, after this process's work on its cards is done.
 
         Memory of the *handles* kind stays until its importers have closed it or are gone.
 
@@ -319,7 +381,11 @@ class Card:
         try:
             with self._current():
                 if count := len(self.unused):
-                    self._ask("cuCtxSynchronize")
+                    for card in [
+                        *self._opened.values()
+                    ]:  # copies between cards run on either's stream
+                        with card._current():
+                            self._ask("cuCtxSynchronize")
                     self._awaited += [self.unused.popleft() for _ in range(count)]
                 for piece in [*self._awaited]:
                     if not piece.own or piece.kind == "descriptors" or _hung_up(piece.pipe):
@@ -476,7 +542,7 @@ class Card:
             fd = int(self._ask("cuMemExportToShareableHandle", handle, self._descriptor_type, 0))
             try:
                 os.set_inheritable(fd, False)
-                return self._map(handle, mapped, own=True), fd, b""
+                return self._map(handle, mapped, own=True), _keep(fd), b""
             except BaseException:
                 os.close(fd)
                 raise
@@ -521,7 +587,7 @@ class Card:
         except BaseException:
             self._ask("cuMemFree", address)
             raise
-        return _Piece("handles", True, address, mapped, pipe), fd, handle
+        return _Piece("handles", True, address, mapped, _keep(pipe)), _keep(fd), handle
 
     def _open_named(self, fd: int, size: int, handle: bytes) -> _Piece:
         # Opening it on another card enables peer access (cuIpcOpenMemHandle).
@@ -532,7 +598,7 @@ class Card:
         except BaseException:
             os.close(pipe)
             raise
-        return _Piece("handles", False, int(opened), size, pipe)
+        return _Piece("handles", False, int(opened), size, _keep(pipe))
 
     # Both.
 
@@ -551,8 +617,7 @@ class Card:
             self._ask("cuMemFree", piece.address)
         else:
             self._ask("cuIpcCloseMemHandle", piece.address)
-        if piece.pipe >= 0:
-            os.close(piece.pipe)
+        _close(piece.pipe)
 
     def _own_event(self) -> tuple[Any, bytes] | None:
         if not self._shares_events:
@@ -669,8 +734,8 @@ def _handle_bytes(handle: Any) -> bytes:
     return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
 
 
-def _hung_up(pipe: int) -> bool:
-    """Whether no process has the other end open."""
+def _hung_up(pipe: int, timeout: float = 0.0) -> bool:
+    """Whether no process has the other end open; waits that many seconds for it."""
     poll = select.poll()
     poll.register(pipe, 0)
-    return bool(poll.poll(0))
+    return bool(poll.poll(min(timeout, _LONGEST_WAIT) * 1000))
