@@ -272,7 +272,7 @@ class CardEngine(Engine):
         self._blocks[number] = block = self.card.attach(number, size, fd, token, owner)
         return block
 
-    def pin(self, block: Block) -> None:
+    def pin(self, block: SharedBlock) -> None:
         """Pin a block of the host's, if the engine copies from it; a refusal only makes copies slower."""
         if self.on_card:
             self.card.register(block.address, block.size)
