@@ -1,4 +1,4 @@
-"""The contract of `tests.gpu.memory_contract` over the real driver; tests/test_shm_cuda.py has the other one."""
+"""The contract of `tests.gpu.memory_contract` over the real driver; test_shm_cuda.py has the other one."""
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
