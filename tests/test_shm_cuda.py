@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -106,6 +107,40 @@ def test_blocks_that_come_and_go_leave_no_descriptor(both: Processes) -> None:
     there = come_and_go()  # an event stays, for the next block
     with no_descriptor_left():
         assert [come_and_go() for _ in range(3)] == [there] * 3
+
+
+def test_card_is_found_by_a_token_of_its_memory(both: Processes) -> None:
+    block = both.create()
+    assert Card.find(block.token) is both.card
+    other = Card.open(Device("cuda", 1)).create(next(numbers), 1)
+    assert Card.find(other.token) is Card.open(Device("cuda", 1))
+    unknown = block.token.replace(b"emulated-", b"elsewhere")
+    assert Card.find(unknown) is None
+    with pytest.raises(ProtocolError, match="no token"):
+        Card.find(block.token[1:])
+    other.close()
+    block.close()
+
+
+def test_forked_child_that_lives_on_holds_no_memory(both: Processes) -> None:
+    block = both.create()
+    end, held = os.pipe()
+    with warnings.catch_warnings(action="ignore"):  # a process of several threads is forked
+        child = os.fork()
+    if not child:
+        os.close(held)
+        os.read(end, 1)  # until the parent closes the other end
+        os._exit(0)
+    address = block.address
+    assert both.card.host_address(address) == address
+    block.close()
+    while (
+        both.card.host_address(address) is not None
+    ):  # until the child has closed what it inherited
+        both.card.reclaim()
+    os.close(held)
+    os.close(end)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_process_does_not_attach_what_it_made(both: Processes) -> None:
