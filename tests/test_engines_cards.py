@@ -297,6 +297,16 @@ def test_layout_that_cannot_be_captured_as_a_graph_is_refused(tmp_path: Path) ->
             engine.bind([given], [])
 
 
+def test_graphs_are_limited_and_their_numbers_come_back(tmp_path: Path) -> None:
+    engine = open_on_card(save(tmp_path / "model.onnx", AFFINE), prepare="never")
+    numbers = [engine.take_graph() for _ in range(64)]
+    assert {*numbers} == {str(number) for number in range(1, 65)}
+    assert engine.take_graph() == "-1"  # which the runtime does not capture
+    engine.release_graph("-1")
+    engine.release_graph(numbers[7])
+    assert [engine.take_graph(), engine.take_graph()] == [numbers[7], "-1"]
+
+
 def test_tensors_that_a_session_on_a_card_has_on_the_host_are_named(tmp_path: Path) -> None:
     engine = open_on_card(save(tmp_path / "model.onnx", AFFINE), prepare="never")
     assert engine.on_host is None  # all of them: it fell back to the CPU

@@ -483,7 +483,7 @@ def test_leaders_death_ends_its_followers_at_no_cost_to_their_budgets() -> None:
             lives.health(now)
             .reasons[1]
             .startswith(
-                "worker 1 (cuda:0, pid 101) waits for worker 0 (cuda:0), which has the weights"
+                "worker 1 (cuda:0, pid 101) waits for worker 0 (cuda:0), which loads the weights"
             )
         )
         assert lives.handle_time(leader, now) == [StartWorker(worker=0)]
@@ -492,6 +492,18 @@ def test_leaders_death_ends_its_followers_at_no_cost_to_their_budgets() -> None:
         for w in followers:
             finish(lives, w)
         assert all(w.serves for w in lives.workers)
+
+
+def test_next_slab_is_made_when_the_last_one_is_gone() -> None:
+    lives = ready_card(3)
+    leader, first, last = lives.workers
+    die(lives, leader, 1.0)
+    assert lives.handle_time(leader, 1.0) == [StartWorker(worker=0)]
+    assert greet(lives, leader, 1.0) == []
+    assert leader.ready_by is None
+    assert die(lives, last, 2.0) == []
+    assert die(lives, first, 3.0) == [Send(worker=0, message=leader.build)]
+    assert leader.ready_by == 3.0 + TIMEOUTS.start
 
 
 def test_followers_death_leaves_the_leader_alone_and_the_slab_is_given_again() -> None:
