@@ -710,8 +710,11 @@ class Card:
         text = f"{self.device}: {name}: {status}"
         if result[0] == results.CUDA_ERROR_OUT_OF_MEMORY:
             failed, *memory = self._call("cuMemGetInfo")
-            free = f"{memory[0]} of {memory[1]} are free" if failed == results.CUDA_SUCCESS else ""
-            raise CardMemoryError(f"{text}: {asked} bytes wanted, {free or 'unknown free'}", status)
+            if asked:
+                text += f": {asked} bytes wanted"
+            if failed == results.CUDA_SUCCESS:
+                text += f", {memory[0]} of {memory[1]} are free"
+            raise CardMemoryError(text, status)
         if status in _LOST:
             raise CardLostError(f"{text}: only a new process can use the card again", status)
         raise CardError(text, status)
