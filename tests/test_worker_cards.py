@@ -31,7 +31,7 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.cuda import Card
 from mcinfer.specs import ModelSpec, TensorSpec
 from mcinfer.worker.cards import CardEngine, memory_limit, open_on_card
-from tests.test_shm_cuda import emulated_cards
+from tests.emulated_cards import emulated_cards
 
 CARD_BYTES = 32 << 20
 FIRST, SECOND = Device("cuda", 0), Device("cuda", 1)
