@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import settings
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 # Tests start hundreds of processes: each would compile the package, or start threads for linear algebra.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False  # pytest's own processes would compile all tests
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
