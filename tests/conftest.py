@@ -53,12 +53,17 @@ def prepared_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _frozen_garbage() -> None:
-    """What was imported before the first test is no garbage: to look at it again and again takes time.
-
-    What tests would import later, and is large, is imported here: collections took ten times as long.
-    """
+def _large_imports() -> None:
+    """What tests would import later, and is large, is imported before the first."""
     for name in _LARGE:
         importlib.import_module(name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_garbage(_large_imports: None) -> None:
+    """What is there before a module's first test is no garbage: to look at it again and again takes time.
+
+    It is imported modules, and the reports of the tests before.
+    """
     gc.collect()
     gc.freeze()
