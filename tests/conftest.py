@@ -5,7 +5,8 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,24 @@ _LARGE = (
     "rich.table",
     "typer.main",
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Of several processes that collect all tests, each compiles a part of them for all.
+
+    In a fresh checkout each would compile all of them, at the same time. A module that cannot be imported
+    is left to the collection, which reports it.
+    """
+    config = session.config
+    if hasattr(config, "workerinput") and config.args == config.getini("testpaths"):
+        number = int(config.workerinput["workerid"].removeprefix("gw"))
+        root = Path(__file__).parent
+        for path in sorted(root.rglob("test_*.py"))[number :: config.workerinput["workercount"]]:
+            with suppress(Exception, pytest.skip.Exception):
+                name = path.relative_to(root.parent).with_suffix("").as_posix().replace("/", ".")
+                importlib.import_module(name)
+    return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
