@@ -26,7 +26,7 @@ test-thorough: .venv/installed
 
 # What only a card can show, and benchmarks/gpu.py, whose tables are in docs/gpu.md. They use PYTHON as it is
 # where that has all of it, since a machine with cards may have no network; else an environment of their own.
-RUN_test-gpu := -m pytest -c tests/gpu/pytest.ini --rootdir . --confcutdir tests/gpu tests/gpu
+RUN_test-gpu := -m pytest -c tests/gpu/on_card.ini --rootdir . --confcutdir tests/gpu tests/gpu
 RUN_bench-gpu := benchmarks/gpu.py --write docs/gpu.md
 GPU_IMPORTS := import cuda.bindings, cupy, msgpack, onnx, onnxruntime, psutil, pytest, zmq; \
 	onnxruntime.get_available_providers().index("CUDAExecutionProvider")

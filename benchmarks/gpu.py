@@ -97,6 +97,7 @@ class Setting:
 
     def session(self, path: Path) -> ort.InferenceSession:
         """One session on the card, in this process."""
+        ort.preload_dlls()  # CUDA's libraries, if they are installed as packages
         return ort.InferenceSession(
             path, providers=["CPUExecutionProvider" if self.emulated else "CUDAExecutionProvider"]
         )

@@ -5,6 +5,7 @@ on a card: preparing, the layout, giving the weights to sessions.
 """
 
 import ctypes
+import gc
 import os
 import re
 import stat
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
@@ -47,7 +49,12 @@ def card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Card]:
     """An emulated card, and a model cache that the tests of this module share."""
     with emulated_cards(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("MCINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield Card.open(DEVICE)
+        card = Card.open(DEVICE)
+        yield card
+        gc.collect()
+        card.reclaim()
+        free, total = card.memory()
+        assert free == total  # no session that is gone keeps weights
 
 
 class Leader:
@@ -160,9 +167,17 @@ def test_model_for_a_card_has_an_entry_of_its_own_by_the_card(card: Card, tmp_pa
         "card": card.model(),
     }
     assert card.model() == "Emulated card 0, compute capability 9.0"
+    of_runs = request(path, provider_options={"gpu_mem_limit": "1", "enable_cuda_graph": "1"})
+    assert prepared_facts("onnxruntime", of_runs) == here
+    of_graphs = request(path, provider_options={"prefer_nhwc": "1"})
+    assert prepared_facts("onnxruntime", of_graphs) != here
     held = ensure_prepared(path, EngineOptions(allow_fallback=True), device="cuda:0")
     assert held.facts["card"] == card.model()
     assert open_on_card(path, slab=Leader(card)).prepared == held.key
+    prepared = str(held.folder / "model.onnx")
+    assert open_on_card(prepared, slab=Leader(card)).prepared == held.key
+    with pytest.raises(BuildError, match="was prepared for device cuda, here is cpu"):
+        open_on_card(prepared, device=Device("cpu", 0))
     # Weights for a card are as the model has them, not as the CPU's kernels pack them.
     shapes = {one.name: one.shape for one in layout(held.folder / "model.onnx").tensors}
     assert sum(np.prod(shape) for shape in shapes.values()) == sum(
@@ -203,6 +218,19 @@ def test_weights_that_stay_with_each_session_are_noted(card: Card, tmp_path: Pat
     engine = open_on_card(write(tmp_path / "model.onnx", (graph, weights)), slab=Leader(card))
     [note] = engine.notes  # those of the loop's body
     assert re.match(r"each process has 10485\d\d bytes of the weights of its own", note)
+
+
+def test_weights_of_operators_that_run_on_the_host_are_known(tmp_path: Path) -> None:
+    graph = """(float[n] x) => (float[n] y) <float[1] a = {1}, float[1] b = {2}> {
+        [first] m = Mul(x, a)
+        [second] y = Add(m, b)
+    }"""
+    path = Path(save(tmp_path / "model.onnx", graph))
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    assert _onnxruntime.used_on_host(session, path) == {"x", "a", "m", "b"}
 
 
 # What TensorRT builds.
@@ -267,6 +295,25 @@ def test_layout_that_cannot_be_captured_as_a_graph_is_refused(tmp_path: Path) ->
     ):
         with pytest.raises(InvalidInputError, match=f"a CUDA graph cannot be captured: {text}"):
             engine.bind([given], [])
+
+
+def test_graphs_are_limited_and_their_numbers_come_back(tmp_path: Path) -> None:
+    engine = open_on_card(save(tmp_path / "model.onnx", AFFINE), prepare="never")
+    numbers = [engine.take_graph() for _ in range(64)]
+    assert {*numbers} == {str(number) for number in range(1, 65)}
+    assert engine.take_graph() == "-1"  # which the runtime does not capture
+    engine.release_graph("-1")
+    engine.release_graph(numbers[7])
+    assert [engine.take_graph(), engine.take_graph()] == [numbers[7], "-1"]
+
+
+def test_tensors_that_a_session_on_a_card_has_on_the_host_are_named(tmp_path: Path) -> None:
+    engine = open_on_card(save(tmp_path / "model.onnx", AFFINE), prepare="never")
+    assert engine.on_host is None  # all of them: it fell back to the CPU
+    engine.on_card = True
+    assert engine._tensors_on_host() == frozenset("xyn")  # by what the runtime says of its memory
+    engine.binds_host = False
+    assert engine._tensors_on_host() == frozenset()
 
 
 def test_run_with_strings_touches_no_memory_of_a_card(tmp_path: Path) -> None:

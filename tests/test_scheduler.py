@@ -1169,6 +1169,8 @@ class Pools(RuleBasedStateMachine):
         process = self.processes[worker]
         if isinstance(message, Build):
             leader = worker - worker % self.card if self.card else worker
+            if leader == worker:
+                assert not any(other.bereft for other in self.processes.values())
             assert message.slab == (None if process.slab_of is None else -1)
             if leader != worker and self.slab is not None:
                 assert self.scheduler.workers[leader].state in (WorkerState.READY, WorkerState.BUSY)

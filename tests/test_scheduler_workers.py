@@ -26,6 +26,7 @@ from mcinfer.scheduler.actions import (
     KillWorker,
     PoolStarted,
     Send,
+    ShareSlab,
     StartWorker,
     WorkersRestarted,
 )
@@ -365,3 +366,229 @@ def test_health_of_a_pool_that_replaces_a_worker_is_told_as_planned() -> None:
     [told] = lives.announce(1.0)
     assert isinstance(told, HealthChanged)
     assert (told.health.serving, told.planned) == (0, False)
+
+
+# Workers of one card, with one slab of weights.
+
+SLAB = (-1, 64)
+MADE = replace(BUILT, slab=SLAB)
+
+
+def card_lives(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives:
+    """Workers of one card that have connected: the first is the leader of the others."""
+    builds = [
+        replace(build(i), device="cuda:0", card_workers=workers, shares_weights=True)
+        for i in range(workers)
+    ]
+    lives = WorkerLives(builds, timeouts=TIMEOUTS, restart=restart)
+    for w in lives.workers:
+        assert lives.start(w, 0.0) == [StartWorker(worker=w.index)]
+    return lives
+
+
+def greet(lives: WorkerLives, w: Worker, now: float = 0.0) -> list[Action]:
+    """Its process connects; what the master sends it."""
+    w.pid = 100 + w.index
+    w.conversation.advance(Hello(version=VERSION, pid=w.pid, token="secret"))  # noqa: S106
+    return lives.build(w, now)
+
+
+def made(lives: WorkerLives, w: Worker, now: float = 0.0) -> list[Action]:
+    """The leader has the model, and has made the slab."""
+    w.conversation.advance(MADE)
+    return lives.finish_build(w, MADE, now)
+
+
+def given(w: Worker) -> list[Action]:
+    """What a follower gets: the slab, then BUILD."""
+    message = replace(w.build, slab=SLAB[0])
+    return [ShareSlab(worker=w.index, leader=0), Send(worker=w.index, message=message)]
+
+
+def ready_card(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives:
+    lives = card_lives(workers, restart=restart)
+    for w in lives.workers:
+        greet(lives, w)
+    made(lives, lives.workers[0])
+    for w in lives.workers[1:]:
+        finish(lives, w)
+    assert lives.started
+    return lives
+
+
+def die(lives: WorkerLives, w: Worker, now: float, code: int = -9) -> list[Action]:
+    lives.bury(w, describe_exit(code), now)
+    return [*lives.part(w, now), *lives.finish_start(), *lives.advance(now)]
+
+
+def test_followers_wait_for_the_slab_without_a_time_limit_and_then_get_it() -> None:
+    lives = card_lives(3)
+    leader, first, last = lives.workers
+    assert greet(lives, first) == []
+    assert greet(lives, leader) == [Send(worker=0, message=leader.build)]
+    assert lives.due_times() == [TIMEOUTS.start, TIMEOUTS.start]  # the leader's and the last one's
+    assert made(lives, leader, 20.0) == given(first)
+    assert first.ready_by == 20.0 + TIMEOUTS.start
+    assert greet(lives, last, 25.0) == given(last)
+    assert finish(lives, first) == []
+    assert finish(lives, last) == [PoolStarted()]
+
+
+def test_without_a_slab_each_worker_of_the_card_loads_the_weights_and_is_on_its_own() -> None:
+    lives = card_lives(2)
+    leader, follower = lives.workers
+    greet(lives, follower)
+    greet(lives, leader)
+    alone = replace(build(1), device="cuda:0", card_workers=2)
+    assert finish(lives, leader) == [Send(worker=1, message=alone)]
+    assert finish(lives, follower) == [PoolStarted()]
+    assert die(lives, leader, 1.0) == []
+    assert follower.serves
+    assert come_back(lives, leader, 1.0) == []
+
+
+def test_leader_that_cannot_load_the_model_fails_the_start_of_its_card() -> None:
+    lives = card_lives(3)
+    for w in lives.workers[::-1]:
+        greet(lives, w)
+    _, told = fail(lives, lives.workers[0], "no such file")
+    assert isinstance(told, PoolStarted)
+    assert str(told.error) == "worker 0 (cuda:0, pid 100): no such file"
+
+
+def test_leader_that_dies_in_its_build_is_started_once_more_while_followers_wait() -> None:
+    lives = card_lives(2)
+    leader, follower = lives.workers
+    greet(lives, follower)
+    greet(lives, leader)
+    assert die(lives, leader, 1.0) == []
+    assert not follower.doomed
+    assert lives.handle_time(leader, 1.0) == [StartWorker(worker=0)]
+    greet(lives, leader, 1.0)
+    assert made(lives, leader, 2.0) == given(follower)
+
+
+def test_leaders_death_ends_its_followers_at_no_cost_to_their_budgets() -> None:
+    lives = ready_card(3)
+    leader, *followers = lives.workers
+    for death in range(4):  # more than the budget of a worker
+        now = 100.0 * death
+        assert die(lives, leader, now) == [KillWorker(worker=1), KillWorker(worker=2)]
+        for w in followers:
+            assert die(lives, w, now) == []
+            assert (w.restart_at, w.spent, len(w.starts)) == (now, False, 0)
+            assert lives.handle_time(w, now) == [StartWorker(worker=w.index)]
+            assert greet(lives, w, now) == []
+        assert (
+            lives.health(now)
+            .reasons[1]
+            .startswith(
+                "worker 1 (cuda:0, pid 101) waits for worker 0 (cuda:0), which loads the weights"
+            )
+        )
+        assert lives.handle_time(leader, now) == [StartWorker(worker=0)]
+        greet(lives, leader, now)
+        assert made(lives, leader, now) == [*given(followers[0]), *given(followers[1])]
+        for w in followers:
+            finish(lives, w)
+        assert all(w.serves for w in lives.workers)
+
+
+def test_next_slab_is_made_when_the_last_one_is_gone() -> None:
+    lives = ready_card(3)
+    leader, first, last = lives.workers
+    die(lives, leader, 1.0)
+    assert lives.handle_time(leader, 1.0) == [StartWorker(worker=0)]
+    assert greet(lives, leader, 1.0) == []
+    assert leader.ready_by is None
+    assert die(lives, last, 2.0) == []
+    assert die(lives, first, 3.0) == [Send(worker=0, message=leader.build)]
+    assert leader.ready_by == 3.0 + TIMEOUTS.start
+
+
+def test_followers_death_leaves_the_leader_alone_and_the_slab_is_given_again() -> None:
+    lives = ready_card(2)
+    leader, follower = lives.workers
+    assert die(lives, follower, 1.0) == []
+    assert len(follower.starts) == 1
+    assert lives.handle_time(follower, 1.0) == [StartWorker(worker=1)]
+    assert greet(lives, follower, 1.0) == given(follower)
+    assert leader.serves
+
+
+def test_circuit_opens_when_the_leader_is_past_its_budget_and_closes_with_its_next_slab() -> None:
+    lives = ready_card(2, restart=replace(RESTART, budget=0))
+    leader, follower = lives.workers
+    die(lives, leader, 1.0)
+    assert lives.circuit_open
+    assert "the next start is in 1.0 s" in str(lives.outage(1.0))
+    die(lives, follower, 1.0)
+    assert lives.handle_time(leader, 2.0) == [StartWorker(worker=0)]
+    greet(lives, leader, 2.0)
+    made(lives, leader, 2.0)
+    assert not lives.circuit_open
+
+
+def test_leader_is_replaced_together_with_its_followers_and_after_them() -> None:
+    lives = ready_card(2)
+    leader, follower = lives.workers
+    lives.replace(lives.workers, asked_for=True)
+    assert lives.advance(1.0) == [Send(worker=1, message=Exit())]
+    assert die(lives, follower, 1.0, 0) == [Send(worker=0, message=Exit())]
+    assert lives.handle_time(follower, 1.0) == [StartWorker(worker=1)]
+    assert greet(lives, follower, 1.0) == []  # the old slab is not for it
+    assert die(lives, leader, 1.0, 0) == []
+    assert lives.handle_time(leader, 1.0) == [StartWorker(worker=0)]
+    greet(lives, leader, 1.0)
+    assert made(lives, leader, 2.0) == given(follower)
+    finish(lives, follower)
+    assert lives.advance(2.0) == [WorkersRestarted()]
+    assert not leader.starts
+    assert not follower.starts
+
+
+def test_worn_follower_is_replaced_alone() -> None:
+    lives = ready_card(2)
+    leader, follower = lives.workers
+    lives.replace([follower])
+    assert lives.advance(1.0) == [Send(worker=1, message=Exit())]
+    die(lives, follower, 1.0, 0)
+    assert lives.handle_time(follower, 1.0) == [StartWorker(worker=1)]
+    assert greet(lives, follower, 1.0) == given(follower)
+    assert leader.serves
+
+
+def test_close_ends_a_leader_after_its_followers_or_all_at_once_without_time() -> None:
+    lives = ready_card(3)
+    assert lives.close(1.0, 5.0) == [Send(worker=1, message=Exit()), Send(worker=2, message=Exit())]
+    assert die(lives, lives.workers[1], 1.0, 0) == []
+    assert die(lives, lives.workers[2], 1.0, 0) == [Send(worker=0, message=Exit())]
+    lives = ready_card(2)
+    assert lives.close(1.0, 0.0) == [Send(worker=0, message=Exit()), Send(worker=1, message=Exit())]
+    assert [lives.handle_time(w, 1.0) for w in lives.workers] == [
+        [KillWorker(worker=0)],
+        [KillWorker(worker=1)],
+    ]
+
+
+def test_workers_of_different_cards_have_leaders_of_their_own() -> None:
+    builds = [replace(build(i), device=f"cuda:{i % 2}", shares_weights=True) for i in range(4)]
+    lives = WorkerLives(builds, timeouts=TIMEOUTS, restart=RESTART)
+    assert [w.leader and w.leader.index for w in lives.workers] == [None, None, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("devices", "fits"), [(("cpu:0", "cpu:1"), False), (("cuda:0", "cuda:1"), True)]
+)
+def test_prepared_models_of_different_cards_may_differ(
+    devices: tuple[str, str], fits: bool
+) -> None:
+    builds = [replace(build(i), device=device) for i, device in enumerate(devices)]
+    lives = WorkerLives(builds, timeouts=TIMEOUTS, restart=RESTART)
+    for w in lives.workers:
+        lives.start(w, 0.0)
+        connect(w, 100 + w.index)
+        message = replace(BUILT, prepared=f"key {w.index}")
+        w.conversation.advance(message)
+        lives.finish_build(w, message, 0.0)
+    assert lives.started == fits

@@ -458,6 +458,19 @@ def test_blocks_pass_over_the_lifeline_both_ways_in_any_order(
         os.close(fd)
 
 
+def test_token_comes_with_its_block_whichever_is_asked_for_first(lifelines: Ends) -> None:
+    master, worker = lifelines
+    block = Block.create(1, 64)
+    tokens = {1: b"first", 2: b"", 3: bytes(range(256)) * 2}
+    for number, token in tokens.items():
+        master.send_block(number, block.size, block.fd, token)
+    block.close()
+    for number in (3, 1, 2):
+        size, fd, token = worker.receive_block(number)
+        assert (size, token) == (64, tokens[number])
+        os.close(fd)
+
+
 def test_block_that_is_late_is_waited_for_and_one_never_sent_is_an_error(lifelines: Ends) -> None:
     master, worker = lifelines
     sender = threading.Timer(0.05, send_blocks, (master, 3))

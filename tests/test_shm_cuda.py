@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -10,9 +11,24 @@ from pathlib import Path
 import pytest
 
 from mcinfer.config import Device
-from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError
+from mcinfer.errors import (
+    BuildError,
+    CardError,
+    InvalidInputError,
+    MissingDependencyError,
+    ProtocolError,
+)
 from mcinfer.shm.cuda import Card
-from tests.gpu.memory_contract import BLOCK_BYTES, CONTRACT, OWN, Processes, Refused
+from tests.gpu.memory_contract import (
+    BLOCK_BYTES,
+    CONTRACT,
+    OWN,
+    Processes,
+    Refused,
+    memory_of_another_card_is_opened_in_place,
+    numbers,
+)
+from tests.open_descriptors import no_descriptor_left
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATED = ROOT / "tests" / "gpu" / "emulated"
@@ -53,19 +69,101 @@ def both(request: pytest.FixtureRequest) -> Iterator[Processes]:
         yield processes
 
 
-@pytest.mark.parametrize("contract", CONTRACT, ids=lambda contract: contract.__name__)
+@pytest.mark.parametrize(
+    "contract",
+    [*CONTRACT, memory_of_another_card_is_opened_in_place],
+    ids=lambda contract: contract.__name__,
+)
 def test_contract(both: Processes, contract: Callable[[Processes], None]) -> None:
     contract(both)
     assert both.blocks_in_use() == 0
 
 
-def test_memory_of_another_card_is_opened_in_place(both: Processes) -> None:
-    block = both.create(b"on the first")
-    both.give(block, on="cuda:1")
-    assert both.read_there(block, 7, 5) == b"first"
-    both("close", block.number)
+def test_no_change_to_a_token_opens_anything(both: Processes) -> None:
+    block = both.create()
+    kinds: set[type] = set()
+    with no_descriptor_left():
+        for place in range(len(block.token)):
+            token = bytearray(block.token)
+            token[place] ^= 0x55
+            with pytest.raises((ProtocolError, CardError)) as raised:
+                both.card.attach(1, block.size, os.dup(block.fd), bytes(token), OWN)
+            kinds.add(raised.type)
+    assert kinds >= {ProtocolError, CardError}
     block.close()
     assert both.blocks_in_use() == 0
+
+
+def test_blocks_that_come_and_go_leave_no_descriptor(both: Processes) -> None:
+    def come_and_go() -> int:
+        block = both.create()
+        both.give(block)
+        both("close", block.number)
+        block.close()
+        both.card.reclaim()
+        left: int = both("descriptors")
+        return left
+
+    there = come_and_go()  # an event stays, for the next block
+    with no_descriptor_left():
+        assert [come_and_go() for _ in range(3)] == [there] * 3
+
+
+def test_card_is_found_by_a_token_of_its_memory(both: Processes) -> None:
+    block = both.create()
+    assert Card.find(block.token) is both.card
+    other = Card.open(Device("cuda", 1)).create(next(numbers), 1)
+    assert Card.find(other.token) is Card.open(Device("cuda", 1))
+    unknown = block.token.replace(b"emulated-", b"elsewhere")
+    assert Card.find(unknown) is None
+    with pytest.raises(ProtocolError, match="no token"):
+        Card.find(block.token[1:])
+    other.close()
+    block.close()
+
+
+def test_forked_child_that_lives_on_holds_no_memory(both: Processes) -> None:
+    block = both.create()
+    end, held = os.pipe()
+    with warnings.catch_warnings(action="ignore"):  # a process of several threads is forked
+        child = os.fork()
+    if not child:
+        os.close(held)
+        os.read(end, 1)  # until the parent closes the other end
+        os._exit(0)
+    address = block.address
+    assert both.card.host_address(address) == address
+    block.close()
+    while (
+        both.card.host_address(address) is not None
+    ):  # until the child has closed what it inherited
+        both.card.reclaim()
+    os.close(held)
+    os.close(end)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_process_does_not_attach_what_it_made(both: Processes) -> None:
+    block = both.create()
+    with no_descriptor_left(), pytest.raises(CardError, match="INVALID_CONTEXT"):
+        both.card.attach(1, block.size, os.dup(block.fd), block.token, OWN)
+    block.close()
+    assert both.blocks_in_use() == 0
+
+
+def test_descriptor_of_other_memory_is_refused() -> None:
+    with two_processes(CARD_MEMORY="descriptors") as both:
+        block = both.create()
+        fd = os.memfd_create("other")
+        with no_descriptor_left(), pytest.raises(CardError, match="cuMemImportFromShareableHandle"):
+            both.card.attach(1, block.size, os.dup(fd), block.token, OWN)
+        os.close(fd)
+        small = both.card.create(next(numbers), 1)
+        with no_descriptor_left(), pytest.raises(CardError, match="cuMemMap: CUDA_ERROR_INVALID"):
+            both.card.attach(1, block.size, os.dup(small.fd), block.token, OWN)
+        small.close()
+        block.close()
+        assert both.blocks_in_use() == 0
 
 
 def test_lost_context_says_that_only_a_new_process_helps(both: Processes) -> None:
@@ -119,6 +217,7 @@ def test_reason_why_a_card_cannot_be_used_is_named() -> None:
         with pytest.raises(BuildError, match="cuda:1: this process sees 1 NVIDIA cards"):
             Card.open(Device("cuda", 1))
         assert Card.open(Device("tensorrt", 0)) is Card.open(OWN)
+        assert Card.open(OWN).model() == "Emulated card 0, compute capability 9.0"
         for other in ("cpu", "ascend"):
             assert not Card.open(OWN).reaches(Device(other, 0))
             with pytest.raises(InvalidInputError, match=f"device: got {other}:0"):

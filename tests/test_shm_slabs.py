@@ -1,16 +1,18 @@
 """Tests of mcinfer/shm/slabs.py: where the weights of a model lie in a slab."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from mcinfer.errors import BuildError
 from mcinfer.shm.slabs import ALIGNMENT, SlabLayout, layout
 
-WEIGHTS = {
+WEIGHTS: dict[str, NDArray[Any]] = {
     "second": np.arange(100, dtype=np.float32),
     "first": np.arange(33, dtype=np.float16).reshape(3, 11),
     "packed": np.zeros(7, np.int64),

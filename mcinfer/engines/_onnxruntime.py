@@ -50,6 +50,7 @@ from mcinfer.engines.providers import (
     check_available,
     check_got,
     device_error,
+    graph_options,
     provider_list,
     provider_of,
 )
@@ -65,8 +66,15 @@ from mcinfer.errors import (
 )
 from mcinfer.model_cache.building import MODEL_FILE, Progress
 from mcinfer.model_cache.keys import FOLDER_KEY
-from mcinfer.model_cache.onnx_files import added_inputs, chunks, external_files, open_regular, scan
-from mcinfer.shm.slabs import layout
+from mcinfer.model_cache.onnx_files import (
+    added_inputs,
+    chunks,
+    external_files,
+    node_inputs,
+    open_regular,
+    scan,
+)
+from mcinfer.shm.slabs import SlabTensor, layout
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,
@@ -154,6 +162,9 @@ _REGISTERING = threading.Lock()
 _SILENT = 4
 """The runtime prints fatal errors only. Its other errors reach the caller as exceptions."""
 
+_RECORDING = {"session.record_ep_graph_assignment_info": "1"}
+"""The session says which provider runs each node."""
+
 _WARNING = 2
 """The runtime names the given weights that it cannot use where they lie, which it then copies."""
 
@@ -175,6 +186,9 @@ _TYPES = {
     "float8e5m2fnuz": "float8_e5m2fnuz",
 }
 """ONNX Runtime's names of element types that differ from ours."""
+
+_HOST_MEMORY = ("Cpu", "CudaPinned")
+"""The runtime's names of memory that the host has."""
 
 _NAMELESS = (None, "", "?", -1)
 """How the runtime (1.31), and exporters, write a dimension without a name."""
@@ -225,19 +239,32 @@ class OnnxRuntimeEngine(Engine):
         self.providers = tuple(self.session.get_providers())
         self.on_card = self.providers[0] in ON_CARDS
         if given is not None and given.on_card == self.on_card:
-            self.notes += given.notes
-        elif request.slab is not None and not self.notes:
-            self.notes = (OWN_COPY,)
+            self.notes += given.notes(self.session)
+        elif request.slab is not None and self.held is not None and not self.notes:
+            self.notes = (OWN_COPY,)  # a model that is not prepared is small, or its notes say why
         self.spec = ModelSpec(
             inputs=tuple(_spec(arg, "input") for arg in self.session.get_inputs()),
             outputs=tuple(_spec(arg, "output") for arg in self.session.get_outputs()),
         )
         self.weights = self._replaceable(request)
         self.binds_host = not (self.on_card and captures_graphs(request))
+        self.on_host = self._tensors_on_host()
         self.concurrent = self.binds_host
         self._graphs = set(range(1, _MAX_GRAPHS + 1))  # numbers that are free
         self._run_options = _run_options()
         self._cancelled = False
+
+    def _tensors_on_host(self) -> frozenset[str] | None:
+        """See `Engine.on_host`. What is bound elsewhere than the runtime has it, the runtime copies."""
+        strings = {spec.name for spec in self.spec.outputs if spec.element_type == STRING}
+        if not self.on_card or any(spec.element_type == STRING for spec in self.spec.inputs):
+            return None
+        if not self.binds_host:
+            return frozenset(strings)
+        names = [spec.name for spec in (*self.spec.inputs, *self.spec.outputs)]
+        infos = (*self.session.get_input_memory_infos(), *self.session.get_output_memory_infos())
+        there = (n for n, info in zip(names, infos, strict=True) if info.name in _HOST_MEMORY)
+        return frozenset(strings.union(there))
 
     def _replaceable(self, request: EngineRequest) -> tuple[TensorSpec, ...]:
         """The specifications of the requested weights; a model prepared before may lack some."""
@@ -521,14 +548,44 @@ class _GivenWeights:
     """The weights of a prepared model on its card, which a session uses where they lie.
 
     Attributes:
+        model: The prepared model.
+        tensors: The weights in the card's memory.
         values: By name; they must outlive the session.
         on_card: Whether they are for a session on the card, not for one that reads them on the host.
-        notes: For the user: what each session has for itself.
     """
 
+    model: Path
+    tensors: tuple[SlabTensor, ...]
     values: Mapping[str, Any]
     on_card: bool
-    notes: tuple[str, ...]
+
+    def notes(self, session: Any) -> tuple[str, ...]:
+        """For the user: what the session has for itself nevertheless."""
+        own = scan(self.model).weight_bytes - sum(one.size for one in self.tensors)
+        if self.on_card:
+            copied = used_on_host(session, self.model)
+            own += sum(one.size for one in self.tensors if one.name in copied)
+        if own < _LEAST_NOTED_BYTES:
+            return ()
+        return (
+            f"each process has {own} bytes of the weights of its own: small ones, those of subgraphs, and "
+            "those of operators that run on the host",
+        )
+
+
+def used_on_host(session: Any, model: Path) -> set[str]:
+    """The inputs of the nodes that a session runs on the CPU; it was opened with `_RECORDING`.
+
+    The runtime has the weights among them in the host's memory, and copies them there.
+    """
+    inputs = node_inputs(model)
+    return {
+        name
+        for part in session.get_provider_graph_assignment_info()
+        if part.ep_name == NAMES["cpu"]
+        for node in part.get_nodes()
+        for name in inputs.get(node.name, ())
+    }
 
 
 def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights | None:
@@ -554,10 +611,7 @@ def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights 
         )
         for one in placed.tensors
     }
-    left = scan(model).weight_bytes - sum(one.size for one in placed.tensors)
-    note = f"each process has {left} bytes of the weights of its own: small ones and subgraphs'"
-    notes = (note,) if left >= _LEAST_NOTED_BYTES else ()
-    return _GivenWeights(values=values, on_card=on_card, notes=notes)
+    return _GivenWeights(model=model, tensors=placed.tensors, values=values, on_card=on_card)
 
 
 def _open_session(
@@ -600,7 +654,7 @@ def _new_session(path: str, options: Any, providers: list[Any], *, fallback: boo
 def prepare(request: EngineRequest, folder: str) -> None:
     """Write the prepared model into a folder, and check that it loads; `BuildError` if not."""
     path = os.path.join(folder, MODEL_FILE)
-    providers = _providers(request)
+    providers = _providers(replace(request, provider_options=graph_options(request)))
     saving = _SAVING if request.device.kind != "cpu" else {**_SAVING, **_PACKED}
     for least in _MAX_BYTES_INSIDE:
         options = _session_options(request)
@@ -658,6 +712,8 @@ def _session_options(
         config.pop(FOLDER_KEY, None)
     if given is not None:
         config.update(_NOT_PACKING)
+        if given.on_card:
+            config.update(_RECORDING)
         if not request.variable_weights:
             options.log_severity_level = _WARNING
         for name, weight in given.values.items():

@@ -28,7 +28,7 @@ from typing import Any
 
 from mcinfer.config import Device
 from mcinfer.engines.base import EngineRequest
-from mcinfer.engines.providers import NAMES, keeps_engines, provider_of
+from mcinfer.engines.providers import NAMES, graph_options, keeps_engines, provider_of
 from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, shortened
 from mcinfer.model_cache.building import (
     ABOUT_FILE,
@@ -296,38 +296,42 @@ def _adopt(folder: Path, request: EngineRequest, runtime: Runtime) -> Held:
         raise BuildError(f"{folder}: {exc}") from exc
     if held is None:
         raise BuildError(f"{folder} is no sound prepared model")
-    for name, here in (
-        ("device", request.device.kind),
-        ("engine", runtime.version),
-        ("build", runtime.build),
-        ("cpu", cpu_features()),
-    ):
-        there = held.facts.get(name)
-        if there != here:
-            held.close()
-            raise BuildError(f"{folder} was prepared for {name} {there}, here is {here}")
+    try:
+        for name, here in _environment(request, runtime).items():
+            there = held.facts.get(name)
+            if there != here:
+                raise BuildError(f"{folder} was prepared for {name} {there}, here is {here}")
+    except BaseException:
+        held.close()
+        raise
     return held
+
+
+def _environment(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
+    """The facts of a prepared model that are not the model's or the options'."""
+    facts: dict[str, Any] = {
+        "device": request.device.kind,
+        "engine": runtime.version,
+        "build": runtime.build,
+        "cpu": cpu_features(),
+    }
+    if request.device.kind != "cpu":  # the keys of models for the CPU stay as they are
+        provider = provider_of(request)
+        facts |= {"provider": provider, "falls_back": NAMES[provider] not in runtime.providers}
+    if request.device.kind in KINDS:
+        facts["card"] = Card.open(request.device).model()
+    return facts
 
 
 def facts_of(request: EngineRequest, runtime: Runtime, source: Source) -> dict[str, Any]:
     config = {k: v for k, v in request.session_config.items() if k not in runtime.ignored}
-    facts: dict[str, Any] = {
-        "engine": runtime.version,
-        "build": runtime.build,
-        "device": request.device.kind,
-        "cpu": cpu_features(),
+    return {
+        **_environment(request, runtime),
         "model": source.digest,
         "options": dict(sorted(config.items())),
-        "provider_options": dict(sorted(request.provider_options.items())),
+        "provider_options": dict(sorted(graph_options(request).items())),
         "variable_weights": sorted(request.variable_weights),
     }
-    if request.device.kind != "cpu":  # the keys of models for the CPU stay as they are
-        provider = provider_of(request)
-        facts["provider"] = provider
-        facts["falls_back"] = NAMES[provider] not in runtime.providers
-    if request.device.kind in KINDS:
-        facts["card"] = Card.open(request.device).model()
-    return facts
 
 
 @cache

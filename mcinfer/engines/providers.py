@@ -45,6 +45,14 @@ _OF_TENSORRT = "trt_"
 
 _GRAPHS = ("enable_cuda_graph", "trt_cuda_graph_enable")
 _ENGINE_CACHE = ("trt_engine_cache_enable", "trt_engine_cache_path")
+_OF_RUNS = frozenset(
+    {
+        *("device_id", "gpu_mem_limit", "arena_extend_strategy", "do_copy_in_default_stream"),
+        *("cudnn_conv_algo_search", "cudnn_conv_use_max_workspace", *_GRAPHS, *_ENGINE_CACHE),
+    }
+)
+"""Options for cards without an effect on the optimised graph, or on what TensorRT builds."""
+
 _TRUE = ("1", "true", "True")
 """How the runtime reads a Boolean."""
 
@@ -98,6 +106,12 @@ def provider_list(request: EngineRequest, engine_folder: str | None = None) -> P
             own |= dict(zip(_ENGINE_CACHE, ("1", engine_folder), strict=True))
         listed.insert(0, (NAMES["tensorrt"], {**own, **common}))
     return listed
+
+
+def graph_options(request: EngineRequest) -> dict[str, str]:
+    """The provider's options that a prepared model depends on."""
+    ignored = _OF_RUNS if request.device.kind != "cpu" else ()
+    return {key: text for key, text in request.provider_options.items() if key not in ignored}
 
 
 def keeps_engines(request: EngineRequest) -> bool:

@@ -250,6 +250,13 @@ def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
             raise BuildError(f"{os.fspath(path)}: got {exc}, expected an ONNX model") from None
 
 
+def node_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[str, ...]]:
+    """The names of the inputs of each node of the main graph that has a name; raises as `scan`."""
+    with _mapped(path) as data:
+        nodes = Message(data, 0, len(data)).messages(_GRAPH_OF_MODEL, 1)
+        return {node.text(3): tuple(node.texts(1)) for node in nodes if node.text(3)}
+
+
 def _scan(model: Message) -> OnnxFile:
     if not model.parts(_GRAPH_OF_MODEL):
         raise MalformedError("no graph")

@@ -78,12 +78,18 @@ class Message:
         return self._fields.get(field << 3 | _LENGTH, ())
 
     def text(self, field: int, errors: str = "strict") -> str:
-        for first, last in self.parts(field)[-1:]:
-            try:
-                return self.data[first:last].decode(errors=errors)
-            except UnicodeDecodeError:
-                raise MalformedError(f"a name that is not UTF-8 at byte {first}") from None
+        for bounds in self.parts(field)[-1:]:
+            return self._decoded(bounds, errors)
         return ""
+
+    def texts(self, field: int) -> list[str]:
+        return [self._decoded(bounds, "strict") for bounds in self.parts(field)]
+
+    def _decoded(self, bounds: tuple[int, int], errors: str) -> str:
+        try:
+            return self.data[slice(*bounds)].decode(errors=errors)
+        except UnicodeDecodeError:
+            raise MalformedError(f"a name that is not UTF-8 at byte {bounds[0]}") from None
 
     def messages(self, *fields: int) -> Iterator["Message"]:
         """The messages in the first field; with more fields, those within them."""

@@ -28,9 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import sharding
-from mcinfer.config import Device
+from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import open_engine, prepared_facts
-from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, Strings
+from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, Slab, Strings
 from mcinfer.errors import BuildError, MissingDependencyError
 from mcinfer.machine import whole_cpus
 from mcinfer.model_cache.keys import FOLDER_KEY
@@ -42,7 +42,7 @@ from mcinfer.mslite.context import Context
 from mcinfer.requests.tensors import as_input, string_rows
 from mcinfer.requests.weights import check_weights
 from mcinfer.sharding import Shape
-from mcinfer.shm.weights import open_weights
+from mcinfer.shm.weights import SharedWeights, WeightOwner, open_weights
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec, numpy_dtype
 
 _log = logging.getLogger("mcinfer.mslite")
@@ -72,13 +72,17 @@ class Session:
 
     Attributes:
         weights: The weights that were replaced, by name; the mapping does not change, it is replaced.
+        owner: The owner of its weights, where they are shared on a card.
         output_shapes: From the inputs' shapes to the outputs', None for one that only a run shows;
             InvalidInputError if they do not fit the model.
     """
 
-    def __init__(self, engine: Engine, cores: Sequence[int]) -> None:
+    def __init__(
+        self, engine: Engine, cores: Sequence[int], owner: WeightOwner | None = None
+    ) -> None:
         """Take over the engine, which is closed when the session is garbage."""
         self.engine = engine
+        self.owner = owner
         self.spec = engine.spec
         self.weights: Mapping[str, NDArray[Any]] = {}
         self.output_shapes = lru_cache(_MAX_SHAPES)(partial(_output_shapes, engine.spec))
@@ -295,18 +299,53 @@ def _load(
             session_config=config,
             provider_options=attempt.options.provider_options,
             provider=attempt.options.provider,
+            allow_fallback=attempt.options.allow_fallback,
         )
+        owner = None
+        if source.pids is not None and dims is None and onnx_runtime and attempt.kind == "cuda":
+            owner = _owner_on_card(request, attempt.options)
+            request = _with_weights(request, owner.weights)
         if source.handle is not None and dims is None:
             here = prepared_facts(attempt.engine, request)
             shared = opened.enter_context(open_weights(source.handle))
             _check_same(shared.facts, here)
-            request = replace(request, model=shared.model)
+            request = _with_weights(request, shared)
         ranks = None if membership is None else membership.group()
         with _pinned(cores):
             engine = open_engine(attempt.engine, request, group=ranks)
     for note in engine.notes:
         _log.warning("%s: %s", source.name, note)
-    return Session(engine, cores)
+    return Session(engine, cores, owner)
+
+
+def _owner_on_card(request: EngineRequest, options: EngineOptions) -> WeightOwner:
+    """The owner of a model's weights on a card; this process's own session uses them there, too."""
+    wanted = replace(
+        options, variable_weights=request.variable_weights, session_config=request.session_config
+    )
+    return WeightOwner(request.model, options=wanted, device=str(request.device))
+
+
+def _with_weights(request: EngineRequest, weights: SharedWeights | None) -> EngineRequest:
+    """A request for the prepared model that is shared, if any; if its weights are on a card, for those."""
+    if weights is None:
+        return request
+    slab = weights.slab
+    if slab is None:
+        return replace(request, model=weights.model)
+    if slab.card.device != request.device:
+        raise BuildError(
+            f"shareable_weight_mem_handle: the owner's weights are on {slab.card.device}, here the model is "
+            f"for {request.device}"
+        )
+    given = Slab(
+        device=slab.card.device,
+        address=slab.memory.address,
+        host_address=slab.host_address,
+        size=slab.memory.size,
+        owner=slab.memory,
+    )
+    return replace(request, model=weights.model, slab=lambda _: given)
 
 
 def _check_same(facts: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -316,12 +355,13 @@ def _check_same(facts: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     what = "other options"
     for name, text in (
         ("cpu", "a CPU of other abilities"),
+        ("card", "another card"),
         ("engine", "another engine or version"),
         ("device", "another device"),
         ("model", "another model: its content is not that of this model's files"),
     ):
-        if facts.get(name) != here[name]:
-            detail = "" if name == "model" else f": {facts.get(name)}, here {here[name]}"
+        if facts.get(name) != here.get(name):
+            detail = "" if name == "model" else f": {facts.get(name)}, here {here.get(name)}"
             what = f"{text}{detail}"
     raise BuildError(f"shareable_weight_mem_handle: the owner's weights are for {what}")
 

@@ -380,11 +380,16 @@ class Model:
 
 
 def _owner(session: Session, pids: Sequence[int], *, stacklevel: int) -> WeightOwner:
-    held = getattr(session.engine, "held", None)
-    if held is None:
-        why = "; ".join(session.engine.notes) or "only ONNX models on the CPU can be prepared"
-        raise BuildError(f"shareable_weight_pid_list: the weights cannot be shared: {why}")
-    owner = WeightOwner(held)
+    owner = session.owner
+    if owner is None:
+        held = getattr(session.engine, "held", None)
+        if held is None:
+            why = (
+                "; ".join(session.engine.notes)
+                or "only ONNX models can be prepared, and not for TensorRT"
+            )
+            raise BuildError(f"shareable_weight_pid_list: the weights cannot be shared: {why}")
+        owner = WeightOwner(held)
     for pid in pids:
         try:
             owner.allow(pid)

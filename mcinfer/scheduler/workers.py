@@ -16,7 +16,8 @@ of the card's memory, and the others, its followers, open it.
 * Followers start together with their leader, and get BUILD when it has the model. If it could make no slab,
   they are no followers from then on: each worker of the card loads the weights by itself.
 * The leader's death ends the followers that have its slab. That is no fault of theirs or of their runs: it
-  takes nothing of their budget, and no shard is blamed. They come back as soon as there is a new slab.
+  takes nothing of their budget, and no shard is blamed. They come back as soon as there is a new slab, which
+  is made once the last of them is gone: the card need not have room for two.
 * A leader ends of its own accord only after its followers, so they are replaced together.
 """
 
@@ -302,7 +303,7 @@ class WorkerLives:
         if w.retiring:
             return f"{w.name} is being replaced"
         if w.state is WorkerState.CONNECTED and w.leader is not None:
-            return f"{w.name} waits for {w.leader.name}, which has the weights of the card{after}"
+            return f"{w.name} waits for {w.leader.name}, which loads the weights of the card{after}"
         if w.state in _STARTING:
             return f"{w.name} is starting ({w.state}){after}"
         if w.state is WorkerState.EXITING:
@@ -360,7 +361,7 @@ class WorkerLives:
     def build(self, w: Worker, now: float) -> list[Action]:
         """It has connected: have it load the model, a follower once its leader has."""
         leader = w.leader
-        if leader is not None and not leader.serves:
+        if self._with_slab(w) or (leader is not None and not leader.serves):
             w.ready_by = None
             return []
         if w.ready_by is None and not w.doomed:
@@ -521,15 +522,17 @@ class WorkerLives:
         return story
 
     def part(self, w: Worker, now: float) -> list[Action]:
-        """After a leader's death, end its followers; in `close`, after the last of these end the leader."""
-        if not self.closing:
-            return [self._bereave(f, w) for f in self._with_slab(w)]
+        """After a leader's death, end its followers; after the last of these, build the leader, or end it."""
         leader = w.leader
-        if leader is None or self._with_slab(leader):
+        if not self.closing and leader is None:
+            return [self._bereave(f, w) for f in self._with_slab(w)]
+        if leader is None or leader.doomed or self._with_slab(leader):
             return []
-        if leader.state not in (WorkerState.READY, WorkerState.BUSY):
-            return []
-        return self.end_when_idle(leader, now, self._timeouts.close)
+        if self.closing and leader.state in (WorkerState.READY, WorkerState.BUSY):
+            return self.end_when_idle(leader, now, self._timeouts.close)
+        if not self.closing and leader.state is WorkerState.CONNECTED:
+            return self.build(leader, now)
+        return []
 
     def _bereave(self, follower: Worker, leader: Worker) -> Action:
         if follower.doomed:  # for a reason of its own, or one of its run's

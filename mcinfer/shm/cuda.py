@@ -26,11 +26,13 @@ by `DeviceBlock.memory`. Its end calls no driver, since it may come in any threa
 memory back, once this process's work on the card is done. `create`, `attach` and `DeviceBlock.close` call
 it.
 
-A process that was forked from one that uses a card cannot use it: each call raises `ClosedError`.
+A process that was forked from one that uses a card cannot use it: each call raises `ClosedError`. It closes
+the descriptors at once: else memory would stay, and owners would wait, until its end.
 """
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import select
@@ -67,9 +69,11 @@ _MARK = b"mcc1"
 _HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE."""
 _BACKENDS = ("descriptors", "handles")
-_SHARED_PAGE_BYTES = 2 << 20
 _NAME_BYTES = 256
+_SHARED_PAGE_BYTES = 2 << 20
 _MOST_PAUSE = 0.001
+_LONGEST_WAIT = 86400.0
+"""Seconds of one wait: poll(2) takes no more than 24 days."""
 
 _LOST = frozenset(
     f"CUDA_ERROR_{name}"
@@ -84,6 +88,31 @@ _LOST = frozenset(
 """Results after which "the process must be terminated and relaunched" (CUresult), or the context is gone."""
 
 
+@functools.cache
+def _kept() -> set[int]:
+    """The descriptors in this process that keep memory of cards. A child that it forks closes them."""
+    kept: set[int] = set()
+
+    def give_up() -> None:
+        while kept:
+            os.close(kept.pop())
+
+    os.register_at_fork(after_in_child=give_up)  # once: it cannot be undone
+    return kept
+
+
+def _keep(fd: int) -> int:
+    _kept().add(fd)
+    return fd
+
+
+def _close(fd: int) -> None:
+    """Close a descriptor that was kept, unless that was done, here or after a fork."""
+    if fd in _kept():
+        _kept().discard(fd)
+        os.close(fd)
+
+
 class DeviceMemory:
     """Bytes of a card's block at an address; keeps the mapping, and can be referred to weakly."""
 
@@ -94,6 +123,17 @@ class DeviceMemory:
         self.device = device
         self.address = address
         self.size = size
+
+    def is_lent(self, timeout: float = 0.0) -> bool:
+        """Whether the memory cannot be freed yet, since another process has a block of ours open.
+
+        Only blocks of the kind *handles* are lent; the others can always be freed.
+
+        Args:
+            timeout: Seconds to wait until none has it. The block's own descriptor counts while it is open.
+        """
+        piece = self._mapping.piece
+        return piece.own and piece.pipe >= 0 and not _hung_up(piece.pipe, timeout)
 
 
 class DeviceBlock:
@@ -154,11 +194,10 @@ class DeviceBlock:
     def _close(self) -> None:
         self._mapping = None
         fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        _close(fd)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Piece:
     """What this process holds of the driver for one block."""
 
@@ -209,13 +248,36 @@ class Card:
         """
         if device.kind not in KINDS:
             raise InvalidInputError(f"device: got {device}, expected one of the kinds {[*KINDS]}")
+        for card in [*cls._opened.values()]:
+            card._check_process()
         if device.index not in cls._opened:
             with cls._opening:
                 if device.index not in cls._opened:
                     cls._opened[device.index] = cls(device)
-        card = cls._opened[device.index]
-        card._check_process()
-        return card
+        return cls._opened[device.index]
+
+    @classmethod
+    def find(cls, token: bytes) -> "Card | None":
+        """The card that a block lies on, by its token; None if this process does not see that card.
+
+        Its index may be another one than in the block's own process. No other card gets a context.
+
+        Raises:
+            ProtocolError: It is no token.
+            MissingDependencyError: As in `open`, as are `BuildError` and `ClosedError`.
+        """
+        if len(token) != _TOKEN.size or not token.startswith(_MARK):
+            raise ProtocolError(f"got {len(token)} bytes that are no token of a card's block")
+        wanted, driver, index = _TOKEN.unpack(token)[5], _driver(), 0
+        with contextlib.suppress(RuntimeError):  # the driver cannot be used: `open` says why
+            if driver.cuInit(0)[0] == driver.CUresult.CUDA_SUCCESS:
+                ordinals = [driver.cuDeviceGet(i)[1] for i in range(driver.cuDeviceGetCount()[1])]
+                uuids = [driver.cuDeviceGetUuid(ordinal)[1] for ordinal in ordinals]
+                found = [i for i, uuid in enumerate(uuids) if uuid and bytes(uuid.bytes) == wanted]
+                if not found:
+                    return None
+                index = found[0]
+        return cls.open(Device(KINDS[0], index))
 
     def __init__(self, device: Device) -> None:
         self.device = Device(KINDS[0], device.index)
@@ -233,7 +295,7 @@ class Card:
                 raise BuildError(f"{self.device}: this process sees {self.count} NVIDIA cards")
             self._ordinal = self._ask("cuDeviceGet", device.index)
             self.kind = self._chosen_kind()
-            self._shares_events = self._has("IPC_EVENT_SUPPORTED")
+            self._shares_events = bool(self._fact("IPC_EVENT_SUPPORTED"))
             self._context = self._ask("cuDevicePrimaryCtxRetain", self._ordinal)
             with self._current():
                 flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value
@@ -269,6 +331,8 @@ class Card:
     def attach(self, number: int, size: int, fd: int, token: bytes, owner: Device) -> DeviceBlock:
         """Map memory that another process has made; the descriptor is this object's from now on.
 
+        A process cannot attach what it made itself: CUDA opens no event in the process that made it.
+
         Args:
             number: What messages call the block.
             size: Its bytes.
@@ -291,11 +355,13 @@ class Card:
                 else:
                     piece = self._open_named(fd, mapped, handle)
                 block = DeviceBlock(number, size, owner, _Mapping(self, piece))
-                if event:
-                    opened = self._ask(
-                        "cuIpcOpenEventHandle", self._handle("CUipcEventHandle", event)
-                    )
-                    piece.event = opened, event
+                try:
+                    if event:
+                        named = self._handle("CUipcEventHandle", event)
+                        piece.event = self._ask("cuIpcOpenEventHandle", named), event
+                except BaseException:
+                    block.close()  # the exception's traceback would keep it
+                    raise
         finally:
             os.close(fd)
         return block
@@ -317,12 +383,9 @@ class Card:
                 if count := len(self.unused):
                     self._ask("cuCtxSynchronize")
                     self._awaited += [self.unused.popleft() for _ in range(count)]
-                pieces, self._awaited = self._awaited, []
-                while pieces:
-                    piece = pieces.pop()
-                    if piece.own and piece.kind == "handles" and not _hung_up(piece.pipe):
-                        self._awaited.append(piece)
-                    else:
+                for piece in [*self._awaited]:
+                    if not piece.own or piece.kind == "descriptors" or _hung_up(piece.pipe):
+                        self._awaited.remove(piece)
                         self._free(piece)
         finally:
             self._reclaiming.release()
@@ -377,17 +440,17 @@ class Card:
 
     def model(self) -> str:
         """The card's name and its compute capability, on which programs for it depend."""
-        name = bytes(self._ask("cuDeviceGetName", _NAME_BYTES, self._ordinal))
-        version = [self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR")]
-        text = name.split(b"\0")[0].decode(errors="replace")
-        return f"{text}, compute capability {version[0]}.{version[1]}"
+        name = bytes(self._ask("cuDeviceGetName", _NAME_BYTES, self._ordinal)).split(b"\0")[0]
+        major, minor = (self._fact(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        return f"{name.decode(errors='replace')}, compute capability {major}.{minor}"
 
     # Work on the stream.
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Queue a copy of `size` bytes; each address may be of this card, of another one, or of the host.
 
-        Host memory that is not pinned may hold up the caller until the stream has done the copy.
+        Host memory that is not pinned may hold up the caller until the stream has done the copy. Memory of
+        another card is to be held until then: `reclaim` waits for the work on its own card alone.
         """
         if size:
             with self._current():
@@ -418,7 +481,8 @@ class Card:
     def record(self, block: DeviceBlock) -> None:
         """Mark on the block's event what the stream has queued; `wait`, in any process, waits for that.
 
-        Only the block's maker records: an event remembers one mark, so a second process's would hide it.
+        Only the block's maker records: an event remembers one mark, so a second process's would hide it. On
+        a card without events for other processes, this waits until the work is done.
 
         Raises:
             InvalidInputError: The block was not made by this card in this process.
@@ -475,7 +539,7 @@ class Card:
             fd = int(self._ask("cuMemExportToShareableHandle", handle, self._descriptor_type, 0))
             try:
                 os.set_inheritable(fd, False)
-                return self._map(handle, mapped, own=True), fd, b""
+                return self._map(handle, mapped, own=True), _keep(fd), b""
             except BaseException:
                 os.close(fd)
                 raise
@@ -520,7 +584,7 @@ class Card:
         except BaseException:
             self._ask("cuMemFree", address)
             raise
-        return _Piece("handles", True, address, mapped, pipe), fd, handle
+        return _Piece("handles", True, address, mapped, _keep(pipe)), _keep(fd), handle
 
     def _open_named(self, fd: int, size: int, handle: bytes) -> _Piece:
         # Opening it on another card enables peer access (cuIpcOpenMemHandle).
@@ -531,7 +595,7 @@ class Card:
         except BaseException:
             os.close(pipe)
             raise
-        return _Piece("handles", False, int(opened), size, pipe)
+        return _Piece("handles", False, int(opened), size, _keep(pipe))
 
     # Both.
 
@@ -550,8 +614,7 @@ class Card:
             self._ask("cuMemFree", piece.address)
         else:
             self._ask("cuIpcCloseMemHandle", piece.address)
-        if piece.pipe >= 0:
-            os.close(piece.pipe)
+        _close(piece.pipe)
 
     def _own_event(self) -> tuple[Any, bytes] | None:
         if not self._shares_events:
@@ -599,14 +662,11 @@ class Card:
             raise InvalidInputError(
                 f"environment variable {MEMORY_VARIABLE}: got {chosen!r}, expected one of {[*_BACKENDS]}"
             )
-        able = self._has("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
+        able = self._fact("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
         return chosen or ("descriptors" if able else "handles")
 
-    def _has(self, attribute: str) -> bool:
-        return bool(self._attribute(attribute))
-
-    def _attribute(self, name: str) -> int:
-        named = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    def _fact(self, attribute: str) -> int:
+        named = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
         return int(self._ask("cuDeviceGetAttribute", named, self._ordinal))
 
     def _uuid(self, device: Device) -> bytes:
@@ -650,8 +710,11 @@ class Card:
         text = f"{self.device}: {name}: {status}"
         if result[0] == results.CUDA_ERROR_OUT_OF_MEMORY:
             failed, *memory = self._call("cuMemGetInfo")
-            free = f"{memory[0]} of {memory[1]} are free" if failed == results.CUDA_SUCCESS else ""
-            raise CardMemoryError(f"{text}: {asked} bytes wanted, {free or 'unknown free'}", status)
+            if asked:
+                text += f": {asked} bytes wanted"
+            if failed == results.CUDA_SUCCESS:
+                text += f", {memory[0]} of {memory[1]} are free"
+            raise CardMemoryError(text, status)
         if status in _LOST:
             raise CardLostError(f"{text}: only a new process can use the card again", status)
         raise CardError(text, status)
@@ -671,8 +734,8 @@ def _handle_bytes(handle: Any) -> bytes:
     return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
 
 
-def _hung_up(pipe: int) -> bool:
-    """Whether no process has the other end open."""
+def _hung_up(pipe: int, timeout: float = 0.0) -> bool:
+    """Whether no process has the other end open; waits that many seconds for it."""
     poll = select.poll()
     poll.register(pipe, 0)
-    return bool(poll.poll(0))
+    return bool(poll.poll(min(timeout, _LONGEST_WAIT) * 1000))

@@ -13,14 +13,13 @@ from contextlib import ExitStack
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mcinfer.config import Device
+from mcinfer.dlpack import DlpackTensor
 from mcinfer.errors import BuildError
 from mcinfer.model_cache.onnx_files import external_files, open_regular, scan
+from mcinfer.shm.cuda import Card, DeviceBlock
 from mcinfer.specs import ELEMENT_TYPES
-
-if TYPE_CHECKING:
-    from mcinfer.shm.cuda import Card, DeviceBlock
 
 ALIGNMENT = 256
 """Bytes that `cuMemAlloc` aligns to, and kernels may count on."""
@@ -104,7 +103,26 @@ def layout(model: Path) -> SlabLayout:
     return SlabLayout(size=end, tensors=tuple(tensors))
 
 
-def fill(card: "Card", block: "DeviceBlock", slab: SlabLayout) -> None:
+def tensors_of(
+    slab: SlabLayout, address: int, device: Device | None, owner: object
+) -> dict[str, DlpackTensor]:
+    """The weights by name, in a slab at this address of a card, or of the host for None.
+
+    Each keeps the `owner` of the memory alive, and so does each consumer of its DLPack capsule.
+    """
+    return {
+        tensor.name: DlpackTensor(
+            address=address + tensor.offset,
+            shape=tensor.shape,
+            element_type=tensor.element_type,
+            device=device,
+            owner=owner,
+        )
+        for tensor in slab.tensors
+    }
+
+
+def fill(card: Card, block: DeviceBlock, slab: SlabLayout) -> None:
     """Copy the weights from their files into a block of the card's memory; waits until they are there.
 
     Raises:

@@ -4,7 +4,8 @@
 
     owner   WeightOwner(model) ──► handle (a random number, no secret) ──► the user passes it on
     other   open_weights(handle) ── connects to the socket that the handle names ──► the owner's thread
-            SharedWeights ◄── one packet: the entry's folder and its lock (SCM_RIGHTS), or a refusal
+            SharedWeights ◄── one packet: the entry's folder and its lock (SCM_RIGHTS), or a refusal;
+                              for weights on a card also their slab: a descriptor, and a token in the packet
 
 The kernel says which process and user has connected (`SO_PEERCRED`), so no process can pass for another.
 The owner never reads what a client sends, and never waits for a client.
@@ -12,10 +13,14 @@ The owner never reads what a client sends, and never waits for a client.
 Ownership: an owner has its own descriptors for the folder and the lock, which its thread closes. The lock is
 the same open file in every process, so the entry stays until the last process has closed it or ended. A
 forked child closes the descriptors at once, or the socket's name would stay without an owner.
+
+A slab (`mcinfer.shm.slabs`) is a block of a card's memory, which keeps the rules of `mcinfer.shm.cuda`: it
+stays until the last process has closed it or ended, or, if it is of the kind "handles", until its owner ends.
 """
 
 import errno
 import functools
+import logging
 import os
 import secrets
 import select
@@ -24,14 +29,25 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from typing import Any
 
-from mcinfer.config import EngineOptions, check_count, check_seconds
-from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
+from mcinfer.config import Device, EngineOptions, check_count, check_seconds
+from mcinfer.dlpack import DlpackTensor
+from mcinfer.errors import (
+    ClosedError,
+    InvalidInputError,
+    MissingDependencyError,
+    ProtocolError,
+    WeightAccessError,
+)
 from mcinfer.model_cache.building import MODEL_FILE, ensure_prepared
 from mcinfer.model_cache.cache import CacheUnusableError, Held
 from mcinfer.process import start_time
+from mcinfer.shm.cuda import Card, DeviceBlock, DeviceMemory
 from mcinfer.shm.descriptors import close_all, peer_credentials, receive, send
+from mcinfer.shm.slabs import SlabLayout, fill, layout, tensors_of
 
 _GRANTED = b'{"ok": true}'
 """The answer that comes with the descriptors of the folder and of its lock, in this order."""
@@ -39,7 +55,10 @@ _GRANTED = b'{"ok": true}'
 _REFUSED = b"refused "
 """A refusal begins with this; the reason follows, in words."""
 
-_MAX_ANSWER_BYTES = 256
+_ON_CARD = b"card "
+"""The answer for weights on a card: this, then the token of their block. Its descriptor comes third."""
+
+_MAX_ANSWER_BYTES = 1024
 
 MAX_HANDLE = (1 << 63) - 1
 """MindSpore Lite's handles travel through signed 64-bit integers."""
@@ -52,6 +71,10 @@ _LAST_ANSWER = 5.0
 """Seconds that `_Listener.close` waits for the answer being sent, which takes almost no time."""
 _BACK_OFF = 0.1
 """Seconds until an owner that had no descriptor left tries to accept again."""
+
+_NEEDS_RUNTIME = "weights on a card need ONNX Runtime for cards: pip install 'mcinfer[gpu]'"
+
+_log = logging.getLogger("mcinfer.shm")
 
 
 def address(handle: int) -> str:
@@ -83,19 +106,25 @@ class _Listener:
         stopped: Whether it was stopped, or belongs to the process that forked this one.
     """
 
-    def __init__(self, descriptors: tuple[int, ...], allowed: Mapping[int, int]) -> None:
-        # This object owns the descriptors from now on, even if this call fails.
+    def __init__(
+        self,
+        descriptors: tuple[int, ...],
+        allowed: Mapping[int, int],
+        block: DeviceBlock | None = None,
+    ) -> None:
+        # This object owns the descriptors and the block from now on, even if this call fails.
         # `allowed` has the start times of processes by pid, since the system reuses pids. Another thread
         # may change it.
         self.stopped = False
         self.handle = 1 + secrets.randbelow(MAX_HANDLE)
         self._allowed = allowed
         self._descriptors = descriptors
+        self._block = block
         self._thread = threading.Thread(target=self._serve, name="mcinfer-weights", daemon=True)
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError:
-            close_all(descriptors)
+            self._release()
             raise
         try:
             _listeners().add(self)  # before it has a name, which forked children would keep
@@ -123,10 +152,16 @@ class _Listener:
             self._thread.join(_LAST_ANSWER)
 
     def give_up(self) -> None:
-        """Close the socket and the descriptors."""
+        """Close the socket, the descriptors and the block."""
         self._socket.close()
+        self._release()
+
+    def _release(self) -> None:
         descriptors, self._descriptors = self._descriptors, ()
         close_all(descriptors)
+        block, self._block = self._block, None
+        if block is not None:
+            block.close()
 
     def _serve(self) -> None:
         try:
@@ -156,8 +191,11 @@ class _Listener:
             why = "this process: it has no pid in the owner's pid namespace, so the owner cannot allow it"
         elif (start := self._allowed.get(pid)) is None or start != start_time(pid):
             why = f"process {pid}: allow it there with WeightOwner.allow({pid})"
-        else:
+        elif self._block is None:
             send(connection, _GRANTED, self._descriptors)
+            return
+        else:
+            send(connection, _ON_CARD + self._block.token, (*self._descriptors, self._block.fd))
             return
         send(connection, _REFUSED + why.encode())
 
@@ -171,6 +209,8 @@ class WeightOwner:
     Attributes:
         handle: The argument of `open_weights` in the other process: above 0 and below 2**63. It is no
             secret.
+        weights: The same weights for this process. None if they are in the host's memory: any session here
+            that loads the prepared model maps them.
     """
 
     def __init__(
@@ -179,6 +219,7 @@ class WeightOwner:
         allow_pids: Iterable[int] = (),
         *,
         options: EngineOptions = EngineOptions(),
+        device: str | None = None,
     ) -> None:
         """Prepare the model, unless it is prepared, and start a thread that answers.
 
@@ -186,11 +227,16 @@ class WeightOwner:
             model: Path of an ONNX model; or a prepared model, borrowed for this call only.
             allow_pids: Processes to `allow` before any process can connect.
             options: Options of the engines that will load a model given by its path.
+            device: The card to share the weights on, such as ``"cuda:0"``: they are copied there once, and
+                this process has a CUDA context from then on. None shares them in the host's memory.
 
         Raises:
-            InvalidInputError: A pid is invalid, as in `allow`, or `model` is not a model.
+            InvalidInputError: A pid is invalid, as in `allow`, `model` is not a model, or is prepared for
+                another kind of device.
             BuildError: The model cannot be prepared, with the engine's message, or its cache cannot be
-                used.
+                used; or there is no such card.
+            CardMemoryError: The card has too little memory left.
+            MissingDependencyError: The package for cards is not installed.
             ClosedError: The model is closed.
             OSError: The entry cannot be opened, or no descriptor is left.
         """
@@ -199,12 +245,17 @@ class WeightOwner:
         self._allowed: dict[int, int] = {}
         for pid in allow_pids:
             _admit(self._allowed, pid)
-        if isinstance(model, (str, os.PathLike)):
-            with closing(ensure_prepared(model, options)) as held:
-                entry = _open_entry(held)
-        else:
-            entry = _open_entry(model)
-        self._listener = _Listener(entry, self._allowed)
+        card = None if device is None else _open_card(device, options)
+        with ExitStack() as opened:
+            if isinstance(model, (str, os.PathLike)):
+                held = ensure_prepared(model, options, device=device or "cpu:0")
+                model = opened.enter_context(closing(held))
+            entry = _open_entry(model, "cpu" if card is None else card.device.kind)
+            opened.push(lambda *failure: close_all(entry) if failure[0] else None)
+            block, self.weights = None, None
+            if card is not None:
+                block, self.weights = _put_on_card(card, model)
+        self._listener = _Listener(entry, self._allowed, block)
         weakref.finalize(self, self._listener.stop)
         self.handle = self._listener.handle
 
@@ -231,15 +282,61 @@ class WeightOwner:
         """Refuse a process from now on; open weights stay usable."""
         self._allowed.pop(pid, None)
 
-    def close(self) -> None:
-        """Stop answering and release the entry; open weights of other processes stay usable."""
+    def close(self, timeout: float = 10.0) -> None:
+        """Stop answering and release the entry; open weights of other processes stay usable.
+
+        `weights` end with it, but for sessions and tensors of this process that still use a card's memory.
+        If that memory is shared by handles (`MCINFER_CARD_MEMORY`), it cannot be freed before the other
+        processes have closed it or ended. If they have not done so in time, a warning says so, and the memory
+        is freed by a later use of the card in this process, or at its end.
+
+        Args:
+            timeout: Seconds to wait for them.
+        """
+        check_seconds("timeout", timeout)
         self._listener.close()
+        if self.weights is None or self.weights.slab is None:
+            return
+        if self.weights.slab.memory.is_lent(timeout):
+            _log.warning(
+                "weights %d: another process still has them open on %s, so their memory is not free yet",
+                self.handle,
+                self.weights.device,
+            )
+        self.weights.close()
 
     def __enter__(self) -> "WeightOwner":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _open_card(device: str, options: EngineOptions) -> Card:
+    """The card for an owner's arguments."""
+    found = Device.parse(device)
+    if found.kind != "cuda":
+        raise InvalidInputError(f"device: got {device!r}, expected a card such as 'cuda:0'")
+    if options.provider not in (None, "cuda"):
+        raise InvalidInputError(
+            f"options: got the provider {options.provider!r}, expected 'cuda': no other one takes weights "
+            "that are on a card"
+        )
+    return Card.open(found)
+
+
+def _put_on_card(card: Card, model: Held) -> "tuple[DeviceBlock, SharedWeights]":
+    """A block with the slab of a prepared model, and the weights in it for this process."""
+    slab = layout(model.folder / MODEL_FILE)
+    size = max(slab.size, 1)
+    block = card.create(0, size)
+    try:
+        fill(card, block, slab)
+        held = Held.adopt(*_open_entry(model, card.device.kind))
+        return block, SharedWeights(held, OpenSlab(card, slab, block.memory(0, size)))
+    except BaseException:
+        block.close()
+        raise
 
 
 def _admit(allowed: dict[int, int], pid: int) -> None:
@@ -265,12 +362,17 @@ def _admit(allowed: dict[int, int], pid: int) -> None:
     allowed[pid] = start
 
 
-def _open_entry(model: Held) -> tuple[int, int]:
+def _open_entry(model: Held, kind: str) -> tuple[int, int]:
     """Descriptors of an entry's folder and of its lock, which are the caller's."""
     if not isinstance(model, Held):
         raise InvalidInputError(f"model: got {model!r}, expected a path or a prepared model")
     if model.lock < 0:
         raise ClosedError(f"the prepared model {model.folder} is closed")
+    made_for = model.facts.get("device", kind)
+    if made_for != kind:
+        raise InvalidInputError(
+            f"model: got one that is prepared for {made_for}, expected one for {kind}"
+        )
     lock = os.dup(model.lock)  # the same open file, so the same lock
     try:
         return os.open(model.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), lock
@@ -279,10 +381,34 @@ def _open_entry(model: Held) -> tuple[int, int]:
         raise
 
 
+@dataclass(frozen=True, slots=True)
+class OpenSlab:
+    """A slab that is open in this process as long as its memory is referred to."""
+
+    card: Card
+    layout: SlabLayout
+    memory: DeviceMemory
+
+    @property
+    def host_address(self) -> int | None:
+        """The address at which the host can read it, if it can."""
+        return self.card.host_address(self.memory.address)
+
+    def tensors(self) -> dict[str, DlpackTensor]:
+        """The weights by name, on the card."""
+        return tensors_of(self.layout, self.memory.address, self.card.device, self.memory)
+
+    def tensors_on_host(self) -> dict[str, DlpackTensor] | None:
+        """The same weights at the host's addresses; None if the host cannot read them."""
+        address = self.host_address
+        return None if address is None else tensors_of(self.layout, address, None, self.memory)
+
+
 class SharedWeights:
     """A prepared model that another process shares; it stays usable when that process ends.
 
-    A context manager.
+    A context manager. Weights on a card that another process lends by a handle (`mcinfer.shm.cuda`) are the
+    exception: they end with that process.
 
     Attributes:
         folder: Folder of its files, read-only. Processes that load the model map these files, and never
@@ -290,17 +416,70 @@ class SharedWeights:
         model: The path of its graph, for `mcinfer.Master` or `onnxruntime.InferenceSession`.
         facts: What the entry was made from.
         held: The entry, which cannot be removed from the cache while this is open.
+        device: The card that the weights are on, by its index in this process; None if they are in the host's
+            memory.
+        tensors: The weights on the card by name, for any consumer of DLPack (`cupy.from_dlpack`); empty if
+            they are in the host's memory. All processes see what one of them writes there. Small weights,
+            which lie in the graph's own file, are not among them.
+        slab: All of `tensors` in one piece; None if they are in the host's memory, or this is closed.
     """
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, slab: OpenSlab | None = None) -> None:
         self.held = held
         self.folder = held.folder
         self.model = str(held.folder / MODEL_FILE)
         self.facts = held.facts
+        self.device = None if slab is None else slab.card.device
+        self.slab = slab
+        self.tensors: Mapping[str, DlpackTensor] = {} if slab is None else slab.tensors()
+
+    def add_to(self, session_options: Any) -> None:
+        """Let a session of ONNX Runtime use the weights on the card where they are.
+
+        The session is one of `model`, made with these options. Its graph is optimised already, and a weight
+        that is packed is a copy, so optimisation and prepacking are turned off in the options. Weights in the
+        host's memory need nothing: a session of `model` maps them.
+
+        Args:
+            session_options: An `onnxruntime.SessionOptions`. It keeps the memory open, even after `close`,
+                and so does each session that is made with it.
+
+        Raises:
+            ClosedError: This is closed.
+            MissingDependencyError: ONNX Runtime is not installed, or not the one for cards.
+        """
+        if self.held.lock < 0:
+            raise ClosedError(f"the shared weights {self.folder} are closed")
+        if self.slab is None:
+            return
+        try:
+            import onnxruntime as ort
+        except ImportError as exc:
+            raise MissingDependencyError(_NEEDS_RUNTIME) from exc
+        tensors: Mapping[str, DlpackTensor] | None = self.tensors
+        if "CUDAExecutionProvider" not in ort.get_available_providers():
+            tensors = self.slab.tensors_on_host()
+        if tensors is None:
+            raise MissingDependencyError(_NEEDS_RUNTIME)
+        values = {name: ort.OrtValue.from_dlpack(tensor) for name, tensor in tensors.items()}
+        for name, value in values.items():
+            session_options.add_initializer(name, value)
+        session_options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        session_options.add_session_config_entry("session.disable_prepacking", "1")
+        # The options have only pointers to the values.
+        weakref.finalize(session_options, values.clear).atexit = False
 
     def close(self) -> None:
-        """Release the entry; do not use what was loaded from it any more."""
+        """Release the entry; do not use what was loaded from it any more.
+
+        A card's memory stays open until the last of `tensors`, and of the sessions with it, is gone.
+        """
         self.held.close()
+        slab, self.slab, self.tensors = self.slab, None, {}
+        if slab is not None:
+            card = slab.card
+            del slab
+            card.reclaim()
 
     def __enter__(self) -> "SharedWeights":
         return self
@@ -321,12 +500,15 @@ def open_weights(handle: int, timeout: float = 10.0) -> SharedWeights:
         WeightAccessError: The owner refused, did not answer in time, does not exist, or belongs to another
             user; or this process cannot use the entry. The text says which.
         ProtocolError: The process that answered is not a `WeightOwner`.
+        BuildError: The weights are on a card, and this process cannot use it: there is no driver.
+        MissingDependencyError: They are on a card, and the package for cards is not installed.
         OSError: No descriptor is left.
     """
     check_count("handle", handle, 1)
     check_seconds("timeout", timeout)
     data, descriptors = _ask(handle, timeout)
-    if data != _GRANTED or len(descriptors) != 2:
+    on_card = data.startswith(_ON_CARD)
+    if len(descriptors) != 2 + on_card or not (on_card or data == _GRANTED):
         close_all(descriptors)
         if not data.startswith(_REFUSED) or descriptors:
             raise ProtocolError(
@@ -334,10 +516,35 @@ def open_weights(handle: int, timeout: float = 10.0) -> SharedWeights:
                 "the answer of a WeightOwner"
             )
         raise WeightAccessError(f"the owner of weights {handle} {data.decode(errors='replace')}")
-    try:
-        return SharedWeights(Held.adopt(*descriptors))
-    except CacheUnusableError as exc:
-        raise WeightAccessError(f"weights {handle}: {exc}") from exc
+    with ExitStack() as failed:
+        blocks = descriptors[2:]
+        failed.callback(close_all, blocks)
+        try:
+            held = Held.adopt(*descriptors[:2])
+        except CacheUnusableError as exc:
+            raise WeightAccessError(f"weights {handle}: {exc}") from exc
+        failed.callback(held.close)
+        slab = None
+        if on_card:
+            slab = _open_slab(handle, held, data.removeprefix(_ON_CARD), blocks.pop())
+        failed.pop_all()
+    return SharedWeights(held, slab)
+
+
+def _open_slab(handle: int, held: Held, token: bytes, fd: int) -> OpenSlab:
+    """Open an owner's slab; the descriptor is this function's, even if it fails."""
+    with ExitStack() as failed:
+        failed.callback(os.close, fd)
+        plan = layout(held.folder / MODEL_FILE)
+        card = Card.find(token)
+        if card is None:
+            raise WeightAccessError(
+                f"weights {handle} are on a card that this process does not see (CUDA_VISIBLE_DEVICES)"
+            )
+        failed.pop_all()
+    size = max(plan.size, 1)
+    with closing(card.attach(0, size, fd, token, card.device)) as block:
+        return OpenSlab(card, plan, block.memory(0, size))
 
 
 def _ask(handle: int, timeout: float) -> tuple[bytes, list[int]]:

@@ -16,7 +16,7 @@ versions of replaced weights on the card. Blocks of tensors belong to the master
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -118,7 +118,7 @@ def _open(
         if message.shares_weights:
             engine.notes += (f"{OWN_COPY}: {exc}",)
         return engine
-    limit = _memory_limit(card, message)
+    limit = memory_limit(card, message)
     request = replace(request, stream=card.stream, memory_limit=limit)
     note = ""
     try:
@@ -145,7 +145,7 @@ def _open(
     return CardEngine(engine, card, block)
 
 
-def _memory_limit(card: Card, message: Build) -> int | None:
+def memory_limit(card: Card, message: Build) -> int | None:
     """The bytes of the card that one of its workers may take; None for all that there is."""
     text = message.provider_options.get(_LIMIT)
     if text is None:
@@ -272,7 +272,7 @@ class CardEngine(Engine):
         self._blocks[number] = block = self.card.attach(number, size, fd, token, owner)
         return block
 
-    def pin(self, block: Block) -> None:
+    def pin(self, block: SharedBlock) -> None:
         """Pin a block of the host's, if the engine copies from it; a refusal only makes copies slower."""
         if self.on_card:
             self.card.register(block.address, block.size)
@@ -323,11 +323,8 @@ class CardEngine(Engine):
     # Runs.
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
-        fits = [
-            isinstance(item, Strings) or (item.device is None and self.wants_on_host(item.name))
-            for item in (*inputs, *outputs)
-        ]
-        if all(fits):
+        tensors = [item for item in (*inputs, *outputs) if isinstance(item, Buffer)]
+        if all(item.device is None and self.wants_on_host(item.name) for item in tensors):
             return self._engine.bind(inputs, outputs)
         with _short_of_memory(self.card, "the tensors of a run"):
             return _CardRun(self, inputs, outputs)
@@ -366,9 +363,10 @@ class CardEngine(Engine):
 
     def close(self) -> None:
         self._engine.close()
-        for staging in (self._on_card, self._on_host):
-            staging.close()
-        self.forget(max(self._versions, default=0) + 1)
+        with suppress(CardLostError):  # then its memory is gone already
+            for staging in (self._on_card, self._on_host):
+                staging.close()
+            self.forget(max(self._versions, default=0) + 1)
 
 
 def _aligned(size: int) -> int:
@@ -415,11 +413,12 @@ class _CardRun(Run):
         # Outputs too: what the caller's stream reads of an earlier result must not be overwritten.
         blocks = [engine.block_of(buffer) for buffer in tensors if buffer.device]
         self._waits = [*{block.number: block for block in blocks if block is not None}.values()]
+        by_value = any(isinstance(item, Strings) for item in self._inputs)
         moved: dict[str, Buffer] = {}  # by name, as the engine gets it
         self._settles = False
         staged: dict[bool, list[Buffer]] = {False: [], True: []}
         for buffer in tensors:
-            on_host = engine.wants_on_host(buffer.name)
+            on_host = by_value or engine.wants_on_host(buffer.name)
             if on_host and buffer.device is not None:
                 address = card.host_address(buffer.address)
                 self._settles = True

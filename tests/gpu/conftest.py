@@ -1,6 +1,6 @@
 """The cards that the tests in this folder run on: real ones where there are any, else emulated ones.
 
-`make test-gpu` runs them on a machine with a card, by the file pytest.ini beside this one; there a card that
+`make test-gpu` runs them on a machine with a card, by the file on_card.ini beside this one; there a card that
 cannot be used is an error. `make test` runs the same tests on the emulation of a driver in the folder
 `emulated`, and skips those that ask for the fixture `card`: what they show, an emulation cannot.
 """
@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from tests.gpu.cards import Cards
 
 HERE = Path(__file__).resolve().parent
 EMULATED = HERE / "emulated"
-OWN_FILE = HERE / "pytest.ini"
+OWN_FILE = HERE / "on_card.ini"
 
 
 def _why_no_card() -> str:
@@ -32,8 +31,12 @@ def _why_no_card() -> str:
 
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         return f"onnxruntime {onnxruntime.__version__} has no CUDAExecutionProvider"
-    lacking = [name for name in ("cupy", "cuda.bindings") if find_spec(name) is None]
-    return f"not installed: {', '.join(lacking)}" if lacking else ""
+    try:
+        import cupy  # noqa: F401
+        from cuda.bindings import driver  # noqa: F401
+    except ImportError as exc:
+        return str(exc)
+    return ""
 
 
 @pytest.fixture(scope="package")

@@ -182,6 +182,7 @@ def what_one_process_writes_the_other_reads(both: Processes) -> None:
     both("write", block.number, BLOCK_BYTES - 5, b"there".hex())
     assert both.read(block.address + BLOCK_BYTES - 5, 5) == b"there"
     assert (block.device, block.size) == (OWN, BLOCK_BYTES)
+    assert not os.get_inheritable(block.fd)
     both("close", block.number)
     block.close()
 
@@ -304,7 +305,6 @@ def descriptor_alone_keeps_memory_for_processes_that_start_later(both: Processes
 def work_waits_for_the_event_of_another_process(both: Processes) -> None:
     block = both.create(b"old")
     both.give(block)
-    assert both("pin")
     with both.held(both.card.stream) as go_on:
         both.queue_write(block.address, b"new")
         both.card.record(block)
@@ -357,6 +357,17 @@ def wait_for_the_stream_has_an_end(both: Processes) -> None:
         both.card.synchronize(PATIENCE)
     assert both.read(block.address, 3) == b"new"
     block.close()
+
+
+def work_that_is_queued_is_done_before_its_memory_goes(both: Processes) -> None:
+    block = both.create(b"until the end")
+    with both.held(both.card.stream) as go_on:
+        both.card.copy(both.host, block.address, 13)
+        threading.Timer(0.05, go_on).start()
+        block.close()
+        both.card.synchronize()
+    assert ctypes.string_at(both.host, 13) == b"until the end"
+    assert both.blocks_in_use() == 0
 
 
 def card_without_room_says_what_was_asked_and_is_free(both: Processes) -> None:
@@ -461,6 +472,23 @@ def host_reads_memory_where_its_address_says(both: Processes) -> None:
     block.close()
 
 
+def memory_of_another_card_is_opened_in_place(both: Processes) -> None:
+    """For two cards that are peers."""
+    block = both.create(b"on the first")
+    both.give(block, on="cuda:1")
+    assert both.read_there(block, 7, 5) == b"first"
+    both("write", block.number, 7, b"other".hex())
+    assert both.read(block.address, 12) == b"on the other"
+    with both.held(both.card.stream) as go_on:
+        both.queue_write(block.address, b"in")
+        both.card.record(block)
+        both("queue_read_after_event", block.number, 0, 2)
+        go_on()
+        assert both("result", block.number, 2) == b"in".hex()
+    both("close", block.number)
+    block.close()
+
+
 CONTRACT: list[Callable[[Processes], None]] = [
     what_one_process_writes_the_other_reads,
     slots_of_an_arena_are_read_at_their_offsets,
@@ -471,6 +499,7 @@ CONTRACT: list[Callable[[Processes], None]] = [
     only_the_maker_of_a_block_records_its_event,
     stream_follows_another_stream,
     wait_for_the_stream_has_an_end,
+    work_that_is_queued_is_done_before_its_memory_goes,
     card_without_room_says_what_was_asked_and_is_free,
     what_is_no_token_of_the_block_is_refused,
     any_thread_uses_the_card_and_keeps_its_own_context,

@@ -60,7 +60,7 @@ def test_python_that_has_all_is_used_as_it_is(path: Path) -> None:
     python = program(path, "ready", '[ "$1" = -c ] || echo "$@"')
     status, said = make(path, "test-gpu", f"PYTHON={python}")
     assert status == 0
-    assert said.startswith("-m pytest -c tests/gpu/pytest.ini ")
+    assert said.startswith("-m pytest -c tests/gpu/on_card.ini ")
     assert make(path, "bench-gpu", f"PYTHON={python}") == (
         0,
         "benchmarks/gpu.py --write docs/gpu.md\n",

@@ -125,6 +125,10 @@ class ndarray:
     def __getitem__(self, key: Any) -> "ndarray":
         return ndarray(self.view[key], self.device.id)
 
+    def __setitem__(self, key: Any, value: "ndarray") -> None:
+        part, source = self.view[key], value.view
+        get_current_stream(self.device.id).launch_host_func(lambda _: np.copyto(part, source), None)
+
     def get(self) -> Any:
         get_current_stream(self.device.id).synchronize()
         return self.view.copy()

@@ -24,6 +24,7 @@ import contextlib
 import ctypes
 import enum
 import fcntl
+import functools
 import itertools
 import mmap
 import os
@@ -231,7 +232,8 @@ _libc.mmap.argtypes = (
     *(ctypes.c_int, ctypes.c_long),
 )
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_FIXED, _NO_RESERVE, _NO_ACCESS = 0x10, 0x4000, 0
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_FIXED, _NO_RESERVE, _NO_ACCESS, _NOT_FOR_CHILDREN = 0x10, 0x4000, 0, 10
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -263,6 +265,7 @@ class _Range:
     def set_memory(self, fd: int, access: bool) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE if access else _NO_ACCESS
         _map(self.address, self.size, mmap.MAP_SHARED | _FIXED, fd, protection)
+        _libc.madvise(self.address, self.size, _NOT_FOR_CHILDREN)
         self.state = "accessible" if access else "mapped"
 
     def allow(self) -> None:
@@ -300,12 +303,14 @@ def _card_and_size(fd: int) -> tuple[int, int]:
 
 
 def _used(card: int) -> int:
-    """Bytes of the card's memory that any process has open or mapped."""
+    """Bytes of the card's memory that any Python process has open or mapped."""
     prefix = f"/memfd:card-{_LEDGER}-{card}-".encode()
     mapped = re.compile(re.escape(prefix) + b"[^\n]*")
     names: set[bytes] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
+            if "python" not in os.readlink(f"/proc/{pid}/exe"):
+                continue
             for entry in os.scandir(f"/proc/{pid}/fd".encode()):
                 with contextlib.suppress(OSError):
                     names.add(os.readlink(entry.path))
@@ -327,6 +332,17 @@ _lock = threading.RLock()
 _ranges: list[_Range] = []
 _memories: dict[int, _Memory] = {}
 _pinned: dict[int, int] = {}
+
+
+def _forked() -> None:
+    """A card's memory is not that of a forked child, which the driver does not serve."""
+    for one in _ranges:
+        if one.fd >= 0:
+            os.close(one.fd)
+            one.fd = -1
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _range_of(address: int, size: int) -> _Range | None:
@@ -468,6 +484,7 @@ _events: dict[int, _Event] = {}
 def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     """The function as a call of the driver: a tuple of a status and what it returned."""
 
+    @functools.wraps(function)
     def call(*arguments: Any) -> tuple[Any, ...]:
         try:
             if function.__name__ != "cuInit" and os.getpid() != _pid:
@@ -480,7 +497,6 @@ def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         values = value if isinstance(value, tuple) else (value,)
         return (CUresult.CUDA_SUCCESS, *values)
 
-    call.__name__ = function.__name__
     return call
 
 
@@ -557,7 +573,7 @@ def cuDeviceGet(ordinal: int) -> CUdevice:
 
 @_call
 def cuDeviceGetName(length: int, device: Any) -> bytes:
-    return f"Emulated card {_card(device)}".encode().ljust(length, b"\0")[:length]
+    return (f"Emulated card {_card(device)}".encode() + b"\0").ljust(length)
 
 
 @_call
@@ -755,7 +771,7 @@ def cuIpcOpenEventHandle(handle: CUipcEventHandle) -> CUevent:
 def _opened(handle: _Opaque, kind: str) -> int:
     """A descriptor of another process's event or memory."""
     words = handle.text()
-    if len(words) != 3 or words[0] != kind:
+    if len(words) != 3 or words[0] != kind or not (words[1] + words[2]).isdecimal():
         _refuse("INVALID_VALUE")
     if int(words[1]) == os.getpid():
         _refuse("INVALID_CONTEXT")
@@ -821,7 +837,9 @@ def cuMemExportToShareableHandle(handle: Any, kind: CUmemAllocationHandleType, f
     memory = _memory(handle)
     if not memory.shared or kind != 1:
         _refuse("NOT_PERMITTED")
-    return os.dup(memory.fd)
+    exported = os.dup(memory.fd)
+    os.set_inheritable(exported, True)  # the real driver does not say
+    return exported
 
 
 @_call

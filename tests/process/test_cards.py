@@ -1,0 +1,176 @@
+"""Pools on emulated cards: one slab of weights for two workers, deaths of its leader, replaced weights.
+
+The tests of one pool come in an order: the last leaves it without a slab.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from mcinfer import BuildError, EngineOptions, Master, RestartPolicy
+from mcinfer.config import Device
+from mcinfer.shm.cuda import Card
+from tests.emulated_cards import emulated_cards
+from tests.process.waiting import pids, wait_until
+
+SIDE = 256
+SLAB_BYTES = 2 << 20
+"""What the card gives for the 256 KiB of weights: its memory comes in pieces of that size."""
+
+X = np.arange(4 * SIDE, dtype=np.float32).reshape(4, SIDE) / SIDE
+
+
+@pytest.fixture(scope="module")
+def card() -> Iterator[Card]:
+    """The first card, as this process sees it."""
+    with emulated_cards():
+        card = Card.open(Device("cuda", 0))
+        card.create(0, 1).close()  # it keeps the block's event for the next one
+        yield card
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """y = x · W + b."""
+    path = tmp_path_factory.mktemp("cards") / "model.onnx"
+    weights = [
+        numpy_helper.from_array(np.eye(SIDE, dtype=np.float32), "W"),
+        numpy_helper.from_array(np.zeros(SIDE, np.float32), "b"),
+    ]
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["x", "W"], ["xW"]),
+            helper.make_node("Add", ["xW", "b"], ["y"]),
+        ],
+        "affine",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["batch", SIDE])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["batch", SIDE])],
+        weights,
+    )
+    opset = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=9), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pool(card: Card, model: Path, checked_together: ExitStack) -> Master:
+    """Two workers of the first card; after them its memory is free."""
+
+    def check() -> None:
+        assert taken(card) == 0
+
+    checked_together.callback(check)
+    options = EngineOptions(allow_fallback=True, prepare="always", variable_weights=("b",))
+    restart = RestartPolicy(budget=1000, backoff=0.0)
+    master = Master(model, ["cuda:0"] * 2, options=options, restart=restart)
+    return checked_together.enter_context(master)
+
+
+def taken(card: Card) -> int:
+    free, total = card.memory()
+    return total - free
+
+
+def slab_descriptor() -> int:
+    """A descriptor of the slab beside the master's: while it is open, its memory is not free."""
+    with os.scandir("/proc/self/fd") as entries:
+        descriptors = [int(entry.name) for entry in entries if "memfd:" in os.readlink(entry.path)]
+    [found] = [fd for fd in descriptors if os.fstat(fd).st_size == SLAB_BYTES]
+    return os.dup(found)
+
+
+def y(outputs: dict[str, Any]) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = outputs["y"]
+    return array
+
+
+def all_restarted(pool: Master, before: list[int]) -> Callable[[], bool]:
+    """Whether other processes serve than those."""
+
+    def condition() -> bool:
+        return pool.health().state == "ready" and not {*pids(pool)} & {*before}
+
+    return condition
+
+
+def test_workers_of_a_card_hold_its_weights_once(pool: Master, card: Card) -> None:
+    for _ in range(2):  # the second is cut
+        np.testing.assert_array_equal(y(pool.predict({"x": X}, shards=2)), X)
+    assert all(worker.runs for worker in pool.statistics().workers)
+    assert taken(card) == SLAB_BYTES
+
+
+def test_weights_are_replaced_while_requests_run(pool: Master) -> None:
+    def ask(_: int) -> float:
+        added = y(pool.predict({"x": X})) - X
+        assert np.ptp(added) < 1e-3, "an answer of two versions"
+        return round(float(added[0, 0]))
+
+    with ThreadPoolExecutor(4) as callers:
+        answers = callers.map(ask, range(60))
+        for version in (1.0, 2.0, 3.0):
+            pool.update_weights({"b": np.full(SIDE, version, np.float32)})
+        assert {*answers} <= {0, 1, 2, 3}
+    assert ask(0) == 3
+    pool.update_weights({"b": np.zeros(SIDE, np.float32)})
+
+
+def test_leader_that_is_killed_busy_and_in_its_next_build_costs_no_request(
+    pool: Master, card: Card
+) -> None:
+    before = pids(pool)
+    futures = [pool.submit({"x": X}) for _ in range(40)]
+    os.kill(before[0], signal.SIGKILL)
+
+    def rebuilding() -> int | None:
+        leader = pool.statistics().workers[0]
+        return leader.pid if leader.pid != before[0] and leader.state == "building" else None
+
+    wait_until(rebuilding)
+    again = rebuilding()
+    if again is not None:  # else it was quick
+        os.kill(again, signal.SIGKILL)
+    futures += [pool.submit({"x": X}) for _ in range(4)]
+    for future in futures:
+        np.testing.assert_array_equal(y(future.result(60)), X)
+    wait_until(all_restarted(pool, before))
+    assert taken(card) == SLAB_BYTES
+
+
+def test_card_without_room_for_the_slab_serves_with_weights_of_each_workers_own(
+    pool: Master, card: Card, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = pids(pool)
+    others = card.create(0, card.memory()[0])
+    kept = slab_descriptor()
+    futures = [pool.submit({"x": X}) for _ in range(8)]
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    try:
+        wait_until(lambda: "bytes wanted" in caplog.text)
+        for future in futures:
+            np.testing.assert_array_equal(y(future.result(60)), X)
+        wait_until(all_restarted(pool, before))
+    finally:
+        os.close(kept)
+        others.close()
+    card.reclaim()
+    assert taken(card) == 0
+    assert "each process has a copy of the weights of its own: cuda:0: cuMemCreate" in caplog.text
+
+
+@pytest.mark.usefixtures("card")
+def test_memory_limit_that_is_no_number_fails_the_start(model: Path) -> None:
+    options = EngineOptions(allow_fallback=True, provider_options={"gpu_mem_limit": "much"})
+    with pytest.raises(BuildError, match=r"provider_options: got gpu_mem_limit 'much', expected"):
+        Master(model, ["cuda:0"], options=options).start()
