@@ -152,7 +152,7 @@ def test_memory_of_a_result_is_used_again_after_its_last_view(pool: Master) -> N
     del row
     other.clear()
     gc.collect()  # and others' tensors, which the delivery thread lets go of
-    wait_until(lambda: [card.memory_used_bytes for card in pool.statistics().cards][0] == 0)
+    wait_until(lambda: not any(card.memory_used_bytes for card in pool.statistics().cards))
     again: list[Any] = []
     for _ in range(3):
         outputs = pool.predict([X, Z], outputs_on="cuda:0")
