@@ -6,6 +6,8 @@ import os
 import select
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from ctypes import c_float
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -16,7 +18,9 @@ import onnx.parser
 import pytest
 from numpy.typing import NDArray
 
+from mcinfer.config import Device
 from mcinfer.engines._fake import _FakeRun
+from mcinfer.errors import CardLostError
 from mcinfer.protocol import (
     PREDICT,
     PREDICT_HEAD,
@@ -40,11 +44,13 @@ from mcinfer.protocol import (
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import SocketPairMaster, SocketPairWorker
 from mcinfer.shm.block import Block
+from mcinfer.shm.cuda import Card
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
 from mcinfer.validators import TensorRef
 from mcinfer.worker import server
-from mcinfer.worker.server import STRANGER, serve
+from mcinfer.worker.server import CARD_LOST, STRANGER, serve
+from tests.emulated_cards import emulated_cards
 from tests.process.waiting import wait_until
 
 PATIENCE = 20.0
@@ -112,12 +118,14 @@ class Peer:
         engine: str = "fake",
         variable_weights: tuple[str, ...] = (),
         token: str = BUILD_TOKEN,
+        device: str = "cpu:0",
     ) -> BuildFinish | None:
         self.send(
             Build(
                 model=model,
                 engine=engine,
-                device="cpu:0",
+                device=device,
+                allow_fallback=True,
                 threads=1,
                 variable_weights=variable_weights,
                 token=token,
@@ -276,6 +284,56 @@ def test_message_before_the_masters_token_ends_the_worker_with_status_1(
     peer.send(message)
     assert peer.finish() == 1
     assert not peer.last_words()
+
+
+# Cards.
+
+
+def test_slab_that_was_not_attached_ends_the_worker_with_status_1(peer: Peer) -> None:
+    peer.send(Build(model="/m", engine="fake", device="cuda:0", slab=-1, token=BUILD_TOKEN))
+    assert peer.finish() == 1
+
+
+def test_block_of_a_card_is_refused_by_a_worker_without_one(peer: Peer, tmp_path: Path) -> None:
+    peer.build(fake(tmp_path))
+    block = Block.create(0, BLOCK_BYTES)
+    peer.lifeline.send_block(0, block.size, block.fd, b"token")
+    peer.send(Attach(block=0, size=block.size, device="cuda:0"))
+    assert peer.finish() == 1
+    block.close()
+
+
+def test_tensors_on_cards_are_served_until_the_workers_card_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with emulated_cards(WITHOUT="events"):  # a process cannot open its own, and is both sides here
+        card = Card.open(Device("cuda", 0))
+        blocks = [card.create(0, 64), Card.open(Device("cuda", 1)).create(1, 64)]
+        peer = Peer()
+        try:
+            built = peer.build(fake(tmp_path), device="cuda:0")
+            assert built is not None
+            assert (built.slab, built.reaches) == (None, ("cuda:0", "cuda:1"))
+            for block in blocks:
+                peer.lifeline.send_block(block.number, block.size, block.fd, block.token)
+                peer.send(Attach(block=block.number, size=block.size, device=str(block.device)))
+            near, far = ((c_float * 3).from_address(block.address) for block in blocks)
+            near[:] = [1, 2, 3]
+            reply = peer.ask([x_at(0)], [y_at(0, block=1)])
+            assert [*far] == [2, 4, 6]
+            assert peer.fetch(reply.outputs[1]).tolist() == [3, 6, 9]
+            unmapped = card.create(2, 64)
+            address = unmapped.address
+            unmapped.close()
+            card.copy(address, address, 64)
+            peer.predict([x_at(0)], [y_at(0, block=1)])
+            assert peer.finish() == CARD_LOST
+        finally:
+            peer.close()
+            for block in blocks:
+                with suppress(CardLostError):
+                    block.close()
+    assert "only a new process can use the card again; this worker ends" in caplog.text
 
 
 # Runs.

@@ -16,7 +16,7 @@ versions of replaced weights on the card. Blocks of tensors belong to the master
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -363,9 +363,10 @@ class CardEngine(Engine):
 
     def close(self) -> None:
         self._engine.close()
-        for staging in (self._on_card, self._on_host):
-            staging.close()
-        self.forget(max(self._versions, default=0) + 1)
+        with suppress(CardLostError):  # then its memory is gone already
+            for staging in (self._on_card, self._on_host):
+                staging.close()
+            self.forget(max(self._versions, default=0) + 1)
 
 
 def _aligned(size: int) -> int:

@@ -696,6 +696,8 @@ class Server:
     def _attach(self, message: Attach) -> None:
         if message.block in self._blocks:
             raise ProtocolError(f"block {message.block} was attached before")
+        if not message.device and self._conversation.state is WorkerState.CONNECTED:
+            raise ProtocolError(f"block {message.block} of the host came before BUILD")
         try:
             size, fd, token = self._lifeline.receive_block(message.block, timeout=_BLOCK_TIMEOUT)
             if message.device:
