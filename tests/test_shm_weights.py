@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mcinfer.config import EngineOptions, ProviderKind
 from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
 from mcinfer.model_cache.cache import Cache, Held, entry_key
 from mcinfer.process import start_time
@@ -61,6 +62,22 @@ def test_pid_that_nobody_has_is_refused(held: Held, ended_pid: int) -> None:
             for pid in (ended_pid, 1 << 40):
                 with pytest.raises(InvalidInputError, match="none has it"):
                     owner.allow(pid)
+
+
+@pytest.mark.parametrize(
+    ("device", "provider", "text"),
+    [
+        ("gpu", None, "got 'gpu', expected a device such as"),
+        ("cpu:0", None, "device: got 'cpu:0', expected a card such as 'cuda:0'"),
+        ("tensorrt:0", None, "device: got 'tensorrt:0', expected a card such as 'cuda:0'"),
+        ("cuda:0", "tensorrt", "options: got the provider 'tensorrt', expected 'cuda'"),
+    ],
+)
+def test_device_that_is_no_card_is_refused(
+    held: Held, device: str, provider: ProviderKind | None, text: str
+) -> None:
+    with no_descriptor_left(), pytest.raises(InvalidInputError, match=text):
+        WeightOwner(held, options=EngineOptions(provider=provider), device=device)
 
 
 # The owner, and this same process as its client.
@@ -141,6 +158,9 @@ def test_number_that_nobody_answers_to_says_what_that_may_be(handle: int) -> Non
         (b'{"ok": true, "more": 1}', 2, ProtocolError, "got"),
         (b'{"ok": true}' + b" " * 300, 2, ProtocolError, "got"),
         (b"refused process 5", 1, ProtocolError, "got"),
+        (b"card token", 2, ProtocolError, "got"),
+        (b"card token", 4, ProtocolError, "got"),
+        (b"card token", 3, WeightAccessError, r"\d{19}: .*no-entry"),
         (b"weather", 0, ProtocolError, "got"),
         (None, 0, WeightAccessError, "hung up"),
         (b'{"ok": true}', 2, WeightAccessError, r"\d{19}: .*no-entry"),

@@ -276,7 +276,7 @@ class Card:
                 found = [i for i, uuid in enumerate(uuids) if uuid and bytes(uuid.bytes) == wanted]
                 if not found:
                     return None
-                [index] = found
+                index = found[0]
         return cls.open(Device(KINDS[0], index))
 
     def __init__(self, device: Device) -> None:
@@ -367,7 +367,7 @@ class Card:
         return block
 
     def reclaim(self) -> None:
-        """Give back memory that nothing refers to any more, after this process's work on its cards is done.
+        """Give back memory that nothing refers to any more, after this process's work on the card is done.
 
         Memory of the *handles* kind stays until its importers have closed it or are gone.
 
@@ -381,9 +381,7 @@ class Card:
         try:
             with self._current():
                 if count := len(self.unused):
-                    for card in [*self._opened.values()]:  # a copy may run on another card's stream
-                        with card._current():
-                            self._ask("cuCtxSynchronize")
+                    self._ask("cuCtxSynchronize")
                     self._awaited += [self.unused.popleft() for _ in range(count)]
                 for piece in [*self._awaited]:
                     if not piece.own or piece.kind == "descriptors" or _hung_up(piece.pipe):
@@ -451,7 +449,8 @@ class Card:
     def copy(self, target: int, source: int, size: int) -> None:
         """Queue a copy of `size` bytes; each address may be of this card, of another one, or of the host.
 
-        Host memory that is not pinned may hold up the caller until the stream has done the copy.
+        Host memory that is not pinned may hold up the caller until the stream has done the copy. Memory of
+        another card is to be held until then: `reclaim` waits for the work on its own card alone.
         """
         if size:
             with self._current():
@@ -711,8 +710,11 @@ class Card:
         text = f"{self.device}: {name}: {status}"
         if result[0] == results.CUDA_ERROR_OUT_OF_MEMORY:
             failed, *memory = self._call("cuMemGetInfo")
-            free = f"{memory[0]} of {memory[1]} are free" if failed == results.CUDA_SUCCESS else ""
-            raise CardMemoryError(f"{text}: {asked} bytes wanted, {free or 'unknown free'}", status)
+            if asked:
+                text += f": {asked} bytes wanted"
+            if failed == results.CUDA_SUCCESS:
+                text += f", {memory[0]} of {memory[1]} are free"
+            raise CardMemoryError(text, status)
         if status in _LOST:
             raise CardLostError(f"{text}: only a new process can use the card again", status)
         raise CardError(text, status)

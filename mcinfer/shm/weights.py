@@ -245,7 +245,7 @@ class WeightOwner:
         self._allowed: dict[int, int] = {}
         for pid in allow_pids:
             _admit(self._allowed, pid)
-        card = None if device is None else Card.open(Device.parse(device))
+        card = None if device is None else _open_card(device, options)
         with ExitStack() as opened:
             if isinstance(model, (str, os.PathLike)):
                 held = ensure_prepared(model, options, device=device or "cpu:0")
@@ -310,6 +310,19 @@ class WeightOwner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _open_card(device: str, options: EngineOptions) -> Card:
+    """The card for an owner's arguments."""
+    found = Device.parse(device)
+    if found.kind != "cuda":
+        raise InvalidInputError(f"device: got {device!r}, expected a card such as 'cuda:0'")
+    if options.provider not in (None, "cuda"):
+        raise InvalidInputError(
+            f"options: got the provider {options.provider!r}, expected 'cuda': no other one takes weights "
+            "that are on a card"
+        )
+    return Card.open(found)
 
 
 def _put_on_card(card: Card, model: Held) -> "tuple[DeviceBlock, SharedWeights]":

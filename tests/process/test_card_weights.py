@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,7 +33,7 @@ WEIGHTS: dict[str, NDArray[np.float32]] = {
 X = np.random.default_rng(3).standard_normal((2, 64), np.float32)
 
 PEER = """
-import ctypes, json, os, sys
+import ctypes, json, logging, os, signal, sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,20 @@ import numpy as np
 from mcinfer.config import Device
 from mcinfer.model_cache.cache import Cache, entry_key
 from mcinfer.shm.cuda import Card
+from mcinfer.shm import slabs
 from mcinfer.shm.weights import WeightOwner, open_weights
+
+slabs._STAGING_BYTES = 5000  # so that weights are copied in pieces
+warned = []
+handler = logging.Handler()
+handler.emit = lambda record: warned.append(record.getMessage())
+logging.getLogger("mcinfer").addHandler(handler)
+
+def fork():
+    child = os.fork()
+    while not child:
+        signal.pause()
+    return child
 
 def prepared():
     return Cache(Path(os.environ["MCINFER_CACHE"]), 1 << 30).open(entry_key({"device": "cuda"}))
@@ -258,8 +272,11 @@ def test_owner_of_memory_by_handles_waits_for_those_who_have_it_open(start: Star
     assert owner("used()") > 0
 
     importer(f"opened({handle})")
-    assert owner("owner.close(0)") is None  # with a warning
+    assert owner("owner.close(0)") is None
     assert owner("used()") > 0
+    assert owner("warned.pop()") == (
+        f"weights {handle}: another process still has them open on cuda:0, so their memory is not free yet"
+    )
     assert importer("values(weights)") == EXPECTED
     importer("weights.close()")
     assert owner("used()") == 0
@@ -276,6 +293,21 @@ def test_owner_of_memory_by_handles_waits_for_those_who_have_it_open(start: Star
     importer.kill()
     assert owner("owner.close(40)") is None
     assert owner("used()") == 0
+    assert owner("warned") == []
+
+
+def test_forked_children_hold_no_owner_up(start: Start) -> None:
+    handles = {"MCINFER_CARD_MEMORY": "handles", "ledger": f"forks{os.getpid()}"}
+    owner, importer = start(**handles), start(**handles)
+    importer(f"opened({owner(f'own({importer.pid})')})")
+    children = [peer("fork()") for peer in (owner, importer)]
+    try:
+        importer("weights.close()")
+        assert owner("owner.close(20)") is None
+        assert owner("warned") == []  # in time
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_card_without_memory_is_an_error_and_leaves_nothing(start: Start) -> None:

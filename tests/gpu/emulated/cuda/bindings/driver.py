@@ -232,7 +232,8 @@ _libc.mmap.argtypes = (
     *(ctypes.c_int, ctypes.c_long),
 )
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_FIXED, _NO_RESERVE, _NO_ACCESS = 0x10, 0x4000, 0
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_FIXED, _NO_RESERVE, _NO_ACCESS, _NOT_FOR_CHILDREN = 0x10, 0x4000, 0, 10
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -264,6 +265,7 @@ class _Range:
     def set_memory(self, fd: int, access: bool) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE if access else _NO_ACCESS
         _map(self.address, self.size, mmap.MAP_SHARED | _FIXED, fd, protection)
+        _libc.madvise(self.address, self.size, _NOT_FOR_CHILDREN)
         self.state = "accessible" if access else "mapped"
 
     def allow(self) -> None:
@@ -330,6 +332,17 @@ _lock = threading.RLock()
 _ranges: list[_Range] = []
 _memories: dict[int, _Memory] = {}
 _pinned: dict[int, int] = {}
+
+
+def _forked() -> None:
+    """A card's memory is not that of a forked child, which the driver does not serve."""
+    for one in _ranges:
+        if one.fd >= 0:
+            os.close(one.fd)
+            one.fd = -1
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _range_of(address: int, size: int) -> _Range | None:
