@@ -401,8 +401,9 @@ class Limits:
             except `memory_bytes`. A single request above the limit is accepted if there is no other.
         when_queue_full: What a call does at one of these two limits: ``"raise"`` `QueueFullError`, or
             ``"wait"`` for its turn until the call's time-out passes.
-        memory_bytes: Bytes of shared memory for tensors; ``None`` is half the memory of this machine, or of
-            this process's control group.
+        memory_bytes: Bytes of shared memory for tensors, and likewise on each card that tensors lie on;
+            ``None`` is half the memory of this machine, or of this process's control group, and half of what
+            is free on a card when the first tensor comes.
         when_full: What a call does when all of that memory is in use: ``"wait"`` until some is free or the
             call's time-out passes, or ``"raise"`` `QueueFullError`.
         worker_memory_bytes: Most bytes of its own memory that a worker may allocate (``RLIMIT_DATA`` of

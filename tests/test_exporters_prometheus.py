@@ -22,6 +22,7 @@ from mcinfer.protocol import WorkerState
 from mcinfer.scheduler.scheduler import Tally
 from mcinfer.statistics import (
     ROW_BOUNDS,
+    CardStatistics,
     Health,
     HealthState,
     Histogram,
@@ -73,6 +74,15 @@ SNAPSHOT = Statistics(
     weights_version=20,
     health=Health(state="degraded", reasons=("one is gone",), serving=21, workers=22),
     workers=(worker(0, "busy"), worker(1, "gone")),
+    cards=(
+        CardStatistics(
+            device="cuda:0",
+            memory_bytes=31,
+            memory_used_bytes=32,
+            inputs={"in_place": 33, "copied": 34, "through_host": 35},
+            input_bytes={"in_place": 36, "copied": 37, "through_host": 38},
+        ),
+    ),
 )
 """No two numbers of it are alike."""
 
@@ -89,14 +99,17 @@ def values(statistics: Statistics) -> Value:
 
 def test_every_number_of_the_statistics_is_exported() -> None:
     numbers = {s.value for family in families((), [((), SNAPSHOT)]) for s in family.samples}
-    for snapshot in (SNAPSHOT, *SNAPSHOT.workers):
+    for snapshot in (SNAPSHOT, *SNAPSHOT.workers, *SNAPSHOT.cards):
         for name, value in dataclasses.asdict(snapshot).items():  # type: ignore[call-overload]
             # "accepted" is the sum of others.
             if isinstance(value, int | float) and name not in {"accepted", "index"}:
                 assert value in numbers, name
     assert {SNAPSHOT.health.serving, SNAPSHOT.health.workers} <= numbers
-    failed = values(SNAPSHOT)("worker_shards_total", worker="1", device="cpu:1", outcome="failed")
-    assert failed == 2003
+    value = values(SNAPSHOT)
+    assert value("worker_shards_total", worker="1", device="cpu:1", outcome="failed") == 2003
+    assert value("card_memory_used_bytes", device="cuda:0") == 32
+    assert value("card_inputs_total", device="cuda:0", way="copied") == 34
+    assert value("card_input_bytes_total", device="cuda:0", way="through_host") == 38
 
 
 def test_worker_and_pool_have_one_state_each_and_a_worker_that_can_answer_is_up() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from mcinfer.config import Device
 from mcinfer.errors import InvalidInputError, QueueFullError
-from mcinfer.requests.card_tensors import CardMemory, card_of
+from mcinfer.requests.card_tensors import CardMemory, card_of, check_types
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Request
 from mcinfer.requests.splitting import Known
@@ -400,6 +400,13 @@ class Elsewhere:
 
     def __dlpack__(self, **_: object) -> object:
         raise AssertionError("it cannot be read")
+
+
+def test_types_that_cupy_lacks_are_refused() -> None:
+    for element_type in ("bfloat16", "string", "int4"):
+        (spec,) = model({"x": (element_type, [2])}, {}).inputs
+        with pytest.raises(InvalidInputError, match=r"outputs_on: got x: .*, which no CuPy array"):
+            check_types([spec], "outputs_on")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 """https://prometheus.io/docs/concepts/data_model/: two underscores are Prometheus' own."""
 
 _PER_WORKER = ("worker", "device")
-_OWN = frozenset({*_PER_WORKER, "state", "outcome", "le"})
+_OWN = frozenset({*_PER_WORKER, "state", "outcome", "way", "le"})
 
 _SERVING = (WorkerState.READY, WorkerState.BUSY)
 
@@ -70,6 +70,22 @@ _OF_WORKER = (
     ("worker_busy_seconds_total", "Time spent in the engine's own runs.", "busy_seconds"),
 )
 """Numbers of a worker: name, text, attribute of `WorkerStatistics`."""
+
+_OF_CARD = (
+    ("card_memory_bytes", "The card's memory reserved for tensors.", "memory_bytes"),
+    (
+        "card_memory_used_bytes",
+        "The card's memory in use by requests, or arrays that callers hold.",
+        "memory_used_bytes",
+    ),
+)
+"""Numbers of a card with tensors: name, text, attribute of `CardStatistics`."""
+
+_INPUTS = (
+    ("card_inputs_total", "Inputs on the card, by their way to the workers.", "inputs"),
+    ("card_input_bytes_total", "Bytes of these inputs.", "input_bytes"),
+)
+"""Counts by way: name, text, attribute of `CardStatistics`."""
 
 _HISTOGRAMS = (
     ("request_latency_seconds", "Time from a call to its answer, if it succeeded.", "latency"),
@@ -105,6 +121,15 @@ def families(labels: Sequence[str], snapshots: Sequence[Snapshot]) -> Iterator[M
     for name, text, attribute in _OF_WORKER:
         read = attrgetter(attribute)
         yield family(name, text, _PER_WORKER, ((values, read(w)) for values, w in workers))
+
+    cards = [((*values, card.device), card) for values, s in snapshots for card in s.cards]
+    for name, text, attribute in _OF_CARD:
+        read = attrgetter(attribute)
+        yield family(name, text, ("device",), ((values, read(c)) for values, c in cards))
+    for name, text, attribute in _INPUTS:
+        read = attrgetter(attribute)
+        counts = [((*values, way), n) for values, c in cards for way, n in read(c).items()]
+        yield family(name, text, ("device", "way"), counts)
 
     yield family(
         "requests_total",

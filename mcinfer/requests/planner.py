@@ -361,7 +361,12 @@ class Planner:
             side = replace(plan.outputs, is_laid=plan.outputs.is_laid and slot is None)
             plan = replace(plan, outputs=side, simple_outputs=None)
         held, outputs = self._lease(plan, max(0.0, end - monotonic()))
-        keep, bodies, blocks = self._place(arrays, plan, borrowed, held)
+        try:
+            keep, bodies, blocks = self._place(arrays, plan, borrowed, held)
+        except BaseException:
+            if held is not None:
+                del held.ticket  # as in `request`
+            raise
         if slot is not None:
             frame = _frame(slot, self._output_references(plan, slot))
             outputs = lease(frame, deque(maxlen=0))

@@ -758,10 +758,14 @@ class Loop:
             )
             line = MemoryLine(arena, lambda: False, self._requests)
             self._lines.append(line)
-            reached = [str(card.device) in cards for cards in self._reached.values()]
             allocate = partial(self.allocate, line=line)
-            self._cards[card.device] = CardMemory(card, arena, allocate, all(reached))
+            reached = self._is_reached(card.device)
+            self._cards[card.device] = CardMemory(card, arena, allocate, reached)
         return self._cards[card.device]
+
+    def _is_reached(self, device: Device) -> bool:
+        """Whether every worker can be given a card's memory, as far as they have said what they reach."""
+        return all(str(device) in cards for cards in self._reached.values())
 
     def _block(self, number: int) -> SharedBlock | None:
         """A block of the master's, by its number."""
@@ -1089,6 +1093,8 @@ class Loop:
         if isinstance(message, BuildFinish):
             self._note(index, message.notes)
             self._reached[index] = frozenset(message.reaches)
+            for device, memory in self._cards.items():
+                memory.is_reached = self._is_reached(device)
         self._carry_out(actions)
         self._plan()
         if isinstance(message, Error) and message.traceback:

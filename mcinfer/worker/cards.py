@@ -410,7 +410,8 @@ class _CardRun(Run):
         engine = self._engine
         card = engine.card
         tensors = [item for item in (*self._inputs, *self._outputs) if isinstance(item, Buffer)]
-        blocks = [engine.block_of(b) for b in self._inputs if isinstance(b, Buffer) and b.device]
+        # Outputs too: what the caller's stream reads of an earlier result must not be overwritten.
+        blocks = [engine.block_of(buffer) for buffer in tensors if buffer.device]
         self._waits = [*{block.number: block for block in blocks if block is not None}.values()]
         by_value = any(isinstance(item, Strings) for item in self._inputs)
         moved: dict[str, Buffer] = {}  # by name, as the engine gets it

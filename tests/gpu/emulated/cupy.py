@@ -97,6 +97,7 @@ class Stream:
             event = _ok(driver.cuEventCreate(2))
             _ok(driver.cuEventRecord(event, self.ptr))
             _ok(driver.cuStreamWaitEvent(other, event, 0))
+            _ok(driver.cuEventDestroy(event))
 
 
 class ndarray:
@@ -182,6 +183,20 @@ def empty(shape: Sequence[int], dtype: Any = np.float64, device: int | None = No
     weakref.finalize(memory, free.append, address)  # as CuPy's pool keeps memory
     count = int(np.prod(shape))
     return ndarray(np.frombuffer(memory, dtype, count).reshape(shape), number)
+
+
+class MemoryPool:
+    """Memory that arrays have given back."""
+
+    def free_all_blocks(self) -> None:
+        for (number, _), free in _pools.items():
+            while free:
+                with Device(number):
+                    _ok(driver.cuMemFree(free.pop()))
+
+
+def get_default_memory_pool() -> MemoryPool:
+    return MemoryPool()
 
 
 def asarray(array: Any) -> ndarray:

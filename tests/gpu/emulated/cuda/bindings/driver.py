@@ -412,6 +412,7 @@ class _Stream:
                     work()
                 except _Refusal as exc:
                     self.context.failure = exc.status
+            del work  # which holds an event, and its page a descriptor
             with self._progress:
                 self._done += 1
                 self._progress.notify_all()

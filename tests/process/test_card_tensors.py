@@ -1,0 +1,275 @@
+"""Tensors on cards between a master and real workers, over the emulated driver; the tests share one pool."""
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import parser
+
+from mcinfer import (
+    EngineOptions,
+    InvalidInputError,
+    Limits,
+    Master,
+    MissingDependencyError,
+    QueueFullError,
+)
+from mcinfer.config import Device
+from mcinfer.shm.cuda import Card
+from mcinfer.statistics import CardWay
+from tests.emulated_cards import emulated_cards
+from tests.process.waiting import wait_until
+
+AFFINE = """
+<ir_version: 8, opset_import: ["": 17]>
+affine (float[batch, 4] x, float[batch, 4] z) => (float[batch, 4] y, float[batch, 4] v)
+<float two = {2.0}, float one = {1.0}> {
+    a = Mul(x, two)
+    y = Add(a, one)
+    b = Mul(z, two)
+    v = Add(b, one)
+}
+"""
+LIMIT = 8 << 20
+CARDS = ("cuda:0", "cuda:1")
+X = np.arange(24, dtype=np.float32).reshape(6, 4)
+Z = X + 100
+
+
+@pytest.fixture(scope="module")
+def cupy() -> Iterator[Any]:
+    with emulated_cards() as found:
+        # The emulated driver keeps a thread for each stream, and a descriptor for each event.
+        for name in CARDS:
+            device = Device.parse(name)
+            card = Card.open(device)
+            card.follow(1)
+            blocks = [card.create(number, 1) for number in range(4)]
+            for block in blocks:
+                block.close()
+            with found.cuda.Device(device.index):
+                found.asarray(X)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pool(cupy: Any, stream: Any, checked_together: ExitStack) -> Master:
+    assert stream.ptr  # its thread is there before what is checked
+    for name in CARDS:
+        checked_together.callback(Card.open(Device.parse(name)).reclaim)
+    checked_together.callback(cupy.get_default_memory_pool().free_all_blocks)
+    checked_together.callback(gc.collect)
+    model = parser.parse_model(AFFINE)
+    options, limits = EngineOptions(allow_fallback=True), Limits(memory_bytes=LIMIT)
+    return checked_together.enter_context(Master(model, CARDS, options=options, limits=limits))
+
+
+@pytest.fixture(scope="module")
+def stream(cupy: Any) -> Any:
+    return cupy.cuda.Stream(non_blocking=True)
+
+
+def on(cupy: Any, number: int, array: Any) -> Any:
+    with cupy.cuda.Device(number):
+        return cupy.asarray(array)
+
+
+def check(outputs: dict[str, Any], x: Any = X, z: Any = Z) -> None:
+    assert [*outputs] == ["y", "v"]
+    for found, given in zip(outputs.values(), (x, z), strict=True):
+        array = found if isinstance(found, np.ndarray) else found.get()
+        np.testing.assert_array_equal(array, 2 * given + 1)
+
+
+def ways(pool: Master, device: str = "cuda:0") -> Mapping[CardWay, int]:
+    """How many inputs on a card went which way so far."""
+    counts = {card.device: card.inputs for card in pool.statistics().cards}
+    return counts.get(device, {})
+
+
+def came(pool: Master, before: Mapping[CardWay, int], device: str = "cuda:0") -> dict[CardWay, int]:
+    after = ways(pool, device)
+    return {way: n - before.get(way, 0) for way, n in after.items() if n != before.get(way, 0)}
+
+
+def test_first_request_teaches_the_split_by_way_of_the_host(pool: Master, cupy: Any) -> None:
+    assert not pool.split.checked
+    before = ways(pool)
+    outputs: Any = pool.predict({"x": on(cupy, 0, X), "z": Z}, outputs_on="cuda:1")
+    assert all(array.device.id == 1 for array in outputs.values())
+    check(outputs)
+    assert pool.split.checked
+    assert came(pool, before) == {"through_host": 1}
+
+
+@pytest.mark.parametrize("outputs_on", ["host", "device", "cuda:1"])
+@pytest.mark.parametrize("inputs", ["host", "card", "mixed", "two cards"])
+def test_tensors_of_host_and_cards_go_in_and_come_out(
+    inputs: str, outputs_on: str, pool: Master, cupy: Any
+) -> None:
+    x, z = {
+        "host": (X, Z),
+        "card": (on(cupy, 0, X), on(cupy, 0, Z)),
+        "mixed": (X, on(cupy, 1, Z)),
+        "two cards": (on(cupy, 0, X), on(cupy, 1, Z)),
+    }[inputs]
+    # Rows 0 to 2 run on one card, rows 3 to 5 on the other.
+    outputs: Any = pool.predict([x, z], outputs_on=outputs_on)
+    check(outputs)
+    for array in outputs.values():
+        if outputs_on == "host":
+            assert isinstance(array, np.ndarray)
+        else:
+            assert array.device.id == int(outputs_on == "cuda:1")
+
+
+def test_allocated_memory_and_results_are_passed_in_place(pool: Master) -> None:
+    before = ways(pool)
+    arrays: Any = pool.allocate({"x": (6, 4), "z": (6, 4)}, device="cuda:0")
+    arrays["x"].set(X)
+    arrays["z"].set(Z)
+    first: Any = pool.predict(arrays, outputs_on="device")
+    check(pool.predict([*first.values()]), 2 * X + 1, 2 * Z + 1)
+    check(pool.predict([arrays["x"][4:], arrays["z"][4:]]), X[4:], Z[4:])  # a view of rows
+    assert came(pool, before) == {"in_place": 6}
+
+
+def test_memory_of_a_result_is_used_again_after_its_last_view(pool: Master) -> None:
+    outputs: Any = pool.predict([X, Z], outputs_on="cuda:0")
+    row, address = outputs["y"][3], outputs["y"].data.ptr
+    outputs.clear()
+    other: Any = pool.predict([X + 1, Z], outputs_on="cuda:0")
+    assert other["y"].data.ptr != address
+    np.testing.assert_array_equal(row.get(), 2 * X[3] + 1)
+    del row
+    other.clear()
+    gc.collect()  # and others' tensors, which the delivery thread lets go of
+    wait_until(lambda: not any(card.memory_used_bytes for card in pool.statistics().cards))
+    again: list[Any] = []
+    for _ in range(3):
+        outputs = pool.predict([X, Z], outputs_on="cuda:0")
+        again.append(outputs["y"].data.ptr)
+        outputs.clear()
+    assert len({*again}) == 1
+
+
+def test_worker_waits_for_the_callers_stream_and_the_caller_does_not(
+    pool: Master, cupy: Any, stream: Any
+) -> None:
+    gate = threading.Event()
+    x, z = on(cupy, 0, X), on(cupy, 0, Z)
+    before = ways(pool)
+    try:
+        with stream:
+            stream.launch_host_func(lambda _: gate.wait(30), None)
+            x.set(X + 5)
+            future = pool.submit([x, z], outputs_on="device")
+        assert not future.done()
+        assert came(pool, before) == {"copied": 2}
+    finally:
+        gate.set()
+    check(future.result(), X + 5)
+
+
+def test_request_whose_worker_is_killed_is_answered_from_the_same_memory(
+    pool: Master, stream: Any
+) -> None:
+    gate = threading.Event()
+    arrays: Any = pool.allocate({"x": (6, 4), "z": (6, 4)}, device="cuda:0")
+    arrays["z"].set(Z)
+    restarts = sum(worker.restarts for worker in pool.statistics().workers)
+    try:
+        with stream:
+            stream.launch_host_func(lambda _: gate.wait(30), None)
+            arrays["x"].set(X)
+            future = pool.submit(arrays, outputs_on="cuda:1")
+        wait_until(lambda: any(w.state == "busy" for w in pool.statistics().workers))
+        (victim,) = [w.pid for w in pool.statistics().workers if w.state == "busy"]
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: all(w.pid != victim for w in pool.statistics().workers))
+    finally:
+        gate.set()
+    check(future.result(timeout=60))
+    pool.wait_ready(60)
+    assert sum(worker.restarts for worker in pool.statistics().workers) == restarts + 1
+    check(pool.predict([*arrays.values()]))  # the new worker gets the same blocks
+
+
+def test_map_and_asyncio_take_cards_too(pool: Master, cupy: Any) -> None:
+    requests = [[on(cupy, 0, X + i), Z] for i in range(3)]
+    for i, outputs in enumerate(pool.map(requests, outputs_on="cuda:1")):
+        check(outputs, X + i)
+
+    async def call() -> Any:
+        return await pool.predict_async([X, on(cupy, 1, Z)], outputs_on="device")
+
+    check(asyncio.run(call()))
+
+
+def test_some_outputs_are_wanted_on_a_card(pool: Master) -> None:
+    outputs: Any = pool.predict([X, Z], outputs=["v"], outputs_on="cuda:0")
+    assert [*outputs] == ["v"]
+    np.testing.assert_array_equal(outputs["v"].get(), 2 * Z + 1)
+
+
+def test_full_card_is_waited_for_until_the_time_is_over(pool: Master) -> None:
+    held: Any = pool.allocate({"x": (LIMIT // 16 - 1024, 4)}, device="cuda:1")
+    big = np.zeros((2048, 4), np.float32)
+    with pytest.raises(QueueFullError, match="of memory of cuda:1 wanted"):
+        pool.predict([big, big], outputs_on="cuda:1", timeout=0.05)
+    check(pool.predict([big, big]), big, big)  # the host's memory is another matter
+    held.clear()
+    gc.collect()
+    check(pool.predict([big, big], outputs_on="cuda:1"), big, big)
+
+
+@pytest.mark.parametrize(
+    ("device", "text"),
+    [
+        ("cuda:7", "outputs_on: got 'cuda:7': .* 2 NVIDIA cards"),
+        ("cpu:0", "outputs_on: got 'cpu:0', expected a card such as 'cuda:0'"),
+        (None, "outputs_on: got None"),
+    ],
+)
+def test_argument_that_names_no_card_is_refused(device: Any, text: str, pool: Master) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        pool.submit([X, Z], outputs_on=device)
+    if device is not None:
+        with pytest.raises(InvalidInputError, match=text.replace("outputs_on", "device")):
+            pool.allocate({"x": (6, 4)}, device=device)
+
+
+def test_tensor_that_does_not_fit_is_refused_before_it_is_sent(pool: Master, cupy: Any) -> None:
+    accepted = pool.statistics().accepted
+    with pytest.raises(InvalidInputError, match=r"input 'x': got a tensor .* C-contiguous"):
+        pool.predict([on(cupy, 0, np.zeros((6, 8), np.float32))[:, :4], Z])
+    with pytest.raises(InvalidInputError, match="input 'z' has dtype int64, expected float32"):
+        pool.predict([X, on(cupy, 0, Z.astype(np.int64))])
+    assert pool.statistics().accepted == accepted
+
+
+def test_missing_cupy_is_named_before_anything_runs(
+    pool: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(MissingDependencyError, match=r"mcinfer\[cupy\]"):
+        pool.predict([X, Z], outputs_on="device")
+    with pytest.raises(MissingDependencyError, match=r"mcinfer\[cupy\]"):
+        pool.allocate({"x": (6, 4)}, device="device")
+
+
+def test_results_outlive_the_pool(pool: Master) -> None:
+    outputs: Any = pool.predict([X, Z], outputs_on="device")
+    pool.close()
+    check(outputs)
+    outputs["y"].fill(1)
+    assert outputs["y"].get().min() == 1
