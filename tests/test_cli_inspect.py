@@ -114,7 +114,16 @@ def test_missing_model_is_named(tmp_path: Path, capsys: Capture, command: list[s
 
 
 @pytest.mark.usefixtures("cache")
-def test_json_has_every_field(tmp_path: Path, capsys: Capture) -> None:
+def test_json_has_every_field(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    driver = tmp_path / "nvidia-smi"
+    card = "0, GPU-a, 00000000:FF:1F.7, 580.65, Default, 1024, 512, H200"
+    driver.write_text(f"#!/bin/sh\necho 'CUDA Version : 13.0'; echo '{card}'\n", encoding="ascii")
+    driver.chmod(0o755)
     nodes = [
         helper.make_node("Gelu", ["a"], ["g"], domain="com.microsoft"),
         helper.make_node("MatMul", ["g", "w"], ["h"]),
@@ -137,7 +146,20 @@ def test_json_has_every_field(tmp_path: Path, capsys: Capture) -> None:
             "providers": ort.get_available_providers(),
             "cuda": "",
         },
-        "gpus": [],
+        "gpus": [
+            {
+                "index": 0,
+                "uuid": "GPU-a",
+                "name": "H200",
+                "memory_bytes": 1 << 30,
+                "free_bytes": 1 << 29,
+                "bus_id": "0000:ff:1f.7",
+                "driver": "580.65",
+                "compute_mode": "Default",
+                "node": None,
+            }
+        ],
+        "driver": {"version": "580.65", "cuda": "13.0", "mps": None},
         "inputs": [
             {"name": "a", "type": "float32", "shape": ["rows", 300]},
             {"name": "b", "type": "float32", "shape": []},

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from mcinfer.cli.cache import KEY_CHARACTERS
-from mcinfer.cli.doctor import Runtime, installed_runtime
+from mcinfer.cli.doctor import Runtime, installed_runtime, software_text
 from mcinfer.cli.options import (
     BatchAxisOption,
     ModelArgument,
@@ -25,7 +25,7 @@ from mcinfer.cli.options import (
 )
 from mcinfer.cli.progress import counted, let_workers_tell, megabytes
 from mcinfer.errors import BuildError, EngineError, McinferError, printable
-from mcinfer.machine import Gpu, gpus
+from mcinfer.machine import Gpu, driver_cuda_version, gpus, mps_folder
 
 _Facts = dict[str, Any]
 
@@ -138,8 +138,14 @@ def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Fact
         with suppress(EngineError):  # a worker has loaded the model all the same
             runtime = installed_runtime()
     cards: tuple[Gpu, ...] = ()
+    driver = None
     with suppress(OSError):  # `mcinfer doctor` says why there is none
-        cards = gpus()
+        cards, mps = gpus(), mps_folder()
+        driver = {
+            "version": cards[0].driver,
+            "cuda": driver_cuda_version(),
+            "mps": None if mps is None else str(mps),
+        }
     inputs, outputs = (
         [{"name": t.name, "type": t.element_type, "shape": [*t.shape]} for t in tensors]
         for tensors in (spec.inputs, spec.outputs)
@@ -150,6 +156,7 @@ def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Fact
         "providers": [*providers],
         "runtime": runtime and runtime._asdict(),
         "gpus": [asdict(card) for card in cards],
+        "driver": driver,
         "inputs": inputs,
         "outputs": outputs,
         "split": {
@@ -226,6 +233,9 @@ def _lines(facts: _Facts) -> Iterator[str]:
     if runtime := facts["runtime"]:
         yield str(Runtime(**runtime))
     yield from (str(Gpu(**card)) for card in facts["gpus"])
+    if driver := facts["driver"]:
+        mps = driver["mps"]
+        yield f"  {software_text(driver['version'], driver['cuda'], None if mps is None else Path(mps))}"
     if facts["onnx"] is None:
         yield "operators and weights: not known; the file is not of ONNX's own format"
     else:

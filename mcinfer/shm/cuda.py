@@ -133,7 +133,7 @@ class DeviceMemory:
             timeout: Seconds to wait until none has it. The block's own descriptor counts while it is open.
         """
         piece = self._mapping.piece
-        return piece.own and piece.pipe >= 0 and not _hung_up(piece.pipe, timeout)
+        return piece.own and piece.pipe in _kept() and not _hung_up(piece.pipe, timeout)
 
 
 class DeviceBlock:

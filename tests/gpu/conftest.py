@@ -2,67 +2,40 @@
 
 `make test-gpu` runs them on a machine with a card, by the file on_card.ini beside this one; there a card that
 cannot be used is an error. `make test` runs the same tests on the emulation of a driver in the folder
-`emulated`, and skips those that ask for the fixture `card`: what they show, an emulation cannot.
+`emulated`, and skips the modules test_on_card and test_memory, which are about the real driver.
 """
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import onnxruntime as ort
 import pytest
+from numpy.typing import NDArray
 
+from mcinfer import Master
+from mcinfer.examples import encoder
 from mcinfer.machine import gpus
-from tests.gpu.cards import Cards
+from tests.emulated_cards import emulated_cards
+from tests.gpu.cards import IMAGES, Cards, why_no_card
 
 HERE = Path(__file__).resolve().parent
-EMULATED = HERE / "emulated"
 OWN_FILE = HERE / "on_card.ini"
-
-
-def _why_no_card() -> str:
-    """Why no card can be used; empty if one can."""
-    try:
-        gpus()
-    except OSError as exc:
-        return str(exc)
-    import onnxruntime
-
-    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-        return f"onnxruntime {onnxruntime.__version__} has no CUDAExecutionProvider"
-    try:
-        import cupy  # noqa: F401
-        from cuda.bindings import driver  # noqa: F401
-    except ImportError as exc:
-        return str(exc)
-    return ""
 
 
 @pytest.fixture(scope="package")
 def cards(pytestconfig: pytest.Config) -> Iterator[Cards]:
     """The cards to test with; see above."""
-    why = _why_no_card()
+    why = why_no_card()
     if not why:
         yield Cards(real=True, count=len(gpus()))
         return
     if pytestconfig.inipath == OWN_FILE:
         pytest.exit(f"no card can be used: {why}", returncode=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EMULATED)
-        patch.setenv("MCINFER_EMULATED_CARDS", "2")
-        patch.setenv(
-            "MCINFER_EMULATED_LEDGER", f"tests{os.getpid()}"
-        )  # not those of other test runs
+    with emulated_cards():
         yield Cards(real=False, count=2)
-
-
-@pytest.fixture
-def card(cards: Cards) -> Cards:
-    """The cards, if they are real; else the test is skipped."""
-    if not cards.real:
-        pytest.skip("no card: `make test-gpu` runs this where there is one")
-    return cards
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -77,3 +50,18 @@ def _own_folders(pytestconfig: pytest.Config) -> Iterator[None]:
         patch.setenv("MCINFER_CACHE", str(path / "cache"))
         yield
     shutil.rmtree(path)
+
+
+@pytest.fixture(scope="package")
+def expected() -> NDArray[np.float32]:
+    """What one session on the CPU says of `IMAGES`."""
+    session = ort.InferenceSession(encoder(), providers=["CPUExecutionProvider"])
+    result: NDArray[np.float32] = session.run(["embedding"], {"image": IMAGES})[0]
+    return result
+
+
+@pytest.fixture(scope="package")
+def pool(cards: Cards) -> Iterator[Master]:
+    """Two workers on the first card, and one on the second if there is one."""
+    with cards.pool(encoder(), "cuda:0", "cuda:0", *["cuda:1"][: cards.count - 1]) as master:
+        yield master

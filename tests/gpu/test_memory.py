@@ -1,4 +1,4 @@
-"""The contract of `tests.gpu.memory_contract` over the real driver; and how like it the emulated one is."""
+"""The contract of `tests.gpu.memory_contract` over the real driver; how like it the emulated one is."""
 
 import enum
 import inspect
@@ -11,7 +11,7 @@ import pytest
 
 from mcinfer.config import Device
 from mcinfer.shm.cuda import MEMORY_VARIABLE, Card
-from tests.gpu.cards import Cards
+from tests.gpu.cards import Cards, why_no_card
 from tests.gpu.memory_contract import (
     CONTRACT,
     ROOT,
@@ -19,11 +19,12 @@ from tests.gpu.memory_contract import (
     memory_of_another_card_is_opened_in_place,
 )
 
+if why := why_no_card():
+    pytest.skip(f"no card: {why}", allow_module_level=True)
+
 
 @pytest.fixture(scope="module", params=["descriptors", "handles"])
-def both(request: pytest.FixtureRequest, cards: Cards) -> Iterator[Processes]:
-    if not cards.real:
-        pytest.skip("no card: tests/test_shm_cuda.py runs the contract over an emulated driver")
+def both(request: pytest.FixtureRequest) -> Iterator[Processes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Card, "_opened", {})
         patch.setenv(MEMORY_VARIABLE, request.param)
@@ -45,7 +46,6 @@ def test_memory_of_another_card_is_opened_in_place(both: Processes, cards: Cards
     assert both.blocks_in_use() == 0
 
 
-@pytest.mark.usefixtures("card")
 def test_emulated_driver_has_calls_and_values_of_the_real_one() -> None:
     spec = spec_from_file_location("emulated", ROOT / "tests/gpu/emulated/cuda/bindings/driver.py")
     assert spec is not None

@@ -56,6 +56,15 @@ def fork():
         signal.pause()
     return child
 
+def close_in_child():
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # ends it
+        files = [open(os.devnull) for _ in range(50)]  # by the numbers of descriptors that it closed
+        owner.close(60)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
 def prepared():
     return Cache(Path(os.environ["MCINFER_CACHE"]), 1 << 30).open(entry_key({"device": "cuda"}))
 
@@ -302,6 +311,8 @@ def test_forked_children_hold_no_owner_up(start: Start) -> None:
     importer(f"opened({owner(f'own({importer.pid})')})")
     children = [peer("fork()") for peer in (owner, importer)]
     try:
+        assert owner("close_in_child()") == 0  # it waits for no process
+        assert importer("values(weights)") == EXPECTED
         importer("weights.close()")
         assert owner("owner.close(20)") is None
         assert owner("warned") == []  # in time
