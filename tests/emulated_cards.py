@@ -1,5 +1,6 @@
 """NVIDIA cards where there are none: the driver and CuPy of tests/gpu/emulated, also for child processes."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,10 @@ def emulated_cards(**variables: str) -> Iterator[Any]:
         cupy = import_module("cupy")
         assert Path(str(cupy.__file__)).is_relative_to(EMULATED)
         yield cupy
+        gc.collect()
+        cupy.get_default_memory_pool().free_all_blocks()
+        for card in Card._opened.values():
+            card.reclaim()
         for name in _loaded():
             del sys.modules[name]
 

@@ -189,7 +189,7 @@ class CardTensor:
         self.memory = memory
         self.shape = tensor.shape
         self.nbytes = tensor.size
-        self.base = self
+        self.base = memory
         self.place: tuple[int, int] | None = None
         self._address = tensor.address
         self._slot: Slot | None = None
@@ -243,12 +243,13 @@ def read_input(value: Any, spec: TensorSpec, cards: Cards) -> CardTensor:
     device = Device("cuda", int(value.__dlpack_device__()[1]))
     try:
         memory = cards.card(device)
-        tensor = dlpack.read(value, memory.card.stream)
     except BuildError as exc:
         raise InvalidInputError(
             f"input {spec.name!r} lies on {device}, which cannot be used: {exc}"
         ) from exc
-    except InvalidInputError as exc:
+    try:
+        tensor = dlpack.read(value, memory.card.stream)
+    except Exception as exc:  # a producer raises what it likes
         raise InvalidInputError(f"input {spec.name!r}: {exc}") from exc
     if tensor.element_type != spec.element_type:
         raise InvalidInputError(
@@ -361,7 +362,8 @@ class CardRequest(Request):
         }
         if self.memory.arena.crowded:
             # Results that a user collects must not take the memory that requests need.
-            value = {name: array.copy() for name, array in value.items()}
-            stream = cupy().cuda.get_current_stream().ptr
-            self.memory.card.follow(stream or _DEFAULT_STREAM)
+            card, cuda = self.memory.card, cupy().cuda
+            with cuda.Device(card.device.index):  # CuPy copies to the current one
+                value = {name: array.copy() for name, array in value.items()}
+                card.follow(cuda.get_current_stream().ptr or _DEFAULT_STREAM)
         return value

@@ -2,12 +2,13 @@
 
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
 
 from mcinfer import Master
-from tests.gpu.cards import IMAGES, check
+from tests.gpu.cards import IMAGES, Cards, check
 from tests.process.waiting import wait_until
 
 
@@ -33,6 +34,31 @@ def test_memory_of_a_card_is_used_in_place(pool: Master, expected: Any) -> None:
     arrays["image"].set(IMAGES)
     check(pool.predict(arrays), expected)
     check(pool.predict(arrays, outputs_on="device"), expected)
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_run_comes_after_what_the_callers_stream_writes(
+    device: str, pool: Master, cards: Cards, expected: Any
+) -> None:
+    import cupy
+
+    index = int(device[-1])
+    if index >= cards.count:
+        pytest.skip("one card")
+    gate = threading.Event()
+    with cupy.cuda.Device(index), cupy.cuda.Stream(non_blocking=True) as stream:
+        arrays: dict[str, Any] = pool.allocate({"image": IMAGES.shape}, device=device)
+        stream.launch_host_func(lambda _: gate.wait(30), None)
+        arrays["image"].set(IMAGES)
+        future = pool.submit(arrays, outputs_on=device)
+    try:
+        wait_until(lambda: any(worker.state == "busy" for worker in pool.statistics().workers))
+        assert not future.done()
+    finally:
+        gate.set()
+    outputs: dict[str, Any] = future.result()
+    assert outputs["embedding"].device.id == index
+    check(outputs, expected)
 
 
 @pytest.mark.parametrize("victim", ["follower", "leader"])
