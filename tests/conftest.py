@@ -4,7 +4,9 @@ import gc
 import importlib
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import settings
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 # Tests start hundreds of processes: each would compile the package, or start threads for linear algebra.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False  # pytest's own processes would compile all tests
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
@@ -40,6 +43,24 @@ _LARGE = (
 )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Of several processes that collect all tests, each compiles a part of them for all.
+
+    In a fresh checkout each would compile all of them, at the same time. A module that cannot be imported
+    is left to the collection, which reports it.
+    """
+    config = session.config
+    if hasattr(config, "workerinput") and config.args == config.getini("testpaths"):
+        number = int(config.workerinput["workerid"].removeprefix("gw"))
+        root = Path(__file__).parent
+        for path in sorted(root.rglob("test_*.py"))[number :: config.workerinput["workercount"]]:
+            with suppress(Exception, pytest.skip.Exception):
+                name = path.relative_to(root.parent).with_suffix("").as_posix().replace("/", ".")
+                importlib.import_module(name)
+    return (yield)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def prepared_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of prepared models, of this test run alone."""
@@ -51,12 +72,17 @@ def prepared_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _frozen_garbage() -> None:
-    """What was imported before the first test is no garbage: to look at it again and again takes time.
-
-    What tests would import later, and is large, is imported here: collections took ten times as long.
-    """
+def _large_imports() -> None:
+    """What tests would import later, and is large, is imported before the first."""
     for name in _LARGE:
         importlib.import_module(name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_garbage(_large_imports: None) -> None:
+    """What is there before a module's first test is no garbage: to look at it again and again takes time.
+
+    It is imported modules, and the reports of the tests before.
+    """
     gc.collect()
     gc.freeze()

@@ -10,11 +10,38 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from mcinfer.slicing.graphs import captured
+from mcinfer.slicing.graphs import BITS, values_used
+from mcinfer.slicing.tensor import TensorSlices
+from mcinfer.slicing.weights import Recipe
 
 Arrays = dict[str, NDArray[Any]]
+
+
+def models_of(slices: TensorSlices) -> list[ModelProto]:
+    """The models of all ranks, with their weights in memory."""
+    models = []
+    for recipes in slices.recipes:
+        model = ModelProto()
+        model.CopyFrom(slices.graph)
+        model.graph.initializer.extend(map(_tensor, recipes))
+        models.append(model)
+    return models
+
+
+def _tensor(recipe: Recipe) -> TensorProto:
+    source, part = recipe.source, recipe.part
+    tensor = TensorProto(name=recipe.name, data_type=source.data_type, dims=source.dims)
+    # As bytes, since NumPy lacks some types.
+    raw = source.raw_data or numpy_helper.from_array(numpy_helper.to_array(source)).raw_data
+    array = np.frombuffer(raw, f"V{BITS[source.data_type] // 8}").reshape(source.dims)
+    if part is not None:
+        taken = [array.take(range(*span), part.axis) for span in part.ranges]
+        array = np.concatenate(taken, part.axis)
+    tensor.dims[:] = array.shape
+    tensor.raw_data = array.tobytes()
+    return tensor
 
 
 def run_whole(model: ModelProto, feeds: Mapping[str, NDArray[Any]]) -> Arrays:
@@ -81,7 +108,7 @@ def _run(
 
 
 def _inputs(nodes: Sequence[NodeProto]) -> set[str]:
-    return {name for node in nodes for name in (*node.input, *captured(node)) if name}
+    return {name for node in nodes for name in values_used(node)}
 
 
 def _without_collectives(model: ModelProto) -> ModelProto:

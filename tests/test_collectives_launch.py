@@ -1,4 +1,4 @@
-"""Tests of mcinfer/collectives/launch.py: rank and size from arguments, rank tables and launchers."""
+"""Tests of mcinfer/collectives/launch.py: rank and size from rank tables and launchers."""
 
 import json
 import os
@@ -54,42 +54,6 @@ def written(tmp_path: Path) -> Callable[[object], str]:
         return str(path)
 
     return write
-
-
-# Arguments.
-
-
-def test_arguments_count_before_all_else() -> None:
-    environment = {"OMPI_COMM_WORLD_RANK": "7", "OMPI_COMM_WORLD_SIZE": "no number"}
-    found = find_ranks(rank=1, size=3, key="job", environment=environment)
-    assert (found.rank, found.size, found.key, found.hosts, found.backend) == (
-        1,
-        3,
-        "job",
-        1,
-        "shm",
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"rank": 0, "size": 2}, "^key: got ''"),
-        ({"rank": 0}, "^rank, size: got 0 and None, expected both or neither"),
-        ({"size": 2}, "^rank, size: got None and 2"),
-        ({"rank": 2, "size": 2, "key": "job"}, "got rank 2, expected 0 to 1"),
-        ({"rank": -1, "size": 2, "key": "job"}, "got rank -1, expected 0 to 1"),
-        ({"rank": 0, "size": 0, "key": "job"}, "got 0 ranks, expected 1 to 1024"),
-        ({"rank": 0, "size": 1025, "key": "job"}, "got 1025 ranks"),
-        ({"rank": "0", "size": 2, "key": "job"}, "^rank: got '0', expected an int"),
-        ({"rank": True, "size": 2, "key": "job"}, "^rank: got True, expected an int"),
-        ({"size": 2, "rank_table": "/no"}, "^size: got 2, expected None: the rank table has"),
-        ({}, "got no rank and size, no rank_table, .* OMPI_COMM_WORLD_RANK with OMPI_COMM_WORLD_S"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(arguments: Fields, text: str) -> None:
-    with pytest.raises(InvalidInputError, match=text):
-        find_ranks(**arguments, environment={})
 
 
 # Launchers.
@@ -195,11 +159,6 @@ def test_process_that_no_launcher_made_a_rank_has_no_place(environment: dict[str
 def test_wrong_variables_are_named(environment: dict[str, str], text: str) -> None:
     with pytest.raises(InvalidInputError, match=text):
         find_ranks(environment=environment)
-
-
-def test_given_key_replaces_that_of_the_launcher() -> None:
-    environment = {"PMI_RANK": "0", "PMI_SIZE": "2"}
-    assert find_ranks(key="job", environment=environment).key == "job"
 
 
 # Rank tables.

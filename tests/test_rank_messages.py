@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from mcinfer.engines.rank_messages import (
     Bind,
     Bound,
-    Broken,
     Channel,
     Done,
+    Ended,
     Exit,
-    Failed,
     Found,
     Hello,
     Join,
@@ -32,12 +31,12 @@ MESSAGES: list[Message] = [
     Found(),
     Join(),
     Ready(takes=("x",), makes=()),
-    Failed(missing=True, text="no package"),
+    Ended(kind="missing", text="no package"),
     Bind(layout=3, lane=0, inputs=((), (2, 0)), outputs=(None, (1,)), renewed=True),
     Bound(kind="", text=""),
     Start(layout=3, lane=1),
     Done(produced=(("y", (2, 3)),)),
-    Broken(kind="died", text="rank 2 died"),
+    Ended(kind="died", text="rank 2 died"),
     Exit(),
 ]
 
@@ -69,8 +68,8 @@ def test_the_end_of_the_other_side_is_none_after_what_it_said(
 
 
 def test_a_message_that_no_packet_holds_is_refused(pair: tuple[Channel, Channel]) -> None:
-    with pytest.raises(ProtocolError, match=r"Failed: got \d+ bytes, more than"):
-        pair[0].send(Failed(missing=False, text="x" * (64 << 20)))
+    with pytest.raises(ProtocolError, match=r"Ended: got \d+ bytes, more than"):
+        pair[0].send(Ended(kind="build", text="x" * (64 << 20)))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def test_a_message_that_no_packet_holds_is_refused(pair: tuple[Channel, Channel]
             "outputs": [],
             "renewed": False,
         },
-        {"id": Broken.ID, "kind": "other", "text": ""},
+        {"id": Ended.ID, "kind": "other", "text": ""},
         [1, 2],
     ],
 )

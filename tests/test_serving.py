@@ -94,13 +94,16 @@ class Peer:
             self.router.note_ready(readable)
         return received
 
-    def closes(self) -> bool:
-        """Whether the worker has closed without another word."""
-        for _ in range(2):  # the first may be that what was sent to it was not all read
-            self.router.note_ready(select.select([self.fd], [], [], PATIENCE)[0])
-            if self.router.receive() is not None:
-                return False
-        return self.router.take_ended() == [self.fd]
+    def last_words(self) -> list[Message]:
+        """What the worker still says until it closes."""
+        said = []
+        while not self.router.take_ended():
+            readable, _, _ = select.select([self.fd], [], [], PATIENCE)
+            assert readable
+            self.router.note_ready(readable)
+            if received := self.router.receive():
+                said.append(decode(received[1]))
+        return said
 
     def receive(self) -> Message:
         return decode(self._receive()[1])
@@ -262,7 +265,7 @@ def test_master_that_does_not_show_its_token_is_not_served(
     assert peer.finish() == STRANGER
     (record,) = [record for record in caplog.records if record.name == "mcinfer.worker"]
     assert "BUILD does not show the token of the master that started this" in record.getMessage()
-    assert peer.closes()
+    assert not peer.last_words()
 
 
 @pytest.mark.parametrize(
@@ -280,7 +283,7 @@ def test_message_before_the_masters_token_ends_the_worker_with_status_1(
 ) -> None:
     peer.send(message)
     assert peer.finish() == 1
-    assert peer.closes()
+    assert not peer.last_words()
 
 
 # Cards.

@@ -16,8 +16,8 @@ from mcinfer.slicing.graphs import Graph, View
 from mcinfer.slicing.pipeline import cut_stages
 from mcinfer.slicing.placements import REPLICATED, Sharded
 from mcinfer.slicing.slicer import Report, slice_model
-from mcinfer.slicing.tensor import TensorReport, slice_tensor
-from tests.lockstep import run_slices, run_whole
+from mcinfer.slicing.tensor import StageReport, slice_tensor
+from tests.lockstep import models_of, run_slices, run_whole
 
 Shape = Sequence[int | str]
 
@@ -63,7 +63,7 @@ def sliced(model: ModelProto, folder: Path, *, tensor: int = 1, pipeline: int = 
     return slice_model(folder / "model.onnx", folder / "slices", tensor=tensor, pipeline=pipeline)
 
 
-def cut(model: ModelProto, ranks: int) -> TensorReport:
+def cut(model: ModelProto, ranks: int) -> StageReport:
     """What is cut, of slices that give what the model gives; symbols have size 2."""
     rng = np.random.default_rng(0)
     feeds = {}
@@ -72,7 +72,7 @@ def cut(model: ModelProto, ranks: int) -> TensorReport:
         feeds[item.name] = rng.standard_normal(shape).astype(np.float32)
     slices = slice_tensor(model, ranks)
     expected = run_whole(model, feeds)
-    for found in run_slices(slices.to_models(), feeds):
+    for found in run_slices(models_of(slices), feeds):
         for name, array in expected.items():
             np.testing.assert_allclose(found[name], array, rtol=1e-4, atol=1e-5)
     return slices.report
@@ -110,6 +110,25 @@ def test_symbols_of_declared_shapes_do_not_hide_sizes_from_the_balance() -> None
     assert values.shapes["m1"] == (1, 256)
     assert values.bytes("m1") == 1024
     assert [stage.bytes_received for stage in cut_stages(model, 2, values)] == [0, 1024]
+
+
+@pytest.mark.parametrize(
+    ("name", "domain", "opset"),
+    [
+        ("LayerNormalization", "", 16),
+        ("FastGelu", "com.microsoft", 17),
+        ("NhwcMaxPool", "com.microsoft", 17),
+    ],
+)
+def test_operators_of_onnx_runtime_alone_have_types(name: str, domain: str, opset: int) -> None:
+    nodes = [
+        helper.make_node(name, ["x"], ["h"], domain=domain),
+        helper.make_node("Relu", ["h"], ["y"]),
+    ]
+    model = model_of(nodes, [value("x", "batch", 8)], [value("y", "batch", 8)], [], opset=opset)
+    values = infer(model)
+    assert values.is_sendable("h")
+    assert values.shapes.get("h") == (None if name == "NhwcMaxPool" else (1, 8))
 
 
 def test_work_is_balanced_before_weights() -> None:
@@ -212,7 +231,8 @@ def test_attention_of_onnx_is_cut_by_heads(axes: int, keys: int, bias: Shape) ->
 
 
 def test_attention_whose_keys_have_too_few_heads_is_not_cut() -> None:
-    graph = Graph(attention("Attention", 2, q_num_heads=HEADS, kv_num_heads=2), None)
+    model = attention("Attention", 2, q_num_heads=HEADS, kv_num_heads=2)
+    graph = Graph(model, infer(model).types)
     [number] = [at for at, node in enumerate(graph.nodes) if node.op_type == "Attention"]
     forms = [(REPLICATED,)] * 3
     refused = rules.cut(View(graph, number, 4), 0, Sharded(2, (HEADS * SIZE,)), forms)

@@ -13,10 +13,11 @@ from onnxruntime.capi import onnxruntime_pybind11_state as pybind11_state
 
 from mcinfer.slicing import rules
 from mcinfer.slicing.axes import LABELS
+from mcinfer.slicing.estimates import infer
 from mcinfer.slicing.graphs import Graph, View, operator
 from mcinfer.slicing.placements import REPLICATED, Sharded
 from mcinfer.slicing.tensor import write_slices
-from tests.lockstep import Arrays, run_slices, run_whole
+from tests.lockstep import Arrays, models_of, run_slices, run_whole
 
 RANKS = (2, 3, 4, 5, 11)
 UNSUPPORTED = tuple(
@@ -145,10 +146,12 @@ def tried(model: ModelProto, feeds: Arrays, sizes: Sequence[int]) -> int:
         whole = run_whole(model, feeds)
     except UNSUPPORTED:
         return 0
-    graph, count = Graph(model, None), 0
+    values = infer(model)
+    graph, count = Graph(model, values.types), 0
     for ranks in sizes:
         for choice in cuts(graph, ranks):
-            for got in run_slices(write_slices(graph, ranks, [choice]).to_models(), feeds):
+            slices = write_slices(graph, ranks, [choice], values)
+            for got in run_slices(models_of(slices), feeds):
                 right = all(close(got[key], value) for key, value in whole.items())
                 assert right, (model.graph.name, ranks, choice)
             count += 1

@@ -314,18 +314,18 @@ def test_collective_that_cannot_be_run_is_refused_by_its_name(
 def test_value_of_unknown_type_needs_a_declaration(tmp_path: Path) -> None:
     """An operator that the package onnx does not know makes a value that crosses segments."""
     nodes = [
-        helper.make_node("FastGelu", ["x"], ["part"], domain="com.microsoft"),
+        helper.make_node("Inverse", ["x"], ["part"], domain="com.microsoft"),
         all_reduce("part", "sum"),
         helper.make_node("Add", ["part", "sum"], ["y"]),
     ]
-    path = save(tmp_path / "model0.onnx", nodes, [value("x", 4)], [value("y", 4)], {})
-    with pytest.raises(BuildError, match="the type of 'part' is unknown, which FastGelu 'part'"):
+    path = save(tmp_path / "model0.onnx", nodes, [value("x", 2, 2)], [value("y", 2, 2)], {})
+    with pytest.raises(BuildError, match="the type of 'part' is unknown, which Inverse 'part'"):
         cut_segments(path, tmp_path)
     model = onnx.load(path)
-    model.graph.value_info.extend([value("part", 400), value("sum", 400)])
+    model.graph.value_info.extend([value("part", 400, 2), value("sum", 400, 2)])
     onnx.save(model, path)
-    found = run_all([path, path], tmp_path, {"x": floats([1, 2, 3, 4])})
-    assert found[0]["y"].shape == (4,)
+    found = run_all([path, path], tmp_path, {"x": floats([[1, 2], [3, 4]])})
+    assert found[0]["y"].shape == (2, 2)
 
 
 def test_file_that_is_no_model_is_refused(tmp_path: Path) -> None:

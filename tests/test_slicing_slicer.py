@@ -21,8 +21,9 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from mcinfer.engines.check_slices import check, difference, made_up_inputs, tolerance
 from mcinfer.errors import BuildError, InvalidInputError, ModelNotFoundError
 from mcinfer.slicing import weights as weights_module
-from mcinfer.slicing.slicer import METADATA_KEY, REPORT_FILE, slice_model, write_slices
-from mcinfer.slicing.weights import SMALL_BYTES, DataFile, Selection, Weights
+from mcinfer.slicing.plans import METADATA_KEY, REPORT_FILE
+from mcinfer.slicing.slicer import slice_model, write_slices
+from mcinfer.slicing.weights import SMALL_BYTES, DataFile, Recipe, Selection, Weights
 from mcinfer.specs import ModelSpec, TensorSpec
 from tests.command_line import files
 from tests.pipeline_stages import run_whole
@@ -143,7 +144,7 @@ def test_report_of_a_pipeline_has_the_bytes_between_stages(model: Path, folder: 
     first, second = report.ranks
     assert first.weight_bytes == second.weight_bytes == report.weight_bytes / 2
     assert (first.bytes_received, second.bytes_received) == (0, WIDTH * 4)
-    assert [*first.sends.values()] == [[1]]
+    assert [*first.sends.values()] == [(1,)]
     assert [*second.receives.values()] == [0]
     check_pipeline(model, folder, 2)
 
@@ -306,7 +307,7 @@ def test_any_part_of_a_weight_is_written_in_pieces(
         patch.setattr(weights_module, "_PIECE_BYTES", piece)
         patch.setattr(weights_module, "_LEAST_OUTSIDE_BYTES", 100)
         with Weights(saved(mlp(), tmp_path)) as weights, DataFile(tmp_path / "data") as file:
-            part = weights.write(tensor, selection, "part", file)
+            part = weights.write(Recipe(name="part", source=tensor, part=selection), file)
     found = numpy_helper.to_array(part, str(tmp_path))
     assert part.name == "part"
     assert (part.data_location == TensorProto.EXTERNAL) == (expected.nbytes > 100)
@@ -315,11 +316,12 @@ def test_any_part_of_a_weight_is_written_in_pieces(
 
 def test_elements_of_half_a_byte_are_cut_only_at_bytes(tmp_path: Path) -> None:
     packed = TensorProto(name="w", data_type=TensorProto.UINT4, dims=[4, 3], raw_data=bytes(6))
+    first = Recipe(name="part", source=packed, part=Selection(axis=0, ranges=((0, 1),)))
     with Weights(saved(mlp(), tmp_path)) as weights, DataFile(tmp_path / "data") as file:
         with pytest.raises(BuildError, match=r"'w' .* cannot be cut along axis 0"):
-            weights.write(packed, Selection(axis=0, ranges=((0, 1),)), "part", file)
+            weights.write(first, file)
         packed.dims[:] = [6, 2]
-        part = weights.write(packed, Selection(axis=0, ranges=((0, 1),)), "part", file)
+        part = weights.write(first, file)
         assert (part.dims, part.raw_data) == ([1, 2], bytes(1))
 
 

@@ -17,7 +17,8 @@ from mcinfer.cli.progress import counted, megabytes, showing_work
 from mcinfer.errors import printable
 
 if TYPE_CHECKING:
-    from mcinfer.slicing.slicer import Report, StageReport
+    from mcinfer.slicing.slicer import Report
+    from mcinfer.slicing.tensor import StageReport
 
 _MAX_LINES = 3
 """Reasons that are listed; the report has all."""

@@ -53,6 +53,19 @@ _ERRORS = {
 }
 
 
+class Deadline:
+    """The end of a wait of so many seconds."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._end = time.monotonic() + timeout
+
+    def milliseconds(self, more: float = 0.0) -> float:
+        """What is left, and some seconds more, for poll(2)."""
+        left = self._end + more - time.monotonic()
+        return 1000 * min(max(left, 0.0), _LONGEST_WAIT)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """Another rank of a group, and the descriptors that are held for it.
@@ -125,12 +138,7 @@ def bootstrap(
     Returns:
         None in a rank that is no member.
 
-    Raises:
-        InvalidInputError: The ranks do not fit together; says which two, and how.
-        CollectiveTimeoutError: A rank did not come in time; names it.
-        RankDiedError: A rank hung up.
-        ProtocolError: Another program speaks, or another user.
-        OSError: No descriptor is left.
+    Raises what `mcinfer.collectives.join` does.
     """
     chosen = tuple(range(size)) if members is None else tuple(members)
     expected = 1 if rank else size - 1
@@ -142,7 +150,7 @@ def bootstrap(
         raise InvalidInputError(
             f"sockets: got {len(sockets)}, expected {expected} in rank {rank} of {size}"
         )
-    deadline = time.monotonic() + timeout
+    deadline = Deadline(timeout)
     with contextlib.ExitStack() as stack:
         for end in sockets:
             stack.enter_context(_with_credentials(end))
@@ -156,9 +164,9 @@ def bootstrap(
         fields = {"rank": rank, "size": size, "members": chosen}
         if rank:
             _send(sockets[0], fields, incoming)
-            welcome = _wait_for_hub(sockets[0], deadline, timeout)
+            welcome = _wait_for_hub(sockets[0], deadline)
         else:
-            welcome = _be_hub(sockets, fields, incoming, deadline, timeout)
+            welcome = _be_hub(sockets, fields, incoming, deadline)
         if rank not in chosen:
             close_all(welcome.descriptors)
             return None
@@ -207,8 +215,7 @@ def _be_hub(
     sockets: Sequence[socket.socket],
     fields: dict[str, Any],
     incoming: Sequence[int],
-    deadline: float,
-    timeout: float,
+    deadline: Deadline,
 ) -> _Packet:
     """Collect what all ranks give, and send each member its part; the hub's own part."""
     own = _Packet(
@@ -220,7 +227,7 @@ def _be_hub(
     joined = [own]
     try:
         try:
-            _collect(sockets, joined, deadline, timeout)
+            _collect(sockets, joined, deadline)
         except McinferError as exc:
             send_error(sockets, exc)
             raise
@@ -231,19 +238,17 @@ def _be_hub(
             close_all(packet.descriptors)
 
 
-def _collect(
-    sockets: Sequence[socket.socket], joined: list[_Packet], deadline: float, timeout: float
-) -> None:
+def _collect(sockets: Sequence[socket.socket], joined: list[_Packet], deadline: Deadline) -> None:
     poll = select.poll()
     missing = {end.fileno(): (end, number) for number, end in enumerate(sockets, 1)}
     for fd in missing:
         poll.register(fd, select.POLLIN)
     while missing:
-        events = poll.poll(_milliseconds(deadline))
+        events = poll.poll(deadline.milliseconds())
         if not events:
-            ranks = [number for _, number in missing.values()]
+            ranks = ", ".join(f"rank {number}" for _, number in missing.values())
             raise CollectiveTimeoutError(
-                f"the group was not complete within {timeout:g} s: {_ranks(ranks)} did not join"
+                f"the group was not complete within {deadline.timeout:g} s: {ranks} did not join"
             )
         for fd, _ in events:
             poll.unregister(fd)
@@ -366,17 +371,19 @@ def peek_join(end: socket.socket, sender: str) -> tuple[int, int]:
     raise ProtocolError(f"{sender}: got rank {rank!r} of {size!r}, expected two integers")
 
 
-def call_second_hub(end: socket.socket, size: int, deadline: float, timeout: float) -> None:
+def call_second_hub(end: socket.socket, size: int, deadline: Deadline) -> None:
     """Another hub serves this group: have it raise an error in all ranks, and raise it here."""
     _send(end, {"rank": 0, "size": size, "members": [*range(size)]})
-    close_all(_wait_for_hub(end, deadline, timeout).descriptors)
+    close_all(_wait_for_hub(end, deadline).descriptors)
 
 
-def _wait_for_hub(end: socket.socket, deadline: float, timeout: float) -> _Packet:
+def _wait_for_hub(end: socket.socket, deadline: Deadline) -> _Packet:
     poll = select.poll()
     poll.register(end, select.POLLIN)
-    if not poll.poll(_milliseconds(deadline + _VERDICT)):
-        raise CollectiveTimeoutError(f"rank 0 did not complete the group within {timeout:g} s")
+    if not poll.poll(deadline.milliseconds(_VERDICT)):
+        raise CollectiveTimeoutError(
+            f"rank 0 did not complete the group within {deadline.timeout:g} s"
+        )
     packet = _receive(end, "rank 0")
     if packet.uid != os.geteuid():
         close_all(packet.descriptors)
@@ -432,11 +439,3 @@ def _fields(data: bytes, sender: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ProtocolError(f"{sender}: got {data[:40]!r}, expected a packet of a rank")
     return fields
-
-
-def _milliseconds(deadline: float) -> float:
-    return 1000 * min(max(deadline - time.monotonic(), 0.0), _LONGEST_WAIT)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

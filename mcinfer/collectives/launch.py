@@ -2,8 +2,7 @@
 
 ::
 
-    arguments ──┐
-    rank table ─┼─► find_ranks ──► Ranks: rank, size, key ──► join
+    rank table ─┬─► find_ranks ──► Ranks: rank, size, key ──► join
     launcher ───┘
 
 The first of these that is there counts. A rank table says which ranks there are; which of them this process
@@ -19,12 +18,12 @@ import os
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Literal
 
-from mcinfer.errors import BuildError, InvalidInputError
-from mcinfer.model_cache.onnx_files import chunks, open_regular
+from mcinfer.errors import InvalidInputError
+from mcinfer.model_cache.onnx_files import read_small
 
 Backend = Literal["shm", "mpi"]
 
@@ -83,18 +82,13 @@ class Ranks:
 def find_ranks(
     *,
     rank: int | None = None,
-    size: int | None = None,
-    key: str = "",
     rank_table: str = "",
     environment: Mapping[str, str] = os.environ,
 ) -> Ranks:
-    """The place of this process, from the arguments, the rank table, or the launcher's variables.
+    """The place of this process, from the rank table, else from the launcher's variables.
 
     Args:
-        rank: This process's number; with a rank table, its `rank_id` there.
-        size: How many ranks there are; given together with `rank`, and not with a rank table.
-        key: A name that all ranks of the job give, and no other job; needed with `rank` and `size`, and
-            replaces what a table or launcher would give.
+        rank: This process's `rank_id` in the rank table.
         rank_table: Path of HCCL's rank table, a JSON file of version 1.0 or 1.2.
         environment: Where launchers put their variables.
 
@@ -103,40 +97,18 @@ def find_ranks(
             variable or the table's field.
     """
     if rank_table:
-        if size is not None:
-            raise InvalidInputError(f"size: got {size}, expected None: the rank table has the size")
-        return _placed(read_rank_table(rank_table), rank, key, environment)
-    if rank is not None and size is not None:
-        if not key:
-            raise InvalidInputError(
-                "key: got '', expected a name for the job, the same in all its ranks"
-            )
-        return Ranks(
-            rank=_int("rank", rank),
-            size=_int("size", size),
-            key=key,
-            hosts=1,
-            source="the arguments rank and size",
-        )
-    if rank is not None or size is not None:
-        raise InvalidInputError(f"rank, size: got {rank} and {size}, expected both or neither")
+        return _placed(read_rank_table(rank_table), rank, environment)
     launched = from_launcher(environment)
     if launched is None:
         raise InvalidInputError(
-            "which rank this process is: got no rank and size, no rank_table, and of no launcher both the "
-            f"rank and the number of ranks: {_known_variables()}"
+            "which rank this process is: got no rank_table, and of no launcher both the rank and the number "
+            f"of ranks: {_known_variables()}"
         )
-    if not (key or launched.key or launched.hosts > 1):  # MPI needs no key
+    if not (launched.key or launched.hosts > 1):  # MPI needs no key
         raise InvalidInputError(
             f"{launched.source}: got none that all ranks of the job share; expected {_known_keys()}"
         )
-    return replace(launched, key=key or launched.key)
-
-
-def _int(name: str, value: object) -> int:
-    if type(value) is not int:
-        raise InvalidInputError(f"{name}: got {value!r}, expected an int")
-    return value
+    return launched
 
 
 # Launchers.
@@ -291,31 +263,26 @@ class RankTable:
         return len({*self.ranks})
 
 
-def _placed(table: RankTable, rank: int | None, key: str, environment: Mapping[str, str]) -> Ranks:
+def _placed(table: RankTable, rank: int | None, environment: Mapping[str, str]) -> Ranks:
     """The place in a table of the rank that is given, else of the launcher's."""
-    source, size, key = f"rank table {table.path}", len(table.ranks), key or table.key
-    launched = None
-    if rank is None or table.hosts > 1:
-        launched = from_launcher(environment)
-    if rank is None and launched is None:
+    source, size = f"rank table {table.path}", len(table.ranks)
+    launched = from_launcher(environment) if rank is None or table.hosts > 1 else None
+    if launched is not None:
+        by = f"by the {launched.source}; expected the same"
+        if launched.size != size:
+            raise InvalidInputError(f"{source}: got {size} ranks, but {launched.size} {by}")
+        if rank not in (None, launched.rank):
+            raise InvalidInputError(f"{source}: got rank {rank}, but {launched.rank} {by}")
+        rank = launched.rank
+    elif rank is None:
         raise InvalidInputError(
             f"{source}: which of its ranks this process is: got no rank, and of no launcher both the rank "
             f"and the number of ranks: {_known_variables()}"
         )
-    if launched is not None and launched.size != size:
-        raise InvalidInputError(
-            f"{source}: got {size} ranks, but {launched.size} by the {launched.source}; expected the same"
-        )
-    if launched is not None and rank not in (None, launched.rank):
-        raise InvalidInputError(
-            f"{source}: got rank {rank}, but {launched.rank} by the {launched.source}; expected the same"
-        )
-    if rank is None and launched is not None:
-        rank = launched.rank
     return Ranks(
-        rank=_int("rank", rank),
+        rank=rank,
         size=size,
-        key=key,
+        key=table.key,
         hosts=table.hosts,
         source=source,
         mpi=launched is not None and launched.mpi,
@@ -329,131 +296,90 @@ def read_rank_table(path: str) -> RankTable:
         InvalidInputError: The file cannot be read, is not JSON, or is not such a table; names the field.
     """
     where = f"rank table {path}"
-    try:
-        with open_regular(path) as (descriptor, info):
-            if info.st_size > _MAX_TABLE_BYTES:
-                raise InvalidInputError(
-                    f"{where}: got {info.st_size} bytes, expected at most {_MAX_TABLE_BYTES}"
-                )
-            content = b"".join(bytes(chunk) for chunk in chunks(descriptor, info.st_size))
-    except (OSError, BuildError) as exc:
-        raise InvalidInputError(f"{where}: {exc}") from exc
+    content = read_small(where, path, _MAX_TABLE_BYTES)
     try:
         table = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as exc:
         raise InvalidInputError(f"{where}: is not JSON: {exc}") from exc
-    ranks = _ranks_of(where, _object(where, table))
+    ranks = _servers_of_ranks(_Field(where, table))
     canonical = json.dumps(table, sort_keys=True, separators=(",", ":"))
     return RankTable(
         path=path, ranks=ranks, key=f"rank-table-{sha256(canonical.encode()).hexdigest()[:32]}"
     )
 
 
-def _ranks_of(where: str, table: dict[str, Any]) -> tuple[str, ...]:
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A value of a table, and its place in it: ``rank table t.json: server_list[0].server_id``."""
+
+    place: str
+    value: Any
+
+    def wrong(self, expected: str) -> InvalidInputError:
+        return InvalidInputError(
+            f"{self.place}: got {reprlib.repr(self.value)}, expected {expected}"
+        )
+
+    def __getitem__(self, name: str) -> "_Field":
+        if not isinstance(self.value, dict):
+            raise self.wrong("an object")
+        place = f"{self.place}{'.' if self.place.endswith(']') else ': '}{name}"
+        if name not in self.value:
+            raise InvalidInputError(f"{place}: is missing; got {reprlib.repr(sorted(self.value))}")
+        return _Field(place, self.value[name])
+
+    def each(self) -> list["_Field"]:
+        if not isinstance(self.value, list) or not self.value:
+            raise self.wrong("a list of objects")
+        return [_Field(f"{self.place}[{i}]", value) for i, value in enumerate(self.value)]
+
+    def text(self) -> str:
+        if not isinstance(self.value, str) or not self.value:
+            raise self.wrong("a text")
+        return self.value
+
+    def number(self) -> int:
+        return _number(self.place, self.value)
+
+
+def _servers_of_ranks(table: _Field) -> tuple[str, ...]:
     """The server of each rank, by rank."""
-    version = _field(where, table, "version")
-    if version not in ("1.0", "1.2"):
-        raise InvalidInputError(
-            f"{where}: version: got {reprlib.repr(version)}, expected '1.0' or '1.2'"
-        )
-    status = _field(where, table, "status")
-    if status != "completed":
-        raise InvalidInputError(
-            f"{where}: status: got {reprlib.repr(status)}, expected 'completed'"
-        )
+    for name, known in (("version", ("1.0", "1.2")), ("status", ("completed",))):
+        if table[name].value not in known:
+            raise table[name].wrong(" or ".join(map(repr, known)))
     places: dict[int, tuple[str, str]] = {}
     servers: set[str] = set()
-    for i, server in enumerate(_objects(where, table, "server_list")):
-        at = f"{where}: server_list[{i}]"
-        name = _text(at, server, "server_id")
-        if name in servers:
-            raise InvalidInputError(
-                f"{at}.server_id: got {name!r} again, expected different servers"
-            )
-        servers.add(name)
-        for field, rank in _ranks_on(at, server):
+    for server in table["server_list"].each():
+        name = server["server_id"].text()
+        _add(name, servers, server["server_id"], "servers")
+        devices: set[int] = set()
+        for device in server["device"].each():
+            _add(device["device_id"].number(), devices, device["device_id"], "devices")
+            field = device["rank_id"]
+            rank = field.number()
             if rank in places:
                 raise InvalidInputError(
-                    f"{field}: got {rank}, which is {places[rank][1]} as well; expected different ranks"
+                    f"{field.place}: got {rank}, which is {places[rank][1]} as well; expected different "
+                    "ranks"
                 )
-            places[rank] = name, field.removeprefix(f"{where}: ")
-    count = table.get("server_count")
-    if count is not None and _number(f"{where}: server_count", count) != len(servers):
+            places[rank] = name, field.place.removeprefix(f"{table.place}: ")
+    count = table.value.get("server_count")
+    if count is not None and table["server_count"].number() != len(servers):
+        raise table["server_count"].wrong(f"{len(servers)}, the length of server_list")
+    if "super_pod_list" in table.value:  # of version 1.2
+        for pod in table["super_pod_list"].each():
+            pod["super_pod_id"].text()
+            for server in pod["server_list"].each():
+                if server["server_id"].text() not in servers:
+                    raise server["server_id"].wrong(f"one of {sorted(servers)}")
+    if {*places} != {*range(len(places))}:
         raise InvalidInputError(
-            f"{where}: server_count: got {count!r}, expected {len(servers)}, the length of server_list"
-        )
-    _check_pods(where, table, servers)
-    absent = [rank for rank in range(len(places)) if rank not in places]
-    if absent:
-        raise InvalidInputError(
-            f"{where}: rank_id: got {reprlib.repr(sorted(places))}, expected 0 to {len(places) - 1}"
+            f"{table.place}: rank_id: got {reprlib.repr(sorted(places))}, expected 0 to {len(places) - 1}"
         )
     return tuple(places[rank][0] for rank in range(len(places)))
 
 
-def _ranks_on(where: str, server: dict[str, Any]) -> list[tuple[str, int]]:
-    """The field and the number of each rank of a server."""
-    found = []
-    devices: set[int] = set()
-    for i, device in enumerate(_objects(where, server, "device")):
-        at = f"{where}.device[{i}]"
-        index = _number(f"{at}.device_id", _field(at, device, "device_id"))
-        if index in devices:
-            raise InvalidInputError(
-                f"{at}.device_id: got {index} again, expected different devices"
-            )
-        devices.add(index)
-        found.append((f"{at}.rank_id", _number(f"{at}.rank_id", _field(at, device, "rank_id"))))
-    return found
-
-
-def _check_pods(where: str, table: dict[str, Any], servers: set[str]) -> None:
-    """Check that the super pods of version 1.2, if they are there, name servers of the table."""
-    if "super_pod_list" not in table:
-        return
-    for i, pod in enumerate(_objects(where, table, "super_pod_list")):
-        at = f"{where}: super_pod_list[{i}]"
-        _text(at, pod, "super_pod_id")
-        for j, server in enumerate(_objects(at, pod, "server_list")):
-            name = _text(f"{at}.server_list[{j}]", server, "server_id")
-            if name not in servers:
-                raise InvalidInputError(
-                    f"{at}.server_list[{j}].server_id: got {name!r}, expected one of {sorted(servers)}"
-                )
-
-
-def _dotted(where: str, name: str) -> str:
-    """The name of a field: ``rank table t.json: server_list[0].server_id``."""
-    return f"{where}.{name}" if where.endswith("]") else f"{where}: {name}"
-
-
-def _field(where: str, fields: dict[str, Any], name: str) -> Any:
-    if name not in fields:
-        raise InvalidInputError(
-            f"{_dotted(where, name)}: is missing; got {reprlib.repr(sorted(fields))}"
-        )
-    return fields[name]
-
-
-def _text(where: str, fields: dict[str, Any], name: str) -> str:
-    text = _field(where, fields, name)
-    if not isinstance(text, str) or not text:
-        raise InvalidInputError(
-            f"{_dotted(where, name)}: got {reprlib.repr(text)}, expected a text"
-        )
-    return text
-
-
-def _object(where: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidInputError(f"{where}: got {reprlib.repr(value)}, expected an object")
-    return value
-
-
-def _objects(where: str, fields: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    values = _field(where, fields, name)
-    if not isinstance(values, list) or not values:
-        raise InvalidInputError(
-            f"{_dotted(where, name)}: got {reprlib.repr(values)}, expected a list of objects"
-        )
-    return [_object(f"{_dotted(where, name)}[{i}]", value) for i, value in enumerate(values)]
+def _add(value: Any, seen: set[Any], field: _Field, what: str) -> None:
+    if value in seen:
+        raise InvalidInputError(f"{field.place}: got {value!r} again, expected different {what}")
+    seen.add(value)

@@ -25,8 +25,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 from zlib import crc32
@@ -34,18 +33,17 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mcinfer.collectives.base import DEFAULT_TIMEOUT, Collective, Operation, PeerFailedError
+from mcinfer.collectives.base import DEFAULT_TIMEOUT, Collective, Group, closing, end_error
 from mcinfer.collectives.operations import (
     CANCELLED,
     CELL_BYTES,
     END,
     FAILED,
     FAILURES,
+    Operation,
     Signature,
-    SignatureGroup,
     cell,
     difference,
-    end_error,
     epoch_of,
     kind_of,
     place_of,
@@ -83,7 +81,6 @@ _MAX_BYTES = (1 << 31) - 1
 
 _CELLS, _TEXTS, _MESSAGES, _PAYLOADS = 1, 2, 3, 4  # tags
 _MAX_TEXT_BYTES = 4000  # sent at once, without waiting for the receiver
-_MAX_KEPT = 64  # one-shot operations whose buffers are kept for the next call
 _LAST_SENDS = 1.0
 """Seconds that `close` waits until what was sent has left this process."""
 
@@ -195,13 +192,8 @@ class _Collective(Collective):
         self._begin = begin  # each begins to move bytes, or works on what came before it
 
     def run(self) -> None:
-        group = self._group
-        group._meet(self._cell)
-        with group._breaking():
-            for begin in self._begin:
-                request = begin()
-                if request is not None:
-                    group._await(request.Test, self._text)
+        self._group.meet(self._cell)
+        self._group._move(self._begin, self._text)
 
 
 class _Transfer(Collective):
@@ -221,21 +213,20 @@ class _Transfer(Collective):
             self._group._take(self._peer, self._signature, self.output)
 
 
-class MpiGroup(SignatureGroup):
+class MpiGroup(Group):
     """A group of ranks of an MPI job; see `join`."""
 
     def __init__(self, communicator: Any, names: Sequence[str], timeout: float) -> None:
+        super().__init__()
         self.rank = communicator.rank
         self.size = communicator.size
         self.timeout = timeout
         self._communicator = communicator
         self._names = names
-        self._peers = [
+        self._peers: list[_Peer] = [
             _Peer(communicator, rank, name) for rank, name in enumerate(names) if rank != self.rank
         ]
         self._pending: list[tuple[MPI.Request, object]] = []  # sends that MPI has not finished
-        self._epoch = 0  # the steps at which a rank failed: messages of an earlier one are void
-        self._kept: dict[Signature, Collective] = {}
 
     def send(self, array: NDArray[Any], to: int) -> None:
         signature = self._signature("send", array.shape, array.dtype, root=self.rank, to=to)
@@ -248,51 +239,36 @@ class MpiGroup(SignatureGroup):
         self._take(self._peer(source), signature, result)
         return result
 
-    def barrier(self) -> None:
-        self._meet(_BARRIER)
-
     def fail(self, text: str, *, cancelled: bool = False) -> None:
         self._check_open()
         self._arrive(cell("fail", CANCELLED if cancelled else FAILED), text)
-        self._epoch += 1
+        self._begin_epoch()
 
-    def subgroup(self, ranks: Sequence[int]) -> "MpiGroup | None":
-        members = self._members(ranks)
-        self._meet(cell(f"subgroup {members}"))
+    @closing
+    def _subgroup(self, members: Sequence[int]) -> "MpiGroup | None":
         if self.rank not in members:
             return None
-        with self._breaking():
-            chosen = self._communicator.group.Incl(members)
-            communicator = self._communicator.Create_group(chosen)
-            chosen.Free()
+        chosen = self._communicator.group.Incl(members)
+        communicator = self._communicator.Create_group(chosen)
+        chosen.Free()
         return MpiGroup(communicator, [self._names[rank] for rank in members], self.timeout)
 
     # Steps: meetings of all ranks.
 
-    def _meet(self, packed: bytes) -> None:
-        """Return when all ranks have come to this step with this cell."""
+    def meet(self, packed: bytes) -> None:
         cells = self._arrive(packed)
-        if all(theirs == packed for theirs in cells.values()):
-            return
-        for peer in self._peers:
-            kind = kind_of(cells[peer.rank])
-            if kind in FAILURES:
-                text = self._receive_text(peer)
-                self._forget_texts(peer, cells)
-                self._epoch += 1
-                verb = "was cancelled" if kind == CANCELLED else "failed"
-                raise PeerFailedError(f"{peer} {verb}: {text}", cancelled=kind == CANCELLED)
-        exc = difference({**cells, self.rank: packed})
-        self._break(exc)
-        raise exc
+        if any(theirs != packed for theirs in cells.values()):
+            failed = [peer for peer in self._peers if kind_of(cells[peer.rank]) in FAILURES]
+            texts = {peer.rank: self._receive_text(peer) for peer in failed}
+            self._raise_difference(packed, cells, lambda peer: texts[peer.rank])
 
+    @closing
     def _arrive(self, packed: bytes, text: str | None = None) -> dict[int, bytes]:
         """Come to the next step, and return the cells of the others when all have."""
         self._check_open()
-        with self._breaking():
-            self._tell(packed, text)
-            self._await(lambda: not self._late(), text_of(packed), self._late)
-            return {peer.rank: peer.steps.came.popleft() for peer in self._peers}
+        self._tell(packed, text)
+        self._await(lambda: not self._late(), text_of(packed), self._late)
+        return {peer.rank: peer.steps.came.popleft() for peer in self._peers}
 
     def _tell(self, packed: bytes, text: str | None) -> None:
         """Send a cell, and a text where the cell's kind has one, to all others."""
@@ -316,38 +292,40 @@ class MpiGroup(SignatureGroup):
         self._communicator.Recv([buffer, MPI.BYTE], peer.rank, _TEXTS, status)
         return bytes(buffer[: status.Get_count(MPI.BYTE)]).decode(errors="replace")
 
-    def _forget_texts(self, first: _Peer, cells: dict[int, bytes]) -> None:
-        """Receive the texts of all other ranks that failed in this step."""
-        for peer in self._peers:
-            if peer is not first and kind_of(cells[peer.rank]) in FAILURES:
-                self._receive_text(peer)
-
     # Messages between two ranks.
 
+    @closing
+    def _move(self, begin: Sequence[Callable[[], "MPI.Request | None"]], text: str) -> None:
+        """Do the parts of an operation, one after another."""
+        for part in begin:
+            request = part()
+            if request is not None:
+                self._await(request.Test, text)
+
+    @closing
     def _post(self, peer: _Peer, signature: Signature, array: NDArray[Any]) -> None:
         self._check_open()
-        with self._breaking():
-            self._look()
-            self._check_ends([])
-            self._join_failure()
-            self._send(self._message_cell(signature), peer, _MESSAGES)
-            request = self._communicator.Isend(_bytes(array), peer.rank, _PAYLOADS)
-            self._pending.append((request, array))
+        self._look()
+        self._check_ends([])
+        self._join_failure()
+        self._send(self._message_cell(signature), peer, _MESSAGES)
+        request = self._communicator.Isend(_bytes(array), peer.rank, _PAYLOADS)
+        self._pending.append((request, array))
 
+    @closing
     def _take(self, peer: _Peer, signature: Signature, out: NDArray[Any]) -> None:
         self._check_open()
         expected = self._message_cell(signature)
-        with self._breaking():
-            while True:
-                self._await_from(peer, lambda: peer.messages.came, str(signature))
-                got = peer.messages.came.popleft()
-                if epoch_of(got) == self._epoch:
-                    break
-                void = np.empty(place_of(got), np.uint8)
-                self._await_payload(peer, signature, void)
-            if got != expected:
-                raise difference({peer.rank: got, self.rank: expected})
-            self._await_payload(peer, signature, out)
+        while True:
+            self._await_from(peer, lambda: peer.messages.came, str(signature))
+            got = peer.messages.came.popleft()
+            if epoch_of(got) == self._epoch:
+                break
+            void = np.empty(place_of(got), np.uint8)
+            self._await_payload(peer, signature, void)
+        if got != expected:
+            raise difference({peer.rank: got, self.rank: expected})
+        self._await_payload(peer, signature, out)
 
     def _await_payload(self, peer: _Peer, signature: Signature, out: NDArray[Any]) -> None:
         request = self._communicator.Irecv(_bytes(out), peer.rank, _PAYLOADS)
@@ -383,10 +361,7 @@ class MpiGroup(SignatureGroup):
             return False
 
         if not until(is_over, self.timeout):
-            names = ", ".join(map(str, late())) or "another rank"
-            raise CollectiveTimeoutError(
-                f"{text}: {names} did not take part within {self.timeout:g} s"
-            )
+            raise self._too_late(text, late())
 
     def _await_from(self, peer: _Peer, is_done: Callable[[], object], text: str) -> None:
         """Return when what a peer is to send has come; an error if a rank waits in `fail`."""
@@ -402,7 +377,7 @@ class MpiGroup(SignatureGroup):
     def _join_failure(self) -> None:
         for peer in self._peers:
             if peer.steps.came and kind_of(peer.steps.came[0]) in FAILURES:
-                self._meet(cell("send or recv"))
+                self.meet(cell("send or recv"))
 
     def _check_ends(self, late: Sequence[_Peer]) -> None:
         """Raise for a peer that left with an error; for one that only closed the group, if it is late."""
@@ -422,22 +397,11 @@ class MpiGroup(SignatureGroup):
             self._receive_text(peer)
         return self._receive_text(peer)
 
-    @contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """Close the group because of any error but that of a failed rank."""
-        try:
-            yield
-        except PeerFailedError:
-            raise
-        except MPI.Exception as exc:
-            is_death = exc.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED)
-            error = RankDiedError if is_death else EngineError
-            found = error(f"MPI reports: {exc}")
-            self._break(found)
-            raise found from exc
-        except BaseException as exc:
-            self._break(exc)
-            raise
+    def translated(self, exc: BaseException) -> BaseException:
+        if not isinstance(exc, MPI.Exception):
+            return exc
+        is_death = exc.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED)
+        return (RankDiedError if is_death else EngineError)(f"MPI reports: {exc}")
 
     def leave(self, text: str, cause: str) -> None:
         self._cause = cause
@@ -452,24 +416,8 @@ class MpiGroup(SignatureGroup):
 
     # Making operations.
 
-    def _peer(self, rank: int) -> _Peer:
-        for peer in self._peers:
-            if peer.rank == rank:
-                return peer
-        raise InvalidInputError(f"rank: got {rank}, expected another one of {self.size}")
-
     def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
         return _Transfer(self, signature, root, to)
-
-    def _run_once(self, signature: Signature, array: NDArray[Any]) -> NDArray[Any]:
-        collective = self._kept.get(signature)
-        if collective is None:
-            if len(self._kept) == _MAX_KEPT:
-                del self._kept[next(iter(self._kept))]
-            collective = self._kept[signature] = self._prepare(signature)
-        np.copyto(collective.input, array)
-        collective.run()
-        return collective.output.copy()
 
     def _prepare(self, signature: Signature) -> Collective:
         if signature.nbytes * self.size > _MAX_BYTES:
@@ -498,14 +446,9 @@ class MpiGroup(SignatureGroup):
         if signature.kind == "reduce_scatter":
             packed: NDArray[Any] = np.empty((self.size, *output.shape), output.dtype)
             received = np.empty_like(packed)
-
-            def pack() -> None:
-                for rank in range(self.size):
-                    np.copyto(packed[rank], signature.part(mine, rank))
-
             outgoing, incoming = _bytes(packed), _bytes(received)
             return [
-                pack,
+                lambda: signature.scatter(mine, packed),
                 lambda: communicator.Ialltoall(outgoing, incoming),
                 reduction([*received], output, operation),
             ]
@@ -527,12 +470,10 @@ class MpiGroup(SignatureGroup):
             return [lambda: self._communicator.Iallgather(own, whole)]
         parts: NDArray[Any] = np.empty((self.size, *mine.shape), mine.dtype)
         every = _bytes(parts)
-
-        def unpack() -> None:
-            for rank in range(self.size):
-                np.copyto(signature.part(output, rank), parts[rank])
-
-        return [lambda: self._communicator.Iallgather(own, every), unpack]
+        return [
+            lambda: self._communicator.Iallgather(own, every),
+            lambda: signature.gather(parts, output),
+        ]
 
     def _large_plan(
         self, mine: NDArray[Any], output: NDArray[Any], operation: Operation
@@ -555,6 +496,3 @@ class MpiGroup(SignatureGroup):
             reduction([*parts], reduced, operation),
             lambda: self._communicator.Iallgatherv(own, whole),
         ]
-
-
-_BARRIER = cell("barrier")

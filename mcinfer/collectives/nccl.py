@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mcinfer.collectives import shm
-from mcinfer.collectives.base import DEFAULT_TIMEOUT, Collective
-from mcinfer.collectives.operations import Signature, SignatureGroup, cell, until
+from mcinfer.collectives.base import DEFAULT_TIMEOUT, Collective, Group, closing
+from mcinfer.collectives.operations import Signature, cell, until
 from mcinfer.errors import (
     CollectiveTimeoutError,
     EngineError,
@@ -46,18 +46,11 @@ except ImportError as exc:
         "for another version of CUDA, and NCCL as its installation guide says"
     ) from exc
 
-_TYPES = {
-    "int8": "NCCL_INT8",
-    "uint8": "NCCL_UINT8",
-    "int32": "NCCL_INT32",
-    "uint32": "NCCL_UINT32",
-    "int64": "NCCL_INT64",
-    "uint64": "NCCL_UINT64",
-    "float16": "NCCL_FLOAT16",
-    "float32": "NCCL_FLOAT32",
-    "float64": "NCCL_FLOAT64",
-}
-"""NCCL's types that CuPy names, by the name in NumPy."""
+_TYPES = (
+    *("int8", "uint8", "int32", "uint32", "int64", "uint64"),
+    *("float16", "float32", "float64"),
+)
+"""NumPy's names of the types that CuPy has for NCCL."""
 
 _CHECK = 0.02
 """Seconds between two looks for ranks that have ended while NCCL starts."""
@@ -85,7 +78,7 @@ class _Collective(Collective):
         self._begin = begin
 
     def run(self) -> None:
-        self._group.control.meet(self._cell)
+        self._group.meet(self._cell)
         self._group.run_on_device(self._begin, self._text)
 
 
@@ -107,7 +100,7 @@ class _Transfer(Collective):
             self._array.set(self._host.output)
 
 
-class NcclGroup(SignatureGroup):
+class NcclGroup(Group):
     """A group of ranks with a CUDA device each; see `join`.
 
     Attributes:
@@ -116,17 +109,13 @@ class NcclGroup(SignatureGroup):
 
     def __init__(self, control: shm.ShmGroup) -> None:
         # The control group is this object's from now on, even if this call fails.
+        super().__init__()
         self.control = control
         self.rank = control.rank
         self.size = control.size
         self.timeout = control.timeout
         self._communicator: Any = None
-        try:
-            self._device = cupy.cuda.Device()
-            self._communicator = self._start()
-        except BaseException as exc:
-            self._break(exc)
-            raise
+        self._start()
 
     def send(self, array: NDArray[Any], to: int) -> None:
         self.control.send(cupy.asnumpy(array), to)
@@ -135,45 +124,42 @@ class NcclGroup(SignatureGroup):
         """Receive what one rank sends. A new NumPy array."""
         return self.control.recv(shape, dtype, source)
 
-    def barrier(self) -> None:
-        self.control.barrier()
+    def meet(self, packed: bytes) -> None:
+        self.control.meet(packed)
 
     def fail(self, text: str, *, cancelled: bool = False) -> None:
         self.control.fail(text, cancelled=cancelled)
 
-    def subgroup(self, ranks: Sequence[int]) -> "NcclGroup | None":
-        control = self.control.subgroup(ranks)
+    def _subgroup(self, members: Sequence[int]) -> "NcclGroup | None":
+        control = self.control._subgroup(members)
         return None if control is None else NcclGroup(control)
 
+    @closing
     def run_on_device(self, begin: Callable[[int], None], text: str) -> None:
         """Begin an operation in CuPy's current stream, and return when the device has finished it."""
+
+        def is_done() -> bool:
+            if event.done:
+                return True
+            self._communicator.check_async_error()
+            self.control.check()
+            return False
+
         try:
             with self._device:
                 stream = cupy.cuda.get_current_stream()
                 begin(stream.ptr)
                 event = stream.record()
-
-                def is_done() -> bool:
-                    if event.done:
-                        return True
-                    self._communicator.check_async_error()
-                    self.control.check()
-                    return False
-
-                if not until(is_done, self.timeout):
-                    raise CollectiveTimeoutError(
-                        f"{text}: NCCL has not finished within {self.timeout:g} s"
-                    )
+                is_in_time = until(is_done, self.timeout)
         except nccl.NcclError as exc:
-            found = EngineError(f"{text}: NCCL reports: {exc}")
-            self._break(found)
-            raise found from exc
-        except BaseException as exc:
-            self._break(exc)
-            raise
+            raise EngineError(f"{text}: NCCL reports: {exc}") from exc
+        if not is_in_time:
+            raise CollectiveTimeoutError(f"{text}: NCCL has not finished within {self.timeout:g} s")
 
-    def _start(self) -> Any:
-        """The communicator. NCCL waits for all ranks without a limit, so a thread of its own calls it."""
+    @closing
+    def _start(self) -> None:
+        """Make the communicator, in a thread of its own: NCCL waits for all ranks without a limit."""
+        self._device = cupy.cuda.Device()
         number = np.array(nccl.get_unique_id() if self.rank == 0 else (0,) * 128, np.int8)
         number = self.control.broadcast(number)
         found: list[Any] = []
@@ -202,7 +188,7 @@ class NcclGroup(SignatureGroup):
         (outcome,) = found
         if isinstance(outcome, Exception):
             raise EngineError(f"NCCL does not start: {outcome}") from outcome
-        return outcome
+        self._communicator = outcome
 
     def leave(self, text: str, cause: str) -> None:
         self._cause = cause
@@ -257,8 +243,7 @@ class NcclGroup(SignatureGroup):
         packed = cupy.empty((self.size, *signature.output_shape), signature.dtype)
 
         def scatter(stream: int) -> None:
-            for rank in range(self.size):
-                packed[rank] = signature.part(mine, rank)
+            signature.scatter(mine, packed)
             communicator.reduceScatter(
                 packed.data.ptr, output.data.ptr, output.size, kind, operation, stream
             )
@@ -277,8 +262,7 @@ class NcclGroup(SignatureGroup):
                 mine.data.ptr, parts.data.ptr, mine.nbytes, nccl.NCCL_UINT8, stream
             )
             if parts is not output:
-                for rank in range(self.size):
-                    signature.part(output, rank)[...] = parts[rank]
+                signature.gather(parts, output)
 
         return gather
 
@@ -288,12 +272,12 @@ class NcclGroup(SignatureGroup):
 
 
 def _type_of(signature: Signature) -> int:
-    name = _TYPES.get(signature.dtype.name)
-    if name is None:
+    name = signature.dtype.name
+    if name not in _TYPES:
         raise InvalidInputError(
-            f"dtype: got {signature.dtype.name} to reduce with NCCL, expected one of {[*_TYPES]}"
+            f"dtype: got {name} to reduce with NCCL, expected one of {[*_TYPES]}"
         )
-    return int(getattr(nccl, name))
+    return int(getattr(nccl, f"NCCL_{name.upper()}"))
 
 
 def _reduction_of(signature: Signature) -> int:

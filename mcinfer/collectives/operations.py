@@ -1,4 +1,4 @@
-"""What all backends have in common: an operation's signature, its cell, and its reduction in NumPy.
+"""What all backends work with: an operation's signature, its cell, and its reduction in NumPy.
 
 A *signature* is an operation with checked arguments. A *cell* says the same in bytes that are equal in all
 ranks which run the same; backends send cells to find ranks that do not.
@@ -7,26 +7,19 @@ ranks which run the same; backends send cells to find ranks that do not.
 import os
 import struct
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import prod
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mcinfer.collectives.base import Collective, Group, Operation
-from mcinfer.errors import (
-    ClosedError,
-    CollectiveTimeoutError,
-    InvalidInputError,
-    McinferError,
-    RankDiedError,
-)
+from mcinfer.errors import InvalidInputError
 from mcinfer.specs import STRING, element_type_name
 
+Operation = Literal["sum", "max", "mean"]
 _REDUCTIONS = get_args(Operation)
 _UFUNCS = {"sum": np.add, "mean": np.add, "max": np.maximum}
 
@@ -57,47 +50,39 @@ class Signature:
 
     @classmethod
     def of(
-        cls,
-        kind: str,
-        shape: Sequence[int],
-        dtype: DTypeLike,
-        size: int,
-        *,
-        operation: Operation | None = None,
-        axis: int | None = None,
-        root: int | None = None,
-        to: int | None = None,
+        cls, kind: str, shape: Sequence[int], dtype: DTypeLike, size: int, **rest: Any
     ) -> "Signature":
-        """A signature whose arguments fit each other.
-
-        Raises:
-            InvalidInputError: One does not fit; names it.
-        """
-        found = np.dtype(dtype).newbyteorder("=")
-        if element_type_name(found) == STRING:
-            raise InvalidInputError(f"dtype: got {found}, expected one of a fixed size")
-        sizes = tuple(map(int, shape))
-        if any(length < 0 for length in sizes):
-            raise InvalidInputError(f"shape: got {sizes}, expected sizes of 0 or more")
-        if operation is not None:
-            _check_reduction(operation, found)
-        if axis is not None:
-            axis = _checked_axis(axis, sizes, size if kind == "reduce_scatter" else 1)
-        for name, rank in (("root", root), ("to", to)):
-            if rank is not None and not 0 <= rank < size:
-                raise InvalidInputError(f"{name}: got rank {rank} of a group of {size}")
-        if to is not None and to == root:
-            raise InvalidInputError(f"to: got rank {to}, which is the sending rank itself")
-        return cls(
+        """A signature; InvalidInputError if an argument does not fit the others: names it."""
+        found = cls(
             kind=kind,
-            shape=sizes,
-            dtype=found,
+            shape=tuple(map(int, shape)),
+            dtype=np.dtype(dtype).newbyteorder("="),
             size=size,
-            operation=operation,
-            axis=axis,
-            root=root,
-            to=to,
+            **rest,
         )
+        found._check()
+        return found if found.axis is None else replace(found, axis=found.axis % len(found.shape))
+
+    def _check(self) -> None:
+        if element_type_name(self.dtype) == STRING:
+            raise InvalidInputError(f"dtype: got {self.dtype}, expected one of a fixed size")
+        if any(length < 0 for length in self.shape):
+            raise InvalidInputError(f"shape: got {self.shape}, expected sizes of 0 or more")
+        if self.operation is not None:
+            _check_reduction(self.operation, self.dtype)
+        if self.axis is not None:
+            if not -len(self.shape) <= self.axis < len(self.shape):
+                raise InvalidInputError(f"axis: got {self.axis} for an array of shape {self.shape}")
+            if self.kind == "reduce_scatter" and self.shape[self.axis] % self.size:
+                raise InvalidInputError(
+                    f"axis: got {self.axis} of shape {self.shape}, expected a size that {self.size} ranks "
+                    "divide"
+                )
+        for name, rank in (("root", self.root), ("to", self.to)):
+            if rank is not None and not 0 <= rank < self.size:
+                raise InvalidInputError(f"{name}: got rank {rank} of a group of {self.size}")
+        if self.to is not None and self.to == self.root:
+            raise InvalidInputError(f"to: got rank {self.to}, which is the sending rank itself")
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +104,16 @@ class Signature:
         axis = self.axis or 0
         length = array.shape[axis] // self.size
         return array[(slice(None),) * axis + (slice(rank * length, (rank + 1) * length),)]
+
+    def scatter(self, whole: NDArray[Any], parts: NDArray[Any]) -> None:
+        """Copy each rank's part of the whole array."""
+        for rank, part in enumerate(parts):
+            part[...] = self.part(whole, rank)
+
+    def gather(self, parts: NDArray[Any], whole: NDArray[Any]) -> None:
+        """Copy the ranks' parts to their places in the whole array."""
+        for rank, part in enumerate(parts):
+            self.part(whole, rank)[...] = part
 
     def __str__(self) -> str:
         words = [self.kind]
@@ -143,17 +138,6 @@ def _check_reduction(operation: Operation, dtype: "np.dtype[Any]") -> None:
         raise InvalidInputError(
             f"dtype: got {dtype} for a mean, expected a floating-point type: a mean of integers is none"
         )
-
-
-def _checked_axis(axis: int, shape: tuple[int, ...], divisor: int) -> int:
-    if not -len(shape) <= axis < len(shape):
-        raise InvalidInputError(f"axis: got {axis} for an array of shape {shape}")
-    axis %= len(shape)
-    if shape[axis] % divisor:
-        raise InvalidInputError(
-            f"axis: got {axis} of shape {shape}, expected a size that {divisor} ranks divide"
-        )
-    return axis
 
 
 def _is_narrow(dtype: "np.dtype[Any]") -> bool:
@@ -262,123 +246,3 @@ def until(is_done: Callable[[], object], timeout: float) -> bool:
         else:
             time.sleep(min(_LONGEST_PAUSE, 1e-5 * (rounds - _YIELDS)))
     return True
-
-
-# Groups.
-
-_ENDS: dict[str, type[McinferError]] = {
-    kind.__name__: kind for kind in (RankDiedError, CollectiveTimeoutError, InvalidInputError)
-}
-
-
-def end_error(text: str) -> McinferError | None:
-    """The error that another rank left the group with, from what it said; None if it only closed it."""
-    name, _, rest = text.partition("\n")
-    return _ENDS.get(name, RankDiedError)(rest) if name else None
-
-
-class SignatureGroup(Group):
-    """A group that makes all its operations from signatures."""
-
-    _cause: str | None = None  # why it is closed
-
-    @abstractmethod
-    def _run_once(self, signature: Signature, array: NDArray[Any]) -> NDArray[Any]:
-        """Run an operation of all ranks on a copy of the array; a new array."""
-
-    @abstractmethod
-    def _prepare(self, signature: Signature) -> Collective:
-        """An operation of all ranks on fixed memory."""
-
-    @abstractmethod
-    def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
-        """An operation of two ranks, of which this is one."""
-
-    @abstractmethod
-    def leave(self, text: str, cause: str) -> None:
-        """Close the group, and have the others get the text, for `end_error`."""
-
-    def all_reduce(self, array: NDArray[Any], operation: Operation = "sum") -> NDArray[Any]:
-        return self._once("all_reduce", array, operation=operation)
-
-    def all_gather(self, array: NDArray[Any], axis: int = 0) -> NDArray[Any]:
-        return self._once("all_gather", array, axis=axis)
-
-    def reduce_scatter(
-        self, array: NDArray[Any], axis: int = 0, operation: Operation = "sum"
-    ) -> NDArray[Any]:
-        return self._once("reduce_scatter", array, axis=axis, operation=operation)
-
-    def broadcast(self, array: NDArray[Any], root: int = 0) -> NDArray[Any]:
-        return self._once("broadcast", array, root=root)
-
-    def prepare_all_reduce(
-        self, shape: Sequence[int], dtype: DTypeLike, operation: Operation = "sum"
-    ) -> Collective:
-        return self._prepare(self._signature("all_reduce", shape, dtype, operation=operation))
-
-    def prepare_all_gather(
-        self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0
-    ) -> Collective:
-        return self._prepare(self._signature("all_gather", shape, dtype, axis=axis))
-
-    def prepare_reduce_scatter(
-        self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0, operation: Operation = "sum"
-    ) -> Collective:
-        return self._prepare(
-            self._signature("reduce_scatter", shape, dtype, axis=axis, operation=operation)
-        )
-
-    def prepare_broadcast(
-        self, shape: Sequence[int], dtype: DTypeLike, root: int = 0
-    ) -> Collective:
-        return self._prepare(self._signature("broadcast", shape, dtype, root=root))
-
-    def prepare_transfer(
-        self, shape: Sequence[int], dtype: DTypeLike, source: int, to: int
-    ) -> Collective:
-        signature = self._signature("transfer", shape, dtype, root=source, to=to)
-        if self.rank not in (source, to):
-            raise InvalidInputError(
-                f"source, to: got {source} and {to} in rank {self.rank}, which is neither"
-            )
-        return self._prepare_transfer(signature, source, to)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it was closed, by this rank or by an error."""
-        return self._cause is not None
-
-    def close(self) -> None:
-        if self._cause is None:
-            self.leave("", "this rank closed it")
-
-    def _break(self, exc: BaseException) -> None:
-        """Close the group because of an error, which the others get too."""
-        if self._cause is None:
-            name, text = type(exc).__name__, str(exc)
-            if name not in _ENDS:
-                text = f"rank {self.rank} (pid {os.getpid()}) left the group: {name}: {exc}"
-            self.leave(f"{name}\n{text}", text)
-
-    def _members(self, ranks: Sequence[int]) -> list[int]:
-        """The ranks of a subgroup, checked."""
-        members = [*map(int, ranks)]
-        if not members or {*members} - {*range(self.size)} or len({*members}) != len(members):
-            raise InvalidInputError(
-                f"ranks: got {members}, expected different ranks below {self.size}"
-            )
-        return members
-
-    def _once(self, kind: str, array: NDArray[Any], **rest: Any) -> NDArray[Any]:
-        return self._run_once(self._signature(kind, array.shape, array.dtype, **rest), array)
-
-    def _signature(
-        self, kind: str, shape: Sequence[int], dtype: DTypeLike, **rest: Any
-    ) -> Signature:
-        self._check_open()
-        return Signature.of(kind, shape, dtype, self.size, **rest)
-
-    def _check_open(self) -> None:
-        if self._cause is not None:
-            raise ClosedError(f"the group is closed: {self._cause}")

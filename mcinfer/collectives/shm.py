@@ -29,13 +29,14 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mcinfer.collectives.base import DEFAULT_TIMEOUT, Collective, PeerFailedError
+from mcinfer.collectives.base import DEFAULT_TIMEOUT, Collective, Group, closing, end_error
 from mcinfer.collectives.bootstrap import Member, Membership, bootstrap
 from mcinfer.collectives.memory import (
     END_TEXT,
@@ -55,22 +56,15 @@ from mcinfer.collectives.operations import (
     FAILED,
     FAILURES,
     Signature,
-    SignatureGroup,
     cell,
     difference,
-    end_error,
     epoch_of,
     reduction,
     text_of,
 )
 from mcinfer.collectives.rendezvous import meet
 from mcinfer.config import check_seconds
-from mcinfer.errors import (
-    CollectiveTimeoutError,
-    InvalidInputError,
-    RankDiedError,
-    shortened,
-)
+from mcinfer.errors import InvalidInputError, RankDiedError, shortened
 from mcinfer.process import how_it_ended
 
 _LARGE_BYTES = 256 << 10
@@ -85,9 +79,6 @@ _FIELD = (1 << 16) - 1
 
 _SHARED = ("all_reduce", "all_gather")
 """Operations whose large outputs all ranks share."""
-
-_MAX_KEPT = 64
-"""One-shot operations whose views are kept for the next call."""
 
 _LONGEST_WAIT = 86400.0
 
@@ -108,12 +99,7 @@ def join_sockets(
             rank 0.
         timeout: Seconds to wait for the others, here and in each operation.
 
-    Raises:
-        InvalidInputError: The ranks do not fit together; says which two, and how.
-        CollectiveTimeoutError: A rank did not come in time; names it.
-        RankDiedError: A rank hung up.
-        ProtocolError: Another program or another user is at the other end.
-        OSError: No descriptor is left.
+    Raises what `mcinfer.collectives.join` does.
     """
     check_seconds("timeout", timeout)
     membership = bootstrap(rank, size, sockets, timeout)
@@ -124,54 +110,43 @@ def join_sockets(
 
 def join(key: str, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) -> "ShmGroup":
     """Make ranks that were started apart a group; see `mcinfer.collectives.join`."""
-    check_seconds("timeout", timeout)
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(end) for end in meet(key, rank, size, timeout)]
         return join_sockets(rank, size, sockets, timeout=timeout)
 
 
+@dataclass(slots=True)
 class _Peer:
-    """Another rank, as this one knows it by what it has read of its eventfd and pidfd."""
+    """Another rank, as this one knows it by what it has read of its eventfd and pidfd.
 
-    __slots__ = (
-        "acknowledged",
-        "arrivals",
-        "cells",
-        "died",
-        "ended",
-        "incoming",
-        "messages",
-        "number",
-        "outgoing",
-        "pid",
-        "pidfd",
-        "rank",
-        "reported",
-        "sent",
-        "slot_free",
-        "taken",
-    )
+    Attributes:
+        number: In messages: its rank in the group that a subgroup is of.
+        cells: Where its cells of even and of odd steps are.
+        arrivals: The steps at which it has arrived.
+        messages: Those that it has sent to this rank.
+        acknowledged: Those of this rank that it has taken.
+        sent: Messages of this rank to it.
+        slot_free: How many of them it must have taken before `send` may write again.
+        taken: Messages that this rank has taken from it.
+        reported: How many of them it has been sent an acknowledgement of.
+    """
 
-    def __init__(self, member: Member, number: int, control: Control) -> None:
-        self.rank = member.rank
-        self.number = number  # in messages: its rank in the group that a subgroup is of
-        self.pid = member.pid
-        self.pidfd = member.pidfd
-        self.incoming = member.incoming
-        self.outgoing = member.outgoing
-        self.arrivals = 0  # the steps at which it has arrived
-        self.messages = 0  # those that it has sent to this rank
-        self.acknowledged = 0  # those of this rank that it has taken
-        self.died = False
-        self.ended = False
-        self.sent = 0  # messages of this rank to it
-        self.slot_free = 0  # how many of them it must have taken before `send` may write again
-        self.taken = 0  # messages that this rank has taken from it
-        self.reported = 0  # how many of them it has been sent an acknowledgement of
-        self.cells = control.step_cells(member.rank)
+    rank: int
+    number: int
+    member: Member
+    cells: tuple[slice, slice]
+    arrivals: int = 0
+    messages: int = 0
+    acknowledged: int = 0
+    died: bool = False
+    ended: bool = False
+    sent: int = 0
+    slot_free: int = 0
+    taken: int = 0
+    reported: int = 0
 
     def __str__(self) -> str:
-        return f"rank {self.number} (pid {self.pid})"
+        return f"rank {self.number} (pid {self.member.pid})"
 
 
 # Operations on fixed memory.
@@ -255,13 +230,14 @@ class _Transfer(Collective):
             group._take(self._peer, self._cell)
 
 
-class ShmGroup(SignatureGroup):
+class ShmGroup(Group):
     """A group of ranks on one machine; see `join_sockets`. Errors call rank r of it ``numbers[r]``."""
 
     def __init__(
         self, membership: Membership, timeout: float, numbers: Sequence[int] | None = None
     ) -> None:
         # The membership is this object's from now on, even if this call fails.
+        super().__init__()
         self.rank = membership.rank
         self.size = membership.size
         self.timeout = timeout
@@ -273,25 +249,29 @@ class ShmGroup(SignatureGroup):
             raise
         self._windows = Windows(membership.memory)
         self._numbers = [*range(self.size)] if numbers is None else numbers
-        self._peers = [
-            _Peer(other, self._numbers[other.rank], self._control) for other in membership.others
+        self._peers: list[_Peer] = [
+            _Peer(
+                rank=other.rank,
+                number=self._numbers[other.rank],
+                member=other,
+                cells=self._control.step_cells(other.rank),
+            )
+            for other in membership.others
         ]
-        self._outgoing = [peer.outgoing for peer in self._peers]
-        self._incoming = {peer.incoming: peer for peer in self._peers}
-        self._pidfds = {peer.pidfd: peer for peer in self._peers}
+        self._outgoing = [other.outgoing for other in membership.others]
+        self._incoming = {peer.member.incoming: peer for peer in self._peers}
+        self._pidfds = {peer.member.pidfd: peer for peer in self._peers}
         self._poll = select.poll()
         for fd in (*self._incoming, *self._pidfds):
             self._poll.register(fd, select.POLLIN)
         self._cells = self._control.step_cells(self.rank)
         self._their_cells = [[peer.cells[parity] for peer in self._peers] for parity in (0, 1)]
         self._steps = 0
-        self._epoch = 0  # the steps at which a rank failed: messages of an earlier one are void
         self._alarm = False  # a peer has died, or left the group
         self._prepared = Area()
-        self._transfers = {
-            (root, to): transfers(to, self.size) for root, to in self._own_channels()
-        }
-        self._kept: dict[Signature, Collective] = {}
+        own = [(self.rank, peer.rank) for peer in self._peers]
+        own += [(peer.rank, self.rank) for peer in self._peers]
+        self._transfers = {(root, to): transfers(to, self.size) for root, to in own}
 
     # Operations on any arrays.
 
@@ -315,9 +295,6 @@ class ShmGroup(SignatureGroup):
         self._acknowledge(peer)
         return result
 
-    def barrier(self) -> None:
-        self.meet(_BARRIER)
-
     def fail(self, text: str, *, cancelled: bool = False) -> None:
         self._check_open()
         kind = CANCELLED if cancelled else FAILED
@@ -327,56 +304,47 @@ class ShmGroup(SignatureGroup):
 
     # The group itself.
 
-    def subgroup(self, ranks: Sequence[int]) -> "ShmGroup | None":
-        members = self._members(ranks)
-        self.meet(cell(f"subgroup {members}"))
+    @closing
+    def _subgroup(self, members: Sequence[int]) -> "ShmGroup | None":
         star = self._membership.star
-        try:
-            membership = bootstrap(self.rank, self.size, star, self.timeout, members)
-        except BaseException as exc:
-            self._break(exc)
-            raise
+        membership = bootstrap(self.rank, self.size, star, self.timeout, members)
         if membership is None:
             return None
         return ShmGroup(membership, self.timeout, [self._numbers[rank] for rank in members])
 
     # Steps: meetings of all ranks.
 
+    @closing
     def check(self) -> None:
         """Raise if a rank has died or left with an error; the group is closed then."""
         self._check_open()
-        try:
-            self._look(0.0)
-            if self._alarm:
-                self._raise_end([])
-        except BaseException as exc:
-            self._break(exc)
-            raise
+        self._look(0.0)
+        if self._alarm:
+            self._raise_end([])
 
     def meet(self, packed: bytes) -> None:
-        """Return when all ranks have come to this step with this cell."""
         self._arrive(packed)
+        parity = self._steps & 1
         control = self._control.map
-        for place in self._their_cells[self._steps & 1]:
+        for place in self._their_cells[parity]:
             if control[place] != packed:
-                self._raise_difference()
+                cells = {peer.rank: control[peer.cells[parity]] for peer in self._peers}
+                self._raise_difference(
+                    packed, cells, lambda peer: self._control.read_text(peer.rank, parity)
+                )
 
+    @closing
     def _arrive(self, packed: bytes) -> None:
         """Come to the next step, and return when all ranks have, whatever they run there."""
-        if self._cause is not None:
-            self._check_open()
+        self._check_open()
         step = self._steps = self._steps + 1
-        try:
-            self._control.map[self._cells[step & 1]] = packed
-            for fd in self._outgoing:
-                os.eventfd_write(fd, _ARRIVAL)
-            for peer in self._peers:
-                if peer.arrivals < step:
-                    self._await_step(step, packed)
-                    break
-        except BaseException as exc:
-            self._break(exc)
-            raise
+        self._control.map[self._cells[step & 1]] = packed
+        for fd in self._outgoing:
+            os.eventfd_write(fd, _ARRIVAL)
+        for peer in self._peers:
+            if peer.arrivals < step:
+                self._await_step(step, packed)
+                break
 
     def _await_step(self, step: int, packed: bytes) -> None:
         deadline = time.monotonic() + self.timeout
@@ -386,27 +354,8 @@ class ShmGroup(SignatureGroup):
             if not self._look(deadline):
                 raise self._too_late(text_of(packed), late)
 
-    def _raise_difference(self) -> NoReturn:
-        """Raise what the cells of this step say: a rank failed, or two run different operations."""
-        parity = self._steps & 1
-        control = self._control.map
-        cells = {peer.rank: control[peer.cells[parity]] for peer in self._peers}
-        for peer in self._peers:
-            kind = cells[peer.rank][0]
-            if kind in FAILURES:
-                text = self._control.read_text(peer.rank, parity)
-                self._begin_epoch()
-                is_cancelled = kind == CANCELLED
-                verb = "was cancelled" if is_cancelled else "failed"
-                raise PeerFailedError(f"{peer} {verb}: {text}", cancelled=is_cancelled)
-        cells[self.rank] = control[self._cells[parity]]
-        exc = difference(cells)
-        self._break(exc)
-        raise exc
-
     def _begin_epoch(self) -> None:
-        """Forget what ranks sent before the failure that all have seen."""
-        self._epoch += 1
+        super()._begin_epoch()
         for peer in self._peers:
             while peer.taken < peer.messages and epoch_of(self._next_message(peer)) < self._epoch:
                 peer.taken += 1
@@ -417,45 +366,34 @@ class ShmGroup(SignatureGroup):
     def _post(self, peer: _Peer, packed: bytes) -> None:
         self._control.map[self._control.message_cell(self.rank, peer.rank, peer.sent)] = packed
         peer.sent += 1
-        os.eventfd_write(peer.outgoing, _MESSAGE)
+        os.eventfd_write(peer.member.outgoing, _MESSAGE)
 
+    @closing
     def _await_room(self, peer: _Peer, text: str, free: int) -> None:
         """Return once the peer has taken as many messages as `free`, and its ring has room for one more."""
         self._check_open()
         free = max(free, peer.sent - RING + 1)
-        try:
-            self._look(0.0)  # a sender notices ends, too
-            deadline = time.monotonic() + self.timeout
+        self._look(0.0)  # a sender notices ends, too
+        deadline = time.monotonic() + self.timeout
+        self._check_peers(peer)
+        while peer.acknowledged < free:
+            if not self._look(deadline):
+                raise self._too_late(text, [peer])
             self._check_peers(peer)
-            while peer.acknowledged < free:
-                if not self._look(deadline):
-                    raise self._too_late(text, [peer])
-                self._check_peers(peer)
-        except PeerFailedError:
-            raise
-        except BaseException as exc:
-            self._break(exc)
-            raise
 
+    @closing
     def _take(self, peer: _Peer, packed: bytes) -> None:
         """Return when the peer's next message has come, if it has this cell."""
-        if self._cause is not None:
-            self._check_open()
-        try:
-            if peer.messages == peer.taken:
-                deadline = time.monotonic() + self.timeout
-                while peer.messages == peer.taken:
-                    self._check_peers(peer)
-                    if not self._look(deadline):
-                        raise self._too_late(text_of(packed), [peer])
-            got = self._next_message(peer)
-            if got != packed:
-                raise difference({peer.rank: got, self.rank: packed})
-        except PeerFailedError:
-            raise
-        except BaseException as exc:
-            self._break(exc)
-            raise
+        self._check_open()
+        if peer.messages == peer.taken:
+            deadline = time.monotonic() + self.timeout
+            while peer.messages == peer.taken:
+                self._check_peers(peer)
+                if not self._look(deadline):
+                    raise self._too_late(text_of(packed), [peer])
+        got = self._next_message(peer)
+        if got != packed:
+            raise difference({peer.rank: got, self.rank: packed})
         peer.taken += 1
         if peer.taken - peer.reported >= RING // 2:
             self._acknowledge(peer)
@@ -468,7 +406,7 @@ class ShmGroup(SignatureGroup):
         count = peer.taken - peer.reported
         if count:
             peer.reported = peer.taken
-            os.eventfd_write(peer.outgoing, count * _ACKNOWLEDGEMENT)
+            os.eventfd_write(peer.member.outgoing, count * _ACKNOWLEDGEMENT)
 
     def _check_peers(self, peer: _Peer) -> None:
         """Raise if a message to or from the peer can no longer be: a rank is gone, or waits in `fail`."""
@@ -496,7 +434,7 @@ class ShmGroup(SignatureGroup):
         return bool(events) or wait > _LONGEST_WAIT / 2
 
     def _note_news(self, peer: _Peer) -> None:
-        news = os.eventfd_read(peer.incoming)
+        news = os.eventfd_read(peer.member.incoming)
         peer.arrivals += news & _FIELD
         if news > _FIELD:
             peer.messages += news // _MESSAGE & _FIELD
@@ -506,7 +444,7 @@ class ShmGroup(SignatureGroup):
 
     def _note_death(self, peer: _Peer) -> None:
         peer.died = self._alarm = True
-        self._poll.unregister(peer.pidfd)
+        self._poll.unregister(peer.member.pidfd)
         try:
             self._note_news(peer)  # what it did last
         except BlockingIOError:
@@ -516,7 +454,8 @@ class ShmGroup(SignatureGroup):
         """Raise for a peer that died or ended the group; for one that only closed it, if it is late."""
         for peer in self._peers:
             if peer.died and not peer.ended:
-                raise RankDiedError(f"{peer} {how_it_ended(peer.pid, peer.pidfd)}")
+                how = how_it_ended(peer.member.pid, peer.member.pidfd)
+                raise RankDiedError(f"{peer} {how}")
         for peer in self._peers:
             if peer.ended:
                 exc = end_error(self._control.read_text(peer.rank, END_TEXT))
@@ -525,12 +464,6 @@ class ShmGroup(SignatureGroup):
         for peer in late:
             if peer.ended:
                 raise RankDiedError(f"{peer} closed the group")
-
-    def _too_late(self, text: str, late: Sequence[_Peer]) -> CollectiveTimeoutError:
-        names = ", ".join(map(str, late))
-        return CollectiveTimeoutError(
-            f"{text}: {names} did not take part within {self.timeout:g} s"
-        )
 
     # The end.
 
@@ -546,16 +479,6 @@ class ShmGroup(SignatureGroup):
 
     # Making operations.
 
-    def _peer(self, rank: int) -> _Peer:
-        for peer in self._peers:
-            if peer.rank == rank:
-                return peer
-        raise InvalidInputError(f"rank: got {rank}, expected another one of {self.size}")
-
-    def _own_channels(self) -> list[tuple[int, int]]:
-        ranks = [peer.rank for peer in self._peers]
-        return [(self.rank, other) for other in ranks] + [(other, self.rank) for other in ranks]
-
     def _slot(self, signature: Signature, to: int) -> NDArray[Any]:
         """The memory of `send`, in the second half of the channel."""
         place = slot(to, self.size, signature.nbytes)
@@ -569,16 +492,8 @@ class ShmGroup(SignatureGroup):
         place = self._transfers[root, to].take(signature.nbytes)
         return _Transfer(self, signature, place, root, to)
 
-    def _run_once(self, signature: Signature, array: NDArray[Any]) -> NDArray[Any]:
-        collective = self._kept.get(signature)
-        if collective is None:
-            if len(self._kept) == _MAX_KEPT:
-                del self._kept[next(iter(self._kept))]
-            collective = self._kept[signature] = self._make(signature, large_part, result)
-        if signature.root is None or signature.root == self.rank:
-            np.copyto(collective.input, array)
-        collective.run()
-        return collective.output.copy()
+    def _make_once(self, signature: Signature) -> Collective:
+        return self._make(signature, large_part, result)
 
     def _make(
         self,
@@ -639,9 +554,6 @@ class ShmGroup(SignatureGroup):
         share = slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
         own = [part.reshape(-1)[share] for part in parts]
         return reduction(own, output.reshape(-1)[share], signature.operation or "sum")
-
-
-_BARRIER = cell("barrier")
 
 
 def _copier(copies: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Callable[[], None]:

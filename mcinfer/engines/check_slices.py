@@ -9,10 +9,9 @@ tried if the model refuses them.
 """
 
 import socket
-import threading
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,12 +24,12 @@ from mcinfer.collectives.shm import join_sockets
 from mcinfer.config import Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
-    Buffer,
     Engine,
     EngineRequest,
     Produced,
     Strings,
     array_over,
+    produced_from,
 )
 from mcinfer.engines.slices import RankEngine
 from mcinfer.errors import (
@@ -150,43 +149,18 @@ def _request(model: str) -> EngineRequest:
 def _run(engine: Engine, inputs: Sequence[Array]) -> list[Array]:
     """The outputs, in the model's order; copies."""
     bound = [
-        _bound(tensor, array) for tensor, array in zip(engine.spec.inputs, inputs, strict=True)
+        produced_from(tensor, array)
+        for tensor, array in zip(engine.spec.inputs, inputs, strict=True)
     ]
     engine.arm()
     produced = {item.name: item for item in engine.bind(bound, ()).execute()}
     return [_array(produced[tensor.name]) for tensor in engine.spec.outputs]
 
 
-def _bound(tensor: TensorSpec, array: Array) -> Buffer | Strings:
-    if tensor.element_type == STRING:
-        values = tuple(array.ravel().tolist())
-        return Strings(name=tensor.name, shape=array.shape, values=values)
-    return Buffer(
-        name=tensor.name,
-        element_type=tensor.element_type,
-        shape=array.shape,
-        address=array.ctypes.data,
-        size=array.nbytes,
-    )
-
-
 def _array(item: Produced | Strings) -> Array:
     if isinstance(item, Strings):
         return np.array(item.values, object).reshape(item.shape)
     return array_over(item).copy()
-
-
-@dataclass(slots=True)
-class _Ranks:
-    """What the ranks' threads have found.
-
-    Attributes:
-        outputs: By rank.
-        errors: By rank.
-    """
-
-    outputs: dict[int, list[Array]] = field(default_factory=dict)
-    errors: dict[int, BaseException] = field(default_factory=dict)
 
 
 def _run_ranks(
@@ -198,38 +172,34 @@ def _run_ranks(
         cut_segments(folder / f"model{rank}.onnx", segments / str(rank))
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1, size)]
     ends = [[ours for ours, _ in pairs], *([theirs] for _, theirs in pairs)]
-    found = _Ranks()
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> list[Array]:
         try:
             with join_sockets(rank, size, ends[rank], timeout=_TIMEOUT) as group:
                 request = _request(str(folder / f"model{rank}.onnx"))
                 with closing(RankEngine(request, group, segments / str(rank))) as engine:
-                    found.outputs[rank] = _run(engine, inputs)
+                    outputs = _run(engine, inputs)
                     group.barrier()  # none leaves before all have their outputs
-        except BaseException as exc:  # raised again in the main thread
-            found.errors[rank] = exc
+                    return outputs
+        except BaseException:
             for end in ends[rank]:  # others may wait for this rank
                 end.shutdown(socket.SHUT_RDWR)
+            raise
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        for pair in pairs:
-            for end in pair:
-                end.close()
-    if found.errors:
+    with ExitStack() as stack:
+        for end in (end for pair in pairs for end in pair):
+            stack.enter_context(end)
+        pool = stack.enter_context(ThreadPoolExecutor(size))
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = {rank: exc for rank, future in enumerate(futures) if (exc := future.exception())}
+    if errors:
         # A rank that fails makes the others fail: the cause is another error than theirs.
-        own = {rank: exc for rank, exc in found.errors.items() if not isinstance(exc, _FOLLOWED)}
-        rank, error = next(iter((own or found.errors).items()))
+        own = {rank: exc for rank, exc in errors.items() if not isinstance(exc, _FOLLOWED)}
+        rank, error = next(iter((own or errors).items()))
         if isinstance(error, McinferError):
             raise BuildError(f"the slices do not run: rank {rank}: {error}") from error
         raise error
-    return [found.outputs[rank] for rank in range(size)]
+    return [future.result() for future in futures]
 
 
 # Comparison.

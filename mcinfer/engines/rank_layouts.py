@@ -16,7 +16,8 @@ place of the old one; its memory goes with the last run that is bound to it.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,13 @@ from numpy.typing import NDArray
 
 from mcinfer.collectives.base import Collective, Group
 from mcinfer.engines.base import Buffer, Produced, Strings
-from mcinfer.errors import McinferError
+from mcinfer.errors import InvalidInputError, ProtocolError
+from mcinfer.shm.arena import ALIGNMENT, align
 from mcinfer.slicing.plans import Exchange, RankPlan, Segment
-from mcinfer.specs import numpy_dtype, tensor_bytes
+from mcinfer.specs import STRING, ModelSpec, numpy_dtype, tensor_bytes
 
 MAX_LAYOUTS = 32
 
-_ALIGNMENT = 64
 _NEVER = -1
 _FOR_EVER = 1 << 60
 
@@ -43,27 +44,44 @@ Values = dict[str, Buffer | Strings]
 
 def owned(name: str, element_type: str, shape: Sequence[int]) -> Produced:
     """A new tensor; it lives as long as this object."""
-    size = tensor_bytes(element_type, int(np.prod(shape, dtype=np.int64)))
-    return tensor_in(_aligned(size), name, element_type, shape)
+    return tensor_in(_aligned(tensor_bytes(element_type, prod(shape))), name, element_type, shape)
 
 
 def tensor_in(memory: NDArray[Any], name: str, element_type: str, shape: Sequence[int]) -> Produced:
     """A tensor at the start of an array, which it keeps alive."""
-    size = tensor_bytes(element_type, int(np.prod(shape, dtype=np.int64)))
     return Produced(
         name=name,
         element_type=element_type,
         shape=tuple(shape),
         address=memory.ctypes.data,
-        size=size,
+        size=tensor_bytes(element_type, prod(shape)),
         owner=memory,
     )
 
 
 def _aligned(size: int) -> NDArray[np.uint8]:
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]
+
+
+def side_by_side(sizes: Mapping[str, int], start: int = 0) -> tuple[dict[str, slice], int]:
+    """Where tensors of these bytes lie, one after another from a place on, and where they end."""
+    places = {}
+    for name, size in sizes.items():
+        places[name] = slice(start, start + size)
+        start += align(size)
+    return places, start
+
+
+def check_inputs(spec: ModelSpec, inputs: Sequence[Buffer | Strings]) -> None:
+    """Raise `InvalidInputError` for an input that does not fit the model's."""
+    for tensor, item in zip(spec.inputs, inputs, strict=True):
+        given = STRING if isinstance(item, Strings) else item.element_type
+        if given != tensor.element_type or not tensor.admits(item.shape):
+            raise InvalidInputError(
+                f"input {tensor.name!r}: got {given}{[*item.shape]}, expected {tensor}"
+            )
 
 
 class Uses:
@@ -77,44 +95,33 @@ class Uses:
     """
 
     def __init__(self, plan: RankPlan) -> None:
-        self._plan = plan
         self._kept = {*plan.made, *plan.sends}
         self._readers: dict[str, list[int]] = defaultdict(list)
         makers: dict[str, Segment | Exchange] = {}
-        exchanges = []
+        exchanges: dict[int, Exchange] = {}
         for index, step in enumerate(plan.steps):
-            reads = step.inputs if isinstance(step, Segment) else (step.input,)
-            for name in reads:
+            for name in step.inputs:
                 self._readers[name].append(index)
+            makers.update(dict.fromkeys(step.outputs, step))
             if isinstance(step, Exchange):
-                exchanges.append(index)
-                makers[step.output] = step
-            else:
-                makers.update(dict.fromkeys(step.outputs, step))
-        self.last_exchange = exchanges[-1] if exchanges else -1
-        self.phases = 1 + max((self._exchange(index).phase for index in exchanges), default=-1)
+                exchanges[index] = step
+        self.last_exchange = max(exchanges, default=-1)
+        self.phases = 1 + max((step.phase for step in exchanges.values()), default=-1)
         self.straight_in = {
             index
-            for index in exchanges
-            if isinstance(makers.get(self._exchange(index).input), Segment)
-            and self._readers[self._exchange(index).input] == [index]
-            and self._exchange(index).input not in self._kept
+            for index, step in exchanges.items()
+            if isinstance(makers.get(step.input), Segment)
+            and self._readers[step.input] == [index]
+            and step.input not in self._kept
         }
         self.straight_out = {
             index
-            for index in exchanges
-            if self._exchange(index).output not in self._kept
+            for index, step in exchanges.items()
+            if step.output not in self._kept
             and all(
-                plan.steps[reader].phase <= self._exchange(index).phase + 1
-                for reader in self._readers[self._exchange(index).output]
+                plan.steps[reader].phase <= step.phase + 1 for reader in self._readers[step.output]
             )
         }
-
-    def _exchange(self, index: int) -> Exchange:
-        step = self._plan.steps[index]
-        if not isinstance(step, Exchange):
-            raise TypeError(f"step {index} is {step}, expected an exchange")
-        return step
 
     def last_use(self, name: str) -> int:
         """Place of the last step that reads a value; beyond all steps if it is kept."""
@@ -123,27 +130,10 @@ class Uses:
         return max(self._readers[name], default=_NEVER)
 
 
-def one_shot(group: Group, step: Exchange, array: NDArray[Any]) -> NDArray[Any]:
+def run_once(group: Group, step: Exchange, array: NDArray[Any]) -> NDArray[Any]:
     """Run an exchange on any memory."""
-    if step.kind == "all_reduce":
-        return group.all_reduce(array, step.operation)
-    if step.kind == "all_gather":
-        return group.all_gather(array, step.axis)
-    if step.kind == "reduce_scatter":
-        return group.reduce_scatter(array, step.axis, step.operation)
-    return group.broadcast(array, step.root)
-
-
-def _prepared(
-    group: Group, step: Exchange, shape: tuple[int, ...], dtype: "np.dtype[Any]"
-) -> Collective:
-    if step.kind == "all_reduce":
-        return group.prepare_all_reduce(shape, dtype, step.operation)
-    if step.kind == "all_gather":
-        return group.prepare_all_gather(shape, dtype, step.axis)
-    if step.kind == "reduce_scatter":
-        return group.prepare_reduce_scatter(shape, dtype, step.axis, step.operation)
-    return group.prepare_broadcast(shape, dtype, step.root)
+    result: NDArray[Any] = getattr(group, step.kind)(array, **step.options)
+    return result
 
 
 def _without_memory(value: Buffer | Strings) -> Buffer | Strings:
@@ -168,7 +158,7 @@ class Arena:
     """
 
     def __init__(self, group: Group, tensor: int, pipeline: int) -> None:
-        self.whole = _subgroup(group, range(group.size))
+        self.whole = all_of(group)
         self.tensor = self.whole
         self.layouts: dict[Key, Layout] = {}
         self._pool: dict[tuple[Any, ...], Collective] = {}
@@ -185,8 +175,9 @@ class Arena:
         signature = (step.kind, step.operation, step.axis, step.root, value.shape)
         key = (*signature, value.element_type, parity, number)
         if key not in self._pool:
+            prepare = getattr(self.tensor, f"prepare_{step.kind}")
             dtype = numpy_dtype(value.element_type)
-            self._pool[key] = _prepared(self.tensor, step, value.shape, dtype)
+            self._pool[key] = prepare(value.shape, dtype, **step.options)
         return self._pool[key]
 
     def close(self) -> None:
@@ -194,10 +185,11 @@ class Arena:
             group.close()
 
 
-def _subgroup(group: Group, ranks: Iterable[int]) -> Group:
-    found = group.subgroup([*ranks])
+def all_of(group: Group) -> Group:
+    """A group of the same ranks, with memory of its own."""
+    found = group.subgroup([*range(group.size)])
     if found is None:
-        raise McinferError(f"rank {group.rank} is in no group of {[*ranks]}")
+        raise ProtocolError(f"rank {group.rank} is in no group of all ranks")
     return found
 
 
@@ -208,7 +200,7 @@ class Layout:
         values: The type and shape of each value that the first run had.
         memory: This rank's own memory, by the names of values; values share it if they do not live together.
         collectives: For each parity, the collective of each exchange, by its place among the steps.
-        packets: Memory for what is exchanged with other stages; owned by `StageLinks`.
+        packets: Memory for what goes to and from other stages: a `Packet` for each `Link` of `StageLinks`.
         runs: How many runs were begun.
         is_bound: Whether runs use this memory; False once shapes changed though those of the inputs did not.
     """
@@ -217,10 +209,9 @@ class Layout:
         self, plan: RankPlan, uses: Uses, arena: Arena, values: Mapping[str, Buffer | Strings]
     ) -> None:
         self.values = {name: _without_memory(value) for name, value in values.items()}
-        self.packets: Any = None
+        self.packets: dict[Any, Any] = {}
         self.runs = 0
-        made = [step.outputs for step in plan.steps if isinstance(step, Segment)]
-        names = [*plan.receives, *(name for outputs in made for name in outputs)]
+        names = [*plan.receives, *(name for step in plan.steps for name in step.outputs)]
         self.is_bound = not any(isinstance(values[name], Strings) for name in names)
         self.collectives: tuple[dict[int, Collective], dict[int, Collective]] = ({}, {})
         self.memory: dict[str, Produced] = {}
@@ -273,9 +264,6 @@ class Layout:
             for _last, memory in [item for item in living if item[0] < index]:
                 free[memory.nbytes].append(memory)
             living = [item for item in living if item[0] >= index]
-            if isinstance(step, Segment):
-                for name in step.outputs:
-                    if name not in straight:
-                        place(name)
-            elif index not in uses.straight_out:
-                place(step.output)
+            for name in step.outputs:
+                if name not in straight and index not in uses.straight_out:
+                    place(name)

@@ -8,7 +8,7 @@
     ──────► Load                             opens the entry of the cache
                           Found  ◄──────
     ──────► Join ═══════ both join the group, and load their slices ═══════
-                  Ready or Failed ◄──────
+                   Ready or Ended ◄──────
     ──────► Bind          Bound  ◄──────     a layout has its memory and its bound run, in all ranks
     ──────► Start         Done   ◄──────     one run; followers keep the order of what they are sent
     ──────► Exit
@@ -22,12 +22,25 @@ import errno
 import os
 import socket
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import msgpack
 
-from mcinfer.errors import ProtocolError, shortened
+from mcinfer.engines.base import RunCancelledError
+from mcinfer.errors import (
+    BuildError,
+    ClosedError,
+    CollectiveTimeoutError,
+    InvalidInputError,
+    McinferError,
+    MissingDependencyError,
+    PredictError,
+    ProtocolError,
+    RankDiedError,
+    shortened,
+)
 from mcinfer.protocol import Message
 from mcinfer.shm.block import Block
 from mcinfer.shm.descriptors import close_all, send, take_packet
@@ -40,6 +53,28 @@ from mcinfer.validators import (
     or_none,
 )
 
+ENDINGS: dict[str, type[McinferError]] = {
+    "missing": MissingDependencyError,
+    "build": BuildError,
+    "died": RankDiedError,
+    "timeout": CollectiveTimeoutError,
+    "closed": ClosedError,
+}
+"""Errors after which a rank ends."""
+
+FAILURES: dict[str, type[McinferError]] = {
+    "cancelled": RunCancelledError,
+    "invalid": InvalidInputError,
+    "predict": PredictError,
+}
+"""Errors of one run, or of one layout."""
+
+
+def kind_of(exc: BaseException, kinds: Mapping[str, type[McinferError]]) -> str | None:
+    """The first of these kinds that an error is of."""
+    return next((kind for kind, error in kinds.items() if isinstance(exc, error)), None)
+
+
 _MAX_BYTES = 1 << 20
 """Largest packet; the kernel's own limit (net.core.wmem_max) may be less."""
 
@@ -47,19 +82,12 @@ _LOST = -1
 """In the place of a descriptor that found no room in this process."""
 
 
-def _is_shapes(value: Any) -> bool:
-    return type(value) is tuple and all(map(is_shape, value))
+def _is_each(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is tuple and all(map(check, value))
 
 
-def _is_known_shapes(value: Any) -> bool:
-    return type(value) is tuple and all(map(or_none(is_shape), value))
-
-
-def _is_produced(value: Any) -> bool:
-    return type(value) is tuple and all(
-        type(item) is tuple and len(item) == 2 and is_text(item[0]) and is_shape(item[1])
-        for item in value
-    )
+def _is_named_shape(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 2 and is_text(value[0]) and is_shape(value[1])
 
 
 _Count = Annotated[int, is_count]
@@ -112,15 +140,6 @@ class Ready(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(Message):
-    """Follower: it cannot load its slice, and ends; `missing`: a package is."""
-
-    ID = 6
-    missing: Annotated[bool, is_flag]
-    text: _Text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Bind(Message):
     """Leader: bind a lane of a layout; if it is to be `renewed`, forget all layouts and their memory before.
 
@@ -130,8 +149,8 @@ class Bind(Message):
     ID = 7
     layout: _Count
     lane: _Count
-    inputs: Annotated[tuple[tuple[int, ...], ...], _is_shapes]
-    outputs: Annotated[tuple[tuple[int, ...] | None, ...], _is_known_shapes]
+    inputs: Annotated[tuple[tuple[int, ...], ...], _is_each(is_shape)]
+    outputs: Annotated[tuple[tuple[int, ...] | None, ...], _is_each(or_none(is_shape))]
     renewed: Annotated[bool, is_flag]
 
 
@@ -157,22 +176,22 @@ class Start(Message):
 class Done(Message):
     """Follower: the oldest run is done.
 
-    `kind` is empty, or that of an error: ``"cancelled"``, ``"invalid"`` or ``"predict"``. `produced` are the
+    `kind` is empty, or that of an error, a key of `FAILURES`. `produced` are the
     name and the shape of each output besides those whose memory is bound; a block with them comes along.
     """
 
     ID = 10
     kind: _Text = ""
     text: _Text = ""
-    produced: Annotated[tuple[tuple[str, tuple[int, ...]], ...], _is_produced] = ()
+    produced: Annotated[tuple[tuple[str, tuple[int, ...]], ...], _is_each(_is_named_shape)] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Broken(Message):
-    """Follower: it cannot go on, and ends. `kind` is ``"died"``, ``"timeout"`` or ``"closed"``."""
+class Ended(Message):
+    """Follower: it cannot load its slice, or cannot go on, and ends; `kind` is a key of `ENDINGS`."""
 
     ID = 11
-    kind: Annotated[str, lambda value: value in ("died", "timeout", "closed")]
+    kind: Annotated[str, lambda value: value in ENDINGS]
     text: _Text
 
 
@@ -186,8 +205,8 @@ class Exit(Message):
 _MESSAGES = {
     message.ID: message
     for message in (
-        *(Hello, Load, Found, Join, Ready, Failed),
-        *(Bind, Bound, Start, Done, Broken, Exit),
+        *(Hello, Load, Found, Join, Ready),
+        *(Bind, Bound, Start, Done, Ended, Exit),
     )
 }
 _FIELDS: dict[type[Message], tuple[str, ...]] = {

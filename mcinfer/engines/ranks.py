@@ -32,9 +32,9 @@ import os
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -43,7 +43,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.collectives.base import DEFAULT_TIMEOUT, Collective, Group, PeerFailedError
+from mcinfer.collectives.base import DEFAULT_TIMEOUT, Collective, PeerFailedError
 from mcinfer.collectives.shm import join_sockets
 from mcinfer.engines.base import (
     Buffer,
@@ -53,29 +53,38 @@ from mcinfer.engines.base import (
     Run,
     RunCancelledError,
     Strings,
+    delivered,
+)
+from mcinfer.engines.rank_layouts import (
+    MAX_LAYOUTS,
+    all_of,
+    check_inputs,
+    side_by_side,
+    tensor_in,
 )
 from mcinfer.engines.rank_messages import (
+    ENDINGS,
+    FAILURES,
     Bind,
     Bound,
-    Broken,
     Channel,
     Done,
+    Ended,
     Exit,
-    Failed,
     Found,
     Hello,
     Join,
     Load,
     Ready,
     Start,
+    kind_of,
 )
 from mcinfer.engines.slice_cache import find_or_make_slices, load_slice, overlap
-from mcinfer.engines.slices import RankEngine
+from mcinfer.engines.slices import RankEngine, check_weights
 from mcinfer.errors import (
     BuildError,
     ClosedError,
     CollectiveTimeoutError,
-    InvalidInputError,
     McinferError,
     MissingDependencyError,
     PredictError,
@@ -87,31 +96,17 @@ from mcinfer.model_cache.building import Progress
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
 from mcinfer.process import LEFT_ALONE, ORPHANED, how_it_ended
 from mcinfer.protocol import Message
-from mcinfer.shm.arena import align
 from mcinfer.shm.block import Block
 from mcinfer.shm.descriptors import WakeUp
-from mcinfer.slicing.plans import Segment
-from mcinfer.specs import STRING, ModelSpec, TensorSpec, tensor_bytes
+from mcinfer.specs import STRING, ModelSpec, tensor_bytes
 
 BUILD_FAILED = 1
 """Exit status of a follower that could not load its slice; the leader has the reason."""
 
-MAX_LAYOUTS = 32
-"""Most layouts that are bound at a time."""
-
 _ENDING_SECONDS = 0.1
 
 _ENDINGS = (RankDiedError, CollectiveTimeoutError, ClosedError)
-_BROKEN: dict[str, type[McinferError]] = {
-    "died": RankDiedError,
-    "timeout": CollectiveTimeoutError,
-    "closed": ClosedError,
-}
-_FAILURES: dict[str, type[McinferError]] = {
-    "cancelled": RunCancelledError,
-    "invalid": InvalidInputError,
-    "predict": PredictError,
-}
+"""Errors of a group that end all its ranks."""
 
 _Shapes = tuple[tuple[int, ...], ...]
 _KnownShapes = tuple[tuple[int, ...] | None, ...]
@@ -133,11 +128,7 @@ class _Member:
     def of(cls, engine: RankEngine) -> "_Member":
         """All ranks of a stage make the same outputs; the first of them gives them."""
         plan, rank = engine.plan, engine.group.rank
-        reads = {
-            name
-            for step in plan.steps
-            for name in (step.inputs if isinstance(step, Segment) else (step.input,))
-        }
+        reads = {name for step in plan.steps for name in step.inputs}
         return cls(
             rank=rank,
             takes=frozenset(spec.name for spec in plan.spec.inputs if spec.name in reads),
@@ -150,20 +141,24 @@ class _Lane:
     """Memory and a bound run.
 
     Attributes:
+        layout: The number of its layout.
+        number: Among the lanes of the layout.
         places: In the leader: for each input of the model, the addresses that it is copied to.
         inputs: The operations that bring the inputs.
+        bound: The inputs of the run, whose memory they keep.
         run: The slice's run.
         outputs: The operations that bring outputs to the leader, by the rank that sends.
-        values: The memory of outputs of known shapes: in the leader of all, in a follower of its own.
-        kept: The memory of the inputs.
+        values: The outputs of known shapes: in the leader all, in a follower its own.
     """
 
+    layout: int
+    number: int
     places: tuple[tuple[int, ...], ...]
     inputs: tuple[Collective, ...]
+    bound: tuple[Produced, ...]
     run: Run
     outputs: Mapping[int, Collective]
-    values: Mapping[str, NDArray[Any]]
-    kept: tuple[NDArray[Any], ...]
+    values: Mapping[str, Produced]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,43 +170,42 @@ class _Packet:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], make: Callable[[int], Collective]) -> "_Packet":
-        places, end = {}, 0
-        for name, size in sizes.items():
-            places[name] = slice(end, end + max(size, 1))
-            end = align(places[name].stop)
-        return cls(operation=make(end), places=places)
+        places, end = side_by_side(sizes)
+        return cls(operation=make(max(end, 1)), places=places)
 
 
-class _LaneMaker:
-    """Makes the lanes of one rank: the same operations of the group, in the same order, as in the others."""
+class _Lanes:
+    """The lanes of one rank, made by the same operations of the group, in the same order, as in others."""
 
     def __init__(self, engine: RankEngine, own: _Member, others: Sequence[_Member] = ()) -> None:
         """`others` are the followers; only the leader needs to know them."""
         self._engine = engine
-        self._memory = _all_of(engine.group)
+        self._memory = all_of(engine.group)
         self._own = own
         self._others = others
         self._is_one_stage = engine.plan.pipeline == 1
+        self._lanes: dict[tuple[int, int], _Lane] = {}
 
-    def renew(self) -> None:
-        """Let the memory of all lanes go that were made so far; with their last arrays."""
-        old, self._memory = self._memory, _all_of(self._engine.group)
-        old.close()
+    def get(self, layout: int, number: int) -> _Lane | None:
+        return self._lanes.get((layout, number))
 
     def close(self) -> None:
+        self._lanes.clear()
         self._memory.close()
         self._engine.close()
 
-    def make(self, inputs: _Shapes, outputs: _KnownShapes) -> _Lane:
-        """The lane for tensors of these shapes; raises what `Engine.bind` does, and what ends the group."""
+    def make(self, wanted: Bind) -> _Lane:
+        """A new lane; raises what `Engine.bind` does, and what ends the group."""
+        if wanted.renewed:
+            self._lanes.clear()
+            old, self._memory = self._memory, all_of(self._engine.group)
+            old.close()  # its memory goes with the last arrays
         spec = self._engine.spec
-        sizes = {
-            tensor.name: tensor_bytes(tensor.element_type, prod(shape))
-            for tensor, shape in zip(spec.inputs, inputs, strict=True)
-        }
+        shapes = dict(zip([x.name for x in spec.inputs], wanted.inputs, strict=True))
+        sizes = {x.name: tensor_bytes(x.element_type, prod(shapes[x.name])) for x in spec.inputs}
         packets = self._input_packets(sizes)
-        bound, kept, places = [], [], []
-        for tensor, shape in zip(spec.inputs, inputs, strict=True):
+        bound, places = [], []
+        for tensor in spec.inputs:
             name = tensor.name
             carriers = [packet for packet in packets if name in packet.places]
             written = [packet.operation.input[packet.places[name]] for packet in carriers]
@@ -222,38 +216,49 @@ class _LaneMaker:
             else:
                 memory = _memory(sizes[name])
                 written.append(memory)
-            bound.append(_buffer(tensor, shape, memory))
-            kept.append(memory)
+            bound.append(tensor_in(memory, name, tensor.element_type, shapes[name]))
             places.append(tuple(array.ctypes.data for array in written))
+        outputs, values = self._outputs(wanted.outputs)
+        lane = self._lanes[wanted.layout, wanted.lane] = _Lane(
+            layout=wanted.layout,
+            number=wanted.lane,
+            places=tuple(places),
+            inputs=tuple(packet.operation for packet in packets),
+            bound=tuple(bound),
+            run=self._engine.bind(
+                bound, [value for name, value in values.items() if name in self._own.makes]
+            ),
+            outputs=outputs,
+            values=values,
+        )
+        return lane
+
+    def _outputs(self, shapes: _KnownShapes) -> tuple[dict[int, Collective], dict[str, Produced]]:
+        """What brings outputs of known shapes to the leader, by rank, and these outputs."""
+        spec = self._engine.spec.outputs
         known = {
-            tensor.name: _buffer(tensor, shape, _NO_MEMORY)
-            for tensor, shape in zip(spec.outputs, outputs, strict=True)
+            tensor.name: (tensor.element_type, shape)
+            for tensor, shape in zip(spec, shapes, strict=True)
             if shape is not None
         }
         moved: dict[int, Collective] = {}
-        values: dict[str, NDArray[Any]] = {}
+        values: dict[str, Produced] = {}
         for member in (self._own, *self._others):
-            made = {name: item.size for name, item in known.items() if name in member.makes}
-            if made and member.rank:
-                packet = _Packet.of(made, partial(self._transfer, source=member.rank, to=0))
+            sizes = {
+                name: tensor_bytes(kind, prod(shape))
+                for name, (kind, shape) in known.items()
+                if name in member.makes
+            }
+            if sizes and member.rank:
+                packet = _Packet.of(sizes, partial(self._transfer, source=member.rank, to=0))
                 moved[member.rank] = operation = packet.operation
-                memory = operation.input if self._own.rank else operation.output
-                values |= {name: memory[place] for name, place in packet.places.items()}
+                all_bytes = operation.input if self._own.rank else operation.output
+                memory = {name: all_bytes[place] for name, place in packet.places.items()}
             else:
-                values |= {name: _memory(size) for name, size in made.items()}
-        results = [
-            replace(item, address=values[name].ctypes.data)
-            for name, item in known.items()
-            if name in self._own.makes
-        ]
-        return _Lane(
-            places=tuple(places),
-            inputs=tuple(packet.operation for packet in packets),
-            run=self._engine.bind(bound, results),
-            outputs=moved,
-            values=values,
-            kept=tuple(kept),
-        )
+                memory = {name: _memory(size) for name, size in sizes.items()}
+            for name, array in memory.items():
+                values[name] = tensor_in(array, name, *known[name])
+        return moved, values
 
     def _input_packets(self, sizes: Mapping[str, int]) -> list[_Packet]:
         # In a pipeline a broadcast would have the first stage wait for the last one.
@@ -274,29 +279,8 @@ class _LaneMaker:
         return self._memory.prepare_transfer((size,), np.uint8, source, to)
 
 
-def _all_of(group: Group) -> Group:
-    found = group.subgroup([*range(group.size)])
-    if found is None:
-        raise ProtocolError(f"rank {group.rank} is in no group of all ranks")
-    return found
-
-
 def _memory(size: int) -> NDArray[Any]:
     return np.empty(max(size, 1), np.uint8)
-
-
-_NO_MEMORY = _memory(0)
-
-
-def _buffer(tensor: TensorSpec, shape: tuple[int, ...], memory: NDArray[Any]) -> Buffer:
-    """A tensor at the start of an array of bytes."""
-    return Buffer(
-        name=tensor.name,
-        element_type=tensor.element_type,
-        shape=shape,
-        address=memory.ctypes.data,
-        size=tensor_bytes(tensor.element_type, prod(shape)),
-    )
 
 
 # The leader.
@@ -323,9 +307,8 @@ class _Follower:
     done: "deque[Done]" = field(default_factory=deque)
 
     def __str__(self) -> str:
-        return (
-            f"rank {self.rank} ({self.device}, pid {self.pid})" if self.pid else f"rank {self.rank}"
-        )
+        about = f" ({self.device}, pid {self.pid})" if self.pid else ""
+        return f"rank {self.rank}{about}"
 
 
 class _Followers:
@@ -404,25 +387,21 @@ class _Followers:
 
     def reason(self) -> McinferError | None:
         """What a follower said before it left; the cause of what others saw, if that is the cause."""
-        found = []
-        for follower in self.all:
-            while _is_readable(follower.channel.socket.fileno()):
-                message = follower.channel.receive()
-                if message is None:
-                    break
-                found.append(_said(follower, message))
-        errors = [error for error in found if error is not None]
+        errors = self._last_words(lambda follower: _is_readable(follower.channel.socket.fileno()))
         # A rank that leaves seems to have died to the others.
-        errors.sort(key=lambda error: isinstance(error, RankDiedError))
-        return errors[0] if errors else None
+        return min(errors, key=lambda error: isinstance(error, RankDiedError), default=None)
 
     def failure(self) -> McinferError | None:
         """Why a follower could not load its slice; all of them end then."""
-        found = None
+        return next(iter(self._last_words(lambda _: True)), None)
+
+    def _last_words(self, goes_on: Callable[[_Follower], bool]) -> list[McinferError]:
+        """The errors that followers have said."""
+        found = []
         for follower in self.all:
-            while (message := follower.channel.receive()) is not None:
-                found = found or _said(follower, message)
-        return found
+            while goes_on(follower) and (message := follower.channel.receive()) is not None:
+                found.append(_said(follower, message))
+        return [error for error in found if error is not None]
 
     def close(self) -> None:
         for follower in self.all:
@@ -447,13 +426,10 @@ class _Followers:
 
 def _said(follower: _Follower, message: Message) -> McinferError | None:
     """The error that a follower ends with; None if the message is none of these."""
-    if isinstance(message, Failed):
-        return (MissingDependencyError if message.missing else BuildError)(
-            f"{follower}: {message.text}"
-        )
-    if isinstance(message, Broken):
-        return _BROKEN[message.kind](message.text)
-    return None
+    if not isinstance(message, Ended):
+        return None
+    error = ENDINGS[message.kind]
+    return error(message.text if error in _ENDINGS else f"{follower}: {message.text}")
 
 
 def _is_readable(fd: int, seconds: float = 0.0) -> bool:
@@ -495,7 +471,7 @@ def lead(
             if progress is not None:
                 progress(state)
 
-        _check_request(request)
+        check_weights(request)
         held = find_or_make_slices(request, parallel, report)
         failed.callback(held.close)
         tensor, pipeline = parallel
@@ -532,14 +508,6 @@ def _is_of_another_rank(exc: Exception) -> bool:
     return isinstance(exc.__context__, PeerFailedError)
 
 
-def _check_request(request: EngineRequest) -> None:
-    if request.variable_weights:
-        raise BuildError(
-            f"variable_weights: got {[*request.variable_weights]}, but weights that are cut over ranks "
-            "cannot be replaced"
-        )
-
-
 def _check_spec(spec: ModelSpec, members: Sequence[_Member]) -> None:
     strings = [item.name for item in (*spec.inputs, *spec.outputs) if item.element_type == STRING]
     if strings:
@@ -548,12 +516,6 @@ def _check_spec(spec: ModelSpec, members: Sequence[_Member]) -> None:
     missing = [item.name for item in spec.outputs if item.name not in made]
     if missing:
         raise BuildError(f"no rank makes the outputs {missing}")
-
-
-@dataclass(slots=True, kw_only=True)
-class _Layout:
-    number: int
-    lanes: dict[int, _Lane] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -567,7 +529,6 @@ class _Begun:
     """
 
     run: "_LeaderRun"
-    lane_number: int
     lane: _Lane
     produced: list[Produced | Strings] = field(default_factory=list)
     error: McinferError | None = None
@@ -594,11 +555,11 @@ class LeaderEngine(Engine):
         own = _Member.of(engine)
         others = [one.member for one in followers.all if one.member is not None]
         _check_spec(self.spec, [own, *others])
-        self._maker = _LaneMaker(engine, own, others)
-        self._layouts: dict[tuple[_Shapes, _KnownShapes], _Layout] = {}
+        self._lanes = _Lanes(engine, own, others)
+        self._layouts: dict[tuple[_Shapes, _KnownShapes], int] = {}  # their numbers
         self._begun: deque[_Begun] = deque()
         self._is_uneven = (
-            False  # a rank could not make a lane: what others made of it lies elsewhere there
+            False  # ranks could not all make a lane: their memory differs from then on
         )
         self._started = 0
         self._last: dict[int, int] = {}  # by lane, the number of its last run
@@ -636,7 +597,7 @@ class LeaderEngine(Engine):
                 follower.channel.send(Exit())
         self._layouts.clear()
         self._begun.clear()
-        self._maker.close()
+        self._lanes.close()
         if self.fd >= 0:
             self._poll.close()
             self.fd = -1
@@ -647,15 +608,15 @@ class LeaderEngine(Engine):
         """See `Run.begin`."""
         if len(self._begun) == self.depth:
             raise PredictError(f"{self.depth} runs are begun, expected one to be finished first")
-        busy = {begun.lane_number for begun in self._begun}
+        busy = {begun.lane.number for begun in self._begun}
         number = next(number for number in range(self.depth) if number not in busy)
         lane = self._lane(run.layout, number)
         self._wait_for_lane(number)
         run.copy_inputs(lane)
-        self._followers.send(Start(layout=self._layouts[run.layout].number, lane=number))
+        self._followers.send(Start(layout=lane.layout, lane=number))
         self._started += 1
         self._last[number] = self._started
-        begun = _Begun(run=run, lane_number=number, lane=lane)
+        begun = _Begun(run=run, lane=lane)
         try:
             for operation in lane.inputs:
                 operation.run()
@@ -681,31 +642,23 @@ class LeaderEngine(Engine):
     def _lane(self, key: tuple[_Shapes, _KnownShapes], number: int) -> _Lane:
         """A lane of a layout, made in all ranks if it is missing."""
         layout = self._layouts.get(key)
-        if layout is not None and number in layout.lanes:
-            return layout.lanes[number]
+        lane = None if layout is None else self._lanes.get(layout, number)
+        if lane is not None and not self._is_uneven:
+            return lane
         is_renewed = self._is_uneven or (layout is None and len(self._layouts) == MAX_LAYOUTS)
         if is_renewed:  # the outputs of the runs that are begun come through the old memory
             for begun in self._begun:
                 self._settle(begun)
             self._layouts.clear()
-            layout = None
-        if layout is None:
-            layout = _Layout(number=len(self._layouts))
+        layout = self._layouts.setdefault(key, len(self._layouts))
         inputs, outputs = key
-        self._followers.send(
-            Bind(
-                layout=layout.number,
-                lane=number,
-                inputs=inputs,
-                outputs=outputs,
-                renewed=is_renewed,
-            )
+        wanted = Bind(
+            layout=layout, lane=number, inputs=inputs, outputs=outputs, renewed=is_renewed
         )
+        self._followers.send(wanted)
         error: Exception | None = None
         try:
-            if is_renewed:
-                self._maker.renew()
-            layout.lanes[number] = self._maker.make(inputs, outputs)
+            lane = self._lanes.make(wanted)
         except _ENDINGS as exc:
             raise self._followers.reason() or exc from exc
         except Exception as exc:  # of any class: it is the runtime's
@@ -713,14 +666,12 @@ class LeaderEngine(Engine):
         for follower in self._followers.all:
             answer = self._followers.expect(follower, Bound)
             if answer.kind and error is None:
-                error = _FAILURES[answer.kind](answer.text)
+                error = FAILURES[answer.kind](answer.text)
         self._ring()
-        self._is_uneven = error is not None
-        if error is not None:
-            layout.lanes.pop(number, None)
-            raise error
-        self._layouts[key] = layout
-        return layout.lanes[number]
+        self._is_uneven = lane is None or error is not None
+        if lane is None or error is not None:
+            raise error or ProtocolError(f"lane {number} was not made")
+        return lane
 
     def _wait_for_lane(self, number: int) -> None:
         """Wait until all ranks are done with the last run on a lane."""
@@ -742,7 +693,7 @@ class LeaderEngine(Engine):
                 self._followers.expect(follower, Done)
             answers.append((follower, follower.done.popleft()))
         begun.is_settled = True
-        failed = (_FAILURES[answer.kind](answer.text) for _, answer in answers if answer.kind)
+        failed = (FAILURES[answer.kind](answer.text) for _, answer in answers if answer.kind)
         begun.error = begun.error or next(failed, None)
         try:
             for follower, answer in answers:
@@ -757,25 +708,21 @@ class LeaderEngine(Engine):
 
     def _taken(self, follower: _Follower, answer: Done) -> list[Produced]:
         """The outputs that a follower has handed over: those that have no memory in the lane."""
-        specs = {spec.name: spec for spec in self.spec.outputs}
-        sizes = [
-            tensor_bytes(specs[name].element_type, prod(shape)) for name, shape in answer.produced
-        ]
-        block = follower.channel.take_block(_block_bytes(sizes))
-        taken, start = [], 0
-        for (name, shape), size in zip(answer.produced, sizes, strict=True):
-            taken.append(
-                Produced(
-                    name=name,
-                    element_type=specs[name].element_type,
-                    shape=shape,
-                    address=block.address + start,
-                    size=size,
-                    owner=block,
-                )
+        types = {spec.name: spec.element_type for spec in self.spec.outputs}
+        sizes = {name: tensor_bytes(types[name], prod(shape)) for name, shape in answer.produced}
+        places, end = side_by_side(sizes)
+        block = follower.channel.take_block(max(end, 1))
+        return [
+            Produced(
+                name=name,
+                element_type=types[name],
+                shape=shape,
+                address=block.address + places[name].start,
+                size=sizes[name],
+                owner=block,
             )
-            start += align(size)
-        return taken
+            for name, shape in answer.produced
+        ]
 
     def _ring(self) -> None:
         """Keep `fd` readable while the answer that it stands for was read before it was asked for."""
@@ -799,27 +746,15 @@ class _LeaderRun(Run):
         inputs: Sequence[Buffer | Strings],
         outputs: Sequence[Buffer],
     ) -> None:
+        check_inputs(spec, inputs)
         self._engine = engine
-        self._inputs: list[tuple[int, int]] = []
-        shapes = []
-        for tensor, item in zip(spec.inputs, inputs, strict=True):
-            given = STRING if isinstance(item, Strings) else item.element_type
-            if (
-                isinstance(item, Strings)
-                or given != tensor.element_type
-                or not tensor.admits(item.shape)
-            ):
-                raise InvalidInputError(
-                    f"input {tensor.name!r}: got {given}{[*item.shape]}, expected {tensor}"
-                )
-            self._inputs.append((item.address, item.size))
-            shapes.append(item.shape)
+        self._inputs = [item for item in inputs if isinstance(item, Buffer)]  # all: see _check_spec
         self._names = [tensor.name for tensor in spec.outputs]
         self._places = {item.name: item for item in outputs}
         known = tuple(
             self._places[name].shape if name in self._places else None for name in self._names
         )
-        self.layout: tuple[_Shapes, _KnownShapes] = (tuple(shapes), known)
+        self.layout = (tuple(item.shape for item in inputs), known)
 
     def execute(self) -> Sequence[Produced | Strings]:
         self._engine.begin(self)
@@ -832,27 +767,16 @@ class _LeaderRun(Run):
         return self._engine.finish(self)
 
     def copy_inputs(self, lane: _Lane) -> None:
-        for (address, size), places in zip(self._inputs, lane.places, strict=True):
+        for item, places in zip(self._inputs, lane.places, strict=True):
             for place in places:
-                ctypes.memmove(place, address, size)
+                ctypes.memmove(place, item.address, item.size)
 
     def deliver(
         self, lane: _Lane, produced: Sequence[Produced | Strings]
     ) -> Sequence[Produced | Strings]:
         """Write the outputs to their places; those that have none, or have another shape."""
-        found = {item.name: item for item in produced}
-        left: list[Produced | Strings] = []
-        for name in self._names:
-            place = self._places.get(name)
-            item = found.get(name)
-            if item is None:
-                if place is not None:
-                    ctypes.memmove(place.address, lane.values[name].ctypes.data, place.size)
-            elif place is None or isinstance(item, Strings) or item.shape != place.shape:
-                left.append(item)
-            else:
-                ctypes.memmove(place.address, item.address, place.size)
-        return left
+        found = {**lane.values, **{item.name: item for item in produced}}
+        return delivered([found[name] for name in self._names], self._places)
 
 
 def _own_error(exc: Exception) -> McinferError:
@@ -862,11 +786,6 @@ def _own_error(exc: Exception) -> McinferError:
     if isinstance(exc, McinferError):
         return exc
     return PredictError(shortened(f"rank 0: {type(exc).__name__}: {exc}"))
-
-
-def _block_bytes(sizes: Iterable[int]) -> int:
-    """The size of a block for tensors of these sizes."""
-    return max(sum(map(align, sizes)), 1)
 
 
 # A follower.
@@ -909,16 +828,14 @@ def follow(
             engine = load_slice(request, held, group, (load.tensor, load.pipeline))
         except (BuildError, MissingDependencyError) as exc:
             if not _is_of_another_rank(exc):
-                missing = isinstance(exc, MissingDependencyError)
-                channel.send(Failed(missing=missing, text=shortened(str(exc))))
+                _end(channel, exc)
             return BUILD_FAILED
         member = _Member.of(engine)
         channel.send(Ready(takes=tuple(member.takes), makes=member.makes))
         return _FollowedRuns(str(request.device), channel, engine, member).serve()
     except _ENDINGS as exc:
-        kind = next(kind for kind, ending in _BROKEN.items() if isinstance(exc, ending))
         with suppress(OSError):  # the leader is gone
-            channel.send(Broken(kind=kind, text=shortened(str(exc))))
+            _end(channel, exc)
         return LEFT_ALONE
     except ConnectionError:  # the leader has left; it may have said so before
         while isinstance(message := channel.receive(), Start | Bind):
@@ -926,6 +843,10 @@ def follow(
         return _left(message)
     finally:
         channel.close()
+
+
+def _end(channel: Channel, exc: McinferError) -> None:
+    channel.send(Ended(kind=kind_of(exc, ENDINGS) or "build", text=shortened(str(exc))))
 
 
 def _left(message: Message | None) -> int:
@@ -955,8 +876,7 @@ class _FollowedRuns:
         self._channel = channel
         self._engine = engine
         self._makes = member.makes
-        self._maker = _LaneMaker(engine, member)
-        self._layouts: dict[int, dict[int, _Lane]] = {}
+        self._lanes = _Lanes(engine, member)
 
     def serve(self) -> int:
         """Do what the leader says, in that order, until it leaves; the exit status."""
@@ -964,7 +884,10 @@ class _FollowedRuns:
             message = self._channel.receive()
             match message:
                 case Start():
-                    self._run(self._layouts[message.layout][message.lane])
+                    lane = self._lanes.get(message.layout, message.lane)
+                    if lane is None:
+                        raise ProtocolError(f"the leader sent {message}, which no lane is made for")
+                    self._run(lane)
                 case Bind():
                     self._bind(message)
                 case _:
@@ -973,11 +896,7 @@ class _FollowedRuns:
     def _bind(self, message: Bind) -> None:
         kind = text = ""
         try:
-            if message.renewed:
-                self._layouts.clear()
-                self._maker.renew()
-            lane = self._maker.make(message.inputs, message.outputs)
-            self._layouts.setdefault(message.layout, {})[message.lane] = lane
+            self._lanes.make(message)
         except _ENDINGS:
             raise
         except Exception as exc:  # of any class: it is the runtime's
@@ -1012,15 +931,13 @@ class _FollowedRuns:
         text = str(exc) if isinstance(exc, McinferError) else f"{type(exc).__name__}: {exc}"
         if isinstance(exc, PeerFailedError):
             return "cancelled" if exc.cancelled else "predict", shortened(text)
-        kinds = (kind for kind, error in _FAILURES.items() if isinstance(exc, error))
-        return next(kinds, "predict"), shortened(f"{self._name}: {text}")
+        return kind_of(exc, FAILURES) or "predict", shortened(f"{self._name}: {text}")
 
 
 def _packed(items: Sequence[Produced]) -> Block:
     """A block with these tensors, one after another."""
-    block = Block.create(0, _block_bytes(item.size for item in items))
-    start = block.address
+    places, end = side_by_side({item.name: item.size for item in items})
+    block = Block.create(0, max(end, 1))
     for item in items:
-        ctypes.memmove(start, item.address, item.size)
-        start += align(item.size)
+        ctypes.memmove(block.address + places[item.name].start, item.address, item.size)
     return block

@@ -17,8 +17,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -44,9 +43,7 @@ from mcinfer.errors import BuildError, shortened
 from mcinfer.model_cache.building import FAILURE_FILE, ChildFailedError, Progress
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
 from mcinfer.model_cache.keys import FOLDER_KEY, read_source
-
-_REPORT_FILE = "slices.json"
-"""The slicer's report, `mcinfer.slicing.slicer.REPORT_FILE`; to import that would import onnx."""
+from mcinfer.slicing.plans import REPORT_FILE
 
 _SLOW = "cutting %s into slices once for this machine; later starts are quick"
 
@@ -133,7 +130,7 @@ def load_slice(
         depth=overlap(parallel[1]),
     )
     notes = []
-    checked = json.loads((held.opened / _REPORT_FILE).read_bytes())["check"]
+    checked = json.loads((held.opened / REPORT_FILE).read_bytes())["check"]
     if checked["state"] != "passed":
         notes.append(f"its slices were not compared with the whole model: {checked['reason']}")
     failure = held.opened / FAILURE_FILE
@@ -184,32 +181,26 @@ def fill(
 
     tensor, pipeline, is_prepared = ranks
     wanted, target = request_of(request), Path(folder)
-    with _named_errors(), tempfile.TemporaryDirectory(dir=folder) as draft:
+    with tempfile.TemporaryDirectory(dir=folder) as draft:
         slices = Path(draft) / "slices"
-        slice_model(wanted.model, slices, tensor=tensor, pipeline=pipeline, progress=progress)
-        # Not before: the check's group of ranks has a sparse file of terabytes.
-        limit_files(most_file_bytes)
-        folders = [target / _rank_folder(rank) for rank in range(tensor * pipeline)]
-        if is_prepared:
-            is_prepared = _prepare_all(wanted, slices, folders, progress)
-        if not is_prepared:
-            for rank, place in enumerate(folders):
-                place.mkdir()
-                cut_segments(slices / f"model{rank}.onnx", place)
-        for file in slices.iterdir():
-            if file.name == _REPORT_FILE or not is_prepared:
-                file.rename(target / file.name)
-
-
-@contextmanager
-def _named_errors() -> Iterator[None]:
-    """Turn an OSError, such as that of a full disk, into a `BuildError`."""
-    try:
-        yield
-    except OSError as exc:
-        if isinstance(exc, BuildError):  # there is no such model
+        try:
+            slice_model(wanted.model, slices, tensor=tensor, pipeline=pipeline, progress=progress)
+            # Not before: the check's group of ranks has a sparse file of terabytes.
+            limit_files(most_file_bytes)
+            folders = [target / _rank_folder(rank) for rank in range(tensor * pipeline)]
+            if is_prepared:
+                is_prepared = _prepare_all(wanted, slices, folders, progress)
+            if not is_prepared:
+                for rank, place in enumerate(folders):
+                    place.mkdir()
+                    cut_segments(slices / f"model{rank}.onnx", place)
+            for file in slices.iterdir():
+                if file.name == REPORT_FILE or not is_prepared:
+                    file.rename(target / file.name)
+        except BuildError:  # that there is no such model is an OSError, too
             raise
-        raise BuildError(f"the slices could not be written: {exc}") from exc
+        except OSError as exc:  # such as that of a full disk
+            raise BuildError(f"the slices could not be written: {exc}") from exc
 
 
 def _prepare_all(

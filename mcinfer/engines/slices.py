@@ -51,12 +51,13 @@ from mcinfer.engines.rank_layouts import (
     Layout,
     Uses,
     Values,
-    one_shot,
+    check_inputs,
     owned,
+    run_once,
     tensor_in,
 )
 from mcinfer.engines.stage_links import Meetings, StageLinks, is_cancelled
-from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictError
+from mcinfer.errors import BuildError, ClosedError, PredictError
 from mcinfer.model_cache.building import MODEL_FILE
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import check_regular
@@ -65,6 +66,15 @@ from mcinfer.specs import element_type_name
 
 _SHARED_ARENA = "session.use_env_allocators"
 """The runtime's option for sessions that share one arena: segments run one after another."""
+
+
+def check_weights(request: EngineRequest) -> None:
+    """Raise `BuildError` for replaceable weights."""
+    if request.variable_weights:
+        raise BuildError(
+            f"variable_weights: got {[*request.variable_weights]}, but weights of a sliced model "
+            "cannot be replaced"
+        )
 
 
 def prepare(request: EngineRequest, folder: Path) -> None:
@@ -131,7 +141,6 @@ class RankEngine(Engine):
         meetings: What this rank owes the others in the current run.
         closes: Whether a barrier ends each run, since a rank can fail after the last exchange.
         given: Names of the outputs that runs give in this rank.
-        depth: How many runs the first stage may begin before the last one has finished the first of them.
         parity: The parity of the exchanges that ran last.
     """
 
@@ -153,14 +162,14 @@ class RankEngine(Engine):
                 the slice now.
             deliver_everywhere: Whether each rank gets all outputs. If not, a rank gets only those that it
                 makes, and no other caller may rely on its runs to have finished.
-            depth: How many runs may overlap in a pipeline; 1 if outputs are delivered everywhere.
+            depth: How many runs the first stage of a pipeline may begin before the last one has finished the
+                first of them; 1 if outputs are delivered everywhere.
 
         Raises:
             BuildError: A rank could not load its slice, or the slices do not fit together.
             MissingDependencyError: The package onnx is needed and not installed.
         """
         self.group = group
-        self.depth = depth
         self.meetings = Meetings()
         self.parity = 1
         self._cause: str | None = None
@@ -184,7 +193,7 @@ class RankEngine(Engine):
         self.phases = [max(0, min(step.phase, exchanging)) for step in plan.steps]
         roots = self._roots()
         shared = deliver_everywhere and plan.pipeline > 1
-        self.links = StageLinks(plan, group.rank, roots if shared else {})
+        self.links = StageLinks(plan, group.rank, roots if shared else {}, self.meetings, depth)
         ends = bool(plan.steps) and isinstance(plan.steps[-1], Segment)
         self.closes = deliver_everywhere and plan.pipeline == 1 and ends
         names = [spec.name for spec in plan.spec.outputs]
@@ -195,11 +204,7 @@ class RankEngine(Engine):
     def _check(self, request: EngineRequest) -> None:
         """Raise `BuildError` unless the slice is for this rank of this group."""
         plan, group = self.plan, self.group
-        if request.variable_weights:
-            raise BuildError(
-                f"variable_weights: got {[*request.variable_weights]}, but weights of a sliced model "
-                "cannot be replaced"
-            )
+        check_weights(request)
         ranks = (plan.tensor or group.size // plan.pipeline) * plan.pipeline
         if ranks != group.size:
             raise BuildError(f"{request.model} is for {ranks} ranks, got a group of {group.size}")
@@ -234,12 +239,7 @@ class RankEngine(Engine):
             self.meetings.in_whole(lambda: self._renew(self.arena))
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
-        for spec, item in zip(self.spec.inputs, inputs, strict=True):
-            given = "string" if isinstance(item, Strings) else item.element_type
-            if given != spec.element_type or not spec.admits(item.shape):
-                raise InvalidInputError(
-                    f"input {item.name!r} is {given}{[*item.shape]}, expected {spec}"
-                )
+        check_inputs(self.spec, inputs)
         return _RankRun(self, inputs, outputs)
 
     def arm(self) -> None:
@@ -274,7 +274,7 @@ class RankEngine(Engine):
             meetings.tensor_waits = False
             with suppress(PeerFailedError):  # another rank failed as well
                 meetings.in_tensor(lambda: meetings.tensor.fail(text, cancelled=cancelled))
-        self.links.send_failure(meetings, layout, text, cancelled=cancelled)
+        self.links.send_failure(layout, text, cancelled=cancelled)
         if meetings.whole_waits:
             meetings.agree(exc)
 
@@ -285,6 +285,13 @@ def _open(request: EngineRequest, folder: Path, segment: Segment) -> Engine:
     return _onnxruntime.load(_segment_request(request, folder, segment), preparation)
 
 
+def _array(name: str, values: Values) -> NDArray[np.generic]:
+    value = values[name]
+    if isinstance(value, Strings):
+        raise PredictError(f"value {name!r} is of strings, which ranks do not exchange")
+    return array_over(value)
+
+
 _Step = Callable[[], Sequence[Produced | Strings] | None]
 
 
@@ -293,13 +300,16 @@ class _Program:
 
     Attributes:
         places: Where each value lies.
-        steps: Each returns the values that did not fit their places.
+        steps: Each returns the values that did not fit their places; no steps if the layout is not bound.
     """
 
     __slots__ = ("places", "steps")
 
     def __init__(self, engine: RankEngine, layout: Layout, start: int, places: Values) -> None:
-        self.places = dict(places)
+        self.places = places
+        self.steps: list[_Step] = []
+        if not layout.is_bound:
+            return
         collectives = layout.collectives[start]
         for index, step in enumerate(engine.plan.steps):
             if isinstance(step, Exchange):
@@ -308,7 +318,7 @@ class _Program:
                     self._place(layout, step.input, collective.input)
                 if index in engine.uses.straight_out:
                     self._place(layout, step.output, collective.output)
-        self.steps: list[_Step] = [
+        self.steps = [
             self._exchange(engine, index, step, collectives[index])
             if isinstance(step, Exchange)
             else self._segment(engine.segments[index], step)
@@ -331,8 +341,8 @@ class _Program:
     ) -> _Step:
         meetings = engine.meetings
         run = collective.run
-        source = None if index in engine.uses.straight_in else self._array(step.input)
-        target = None if index in engine.uses.straight_out else self._array(step.output)
+        source = None if index in engine.uses.straight_in else _array(step.input, self.places)
+        target = None if index in engine.uses.straight_out else _array(step.output, self.places)
         is_last = index == engine.uses.last_exchange
 
         def exchange() -> None:
@@ -345,12 +355,6 @@ class _Program:
                 meetings.tensor_waits = engine.closes
 
         return exchange
-
-    def _array(self, name: str) -> NDArray[np.generic]:
-        place = self.places[name]
-        if isinstance(place, Strings):
-            raise PredictError(f"value {name!r} is of strings, which ranks do not exchange")
-        return array_over(place)
 
 
 class _RankRun(Run):
@@ -379,14 +383,12 @@ class _RankRun(Run):
         closes = engine.closes or (learns and stages == 1)
         meetings.tensor_waits = engine.uses.last_exchange >= 0 or closes
         meetings.whole_waits = stages > 1 and (learns or bool(engine.links.delivered))
-        meetings.unsent = [*range(len(engine.links.outgoing))]
+        engine.links.unsent = [*engine.links.outgoing]
         try:
             if layout is None:
                 return self._learn()
             layout.runs += 1
-            if layout is not self._layout:
-                self._adopt(layout)
-            return self._run_bound(layout) if layout.is_bound else self._run_unbound(layout)
+            return self._run_laid_out(layout)
         except Exception as exc:
             self._end(exc, layout)
             if isinstance(exc, PeerFailedError) and exc.cancelled:
@@ -412,32 +414,24 @@ class _RankRun(Run):
         """The first run with these shapes; at its end, all ranks make the layout, or none does."""
         engine, meetings = self._engine, self._engine.meetings
         engine.make_room()
-        values = {**self._inputs, **engine.links.receive(meetings, None, {})}
+        values = {**self._inputs, **engine.links.receive(None, {})}
         self._run_steps(values, 0, learns=True)
-        engine.links.send(meetings, None, values)
+        engine.links.send(None, values)
         if engine.plan.pipeline > 1:
             engine.links.check(values)
             meetings.agree(None)
-            values |= engine.links.deliver(meetings, None, {}, values)
+            values |= engine.links.deliver(None, {}, values)
         else:
             meetings.in_tensor(meetings.tensor.barrier)
             meetings.tensor_waits = False
         try:
             layout = Layout(engine.plan, engine.uses, engine.arena, values)
-            engine.links.prepare(layout, engine.arena.whole, engine.depth)
+            engine.links.prepare(layout, engine.arena.whole)
         except BaseException:  # the other ranks have this layout
             meetings.is_broken = True
             raise
         engine.arena.layouts[self._key] = layout
         return self._results(values)
-
-    def _run_unbound(self, layout: Layout) -> Sequence[Produced | Strings]:
-        places = {**self._outputs, **layout.memory}
-        changed = self._engine.links.receive(self._engine.meetings, layout, places)
-        received = {name: places[name] for name in self._engine.plan.receives}
-        values = {**self._inputs, **received, **changed}
-        self._run_steps(values, 0)
-        return self._pass_on(layout, places, values)
 
     def _run_steps(self, values: Values, first: int, *, learns: bool = False) -> None:
         """Run the steps from `first` on, and add what they make to the values."""
@@ -448,60 +442,56 @@ class _RankRun(Run):
                 run = engine.segments[index].bind([values[name] for name in step.inputs], [])
                 values.update((item.name, item) for item in run.execute())
             else:
-                values[step.output] = self._exchanged(step, values[step.input])
+                values[step.output] = self._exchanged(step, values)
                 if index == engine.uses.last_exchange:
                     engine.meetings.tensor_waits = waits
 
-    def _exchanged(self, step: Exchange, value: Buffer | Strings) -> Produced:
-        if isinstance(value, Strings):
-            raise PredictError(f"value {step.input!r} is of strings, which ranks do not exchange")
+    def _exchanged(self, step: Exchange, values: Values) -> Produced:
         meetings = self._engine.meetings
-        array = array_over(value)
-        found = meetings.in_tensor(lambda: one_shot(meetings.tensor, step, array))
+        array = _array(step.input, values)
+        found = meetings.in_tensor(lambda: run_once(meetings.tensor, step, array))
         return tensor_in(found, step.output, element_type_name(found.dtype), found.shape)
 
     # With the layout's memory.
 
-    def _adopt(self, layout: Layout) -> None:
-        """Bind anew: the run's first layout, or that of a new arena."""
-        self._layout = layout
-        self._programs = [None, None]
-        self._outputs = {}
-        for name in self._engine.given:
-            like = layout.values[name]
-            if isinstance(like, Buffer):
-                place = self._bound.get(name)
-                if place is None or place.shape != like.shape:
-                    place = owned(name, like.element_type, like.shape)
-                self._outputs[name] = place
+    def _program(self, layout: Layout, start: int) -> _Program:
+        """The steps bound to the layout's memory that begin with a parity."""
+        if layout is not self._layout:  # the run's first layout, or that of a new arena
+            self._layout = layout
+            self._programs = [None, None]
+            self._outputs = {}
+            for name in self._engine.given:
+                like = layout.values[name]
+                if isinstance(like, Buffer):
+                    place = self._bound.get(name)
+                    if place is None or place.shape != like.shape:
+                        place = owned(name, like.element_type, like.shape)
+                    self._outputs[name] = place
+        program = self._programs[start]
+        if program is None:
+            places = {**self._inputs, **self._outputs, **layout.memory}
+            program = self._programs[start] = _Program(self._engine, layout, start, places)
+        return program
 
-    def _run_bound(self, layout: Layout) -> Sequence[Produced | Strings]:
-        engine = self._engine
-        start = 1 - engine.parity
-        index = 0
+    def _run_laid_out(self, layout: Layout) -> Sequence[Produced | Strings]:
+        engine, is_bound = self._engine, layout.is_bound
+        start, done = 1 - engine.parity, 0
         try:
-            program = self._programs[start]
-            if program is None:
-                places = {**self._inputs, **self._outputs, **layout.memory}
-                program = self._programs[start] = _Program(engine, layout, start, places)
+            program = self._program(layout, start)
             values = program.places
-            if engine.links.incoming:
-                changed = engine.links.receive(engine.meetings, layout, values)
-                if changed:
-                    layout.is_bound = False
-                    values = {**values, **changed}
-                    self._run_steps(values, 0)
-                    return self._pass_on(layout, program.places, values)
-            for index, step in enumerate(program.steps):
-                left = step()
-                if left:  # other shapes than those of the first run
-                    layout.is_bound = False
-                    values = {**values, **{item.name: item for item in left}}
-                    self._run_steps(values, index + 1)
+            changed = engine.links.receive(layout, values)
+            for step in program.steps if is_bound and not changed else ():
+                done += 1
+                if left := step():
+                    changed = {item.name: item for item in left}
                     break
         finally:
-            if engine.phases:
-                engine.parity = (start + engine.phases[index]) % 2
+            if is_bound and engine.phases:
+                engine.parity = (start + engine.phases[max(done - 1, 0)]) % 2
+        if changed or not is_bound:  # other shapes than those of the first run
+            layout.is_bound = False
+            values = {**values, **changed}
+            self._run_steps(values, done)
         return self._pass_on(layout, program.places, values)
 
     def _pass_on(
@@ -512,12 +502,11 @@ class _RankRun(Run):
         if self._engine.closes:
             meetings.in_tensor(meetings.tensor.barrier)
             meetings.tensor_waits = False
-        if links.outgoing:
-            links.send(meetings, layout, values)
+        links.send(layout, values)
         if links.delivered:
             links.check(values)
             meetings.agree(None)
-            changed = links.deliver(meetings, layout, places, values)
+            changed = links.deliver(layout, places, values)
             values = {**self._outputs, **values, **changed}
         return self._results(values)
 

@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 
 from mcinfer.collectives.base import Collective, Group, PeerFailedError
 from mcinfer.engines.base import Buffer, RunCancelledError, Strings, array_over
-from mcinfer.engines.rank_layouts import Layout, Values, owned
+from mcinfer.engines.rank_layouts import Layout, Values, owned, side_by_side
 from mcinfer.errors import CollectiveTimeoutError, PredictError, RankDiedError
 from mcinfer.slicing.plans import RankPlan
 
 _HEADER_BYTES = 64
-_ALIGNMENT = 64
 _SHAPES, _FAILED, _CANCELLED = 0, 1, 2
 
 _T = TypeVar("_T")
@@ -44,7 +43,6 @@ class Meetings:
         whole: All ranks; the same object if there is one stage.
         tensor_waits: Whether the stage's ranks run a further operation in this run.
         whole_waits: Whether all ranks wait to hear how the run went here.
-        unsent: Numbers of the links that this rank has not sent yet.
         is_broken: Whether the groups were closed after an error.
     """
 
@@ -53,7 +51,6 @@ class Meetings:
         self.whole: Group
         self.tensor_waits = False
         self.whole_waits = False
-        self.unsent: list[int] = []
         self.is_broken = False
 
     def in_tensor(self, operation: Callable[[], _T]) -> _T:
@@ -103,7 +100,7 @@ class Meetings:
         if root == whole.rank:
             _write_note(_FAILED, str(failure), partial(self.broadcast, root=root))
         else:
-            text = _note(partial(_hear, self, root))[1]
+            text = _note(partial(self.hear, root=root))[1]
             if failure is None:
                 verb = "was cancelled" if code % 2 else "failed"
                 raise PeerFailedError(f"rank {root} {verb}: {text}", cancelled=bool(code % 2))
@@ -117,6 +114,10 @@ class Meetings:
     def broadcast(self, array: NDArray[Any], root: int) -> NDArray[Any]:
         return self.in_whole(lambda: self.whole.broadcast(array, root))
 
+    def hear(self, size: int, root: int) -> NDArray[Any]:
+        """What a root broadcasts."""
+        return self.broadcast(np.empty(size, np.uint8), root)
+
 
 def is_cancelled(exc: Exception) -> bool:
     """Whether an error of a run says that it was cancelled, here or in another rank."""
@@ -125,27 +126,33 @@ def is_cancelled(exc: Exception) -> bool:
     return isinstance(exc, RunCancelledError)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Link:
-    """Values that go the same way, in the order in which they are sent."""
+    """Values that go the same way.
+
+    Attributes:
+        rank: The other rank, or the one that gives all ranks its outputs.
+        names: In the order in which they are sent.
+        prepare: Makes a collective of so many bytes.
+        turns: How many of these take turns.
+        send: Sends bytes without a collective.
+        receive: Receives so many bytes without a collective.
+    """
 
     rank: int
     names: tuple[str, ...]
+    prepare: Callable[[Group, int], Collective]
+    turns: int
+    send: _Send
+    receive: _Receive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Packet:
+class Packet:
     """A link's memory for one layout: collectives that take turns, and where each value lies in them."""
 
     turns: tuple[Collective, ...]
-    places: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Packets:
-    incoming: tuple[_Packet, ...]
-    outgoing: tuple[_Packet, ...]
-    delivered: tuple[_Packet, ...]
+    places: Mapping[str, slice]
 
 
 class StageLinks:
@@ -155,96 +162,86 @@ class StageLinks:
         incoming: One for each rank that sends to this one.
         outgoing: One for each rank that this one sends to.
         delivered: One for each rank whose outputs all ranks get; empty if only their makers have them.
+        unsent: The outgoing links that were not sent yet in the current run.
     """
 
-    def __init__(self, plan: RankPlan, rank: int, delivered: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        plan: RankPlan,
+        rank: int,
+        delivered: Mapping[str, int],
+        meetings: Meetings,
+        depth: int,
+    ) -> None:
+        """`delivered` is the rank of each output that all ranks get; `depth` as `RankEngine` has it."""
         self._rank = rank
-        self.incoming = _links((source, name) for name, source in plan.receives.items())
-        self.outgoing = _links((to, name) for name, ranks in plan.sends.items() for to in ranks)
-        self.delivered = _links((root, name) for name, root in delivered.items())
+        self._meetings = meetings
 
-    def prepare(self, layout: Layout, group: Group, depth: int) -> None:
+        def transfers(other: int, names: tuple[str, ...], source: int, to: int) -> Link:
+            return Link(
+                rank=other,
+                names=names,
+                prepare=lambda group, size: group.prepare_transfer([size], np.uint8, source, to),
+                turns=depth,
+                send=partial(meetings.send, to=other),
+                receive=partial(meetings.recv, source=other),
+            )
+
+        def broadcasts(root: int, names: tuple[str, ...]) -> Link:
+            return Link(
+                rank=root,
+                names=names,
+                prepare=lambda group, size: group.prepare_broadcast([size], np.uint8, root),
+                turns=2,  # the ranks that read one arrive at the other afterwards
+                send=partial(meetings.broadcast, root=root),
+                receive=partial(meetings.hear, root=root),
+            )
+
+        received = [(source, name) for name, source in plan.receives.items()]
+        sent = [(to, name) for name, ranks in plan.sends.items() for to in ranks]
+        whole = [(root, name) for name, root in delivered.items()]
+        self.incoming = [transfers(one, names, one, rank) for one, names in _by_rank(received)]
+        self.outgoing = [transfers(one, names, rank, one) for one, names in _by_rank(sent)]
+        self.delivered = [broadcasts(root, names) for root, names in _by_rank(whole)]
+        self.unsent: list[Link] = []
+
+    def prepare(self, layout: Layout, group: Group) -> None:
         """Make the packets of a layout; all ranks call this in the same order."""
+        for link in (*self.incoming, *self.outgoing, *self.delivered):
+            sizes = {name: layout.buffer(name).size for name in link.names}
+            places, size = side_by_side(sizes, _HEADER_BYTES)
+            turns = tuple(link.prepare(group, size) for _ in range(link.turns))
+            layout.packets[link] = Packet(turns=turns, places=places)
 
-        def packet(link: Link, make: Callable[[int], Collective], turns: int) -> _Packet:
-            places, size = {}, _HEADER_BYTES
-            for name in link.names:
-                places[name] = size
-                size += -(-layout.buffer(name).size // _ALIGNMENT) * _ALIGNMENT
-            return _Packet(turns=tuple(make(size) for _ in range(turns)), places=places)
-
-        def transfer(source: int, to: int) -> Callable[[int], Collective]:
-            return lambda size: group.prepare_transfer([size], np.uint8, source, to)
-
-        def broadcast(root: int) -> Callable[[int], Collective]:
-            return lambda size: group.prepare_broadcast([size], np.uint8, root)
-
-        layout.packets = _Packets(
-            incoming=tuple(
-                packet(link, transfer(link.rank, self._rank), depth) for link in self.incoming
-            ),
-            outgoing=tuple(
-                packet(link, transfer(self._rank, link.rank), depth) for link in self.outgoing
-            ),
-            # Two take turns: the ranks that read one arrive at the other afterwards.
-            delivered=tuple(packet(link, broadcast(link.rank), 2) for link in self.delivered),
-        )
-
-    # Before the first step.
-
-    def receive(self, meetings: Meetings, layout: Layout | None, places: Values) -> Values:
-        """Receive from all earlier stages; return the values that did not fit their places.
+    def receive(self, layout: Layout | None, places: Values) -> Values:
+        """Before the first step, receive from all earlier stages; the values that did not fit their places.
 
         Raises:
             PeerFailedError: An earlier stage failed.
         """
         changed: Values = {}
         failure: PeerFailedError | None = None
-        for number, link in enumerate(self.incoming):
-            if layout is not None:
-                packet = layout.packets.incoming[number]
-                turn = packet.turns[layout.runs % len(packet.turns)]
-                meetings.in_whole(turn.run)
-                if _unpack(turn.output, packet, places):
-                    continue
+        for link in self.incoming:
             try:
-                changed |= _read(link, partial(meetings.recv, source=link.rank))
+                changed |= self._take(link, layout, places)
             except PeerFailedError as exc:
                 failure = failure or exc
         if failure is not None:
             raise failure
         return changed
 
-    # After the last step.
+    def send(self, layout: Layout | None, values: Values) -> None:
+        """After the last step, send to all later stages."""
+        for link in self.outgoing:
+            self._give(link, layout, _tensors(link, values))
+            self.unsent.remove(link)
 
-    def send(self, meetings: Meetings, layout: Layout | None, values: Values) -> None:
-        """Send to all later stages; those of a run that did not use the layout's memory come without it."""
-        for number, link in enumerate(self.outgoing):
-            found = _tensors(link, values)
-            if layout is None or not self._send_packed(meetings, layout, number, found):
-                _write(found, partial(meetings.send, to=link.rank))
-            meetings.unsent.remove(number)
-
-    def _send_packed(
-        self, meetings: Meetings, layout: Layout, number: int, values: list[Buffer] | None
-    ) -> bool:
-        """Send a packet; False if it does not have the values."""
-        packet = layout.packets.outgoing[number]
-        turn = packet.turns[layout.runs % len(packet.turns)]
-        is_packed = _pack(turn.input, packet, layout, values)
-        meetings.in_whole(turn.run)
-        return is_packed
-
-    def send_failure(
-        self, meetings: Meetings, layout: Layout | None, text: str, *, cancelled: bool
-    ) -> None:
+    def send_failure(self, layout: Layout | None, text: str, *, cancelled: bool) -> None:
         """Send the later stages that wait for values the news that there are none."""
-        kind = _CANCELLED if cancelled else _FAILED
-        for number in [*meetings.unsent]:
-            if layout is not None:
-                self._send_packed(meetings, layout, number, None)
-            _write_note(kind, text, partial(meetings.send, to=self.outgoing[number].rank))
-            meetings.unsent.remove(number)
+        for link in [*self.unsent]:
+            self._give(link, layout, None)
+            _write_note(_CANCELLED if cancelled else _FAILED, text, link.send)
+            self.unsent.remove(link)
 
     def check(self, values: Values) -> None:
         """Raise `PredictError` if `deliver` cannot send an output."""
@@ -252,40 +249,59 @@ class StageLinks:
             if link.rank == self._rank:
                 _tensors(link, values)
 
-    def deliver(
-        self, meetings: Meetings, layout: Layout | None, places: Values, values: Values
-    ) -> Values:
+    def deliver(self, layout: Layout | None, places: Values, values: Values) -> Values:
         """Give all ranks the outputs; return those that did not fit their places here."""
         changed: Values = {}
-        for number, link in enumerate(self.delivered):
-            is_root = link.rank == self._rank
-            found = _tensors(link, values) if is_root else None
-            if layout is not None:
-                packet = layout.packets.delivered[number]
-                turn = packet.turns[layout.runs % len(packet.turns)]
-                is_packed = is_root and _pack(turn.input, packet, layout, found)
-                meetings.in_whole(turn.run)
-                if is_packed or (not is_root and _unpack(turn.output, packet, places)):
-                    continue
-            if found is not None:
-                _write(found, partial(meetings.broadcast, root=link.rank))
+        for link in self.delivered:
+            if link.rank == self._rank:
+                self._give(link, layout, _tensors(link, values))
             else:
-                changed |= _read(link, partial(_hear, meetings, link.rank))
+                changed |= self._take(link, layout, places)
         return changed
 
+    def _give(self, link: Link, layout: Layout | None, values: list[Buffer] | None) -> None:
+        """Send values, or with a layout that there are none in its memory, and then the values without it."""
+        if layout is not None:
+            packet = layout.packets[link]
+            turn = packet.turns[layout.runs % link.turns]
+            is_packed = _pack(turn.input, packet, layout, values)
+            self._meetings.in_whole(turn.run)
+            if is_packed:
+                return
+        if values is not None:
+            shapes = [[value.element_type, value.shape] for value in values]
+            _write_note(_SHAPES, json.dumps(shapes), link.send)
+            for value in values:
+                link.send(_bytes_of(value))
 
-def _hear(meetings: Meetings, root: int, size: int) -> NDArray[Any]:
-    return meetings.broadcast(np.empty(size, np.uint8), root)
+    def _take(self, link: Link, layout: Layout | None, places: Values) -> Values:
+        """Receive values to their places; return those that did not come in the layout's memory."""
+        if layout is not None:
+            packet = layout.packets[link]
+            turn = packet.turns[layout.runs % link.turns]
+            self._meetings.in_whole(turn.run)
+            if not turn.output[0]:
+                for name, span in packet.places.items():
+                    place = places[name]
+                    if isinstance(place, Buffer):
+                        _bytes_of(place)[...] = turn.output[span]
+                return {}
+        kind, text = _note(link.receive)
+        if kind != _SHAPES:
+            raise PeerFailedError(text, cancelled=kind == _CANCELLED)
+        found: Values = {}
+        for name, (element_type, shape) in zip(link.names, json.loads(text), strict=True):
+            value = owned(name, element_type, shape)
+            _bytes_of(value)[...] = link.receive(value.size)
+            found[name] = value
+        return found
 
 
-def _links(pairs: Iterable[tuple[int, str]]) -> tuple[Link, ...]:
+def _by_rank(pairs: Iterable[tuple[int, str]]) -> Iterable[tuple[int, tuple[str, ...]]]:
     names: dict[int, list[str]] = {}
     for rank, name in sorted(pairs):
         names.setdefault(rank, []).append(name)
-    return tuple(Link(rank=rank, names=tuple(found)) for rank, found in names.items())
-
-
-# Packets.
+    return [(rank, tuple(found)) for rank, found in names.items()]
 
 
 def _tensors(link: Link, values: Values) -> list[Buffer]:
@@ -297,7 +313,7 @@ def _tensors(link: Link, values: Values) -> list[Buffer]:
 
 
 def _pack(
-    memory: NDArray[np.uint8], packet: _Packet, layout: Layout, values: list[Buffer] | None
+    memory: NDArray[np.uint8], packet: Packet, layout: Layout, values: list[Buffer] | None
 ) -> bool:
     """Copy the values to their places; False if there are none, or of another shape than the layout's."""
     fits = values is not None and all(
@@ -306,20 +322,9 @@ def _pack(
     )
     memory[0] = 0 if fits else 1
     if values is not None and fits:
-        for value, start in zip(values, packet.places.values(), strict=True):
-            memory[start : start + value.size] = _bytes_of(value)
+        for value, span in zip(values, packet.places.values(), strict=True):
+            memory[span] = _bytes_of(value)
     return fits
-
-
-def _unpack(memory: NDArray[np.uint8], packet: _Packet, places: Values) -> bool:
-    """Copy the values from the packet to their places; False if it has none."""
-    if memory[0]:
-        return False
-    for name, start in packet.places.items():
-        place = places[name]
-        if isinstance(place, Buffer):
-            _bytes_of(place)[...] = memory[start : start + place.size]
-    return True
 
 
 def _bytes_of(value: Buffer) -> NDArray[np.uint8]:
@@ -333,7 +338,7 @@ def _bytes_of(value: Buffer) -> NDArray[np.uint8]:
     return array_over(flat)
 
 
-# Notes, and values without a layout.
+# Notes.
 
 
 def _write_note(kind: int, text: str, send: _Send) -> None:
@@ -345,22 +350,3 @@ def _write_note(kind: int, text: str, send: _Send) -> None:
 def _note(receive: _Receive) -> tuple[int, str]:
     kind, length = receive(16).view(np.int64).tolist()
     return kind, receive(length).tobytes().decode()
-
-
-def _write(values: list[Buffer], send: _Send) -> None:
-    shapes = [[value.element_type, value.shape] for value in values]
-    _write_note(_SHAPES, json.dumps(shapes), send)
-    for value in values:
-        send(_bytes_of(value))
-
-
-def _read(link: Link, receive: _Receive) -> Values:
-    kind, text = _note(receive)
-    if kind != _SHAPES:
-        raise PeerFailedError(text, cancelled=kind == _CANCELLED)
-    found: Values = {}
-    for name, (element_type, shape) in zip(link.names, json.loads(text), strict=True):
-        value = owned(name, element_type, shape)
-        _bytes_of(value)[...] = receive(value.size)
-        found[name] = value
-    return found

@@ -24,7 +24,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcinfer.errors import BuildError
+from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.protobuf import MalformedError, Message, encode_field, read_varint
 from mcinfer.specs import ELEMENT_TYPES, STRING
 
@@ -78,6 +78,19 @@ def chunks(descriptor: int, size: int) -> Iterator[memoryview]:
     while at < size and (count := os.preadv(descriptor, [buffer[: size - at]], at)):
         yield buffer[:count]
         at += count
+
+
+def read_small(what: str, path: str, most_bytes: int) -> bytes:
+    """The content of a file; InvalidInputError, of `what`, if it cannot be read or is larger than that."""
+    try:
+        with open_regular(path) as (descriptor, info):
+            if info.st_size > most_bytes:
+                raise InvalidInputError(
+                    f"{what}: got {info.st_size} bytes, expected at most {most_bytes}"
+                )
+            return b"".join(bytes(chunk) for chunk in chunks(descriptor, info.st_size))
+    except (OSError, BuildError) as exc:
+        raise InvalidInputError(f"{what}: {exc}") from exc
 
 
 def external_files(model: Path, folder: Path | None, locations: Sequence[str]) -> list[Path]:

@@ -16,15 +16,13 @@ from typing import ClassVar
 from mcinfer.collectives import join
 from mcinfer.collectives.base import DEFAULT_TIMEOUT, Group
 from mcinfer.collectives.launch import Ranks, find_ranks, from_launcher
-from mcinfer.errors import BuildError, InvalidInputError
-from mcinfer.model_cache.onnx_files import chunks, open_regular, scan
+from mcinfer.errors import InvalidInputError
+from mcinfer.model_cache.onnx_files import read_small, scan
 from mcinfer.model_cache.protobuf import MalformedError, Message, read_varint
 from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._configuration import rank_table
 from mcinfer.mslite.context import Context
-
-METADATA_KEY = "mcinfer.slice"
-"""The metadata property of a slice that `mcinfer slice` has written."""
+from mcinfer.slicing.plans import METADATA_KEY
 
 _COLLECTIVES = frozenset({"AllReduce", "AllGather"})
 _MAX_GROUPS_BYTES = 1 << 20
@@ -150,15 +148,7 @@ def read_groups(path: str) -> dict[str, tuple[int, ...]]:
         InvalidInputError: The file cannot be read, or is not such a message.
     """
     where = f"group_info_file {path}"
-    try:
-        with open_regular(path) as (descriptor, info):
-            if info.st_size > _MAX_GROUPS_BYTES:
-                raise InvalidInputError(
-                    f"{where}: got {info.st_size} bytes, expected at most {_MAX_GROUPS_BYTES}"
-                )
-            data = b"".join(bytes(chunk) for chunk in chunks(descriptor, info.st_size))
-    except (OSError, BuildError) as exc:
-        raise InvalidInputError(f"{where}: {exc}") from exc
+    data = read_small(where, path, _MAX_GROUPS_BYTES)
     groups: dict[str, tuple[int, ...]] = {}
     try:
         for item in Message(data, 0, len(data)).messages(1):

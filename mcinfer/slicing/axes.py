@@ -28,16 +28,18 @@ class Axes:
     bias_axis: int | None = None
 
 
-def _aligned(dims: Dims, rank: int) -> Labels:
-    """Labels of an operand that is broadcast: counted from the last axis, none where the size is 1."""
-    first = rank - len(dims)
-    return tuple(None if dim == 1 else first + axis for axis, dim in enumerate(dims))
+def _broadcast(dims: Dims, labels: Labels) -> Labels:
+    """The last of the labels, for an operand that may have fewer axes, or axes of size 1."""
+    last = labels[len(labels) - len(dims) :]
+    return tuple(None if dim == 1 else name for dim, name in zip(dims, last, strict=True))
 
 
 def _elementwise(view: View) -> Axes | str:
     rank = len(view.output_dims())
     return Axes(
-        inputs=[_aligned(view.dims(index), rank) for index in range(len(view.inputs))],
+        inputs=[
+            _broadcast(view.dims(index), tuple(range(rank))) for index in range(len(view.inputs))
+        ],
         outputs=[tuple(range(rank)) for _ in view.outputs],
     )
 
@@ -55,9 +57,9 @@ def _matmul(view: View) -> Axes | str:
     first, second = view.dims(0), view.dims(1)
     if not first or not second:
         return "an operand has no axes"
-    batch = len(max(first[:-2], second[:-2], key=len))
-    one: Labels = ("k",) if len(first) == 1 else (*_aligned(first[:-2], batch), "m", "k")
-    two: Labels = ("k",) if len(second) == 1 else (*_aligned(second[:-2], batch), "k", "n")
+    batches: Labels = tuple(range(max(len(first), len(second), 2) - 2))
+    one: Labels = ("k",) if len(first) == 1 else (*_broadcast(first[:-2], batches), "m", "k")
+    two: Labels = ("k",) if len(second) == 1 else (*_broadcast(second[:-2], batches), "k", "n")
     if view.attribute("transBatchA", 0) or view.attribute("transBatchB", 0):
         return "a FusedMatMul with transposed batches"
     if view.attribute("transA", 0):
@@ -66,9 +68,7 @@ def _matmul(view: View) -> Axes | str:
         two = (*two[:-2], "n", "k")
     rows: Labels = () if len(first) == 1 else ("m",)
     columns: Labels = () if len(second) == 1 else ("n",)
-    return Axes(
-        inputs=[one, two], outputs=[(*range(batch), *rows, *columns)], sums=frozenset(["k"])
-    )
+    return Axes(inputs=[one, two], outputs=[(*batches, *rows, *columns)], sums=frozenset(["k"]))
 
 
 def _gemm(view: View) -> Axes | str:
@@ -76,11 +76,7 @@ def _gemm(view: View) -> Axes | str:
     two: Labels = ("n", "k") if view.attribute("transB", 0) else ("k", "n")
     inputs = [one, two]
     if len(view.inputs) == 3:
-        dims = view.dims(2)
-        labels = ("m", "n")[2 - len(dims) :]
-        inputs.append(
-            tuple(None if dim == 1 else name for dim, name in zip(dims, labels, strict=True))
-        )
+        inputs.append(_broadcast(view.dims(2), ("m", "n")))
     return Axes(
         inputs=inputs,
         outputs=[("m", "n")],
@@ -137,6 +133,11 @@ def _all_but(rank: int, axes: Sequence[int]) -> Labels:
     return tuple(None if axis in axes else axis for axis in range(rank))
 
 
+def _unlabelled(view: View, first: int) -> list[Labels]:
+    """For the inputs from one on, which are never cut."""
+    return [(None,) * len(view.dims(index)) for index in range(first, len(view.inputs))]
+
+
 def _softmax(view: View) -> Axes | str:
     rank = len(view.dims(0))
     if view.graph.opset < 13:  # all axes from this one on are one
@@ -149,21 +150,18 @@ def _softmax(view: View) -> Axes | str:
 def _layer_norm(view: View) -> Axes | str:
     rank = len(view.dims(0))
     labels = _all_but(rank, range(axis_of(view.attribute("axis", -1), rank), rank))
-    others: list[Labels] = [(None,) * len(view.dims(i)) for i in range(1, len(view.inputs))]
-    return Axes(inputs=[labels, *others], outputs=[labels for _ in view.outputs])
+    return Axes(inputs=[labels, *_unlabelled(view, 1)], outputs=[labels for _ in view.outputs])
 
 
 def _skip_layer_norm(view: View) -> Axes | str:
     rank = len(view.dims(0))
     labels = _all_but(rank, [rank - 1])
-    skip = tuple(
-        None if dim == 1 else name
-        for dim, name in zip(view.dims(1), labels[rank - len(view.dims(1)) :], strict=True)
-    )
-    others: list[Labels] = [(None,) * len(view.dims(i)) for i in range(2, len(view.inputs))]
+    skip = _broadcast(view.dims(1), labels)
     if any(view.outputs[1:3]):
         return "it gives mean and deviation"
-    return Axes(inputs=[labels, skip, *others], outputs=[labels for _ in view.outputs])
+    return Axes(
+        inputs=[labels, skip, *_unlabelled(view, 2)], outputs=[labels for _ in view.outputs]
+    )
 
 
 def _reduce(view: View) -> Axes | str:
@@ -228,8 +226,7 @@ def _unmoved(view: View) -> Axes | str:
     if not still:
         return "what it does along each axis is unknown"
     labels = tuple(axis if fixed else None for axis, fixed in enumerate(still))
-    others: list[Labels] = [(None,) * len(view.dims(i)) for i in range(1, len(view.inputs))]
-    return Axes(inputs=[labels, *others], outputs=[labels])
+    return Axes(inputs=[labels, *_unlabelled(view, 1)], outputs=[labels])
 
 
 # fmt: off

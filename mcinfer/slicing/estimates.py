@@ -4,26 +4,20 @@ The estimates only choose among cuts; no result depends on them. Symbols get sma
 known is guessed.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from statistics import median
 
-import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from mcinfer.errors import BuildError
-from mcinfer.slicing.graphs import captured, label
+from mcinfer.slicing.graphs import BITS, MAIN_DOMAINS, dims_of, inferred, ordered_nodes
 from mcinfer.specs import ELEMENT_TYPES, STRING
 
 ASSUMED_BATCH = 1
 ASSUMED_SIZE = 64
 """Sizes in place of symbols: along the first axis, and along others."""
 
-MAIN_DOMAINS = ("", "ai.onnx")
-
-_BITS = {element.onnx: element.bits for element in ELEMENT_TYPES.values()}
 _SENDABLE = {element.onnx for name, element in ELEMENT_TYPES.items() if name != STRING}
 _INTEGERS = {TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL}
 _MAX_SHAPE_ELEMENTS = 256
@@ -40,69 +34,6 @@ _MATRIX_PRODUCTS = {
 }
 _RECURRENT = {"LSTM", "GRU", "RNN"}
 _ATTENTION = {"Attention", "MultiHeadAttention", "GroupQueryAttention"}
-
-_LIKE_FIRST_INPUT = {
-    *("Attention", "BiasAdd", "BiasGelu", "BiasSoftmax", "BiasSplitGelu", "FastGelu", "FusedConv"),
-    *("FusedGemm", "FusedMatMul", "Gelu", "GroupNorm", "GroupQueryAttention", "LayerNormalization"),
-    *(
-        "MatMulNBits",
-        "MultiHeadAttention",
-        "NhwcConv",
-        "NhwcMaxPool",
-        "QuickGelu",
-        "RotaryEmbedding",
-    ),
-    *("SimplifiedLayerNormalization", "SkipGroupNorm", "SkipLayerNormalization"),
-    "SkipSimplifiedLayerNormalization",
-}
-"""ONNX Runtime's own operators, which the package onnx does not know: outputs have the first input's type."""
-
-
-def values_used(node: NodeProto) -> list[str]:
-    """The values that a node takes, each once: its inputs, and those that its subgraphs take from outside."""
-    return [*dict.fromkeys(filter(None, (*node.input, *captured(node))))]
-
-
-def ordered_nodes(
-    nodes: Iterable[NodeProto], given: set[str], outputs: Sequence[str]
-) -> list[NodeProto]:
-    """The nodes that outputs need, each after those that it needs; in the file's order where that is one.
-
-    Args:
-        nodes: Of a main graph.
-        given: Its inputs and initialisers.
-        outputs: Its outputs.
-
-    Raises:
-        BuildError: A value is made twice, or by no node, or nodes need each other.
-    """
-    listed = [*nodes]
-    makers: dict[str, int] = {}
-    for at, node in enumerate(listed):
-        for name in filter(None, node.output):
-            if name in given or makers.setdefault(name, at) != at:
-                raise BuildError(f"value {name!r} is made twice, by {label(node)} as well")
-    needs: list[list[int]] = []
-    for node in listed:
-        for name in values_used(node):
-            if name not in makers and name not in given:
-                raise BuildError(f"{label(node)} takes {name!r}, which nothing makes")
-        needs.append([makers[name] for name in values_used(node) if name in makers])
-    lost = [name for name in outputs if name not in makers and name not in given]
-    if lost:
-        raise BuildError(f"output {lost[0]!r} is made by no node")
-    sequence: Sequence[int] = range(len(listed))
-    if any(need >= at for at, each in enumerate(needs) for need in each):
-        try:
-            sequence = [*TopologicalSorter(dict(enumerate(needs))).static_order()]
-        except CycleError as exc:
-            cycle = " → ".join(label(listed[at]) for at in exc.args[1])
-            raise BuildError(f"nodes need each other: {cycle}") from None
-    wanted = {makers[name] for name in outputs if name in makers}
-    for at in reversed(sequence):
-        if at in wanted:
-            wanted.update(needs[at])
-    return [listed[at] for at in sequence if at in wanted]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +61,14 @@ class Values:
         if shape is None or prod(shape) > _MAX_SHAPE_ELEMENTS or name not in self.types:
             return False
         tensor = self.types[name].type.tensor_type
-        fixed = _shape(self.types[name])
+        fixed = _fixed(self.types[name])
         return tensor.elem_type in _INTEGERS or (fixed is not None and prod(fixed) <= 1)
 
     def bytes(self, name: str) -> int:
         if name not in self.shapes:
             return self.typical_bytes
         kind = self.types[name].type.tensor_type.elem_type if name in self.types else 0
-        bits: int = prod(self.shapes[name]) * _BITS.get(kind, _GUESSED_BITS)
+        bits: int = prod(self.shapes[name]) * BITS.get(kind, _GUESSED_BITS)
         return (bits + 7) // 8
 
 
@@ -154,44 +85,39 @@ def infer(model: ModelProto) -> Values:
     given = {value.name for value in (*graph.input, *graph.initializer)}
     given |= {sparse.values.name for sparse in graph.sparse_initializer}
     nodes = ordered_nodes(graph.node, given, [value.name for value in graph.output])
-    assumed = ModelProto()
-    assumed.CopyFrom(model)
-    assumed.graph.ClearField("node")
-    assumed.graph.node.extend(nodes)
-    symbolic = _inferred(assumed)
+    types = {
+        tensor.name: helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        for tensor in graph.initializer
+    }
+    types |= inferred(model, nodes=nodes, declared=(*graph.value_info, *graph.output))
     sizes: dict[str, int] = {}
-    for value in assumed.graph.input:
+    inputs = [_copied(value) for value in graph.input]
+    for value in inputs:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            if dim.WhichOneof("value") != "dim_value":
+            if not dim.HasField("dim_value"):
                 size = ASSUMED_SIZE if axis else ASSUMED_BATCH
                 dim.dim_value = sizes.setdefault(dim.dim_param, size) if dim.dim_param else size
     # Declared sizes may not fit these, and hide what inference finds; it knows nothing of other domains.
-    for value in assumed.graph.output:
-        value.ClearField("type")
     foreign = {name for node in nodes if node.domain not in MAIN_DOMAINS for name in node.output}
-    declared = [value for value in assumed.graph.value_info if value.name in foreign]
-    assumed.graph.ClearField("value_info")
-    assumed.graph.value_info.extend(declared)
-    for value in assumed.graph.value_info:
+    declared = [_copied(value) for value in graph.value_info if value.name in foreign]
+    for value in declared:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param in sizes:
                 dim.dim_value = sizes[dim.dim_param]
-    types = {
-        tensor.name: onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-        for tensor in model.graph.initializer
-    }
-    types |= {value.name: value for value in _values(symbolic.graph)}
     shapes: dict[str, tuple[int, ...]] = {}
-    for value in (*_values(_inferred(assumed).graph), *types.values()):
-        if value.name not in shapes and (shape := _shape(value)) is not None:
+    examples = inferred(model, nodes=nodes, inputs=inputs, declared=declared)
+    for value in (*examples.values(), *types.values()):
+        if value.name not in shapes and (shape := _fixed(value)) is not None:
             shapes[value.name] = shape
     known = Values(types=types, shapes=shapes, typical_bytes=_GUESSED_BYTES)
-    made = [
-        known.bytes(name) for node in model.graph.node for name in node.output if name in shapes
-    ]
-    return Values(
-        types=types, shapes=shapes, typical_bytes=int(median(made)) if made else _GUESSED_BYTES
-    )
+    made = [known.bytes(name) for node in graph.node for name in node.output if name in shapes]
+    return replace(known, typical_bytes=int(median(made))) if made else known
+
+
+def _copied(value: ValueInfoProto) -> ValueInfoProto:
+    copy = ValueInfoProto()
+    copy.CopyFrom(value)
+    return copy
 
 
 def drop_false_shapes(model: ModelProto) -> None:
@@ -199,12 +125,7 @@ def drop_false_shapes(model: ModelProto) -> None:
 
     It comes from models that were edited after their export, such as to have a free batch.
     """
-    bare = ModelProto()
-    bare.CopyFrom(model)
-    bare.graph.ClearField("value_info")
-    for output in bare.graph.output:
-        output.ClearField("type")
-    found = {value.name: value for value in _values(_inferred(bare).graph)}
+    found = inferred(model)
     symbols = {
         dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim
     }
@@ -236,42 +157,11 @@ def _contradicts(value: ValueInfoProto, found: ValueInfoProto, symbols: set[str]
     )
 
 
-def _values(graph: GraphProto) -> Iterator[ValueInfoProto]:
-    yield from graph.value_info
-    yield from graph.input
-    yield from graph.output
-
-
-def _shape(value: ValueInfoProto) -> tuple[int, ...] | None:
+def _fixed(value: ValueInfoProto) -> tuple[int, ...] | None:
     """A shape without symbols, or None."""
-    tensor = value.type.tensor_type
-    if not tensor.HasField("shape"):
-        return None
-    sizes = [d.dim_value if d.WhichOneof("value") == "dim_value" else -1 for d in tensor.shape.dim]
-    return None if -1 in sizes else tuple(sizes)
-
-
-def _inferred(model: ModelProto) -> ModelProto:
-    """The model with inferred types and shapes, also behind operators that the package onnx does not know."""
-    while True:
-        try:
-            model = onnx.shape_inference.infer_shapes(model, data_prop=True)
-        except onnx.shape_inference.InferenceError:  # what is known so far has to do
-            return model
-        types = {value.name: value.type.tensor_type.elem_type for value in _values(model.graph)}
-        types |= {tensor.name: tensor.data_type for tensor in model.graph.initializer}
-        guessed = False
-        for node in model.graph.node:
-            if node.op_type not in _LIKE_FIRST_INPUT or not node.input or not node.output:
-                continue
-            kind = types.get(node.input[0], 0)
-            if kind and not types.get(node.output[0], 0):
-                types[node.output[0]] = kind
-                info = onnx.helper.make_tensor_value_info(node.output[0], kind, None)
-                model.graph.value_info.append(info)
-                guessed = True
-        if not guessed:
-            return model
+    dims = dims_of(value)
+    sizes = tuple(dim for dim in dims or () if isinstance(dim, int))
+    return sizes if dims is not None and len(sizes) == len(dims) else None
 
 
 def operations(node: NodeProto, values: Values, weight_elements: int) -> int:

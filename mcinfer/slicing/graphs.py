@@ -1,13 +1,9 @@
-"""One ONNX graph, read for cutting: its nodes, constants, shapes and element types. No weights are loaded.
+"""ONNX graphs, read for cutting: nodes, constants, types and shapes. No weights are loaded."""
 
-The outputs of `Constant` nodes become initialisers. So does an input that has an initialiser as its default:
-the weights of a slice cannot be replaced.
-"""
-
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +14,16 @@ from onnx import (
     ModelProto,
     NodeProto,
     TensorProto,
+    ValueInfoProto,
     helper,
     numpy_helper,
 )
 
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.slicing.placements import REPLICATED, Dims, Placement, Sharded
-from mcinfer.specs import ELEMENT_TYPES
+from mcinfer.specs import ELEMENT_TYPES, TensorSpec, numpy_dtype
+
+MAIN_DOMAINS = ("", "ai.onnx")
 
 BITS = {kind.onnx: kind.bits for kind in ELEMENT_TYPES.values()}
 """By the number of an element type; 0 for strings."""
@@ -44,26 +43,29 @@ RANDOM = frozenset(
 )
 _COLLECTIVES = ("AllReduce", "AllGather", "AllToAll", "DistCollective", "Distributed", "Nccl")
 
-# What has outputs of the first input's shape, for ONNX's shape inference, which does not know.
+# Operators whose outputs ONNX's shape inference does not know: those with the first input's shape, and, by
+# their first output, those with its type and its number of axes.
 _LIKE_FIRST_INPUT = {
-    "com.microsoft::BiasGelu": (0,),
-    "com.microsoft::FastGelu": (0,),
-    "com.microsoft::Gelu": (0,),
-    "com.microsoft::GroupQueryAttention": (0,),
-    "com.microsoft::MultiHeadAttention": (0,),
-    "com.microsoft::QuickGelu": (0,),
-    "com.microsoft::RotaryEmbedding": (0,),
-    "com.microsoft::SkipLayerNormalization": (0, 3),
-    "com.microsoft::SkipSimplifiedLayerNormalization": (0, 3),
-    "GroupNormalization": (0,),
-    "SimplifiedLayerNormalization": (0,),
+    **dict.fromkeys(
+        (
+            *("BiasAdd", "BiasGelu", "BiasSoftmax", "FastGelu", "Gelu", "GroupNorm", "QuickGelu"),
+            *("GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding", "SkipGroupNorm"),
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), (0, 3)),
 }
+_LIKE_ITS_TYPE = frozenset(
+    [
+        *("Attention", "BiasSplitGelu", "FusedConv", "FusedGemm", "MatMulNBits", "NhwcConv"),
+        *("NhwcFusedConv", "NhwcMaxPool"),
+    ]
+)
 
 
 def operator(node: NodeProto) -> str:
     """The operator's name, with the domain if it is not ONNX's own."""
-    own = node.domain in ("", "ai.onnx")
-    return str(node.op_type) if own else f"{node.domain}::{node.op_type}"
+    return str(node.op_type) if node.domain in MAIN_DOMAINS else f"{node.domain}::{node.op_type}"
 
 
 def label(node: NodeProto) -> str:
@@ -71,32 +73,13 @@ def label(node: NodeProto) -> str:
     return f"{node.name or node.output[0]} ({operator(node)})"
 
 
+def is_collective(node: NodeProto) -> bool:
+    return node.op_type.startswith(_COLLECTIVES) and node.domain not in MAIN_DOMAINS
+
+
 def tensor_bytes(tensor: TensorProto) -> int:
+    """Bytes of its elements, four-bit ones packed; 0 for strings and unknown types."""
     return int(prod(tensor.dims) * BITS.get(tensor.data_type, 0) + 7) // 8
-
-
-def loaded(tensor: TensorProto, folder: Path | None) -> TensorProto:
-    """The tensor with its data in it.
-
-    Raises:
-        InvalidInputError: The data are external, and `folder`, that of the model, is None.
-        BuildError: The data cannot be read.
-    """
-    if tensor.data_location != TensorProto.EXTERNAL:
-        return tensor
-    if folder is None:
-        raise InvalidInputError(
-            f"folder: got None, expected the model's folder: the data of {tensor.name!r} are external"
-        )
-    copy = TensorProto()
-    copy.CopyFrom(tensor)
-    try:
-        onnx.external_data_helper.load_external_data_for_tensor(copy, str(folder))
-    except (OSError, ValueError, onnx.checker.ValidationError) as exc:
-        raise BuildError(f"model: the data of {tensor.name!r} cannot be read: {exc}") from exc
-    copy.data_location = TensorProto.DEFAULT
-    del copy.external_data[:]
-    return copy
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
@@ -104,6 +87,228 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
         if attribute.type == AttributeProto.GRAPH:
             yield attribute.g
         yield from attribute.graphs
+
+
+def with_inner(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """The nodes, with those of their subgraphs."""
+    for node in nodes:
+        yield node
+        for graph in subgraphs(node):
+            yield from with_inner(graph.node)
+
+
+def own_names(graph: GraphProto) -> set[str]:
+    """The values that a graph defines, without those of subgraphs."""
+    names = {value.name for value in (*graph.input, *graph.initializer)}
+    names |= {sparse.values.name for sparse in graph.sparse_initializer}
+    return names.union(*(node.output for node in graph.node))
+
+
+def captured(node: NodeProto) -> list[str]:
+    """Names that the subgraphs of a node use without defining them."""
+    found: dict[str, None] = {}
+    for graph in subgraphs(node):
+        used = [name for inner in graph.node for name in values_used(inner)]
+        used += [value.name for value in graph.output]
+        own = own_names(graph)
+        found.update((name, None) for name in used if name not in own)
+    return [*found]
+
+
+def values_used(node: NodeProto) -> list[str]:
+    """The values that a node takes, each once: its inputs, and those that its subgraphs take from outside."""
+    return [*dict.fromkeys(filter(None, (*node.input, *captured(node))))]
+
+
+def ordered_nodes(
+    nodes: Iterable[NodeProto], given: set[str], outputs: Sequence[str]
+) -> list[NodeProto]:
+    """The nodes that outputs need, each after those that it needs; in the file's order where that is one.
+
+    Args:
+        nodes: Of a main graph.
+        given: Its inputs and initialisers.
+        outputs: Its outputs.
+
+    Raises:
+        BuildError: A value is made twice, or by no node, or nodes need each other.
+    """
+    listed = [*nodes]
+    makers: dict[str, int] = {}
+    for at, node in enumerate(listed):
+        for name in filter(None, node.output):
+            if name in given or makers.setdefault(name, at) != at:
+                raise BuildError(f"value {name!r} is made twice, by {label(node)} as well")
+    needs: list[list[int]] = []
+    for node in listed:
+        for name in values_used(node):
+            if name not in makers and name not in given:
+                raise BuildError(f"{label(node)} takes {name!r}, which nothing makes")
+        needs.append([makers[name] for name in values_used(node) if name in makers])
+    lost = [name for name in outputs if name not in makers and name not in given]
+    if lost:
+        raise BuildError(f"output {lost[0]!r} is made by no node")
+    sequence: Sequence[int] = range(len(listed))
+    if any(need >= at for at, each in enumerate(needs) for need in each):
+        try:
+            sequence = [*TopologicalSorter(dict(enumerate(needs))).static_order()]
+        except CycleError as exc:
+            cycle = " → ".join(label(listed[at]) for at in exc.args[1])
+            raise BuildError(f"nodes need each other: {cycle}") from None
+    wanted = {makers[name] for name in outputs if name in makers}
+    for at in reversed(sequence):
+        if at in wanted:
+            wanted.update(needs[at])
+    return [listed[at] for at in sequence if at in wanted]
+
+
+def without_graph(model: ModelProto) -> ModelProto:
+    """A copy, with an empty graph; initialisers need not be inputs in it."""
+    fields = {field.name: value for field, value in model.ListFields()}
+    for name in ("graph", "training_info", "ir_version"):
+        fields.pop(name, None)
+    return ModelProto(ir_version=max(model.ir_version, 4), **fields)
+
+
+# Types and shapes.
+
+
+def dims_of(value: ValueInfoProto) -> Dims | None:
+    """A tensor's shape; None if even the number of axes is unknown."""
+    tensor = value.type.tensor_type
+    if not tensor.HasField("shape"):
+        return None
+    return tuple(
+        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None
+        for dim in tensor.shape.dim
+    )
+
+
+def tensor_spec(value: ValueInfoProto) -> TensorSpec:
+    """An input or output of a model; BuildError if it is no tensor of a type that is known here."""
+    names = {kind.onnx: name for name, kind in ELEMENT_TYPES.items()}
+    kind = value.type.tensor_type.elem_type
+    if kind not in names:
+        raise BuildError(f"{value.name!r} is no tensor of one of {[*ELEMENT_TYPES]}")
+    return TensorSpec(name=value.name, dtype=numpy_dtype(names[kind]), shape=dims_of(value) or ())
+
+
+StandIns = Callable[[NodeProto, Mapping[str, TensorProto]], Iterable[NodeProto]]
+
+
+def inferred(
+    model: ModelProto,
+    *,
+    nodes: Iterable[NodeProto] | None = None,
+    inputs: Iterable[ValueInfoProto] | None = None,
+    declared: Iterable[ValueInfoProto] = (),
+    stand_ins: "StandIns | None" = None,
+) -> dict[str, ValueInfoProto]:
+    """Types of the values of the main graph by ONNX's shape inference; the declared ones if it fails.
+
+    Unknown sizes of inputs get symbols, so that the inference can follow them.
+
+    Args:
+        model: Not changed; weights need no data.
+        nodes: In place of the model's, each after those that it needs.
+        inputs: In place of the model's.
+        declared: Types that are taken as they are.
+        stand_ins: What has the types of a node, for operators that ONNX does not know.
+    """
+    source = model.graph
+    initialisers = {tensor.name: tensor for tensor in source.initializer}
+    graph = GraphProto(name="types", sparse_initializer=source.sparse_initializer)
+    for value in source.input if inputs is None else inputs:
+        if value.name not in initialisers:
+            graph.input.append(value)
+            for axis, dim in enumerate(graph.input[-1].type.tensor_type.shape.dim):
+                if not dim.HasField("dim_value") and not dim.dim_param:
+                    dim.dim_param = f"{value.name}.{axis}"
+    for tensor in initialisers.values():
+        is_external = tensor.data_location == TensorProto.EXTERNAL
+        if prod(tensor.dims) <= _SMALL and not is_external:
+            graph.initializer.append(tensor)
+        else:
+            info = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            graph.input.append(info)
+    for node in source.node if nodes is None else nodes:
+        graph.node.extend((stand_ins or known_stand_ins)(node, initialisers))
+    types = {value.name: value for value in declared}
+    graph.output.extend(types.get(v.name, ValueInfoProto(name=v.name)) for v in source.output)
+    outputs = {value.name for value in source.output}
+    graph.value_info.extend(value for name, value in types.items() if name not in outputs)
+    bare = without_graph(model)
+    bare.graph.CopyFrom(graph)
+    try:
+        graph = onnx.shape_inference.infer_shapes(bare, data_prop=True).graph
+    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError):
+        graph = bare.graph  # what is declared has to do
+    return {
+        value.name: value
+        for value in (*graph.value_info, *graph.input, *graph.output)
+        if value.type.WhichOneof("value") is not None
+    }
+
+
+def known_stand_ins(node: NodeProto, constants: Mapping[str, TensorProto]) -> Iterable[NodeProto]:
+    """Nodes of ONNX whose outputs have the types of this node's."""
+    name = node.op_type
+    is_foreign = node.domain == "com.microsoft"
+    if name in ("GroupNormalization", "SimplifiedLayerNormalization"):
+        return like_input(node, 0, 0)
+    if (
+        name == "LayerNormalization" and len(node.output) == 1
+    ):  # before opset 17, ONNX Runtime's own
+        return like_input(node, 0, 0)
+    if is_foreign and name in _LIKE_FIRST_INPUT:
+        places = [at for at in _LIKE_FIRST_INPUT[name] if at < len(node.output)]
+        return [made for at in places if node.output[at] for made in like_input(node, 0, at)]
+    if is_foreign and name in _LIKE_ITS_TYPE:
+        return resized_input(node, 0)
+    if is_foreign and name == "FusedMatMul":
+        return _stand_in_of_matmul(node, constants)
+    return [node]
+
+
+def like_input(node: NodeProto, given: int, output: int) -> list[NodeProto]:
+    """A node whose output has the type and the shape of an input."""
+    return [helper.make_node("Identity", [node.input[given]], [node.output[output]])]
+
+
+def resized_input(node: NodeProto, place: int) -> list[NodeProto]:
+    """Nodes whose output has the type of an input, and as many axes, of unknown sizes."""
+    given, made = node.input[place], node.output[place]
+    return [
+        helper.make_node("Shape", [given], [f"{made}/shape"]),
+        helper.make_node("Abs", [f"{made}/shape"], [f"{made}/sizes"]),
+        helper.make_node("Reshape", [given, f"{made}/sizes"], [made]),
+    ]
+
+
+def _stand_in_of_matmul(
+    node: NodeProto, constants: Mapping[str, TensorProto]
+) -> Sequence[NodeProto]:
+    """For a FusedMatMul, which may transpose its operands."""
+    transposed = {item.name for item in node.attribute if item.i}
+    first, second = node.input
+    nodes: list[NodeProto] = []
+    if "transB" in transposed and second in constants:
+        axes = list(range(len(constants[second].dims)))
+        second = f"{node.output[0]}/transposed"
+        perm = [*axes[:-2], axes[-1], axes[-2]]
+        nodes.append(helper.make_node("Transpose", node.input[1:], [second], perm=perm))
+        transposed.remove("transB")
+    if transposed & {"transA", "transB"}:
+        one = "...km" if "transA" in transposed else "...mk"
+        two = "...nk" if "transB" in transposed else "...kn"
+        equation = f"{one},{two}->...mn"
+        nodes.append(helper.make_node("Einsum", [first, second], node.output, equation=equation))
+    else:
+        nodes.append(helper.make_node("MatMul", [first, second], node.output))
+    return nodes
+
+
+# A graph to be cut over ranks.
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +327,10 @@ class Derived:
 
 
 class Graph:
-    """The graph of a model, to be cut.
+    """The graph of a model, to be cut over ranks.
+
+    The outputs of `Constant` nodes become initialisers. So does an input that has an initialiser as its
+    default: the weights of a slice cannot be replaced.
 
     Attributes:
         model: As given; not changed.
@@ -134,12 +342,13 @@ class Graph:
         uses: For each value, the numbers of the nodes that take it, also inside of a subgraph.
     """
 
-    def __init__(self, model: ModelProto, folder: Path | None) -> None:
+    def __init__(self, model: ModelProto, types: Mapping[str, ValueInfoProto]) -> None:
+        """`types` are those of all values, as far as they are known."""
         self.model = model
-        self._folder = folder
+        self._types = types
         self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
         self.opset = max(
-            (item.version for item in model.opset_import if item.domain in ("", "ai.onnx")),
+            (item.version for item in model.opset_import if item.domain in MAIN_DOMAINS),
             default=1,
         )
         self.nodes: list[NodeProto] = []
@@ -152,34 +361,27 @@ class Graph:
         self.inputs = [x.name for x in model.graph.input if x.name not in self.constants]
         self.outputs = [x.name for x in model.graph.output]
         for nodes in (self.nodes, *(function.node for function in model.functions)):
-            _check(nodes)
+            for node in with_inner(nodes):
+                _check(node)
         self._numbers: dict[str, tuple[float, ...] | None] = {}
-        self._values = self._infer()
         self.derived: dict[str, Derived] = {}
         self._derive()
         self.uses: dict[str, list[int]] = {}
         for number, node in enumerate(self.nodes):
-            for name in dict.fromkeys((*node.input, *captured(node))):
+            for name in values_used(node):
                 self.uses.setdefault(name, []).append(number)
 
     def dims(self, name: str) -> Dims | None:
         """The shape of a value; None if even the number of axes is unknown."""
         if name in self.constants:
             return tuple(self.constants[name].dims)
-        tensor = self._tensor_type(name)
-        if tensor is None or not tensor.HasField("shape"):
-            return None
-        return tuple(
-            dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None
-            for dim in tensor.shape.dim
-        )
+        return dims_of(self._types[name]) if name in self._types else None
 
     def element_type(self, name: str) -> int:
         """The number of the element type; 0 if it is unknown, or the value is no tensor."""
         if name in self.constants:
             return int(self.constants[name].data_type)
-        tensor = self._tensor_type(name)
-        return int(tensor.elem_type) if tensor is not None else 0
+        return int(self._types[name].type.tensor_type.elem_type) if name in self._types else 0
 
     def integers(self, name: str) -> tuple[int, ...] | None:
         """The elements of a small constant of integers, flat; None for any other value."""
@@ -193,12 +395,16 @@ class Graph:
         """The elements of a small constant, flat; None for any other value."""
         if name not in self._numbers:
             tensor = self.constants.get(name)
-            if tensor is None or prod(tensor.dims) > _SMALL or BITS.get(tensor.data_type, 0) < 8:
+            is_small = tensor is not None and prod(tensor.dims) <= _SMALL
+            if (
+                tensor is None
+                or not is_small
+                or BITS.get(tensor.data_type, 0) < 8
+                or tensor.data_location == TensorProto.EXTERNAL
+            ):
                 self._numbers[name] = None
             else:
-                self._numbers[name] = tuple(
-                    numpy_helper.to_array(loaded(tensor, self._folder)).flat
-                )
+                self._numbers[name] = tuple(numpy_helper.to_array(tensor).flat)
         return self._numbers[name]
 
     def is_constant(self, name: str) -> bool:
@@ -232,44 +438,6 @@ class Graph:
                 axes = given[0] if given else axes[::-1]
             self.derived[node.output[0]] = Derived(node, source, tuple(axes))
         self.nodes = nodes
-
-    def _tensor_type(self, name: str) -> onnx.TypeProto.Tensor | None:
-        value = self._values.get(name)
-        return value.tensor_type if value is not None and value.HasField("tensor_type") else None
-
-    def _infer(self) -> dict[str, onnx.TypeProto]:
-        """Types of values by ONNX's shape inference, on a copy of the model without its weights."""
-        source = self.model.graph
-        graph = GraphProto(name="shapes")
-        for value in source.input:
-            if value.name not in self.constants:
-                graph.input.append(value)
-                _name_sizes(graph.input[-1])
-        for tensor in self.constants.values():
-            if prod(tensor.dims) <= _SMALL and tensor.data_type != TensorProto.STRING:
-                # Only integers can be shapes; other data are not looked at.
-                integers = tensor.data_type in (TensorProto.INT32, TensorProto.INT64)
-                if integers or tensor.data_location != TensorProto.EXTERNAL:
-                    graph.initializer.append(loaded(tensor, self._folder))
-                    continue
-            graph.input.append(
-                helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-            )
-        for node in self.nodes:
-            graph.node.extend(_stand_ins(node, self.constants))
-        graph.output.extend(source.output)
-        graph.value_info.extend(source.value_info)
-        model = ModelProto(ir_version=max(self.model.ir_version, 4), graph=graph)
-        model.opset_import.extend(self.model.opset_import)
-        model.functions.extend(self.model.functions)
-        try:
-            inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
-        except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as exc:
-            raise BuildError(f"model: its shapes could not be inferred: {exc}") from exc
-        return {
-            value.name: value.type
-            for value in (*inferred.value_info, *inferred.output, *inferred.input)
-        }
 
 
 def axis_of(value: int, rank: int) -> int:
@@ -322,18 +490,6 @@ class View:
         return None if given is None else tuple(given)
 
 
-def captured(node: NodeProto) -> list[str]:
-    """Names that the subgraphs of a node use without defining them."""
-    found: dict[str, None] = {}
-    for graph in subgraphs(node):
-        own = {x.name for x in (*graph.input, *graph.initializer)}
-        own.update(name for inner in graph.node for name in inner.output)
-        used = [name for inner in graph.node for name in (*inner.input, *captured(inner))]
-        used += [x.name for x in graph.output]
-        found.update((name, None) for name in used if name and name not in own)
-    return [*found]
-
-
 def _constant(node: NodeProto) -> TensorProto | None:
     """The tensor that a `Constant` node makes; None for another node, strings and sparse tensors."""
     if operator(node) != "Constant" or len(node.attribute) != 1:
@@ -354,64 +510,14 @@ def _constant(node: NodeProto) -> TensorProto | None:
     return tensor
 
 
-def _check(nodes: Iterable[NodeProto]) -> None:
+def _check(node: NodeProto) -> None:
     """Refuse what would differ between ranks, and models that are slices already."""
-    for node in nodes:
-        attributes = {attribute.name for attribute in node.attribute}
-        if node.op_type in RANDOM and "seed" not in attributes:
-            raise InvalidInputError(
-                f"model: node {label(node)} draws random numbers, which would differ between ranks; "
-                "expected an attribute seed"
-            )
-        if node.op_type.startswith(_COLLECTIVES) and node.domain not in ("", "ai.onnx"):
-            raise InvalidInputError(
-                f"model: node {label(node)} is a collective, expected a model that is not sliced yet"
-            )
-        for graph in subgraphs(node):
-            _check(graph.node)
-
-
-def _name_sizes(value: onnx.ValueInfoProto) -> None:
-    """Give the unknown sizes of an input symbols, so that inference can follow them."""
-    if not value.type.HasField("tensor_type"):
-        return
-    for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-        if not dim.HasField("dim_value") and not dim.dim_param:
-            dim.dim_param = f"{value.name}.{axis}"
-
-
-def _stand_ins(node: NodeProto, constants: Mapping[str, TensorProto]) -> Sequence[NodeProto]:
-    """Nodes of ONNX whose outputs have the shapes of this node's."""
-    name = operator(node)
-    if name in _LIKE_FIRST_INPUT:
-        return [
-            helper.make_node("Identity", node.input[:1], [node.output[index]])
-            for index in _LIKE_FIRST_INPUT[name]
-            if index < len(node.output) and node.output[index]
-        ]
-    if name == "com.microsoft::FusedMatMul":
-        return _stand_in_of_matmul(node, constants)
-    return [node]
-
-
-def _stand_in_of_matmul(
-    node: NodeProto, constants: Mapping[str, TensorProto]
-) -> Sequence[NodeProto]:
-    """For a FusedMatMul, which may transpose its operands."""
-    transposed = {item.name for item in node.attribute if item.i}
-    first, second = node.input
-    nodes: list[NodeProto] = []
-    if "transB" in transposed and second in constants:
-        axes = list(range(len(constants[second].dims)))
-        second = f"{node.output[0]}/transposed"
-        perm = [*axes[:-2], axes[-1], axes[-2]]
-        nodes.append(helper.make_node("Transpose", node.input[1:], [second], perm=perm))
-        transposed.remove("transB")
-    if transposed & {"transA", "transB"}:
-        one = "...km" if "transA" in transposed else "...mk"
-        two = "...nk" if "transB" in transposed else "...kn"
-        equation = f"{one},{two}->...mn"
-        nodes.append(helper.make_node("Einsum", [first, second], node.output, equation=equation))
-    else:
-        nodes.append(helper.make_node("MatMul", [first, second], node.output))
-    return nodes
+    if node.op_type in RANDOM and all(attribute.name != "seed" for attribute in node.attribute):
+        raise InvalidInputError(
+            f"model: node {label(node)} draws random numbers, which would differ between ranks; "
+            "expected an attribute seed"
+        )
+    if is_collective(node):
+        raise InvalidInputError(
+            f"model: node {label(node)} is a collective, expected a model that is not sliced yet"
+        )

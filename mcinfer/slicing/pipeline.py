@@ -25,20 +25,17 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.slicing.estimates import (
+from mcinfer.slicing.estimates import Values, infer, operations
+from mcinfer.slicing.graphs import (
     MAIN_DOMAINS,
-    Values,
-    infer,
-    operations,
+    RANDOM,
     ordered_nodes,
+    subgraphs,
+    tensor_bytes,
     values_used,
+    without_graph,
 )
-from mcinfer.slicing.graphs import subgraphs, tensor_bytes
 
-_RANDOM = {
-    *("Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"),
-    "RandomUniformLike",
-}
 _MAX_POSITIONS = 256
 """Places for cuts that are compared; in a graph with more nodes, those with the fewest bytes live."""
 
@@ -69,19 +66,15 @@ class Stage:
             values it sends and outputs of the whole model. Tensors are those of the whole model.
         receives: By value, the stage that makes it.
         sends: By value, the stages that use it.
-        weight_bytes: Bytes of its initialisers.
         operations: The estimate of its multiplications and additions.
         bytes_received: The estimate for one run.
-        copied: How many of its nodes are in other stages as well.
     """
 
     model: ModelProto
     receives: Mapping[str, int]
     sends: Mapping[str, tuple[int, ...]]
-    weight_bytes: int
     operations: int
     bytes_received: int
-    copied: int
 
 
 def cut_stages(model: ModelProto, stages: int, values: Values | None = None) -> list[Stage]:
@@ -180,7 +173,7 @@ class _Graph:
 
 def _is_repeatable(node: NodeProto) -> bool:
     """Whether a node gives the same each time, and is simple enough to be in several stages."""
-    known = node.domain in MAIN_DOMAINS and node.op_type not in _RANDOM
+    known = node.domain in MAIN_DOMAINS and node.op_type not in RANDOM | {"Dropout"}
     return known and not any(True for _ in subgraphs(node))
 
 
@@ -352,7 +345,9 @@ def _built(graph: _Graph, stage_of: Mapping[int, int], stages: int) -> list[Stag
         for name, source in values.items():
             sends[source].setdefault(name, []).append(number)
     return [
-        _stage(graph, members, number, receives[number], sends[number], made[number])
+        _stage(
+            graph, number, sorted(members[number]), receives[number], sends[number], made[number]
+        )
         for number in range(stages)
     ]
 
@@ -408,27 +403,16 @@ def _copy(
 
 def _stage(
     graph: _Graph,
-    members: Sequence[set[int]],
     number: int,
+    nodes: Sequence[int],
     receives: Mapping[str, int],
     sends: Mapping[str, Sequence[int]],
     made: Sequence[str],
 ) -> Stage:
-    nodes = sorted(members[number])
     used = {name for node in nodes for name in graph.uses[node]} | {*made}
     values = {name for node in nodes for name in graph.nodes[node].output} | used
     whole = graph.model
-    model = ModelProto(
-        ir_version=whole.ir_version,
-        producer_name=whole.producer_name,
-        producer_version=whole.producer_version,
-        domain=whole.domain,
-        model_version=whole.model_version,
-        doc_string=whole.doc_string,
-        opset_import=whole.opset_import,
-        metadata_props=whole.metadata_props,
-        functions=whole.functions,
-    )
+    model = without_graph(whole)
     part = model.graph
     part.name = f"{whole.graph.name or 'graph'}_stage{number}"
     part.node.extend(graph.nodes[node] for node in nodes)
@@ -454,10 +438,6 @@ def _stage(
         model=model,
         receives=dict(receives),
         sends={name: tuple(sends[name]) for name in sent},
-        weight_bytes=sum(size for name, size in graph.weights.items() if name in used),
         operations=sum(map(graph.operations, nodes)),
         bytes_received=sum(map(graph.values.bytes, receives)),
-        copied=sum(
-            any(node in other for at, other in enumerate(members) if at != number) for node in nodes
-        ),
     )

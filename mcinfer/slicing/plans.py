@@ -6,7 +6,7 @@ needs neither the package nor its memory.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +16,14 @@ from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 PLAN_FILE = "plan.json"
 """A rank's plan, beside its segments."""
 
+REPORT_FILE = "slices.json"
+"""The slicer's report, beside the slices."""
+
+METADATA_KEY = "mcinfer.slice"
+"""The metadata property of a slice: its plan without steps, as JSON."""
+
 VERSION = 1
-"""Of plans, and of the metadata of slices."""
+"""Of plans, reports, and the metadata of slices."""
 
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
 Reduction = Literal["sum", "max", "mean"]
@@ -63,6 +69,20 @@ class Exchange:
     input: str
     output: str
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.input,)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (self.output,)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the methods of a group that are called after this kind take, by name."""
+        names = {"all_reduce": ["operation"], "all_gather": ["axis"], "broadcast": ["root"]}
+        return {name: getattr(self, name) for name in names.get(self.kind, ["axis", "operation"])}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
@@ -99,29 +119,27 @@ class RankPlan:
             "receives": dict(self.receives),
             "sends": {name: [*ranks] for name, ranks in self.sends.items()},
             "made": [*self.made],
-            "steps": [
-                {name: getattr(step, name) for name in step.__slots__} for step in self.steps
-            ],
+            "steps": [asdict(step) for step in self.steps],
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "RankPlan":
+    def from_json(cls, value: Mapping[str, Any], what: str = "rank plan") -> "RankPlan":
         """The plan that `to_json` gave; BuildError if it is of another version, or damaged."""
         if value.get("version") != VERSION:
-            raise BuildError(f"rank plan: got version {value.get('version')!r}, expected {VERSION}")
+            raise BuildError(f"{what}: got version {value.get('version')!r}, expected {VERSION}")
         try:
             return cls(
                 rank=value["rank"],
                 tensor=value["tensor"],
                 pipeline=value["pipeline"],
-                spec=model_spec(value),
+                spec=ModelSpec(inputs=_specs(value["inputs"]), outputs=_specs(value["outputs"])),
                 receives=dict(value["receives"]),
                 sends={name: tuple(ranks) for name, ranks in value["sends"].items()},
-                made=tuple(value["made"]),
-                steps=tuple(_step(step) for step in value["steps"]),
+                made=tuple(value.get("made", ())),
+                steps=tuple(_step(step) for step in value.get("steps", ())),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as exc:
-            raise BuildError(f"rank plan: got a damaged one: {exc!r}") from exc
+            raise BuildError(f"{what}: got a damaged one: {exc!r}") from exc
 
     def write(self, folder: Path) -> None:
         (folder / PLAN_FILE).write_text(json.dumps(self.to_json()))
@@ -139,20 +157,16 @@ def _spec_json(spec: TensorSpec) -> list[Any]:
     return [spec.name, spec.element_type, [*spec.shape]]
 
 
-def model_spec(value: Mapping[str, Any]) -> ModelSpec:
-    """Inputs and outputs as a plan, or a slice's metadata, has them."""
-    inputs, outputs = (
-        tuple(
-            TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=tuple(shape))
-            for name, element_type, shape in value[role]
-        )
-        for role in ("inputs", "outputs")
+def _specs(value: Any) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=tuple(shape))
+        for name, element_type, shape in value
     )
-    return ModelSpec(inputs=inputs, outputs=outputs)
 
 
 def _step(value: Mapping[str, Any]) -> Segment | Exchange:
     if "file" not in value:
         return Exchange(**value)
-    inputs, outputs = tuple(value["inputs"]), tuple(value["outputs"])
-    return Segment(file=value["file"], phase=value["phase"], inputs=inputs, outputs=outputs)
+    return Segment(
+        **{**value, "inputs": tuple(value["inputs"]), "outputs": tuple(value["outputs"])}
+    )

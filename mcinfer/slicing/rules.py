@@ -10,10 +10,10 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from onnx import NodeProto, TensorProto, helper
+from onnx import TensorProto
 
 from mcinfer.slicing.axes import LABELS
-from mcinfer.slicing.graphs import BITS, Graph, View, axis_of
+from mcinfer.slicing.graphs import BITS, View, axis_of
 from mcinfer.slicing.placements import (
     PARTIAL,
     REPLICATED,
@@ -71,7 +71,7 @@ def cut(view: View, index: int, form: Sharded, forms: Forms) -> Choice | str:
         return "the size of the axis is unknown"
     if not divides(view.ranks, form.blocks):
         return _undivided(view, form)
-    choice = rule(view, index, form, forms)
+    choice = rule(view, index, form, forms) if rule is _concat else rule(view, index, form)
     if isinstance(choice, Choice):
         return _checked(view, choice)
     return choice
@@ -123,7 +123,8 @@ def _whole(names: Sequence[str]) -> tuple[Placement, ...]:
     return tuple(REPLICATED for _ in names)
 
 
-Rule = Callable[[View, int, Sharded, Forms], Choice | str]
+Rule = Callable[..., Choice | str]
+"""Of a node's view, the number of an input, and how it is cut; `_concat` takes all forms, too."""
 
 _FLOATS = frozenset(
     [TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16]
@@ -138,9 +139,8 @@ _LINEAR_IN_ONE = {
 }
 
 
-def _labelled(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+def _labelled(view: View, index: int, cut: Sharded) -> Choice | str:
     """The rule of every operator that is described by labels."""
-    del forms
     axes = LABELS[view.operator](view)
     if isinstance(axes, str):
         return axes
@@ -175,11 +175,11 @@ def _labelled(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | st
 # Operators with a rule of their own.
 
 
-def _grouped_convolution(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+def _grouped_convolution(view: View, index: int, cut: Sharded) -> Choice | str:
     """A convolution of groups of channels is cut between groups; one of one group, by its labels."""
     groups = view.attribute("group", 1)
     if groups == 1:
-        return _labelled(view, index, cut, forms)
+        return _labelled(view, index, cut)
     before, after = view.dims(0)[1], view.output_dims()[1]
     if (
         view.operator == "ConvTranspose"
@@ -201,8 +201,7 @@ def _grouped_convolution(view: View, index: int, cut: Sharded, forms: Forms) -> 
     )
 
 
-def _group_norm(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
-    del forms
+def _group_norm(view: View, index: int, cut: Sharded) -> Choice | str:
     groups, channels = view.attribute("num_groups", 1), view.dims(0)[1]
     if index != 0 or cut.axis != 1 or not isinstance(channels, int):
         return f"{view.operator} joins the positions of axis {cut.axis}"
@@ -217,9 +216,8 @@ def _group_norm(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | 
     )
 
 
-def _reshape(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+def _reshape(view: View, index: int, cut: Sharded) -> Choice | str:
     """Reshape: the size of the cut axis is that of a part."""
-    del forms
     if index != 0:
         return "it is a shape"
     source, target = view.dims(0), view.output_dims()
@@ -240,10 +238,10 @@ def _reshape(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str
     return _sized(view, 1, fixed, (cut, REPLICATED), (moved,))
 
 
-def _resize(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+def _resize(view: View, index: int, cut: Sharded) -> Choice | str:
     """Resize to sizes, where the cut axis keeps its own; one by constant scales, by its labels."""
     if not view.has(3):
-        return _labelled(view, index, cut, forms)
+        return _labelled(view, index, cut)
     plain = view.attribute("axes", None) is None and not view.has(1)
     plain &= view.attribute("keep_aspect_ratio_policy", b"stretch") == b"stretch"
     if index != 0 or not plain or view.output_dims()[cut.axis] != cut.size:
@@ -252,8 +250,8 @@ def _resize(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
     return _sized(view, 3, {cut.axis: cut.size // view.ranks}, needs, (cut,))
 
 
-def _flatten(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
-    del index, forms
+def _flatten(view: View, index: int, cut: Sharded) -> Choice | str:
+    del index
     source = view.dims(0)
     axis = axis_of(view.attribute("axis", 1), len(source))
     first, last = source[:axis], source[axis:]
@@ -268,8 +266,7 @@ def _flatten(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str
     return Choice(needs=(cut,), gives=(moved.at(0 if cut.axis < axis else 1),))
 
 
-def _expand(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
-    del forms
+def _expand(view: View, index: int, cut: Sharded) -> Choice | str:
     if index != 0:
         return "it is a shape"
     first = len(view.output_dims()) - len(view.dims(0))
@@ -322,16 +319,15 @@ def _concat(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
     )
 
 
-def _split(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+def _split(view: View, index: int, cut: Sharded) -> Choice | str:
     """Along the axis that is split, each output has some whole blocks."""
-    del forms
     if index != 0:
         return "it is a list of sizes"
     axis = axis_of(view.attribute("axis", 0), len(view.dims(0)))
     needs = (cut, *_whole(view.inputs[1:]))
     if cut.axis != axis:
         return Choice(needs=needs, gives=tuple(cut for _ in view.outputs))
-    sizes = split_sizes(view.graph, view.node)
+    sizes = split_sizes(view)
     if sizes is None or sum(sizes) != cut.size:
         return "the sizes of its outputs are unknown"
     ends = [0, *accumulate(cut.blocks)]
@@ -351,40 +347,28 @@ def _split(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
     )
 
 
-def split_sizes(graph: Graph, node: NodeProto) -> tuple[int, ...] | None:
+def split_sizes(view: View) -> tuple[int, ...] | None:
     """The sizes of a Split's outputs along its axis; None if they are unknown."""
-    view = {item.name: helper.get_attribute_value(item) for item in node.attribute}
-    if len(node.input) > 1 and node.input[1]:
-        return graph.integers(node.input[1])
-    if "split" in view:
-        return tuple(view["split"])
-    dims = graph.dims(node.input[0]) or ()
-    size = dims[axis_of(view.get("axis", 0), len(dims))] if dims else None
+    given = view.argument("split", 1)
+    if given is not None or view.has(1):
+        return given
+    dims = view.dims(0)
+    size = dims[axis_of(view.attribute("axis", 0), len(dims))] if dims else None
     if not isinstance(size, int):
         return None
-    each = -(-size // len(node.output))
-    return tuple(min(each, size - each * index) for index in range(len(node.output)))
+    each = -(-size // len(view.outputs))
+    return tuple(min(each, size - each * index) for index in range(len(view.outputs)))
 
 
-def slice_bounds(graph: Graph, node: NodeProto) -> dict[int, tuple[int, int, int, int]] | None:
+def slice_bounds(view: View) -> dict[int, tuple[int, int, int, int]] | None:
     """For each axis that a Slice cuts: start, stop, step, and the position in its lists; None if unknown."""
-    dims = graph.dims(node.input[0])
-    if dims is None:
-        return None
-    attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
-
-    def argument(name: str, index: int) -> tuple[int, ...] | None:
-        if index < len(node.input) and node.input[index]:
-            return graph.integers(node.input[index])
-        return tuple(attributes[name]) if name in attributes else None
-
-    starts, ends = argument("starts", 1), argument("ends", 2)
-    has_axes = "axes" in attributes or (len(node.input) > 3 and bool(node.input[3]))
-    axes = argument("axes", 3)
-    if starts is None or ends is None or (axes is None and has_axes):
-        return None
-    steps = argument("steps", 4)
-    if steps is None and len(node.input) > 4 and node.input[4]:
+    dims = view.graph.dims(view.inputs[0])
+    starts, ends, axes, steps = (
+        view.argument(name, index)
+        for index, name in enumerate(("starts", "ends", "axes", "steps"), 1)
+    )
+    unknown = (axes is None and view.has(3)) or (steps is None and view.has(4))
+    if dims is None or starts is None or ends is None or unknown:
         return None
     found = {}
     for position, axis in enumerate(axes if axes is not None else range(len(starts))):
@@ -397,14 +381,13 @@ def slice_bounds(graph: Graph, node: NodeProto) -> dict[int, tuple[int, int, int
     return found
 
 
-def _slice(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+def _slice(view: View, index: int, cut: Sharded) -> Choice | str:
     """Along a cut axis, whole blocks can be taken."""
-    del forms
     needs = (cut, *_whole(view.inputs[1:]))
     axes = view.argument("axes", 3)
     if axes is not None and cut.axis not in [axis_of(axis, len(view.dims(0))) for axis in axes]:
         return Choice(needs=needs, gives=(cut,))
-    bounds = slice_bounds(view.graph, view.node)
+    bounds = slice_bounds(view)
     if index != 0 or bounds is None:
         return "what it takes is unknown"
     if cut.axis not in bounds:
@@ -424,9 +407,9 @@ def _slice(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
     return Choice(needs=needs, gives=gives, attributes=new)
 
 
-def _shape(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+def _shape(view: View, index: int, cut: Sharded) -> Choice | str:
     """Shape and Size of a part, scaled to those of the whole."""
-    del index, forms
+    del index
     if view.operator == "Size":
         return Choice(needs=(cut,), gives=(REPLICATED,), scale=view.ranks)
     rank = len(view.dims(0))
@@ -437,12 +420,11 @@ def _shape(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
     return Choice(needs=(cut,), gives=(REPLICATED,), scale=wanted if set(wanted) - {1} else None)
 
 
-def _attention(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+def _attention(view: View, index: int, cut: Sharded) -> Choice | str:
     """Attention by heads, of [batch, tokens, heads * size] or [batch, heads, tokens, size].
 
     A rank has the queries that belong to its keys.
     """
-    del forms
     own, of_keys, bias, past, others = _ATTENTION[view.operator]
     known = {0, 1, 2, bias, *past, *others}
     given = {number for number in range(len(view.inputs)) if view.has(number)}
@@ -497,9 +479,8 @@ _ATTENTION: dict[str, tuple[str, str, int, tuple[int, ...], tuple[int, ...]]] = 
 that are keys and values of earlier runs, and all others that are taken."""
 
 
-def _rotary(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+def _rotary(view: View, index: int, cut: Sharded) -> Choice | str:
     """Each head by itself, of [batch, tokens, heads * size] or [batch, heads, tokens, size]."""
-    del forms
     heads = view.attribute("num_heads", 0)
     axis = 2 if len(view.dims(0)) == 3 else 1
     if index != 0 or len(cut.blocks) > 1 or cut.axis != axis:
@@ -541,8 +522,3 @@ WEIGHTS: dict[str, tuple[int, ...]] = {
     "Gather": (0,),
 }
 """The inputs whose cut may start a chain, where they are constants."""
-
-
-def integer_type(graph: Graph, name: str) -> int:
-    """The element type of a vector of integers that an input takes; int64 unless it is int32."""
-    return TensorProto.INT32 if graph.element_type(name) == TensorProto.INT32 else TensorProto.INT64

@@ -15,17 +15,16 @@ there; of states that say the same, the cheapest stays. All states are right, on
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
 from mcinfer.slicing import rules
-from mcinfer.slicing.graphs import BITS, Graph, View, captured, tensor_bytes
+from mcinfer.slicing.estimates import Values
+from mcinfer.slicing.graphs import Graph, View, captured, tensor_bytes
 from mcinfer.slicing.placements import (
     PARTIAL,
     REPLICATED,
-    Dim,
     Dims,
     Partial,
     Placement,
@@ -43,9 +42,6 @@ COLLECTIVE_BYTES = 16_384
 
 VECTOR_WEIGHT = 0.01
 """What a byte of a vector that a rank keeps costs: a bias is cut on the way, but is worth no collective."""
-
-NOMINAL_SIZE = 64
-"""The size that costs assume for a symbol and an unknown size; on the first axis, the batch, it is 1."""
 
 _SMALLEST_WEIGHT = 1024
 """Bytes; smaller constants are never the reason to cut a node, and cost nothing if several nodes use them."""
@@ -79,29 +75,16 @@ class _Step:
 
 
 class Costs:
-    """Bytes of values and weights.
+    """Bytes of values, by estimates, and of weights.
 
     Args:
         graph: The graph.
         ranks: How many parts it is cut in.
-        sizes: Sizes of symbols, instead of the nominal ones.
+        values: Estimates for the graph.
     """
 
-    def __init__(self, graph: Graph, ranks: int, sizes: Mapping[str, int]) -> None:
-        self._graph, self.ranks = graph, ranks
-        self._sizes = dict.fromkeys(_symbols(graph), NOMINAL_SIZE)
-        for name in graph.inputs:
-            self._sizes.update(
-                (dim, 1) for dim in (graph.dims(name) or ())[:1] if isinstance(dim, str)
-            )
-        self._sizes.update(sizes)
-
-    def value_bytes(self, name: str) -> float:
-        """Of a whole value, with nominal sizes for symbols and unknown sizes."""
-        dims = self._graph.dims(name)
-        bits = BITS.get(self._graph.element_type(name), 0) or 32
-        sizes = [NOMINAL_SIZE] if dims is None else map(self._size, range(len(dims)), dims)
-        return bits / 8 * prod(sizes)
+    def __init__(self, graph: Graph, ranks: int, values: Values) -> None:
+        self._graph, self.ranks, self._values = graph, ranks, values
 
     def kept(self, name: str, placement: Placement) -> float:
         """Of an initialiser, in one rank."""
@@ -113,18 +96,8 @@ class Costs:
     def collective(self, name: str, placement: Placement) -> float:
         """The cost of making a value whole."""
         times = 2 if isinstance(placement, Partial) else 1
-        sent = times * self.value_bytes(name) * (self.ranks - 1) / self.ranks
+        sent = times * self._values.bytes(name) * (self.ranks - 1) / self.ranks
         return SENT_WEIGHT * (sent + COLLECTIVE_BYTES)
-
-    def _size(self, axis: int, dim: Dim) -> int:
-        if isinstance(dim, int):
-            return dim
-        unknown = NOMINAL_SIZE if axis else 1
-        return self._sizes.get(dim, unknown) if dim else unknown
-
-
-def _symbols(graph: Graph) -> list[str]:
-    return [dim for name in graph.inputs for dim in graph.dims(name) or () if isinstance(dim, str)]
 
 
 class Search:
@@ -329,9 +302,9 @@ def block_hints(graph: Graph, name: str, size: int) -> list[tuple[int, ...]]:
                 if node.op_type in _SAME_AXES and after and len(after) == len(dims):
                     following.append(node.output[0])
                 elif node.op_type == "Split" and node.input[0] == current:
-                    hints.append(split_sizes(graph, node) or ())
+                    hints.append(split_sizes(View(graph, number, 1)) or ())
                 elif node.op_type == "Slice" and node.input[0] == current:
-                    taken = (slice_bounds(graph, node) or {}).get(len(dims) - 1)
+                    taken = (slice_bounds(View(graph, number, 1)) or {}).get(len(dims) - 1)
                     bounds.update(taken[:2] if taken else ())
                 elif node.op_type == "Reshape" and after:
                     hints += _reshape_hints(after, size)

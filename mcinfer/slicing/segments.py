@@ -24,43 +24,40 @@ slice does, so the folder of the slice is the folder of the segments' external d
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from onnx import (
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    ValueInfoProto,
-    helper,
-)
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from mcinfer.errors import BuildError
-from mcinfer.slicing.graphs import RANDOM, subgraphs
+from mcinfer.slicing.graphs import (
+    RANDOM,
+    inferred,
+    known_stand_ins,
+    like_input,
+    resized_input,
+    subgraphs,
+    tensor_spec,
+    values_used,
+    with_inner,
+    without_graph,
+)
 from mcinfer.slicing.plans import (
-    VERSION,
+    METADATA_KEY,
     Exchange,
     ExchangeKind,
     RankPlan,
     Reduction,
     Segment,
-    model_spec,
 )
-from mcinfer.specs import ELEMENT_TYPES, ModelSpec, TensorSpec, numpy_dtype
-
-METADATA_KEY = "mcinfer.slice"
-"""The slice's metadata property with its place among the ranks."""
+from mcinfer.specs import ModelSpec
 
 _KINDS: tuple[ExchangeKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _REDUCTIONS: dict[str, Reduction] = {"sum": "sum", "max": "max", "avg": "mean"}
-_LARGEST_SHAPE_BYTES = 1 << 10
-"""Larger initialisers are no shapes: the inference of types does without their content."""
 
 
 def cut_segments(model_path: str | Path, folder: str | Path) -> RankPlan:
@@ -91,31 +88,6 @@ def _is_collective(node: NodeProto) -> bool:
 
 def _described(node: NodeProto) -> str:
     return f"{node.op_type} {(node.name or next(iter(node.output), ''))!r}"
-
-
-def _with_subgraphs(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    for node in nodes:
-        yield node
-        for graph in subgraphs(node):
-            yield from _with_subgraphs(graph.node)
-
-
-def _initialisers(graph: GraphProto) -> dict[str, Any]:
-    """Dense and sparse ones, by name."""
-    found: dict[str, Any] = {tensor.name: tensor for tensor in graph.initializer}
-    return found | {tensor.values.name: tensor for tensor in graph.sparse_initializer}
-
-
-def _reads(node: NodeProto) -> list[str]:
-    """The values that a node reads, with those that its subgraphs take from outside; each once."""
-    found = dict.fromkeys(name for name in node.input if name)
-    for graph in subgraphs(node):
-        own = {value.name for value in graph.input} | {*_initialisers(graph)}
-        own.update(name for inner in graph.node for name in inner.output)
-        inside = [name for inner in graph.node for name in _reads(inner)]
-        outside = [*inside, *(value.name for value in graph.output)]
-        found.update(dict.fromkeys(name for name in outside if name not in own))
-    return [*found]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,71 +184,73 @@ class _Cut:
     def __init__(self, model: ModelProto) -> None:
         self._model = model
         graph = model.graph
-        self._initialisers = _initialisers(graph)
+        self._initialisers = {
+            *(tensor.name for tensor in graph.initializer),
+            *(sparse.values.name for sparse in graph.sparse_initializer),
+        }
         self._inputs = {
             value.name: value for value in graph.input if value.name not in self._initialisers
         }
         self._outputs = [value.name for value in graph.output]
         self._makers = {name: node for node in graph.node for name in node.output if name}
         self._refuse_inner_collectives()
-        self._about = self._metadata()
+        self._place = self._metadata()
         self._collectives = {
             id(node): _collective(node) for node in graph.node if _is_collective(node)
         }
         self._tensor = self._ranks_of_a_stage()
-        self._constants: set[str] = set(self._initialisers)
+        self._constants = {*self._initialisers}
         self._phases: list[_Phase] = [_Phase()]
         self._sort_into_phases()
 
     def _refuse_inner_collectives(self) -> None:
-        for node in self._model.graph.node:
-            for inner in _with_subgraphs(n for graph in subgraphs(node) for n in graph.node):
-                if _is_collective(inner):
-                    raise BuildError(
-                        f"{_described(inner)} is in a subgraph of {_described(node)}, expected "
-                        "collectives in the main graph alone"
-                    )
+        inside = [
+            (inner, f"a subgraph of {_described(node)}")
+            for node in self._model.graph.node
+            for graph in subgraphs(node)
+            for inner in with_inner(graph.node)
+        ]
         for function in self._model.functions:
-            for inner in _with_subgraphs(function.node):
-                if _is_collective(inner):
-                    raise BuildError(
-                        f"{_described(inner)} is in the function {function.name!r}, expected "
-                        "collectives in the main graph alone"
-                    )
+            where = f"the function {function.name!r}"
+            inside += [(inner, where) for inner in with_inner(function.node)]
+        for inner, where in inside:
+            if _is_collective(inner):
+                raise BuildError(
+                    f"{_described(inner)} is in {where}, expected collectives in the main graph alone"
+                )
 
-    def _metadata(self) -> dict[str, Any] | None:
+    def _metadata(self) -> RankPlan | None:
+        """The rank's place, without steps, if the slice says it."""
         for item in self._model.metadata_props:
             if item.key == METADATA_KEY:
+                what = f"metadata {METADATA_KEY}"
                 try:
-                    value: dict[str, Any] = json.loads(item.value)
+                    return RankPlan.from_json(json.loads(item.value), what)
                 except ValueError as exc:
-                    raise BuildError(f"metadata {METADATA_KEY}: {exc}") from exc
-                if value.get("version") != VERSION:
-                    raise BuildError(
-                        f"metadata {METADATA_KEY}: got version {value.get('version')!r}, "
-                        f"expected {VERSION}"
-                    )
-                return value
+                    raise BuildError(f"{what}: {exc}") from exc
         return None
 
     def _ranks_of_a_stage(self) -> int | None:
         """From the metadata, or else from the nodes, which must all say the same."""
-        ranks: int | None = None if self._about is None else self._about["tensor"]
+        ranks = None if self._place is None else self._place.tensor
         source = f"metadata {METADATA_KEY}"
-        for node in self._model.graph.node:
-            said = self._collectives.get(id(node))
-            if said is None or said.ranks is None:
-                continue
-            if ranks is not None and said.ranks != ranks:
+        said = [
+            (node, self._collectives[id(node)])
+            for node in self._model.graph.node
+            if id(node) in self._collectives
+        ]
+        for node, collective in said:
+            if collective.ranks is not None:
+                if ranks not in (None, collective.ranks):
+                    raise BuildError(
+                        f"{_described(node)} is for {collective.ranks} ranks, expected {ranks} as in "
+                        f"{source}"
+                    )
+                ranks, source = collective.ranks, _described(node)
+        for node, collective in said:
+            if ranks is not None and collective.root >= ranks:
                 raise BuildError(
-                    f"{_described(node)} is for {said.ranks} ranks, expected {ranks} as in {source}"
-                )
-            ranks, source = said.ranks, _described(node)
-        for node in self._model.graph.node:
-            said = self._collectives.get(id(node))
-            if said is not None and ranks is not None and said.root >= ranks:
-                raise BuildError(
-                    f"{_described(node)} has root {said.root}, expected one of {ranks} ranks"
+                    f"{_described(node)} has root {collective.root}, expected one of {ranks} ranks"
                 )
         return ranks
 
@@ -287,14 +261,14 @@ class _Cut:
         live = []
         for node in reversed(nodes):
             if id(node) in self._collectives or not wanted.isdisjoint(node.output):
-                wanted.update(_reads(node))
+                wanted.update(values_used(node))
                 live.append(node)
         return live[::-1]
 
     def _sort_into_phases(self) -> None:
         ready = dict.fromkeys((*self._initialisers, *self._inputs), 0)
         for node in self._live_nodes():
-            reads = _reads(node)
+            reads = values_used(node)
             missing = [name for name in reads if name not in ready]
             if missing:
                 raise BuildError(
@@ -366,7 +340,7 @@ class _Cut:
         return plan
 
     def _variables(self, node: NodeProto) -> list[str]:
-        return [name for name in _reads(node) if name not in self._constants]
+        return [name for name in values_used(node) if name not in self._constants]
 
     def _write_segment(
         self,
@@ -376,20 +350,18 @@ class _Cut:
         outputs: Sequence[str],
         types: Mapping[str, ValueInfoProto],
     ) -> Segment:
-        reads = {name for node in nodes for name in _reads(node)} | {*outputs}
+        reads = {name for node in nodes for name in values_used(node)} | {*outputs}
         copied = self._constant_nodes(reads)
         initialisers = {
-            name for node in copied for name in _reads(node) if name in self._initialisers
+            name for node in copied for name in values_used(node) if name in self._initialisers
         }
-        initialisers |= reads & {*self._initialisers}
+        initialisers |= reads & self._initialisers
         own = {name for node in nodes for name in node.output}
         inputs = sorted(
             (reads - own - self._constants), key=lambda name: (name not in self._inputs, name)
         )
-        segment = ModelProto()
-        segment.ir_version = self._model.ir_version
-        segment.opset_import.extend(self._model.opset_import)
-        segment.functions.extend(self._model.functions)
+        segment = without_graph(self._model)
+        del segment.metadata_props[:]
         graph = segment.graph
         graph.name = f"segment {number} of {self._model.graph.name}"
         graph.input.extend(self._value(name, types) for name in inputs)
@@ -413,7 +385,7 @@ class _Cut:
         found = []
         for node in reversed(self._model.graph.node):
             if self._constants.issuperset(node.output) and not wanted.isdisjoint(node.output):
-                wanted.update(_reads(node))
+                wanted.update(values_used(node))
                 found.append(node)
         return found[::-1]
 
@@ -431,48 +403,24 @@ class _Cut:
         return ValueInfoProto(name=name)
 
     def _plan(self, steps: Sequence[Segment | Exchange]) -> RankPlan:
-        about = self._about
-        if about is None:
-            graph = self._model.graph
-            return RankPlan(
-                rank=None,
-                tensor=self._tensor,
-                pipeline=1,
-                spec=ModelSpec(
-                    inputs=tuple(_tensor_spec(value) for value in self._inputs.values()),
-                    outputs=tuple(_tensor_spec(value) for value in graph.output),
-                ),
-                receives={},
-                sends={},
-                made=tuple(self._outputs),
-                steps=tuple(steps),
-            )
-        try:
-            spec = model_spec(about)
-            return RankPlan(
-                rank=about["rank"],
-                tensor=about["tensor"],
-                pipeline=about["pipeline"],
-                spec=spec,
-                receives=dict(about["receives"]),
-                sends={name: tuple(ranks) for name, ranks in about["sends"].items()},
-                made=tuple(item.name for item in spec.outputs if item.name in self._outputs),
-                steps=tuple(steps),
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as exc:
-            raise BuildError(f"metadata {METADATA_KEY}: got a damaged one: {exc!r}") from exc
-
-
-def _tensor_spec(value: ValueInfoProto) -> TensorSpec:
-    names = {item.onnx: name for name, item in ELEMENT_TYPES.items()}
-    tensor = value.type.tensor_type
-    if tensor.elem_type not in names:
-        raise BuildError(f"{value.name!r} is no tensor of one of {[*ELEMENT_TYPES]}")
-    shape = tuple(
-        size.dim_value if size.HasField("dim_value") else size.dim_param or None
-        for size in tensor.shape.dim
-    )
-    return TensorSpec(name=value.name, dtype=numpy_dtype(names[tensor.elem_type]), shape=shape)
+        if self._place is not None:
+            made = {spec.name for spec in self._place.spec.outputs}
+            made_here = tuple(name for name in self._outputs if name in made)
+            return replace(self._place, made=made_here, steps=tuple(steps))
+        graph = self._model.graph
+        return RankPlan(
+            rank=None,
+            tensor=self._tensor,
+            pipeline=1,
+            spec=ModelSpec(
+                inputs=tuple(map(tensor_spec, self._inputs.values())),
+                outputs=tuple(map(tensor_spec, graph.output)),
+            ),
+            receives={},
+            sends={},
+            made=tuple(self._outputs),
+            steps=tuple(steps),
+        )
 
 
 # Types of the values.
@@ -481,63 +429,34 @@ def _tensor_spec(value: ValueInfoProto) -> TensorSpec:
 def _infer(model: ModelProto, collectives: Mapping[int, _Collective]) -> dict[str, ValueInfoProto]:
     """Types, and shapes where known, of the graph's values.
 
-    Shape inference does not know collectives. It gets a copy of the graph with nodes of the same types in
-    their places, and without large initialisers. Sizes that the file declares may be those of the whole
-    model, so only the element types of `value_info` count, for values that the inference does not know.
+    Sizes that the file declares may be those of the whole model, so only the element types of `value_info`
+    count, for values that the inference does not know.
     """
     graph = model.graph
-    bare = ModelProto()
-    bare.ir_version = model.ir_version
-    bare.opset_import.extend(model.opset_import)
-    bare.functions.extend(model.functions)
-    bare.graph.name = graph.name or "slice"
-    known = {item.name for item in graph.initializer}
-    bare.graph.input.extend(value for value in graph.input if value.name not in known)
-    for tensor in graph.initializer:
-        if _is_shape(tensor):
-            bare.graph.initializer.append(tensor)
-        else:
-            bare.graph.input.append(
-                helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-            )
-    bare.graph.sparse_initializer.extend(graph.sparse_initializer)
-    for node in graph.node:
-        if id(node) in collectives:
-            bare.graph.node.extend(_stand_ins(node, collectives[id(node)], bare.graph))
-        else:
-            bare.graph.node.append(node)
-    bare.graph.output.extend(ValueInfoProto(name=value.name) for value in graph.output)
-    inferred = onnx.shape_inference.infer_shapes(bare, data_prop=True).graph
+
+    def stand_ins(node: NodeProto, constants: Mapping[str, TensorProto]) -> Iterable[NodeProto]:
+        if id(node) not in collectives:
+            return known_stand_ins(node, constants)
+        collective, places = collectives[id(node)], range(len(node.input))
+        if collective.kind in ("all_reduce", "broadcast"):
+            return [made for at in places for made in like_input(node, at, at)]
+        if collective.kind == "all_gather" and collective.ranks is not None:
+            return [
+                helper.make_node(
+                    "Concat", [given] * collective.ranks, [output], axis=collective.axis
+                )
+                for given, output in zip(node.input, node.output, strict=True)
+            ]
+        return [made for at in places for made in resized_input(node, at)]
+
+    found = inferred(model, stand_ins=stand_ins)
     symbols = {size.dim_param for value in graph.input for size in value.type.tensor_type.shape.dim}
-    found = {}
-    for value in (*inferred.value_info, *inferred.output):
-        if value.type.WhichOneof("value") is not None:
-            for size in value.type.tensor_type.shape.dim:
-                if size.dim_param not in symbols:  # made up by the inference
-                    size.ClearField("dim_param")
-            found[value.name] = value
+    for value in found.values():
+        for size in value.type.tensor_type.shape.dim:
+            if size.dim_param not in symbols:  # made up by the inference
+                size.ClearField("dim_param")
     for value in (*graph.value_info, *graph.output):
         element_type = value.type.tensor_type.elem_type
         if value.name not in found and element_type:
             found[value.name] = helper.make_tensor_value_info(value.name, element_type, None)
     return found
-
-
-def _is_shape(tensor: TensorProto) -> bool:
-    external = tensor.data_location == TensorProto.EXTERNAL
-    return not external and int(np.prod(tensor.dims)) * 8 <= _LARGEST_SHAPE_BYTES
-
-
-def _stand_ins(node: NodeProto, collective: _Collective, graph: GraphProto) -> Iterator[NodeProto]:
-    """Nodes whose outputs have the types of the collective's."""
-    for given, output in zip(node.input, node.output, strict=True):
-        if collective.kind in ("all_reduce", "broadcast"):
-            yield helper.make_node("Identity", [given], [output])
-        elif collective.kind == "all_gather" and collective.ranks is not None:
-            yield helper.make_node(
-                "Concat", [given] * collective.ranks, [output], axis=collective.axis
-            )
-        else:  # another shape, which is left open
-            shape = f"shape of {output}"
-            graph.input.append(helper.make_tensor_value_info(shape, TensorProto.INT64, [None]))
-            yield helper.make_node("Reshape", [given, shape], [output])

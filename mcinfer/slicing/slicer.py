@@ -32,40 +32,19 @@ from mcinfer.machine import usable_memory
 from mcinfer.model_cache.building import ChildFailedError, Progress, run_child
 
 try:
-    from onnx import ModelProto, ValueInfoProto, numpy_helper
+    from onnx import ModelProto
 except ImportError as exc:
     raise MissingDependencyError(
         "cutting a model needs the package onnx: pip install 'mcinfer[onnx]'"
     ) from exc
 
-from mcinfer.slicing.estimates import (
-    ASSUMED_BATCH,
-    ASSUMED_SIZE,
-    MAIN_DOMAINS,
-    Values,
-    drop_false_shapes,
-    infer,
-)
-from mcinfer.slicing.graphs import label
+from mcinfer.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, drop_false_shapes, infer
+from mcinfer.slicing.graphs import is_collective, label, tensor_bytes, tensor_spec
 from mcinfer.slicing.pipeline import Stage, cut_stages
-from mcinfer.slicing.tensor import (
-    CollectiveNode,
-    ShardedWeight,
-    TensorSlices,
-    WholeWeight,
-    slice_tensor,
-)
-from mcinfer.slicing.weights import DataFile, Selection, Weights, tensor_size
-from mcinfer.specs import ELEMENT_TYPES
-
-METADATA_KEY = "mcinfer.slice"
-"""The metadata property of a slice: JSON."""
-
-REPORT_FILE = "slices.json"
-
-_COLLECTIVES = ("AllReduce", "AllGather", "DistCollective")
-_VERSION = 1
-_ELEMENT_NAMES = {element.onnx: name for name, element in ELEMENT_TYPES.items()}
+from mcinfer.slicing.plans import METADATA_KEY, REPORT_FILE, VERSION, RankPlan
+from mcinfer.slicing.tensor import StageReport, slice_tensor
+from mcinfer.slicing.weights import DataFile, Recipe, Weights
+from mcinfer.specs import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,23 +73,6 @@ class RankReport:
     receives: Mapping[str, int]
     sends: Mapping[str, Sequence[int]]
     bytes_received: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageReport:
-    """How one pipeline stage is cut over its ranks.
-
-    Attributes:
-        sharded: Weights of which each rank has a part.
-        whole: Weights that each rank has.
-        collectives: That its ranks run in one run, in this order.
-        collective_bytes: Of the results of all of them.
-    """
-
-    sharded: Sequence[ShardedWeight] = ()
-    whole: Sequence[WholeWeight] = ()
-    collectives: Sequence[CollectiveNode] = ()
-    collective_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +119,7 @@ class Report:
     check: CheckReport
 
     def as_json(self) -> dict[str, Any]:
-        return {"version": _VERSION, **asdict(self)}
+        return {"version": VERSION, **asdict(self)}
 
 
 _UNCHECKED = CheckReport(state="left out", reason="not asked for", difference={}, tolerance={})
@@ -191,7 +153,7 @@ def slice_model(
         BuildError: The model is not sound, or the slices do not give what it gives.
         OSError: Files cannot be read or written.
     """
-    tick = progress or _silent
+    tick = progress or (lambda _: None)
     _check_ranks(tensor, pipeline)
     place = Path(os.path.realpath(folder))
     _check_place(place, force)
@@ -234,22 +196,33 @@ def write_slices(
         _check_unsliced(whole)
         drop_false_shapes(whole)
         values = infer(whole)
-        stages = cut_stages(whole, pipeline, values)
-        common = {
-            "version": _VERSION,
-            "tensor": tensor,
-            "pipeline": pipeline,
-            "inputs": _specs(whole.graph.input, {t.name for t in whole.graph.initializer}),
-            "outputs": _specs([values.types.get(v.name, v) for v in whole.graph.output], ()),
-        }
-        total = sum(tensor_size(t) or 0 for t in whole.graph.initializer)
+        weight_names = {tensor.name for tensor in whole.graph.initializer}
+        spec = ModelSpec(
+            inputs=tuple(tensor_spec(v) for v in whole.graph.input if v.name not in weight_names),
+            outputs=tuple(tensor_spec(values.types.get(v.name, v)) for v in whole.graph.output),
+        )
         ranks: list[RankReport] = []
         reports = []
-        for stage in stages:
-            slices = slice_tensor(stage.model, tensor) if tensor > 1 else None
-            reports.append(_stage_report(slices, values))
-            for _ in range(tensor):
-                ranks.append(_write_rank(target, weights, stage, slices, len(ranks), common))
+        for number, stage in enumerate(cut_stages(whole, pipeline, values)):
+            slices = slice_tensor(stage.model, tensor, values)
+            reports.append(slices.report)
+            made = {value.name for value in stage.model.graph.output}
+            for t, recipes in enumerate(slices.recipes):
+                plan = RankPlan(
+                    rank=number * tensor + t,
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    spec=spec,
+                    receives={name: of * tensor + t for name, of in stage.receives.items()},
+                    sends={
+                        name: tuple(to * tensor + t for to in users)
+                        for name, users in stage.sends.items()
+                    },
+                    made=tuple(value.name for value in spec.outputs if value.name in made),
+                    steps=(),
+                )
+                ranks.append(_write_rank(target, weights, stage, slices.graph, recipes, plan))
+        total = sum(map(tensor_bytes, whole.graph.initializer))
     report = Report(
         model=path.name,
         tensor=tensor,
@@ -263,10 +236,6 @@ def write_slices(
     return report
 
 
-def _silent(_: Mapping[str, Any]) -> None:
-    """Show no progress."""
-
-
 def _check_ranks(tensor: int, pipeline: int) -> None:
     if Parallel(tensor=tensor, pipeline=pipeline).ranks < 2:
         raise InvalidInputError(
@@ -276,32 +245,10 @@ def _check_ranks(tensor: int, pipeline: int) -> None:
 
 
 def _check_unsliced(model: ModelProto) -> None:
-    joined = (
-        node
-        for node in model.graph.node
-        if node.op_type in _COLLECTIVES and node.domain not in MAIN_DOMAINS
-    )
-    node = next(joined, None)
+    node = next(filter(is_collective, model.graph.node), None)
     if node is not None or any(entry.key == METADATA_KEY for entry in model.metadata_props):
         why = f", with the collective {label(node)}" if node else ""
         raise InvalidInputError(f"model: got a slice of a model{why}, expected a whole model")
-
-
-def _specs(values: Sequence[ValueInfoProto], without: Sequence[str] | set[str]) -> list[Any]:
-    """Name, element type and shape of inputs or outputs of the whole model."""
-    found = []
-    for value in values:
-        if value.name in without:
-            continue
-        kind = value.type.tensor_type.elem_type
-        if kind not in _ELEMENT_NAMES:
-            raise BuildError(f"{value.name!r} is no tensor of one of {[*ELEMENT_TYPES]}")
-        shape = [
-            dim.dim_value if dim.WhichOneof("value") == "dim_value" else dim.dim_param or None
-            for dim in value.type.tensor_type.shape.dim
-        ]
-        found.append([value.name, _ELEMENT_NAMES[kind], shape])
-    return found
 
 
 # The files.
@@ -311,61 +258,29 @@ def _write_rank(
     folder: Path,
     weights: Weights,
     stage: Stage,
-    slices: TensorSlices | None,
-    rank: int,
-    common: Mapping[str, Any],
+    graph: ModelProto,
+    recipes: Sequence[Recipe],
+    plan: RankPlan,
 ) -> RankReport:
-    size = common["tensor"]
-    number, t = divmod(rank, size)
-    receives = {name: source * size + t for name, source in stage.receives.items()}
-    sends = {name: [to * size + t for to in users] for name, users in stage.sends.items()}
+    rank = plan.rank or 0
     model = ModelProto()
-    model.CopyFrom(stage.model if slices is None else slices.graph)
-    del model.graph.initializer[:]
-    place = {**common, "rank": rank, "receives": receives, "sends": sends}
-    model.metadata_props.add(key=METADATA_KEY, value=json.dumps(place))
+    model.CopyFrom(graph)
+    model.metadata_props.add(key=METADATA_KEY, value=json.dumps(plan.to_json()))
     with DataFile(folder / f"model{rank}.data") as file:
-        if slices is None:
-            for tensor in stage.model.graph.initializer:
-                model.graph.initializer.append(weights.write(tensor, None, tensor.name, file))
-        else:
-            for recipe in slices.recipes[t]:
-                if recipe.array is not None:
-                    source, part = numpy_helper.from_array(recipe.array, recipe.name), None
-                else:
-                    source, part = slices.sources[recipe.source], None
-                    if recipe.axis is not None:
-                        part = Selection(axis=recipe.axis, ranges=recipe.ranges)
-                model.graph.initializer.append(weights.write(source, part, recipe.name, file))
+        model.graph.initializer.extend(weights.write(recipe, file) for recipe in recipes)
         weights.write_rest(model, file)
     path = folder / f"model{rank}.onnx"
     path.write_bytes(model.SerializeToString(deterministic=True))
     return RankReport(
         rank=rank,
-        stage=number,
+        stage=rank // (plan.tensor or 1),
         file=path.name,
         nodes=len(model.graph.node),
-        weight_bytes=sum(tensor_size(tensor) or 0 for tensor in model.graph.initializer),
+        weight_bytes=sum(map(tensor_bytes, model.graph.initializer)),
         operations=stage.operations,
-        receives=receives,
-        sends=sends,
+        receives=plan.receives,
+        sends=plan.sends,
         bytes_received=stage.bytes_received,
-    )
-
-
-def _stage_report(slices: TensorSlices | None, values: Values) -> StageReport:
-    if slices is None:
-        return StageReport()
-    report = slices.report
-    sizes = (
-        values.bytes(node.value) if node.bytes is None else node.bytes
-        for node in report.collectives
-    )
-    return StageReport(
-        sharded=report.sharded,
-        whole=report.whole,
-        collectives=report.collectives,
-        collective_bytes=sum(sizes),
     )
 
 

@@ -8,13 +8,12 @@
 
 The graphs of the ranks have the same nodes and differ in initialisers alone. A value keeps its name where it
 is whole; parts and terms of a sum have names of their own. Weights are not copied here: a recipe says which
-rows of which initialiser a rank has, and what writes the files reads them.
+rows of which initialiser a rank has, and `mcinfer.slicing.weights` copies them.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,18 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.slicing import rules
+from mcinfer.slicing.estimates import Values, infer
 from mcinfer.slicing.graphs import (
-    BITS,
     Graph,
     View,
     captured,
     label,
-    loaded,
     operator,
+    own_names,
+    subgraphs,
     tensor_bytes,
+    with_inner,
+    without_graph,
 )
 from mcinfer.slicing.placements import (
     PARTIAL,
@@ -39,39 +41,20 @@ from mcinfer.slicing.placements import (
     Dims,
     Partial,
     Placement,
-    Range,
     Replicated,
     Sharded,
     gathered_order,
     local_dims,
     ranges,
 )
-from mcinfer.slicing.rules import RULES, WEIGHTS, Choice, integer_type
+from mcinfer.slicing.rules import RULES, WEIGHTS, Choice
 from mcinfer.slicing.search import Costs, Search
+from mcinfer.slicing.weights import Recipe, Selection
 
 COLLECTIVE_DOMAIN = "com.microsoft"
 
 _MANY = 32
 """Weights that are listed in a report one by one have at least so many elements."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """How one rank gets one initialiser of its graph.
-
-    Attributes:
-        name: In the rank's graph.
-        source: Name of the constant in `TensorSlices.sources`; empty for one that slicing adds.
-        axis: The axis that is cut; None for a whole constant.
-        ranges: First and last position plus one along the axis, to be joined in this order.
-        array: The values of one that slicing adds.
-    """
-
-    name: str
-    source: str = ""
-    axis: int | None = None
-    ranges: tuple[Range, ...] = ()
-    array: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,22 +113,20 @@ class CollectiveNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorReport:
-    """What was cut, and what was not.
+class StageReport:
+    """How one pipeline stage is cut over its ranks.
 
     Attributes:
-        sharded: Weights that are cut.
-        whole: Weights that are not, with at least 32 elements.
-        collectives: In the order of a run.
-        weight_bytes: Of the whole model's constants.
-        rank_bytes: Of one rank's, added constants included; the same in each rank.
+        sharded: Weights of which each rank has a part.
+        whole: Weights that each rank has, with at least 32 elements.
+        collectives: That its ranks run in one run, in this order.
+        collective_bytes: The estimate for the results of all of them.
     """
 
-    sharded: tuple[ShardedWeight, ...]
-    whole: tuple[WholeWeight, ...]
-    collectives: tuple[CollectiveNode, ...]
-    weight_bytes: int
-    rank_bytes: int
+    sharded: Sequence[ShardedWeight] = ()
+    whole: Sequence[WholeWeight] = ()
+    collectives: Sequence[CollectiveNode] = ()
+    collective_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,77 +134,17 @@ class TensorSlices:
     """The slices of one model.
 
     Attributes:
-        size: How many ranks there are.
         graph: The model of every rank, without initialisers.
-        sources: The constants of the whole model by name; data may be external.
         recipes: For each rank, its initialisers.
         report: What was cut.
     """
 
-    size: int
     graph: ModelProto
-    sources: Mapping[str, TensorProto]
     recipes: tuple[tuple[Recipe, ...], ...]
-    report: TensorReport
-
-    def initializer(self, recipe: Recipe, folder: Path | None = None) -> TensorProto:
-        """One initialiser, in memory.
-
-        Args:
-            recipe: One of `recipes`.
-            folder: The model's folder, for data that are external.
-
-        Raises:
-            InvalidInputError: `folder` is None, and data are external.
-            BuildError: External data cannot be read.
-        """
-        if recipe.array is not None:
-            return numpy_helper.from_array(recipe.array, recipe.name)
-        source = loaded(self.sources[recipe.source], folder)
-        tensor = TensorProto()
-        if recipe.axis is None:
-            tensor.CopyFrom(source)
-        elif source.HasField("raw_data"):
-            # As bytes, since NumPy lacks some types.
-            size = BITS[source.data_type] // 8
-            array = np.frombuffer(source.raw_data, f"V{size}").reshape(source.dims)
-            part = _taken(array, recipe)
-            tensor = TensorProto(
-                data_type=source.data_type, dims=part.shape, raw_data=part.tobytes()
-            )
-        else:
-            tensor = numpy_helper.from_array(_taken(numpy_helper.to_array(source), recipe))
-        tensor.name = recipe.name
-        return tensor
-
-    def to_models(self, folder: Path | None = None) -> list[ModelProto]:
-        """The models of all ranks, with their weights in memory.
-
-        Args:
-            folder: The model's folder, for data that are external.
-        """
-        models = []
-        for recipes in self.recipes:
-            model = ModelProto()
-            model.CopyFrom(self.graph)
-            model.graph.initializer.extend(self.initializer(recipe, folder) for recipe in recipes)
-            models.append(model)
-        return models
+    report: StageReport
 
 
-def _taken(array: NDArray[Any], recipe: Recipe) -> NDArray[Any]:
-    axis = recipe.axis or 0
-    along = (slice(None),) * axis
-    return np.concatenate([array[(*along, slice(*span))] for span in recipe.ranges], axis)
-
-
-def slice_tensor(
-    model: ModelProto,
-    size: int,
-    *,
-    folder: Path | None = None,
-    symbol_sizes: Mapping[str, int] | None = None,
-) -> TensorSlices:
+def slice_tensor(model: ModelProto, size: int, values: Values | None = None) -> TensorSlices:
     """Cut one model into slices for `size` ranks, joined by collectives. Every rank has the whole outputs.
 
     The model is not changed, and no weights are read but small constants, which may be shapes. The ranks'
@@ -231,29 +152,33 @@ def slice_tensor(
 
     Args:
         model: The model; its external data need not be loaded.
-        size: How many ranks, at least 1.
-        folder: The model's folder, for small constants whose data are external.
-        symbol_sizes: Sizes of symbols, to weigh costs with; see `mcinfer.slicing.search`.
+        size: How many ranks, at least 1; one has the model as it is.
+        values: What `infer` found for it, or for a model of which it is a part, if that is known already.
 
     Raises:
         InvalidInputError: `size` does not fit, or the model draws random numbers without a seed, or has
             collectives already; names the node.
-        BuildError: The shapes of the model cannot be inferred, or external data cannot be read.
+        BuildError: The graph is not sound.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise InvalidInputError(f"size: got {size!r}, expected a number of ranks, at least 1")
-    graph = Graph(model, folder)
-    costs = Costs(graph, size, symbol_sizes or {})
     if size == 1:
-        choices = [rules.whole(View(graph, number, 1)) for number in range(len(graph.nodes))]
-    else:
-        choices = Search(graph, costs).run()
-    return write_slices(graph, size, choices)
+        whole = ModelProto()
+        whole.CopyFrom(model)
+        del whole.graph.initializer[:]
+        recipes = tuple(Recipe(name=t.name, source=t) for t in model.graph.initializer)
+        return TensorSlices(graph=whole, recipes=(recipes,), report=StageReport())
+    values = infer(model) if values is None else values
+    graph = Graph(model, values.types)
+    choices = Search(graph, Costs(graph, size, values)).run()
+    return write_slices(graph, size, choices, values)
 
 
-def write_slices(graph: Graph, size: int, choices: Sequence[Choice]) -> TensorSlices:
+def write_slices(
+    graph: Graph, size: int, choices: Sequence[Choice], values: Values
+) -> TensorSlices:
     """The slices for one choice for each node, whichever they are."""
-    return _Writer(graph, size, choices).write()
+    return _Writer(graph, size, choices, values).write()
 
 
 @dataclass(slots=True)
@@ -264,6 +189,7 @@ class _Writer:
         graph: The whole graph.
         size: How many ranks.
         choices: By node.
+        values: Estimates for the report.
         nodes: Of the ranks' graph so far.
         there: The names in the ranks' graph, by value and how it is there.
         given: How each node gave its outputs.
@@ -276,6 +202,7 @@ class _Writer:
     graph: Graph
     size: int
     choices: Sequence[Choice]
+    values: Values
     nodes: list[NodeProto] = field(default_factory=list)
     there: dict[tuple[str, Placement], str] = field(default_factory=dict)
     given: dict[str, Placement] = field(default_factory=dict)
@@ -289,19 +216,14 @@ class _Writer:
         graph = self.graph
         self.names.update(graph.inputs, graph.outputs, graph.constants, graph.derived, graph.uses)
         self.names.update(name for node in graph.nodes for name in node.output)
-        self.names.update(_inner_names(graph.model.graph.node))
+        for node in with_inner(graph.model.graph.node):  # new names must not hide those inside
+            self.names.update(*map(own_names, subgraphs(node)))
         for number, choice in enumerate(self.choices):
             self._write_node(View(graph, number, self.size), choice)
         for name in graph.outputs:
             self._fetch(name, REPLICATED, None)
         recipes = tuple(self._recipes(rank) for rank in range(self.size))
-        return TensorSlices(
-            size=self.size,
-            graph=self._model(),
-            sources=graph.constants,
-            recipes=recipes,
-            report=self._report(),
-        )
+        return TensorSlices(graph=self._model(), recipes=recipes, report=self._report())
 
     # Nodes.
 
@@ -314,7 +236,7 @@ class _Writer:
                 inputs.append(self._fetch(name, choice.needs[index], view))
         for index, vector in choice.vectors.items():
             inputs += [""] * (index + 1 - len(inputs))
-            kind = integer_type(self.graph, view.inputs[index] if view.has(index) else "")
+            kind = self.graph.element_type(view.inputs[index]) if view.has(index) else 0
             dtype = np.int32 if kind == TensorProto.INT32 else np.int64
             inputs[index] = self._constant(f"{view.outputs[0]}.sizes", np.array(vector, dtype))
         for index, patch in choice.patches.items():
@@ -527,12 +449,13 @@ class _Writer:
     def _recipes(self, rank: int) -> tuple[Recipe, ...]:
         found = []
         for name, (source, placement) in self.constants.items():
+            part = None
             if isinstance(placement, Sharded):
                 held = ranges(placement.blocks, self.size, rank)
-                found.append(Recipe(name=name, source=source, axis=placement.axis, ranges=held))
-            else:
-                found.append(Recipe(name=name, source=source))
-        found += [Recipe(name=name, array=arrays[rank]) for name, arrays in self.added.items()]
+                part = Selection(axis=placement.axis, ranges=held)
+            found.append(Recipe(name=name, source=self.graph.constants[source], part=part))
+        for name, arrays in self.added.items():
+            found.append(Recipe(name=name, source=numpy_helper.from_array(arrays[rank])))
         return tuple(found)
 
     # Results.
@@ -550,19 +473,13 @@ class _Writer:
             for name, (kind, dims) in self.types.items()
             if name not in declared
         )
-        model = ModelProto()
-        for item, value in source.ListFields():
-            if item.name == "graph":
-                model.graph.CopyFrom(graph)
-            elif item.name == "ir_version":
-                model.ir_version = max(value, 4)  # before, initialisers had to be inputs
-            elif item.name != "training_info":
-                _copy_field(model, item.name, value)
+        model = without_graph(source)
+        model.graph.CopyFrom(graph)
         if all(item.domain != COLLECTIVE_DOMAIN for item in model.opset_import):
             model.opset_import.append(helper.make_opsetid(COLLECTIVE_DOMAIN, 1))
         return model
 
-    def _report(self) -> TensorReport:
+    def _report(self) -> StageReport:
         users: dict[str, list[tuple[View, int]]] = {}
         for number, node in enumerate(self.graph.nodes):
             view = View(self.graph, number, self.size)
@@ -571,12 +488,10 @@ class _Writer:
                     root = self.graph.source(name, REPLICATED)[0]
                     users.setdefault(root, []).append((view, index))
         sharded, whole = [], []
-        kept = 0
         for source, placement in self.constants.values():
             tensor = self.graph.constants[source]
             size = tensor_bytes(tensor)
             if isinstance(placement, Sharded):
-                kept += size // self.size
                 sharded.append(
                     ShardedWeight(
                         name=source,
@@ -587,22 +502,21 @@ class _Writer:
                         nodes=tuple(label(view.node) for view, _ in users.get(source, ())),
                     )
                 )
-                continue
-            kept += size
-            if prod(tensor.dims) >= _MANY:
+            elif prod(tensor.dims) >= _MANY:
                 reason = self._why_whole(users.get(source, []))
                 whole.append(WholeWeight(name=source, bytes=size, reason=reason))
-        return TensorReport(
+        sizes = (
+            self.values.bytes(node.value) if node.bytes is None else node.bytes
+            for node in self.collectives
+        )
+        return StageReport(
             sharded=tuple(sharded),
             whole=tuple(whole),
             collectives=tuple(self.collectives),
-            weight_bytes=sum(tensor_bytes(tensor) for tensor in self.graph.constants.values()),
-            rank_bytes=kept + sum(arrays[0].nbytes for arrays in self.added.values()),
+            collective_bytes=sum(sizes),
         )
 
     def _why_whole(self, users: list[tuple[View, int]]) -> str:
-        if self.size == 1:
-            return "there is one rank"
         for view, index in users:
             if operator(view.node) not in RULES:
                 return f"{label(view.node)} runs whole"
@@ -624,22 +538,3 @@ class _Writer:
                 found.append(cut)
         divided = [reason for reason in found if reason.endswith(f"not divisible by {self.size}")]
         return "; ".join(dict.fromkeys(divided or found))
-
-
-def _inner_names(nodes: Any) -> set[str]:
-    """The names of all values of subgraphs, which new names must not hide."""
-    found: set[str] = set()
-    for node in nodes:
-        for attribute in node.attribute:
-            for graph in (attribute.g, *attribute.graphs):
-                found.update(x.name for x in (*graph.input, *graph.initializer))
-                found.update(name for inner in graph.node for name in inner.output)
-                found |= _inner_names(graph.node)
-    return found
-
-
-def _copy_field(model: ModelProto, name: str, value: Any) -> None:
-    if isinstance(value, (int, str)):
-        setattr(model, name, value)
-    else:
-        getattr(model, name).extend(value)

@@ -16,13 +16,11 @@ from typing import Self
 
 import numpy as np
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped] # comes with onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, inliner, numpy_helper
+from onnx import GraphProto, ModelProto, TensorProto, inliner, numpy_helper
 
 from mcinfer.errors import BuildError
 from mcinfer.model_cache.onnx_files import external_files, open_regular, without_weights
-from mcinfer.slicing.estimates import MAIN_DOMAINS
-from mcinfer.slicing.graphs import subgraphs
-from mcinfer.specs import ELEMENT_TYPES
+from mcinfer.slicing.graphs import BITS, MAIN_DOMAINS, subgraphs, tensor_bytes, with_inner
 
 SMALL_BYTES = 16 << 10
 """Tensors up to this size stay in a parsed model: they may be shapes."""
@@ -41,8 +39,6 @@ _ELEMENTS = (
 )
 """The fields of a `TensorProto` that elements can be in."""
 
-_BITS = {element.onnx: element.bits for element in ELEMENT_TYPES.values()}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
@@ -59,6 +55,21 @@ class Selection:
     @property
     def size(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How one rank gets one initialiser of its graph.
+
+    Attributes:
+        name: In the rank's graph.
+        source: A tensor of the whole model, or one that slicing adds.
+        part: The part of it; None for all.
+    """
+
+    name: str
+    source: TensorProto
+    part: Selection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +142,8 @@ class Weights:
 
     def _take_out(self, tensor: TensorProto) -> None:
         """Replace a large tensor by a stub if its elements are in the model."""
-        size = tensor_size(tensor) or 0
-        if tensor.data_location != TensorProto.EXTERNAL and size > SMALL_BYTES:
+        is_inside = tensor.data_location != TensorProto.EXTERNAL
+        if is_inside and tensor_bytes(tensor) > SMALL_BYTES:
             content = _raw(tensor)
             for field in _ELEMENTS:
                 tensor.ClearField(field)
@@ -156,9 +167,7 @@ class Weights:
             raise BuildError(
                 f"{self._path}: external data of initialiser {tensor.name!r}: {exc}"
             ) from exc
-        size = tensor_size(tensor)
-        if size is None:
-            size = length
+        size = tensor_bytes(tensor) if BITS.get(tensor.data_type) else length
         end = os.fstat(descriptor).st_size
         if min(offset, size) < 0 or offset + size > end:
             raise BuildError(
@@ -177,33 +186,27 @@ class Weights:
 
     # Writing.
 
-    def write(
-        self,
-        tensor: TensorProto,
-        selection: Selection | None,
-        name: str,
-        file: "DataFile",
-    ) -> TensorProto:
+    def write(self, recipe: Recipe, file: "DataFile") -> TensorProto:
         """Write a tensor of the model, or a part of it; returns the new `TensorProto`.
 
         Elements that are few stay in the tensor.
         """
-        new = TensorProto(name=name, data_type=tensor.data_type, dims=tensor.dims)
-        if selection is not None:
-            new.dims[selection.axis] = selection.size
+        tensor, part = recipe.source, recipe.part
+        new = TensorProto(name=recipe.name, data_type=tensor.data_type, dims=tensor.dims)
+        if part is not None:
+            new.dims[part.axis] = part.size
+        is_known = bool(BITS.get(tensor.data_type))
         if tensor.data_location == TensorProto.EXTERNAL:
             place = self._places[int(tensor.external_data[0].value)]
-        elif tensor_size(tensor) is None:  # strings, or a type that is not known here
+        elif not is_known:  # strings, or a type that is not known here
             new.CopyFrom(tensor)
-            new.name = name
+            new.name = recipe.name
             return new
         else:
             raw = _raw(tensor)
             place = _Place(len(raw), content=raw)
-        size = tensor_size(new)
-        if size is None:
-            size = place.size
-        pieces = _pieces(place, tensor, selection)
+        size = tensor_bytes(new) if is_known else place.size
+        pieces = _pieces(place, tensor, part)
         if size <= _LEAST_OUTSIDE_BYTES:
             new.raw_data = b"".join(pieces)
         else:
@@ -214,7 +217,7 @@ class Weights:
         """Replace the stubs that are not initialisers of the main graph: attributes, subgraphs, functions."""
         for tensor in _tensors(model):
             if tensor.data_location == TensorProto.EXTERNAL and _is_stub(tensor):
-                tensor.CopyFrom(self.write(tensor, None, tensor.name, file))
+                tensor.CopyFrom(self.write(Recipe(name=tensor.name, source=tensor), file))
 
 
 class DataFile:
@@ -255,12 +258,6 @@ class DataFile:
             tensor.external_data.add(key=key, value=value)
 
 
-def tensor_size(tensor: TensorProto) -> int | None:
-    """Bytes of a tensor's elements, four-bit ones packed; None for strings and unknown types."""
-    bits = _BITS.get(tensor.data_type, 0)
-    return (prod(tensor.dims) * bits + 7) // 8 if bits else None
-
-
 def _raw(tensor: TensorProto) -> bytes:
     """The elements in the form of raw data."""
     content: bytes = tensor.raw_data
@@ -279,7 +276,7 @@ def _pieces(place: _Place, tensor: TensorProto, selection: Selection | None) -> 
         yield from _runs(place, 0, place.size)
         return
     shape, axis = tuple(tensor.dims), selection.axis
-    inner_bits = prod(shape[axis + 1 :]) * _BITS.get(tensor.data_type, 0)
+    inner_bits = prod(shape[axis + 1 :]) * BITS.get(tensor.data_type, 0)
     if not inner_bits or inner_bits % 8:
         raise BuildError(
             f"initialiser {tensor.name!r} {[*shape]} cannot be cut along axis {axis}: its elements "
@@ -317,7 +314,7 @@ def _constants_as_initializers(graph: GraphProto) -> None:
         for node in graph.node
         if node.op_type == "Constant"
         and node.domain in MAIN_DOMAINS
-        and any(a.name == "value" and (tensor_size(a.t) or 0) > SMALL_BYTES for a in node.attribute)
+        and any(a.name == "value" and tensor_bytes(a.t) > SMALL_BYTES for a in node.attribute)
     ]
     for node in large:
         tensor = graph.initializer.add()
@@ -328,24 +325,14 @@ def _constants_as_initializers(graph: GraphProto) -> None:
 
 def _tensors(model: ModelProto) -> Iterator[TensorProto]:
     """All tensors of a model, in subgraphs, attributes and functions too."""
-    yield from _tensors_of_graph(model.graph)
-    for function in model.functions:
-        for node in function.node:
-            yield from _tensors_of_node(node)
-
-
-def _tensors_of_graph(graph: GraphProto) -> Iterator[TensorProto]:
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-    for node in graph.node:
-        yield from _tensors_of_node(node)
-
-
-def _tensors_of_node(node: NodeProto) -> Iterator[TensorProto]:
-    for attribute in node.attribute:
-        if attribute.HasField("t"):
-            yield attribute.t
-        yield from attribute.tensors
-    for graph in subgraphs(node):
-        yield from _tensors_of_graph(graph)
+    graphs, lists = [model.graph], [function.node for function in model.functions]
+    for node in with_inner(node for nodes in (model.graph.node, *lists) for node in nodes):
+        graphs += subgraphs(node)
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+    for graph in graphs:
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)

@@ -167,6 +167,10 @@ def test_event_loop_goes_on_while_its_tasks_wait_for_room(fake_model: FakeModel)
                 while in_line(master) < 3:
                     await asyncio.sleep(0.005)
                 cancelled.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await cancelled
+                while in_line(master) > 2:
+                    await asyncio.sleep(0.005)
                 assert not any(task.done() for task in tasks)
             for count, task in enumerate(tasks, 1):
                 assert_answers(await asyncio.wait_for(task, 20.0), rows(count))

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from mcinfer.engines.base import Engine, RunCancelledError, Strings
-from mcinfer.engines.ranks import BUILD_FAILED, MAX_LAYOUTS, LeaderEngine, lead
+from mcinfer.engines.rank_layouts import MAX_LAYOUTS
+from mcinfer.engines.ranks import BUILD_FAILED, LeaderEngine, lead
 from mcinfer.errors import (
     BuildError,
     ClosedError,
