@@ -7,6 +7,7 @@ Start, build, runs and lifeline are those of the real worker, so the master sees
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import shlex
 import socket
@@ -211,6 +212,14 @@ def _flood_preparing(worker: HostileTransport, _: Message, data: bytes) -> None:
     worker.send_as_is(data)
 
 
+def _unasked_slab(worker: HostileTransport, message: Message, _: bytes) -> None:
+    """Weights for the other workers of a card, though it has neither a card nor others."""
+    assert isinstance(message, BuildFinish)
+    block = worker.hand_over()
+    slab = (block.number, block.size)
+    worker.send_as_is(encode(dataclasses.replace(message, slab=slab)))
+
+
 def _big_error(worker: HostileTransport, message: Message, _: bytes) -> None:
     assert isinstance(message, Reply)
     content: dict[str, Any] = {"id": protocol.Error.ID, "kind": "predict", "traceback": ""}
@@ -334,6 +343,7 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
     "huge": (Reply, _huge),
     "flood": (Reply, _flood),
     "flood_preparing": (BuildFinish, _flood_preparing),
+    "unasked_slab": (BuildFinish, _unasked_slab),
     "big_error": (Reply, _big_error),
     "many_connections": (Reply, _many_connections),
     "forged_block:masters": (Reply, _masters),

@@ -125,6 +125,19 @@ def test_what_does_no_harm_costs_no_worker(
         assert [worker.restarts for worker in master.statistics().workers] == [0, 0, 0]
 
 
+def test_slab_that_was_not_asked_for_ends_its_worker_and_is_given_to_none(
+    fake_model: FakeModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    become(tmp_path, monkeypatch, "unasked_slab")
+    with fake_master(fake_model(), 1) as master:
+        assert_answers(master.predict(rows(2), timeout=PATIENCE), rows(2))
+    [text] = killed(caplog)
+    assert "breaks the protocol: slab (-5, 4096) was not asked for" in text
+
+
 @pytest.mark.usefixtures("_memory_stays")
 @pytest.mark.parametrize("kind", ["huge", "deaf"])
 def test_request_that_a_worker_does_not_answer_is_timed_out_and_the_pool_serves(
