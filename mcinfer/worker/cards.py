@@ -466,7 +466,13 @@ class _CardRun(Run):
                 card.copy(copy.target, copy.source, copy.size)
             if self._settles:  # the host reads what the card has written
                 card.synchronize()
-            produced = run.execute()
+            try:
+                produced = run.execute()
+            except PredictError:
+                # CUDA's libraries name a dead context by texts of their own, such as "CUBLAS failure 13". The
+                # driver knows, and raises `CardLostError`.
+                card.synchronize()
+                raise
             for copy in self._after:
                 card.copy(copy.target, copy.source, copy.size)
             if self._after:
