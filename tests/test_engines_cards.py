@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import _onnxruntime, open_engine, prepared_facts
 from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
 from mcinfer.engines.base import EngineRequest, OutOfDeviceMemoryError, Slab, Strings
-from mcinfer.engines.preparation import OWN_COPY, engine_folder
+from mcinfer.engines.preparation import OWN_COPY, alone_in, engine_folder
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.building import ensure_prepared
 from mcinfer.model_cache.cache import Cache
@@ -284,6 +285,24 @@ def test_tensorrt_builds_into_a_folder_of_the_cache_for_each_content(
     clear()
     assert not os.path.exists(str(other))
     assert "freed" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("card")
+def test_workers_that_start_together_build_with_tensorrt_in_turn(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.onnx", CONV)
+    folder = engine_folder(request(path, provider="tensorrt"), _onnxruntime.RUNTIME)
+    assert folder is not None
+    waiter = f"-> FLOCK ADVISORY WRITE {os.getpid()} ".split()
+    inode = f":{os.stat(folder).st_ino}"
+    with ThreadPoolExecutor() as threads:
+        with alone_in(folder):
+            second = threads.submit(open_on_card, path, provider="tensorrt")
+            while not second.done():
+                locks = [line.split()[1:] for line in Path("/proc/locks").read_text().splitlines()]
+                if any(lock[:5] == waiter and lock[5].endswith(inode) for lock in locks):
+                    break
+            assert not second.done()
+        assert second.result(60).providers == ("CPUExecutionProvider",)
 
 
 @pytest.mark.usefixtures("card")

@@ -38,6 +38,7 @@ from mcinfer.engines.preparation import (
     OWN_COPY,
     Preparation,
     Runtime,
+    alone_in,
     describe,
     engine_folder,
     find_or_make,
@@ -609,9 +610,12 @@ def _open_session(
     request: EngineRequest, prepared: Path | None, given: _GivenWeights | None
 ) -> Any:
     """A session on the requested device, of the prepared form if there is one; `BuildError` if not."""
-    providers = _providers(request)
+    engines = engine_folder(request, RUNTIME)
+    providers = _providers(request, engines)
     options = _session_options(request, prepared=prepared is not None, given=given)
     with ExitStack() as opened:
+        if engines is not None:
+            opened.enter_context(alone_in(engines))
         path = (
             str(prepared)
             if prepared is not None
@@ -623,10 +627,10 @@ def _open_session(
     return session
 
 
-def _providers(request: EngineRequest) -> list[Any]:
+def _providers(request: EngineRequest, engines: str | None = None) -> list[Any]:
     """The providers of a session, with their options; `BuildError` if the device's own is not there."""
     available = ort.get_available_providers()
-    listed = provider_list(request, engine_folder(request, RUNTIME))
+    listed = provider_list(request, engines)
     check_available(request, available, ort.__version__)
     if request.allow_fallback:
         listed = [one for one in listed if one[0] in available]

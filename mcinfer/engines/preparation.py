@@ -9,6 +9,7 @@ A model that cannot be prepared is loaded as it is, and the engine's `notes` say
 save a model's optimised form, an entry without a model records this, so that mcinfer tries only once.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -17,8 +18,8 @@ import platform
 import re
 import resource
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -213,6 +214,22 @@ def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:
     except (BuildError, CacheUnusableError, MissingDependencyError, OSError) as exc:
         _log.warning("%s: TensorRT's engines are not kept: %s", request.model, exc)
         return None
+
+
+@contextmanager
+def alone_in(folder: str) -> Iterator[None]:
+    """No other process makes a session with this folder of engines meanwhile.
+
+    So workers that start together build an engine once: TensorRT chooses kernels by the time that they take,
+    which others on the card would change, and another process may read an engine while it is written. A
+    process that ends, or is ended because it took too long, lets the next one in.
+    """
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
