@@ -208,7 +208,9 @@ def test_weights_that_a_session_cannot_use_are_its_own(card: Card, tmp_path: Pat
     path, leader = write(tmp_path / "model.onnx", CONV), Leader(card)
     expected = results(open_on_card(path, slab=leader))
     hidden = open_on_card(path, slab=lambda model: replace(leader(model), host_address=None))
-    assert hidden.notes == (OWN_COPY,)
+    assert hidden.notes == (
+        f"{OWN_COPY}: the session runs on the CPUExecutionProvider, which cannot read the card's memory",
+    )
     np.testing.assert_array_equal(results(hidden)[0], expected[0])
     with pytest.raises(BuildError, match="slab: got 100 bytes, expected "):
         open_on_card(path, slab=lambda model: replace(leader(model), size=100))

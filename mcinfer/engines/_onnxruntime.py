@@ -239,8 +239,9 @@ class OnnxRuntimeEngine(Engine):
         self.on_card = self.providers[0] in ON_CARDS
         if given is not None and given.on_card == self.on_card:
             self.notes += given.notes(self.session)
-        elif request.slab is not None and self.held is not None and not self.notes:
-            self.notes = (OWN_COPY,)  # a model that is not prepared is small, or its notes say why
+        elif request.slab is not None and self.held is not None:
+            # A model that is not prepared is small, or its notes say why.
+            self.notes += (f"{OWN_COPY}: {self._why_not_shared()}",)
         self.spec = ModelSpec(
             inputs=tuple(_spec(arg, "input") for arg in self.session.get_inputs()),
             outputs=tuple(_spec(arg, "output") for arg in self.session.get_outputs()),
@@ -252,6 +253,13 @@ class OnnxRuntimeEngine(Engine):
         self._graphs = set(range(1, _MAX_GRAPHS + 1))  # numbers that are free
         self._run_options = _run_options()
         self._cancelled = False
+
+    def _why_not_shared(self) -> str:
+        if not self.on_card:
+            return (
+                f"the session runs on the {self.providers[0]}, which cannot read the card's memory"
+            )
+        return f"onnxruntime {ort.__version__} takes no memory of others, expected 1.31 or newer"
 
     def _tensors_on_host(self) -> frozenset[str] | None:
         """See `Engine.on_host`. What is bound elsewhere than the runtime has it, the runtime copies."""
