@@ -355,6 +355,46 @@ def test_tensors_that_a_session_on_a_card_has_on_the_host_are_named(tmp_path: Pa
     assert engine._tensors_on_host() == frozenset()
 
 
+class CopiesWhenBound:
+    """A session's binding that keeps each input as it was when it was bound, as across devices."""
+
+    def __init__(self, binding: Any) -> None:
+        self._binding = binding
+        self._kept: dict[str, Array] = {}
+
+    def bind_input(
+        self, name: str, device: str, index: int, element: int, shape: Any, address: int
+    ) -> None:
+        kept = np.frombuffer(ctypes.string_at(address, 4 * int(np.prod(shape))), np.float32)
+        self._kept[name] = kept
+        self._binding.bind_input(name, device, index, element, shape, kept.ctypes.data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._binding, name)
+
+
+def test_run_that_is_repeated_reads_the_inputs_that_the_runtime_copies_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = "(float[n] x) => (float[n] y) { y = Neg(x) }"
+    engine = open_on_card(save(tmp_path / "model.onnx", graph), prepare="never")
+    bindings = engine.session.io_binding
+    monkeypatch.setattr(engine.session, "io_binding", lambda: CopiesWhenBound(bindings()))
+    monkeypatch.setattr(
+        engine.session,
+        "run_with_iobinding",
+        lambda binding, options: type(engine.session).run_with_iobinding(
+            engine.session, binding._binding, options
+        ),
+    )
+    engine.on_host = frozenset()  # a session on a card has all tensors there
+    x = np.ones(3, np.float32)
+    run = engine.bind([buffer("x", x)], [])
+    for value in (1, 2, 3):
+        x[...] = value
+        assert content(run.execute()[0]).tolist() == [-value] * 3
+
+
 def test_run_with_strings_touches_no_memory_of_a_card(tmp_path: Path) -> None:
     graph = "(string[n] t, float[m] x) => (int64[1] s, float[m] y) { s = Shape(t) y = Neg(x) }"
     engine = open_on_card(save(tmp_path / "model.onnx", graph), prepare="never")

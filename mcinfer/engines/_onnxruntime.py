@@ -370,8 +370,16 @@ class _BoundRun(Run):
         self._names = [spec.name for spec in engine.spec.outputs]
         self._free = [name for name in self._names if name not in bound]
         self._binding = engine.session.io_binding()
+        # The runtime copies an input that lies on the wrong side when it is bound, and not in later runs
+        # (IOBinding::BindInput in IOBinding.cc), so these are bound for each run.
+        self._copied = []
+        on_host = engine.on_host
         for item in inputs:
-            if isinstance(item, Buffer):
+            if not isinstance(item, Buffer):
+                continue
+            if on_host is not None and (item.device is None) != (item.name in on_host):
+                self._copied.append(item)
+            else:
                 self._binding.bind_input(item.name, *_place(item))
         for name in self._names:  # all of them: `get_outputs` has this order
             if name in bound:
@@ -380,6 +388,8 @@ class _BoundRun(Run):
                 self._binding.bind_output(name, "cpu")
 
     def execute(self) -> Sequence[Produced | Strings]:
+        for item in self._copied:
+            self._binding.bind_input(item.name, *_place(item))
         # A binding keeps the outputs of the last run, and those of this one would have to fit in there.
         for name in self._free:
             self._binding.bind_output(name, "cpu")
