@@ -259,6 +259,13 @@ def test_context_that_is_dead_is_told_apart(text: str, why: str) -> None:
     assert text in str(error)
 
 
+def test_dead_context_is_found_in_the_middle_of_a_long_text() -> None:
+    names = "n" * 20_000  # of a fused node
+    error = device_error(f"running {names} CUDA failure 700: illegal ; file={names}")
+    assert isinstance(error, CardLostError)
+    assert len(str(error)) < 20_000
+
+
 @pytest.mark.parametrize(
     "text",
     [

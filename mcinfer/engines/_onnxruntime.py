@@ -348,7 +348,7 @@ class OnnxRuntimeEngine(Engine):
                 raise RunCancelledError("the run was cancelled") from quotable(exc)
             if _BLAMES_BOUND_OUTPUT.search(str(exc)):
                 raise _OutputShapeError(str(_map_error(exc, PredictError))) from quotable(exc)
-            on_card = device_error(shortened(f"onnxruntime: {exc}")) if self.on_card else None
+            on_card = device_error(f"onnxruntime: {exc}") if self.on_card else None
             raise on_card or _map_error(exc, PredictError) from quotable(exc)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from mcinfer.config import Device
 from mcinfer.engines.base import EngineRequest, OutOfDeviceMemoryError
-from mcinfer.errors import BuildError, CardLostError, EngineError
+from mcinfer.errors import BuildError, CardLostError, EngineError, shortened
 
 NAMES = {
     "cpu": "CPUExecutionProvider",
@@ -218,13 +218,14 @@ def device_error(text: str) -> EngineError | None:
     failure = _FAILURE.search(text)
     lost = _LOST.get(int(failure[1])) if failure else None
     if lost is not None:
-        return CardLostError(f"the card cannot be used by this process any more ({lost}): {text}")
+        return CardLostError(
+            shortened(f"the card cannot be used by this process any more ({lost}): {text}")
+        )
     short = _OUT_OF_MEMORY.search(text)
     if short is None:
         return None
     asked = next((int(size) for size in short.groups() if size), None)
+    what = "" if asked is None else f", which asked for {asked} bytes"
     return OutOfDeviceMemoryError(
-        f"the card has too little memory left for this run"
-        f"{'' if asked is None else f', which asked for {asked} bytes'}: {text}",
-        asked,
+        shortened(f"the card has too little memory left for this run{what}: {text}"), asked
     )

@@ -45,7 +45,8 @@ def test_program_prints_what_its_page_shows(number: int, cards: Cards, tmp_path:
         else:
             text = text.replace(plain, f"{plain}, options=mcinfer.EngineOptions({changed})")
     ended = run(tmp_path, not cards.real, "-c", text)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0, ended.stderr
+    assert cards.real or ended.stderr == ""  # on a card, ONNX Runtime may warn
     assert ended.stdout == shown
 
 
