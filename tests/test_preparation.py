@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper, parser
 
-from mcinfer.config import EngineOptions
+from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import _onnxruntime, preparation
 from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
 from mcinfer.engines.base import Engine, EngineRequest
@@ -337,6 +338,28 @@ def test_failure_of_the_moment_is_noted_and_not_remembered(
     assert_same(engine, open_ort(model))
     assert cache.entries() == []
     assert entry(open_ort(model, prepare="always"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Available memory of 100 is smaller than requested bytes of 200",
+        "CUDA failure 2: out of memory ; GPU=0 ; hostname=h",
+        "CUDA error 719: unspecified launch failure",
+        "std::bad_alloc",
+    ],
+)
+def test_full_or_lost_card_is_a_failure_of_the_moment(text: str) -> None:
+    assert preparation.is_transient(text)
+    assert not preparation.is_transient("no kernel for com.microsoft:Nothing")
+
+
+def test_model_is_prepared_without_the_limit_of_a_workers_share() -> None:
+    request = EngineRequest(
+        model="/m.onnx", device=Device("cuda", 0), threads=1, memory_limit=1, stream=2
+    )
+    there = preparation.request_of(json.loads(json.dumps(preparation._plain(request))))
+    assert there == replace(request, memory_limit=None, stream=None)
 
 
 def test_unusable_cache_is_noted_if_it_was_needed(

@@ -29,7 +29,13 @@ from typing import Any
 
 from mcinfer.config import CARD_KINDS, Device
 from mcinfer.engines.base import EngineRequest
-from mcinfer.engines.providers import NAMES, graph_options, keeps_engines, provider_of
+from mcinfer.engines.providers import (
+    NAMES,
+    device_error,
+    graph_options,
+    keeps_engines,
+    provider_of,
+)
 from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, shortened
 from mcinfer.model_cache.building import (
     ABOUT_FILE,
@@ -62,7 +68,7 @@ DRAFT = re.compile(r"tmp-[0-9a-f]{32}-\w+(/\w+)?|/proc/self/fd/\d+")
 FELL_BACK = "the runtime fell back"
 """Of a device that it could not use this time."""
 
-SHORT_OF_SOMETHING = re.compile(
+_SHORT_OF_SOMETHING = re.compile(
     r"bad_alloc|[Ff]ailed to allocate|Cannot allocate|No space left|Input/output error|"
     r"Too many open files|Resource temporarily unavailable|Permission denied|pthread|"
     rf"CUDA failure|CUBLAS failure|CUDNN failure|{FELL_BACK}"
@@ -438,11 +444,16 @@ def _fill_in_child(work: Work, folder: Path, lock: int, report: Callable[[int], 
         _log.info("prepared %s%s in %.1f s", size, work.kind, seconds)
 
 
+def is_transient(error: str) -> bool:
+    """Whether the cause of a runtime's error may be gone at the next try."""
+    return bool(_SHORT_OF_SOMETHING.search(error)) or device_error(error) is not None
+
+
 def _record_failure(work: Work, folder: Path, error: str) -> None:
     """Make it an entry that says why the model cannot be prepared, unless another try may succeed."""
     for entry in folder.iterdir():
         entry.unlink()
-    if SHORT_OF_SOMETHING.search(error):
+    if is_transient(error):
         raise ChildFailedError(error)
     _check_space(folder, 2 * work.source.size + _LEAST_BYTES)
     (folder / FAILURE_FILE).write_text(error, encoding="utf-8")
@@ -463,8 +474,11 @@ def _check_space(folder: Path, size: int) -> None:
 
 
 def _plain(request: EngineRequest) -> dict[str, Any]:
-    """A request as JSON, without the memory that this process has for it."""
-    given = replace(request, stream=None, slab=None)
+    """A request as JSON, without the memory that this process has for it.
+
+    Nor with its share of a card's memory: the child needs all weights at once, and other workers wait for it.
+    """
+    given = replace(request, stream=None, slab=None, memory_limit=None)
     plain = {name: getattr(given, name) for name in given.__dataclass_fields__}
     plain["device"] = str(request.device)
     for name in ("session_config", "provider_options"):

@@ -30,10 +30,10 @@ from mcinfer.engines.base import EngineRequest
 from mcinfer.engines.preparation import (
     DRAFT,
     OWN_COPY,
-    SHORT_OF_SOMETHING,
     Work,
     facts_of,
     is_large,
+    is_transient,
     limit_files,
     open_or_make,
     request_of,
@@ -213,7 +213,7 @@ def _prepare_all(
             folder.mkdir()
             prepare(replace(request, model=str(slices / f"model{rank}.onnx")), folder)
     except BuildError as exc:
-        if SHORT_OF_SOMETHING.search(str(exc)):
+        if is_transient(str(exc)):
             raise
         # They run as they are, with more memory.
         for folder in folders:
