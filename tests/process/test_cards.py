@@ -83,8 +83,9 @@ def taken(card: Card) -> int:
 
 def slab_descriptor() -> int:
     """A descriptor of the slab beside the master's: while it is open, its memory is not free."""
+    mark = f"memfd:card-{os.environ['MCINFER_EMULATED_LEDGER']}-"
     with os.scandir("/proc/self/fd") as entries:
-        descriptors = [int(entry.name) for entry in entries if "memfd:" in os.readlink(entry.path)]
+        descriptors = [int(entry.name) for entry in entries if mark in os.readlink(entry.path)]
     [found] = [fd for fd in descriptors if os.fstat(fd).st_size == SLAB_BYTES]
     return os.dup(found)
 
