@@ -10,11 +10,13 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
@@ -24,7 +26,7 @@ from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import _onnxruntime, open_engine, prepared_facts
 from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
 from mcinfer.engines.base import EngineRequest, OutOfDeviceMemoryError, Slab, Strings
-from mcinfer.engines.preparation import OWN_COPY, engine_folder
+from mcinfer.engines.preparation import OWN_COPY, alone_in, engine_folder
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.building import ensure_prepared
 from mcinfer.model_cache.cache import Cache
@@ -206,7 +208,9 @@ def test_weights_that_a_session_cannot_use_are_its_own(card: Card, tmp_path: Pat
     path, leader = write(tmp_path / "model.onnx", CONV), Leader(card)
     expected = results(open_on_card(path, slab=leader))
     hidden = open_on_card(path, slab=lambda model: replace(leader(model), host_address=None))
-    assert hidden.notes == (OWN_COPY,)
+    assert hidden.notes == (
+        f"{OWN_COPY}: the session runs on the CPUExecutionProvider, which cannot read the card's memory",
+    )
     np.testing.assert_array_equal(results(hidden)[0], expected[0])
     with pytest.raises(BuildError, match="slab: got 100 bytes, expected "):
         open_on_card(path, slab=lambda model: replace(leader(model), size=100))
@@ -218,6 +222,23 @@ def test_weights_that_stay_with_each_session_are_noted(card: Card, tmp_path: Pat
     engine = open_on_card(write(tmp_path / "model.onnx", (graph, weights)), slab=Leader(card))
     [note] = engine.notes  # those of the loop's body
     assert re.match(r"each process has 10485\d\d bytes of the weights of its own", note)
+
+
+def test_weight_of_a_subgraph_is_not_mistaken_for_one_of_the_same_name_outside(
+    card: Card, tmp_path: Path
+) -> None:
+    graph = MODELS[LOOP][0].replace("three, , x", "three, , first")
+    text = graph.replace("y = Loop", "first = MatMul(x, outside)\n            y = Loop")
+    weights = {**MODELS[LOOP][1], "outside": numbers(32, 32, seed=3)}
+    path = write(tmp_path / "model.onnx", (text, weights))
+    made = onnx.load(path)
+    body = made.graph.node[1].attribute[0].g
+    body.initializer[0].name = body.node[1].input[1] = "outside"
+    onnx.save(made, path)
+    leader = Leader(card)
+    shared, plain = open_on_card(path, slab=leader), open_on_card(path, prepare="never")
+    assert [one.name for one in layout(leader.models[0]).tensors] == ["w"]
+    np.testing.assert_allclose(results(shared)[0], results(plain)[0], rtol=1e-3, atol=1e-4)
 
 
 def test_weights_of_operators_that_run_on_the_host_are_known(tmp_path: Path) -> None:
@@ -269,6 +290,24 @@ def test_tensorrt_builds_into_a_folder_of_the_cache_for_each_content(
 
 
 @pytest.mark.usefixtures("card")
+def test_workers_that_start_together_build_with_tensorrt_in_turn(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.onnx", CONV)
+    folder = engine_folder(request(path, provider="tensorrt"), _onnxruntime.RUNTIME)
+    assert folder is not None
+    waiter = f"-> FLOCK ADVISORY WRITE {os.getpid()} ".split()
+    inode = f":{os.stat(folder).st_ino}"
+    with ThreadPoolExecutor() as threads:
+        with alone_in(folder):
+            second = threads.submit(open_on_card, path, provider="tensorrt")
+            while not second.done():
+                locks = [line.split()[1:] for line in Path("/proc/locks").read_text().splitlines()]
+                if any(lock[:5] == waiter and lock[5].endswith(inode) for lock in locks):
+                    break
+            assert not second.done()
+        assert second.result(60).providers == ("CPUExecutionProvider",)
+
+
+@pytest.mark.usefixtures("card")
 def test_cache_that_cannot_be_used_leaves_tensorrt_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +353,46 @@ def test_tensors_that_a_session_on_a_card_has_on_the_host_are_named(tmp_path: Pa
     assert engine._tensors_on_host() == frozenset("xyn")  # by what the runtime says of its memory
     engine.binds_host = False
     assert engine._tensors_on_host() == frozenset()
+
+
+class CopiesWhenBound:
+    """A session's binding that keeps each input as it was when it was bound, as across devices."""
+
+    def __init__(self, binding: Any) -> None:
+        self._binding = binding
+        self._kept: dict[str, Array] = {}
+
+    def bind_input(
+        self, name: str, device: str, index: int, element: int, shape: Any, address: int
+    ) -> None:
+        kept = np.frombuffer(ctypes.string_at(address, 4 * int(np.prod(shape))), np.float32)
+        self._kept[name] = kept
+        self._binding.bind_input(name, device, index, element, shape, kept.ctypes.data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._binding, name)
+
+
+def test_run_that_is_repeated_reads_the_inputs_that_the_runtime_copies_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = "(float[n] x) => (float[n] y) { y = Neg(x) }"
+    engine = open_on_card(save(tmp_path / "model.onnx", graph), prepare="never")
+    bindings = engine.session.io_binding
+    monkeypatch.setattr(engine.session, "io_binding", lambda: CopiesWhenBound(bindings()))
+    monkeypatch.setattr(
+        engine.session,
+        "run_with_iobinding",
+        lambda binding, options: type(engine.session).run_with_iobinding(
+            engine.session, binding._binding, options
+        ),
+    )
+    engine.on_host = frozenset()  # a session on a card has all tensors there
+    x = np.ones(3, np.float32)
+    run = engine.bind([buffer("x", x)], [])
+    for value in (1, 2, 3):
+        x[...] = value
+        assert content(run.execute()[0]).tolist() == [-value] * 3
 
 
 def test_run_with_strings_touches_no_memory_of_a_card(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ does; it refuses a tensor that lies on another side than it said.
 """
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -260,6 +262,36 @@ def test_runs_error_of_too_little_memory_says_what_is_free(cards: tuple[Card, Ca
         inner.failure = CardLostError("gone")
         with pytest.raises(CardLostError):
             run.execute()
+
+
+def test_error_of_a_library_on_a_dead_card_is_the_cards() -> None:
+    with emulated_cards(WITHOUT="events"):
+        card = Card.open(FIRST)
+        inner = Scaling(card, frozenset())
+        engine, x = CardEngine(inner, card, None), card.create(1, 4)
+        tensor = Buffer(
+            name="x", element_type="float32", shape=(1,), address=x.address, size=4, device=FIRST
+        )
+        run = engine.bind([tensor], [])
+        inner.failure = PredictError("CUBLAS failure 13: CUBLAS_STATUS_EXECUTION_FAILED")
+        with pytest.raises(PredictError, match="CUBLAS failure 13"):
+            run.execute()
+        gone = card.create(2, 4)
+        address = gone.address
+        gone.close()
+        card.copy(x.address, address, 4)  # an illegal address
+        with pytest.raises(CardLostError, match="only a new process"):
+            run.execute()
+
+
+def test_worker_of_a_cpu_imports_nothing_of_cards() -> None:
+    names = ("mcinfer.dlpack", "mcinfer.shm.cuda", "mcinfer.shm.slabs", "mcinfer.worker.cards")
+    program = (
+        "import sys, mcinfer.worker.server, mcinfer.engines._onnxruntime\n"
+        f"print({{*{names}}} & {{*sys.modules}})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert done.stdout == b"set()\n"
 
 
 def build(workers: int = 2, **options: str) -> Build:

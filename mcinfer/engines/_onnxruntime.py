@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.dlpack import DlpackTensor
 from mcinfer.engines.base import (
     Buffer,
     Engine,
@@ -39,6 +38,7 @@ from mcinfer.engines.preparation import (
     OWN_COPY,
     Preparation,
     Runtime,
+    alone_in,
     describe,
     engine_folder,
     find_or_make,
@@ -74,7 +74,6 @@ from mcinfer.model_cache.onnx_files import (
     open_regular,
     scan,
 )
-from mcinfer.shm.slabs import SlabTensor, layout
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,
@@ -240,8 +239,9 @@ class OnnxRuntimeEngine(Engine):
         self.on_card = self.providers[0] in ON_CARDS
         if given is not None and given.on_card == self.on_card:
             self.notes += given.notes(self.session)
-        elif request.slab is not None and self.held is not None and not self.notes:
-            self.notes = (OWN_COPY,)  # a model that is not prepared is small, or its notes say why
+        elif request.slab is not None and self.held is not None:
+            # A model that is not prepared is small, or its notes say why.
+            self.notes += (f"{OWN_COPY}: {self._why_not_shared()}",)
         self.spec = ModelSpec(
             inputs=tuple(_spec(arg, "input") for arg in self.session.get_inputs()),
             outputs=tuple(_spec(arg, "output") for arg in self.session.get_outputs()),
@@ -253,6 +253,13 @@ class OnnxRuntimeEngine(Engine):
         self._graphs = set(range(1, _MAX_GRAPHS + 1))  # numbers that are free
         self._run_options = _run_options()
         self._cancelled = False
+
+    def _why_not_shared(self) -> str:
+        if not self.on_card:
+            return (
+                f"the session runs on the {self.providers[0]}, which cannot read the card's memory"
+            )
+        return f"onnxruntime {ort.__version__} takes no memory of others, expected 1.31 or newer"
 
     def _tensors_on_host(self) -> frozenset[str] | None:
         """See `Engine.on_host`. What is bound elsewhere than the runtime has it, the runtime copies."""
@@ -363,8 +370,16 @@ class _BoundRun(Run):
         self._names = [spec.name for spec in engine.spec.outputs]
         self._free = [name for name in self._names if name not in bound]
         self._binding = engine.session.io_binding()
+        # The runtime copies an input that lies on the wrong side when it is bound, and not in later runs
+        # (IOBinding::BindInput in IOBinding.cc), so these are bound for each run.
+        self._copied = []
+        on_host = engine.on_host
         for item in inputs:
-            if isinstance(item, Buffer):
+            if not isinstance(item, Buffer):
+                continue
+            if on_host is not None and (item.device is None) != (item.name in on_host):
+                self._copied.append(item)
+            else:
                 self._binding.bind_input(item.name, *_place(item))
         for name in self._names:  # all of them: `get_outputs` has this order
             if name in bound:
@@ -373,6 +388,8 @@ class _BoundRun(Run):
                 self._binding.bind_output(name, "cpu")
 
     def execute(self) -> Sequence[Produced | Strings]:
+        for item in self._copied:
+            self._binding.bind_input(item.name, *_place(item))
         # A binding keeps the outputs of the last run, and those of this one would have to fit in there.
         for name in self._free:
             self._binding.bind_output(name, "cpu")
@@ -549,27 +566,27 @@ class _GivenWeights:
 
     Attributes:
         model: The prepared model.
-        tensors: The weights in the card's memory.
-        values: By name; they must outlive the session.
+        values: The weights by name, in the card's memory; they must outlive the session.
+        sizes: Their bytes, by name.
         on_card: Whether they are for a session on the card, not for one that reads them on the host.
     """
 
     model: Path
-    tensors: tuple[SlabTensor, ...]
     values: Mapping[str, Any]
+    sizes: Mapping[str, int]
     on_card: bool
 
     def notes(self, session: Any) -> tuple[str, ...]:
         """For the user: what the session has for itself nevertheless."""
-        own = scan(self.model).weight_bytes - sum(one.size for one in self.tensors)
+        own = scan(self.model).weight_bytes - sum(self.sizes.values())
         if self.on_card:
             copied = used_on_host(session, self.model)
-            own += sum(one.size for one in self.tensors if one.name in copied)
+            own += sum(size for name, size in self.sizes.items() if name in copied)
         if own < _LEAST_NOTED_BYTES:
             return ()
         return (
-            f"each process has {own} bytes of the weights of its own: small ones, those of subgraphs, and "
-            "those of operators that run on the host",
+            f"each process has {own} bytes of the weights of its own: small ones, those of subgraphs, of "
+            "types that the runtime does not share, and of operators that run on the host",
         )
 
 
@@ -592,6 +609,8 @@ def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights 
     """The weights on the request's card, if the model is prepared and this runtime can use them there."""
     if request.slab is None or model is None or not hasattr(ort.OrtValue, "from_dlpack"):  # 1.31
         return None
+    from mcinfer.shm.slabs import layout, runtime_values, tensors_of  # no worker of a CPU needs it
+
     slab, placed = request.slab(model), layout(model)
     if slab.size < placed.size:
         raise BuildError(f"slab: got {slab.size} bytes, expected {placed.size} for {model}")
@@ -599,28 +618,22 @@ def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights 
     start = slab.address if on_card else slab.host_address
     if start is None:  # the runtime falls back to the CPU, which cannot read them
         return None
-    values = {
-        one.name: ort.OrtValue.from_dlpack(
-            DlpackTensor(
-                address=start + one.offset,
-                shape=one.shape,
-                element_type=one.element_type,
-                device=slab.device if on_card else None,
-                owner=slab.owner,
-            )
-        )
-        for one in placed.tensors
-    }
-    return _GivenWeights(model=model, tensors=placed.tensors, values=values, on_card=on_card)
+    tensors = tensors_of(placed, start, slab.device if on_card else None, slab.owner)
+    values = runtime_values(tensors, ort.OrtValue.from_dlpack)
+    sizes = {name: tensors[name].size for name in values}
+    return _GivenWeights(model=model, values=values, sizes=sizes, on_card=on_card)
 
 
 def _open_session(
     request: EngineRequest, prepared: Path | None, given: _GivenWeights | None
 ) -> Any:
     """A session on the requested device, of the prepared form if there is one; `BuildError` if not."""
-    providers = _providers(request)
+    engines = engine_folder(request, RUNTIME)
+    providers = _providers(request, engines)
     options = _session_options(request, prepared=prepared is not None, given=given)
     with ExitStack() as opened:
+        if engines is not None:
+            opened.enter_context(alone_in(engines))
         path = (
             str(prepared)
             if prepared is not None
@@ -632,10 +645,10 @@ def _open_session(
     return session
 
 
-def _providers(request: EngineRequest) -> list[Any]:
+def _providers(request: EngineRequest, engines: str | None = None) -> list[Any]:
     """The providers of a session, with their options; `BuildError` if the device's own is not there."""
     available = ort.get_available_providers()
-    listed = provider_list(request, engine_folder(request, RUNTIME))
+    listed = provider_list(request, engines)
     check_available(request, available, ort.__version__)
     if request.allow_fallback:
         listed = [one for one in listed if one[0] in available]

@@ -9,6 +9,7 @@ A model that cannot be prepared is loaded as it is, and the engine's `notes` say
 save a model's optimised form, an entry without a model records this, so that mcinfer tries only once.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -17,8 +18,8 @@ import platform
 import re
 import resource
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -26,7 +27,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from mcinfer.config import Device
+from mcinfer.config import CARD_KINDS, Device
 from mcinfer.engines.base import EngineRequest
 from mcinfer.engines.providers import NAMES, graph_options, keeps_engines, provider_of
 from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, shortened
@@ -42,7 +43,6 @@ from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
 from mcinfer.model_cache.entries import MANIFEST, disk_bytes
 from mcinfer.model_cache.keys import FOLDER_KEY, Source, read_source
 from mcinfer.model_cache.onnx_files import check_regular, model_files
-from mcinfer.shm.cuda import KINDS, Card
 
 _LEAST_BYTES = 16 << 20
 """Least size of a model that ``"auto"`` prepares."""
@@ -216,6 +216,22 @@ def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:
         return None
 
 
+@contextmanager
+def alone_in(folder: str) -> Iterator[None]:
+    """No other process makes a session with this folder of engines meanwhile.
+
+    So workers that start together build an engine once: TensorRT chooses kernels by the time that they take,
+    which others on the card would change, and another process may read an engine while it is written. A
+    process that ends, or is ended because it took too long, lets the next one in.
+    """
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
 def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
     """The facts of a prepared model's key; BuildError or OSError if the model cannot be read."""
     folder = request.session_config.get(FOLDER_KEY)
@@ -318,7 +334,9 @@ def _environment(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
     if request.device.kind != "cpu":  # the keys of models for the CPU stay as they are
         provider = provider_of(request)
         facts |= {"provider": provider, "falls_back": NAMES[provider] not in runtime.providers}
-    if request.device.kind in KINDS:
+    if request.device.kind in CARD_KINDS:
+        from mcinfer.shm.cuda import Card  # no worker of a CPU needs it
+
         facts["card"] = Card.open(request.device).model()
     return facts
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from mcinfer.config import Device
+from mcinfer.config import CARD_KINDS, Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
     Buffer,
@@ -50,7 +50,7 @@ from mcinfer.errors import (
 from mcinfer.protocol import Build
 from mcinfer.shm.arena import SharedBlock
 from mcinfer.shm.block import Block
-from mcinfer.shm.cuda import KINDS, Card, DeviceBlock
+from mcinfer.shm.cuda import Card, DeviceBlock
 from mcinfer.shm.slabs import ALIGNMENT, fill, layout
 
 _LIMIT = "gpu_mem_limit"
@@ -76,10 +76,6 @@ class Offered:
 
 class _NoSlabError(BuildError):
     """The weights cannot be shared on the card."""
-
-
-def is_card(device: Device) -> bool:
-    return device.kind in KINDS
 
 
 def open_on_card(
@@ -253,7 +249,7 @@ class CardEngine(Engine):
         self.spec, self.providers, self.weights = engine.spec, engine.providers, engine.weights
         self.notes, self.prepared = engine.notes, engine.prepared
         self.on_card = engine.on_card
-        others = (Device(KINDS[0], index) for index in range(card.count))
+        others = (Device(CARD_KINDS[0], index) for index in range(card.count))
         self.reaches = tuple(str(other) for other in others if card.reaches(other))
         self._blocks: dict[int, DeviceBlock] = {}
         self._versions: dict[int, tuple[tuple[Buffer, ...], DeviceBlock]] = {}
@@ -470,7 +466,13 @@ class _CardRun(Run):
                 card.copy(copy.target, copy.source, copy.size)
             if self._settles:  # the host reads what the card has written
                 card.synchronize()
-            produced = run.execute()
+            try:
+                produced = run.execute()
+            except PredictError:
+                # CUDA's libraries name a dead context by texts of their own, such as "CUBLAS failure 13". The
+                # driver knows, and raises `CardLostError`.
+                card.synchronize()
+                raise
             for copy in self._after:
                 card.copy(copy.target, copy.source, copy.size)
             if self._after:
