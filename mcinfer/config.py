@@ -16,7 +16,7 @@ DEFAULT_DEVICE_KIND = "cpu"
 """The kind of device that a plain number of devices means."""
 
 CARD_KINDS = ("cuda", "tensorrt")
-"""The kinds of devices that are NVIDIA's cards, by CUDA's numbers."""
+"""The kinds of devices that are NVIDIA cards; their indices are those of the CUDA driver."""
 
 MAX_RANKS = 64
 """Most ranks of one group."""

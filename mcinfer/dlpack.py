@@ -17,15 +17,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
-from mcinfer.config import Device
+from mcinfer.config import CARD_KINDS, Device
 from mcinfer.errors import InvalidInputError
 from mcinfer.specs import ELEMENT_TYPES
 
 _HOST, _CUDA, _PINNED, _MANAGED = 1, 2, 3, 13
 """`DLDeviceType`: pinned is the host's memory that cards reach too, managed lies on both."""
-
-_CUDA_KINDS = ("cuda", "tensorrt")
-"""Kinds of devices whose memory is CUDA's."""
 
 _MAJOR, _MINOR = 1, 1
 """The version of DLPack that is spoken; where the other side is older, the one before 1.0."""
@@ -186,7 +183,7 @@ class DlpackTensor:
             raise InvalidInputError(
                 f"element_type: got {self.element_type!r}, expected one of {[*_CODES]}"
             )
-        if self.device is not None and self.device.kind not in _CUDA_KINDS:
+        if self.device is not None and self.device.kind not in CARD_KINDS:
             raise InvalidInputError(
                 f"device: got {self.device}, expected None for the host, or a device such as cuda:0"
             )

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mcinfer.config import (
+    CARD_KINDS,
     TRANSPORTS,
     CoreShare,
     Device,
@@ -59,7 +60,6 @@ from mcinfer.requests.splitting import Known, Splitter, Verify
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.runtime.loop import Loop
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
-from mcinfer.shm.cuda import KINDS
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.statistics import Health, Statistics, TraceHook
 from mcinfer.validators import TensorFields
@@ -199,7 +199,7 @@ class Master:
         nowhere = CoreShare(cores=(), shared=False, threads=cpus if cpus < len(cores) else None)
         may_share = engine == "onnxruntime" and cut.ranks == 1
         may_share &= options.prepare != "never" and options.provider in (None, "cuda")
-        on_cards = Counter(device.index for device in chosen if device.kind in KINDS)
+        on_cards = Counter(device.index for device in chosen if device.kind in CARD_KINDS)
         builds = []
         for index, device in enumerate(chosen):
             pinned = shares.get(index)
@@ -219,7 +219,7 @@ class Master:
                     session_config=dict(options.session_config),
                     provider_options=dict(options.provider_options),
                     provider=options.provider,
-                    card_workers=on_cards[device.index] if device.kind in KINDS else 1,
+                    card_workers=on_cards[device.index] if device.kind in CARD_KINDS else 1,
                     shares_weights=may_share and device.kind == "cuda" and chosen.count(device) > 1,
                     tensor=cut.tensor,
                     pipeline=cut.pipeline,

@@ -426,7 +426,7 @@ def test_arguments_of_join_are_checked(arguments: tuple[str, int, int, str], exp
     ("backend", "package", "expected"),
     [
         ("mpi", "mpi4py", r"need the package mpi4py: pip install 'mcinfer\[mpi\]'"),
-        ("nccl", "cupy", "need CuPy with NCCL: pip install cupy-cuda12x"),
+        ("nccl", "cupy", r"need CuPy with NCCL: pip install 'mcinfer\[cupy\]'"),
     ],
 )
 def test_missing_package_is_named(

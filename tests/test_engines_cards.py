@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
@@ -218,6 +219,23 @@ def test_weights_that_stay_with_each_session_are_noted(card: Card, tmp_path: Pat
     engine = open_on_card(write(tmp_path / "model.onnx", (graph, weights)), slab=Leader(card))
     [note] = engine.notes  # those of the loop's body
     assert re.match(r"each process has 10485\d\d bytes of the weights of its own", note)
+
+
+def test_weight_of_a_subgraph_is_not_mistaken_for_one_of_the_same_name_outside(
+    card: Card, tmp_path: Path
+) -> None:
+    graph = MODELS[LOOP][0].replace("three, , x", "three, , first")
+    text = graph.replace("y = Loop", "first = MatMul(x, outside)\n            y = Loop")
+    weights = {**MODELS[LOOP][1], "outside": numbers(32, 32, seed=3)}
+    path = write(tmp_path / "model.onnx", (text, weights))
+    made = onnx.load(path)
+    body = made.graph.node[1].attribute[0].g
+    body.initializer[0].name = body.node[1].input[1] = "outside"
+    onnx.save(made, path)
+    leader = Leader(card)
+    shared, plain = open_on_card(path, slab=leader), open_on_card(path, prepare="never")
+    assert [one.name for one in layout(leader.models[0]).tensors] == ["w"]
+    np.testing.assert_allclose(results(shared)[0], results(plain)[0], rtol=1e-3, atol=1e-4)
 
 
 def test_weights_of_operators_that_run_on_the_host_are_known(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ The engine here reads and writes at the addresses that it is given, after its st
 does; it refuses a tensor that lies on another side than it said.
 """
 
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -340,6 +342,16 @@ def test_runs_error_of_too_little_memory_says_what_is_free(cards: tuple[Card, Ca
         inner.failure = CardLostError("gone")
         with pytest.raises(CardLostError):
             run.execute()
+
+
+def test_worker_of_a_cpu_imports_nothing_of_cards() -> None:
+    names = ("mcinfer.dlpack", "mcinfer.shm.cuda", "mcinfer.shm.slabs", "mcinfer.worker.cards")
+    program = (
+        "import sys, mcinfer.worker.server, mcinfer.engines._onnxruntime\n"
+        f"print({{*{names}}} & {{*sys.modules}})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert done.stdout == b"set()\n"
 
 
 def build(workers: int = 2, **options: str) -> Build:

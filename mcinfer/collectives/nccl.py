@@ -42,7 +42,7 @@ try:
     from cupy.cuda import nccl
 except ImportError as exc:
     raise MissingDependencyError(
-        "collectives of the backend nccl need CuPy with NCCL: pip install cupy-cuda12x, or CuPy's package "
+        "collectives of the backend nccl need CuPy with NCCL: pip install 'mcinfer[cupy]', or CuPy's package "
         "for another version of CUDA, and NCCL as its installation guide says"
     ) from exc
 

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.dlpack import DlpackTensor
 from mcinfer.engines.base import (
     Buffer,
     Engine,
@@ -74,7 +73,6 @@ from mcinfer.model_cache.onnx_files import (
     open_regular,
     scan,
 )
-from mcinfer.shm.slabs import SlabTensor, layout
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,
@@ -549,27 +547,27 @@ class _GivenWeights:
 
     Attributes:
         model: The prepared model.
-        tensors: The weights in the card's memory.
-        values: By name; they must outlive the session.
+        values: The weights by name, in the card's memory; they must outlive the session.
+        sizes: Their bytes, by name.
         on_card: Whether they are for a session on the card, not for one that reads them on the host.
     """
 
     model: Path
-    tensors: tuple[SlabTensor, ...]
     values: Mapping[str, Any]
+    sizes: Mapping[str, int]
     on_card: bool
 
     def notes(self, session: Any) -> tuple[str, ...]:
         """For the user: what the session has for itself nevertheless."""
-        own = scan(self.model).weight_bytes - sum(one.size for one in self.tensors)
+        own = scan(self.model).weight_bytes - sum(self.sizes.values())
         if self.on_card:
             copied = used_on_host(session, self.model)
-            own += sum(one.size for one in self.tensors if one.name in copied)
+            own += sum(size for name, size in self.sizes.items() if name in copied)
         if own < _LEAST_NOTED_BYTES:
             return ()
         return (
-            f"each process has {own} bytes of the weights of its own: small ones, those of subgraphs, and "
-            "those of operators that run on the host",
+            f"each process has {own} bytes of the weights of its own: small ones, those of subgraphs, of "
+            "types that the runtime does not share, and of operators that run on the host",
         )
 
 
@@ -592,6 +590,8 @@ def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights 
     """The weights on the request's card, if the model is prepared and this runtime can use them there."""
     if request.slab is None or model is None or not hasattr(ort.OrtValue, "from_dlpack"):  # 1.31
         return None
+    from mcinfer.shm.slabs import layout, runtime_values, tensors_of  # no worker of a CPU needs it
+
     slab, placed = request.slab(model), layout(model)
     if slab.size < placed.size:
         raise BuildError(f"slab: got {slab.size} bytes, expected {placed.size} for {model}")
@@ -599,19 +599,10 @@ def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights 
     start = slab.address if on_card else slab.host_address
     if start is None:  # the runtime falls back to the CPU, which cannot read them
         return None
-    values = {
-        one.name: ort.OrtValue.from_dlpack(
-            DlpackTensor(
-                address=start + one.offset,
-                shape=one.shape,
-                element_type=one.element_type,
-                device=slab.device if on_card else None,
-                owner=slab.owner,
-            )
-        )
-        for one in placed.tensors
-    }
-    return _GivenWeights(model=model, tensors=placed.tensors, values=values, on_card=on_card)
+    tensors = tensors_of(placed, start, slab.device if on_card else None, slab.owner)
+    values = runtime_values(tensors, ort.OrtValue.from_dlpack)
+    sizes = {name: tensors[name].size for name in values}
+    return _GivenWeights(model=model, values=values, sizes=sizes, on_card=on_card)
 
 
 def _open_session(

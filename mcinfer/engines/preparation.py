@@ -26,7 +26,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from mcinfer.config import Device
+from mcinfer.config import CARD_KINDS, Device
 from mcinfer.engines.base import EngineRequest
 from mcinfer.engines.providers import NAMES, graph_options, keeps_engines, provider_of
 from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, shortened
@@ -42,7 +42,6 @@ from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
 from mcinfer.model_cache.entries import MANIFEST, disk_bytes
 from mcinfer.model_cache.keys import FOLDER_KEY, Source, read_source
 from mcinfer.model_cache.onnx_files import check_regular, model_files
-from mcinfer.shm.cuda import KINDS, Card
 
 _LEAST_BYTES = 16 << 20
 """Least size of a model that ``"auto"`` prepares."""
@@ -318,7 +317,9 @@ def _environment(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
     if request.device.kind != "cpu":  # the keys of models for the CPU stay as they are
         provider = provider_of(request)
         facts |= {"provider": provider, "falls_back": NAMES[provider] not in runtime.providers}
-    if request.device.kind in KINDS:
+    if request.device.kind in CARD_KINDS:
+        from mcinfer.shm.cuda import Card  # no worker of a CPU needs it
+
         facts["card"] = Card.open(request.device).model()
     return facts
 

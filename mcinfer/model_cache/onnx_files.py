@@ -208,6 +208,7 @@ class OnnxFile:
         inputs: Names of the main graph's inputs.
         unranked: Inputs and outputs of the main graph that may have any number of dimensions.
         initializers: Those of the main graph, by name, without sparse ones.
+        inner: Names of the initialisers of subgraphs, which may also be those of the main graph.
         constants: Number of other tensors: of nodes (Constant), subgraphs, functions; two for a sparse one.
         weight_bytes: Bytes of the elements of all tensors.
         external_bytes: The part of `weight_bytes` in other files.
@@ -224,6 +225,7 @@ class OnnxFile:
     inputs: set[str] = field(default_factory=set)
     unranked: set[str] = field(default_factory=set)
     initializers: dict[str, Initializer] = field(default_factory=dict)
+    inner: set[str] = field(default_factory=set)
     constants: int = 0
     weight_bytes: int = 0
     external_bytes: int = 0
@@ -313,8 +315,11 @@ def _walk(message: Message, kind: str, found: OnnxFile, depth: int) -> None:
             if tensor.location:
                 found.places.add(tensor.location)
                 found.external_bytes += tensor.bytes
-            if depth == 2 and kind == _GRAPH and number == _INITIALIZER:
-                found.initializers[tensor.name] = tensor
+            if kind == _GRAPH and number == _INITIALIZER:
+                if depth == 2:
+                    found.initializers[tensor.name] = tensor
+                else:
+                    found.inner.add(tensor.name)
 
 
 def _tensor(tensor: Message) -> Initializer:

@@ -27,11 +27,11 @@ from weakref import finalize
 import numpy as np
 
 from mcinfer import dlpack
-from mcinfer.config import Device
+from mcinfer.config import CARD_KINDS, Device
 from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError
 from mcinfer.requests.request import Arrays, Lease, Part, Request
 from mcinfer.shm.arena import Arena, Slot
-from mcinfer.shm.cuda import KINDS, Card, DeviceBlock
+from mcinfer.shm.cuda import Card, DeviceBlock
 from mcinfer.specs import STRING, TensorSpec
 from mcinfer.statistics import CARD_WAYS, CardStatistics, CardWay
 
@@ -302,7 +302,7 @@ def card_of(text: object, name: str, pool: Sequence[Device]) -> Device:
     """The card that an argument names; ``"device"`` is the first one of the pool's devices."""
     if text == "device":
         for device in pool:
-            if device.kind in KINDS:
+            if device.kind in CARD_KINDS:
                 return Device("cuda", device.index)
         raise InvalidInputError(
             f"{name}: got 'device', expected the name of a card, such as 'cuda:0': this pool has none"

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
 
-from mcinfer.config import Device
+from mcinfer.config import CARD_KINDS, Device
 from mcinfer.errors import (
     BuildError,
     CardError,
@@ -59,9 +59,6 @@ from mcinfer.errors import (
 
 MEMORY_VARIABLE = "MCINFER_CARD_MEMORY"
 """Environment variable: ``descriptors`` or ``handles``, in place of what the card supports best."""
-
-KINDS = ("cuda", "tensorrt")
-"""Kinds of devices that are NVIDIA cards; their indices are those of the CUDA driver."""
 
 _TOKEN = struct.Struct("<4s11s?QQ16s64s64s")
 # mark, kind, whether there is an event, bytes wanted and mapped, the card's UUID, handles of memory and event
@@ -246,8 +243,10 @@ class Card:
             BuildError: There is no driver, or no such card, or the driver refuses to use it.
             ClosedError: This process was forked from one that uses the card.
         """
-        if device.kind not in KINDS:
-            raise InvalidInputError(f"device: got {device}, expected one of the kinds {[*KINDS]}")
+        if device.kind not in CARD_KINDS:
+            raise InvalidInputError(
+                f"device: got {device}, expected one of the kinds {[*CARD_KINDS]}"
+            )
         for card in [*cls._opened.values()]:
             card._check_process()
         if device.index not in cls._opened:
@@ -277,10 +276,10 @@ class Card:
                 if not found:
                     return None
                 index = found[0]
-        return cls.open(Device(KINDS[0], index))
+        return cls.open(Device(CARD_KINDS[0], index))
 
     def __init__(self, device: Device) -> None:
-        self.device = Device(KINDS[0], device.index)
+        self.device = Device(CARD_KINDS[0], device.index)
         self.unused: deque[_Piece] = deque()
         self._awaited: list[_Piece] = []  # to be freed when their importers are gone
         self._events: list[tuple[Any, bytes]] = []  # of blocks that ended
@@ -430,7 +429,7 @@ class Card:
 
     def reaches(self, other: Device) -> bool:
         """Whether this card can read and write that one's memory: it is the same, or a peer."""
-        if other.kind not in KINDS or other.index >= self.count:
+        if other.kind not in CARD_KINDS or other.index >= self.count:
             return False
         if other.index == self.device.index:
             return True

@@ -8,11 +8,12 @@ since a runtime reads them while it loads a model.
 import errno
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mcinfer.config import Device
 from mcinfer.dlpack import DlpackTensor
@@ -26,6 +27,9 @@ ALIGNMENT = 256
 
 _STAGING_BYTES = 8 << 20
 """One of two buffers: while the card copies from one, the files are read into the other."""
+
+_REFUSED_TYPE = "dlpack_converter.cc"
+"""In its message about an element type that it does not take (1.31)."""
 
 _NAMES = {
     element.onnx: name for name, element in ELEMENT_TYPES.items() if not name.startswith("complex")
@@ -72,7 +76,13 @@ def layout(model: Path) -> SlabLayout:
         OSError: The file cannot be opened.
     """
     found = scan(model)
-    outside = sorted((i for i in found.initializers.values() if i.location), key=lambda i: i.name)
+    # The runtime gives a session's weights by name to its subgraphs as well (1.32), also where these have
+    # others of the same name.
+    outside = [
+        one
+        for name, one in sorted(found.initializers.items())
+        if one.location and name not in found.inner
+    ]
     paths = dict(
         zip(found.external, external_files(model, None, found.external), strict=True),
     )
@@ -120,6 +130,31 @@ def tensors_of(
         )
         for tensor in slab.tensors
     }
+
+
+def runtime_values(
+    tensors: Mapping[str, DlpackTensor], from_dlpack: Callable[[DlpackTensor], Any]
+) -> dict[str, Any]:
+    """The weights as values of ONNX Runtime, in place.
+
+    Without those of types that it takes from no other library: before 1.32, Booleans, and elements of eight
+    bits or less that are no integers of C. Each session loads these from the file.
+
+    Args:
+        tensors: The weights.
+        from_dlpack: `onnxruntime.OrtValue.from_dlpack`.
+    """
+    values, refused = {}, set()
+    for name, tensor in tensors.items():
+        if tensor.element_type in refused:
+            continue
+        try:
+            values[name] = from_dlpack(tensor)
+        except RuntimeError as exc:
+            if _REFUSED_TYPE not in str(exc):
+                raise
+            refused.add(tensor.element_type)
+    return values
 
 
 def fill(card: Card, block: DeviceBlock, slab: SlabLayout) -> None:

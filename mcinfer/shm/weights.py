@@ -47,7 +47,7 @@ from mcinfer.model_cache.cache import CacheUnusableError, Held
 from mcinfer.process import start_time
 from mcinfer.shm.cuda import Card, DeviceBlock, DeviceMemory
 from mcinfer.shm.descriptors import close_all, peer_credentials, receive, send
-from mcinfer.shm.slabs import SlabLayout, fill, layout, tensors_of
+from mcinfer.shm.slabs import SlabLayout, fill, layout, runtime_values, tensors_of
 
 _GRANTED = b'{"ok": true}'
 """The answer that comes with the descriptors of the folder and of its lock, in this order."""
@@ -461,7 +461,7 @@ class SharedWeights:
             tensors = self.slab.tensors_on_host()
         if tensors is None:
             raise MissingDependencyError(_NEEDS_RUNTIME)
-        values = {name: ort.OrtValue.from_dlpack(tensor) for name, tensor in tensors.items()}
+        values = runtime_values(tensors, ort.OrtValue.from_dlpack)
         for name, value in values.items():
             session_options.add_initializer(name, value)
         session_options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

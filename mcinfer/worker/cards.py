@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from mcinfer.config import Device
+from mcinfer.config import CARD_KINDS, Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
     Buffer,
@@ -54,7 +54,7 @@ from mcinfer.errors import (
 from mcinfer.protocol import Build
 from mcinfer.shm.arena import SharedBlock
 from mcinfer.shm.block import Block
-from mcinfer.shm.cuda import KINDS, Card, DeviceBlock
+from mcinfer.shm.cuda import Card, DeviceBlock
 from mcinfer.shm.slabs import ALIGNMENT, fill, layout
 
 _LIMIT = "gpu_mem_limit"
@@ -83,10 +83,6 @@ class Offered:
 
 class _NoSlabError(BuildError):
     """The weights cannot be shared on the card."""
-
-
-def is_card(device: Device) -> bool:
-    return device.kind in KINDS
 
 
 def open_on_card(
@@ -268,7 +264,7 @@ class CardEngine(Engine):
         # TensorRT wants bound addresses "aligned to at least 256 bytes" (setTensorAddress).
         is_tensorrt = self.providers[:1] == (NAMES["tensorrt"],)
         self.alignment = ALIGNMENT if is_tensorrt else _KERNELS
-        others = (Device(KINDS[0], index) for index in range(card.count))
+        others = (Device(CARD_KINDS[0], index) for index in range(card.count))
         self.reaches = tuple(str(other) for other in others if card.reaches(other))
         self._blocks: dict[int, DeviceBlock] = {}
         self._versions: dict[int, tuple[tuple[Buffer, ...], DeviceBlock]] = {}

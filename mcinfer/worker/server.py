@@ -26,10 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mcinfer.collectives.base import DEFAULT_TIMEOUT
-from mcinfer.config import Device
+from mcinfer.config import CARD_KINDS, Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
     Buffer,
@@ -86,8 +86,10 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec, tensor_bytes
 from mcinfer.validators import TensorFields, TensorRef
-from mcinfer.worker.cards import CardEngine, Offered, is_card, open_on_card
 from mcinfer.worker.joined_runs import JoinedRun, JoinedRuns, Member
+
+if TYPE_CHECKING:  # at a run, workers of cards alone import it
+    from mcinfer.worker.cards import CardEngine, Offered
 
 STRANGER = 77
 """Exit status of a worker that got BUILD without its master's token: EX_NOPERM of sysexits.h."""
@@ -348,7 +350,9 @@ class Server:
 
                 cut = (message.tensor, message.pipeline)
                 self._engine = lead(request, cut, self._followers, self._report_progress)
-            elif is_card(request.device):
+            elif request.device.kind in CARD_KINDS:
+                from mcinfer.worker.cards import CardEngine, open_on_card
+
                 self._engine = open_on_card(message, request, offered, self._report_progress)
                 if isinstance(self._engine, CardEngine):
                     self._card = self._engine
@@ -378,7 +382,7 @@ class Server:
             reaches=reaches,
         )
 
-    def _offered_slab(self, message: Build) -> Offered | None:
+    def _offered_slab(self, message: Build) -> "Offered | None":
         """The block of the weights that BUILD names, as it was attached."""
         if message.slab is None:
             return None
@@ -725,6 +729,8 @@ class Server:
         except McinferError as exc:
             os.close(fd)
             raise ProtocolError(f"block {number}: {exc}") from exc
+        from mcinfer.worker.cards import Offered
+
         self._offered[number] = Offered(number=number, size=size, fd=fd, token=token, device=owner)
 
     def _detach(self, number: int) -> None:
