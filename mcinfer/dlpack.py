@@ -7,7 +7,9 @@
 
 Ownership: memory belongs to its producer. A capsule that no consumer took is deleted with the memory's hold,
 by its destructor; a consumer renames the capsule that it takes, and calls the deleter once, from any thread.
-Here the hold is one reference to a Python object, so there is no list of what is lent.
+Our capsules are those of a NumPy array over the memory, which keeps the owner, with our device and type
+written in: destructor and deleter must be functions in C, since consumers in C drop a capsule while an
+exception is set, in which state no Python code can run.
 """
 
 import ctypes
@@ -16,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
+
+import numpy as np
 
 from mcinfer.config import CARD_KINDS, Device
 from mcinfer.errors import InvalidInputError
@@ -50,6 +54,10 @@ _CODES = {
     "float8_e5m2fnuz": (13, 8),
 }
 """`DLDataTypeCode` and bits of our element types: all but strings."""
+
+_LIKE = {4: "|u1", 8: "|u1", 16: "<u2", 32: "<u4", 64: "<u8", 128: "<c16"}
+"""By bits, a type of NumPy's that stands in for ours. Elements of four bits count as bytes there: that array
+is larger than the memory, and nothing reads it."""
 
 _ELEMENT_TYPES = {code: name for name, code in _CODES.items()}
 
@@ -99,12 +107,6 @@ _STRUCTURES: dict[bool, type[_Managed] | type[_ManagedVersioned]] = {
 
 # Functions of Python's own, with types of their own: those of `ctypes.pythonapi` belong to everyone.
 _python = ctypes.PyDLL(None)
-_Destructor = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-_increase, _decrease = _python.Py_IncRef, _python.Py_DecRef
-_increase.argtypes, _increase.restype = [ctypes.py_object], None
-_decrease.argtypes, _decrease.restype = [ctypes.c_void_p], None
-_new = _python.PyCapsule_New
-_new.argtypes, _new.restype = [ctypes.c_void_p, ctypes.c_char_p, _Destructor], ctypes.py_object
 _is_valid = _python.PyCapsule_IsValid
 _is_valid.argtypes, _is_valid.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_int
 _pointer = _python.PyCapsule_GetPointer
@@ -114,38 +116,11 @@ _rename.argtypes, _rename.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c
 
 
 @dataclass(slots=True)
-class _Lent:
-    """What one capsule lends: the structure, the arrays that it points to, and the memory's owner."""
+class _Memory:
+    """What NumPy makes an array of, which keeps this, and so the owner."""
 
-    managed: _Managed | _ManagedVersioned
-    arrays: tuple[Any, ...]
+    __array_interface__: dict[str, Any]
     owner: object
-
-
-def _let_go(versioned: bool) -> Any:
-    structure = _STRUCTURES[versioned]
-
-    def delete(address: int) -> None:
-        _decrease(
-            structure.from_address(address).context
-        )  # the last access: it frees the structure
-
-    return _Deleter(delete)
-
-
-_DELETERS = {versioned: _let_go(versioned) for versioned in (True, False)}
-"""What consumers call; kept, since they may call it as long as this process lives."""
-
-
-def _destroy(capsule: int) -> None:
-    """Let go what a capsule lends that no consumer took."""
-    for versioned, (name, _) in _NAMES.items():
-        if _is_valid(capsule, name):
-            _DELETERS[versioned](_pointer(capsule, name))
-
-
-_DESTRUCTOR = _Destructor(_destroy)
-_increase(_DESTRUCTOR)  # for ever, too
 
 
 class Exporter(Protocol):
@@ -220,28 +195,21 @@ class DlpackTensor:
             raise BufferError("this memory is read-only, which DLPack can say from version 1.0 on")
         if self.ready is not None:
             self.ready(stream)
-        structure = _STRUCTURES[versioned]
         code, bits = _CODES[self.element_type]
-        count = len(self.shape)
-        shape = (ctypes.c_int64 * count)(*self.shape)
-        strides = (ctypes.c_int64 * count)(*_c_strides(self.shape))
-        managed = structure()
-        managed.tensor = _Tensor(
-            data=self.address or None,
-            device=_Device(*self.__dlpack_device__()),
-            ndim=count,
-            dtype=_DataType(code, bits, 1),
-            shape=shape,
-            strides=strides,
-        )
-        lent = _Lent(managed, (shape, strides), self.owner)
-        managed.context = id(lent)
-        managed.deleter = ctypes.cast(_DELETERS[versioned], ctypes.c_void_p)
-        if isinstance(managed, _ManagedVersioned):
-            managed.major, managed.minor = _MAJOR, _MINOR
-            managed.flags = _READ_ONLY if self.read_only else 0
-        _increase(lent)
-        return _new(ctypes.addressof(managed), _NAMES[versioned][0], _DESTRUCTOR)
+        memory = {
+            "version": 3,
+            "typestr": _LIKE[bits],
+            "shape": self.shape,
+            "data": (self.address, self.read_only),
+        }
+        array = np.asarray(_Memory(memory, self.owner))
+        capsule = array.__dlpack__(max_version=(_MAJOR, _MINOR) if versioned else None)
+        address = _pointer(id(capsule), _NAMES[versioned][0])
+        tensor = _STRUCTURES[versioned].from_address(address).tensor
+        tensor.data = self.address or None
+        tensor.device = _Device(*self.__dlpack_device__())
+        tensor.dtype = _DataType(code, bits, 1)
+        return capsule
 
 
 class _Held:

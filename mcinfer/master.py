@@ -638,7 +638,9 @@ class Master:
             inputs, timeout, batch_axes, output_axes, shards, priority, outputs, outputs_on
         )
         if call.known.open and self._learns_from(call):
-            call.inputs = [np.array(array) for array in self._ready().host_arrays(call.inputs)]
+            call.inputs = [
+                np.array(array) for array in self._ready().host_arrays(call.inputs, call.timeout)
+            ]
             runs = _CheckRuns(self, call)
             learned = self._waiting.submit(
                 partial(copy_context().run, self._learn_from, call, runs)
@@ -729,7 +731,7 @@ class Master:
         if not self._loop.may_wait():
             raise McinferError("learn() was called in a future's callback, where nothing may wait")
         call = self._call(example, timeout, batch_axes, output_axes, None, 0, None)
-        runs, arrays = _CheckRuns(self, call), self._ready().host_arrays(example)
+        runs, arrays = _CheckRuns(self, call), self._ready().host_arrays(example, call.timeout)
         return call.splitter.relearn(arrays, max(2, call.pieces), runs, call.timeout)
 
     def warm_up(self, example: Inputs, *, timeout: float | None = None) -> None:
@@ -957,7 +959,7 @@ class Master:
             return self._submit(in_pieces).result()
 
         pieces = max(2, call.pieces)  # as many as later requests have
-        arrays = self._ready().host_arrays(call.inputs)
+        arrays = self._ready().host_arrays(call.inputs, call.timeout)
         return self._as_wanted(call, call.splitter.answer(arrays, pieces, runs, split_run))
 
     def _predict_offered(self, call: "_Call") -> Arrays:
@@ -973,7 +975,7 @@ class Master:
 
     def _run_whole(self, call: "_Call", failure: PredictError) -> Arrays:
         """Run a request whole after its pieces failed, or raise the failure again."""
-        (whole,) = _CheckRuns(self, call)([self._ready().host_arrays(call.inputs)])
+        (whole,) = _CheckRuns(self, call)([self._ready().host_arrays(call.inputs, call.timeout)])
         if isinstance(whole, McinferError):
             raise failure
         call.splitter.withdraw(f"a piece of a batch fails where the whole runs ({failure})")
@@ -985,7 +987,7 @@ class Master:
         if call.outputs_on is None:
             return answer
         specs = [spec for spec in self._spec().outputs if spec.name in answer]
-        return pick(call.outputs_on.upload(specs, answer), call.outputs)
+        return pick(call.outputs_on.upload(specs, answer, call.timeout), call.outputs)
 
     def _submit(self, call: "_Call", *, wait: bool = True) -> "OutcomeFuture[Arrays]":
         request = self._request(call, wait=wait, may_wait=self._loop.may_wait())
@@ -1000,7 +1002,7 @@ class Master:
         """Compare two requests that ran apart with one joined run of both."""
         on_host = call.outputs_on is None
         if request.rows and on_host and not call.apart and self._verify == "first":
-            arrays = self._ready().host_arrays(call.inputs)
+            arrays = self._ready().host_arrays(call.inputs, call.timeout)
             pair = call.splitter.offer(arrays, future)
             if pair is not None:
                 runs = _CheckRuns(self, call, late=True)
@@ -1025,6 +1027,7 @@ class Master:
             memory_wait,
             joinable=joinable,
             outputs_on=call.outputs_on,
+            card_timeout=call.timeout,
         )
         if self._max_batch_size > 1 and call.joins and known.settled and not call.apart:
             if not known.splits:

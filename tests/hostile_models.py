@@ -130,7 +130,10 @@ def _secret_beside(path: Path) -> None:
 
 _ELSEWHERE = r"Absolute path|escapes model dir|stays within"
 _NO_FILE = r"got a (pipe|folder|device)|regular file|cannot get file size"
-_BOUNDS = r"out of bounds|external data with (offset|length)|size mismatch|Failed to parse|can ?not be read|does not match"
+_BOUNDS = (
+    r"out of bounds|external data with (offset|length)|size mismatch|Failed to parse|can ?not be read|"
+    r"does not match"
+)
 
 OUTSIDE = [
     Hostile("an absolute path", _absolute, _ELSEWHERE),

@@ -6,14 +6,16 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mcinfer.config import Device
-from mcinfer.errors import InvalidInputError, QueueFullError
+from mcinfer.errors import InvalidInputError, PredictError, PredictTimeoutError, QueueFullError
 from mcinfer.requests.card_tensors import CardMemory, card_of, check_types
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Request
@@ -57,6 +59,8 @@ class Pool:
     model: ModelSpec = PLAIN
     limit: int = LIMIT
     delivered: list[Callable[[], object]] = field(default_factory=list)
+    repeated: list[Callable[[], bool]] = field(default_factory=list)
+    timeout: float = 30.0
     asked: list[tuple[str, list[int]]] = field(default_factory=list)
     memories: dict[Device, CardMemory] = field(default_factory=dict)
 
@@ -76,20 +80,26 @@ class Pool:
     def card(self, device: Device) -> CardMemory:
         if device not in self.memories:
             card = Card.open(device)
+            card.reclaim()  # what earlier tests have left
             create, name = card.create, f"memory of {device}"
             arena = Arena(self.limit, numbers=self._numbers, create=create, name=name)
             allocate = self._allocator(str(device), arena)
-            self.memories[device] = CardMemory(card, arena, allocate, self.reached)
+            repeat = self.repeated.append
+            self.memories[device] = CardMemory(card, arena, allocate, self.reached, repeat)
         return self.memories[device]
 
     def deliver(self, call: Callable[[], object]) -> None:
         self.delivered.append(call)
 
     def request(
-        self, *inputs: Any, on: str | None = None, pieces: int = 2, how: Known = DECLARED
+        self, *inputs: Any, on: str | None = None, pieces: int = 2, how: Known | None = DECLARED
     ) -> Request:
         memory = None if on is None else self.card(Device.parse(on))
-        return self.planner.request([*inputs], pieces, how, 1.0, outputs_on=memory)
+        request = self.planner.request(
+            [*inputs], pieces, how, 1.0, outputs_on=memory, card_timeout=self.timeout
+        )
+        request.timeout = self.timeout
+        return request
 
     def at(self, reference: TensorRef) -> np.ndarray[Any, Any]:
         """The memory of a reference, once all that is queued on its card is done."""
@@ -138,6 +148,10 @@ class Pool:
         gc.collect()
         while self.delivered:
             self.delivered.pop()()
+        for memory in self.memories.values():
+            memory.card.synchronize(30)
+        while self.repeated:
+            assert self.repeated.pop()()
 
     def close(self) -> None:
         self.deliver_all()
@@ -431,3 +445,125 @@ def test_argument_names_a_card(text: object, pool: list[str], expected: str | No
             card_of(text, "outputs_on", devices)
     else:
         assert str(card_of(text, "outputs_on", devices)) == expected
+
+
+def test_producers_tensor_is_held_until_the_copy_for_a_failed_request_is_done(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make()
+    card = pool.card(Device("cuda", 0))
+    x = pool.cupy.asarray(X)
+    card.card.synchronize()
+    gate = threading.Event()
+    with pool.cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.launch_host_func(lambda _: gate.wait(30), None)
+        before = sys.getrefcount(x.view)
+        try:
+            request = pool.request(x, W)
+            request.error = PredictError("a worker is gone")
+            request.release()
+            del request
+            while pool.delivered:
+                pool.delivered.pop()()  # nothing waits here
+            (attempt,) = pool.repeated
+            assert not attempt()
+            held = sys.getrefcount(x.view)
+        finally:
+            gate.set()
+    assert held == before + 1
+    card.card.synchronize()
+    del attempt
+    pool.deliver_all()
+    after = sys.getrefcount(x.view)
+    assert after == before
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_tensor_that_goes_through_the_host_is_not_waited_for_past_the_time_out(
+    make: Callable[..., Pool], way: str
+) -> None:
+    pool = make(reached=False, timeout=0.05)
+    x = pool.cupy.asarray(X)
+    pool.card(Device("cuda", 0))
+    gate = threading.Event()
+    where = pool.cupy.cuda.get_current_stream()
+    try:
+        request = pool.request(X, W, on="cuda:0")
+        where.launch_host_func(lambda _: gate.wait(30), None)
+        call = partial(pool.request, x, W) if way == "in" else partial(pool.answer, request)
+        with pytest.raises(PredictTimeoutError, match=r"cuda:0: the work queued .* than 0\.05 s"):
+            call()
+    finally:
+        gate.set()
+
+
+def test_allocate_does_not_wait_for_a_busy_stream_but_the_arrays_stream_does(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make()
+    card = pool.card(Device("cuda", 0)).card
+    gate = threading.Event()
+    stream = pool.cupy.cuda.Stream(non_blocking=True)
+    stream.launch_host_func(lambda _: gate.wait(30), None)
+    card.follow(stream.ptr)  # as for a request whose input is not ready
+    try:
+        with pool.cupy.cuda.Stream(non_blocking=True) as mine:
+            x = pool.allocate("cuda:0", 4)
+            x.set(X)
+        with pytest.raises(TimeoutError):
+            card.synchronize(0.0)
+        card.follow(mine.ptr)
+    finally:
+        gate.set()
+    np.testing.assert_array_equal(pool.answer(pool.request(x, W))["y"], 2 * X)
+
+
+def test_result_that_another_thread_copies_out_is_complete_for_every_stream(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make(limit=2 * MIB, timeout=0.05)
+    held = pool.allocate("cuda:0", MIB // 12)
+    request = pool.request(X, W, on="cuda:0")
+    gate = threading.Event()
+    pool.cupy.cuda.get_current_stream().launch_host_func(lambda _: gate.wait(30), None)
+    with ThreadPoolExecutor(1) as delivery:
+        error = delivery.submit(pool.answer, request).exception()
+    gate.set()
+    assert isinstance(error, PredictTimeoutError)
+    assert held.shape
+
+
+def test_results_in_place_are_only_views_for_the_delivery_thread(make: Callable[..., Pool]) -> None:
+    pool = make()
+    assert pool.request(X, W, on="cuda:0").is_simple
+    own = Worker()
+    request = pool.request(X, W, on="cuda:0")
+    references(request, 0)
+    request.message(0, fresh=True)
+    request.take(0, replied(own.put(("y", 2 * X[:2]))), own.fetch, 0, LIMIT)
+    assert not request.is_simple
+    own.close()
+
+
+@pytest.mark.parametrize("array", [np.float32(3.0), np.zeros((0, 3), np.float32)])
+def test_tensor_without_dimensions_or_elements_goes_in_and_out(
+    make: Callable[..., Pool], array: Any
+) -> None:
+    shape = [*np.shape(array)]
+    value: Value = ("float32", shape)
+    pool = make(model=model({"x": value}, {"y": value}))
+    request = pool.request(pool.cupy.asarray(np.asarray(array)), on="cuda:0", pieces=1, how=None)
+    y: Any = pool.answer(request)["y"]
+    np.testing.assert_array_equal(y.get(), 2 * array)
+    assert y.shape == tuple(shape)
+
+
+def test_counting_inputs_takes_no_lock_that_the_loop_would_wait_for(
+    make: Callable[..., Pool],
+) -> None:
+    memory = make().card(Device("cuda", 0))
+    with ThreadPoolExecutor(4) as threads:
+        for size in range(100):
+            threads.submit(memory.count, "copied", size)
+    assert memory.statistics().inputs["copied"] == 100
+    assert memory.statistics().input_bytes["copied"] == sum(range(100))

@@ -1172,7 +1172,7 @@ class Pools(RuleBasedStateMachine):
             if leader == worker:
                 assert not any(other.bereft for other in self.processes.values())
             assert message.slab == (None if process.slab_of is None else -1)
-            if leader != worker and self.slab is not None:
+            if leader != worker and message.shares_weights:
                 assert self.scheduler.workers[leader].state in (WorkerState.READY, WorkerState.BUSY)
                 assert message.slab is not None
         elif isinstance(message, Exit) and not self.is_closing:
@@ -1302,15 +1302,15 @@ class Pools(RuleBasedStateMachine):
                 process.alive = False
                 return
             answer = reply(request, shard, seconds=self.seconds)
-            process.say(answer if fail is None else error(request, shard, fail))
+            process.say(answer if fail in (None, "slab") else error(request, shard, fail))
         elif process.inbox:
             while process.inbox:  # all that is there: runs wait in the worker
                 message = process.inbox.popleft()
                 process.conversation.advance(message)
                 if isinstance(message, Build):
-                    makes = message.shares_weights and message.slab is None
+                    makes = message.shares_weights and message.slab is None and fail != "slab"
                     done = built(self.slab if makes else None)
-                    process.say(done if fail is None else build_error())
+                    process.say(done if fail in (None, "slab") else build_error())
                 elif isinstance(message, Exit):
                     process.alive = False
 
@@ -1382,7 +1382,7 @@ class Pools(RuleBasedStateMachine):
             max_size=8,
         ),
         choices=st.lists(st.integers(0, 11), min_size=1, max_size=12),
-        fail=st.sampled_from([None, None, "predict", "invalid"]),
+        fail=st.sampled_from([None, None, "predict", "invalid", "slab"]),
     )
     def pool_goes_on(self, requests: list[_Asking], choices: list[int], fail: str | None) -> None:
         """Requests come, and some of what is under way comes to pass; one run or build may fail."""

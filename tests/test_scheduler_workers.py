@@ -63,9 +63,11 @@ def connect(w: Worker, pid: int) -> None:
     w.send(w.build)
 
 
-def finish(lives: WorkerLives, w: Worker, now: float = 0.0) -> list[Action]:
-    w.conversation.advance(BUILT)
-    return lives.finish_build(w, BUILT, now)
+def finish(
+    lives: WorkerLives, w: Worker, now: float = 0.0, message: BuildFinish = BUILT
+) -> list[Action]:
+    w.conversation.advance(message)
+    return lives.finish_build(w, message, now)
 
 
 def fail(lives: WorkerLives, w: Worker, text: str, kind: str = "build") -> list[Action]:
@@ -395,8 +397,7 @@ def greet(lives: WorkerLives, w: Worker, now: float = 0.0) -> list[Action]:
 
 def made(lives: WorkerLives, w: Worker, now: float = 0.0) -> list[Action]:
     """The leader has the model, and has made the slab."""
-    w.conversation.advance(MADE)
-    return lives.finish_build(w, MADE, now)
+    return finish(lives, w, now, MADE)
 
 
 def given(w: Worker) -> list[Action]:
@@ -569,6 +570,44 @@ def test_close_ends_a_leader_after_its_followers_or_all_at_once_without_time() -
         [KillWorker(worker=0)],
         [KillWorker(worker=1)],
     ]
+
+
+def test_leader_has_the_time_of_the_close_and_no_more_after_its_followers() -> None:
+    lives = ready_card(2)
+    leader, follower = lives.workers
+    assert lives.close(1.0, 3.0) == [Send(worker=1, message=Exit())]
+    assert lives.due_times() == [4.0, 4.0]
+    lives.hasten_close(2.0, 1.0)
+    assert die(lives, follower, 2.5, 0) == [Send(worker=0, message=Exit())]
+    assert lives.due_times() == [3.0]
+    assert lives.handle_time(leader, 3.0) == [DumpStacks(worker=0)]
+
+
+def test_leader_that_can_make_no_slab_any_more_starts_again_within_its_budget() -> None:
+    lives = ready_card(2)
+    leader, follower = lives.workers
+    now = 1.0
+    die(lives, leader, now)
+    die(lives, follower, now)
+    full = replace(BUILT, notes=("the card is full",))
+    for _ in range(RESTART.budget):
+        now += 2.0
+        for w in lives.workers:
+            if w.restart_at is not None:
+                lives.handle_time(w, now)
+                greet(lives, w, now)
+        assert finish(lives, leader, now, full) == [KillWorker(worker=0)]
+        die(lives, leader, now)
+        assert leader.last_error.endswith(
+            "its card's weights are not shared any more: the card is full"
+        )
+        assert not follower.restarts > 1
+    assert leader.spent
+    now = leader.restart_at or 0.0
+    lives.handle_time(leader, now)
+    greet(lives, leader, now)
+    alone = replace(follower.build, shares_weights=False)
+    assert finish(lives, leader, now, full) == [Send(worker=1, message=alone)]
 
 
 def test_workers_of_different_cards_have_leaders_of_their_own() -> None:

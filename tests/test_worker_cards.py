@@ -4,12 +4,12 @@ The engine here reads and writes at the addresses that it is given, after its st
 does; it refuses a tensor that lies on another side than it said.
 """
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -30,9 +30,9 @@ from mcinfer.examples import encoder
 from mcinfer.protocol import Build
 from mcinfer.shm.arena import SharedBlock
 from mcinfer.shm.block import Block
-from mcinfer.shm.cuda import Card
+from mcinfer.shm.cuda import Card, DeviceBlock
 from mcinfer.specs import ModelSpec, TensorSpec
-from mcinfer.worker.cards import CardEngine, memory_limit, open_on_card
+from mcinfer.worker.cards import CardEngine, Offered, memory_limit, open_on_card
 from tests.emulated_cards import emulated_cards
 
 CARD_BYTES = 32 << 20
@@ -61,6 +61,7 @@ class Scaling(Engine):
         self.on_card = on_host is not None
         self.on_host = on_host
         self.card = card
+        self.alignment = 16
         self.failure: Exception | None = None
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
@@ -81,6 +82,7 @@ class _Scaling(Run):
         for name, item in self.tensors.items():
             on_host = by_value or engine.on_host is None or name in engine.on_host
             assert item.device == (None if on_host else engine.card.device)
+            assert on_host or item.address % engine.alignment == 0
 
     def execute(self) -> Sequence[Produced | Strings]:
         if self.engine.failure is not None:
@@ -92,6 +94,16 @@ class _Scaling(Run):
         return ()
 
 
+def offered(block: DeviceBlock) -> Offered:
+    return Offered(
+        number=block.number,
+        size=block.size,
+        fd=block.fd,
+        token=block.token,
+        device=block.device,
+    )
+
+
 class Tensors:
     """Tensors in blocks of the host and of both cards, as a master gives them to a worker."""
 
@@ -100,23 +112,23 @@ class Tensors:
         self.number = 0
         self.blocks: list[SharedBlock] = []
 
-    def make(self, name: str, place: Device | None, count: int) -> Buffer:
+    def make(self, name: str, place: Device | None, count: int, offset: int = 0) -> Buffer:
         self.number += 1
-        size = 4 * count
+        size = 4 * count + offset
         if place is None:
             block: SharedBlock = Block.create(self.number, size)
             self.engine.pin(block)
         else:
             owned = Card.open(place).create(self.number, size)
             self.blocks.append(owned)
-            block = self.engine.attach(self.number, size, os.dup(owned.fd), owned.token, place)
+            block = self.engine.attach(offered(owned))
         self.blocks.append(block)
         return Buffer(
             name=name,
             element_type="float32",
             shape=(count,),
-            address=block.address,
-            size=size,
+            address=block.address + offset,
+            size=4 * count,
             device=place,
         )
 
@@ -169,6 +181,74 @@ def test_engine_gets_each_tensor_where_it_wants_it(
             write(source, values)
             assert run.execute() == ()
             assert read(target) == [2 * value for value in values]
+
+
+@pytest.mark.parametrize(
+    ("provider", "alignment", "offset"),
+    [("Scaling", 16, 4), ("TensorrtExecutionProvider", 256, 64)],
+)
+def test_rows_that_begin_where_kernels_cannot_load_them_are_moved(
+    provider: str, alignment: int, offset: int, cards: tuple[Card, Card]
+) -> None:
+    inner = Scaling(cards[0], frozenset())
+    inner.providers, inner.alignment = (provider,), alignment
+    tensors = Tensors(engine := CardEngine(inner, cards[0], None))
+    try:
+        free, _ = cards[0].memory()
+        for at in (alignment, offset):  # the first lies well, and is used in place
+            source, target = (tensors.make(name, FIRST, 3, at) for name in "xy")
+            write(source, [1.0, 2.0, 3.0])
+            engine.bind([source], [target]).execute()
+            assert read(target) == [2.0, 4.0, 6.0]
+            free -= 4 << 20  # these two blocks
+            assert cards[0].memory()[0] == free - ((2 << 20) if at == offset else 0)
+    finally:
+        tensors.close()
+
+
+def test_staging_memory_of_the_host_is_not_pinned_any_more_once_it_is_left(
+    cards: tuple[Card, Card],
+) -> None:
+    with loaded(cards[0], frozenset("x")) as (engine, _, tensors):
+        engine.on_card = True
+        text = Strings(name="s", shape=(1,), values=("a",))
+        places = []
+        for count in (2, 1 << 20):
+            source, target = tensors.make("x", None, count), tensors.make("y", FIRST, count)
+            places.append(engine.staged([source.size], on_host=True)[0])
+            engine.bind([text, source], [target]).execute()
+        pinned = import_module("cuda.bindings.driver")._pinned
+        assert {*places} & {*pinned} == {places[-1]}
+
+
+def test_failed_run_leaves_no_work_behind(cards: tuple[Card, Card]) -> None:
+    card = cards[0]
+    with loaded(card) as (engine, inner, tensors):
+        source, target = tensors.make("x", None, 1 << 20), tensors.make("y", FIRST, 1 << 20)
+        run = engine.bind([source], [target])
+        inner.failure = PredictError("no")
+        for _ in range(8):
+            with pytest.raises(PredictError, match="no"):
+                run.execute()
+            card.synchronize(timeout=0.0)  # at once
+
+
+def test_block_that_cannot_be_mapped_fails_the_runs_that_need_it(
+    cards: tuple[Card, Card], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = import_module("cuda.bindings.driver")
+    with loaded(cards[0]) as (engine, *_):
+        block = cards[0].create(5, 1)
+        with monkeypatch.context() as full:
+            refused = (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
+            full.setattr(driver, "cuMemAddressReserve", lambda *_: refused)
+            for _ in range(2):
+                with pytest.raises(PredictError, match=r"no memory for block 5 of cuda:0: .* free"):
+                    engine.attach(offered(block))
+        attached = engine.attach(offered(block))  # its descriptor is there still
+        engine.detach(attached)
+        attached.close()
+        block.close()
 
 
 def test_larger_layout_moves_the_staging_memory_and_earlier_runs_follow(

@@ -8,18 +8,21 @@
         on a card that workers do not reach         copied to the host                   through the host
     ── the block's event, on our stream after all of that ──► workers wait for it before they run
 
-Nothing waits in the caller, unless a tensor goes through the host.
+Nothing waits in the caller, unless a tensor goes through the host, or memory of the card is to be given back
+to make room. The loop never calls the driver, which may wait for the card: callers make the blocks.
 
 Ownership: a `CardTensor` holds the producer's tensor and the slot of a copy; a request holds its inputs until
-no worker can read them. Results hold the lease of their memory, as those of the host do. That memory may be
+no worker can read them, and the tensor is held until our stream has read it, even if the request has failed.
+Results hold the lease of their memory, as those of the host do. That memory may be
 used again while the caller's default stream still reads it, so the next run that writes there waits for what
 that stream has queued. Memory of cards is not there in a process that was forked.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from math import prod
-from threading import RLock
+from threading import get_ident
 from time import monotonic
 from typing import Any, Protocol
 from weakref import finalize
@@ -28,7 +31,15 @@ import numpy as np
 
 from mcinfer import dlpack
 from mcinfer.config import CARD_KINDS, Device
-from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError
+from mcinfer.errors import (
+    BuildError,
+    CardError,
+    ClosedError,
+    InvalidInputError,
+    MissingDependencyError,
+    PredictTimeoutError,
+    QueueFullError,
+)
 from mcinfer.requests.request import Arrays, Lease, Part, Request
 from mcinfer.shm.arena import Arena, Slot
 from mcinfer.shm.cuda import Card, DeviceBlock
@@ -38,6 +49,10 @@ from mcinfer.statistics import CARD_WAYS, CardStatistics, CardWay
 _ON_CARD = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
 
 _DEFAULT_STREAM = 1  # cudaStreamLegacy: it waits for all streams that are not made as non-blocking
+
+_NO_STREAM = -1  # of `__dlpack__`: the consumer wants no order
+
+_RECLAIM_PATIENCE = 1.0  # seconds that any caller waits for memory that is to be given back
 
 ALIGNMENT_ON_CARD = 256
 """Bytes to which slots on a card are aligned, as cudaMalloc's are."""
@@ -62,6 +77,24 @@ class Cards(Protocol):
         """Have the delivery thread make a call."""
 
 
+def make_block(card: Card, number: int, size: int, timeout: float) -> DeviceBlock:
+    """A block for an arena, once memory that is not used any more was given back.
+
+    Raises:
+        QueueFullError: Work on the card did not let go of that memory in time, nor within a second.
+        CardError: The driver refused, or the card has no room.
+    """
+    if card.unused:
+        try:
+            card.follow(_DEFAULT_STREAM)
+            card.synchronize(max(timeout, _RECLAIM_PATIENCE))
+        except TimeoutError as exc:
+            raise QueueFullError(
+                f"{size} bytes of memory of {card.device} wanted, and what is to be freed is in use: {exc}"
+            ) from exc
+    return card.create(number, size)
+
+
 class CardMemory:
     """One card's memory for the tensors of one pool; any thread may call it.
 
@@ -70,6 +103,7 @@ class CardMemory:
         arena: Of blocks of its memory; the loop owns it.
         allocate: Gets slots of so many bytes, all or none, within so many seconds.
         is_reached: Whether every worker can be given that memory.
+        repeat: Has the delivery thread make a call until it returns True.
     """
 
     def __init__(
@@ -78,32 +112,33 @@ class CardMemory:
         arena: Arena,
         allocate: Callable[[Sequence[int], float], list[Slot]],
         is_reached: bool,
+        repeat: Callable[[Callable[[], bool]], object],
     ) -> None:
         self.card = card
         self.arena = arena
         self.allocate = allocate
         self.is_reached = is_reached
-        self._counting = RLock()
-        self._inputs: dict[CardWay, tuple[int, int]] = dict.fromkeys(CARD_WAYS, (0, 0))
+        self._repeat = repeat
+        # By thread: the loop reads it, and must take no lock that a caller can hold.
+        self._inputs: dict[int, dict[CardWay, tuple[int, int]]] = {}
 
     # Inputs.
 
     def count(self, way: CardWay, size: int) -> None:
         """Count an input of so many bytes."""
-        with self._counting:
-            tensors, total = self._inputs[way]
-            self._inputs[way] = tensors + 1, total + size
+        mine = self._inputs.setdefault(get_ident(), dict.fromkeys(CARD_WAYS, (0, 0)))
+        tensors, total = mine[way]
+        mine[way] = tensors + 1, total + size
 
     def statistics(self) -> CardStatistics:
         """A snapshot, for the arena's owner."""
-        with self._counting:
-            inputs = dict(self._inputs)
+        threads = [counts.copy() for counts in self._inputs.copy().values()]
         return CardStatistics(
             device=str(self.card.device),
             memory_bytes=self.arena.size,
             memory_used_bytes=self.arena.used,
-            inputs={way: tensors for way, (tensors, _) in inputs.items()},
-            input_bytes={way: size for way, (_, size) in inputs.items()},
+            inputs={way: sum(counts[way][0] for counts in threads) for way in CARD_WAYS},
+            input_bytes={way: sum(counts[way][1] for counts in threads) for way in CARD_WAYS},
         )
 
     def announce(self, blocks: Iterable[int]) -> None:
@@ -113,47 +148,104 @@ class CardMemory:
             if isinstance(block, DeviceBlock):
                 self.card.record(block)
 
+    # The end of work.
+
+    def after(self, call: Callable[[], object]) -> None:
+        """Make a call once our stream has done what it has queued by now; for the delivery thread.
+
+        Where work has failed, or this process was forked, nothing is read any more.
+        """
+        with suppress(CardError, ClosedError):
+            try:
+                self.card.synchronize(0.0)
+            except TimeoutError:
+                is_done = self.card.mark()
+
+                def attempt() -> bool:
+                    with suppress(CardError):
+                        if not is_done():
+                            return False
+                    call()
+                    return True
+
+                self._repeat(attempt)
+                return
+        call()
+
+    def leave(self) -> None:
+        """Give back what nothing uses, once our stream and the default one have done their work."""
+        with suppress(CardError):
+            self.card.follow(_DEFAULT_STREAM)
+        self.after(self.card.reclaim)
+
+    def finish(self, timeout: float) -> None:
+        """Wait for what our stream has queued; raise `PredictTimeoutError` if it takes longer."""
+        try:
+            self.card.synchronize(timeout)
+        except TimeoutError as exc:
+            raise PredictTimeoutError(str(exc)) from exc
+
     # Results.
 
-    def array(self, address: int, spec: TensorSpec, shape: Sequence[int], owner: object) -> Any:
-        """A CuPy array over memory of the card, which holds the memory's owner."""
+    def array(
+        self,
+        address: int,
+        spec: TensorSpec,
+        shape: Sequence[int],
+        owner: object,
+        ready: Callable[[int | None], object] | None = None,
+    ) -> Any:
+        """A CuPy array over memory of the card, whose owner it holds; `ready` as in `DlpackTensor`."""
         tensor = dlpack.DlpackTensor(
             address=address,
             shape=tuple(shape),
             element_type=spec.element_type,
             device=self.card.device,
             owner=owner,
+            ready=ready,
         )
         return cupy().from_dlpack(tensor)
 
     def empty(self, spec: TensorSpec, shape: Sequence[int], timeout: float) -> Any:
         """A CuPy array of undefined content, in memory that workers read in place."""
         (slot,) = self.allocate([prod(shape) * spec.dtype.itemsize], timeout)
-        # A copy for a request that failed may still be on its way into this memory.
-        self.card.synchronize()
-        return self.array(slot.address, spec, shape, slot.memory)
 
-    def download(self, address: int, size: int) -> Any:
-        """Bytes of the card, in memory of the host."""
+        def follow(stream: int | None) -> None:
+            # A copy for a request that failed may still be on its way into this memory.
+            if stream != _NO_STREAM:
+                self.card.lead(stream or _DEFAULT_STREAM)
+
+        return self.array(slot.address, spec, shape, slot.memory, follow)
+
+    def download(self, address: int, size: int, timeout: float) -> Any:
+        """Bytes of the card, in memory of the host.
+
+        Raises:
+            PredictTimeoutError: What our stream has queued took longer.
+        """
         copy = np.empty(size, np.uint8)
         if size:
+            # Host memory is not pinned, so the driver waits for the stream, without an end: we wait before.
+            self.finish(timeout)
             self.card.copy(copy.ctypes.data, address, size)
-            self.card.synchronize()
+            self.finish(timeout)
         return copy
 
-    def upload(self, specs: Sequence[TensorSpec], arrays: Arrays) -> Arrays:
+    def upload(self, specs: Sequence[TensorSpec], arrays: Arrays, timeout: float) -> Arrays:
         """Arrays of the host as CuPy arrays, by name.
 
         Raises:
             QueueFullError: The card's memory for tensors is in use.
+            PredictTimeoutError: What our stream, or the default one, has queued took longer.
         """
         chosen = [(spec, np.ascontiguousarray(arrays[spec.name])) for spec in specs]
         slots = self.allocate([array.nbytes for _, array in chosen], 0.0)
         self.card.follow(_DEFAULT_STREAM)
+        self.finish(timeout)  # as in `download`
         for (_, array), slot in zip(chosen, slots, strict=True):
             if array.nbytes:
                 self.card.copy(slot.address, array.ctypes.data, array.nbytes)
-        self.card.synchronize()
+        self.finish(timeout)
         return {
             spec.name: self.array(slot.address, spec, arrays[spec.name].shape, slot.memory)
             for (spec, _), slot in zip(chosen, slots, strict=True)
@@ -194,9 +286,10 @@ class CardTensor:
         self._address = tensor.address
         self._slot: Slot | None = None
         self._spec = spec
-        # The producer's code, which lets go of the tensor, must not run in the loop.
-        held = [tensor]
-        finalize(self, cards.deliver, held.clear).atexit = False
+        # The producer's code, which lets go of the tensor, must not run in the loop. A request that failed
+        # leaves its copy on the stream; the producer may use its memory again as soon as it is let go.
+        let_go = partial(memory.after, [tensor].clear)
+        finalize(self, cards.deliver, let_go).atexit = False
 
     def find(self) -> bool:
         """Whether workers can read it where it lies."""
@@ -213,10 +306,10 @@ class CardTensor:
         self.memory.count("copied", self.nbytes)
         self._slot, self.place = slot, (slot.block, slot.offset)
 
-    def on_host(self) -> Any:
-        """A copy as a NumPy array."""
+    def on_host(self, timeout: float) -> Any:
+        """A copy as a NumPy array; raise `PredictTimeoutError` as `CardMemory.download`."""
+        copy = self.memory.download(self._address, self.nbytes, timeout)
         self.memory.count("through_host", self.nbytes)
-        copy = self.memory.download(self._address, self.nbytes)
         return np.ndarray(self.shape, self._spec.dtype, copy)
 
 
@@ -341,6 +434,12 @@ class CardRequest(Request):
         super().__init__(*rest)
         self.memory = memory
         self.in_place = in_place
+        self._caller = get_ident()
+
+    @property
+    def is_simple(self) -> bool:
+        """As in `Request`; results in place are views, unless the card's memory is short."""
+        return self.in_place and self._parts is None and not self.memory.arena.crowded
 
     def _join(self, parts: dict[tuple[int, str], Part], outputs: Lease | None) -> Arrays:
         specs = self._model.outputs
@@ -350,10 +449,10 @@ class CardRequest(Request):
                 self.in_place and outputs is not None
             ):  # and some parts in memory of the workers' own
                 slot = outputs.ticket.frame.slot
-                memory = self.memory.download(slot.address, slot.size)
+                memory = self.memory.download(slot.address, slot.size, self.timeout)
             joined = super()._join(parts, memory)
             wanted = [s for s in specs if self.wanted is None or s.name in self.wanted]
-            return self.memory.upload(wanted, joined)
+            return self.memory.upload(wanted, joined, self.timeout)
         slot = outputs.ticket.frame.slot
         rows = zip(specs, self._plan.cut.outputs, self._plan.outputs.starts, strict=True)
         value = {
@@ -366,4 +465,8 @@ class CardRequest(Request):
             with cuda.Device(card.device.index):  # CuPy copies to the current one
                 value = {name: array.copy() for name, array in value.items()}
                 card.follow(cuda.get_current_stream().ptr or _DEFAULT_STREAM)
+            if get_ident() != self._caller:
+                self.memory.finish(
+                    self.timeout
+                )  # the user's streams do not wait for this thread's one
         return value

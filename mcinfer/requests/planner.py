@@ -130,6 +130,7 @@ class Planner:
         *,
         joinable: bool = False,
         outputs_on: CardMemory | None = None,
+        card_timeout: float = 0.0,
     ) -> Request:
         """Check a request, cut it, and bring its inputs into shared memory.
 
@@ -140,15 +141,17 @@ class Planner:
             timeout: Seconds to wait for memory.
             joinable: Whether a request of one shard may join one run with others.
             outputs_on: The card for its outputs; None is the host.
+            card_timeout: Seconds to wait for each tensor that goes through the host.
 
         Raises:
             InvalidInputError: It does not fit the model; names the input.
             QueueFullError: No shared memory was free in time.
+            PredictTimeoutError: What is queued on a card before such a tensor took longer.
         """
         weights = self.weights.current
         arrays = self.arrays(inputs)
         if outputs_on is not None:
-            return self._card_request(arrays, pieces, known, timeout, outputs_on)
+            return self._card_request(arrays, pieces, known, timeout, card_timeout, outputs_on)
         shapes = tuple([array.shape for array in arrays])
         key = (shapes, pieces, 0 if known is None else known.number, len(self._opened))
         plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known)
@@ -159,7 +162,7 @@ class Planner:
             # A view of ordinary memory has a base as well, but not one of these.
             if array.base is not None and _is_leased(array):
                 if any(type(given) is CardTensor for given in arrays):
-                    return self._card_request(arrays, pieces, known, timeout)
+                    return self._card_request(arrays, pieces, known, timeout, card_timeout)
                 borrowed = self._borrowed(arrays, plan)
                 break
         if borrowed is not None:
@@ -261,10 +264,10 @@ class Planner:
             arrays[name] = np.ndarray(shape, spec.dtype, memory)
         return arrays
 
-    def host_arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
-        """As `arrays`; what lies on a card is copied to the host."""
+    def host_arrays(self, inputs: Inputs, timeout: float) -> list[NDArray[Any]]:
+        """As `arrays`; what lies on a card is copied to the host, each within so many seconds."""
         found = self.arrays(inputs)
-        return [array.on_host() if type(array) is CardTensor else array for array in found]
+        return [array.on_host(timeout) if type(array) is CardTensor else array for array in found]
 
     def arrays(self, inputs: Inputs) -> list[Any]:
         """The inputs of a request as arrays of the model's types, in its order; shapes are not checked.
@@ -323,6 +326,7 @@ class Planner:
         pieces: int,
         known: Known | None,
         timeout: float,
+        card_timeout: float,
         outputs_on: CardMemory | None = None,
     ) -> Request:
         """A request with inputs on cards, or outputs; it never joins a run with others.
@@ -338,7 +342,9 @@ class Planner:
         if not plan.cut.rows:
             request = self._empty(plan, weights)
             if outputs_on is not None:
-                request.preset(outputs_on.upload(self._model.outputs, request.value()))
+                request.preset(
+                    outputs_on.upload(self._model.outputs, request.value(), card_timeout)
+                )
             return request
         tensors: dict[int, CardTensor] = {}
         for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
@@ -346,7 +352,7 @@ class Planner:
                 if array.memory.is_reached and layout is not None and layout.contiguous:
                     tensors[i] = array
                 else:
-                    arrays[i] = array.on_host()
+                    arrays[i] = array.on_host(card_timeout)
         borrowed = self._borrowed(arrays, plan) or {}
         stays = outputs_on is not None and plan.simple_outputs is not None and outputs_on.is_reached
         for_outputs = (outputs_on, plan.outputs.size) if outputs_on is not None and stays else None

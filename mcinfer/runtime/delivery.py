@@ -20,6 +20,8 @@ from mcinfer.shm.descriptors import WakeUp
 
 _GATHER_SECONDS = 0.02  # seconds that calls of `trace` wait for others
 
+_REPEAT_SECONDS = 0.01  # seconds between two calls of `repeat`
+
 _log = logging.getLogger("mcinfer.master")
 
 
@@ -32,6 +34,8 @@ class Delivery:
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._traces: deque[Callable[[], object]] = deque()
+        self._repeated: deque[Callable[[], bool]] = deque()
+        self._next_repeat = 0.0
         self._gathers = False
         self._thread: threading.Thread | None = None
         self._ended = WakeUp()
@@ -56,6 +60,14 @@ class Delivery:
         self._calls.put(call)
         if self._done:
             self._drain()
+
+    def repeat(self, call: Callable[[], bool]) -> None:
+        """Have a call made again and again, with others in between, until it returns True or raises.
+
+        The thread does not end before that.
+        """
+        self._repeated.append(call)
+        self.put(_nothing)
 
     def trace(self, call: Callable[[], object]) -> None:
         """Have a call made soon, together with others: to wake a thread for each costs more than the call."""
@@ -88,11 +100,30 @@ class Delivery:
         while call is not None:
             _make(call)
             call = None  # it holds what it was about
-            call = self._gather() if self._gathers else self._calls.get()
+            call = self._gather() if self._gathers else self._next()
+        while self._repeated:
+            _make(self._next() or _nothing)
         self._done = True
         self._drain()
         self.ident = 0  # another thread may have it from now on
         self._ended.set()
+
+    def _next(self) -> Callable[[], object] | None:
+        """Wait for the next call, or until those of `repeat` are to be made again."""
+        if not self._repeated:
+            return self._calls.get()
+        left = self._next_repeat - monotonic()
+        with suppress(queue.Empty):
+            if left > 0:
+                return self._calls.get(timeout=left)
+        return self._make_repeated
+
+    def _make_repeated(self) -> None:
+        for _ in range(len(self._repeated)):
+            call = self._repeated.popleft()
+            if not call():
+                self._repeated.append(call)
+        self._next_repeat = monotonic() + _REPEAT_SECONDS
 
     def _gather(self) -> Callable[[], object] | None:
         """Wait a moment for more calls of `trace`, then make them; None if the end came meanwhile."""

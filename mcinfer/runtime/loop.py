@@ -46,7 +46,7 @@ from mcinfer.errors import (
 )
 from mcinfer.process import LEFT_ALONE, ORPHANED
 from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Preparing, Reply
-from mcinfer.requests.card_tensors import ALIGNMENT_ON_CARD, CardMemory
+from mcinfer.requests.card_tensors import ALIGNMENT_ON_CARD, CardMemory, make_block
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Follower, Outcome, Promise, Request
 from mcinfer.runtime.connections import Connections, UnreachableError
@@ -71,8 +71,8 @@ from mcinfer.scheduler.actions import (
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import LONG_RUN, Entry, Scheduler, trace_of
 from mcinfer.scheduler.workers import describe_exit
-from mcinfer.shm.arena import Arena, SharedBlock, Slot
-from mcinfer.shm.cuda import Card
+from mcinfer.shm.arena import Arena, BlockNeededError, SharedBlock, Slot
+from mcinfer.shm.cuda import Card, DeviceBlock
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.statistics import Health, RequestTrace, Statistics, TraceHook, WorkerStatistics
 
@@ -418,7 +418,11 @@ class Loop:
         self._delivery.put(call)
 
     def allocate(
-        self, sizes: Sequence[int], timeout: float, line: MemoryLine | None = None
+        self,
+        sizes: Sequence[int],
+        timeout: float,
+        line: MemoryLine | None = None,
+        block: SharedBlock | None = None,
     ) -> list[Slot]:
         """Slots of shared memory of so many bytes, all or none; `line` is for the memory of a card.
 
@@ -427,9 +431,10 @@ class Loop:
             InvalidInputError, ClosedError: As `Arena.allocate_all`.
             PredictError: The system has no memory or descriptor left.
             McinferError: As `check_wait`.
+            BlockNeededError: The line's arena needs a block: make one, and come again with it.
         """
         self.check_wait()
-        wanted = Allocation(line or self._memory, sizes, timeout)
+        wanted = Allocation(line or self._memory, sizes, timeout, block)
         try:
             self._post(wanted)
             if not wanted.wait(timeout + _CALLER_PATIENCE) and self._gone:
@@ -442,9 +447,8 @@ class Loop:
                 raise QueueFullError("the loop did not answer in time")
             return wanted.result()
         finally:
-            del (
-                wanted
-            )  # or the error's traceback, this frame and it would hold each other, and memory
+            # Or the error's traceback, this frame and it would hold each other, and memory.
+            del wanted, block
 
     def card(self, device: Device) -> CardMemory:
         """A card's memory for tensors; the first call opens the card in this process.
@@ -460,6 +464,23 @@ class Loop:
             limit = self._limits.memory_bytes or card.memory()[0] // 2
             memory = self._ask(partial(self._add_card, card, limit))
         return memory
+
+    def _allocate_on_card(
+        self, card: Card, line: MemoryLine, sizes: Sequence[int], timeout: float
+    ) -> list[Slot]:
+        """As `allocate`. The caller makes the blocks: the driver may wait for the card, the loop may not."""
+        end = monotonic() + timeout
+        needed: BlockNeededError | None = None
+        block: SharedBlock | None = None
+        try:
+            while True:
+                try:
+                    return self.allocate(sizes, max(0.0, end - monotonic()), line, block)
+                except BlockNeededError as exc:
+                    needed = exc
+                block = make_block(card, needed.number, needed.size, end - monotonic())
+        finally:
+            needed = block = None  # which an error's traceback would hold
 
     def _ring(self) -> None:
         os.eventfd_write(self._bell.fd, 1)  # which lives as long as the loop's object
@@ -751,16 +772,19 @@ class Loop:
             arena = Arena(
                 limit,
                 dropped=self._detach,
-                create=card.create,
+                create=None,
+                close=DeviceBlock.drop,
                 numbers=self._block_numbers,
                 alignment=ALIGNMENT_ON_CARD,
                 name=f"memory of {card.device}",
             )
             line = MemoryLine(arena, lambda: False, self._requests)
             self._lines.append(line)
-            allocate = partial(self.allocate, line=line)
+            allocate = partial(self._allocate_on_card, card, line)
             reached = self._is_reached(card.device)
-            self._cards[card.device] = CardMemory(card, arena, allocate, reached)
+            self._cards[card.device] = CardMemory(
+                card, arena, allocate, reached, self._delivery.repeat
+            )
         return self._cards[card.device]
 
     def _is_reached(self, device: Device) -> bool:
@@ -845,12 +869,18 @@ class Loop:
         self._asleep = False  # so that no caller rings: a finalizer may call after the bell's own
         with ExitStack() as last:  # what was entered last comes first
             last.callback(self._delivery.close)
+            last.callback(self._leave_cards)
             last.callback(self._refuse_all)
             last.callback(self._connections.close, _LAST_OUTPUT)
             for line in self._lines:
                 last.callback(line.arena.close)
             last.callback(self._poll.close)
             last.callback(self._connections.close_socket)
+
+    def _leave_cards(self) -> None:
+        """Have the memory of cards given back once their work is done."""
+        for memory in self._cards.values():
+            self._delivery.put(memory.leave)
 
     def _refuse_all(self) -> None:
         """Answer all callers that still wait."""

@@ -10,7 +10,7 @@ from time import monotonic
 
 from mcinfer.errors import ClosedError, McinferError, PredictError, QueueFullError
 from mcinfer.requests.request import Promise
-from mcinfer.shm.arena import Arena, Slot
+from mcinfer.shm.arena import Arena, BlockNeededError, SharedBlock, Slot
 
 ROOM_INTERVAL = 0.001
 """Seconds between two checks for freed memory, while a caller waits for it."""
@@ -19,13 +19,20 @@ _PATIENCE = 10.0  # seconds without freed memory before others pass the first wa
 
 
 class Allocation(Promise[list[Slot]]):
-    """A caller that waits for memory."""
+    """A caller that waits for memory; with a block, if it has made one because the arena needed it."""
 
-    __slots__ = ("deadline", "line", "since", "sizes")
+    __slots__ = ("block", "deadline", "line", "since", "sizes")
 
-    def __init__(self, line: "MemoryLine", sizes: Sequence[int], timeout: float) -> None:
+    def __init__(
+        self,
+        line: "MemoryLine",
+        sizes: Sequence[int],
+        timeout: float,
+        block: SharedBlock | None = None,
+    ) -> None:
         super().__init__()
         self.line = line
+        self.block = block
         self.sizes = sizes
         self.since = monotonic()
         self.deadline = self.since + timeout
@@ -60,7 +67,7 @@ class MemoryLine:
 
     def take(self, wanted: Allocation) -> bool:
         """Settle it with slots or an error, or let it wait; whether it waits."""
-        if not self._line or self._may_pass():
+        if wanted.block is not None or not self._line or self._may_pass():
             error = self._try(wanted)
             if error is None:
                 return False
@@ -104,6 +111,9 @@ class MemoryLine:
     def _try(self, wanted: Allocation) -> Exception | None:
         """Settle it if there is memory; else return the reason."""
         try:
+            block, wanted.block = wanted.block, None
+            if block is not None:
+                self.arena.add(block)
             try:
                 slots = self.arena.allocate_all(wanted.sizes)
             except QueueFullError:
@@ -112,7 +122,7 @@ class MemoryLine:
                 slots = self.arena.allocate_all(wanted.sizes)
         except OSError as exc:
             return PredictError(f"no shared memory can be had: {exc}")
-        except McinferError as exc:
+        except (McinferError, BlockNeededError) as exc:
             return exc.with_traceback(None)  # which would hold what holds the error
         if self.arena.crowded and self._release_idle():
             self.arena.reclaim()

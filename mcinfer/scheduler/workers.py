@@ -15,6 +15,9 @@ of the card's memory, and the others, its followers, open it.
 
 * Followers start together with their leader, and get BUILD when it has the model. If it could make no slab,
   they are no followers from then on: each worker of the card loads the weights by itself.
+* A leader that has made a slab before, and can make none in a later start, starts again as after a death:
+  the card may be full for a moment, and would not hold a copy for each worker. Only past its budget it may
+  serve without.
 * The leader's death ends the followers that have its slab. That is no fault of theirs or of their runs: it
   takes nothing of their budget, and no shard is blamed. They come back as soon as there is a new slab, which
   is made once the last of them is gone: the card need not have room for two.
@@ -376,6 +379,10 @@ class WorkerLives:
         w.ready_by = None
         if w.doomed:
             return []
+        shared = w.started_before and w.build.shares_weights and w.leader is None
+        if shared and message.slab is None and not w.spent:
+            why = "; ".join(message.notes) or "it made no slab"
+            return [self.kill(w, f"{w.name}: its card's weights are not shared any more: {why}")]
         w.providers = message.providers
         if self.specs is None:
             self.specs = message
@@ -529,7 +536,8 @@ class WorkerLives:
         if leader is None or leader.doomed or self._with_slab(leader):
             return []
         if self.closing and leader.state in (WorkerState.READY, WorkerState.BUSY):
-            return self.end_when_idle(leader, now, self._timeouts.close)
+            end = now + self._timeouts.close if leader.kill_at is None else leader.kill_at
+            return self.end_when_idle(leader, now, end - now)
         if not self.closing and leader.state is WorkerState.CONNECTED:
             return self.build(leader, now)
         return []
@@ -665,7 +673,9 @@ class WorkerLives:
             if w.doomed and w.state is not WorkerState.GONE:
                 actions.append(KillWorker(worker=w.index))
             elif w.state in (WorkerState.READY, WorkerState.BUSY):
-                if not seconds or not self._with_slab(w):  # else after its followers: see `part`
+                if seconds and self._with_slab(w):
+                    w.kill_at = now + seconds  # it is asked to end after its followers: see `part`
+                else:
                     actions += self.end_when_idle(w, now, seconds)
             elif w.state is WorkerState.EXITING:
                 w.kill_at = now + seconds

@@ -67,6 +67,18 @@ class Slot:
     memory: Any  # a ctypes array of c_char; of a card's block: `mcinfer.shm.cuda.DeviceMemory`
 
 
+class BlockNeededError(Exception):
+    """The arena has room for a block, which the caller is to make, and to give to `Arena.add`.
+
+    As long as this object lives, the arena counts the block's bytes.
+    """
+
+    def __init__(self, number: int, size: int) -> None:
+        super().__init__(number, size)
+        self.number = number
+        self.size = size
+
+
 class _Ticket(weakref.ref[Any]):
     """The place of a slot, with a callback at the end of its memory."""
 
@@ -131,7 +143,8 @@ class Arena:
         limit: int,
         *,
         dropped: Callable[[int], None] = lambda _: None,
-        create: Callable[[int, int], SharedBlock] = Block.create,
+        create: Callable[[int, int], SharedBlock] | None = Block.create,
+        close: Callable[[Any], object] = Block.close,
         numbers: Iterator[int] | None = None,
         alignment: int = ALIGNMENT,
         name: str = "shared memory",
@@ -139,7 +152,9 @@ class Arena:
         self.limit = limit
         self._dropped = dropped  # called with the number of each block that the arena has closed
         self._name = name  # what errors call it
-        self._create = create  # makes a block of a number and a size
+        self._create = create  # makes a block of a number and a size; None: callers do
+        self._close = close  # closes one of its blocks
+        self._needed = weakref.WeakSet[BlockNeededError]()
         self._numbers = itertools.count() if numbers is None else numbers
         self._alignment = alignment  # of each slot, a power of two
         self._blocks: dict[int, _Extents] = {}
@@ -190,6 +205,7 @@ class Arena:
             ClosedError: The arena is closed.
             OSError: The system has no memory or descriptor left.
             CardError: The card has no memory left, or the driver refused.
+            BlockNeededError: It takes a new block, which the caller is to make.
         """
         step = self._alignment
         wanted = [max((size + step - 1) & -step, step) for size in sizes]
@@ -210,6 +226,17 @@ class Arena:
         ]
         self.crowded = self._taken > self.limit // 2
         return slots
+
+    def add(self, block: SharedBlock) -> None:
+        """Take a block that a caller has made.
+
+        Raises:
+            ClosedError: The arena is closed, as the block is now.
+        """
+        if self._closed:
+            self._close(block)
+            raise ClosedError("the master is closed")
+        self._blocks[block.number] = _Extents(block)
 
     def full(self, size: int) -> QueueFullError:
         """The error that so many bytes are not free."""
@@ -238,7 +265,7 @@ class Arena:
         """Close all blocks; views that are still held keep their memory."""
         self._closed = True
         for extents in self._blocks.values():
-            extents.block.close()
+            self._close(extents.block)
         self._blocks.clear()
         # Slots that end from now on need no account.
         self._tickets.clear()
@@ -282,6 +309,7 @@ class Arena:
     def _grow(self, wanted: int) -> _Extents | None:
         """A new block; to stay within the limit, blocks without slots are closed."""
         total = sum(extents.block.size for extents in self._blocks.values())
+        total += sum(needed.size for needed in self._needed)
         free = [e.block for e in self._blocks.values() if e.free == e.block.size]
         if total - sum(block.size for block in free) + wanted > self.limit:
             return None
@@ -290,11 +318,16 @@ class Arena:
                 break
             total -= block.size
             del self._blocks[block.number]
-            block.close()
+            self._close(block)
             self._dropped(block.number)
         rounded = (wanted + _BLOCK_ROUNDING - 1) // _BLOCK_ROUNDING * _BLOCK_ROUNDING
         room = self.limit - total
         size = min(max(rounded, _BLOCK_BYTES), room)
-        block = self._create(next(self._numbers), size)
+        number = next(self._numbers)
+        if self._create is None:
+            needed = BlockNeededError(number, size)
+            self._needed.add(needed)
+            raise needed
+        block = self._create(number, size)
         self._blocks[block.number] = _Extents(block)
         return self._blocks[block.number]

@@ -40,7 +40,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
@@ -184,6 +184,10 @@ class DeviceBlock:
         """Close the descriptor; the mapping ends with its last `memory`."""
         self._close()
         self._card.reclaim()
+
+    def drop(self) -> None:
+        """As `close`, without a call of the driver, which may wait: the next `reclaim` frees the memory."""
+        self._close()
 
     def __del__(self) -> None:
         self._close()
@@ -513,13 +517,44 @@ class Card:
                 driver API, "Stream synchronization behavior").
         """
         with self._current():
-            context = self._ask("cuStreamGetCtx", stream)
-            with self._current(context):
-                timeless = self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
-                event = self._ask("cuEventCreate", timeless)
-                self._ask("cuEventRecord", event, stream)
+            with self._current(self._ask("cuStreamGetCtx", stream)):
+                event = self._marked(stream)
             self._ask("cuStreamWaitEvent", self.stream, event, 0)
             self._ask("cuEventDestroy", event)  # its resources stay until it is complete
+
+    def lead(self, stream: int) -> None:
+        """Have all later work of another stream, as in `follow`, wait for what this stream has queued."""
+        with self._current():
+            event = self._marked(self.stream)
+            with self._current(self._ask("cuStreamGetCtx", stream)):
+                self._ask("cuStreamWaitEvent", stream, event, 0)
+            self._ask("cuEventDestroy", event)
+
+    def mark(self) -> Callable[[], bool]:
+        """A function that says, without waiting, whether what the stream has queued by now is done.
+
+        Raises:
+            CardError: The driver refused; so may the function, where work has failed.
+        """
+        with self._current():
+            event = self._marked(self.stream)
+
+        def is_done() -> bool:
+            with self._current():
+                result = self._call("cuEventQuery", event)
+                if result[0] == self._driver.CUresult.CUDA_ERROR_NOT_READY:
+                    return False
+                self._ask("cuEventDestroy", event)
+                self._checked("cuEventQuery", result)
+            return True
+
+        return is_done
+
+    def _marked(self, stream: int) -> Any:
+        """An event of the current context, recorded on a stream of that context."""
+        event = self._ask("cuEventCreate", self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value)
+        self._ask("cuEventRecord", event, stream)
+        return event
 
     # Descriptors.
 

@@ -8,7 +8,11 @@
 
 An engine says of each tensor whether it wants it on the host or on its card (`Engine.on_host`). What lies on
 the wrong side is copied by way of staging memory, before or after the run. All of that is decided when a
-layout is bound: a run only does its copies. Whatever is queued is queued on one stream, the engine's.
+layout is bound: a run only does its copies. Whatever is queued is queued on one stream, the engine's, and is
+done before the request has its answer or its error: the master may use the memory for others then.
+
+Rows of a tensor on this card may begin anywhere. Those that kernels could not load as they are used to take
+the way by staging memory, too.
 
 Ownership: the `CardEngine` owns the staging memory, the slab of weights, which it has made or opened, and the
 versions of replaced weights on the card. Blocks of tensors belong to the master.
@@ -36,7 +40,7 @@ from mcinfer.engines.base import (
     Strings,
 )
 from mcinfer.engines.preparation import OWN_COPY
-from mcinfer.engines.providers import device_error
+from mcinfer.engines.providers import NAMES, device_error
 from mcinfer.errors import (
     BuildError,
     CardError,
@@ -57,6 +61,9 @@ _LIMIT = "gpu_mem_limit"
 _SHARE = 0.9
 """How much of a card its workers take together by default; the rest is for contexts and libraries."""
 
+_KERNELS = 16
+"""Bytes to which tensors on a card must be aligned: the most that a thread loads at once."""
+
 _SLAB = -1
 """The number of a slab: the first block that a leader makes."""
 
@@ -65,7 +72,7 @@ Progress = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """A card's block that came before there was a context to open it in; the descriptor is the holder's."""
+    """A card's block that was not opened yet; the descriptor is the holder's."""
 
     number: int
     size: int
@@ -214,8 +221,11 @@ class _Staging:
     It is as large as the largest layout needs. When it grows, `runs` are bound anew.
     """
 
-    def __init__(self, make: Callable[[int], SharedBlock]) -> None:
+    def __init__(
+        self, make: Callable[[int], SharedBlock], unpin: Callable[[SharedBlock], None]
+    ) -> None:
         self._make = make
+        self._unpin = unpin
         self._block: SharedBlock | None = None
         self.runs: WeakSet[_CardRun] = WeakSet()
 
@@ -229,9 +239,10 @@ class _Staging:
         return self._block.address
 
     def close(self) -> None:
-        if self._block is not None:
-            self._block.close()
-            self._block = None
+        block, self._block = self._block, None
+        if block is not None:
+            self._unpin(block)
+            block.close()
 
 
 class CardEngine(Engine):
@@ -240,6 +251,7 @@ class CardEngine(Engine):
     Attributes:
         slab: The card's weights, which this worker has made or opened; None if the engine has its own.
         reaches: The cards whose memory tensors may lie in.
+        alignment: Bytes to which the address of a tensor on the card must be aligned.
     """
 
     def __init__(self, engine: Engine, card: Card, slab: DeviceBlock | None) -> None:
@@ -249,12 +261,15 @@ class CardEngine(Engine):
         self.spec, self.providers, self.weights = engine.spec, engine.providers, engine.weights
         self.notes, self.prepared = engine.notes, engine.prepared
         self.on_card = engine.on_card
+        # TensorRT wants bound addresses "aligned to at least 256 bytes" (setTensorAddress).
+        is_tensorrt = self.providers[:1] == (NAMES["tensorrt"],)
+        self.alignment = ALIGNMENT if is_tensorrt else _KERNELS
         others = (Device(CARD_KINDS[0], index) for index in range(card.count))
         self.reaches = tuple(str(other) for other in others if card.reaches(other))
         self._blocks: dict[int, DeviceBlock] = {}
         self._versions: dict[int, tuple[tuple[Buffer, ...], DeviceBlock]] = {}
-        self._on_card = _Staging(partial(card.create, 0))
-        self._on_host = _Staging(self._make_pinned)
+        self._on_card = _Staging(partial(card.create, 0), self._unpin)
+        self._on_host = _Staging(self._make_pinned, self._unpin)
 
     def wants_on_host(self, name: str) -> bool:
         """Whether the engine takes this tensor in the host's memory."""
@@ -263,9 +278,17 @@ class CardEngine(Engine):
 
     # Blocks.
 
-    def attach(self, number: int, size: int, fd: int, token: bytes, owner: Device) -> DeviceBlock:
-        """Open a block of a card's memory, for tensors; raises as `Card.attach`."""
-        self._blocks[number] = block = self.card.attach(number, size, fd, token, owner)
+    def attach(self, offered: Offered) -> DeviceBlock:
+        """Open a block of a card's memory, for tensors.
+
+        Raises:
+            PredictError: The card has no room for the mapping; later there may be some.
+            CardError, ProtocolError, OSError: As `Card.attach`.
+        """
+        number, owner = offered.number, offered.device
+        with _short_of_memory(self.card, f"block {number} of {owner}"):
+            block = self.card.attach(number, offered.size, os.dup(offered.fd), offered.token, owner)
+        self._blocks[number] = block
         return block
 
     def pin(self, block: SharedBlock) -> None:
@@ -276,6 +299,9 @@ class CardEngine(Engine):
     def detach(self, block: SharedBlock) -> None:
         """Before a block is closed."""
         self._blocks.pop(block.number, None)
+        self._unpin(block)
+
+    def _unpin(self, block: SharedBlock) -> None:
         if block.device is None:
             self.card.unregister(block.address)
 
@@ -421,7 +447,9 @@ class _CardRun(Run):
                 if address is not None:
                     moved[buffer.name] = replace(buffer, address=address, device=None)
                     continue
-            elif buffer.device == (None if on_host else card.device):
+            elif on_host or (
+                buffer.device == card.device and buffer.address % engine.alignment == 0
+            ):
                 continue
             staged[on_host].append(buffer)
         engine.note_staged(self)
@@ -460,21 +488,21 @@ class _CardRun(Run):
         card = self._engine.card
         with _short_of_memory(card, "the tensors of a run"):
             run = self._run or self._bind()
-            for block in self._waits:
-                card.wait(block)
-            for copy in self._before:
-                card.copy(copy.target, copy.source, copy.size)
-            if self._settles:  # the host reads what the card has written
-                card.synchronize()
             try:
+                for block in self._waits:
+                    card.wait(block)
+                for copy in self._before:
+                    card.copy(copy.target, copy.source, copy.size)
+                if self._settles:  # the host reads what the card has written
+                    card.synchronize()
                 produced = run.execute()
-            except PredictError:
-                # CUDA's libraries name a dead context by texts of their own, such as "CUBLAS failure 13". The
-                # driver knows, and raises `CardLostError`.
+                for copy in self._after:
+                    card.copy(copy.target, copy.source, copy.size)
+                if self._after:
+                    card.synchronize()
+            except BaseException:
+                # Or work of this run would touch tensors of another one. It raises `CardLostError` of a dead
+                # context, which CUDA's libraries name by texts of their own, such as "CUBLAS failure 13".
                 card.synchronize()
                 raise
-            for copy in self._after:
-                card.copy(copy.target, copy.source, copy.size)
-            if self._after:
-                card.synchronize()
             return produced

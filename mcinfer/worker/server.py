@@ -41,7 +41,6 @@ from mcinfer.engines.base import (
     Strings,
 )
 from mcinfer.errors import (
-    CardError,
     CardLostError,
     ClosedError,
     CollectiveTimeoutError,
@@ -298,12 +297,8 @@ class Server:
             case Attach():
                 self._attach(message)
             case Detach():
-                block = self._blocks.pop(message.block, None)
                 self._drop_runs(block=message.block)
-                if block is not None:
-                    if self._card is not None:
-                        self._card.detach(block)
-                    block.close()
+                self._detach(message.block)
             case UpdateWeights():
                 self._take_weights(message)
             case Build():
@@ -333,6 +328,8 @@ class Server:
         self._runs.clear()
         if self._joined is not None:
             self._joined.close()
+        for number in [*self._offered]:
+            self._detach(number)
         self._connection.close()
 
     def _check_master(self, message: Build) -> None:
@@ -593,7 +590,7 @@ class Server:
     def _buffer(self, reference: TensorRef) -> Buffer:
         name, element_type, shape, number, offset = reference
         size = tensor_bytes(element_type, prod(shape))
-        block = None if number is None else self._blocks.get(number)
+        block = None if number is None else self._block(number)
         if block is None or offset + size > block.size:
             raise ProtocolError(f"tensor {name!r} does not lie in block {number}: {reference}")
         place = block.address + offset
@@ -605,6 +602,15 @@ class Server:
             size=size,
             device=block.device,
         )
+
+    def _block(self, number: int) -> SharedBlock | None:
+        """A block by its number; one of a card's memory is opened when the first tensor lies in it."""
+        block = self._blocks.get(number)
+        offered = self._offered.get(number)
+        if block is None and offered is not None and self._card is not None:
+            block = self._blocks[number] = self._card.attach(offered)
+            os.close(self._offered.pop(number).fd)
+        return block
 
     def _execute(self, run: Callable[[], T], request: int, shard: int) -> tuple[T, float]:
         """Run, or begin to; raises `RunCancelledError` if that was cancelled before or is meanwhile."""
@@ -698,40 +704,43 @@ class Server:
         return weights if self._card is None else self._card.placed(version, weights)
 
     def _attach(self, message: Attach) -> None:
-        if message.block in self._blocks:
+        if message.block in self._blocks or message.block in self._offered:
             raise ProtocolError(f"block {message.block} was attached before")
         if not message.device and self._conversation.state is WorkerState.CONNECTED:
             raise ProtocolError(f"block {message.block} of the host came before BUILD")
         try:
             size, fd, token = self._lifeline.receive_block(message.block, timeout=_BLOCK_TIMEOUT)
             if message.device:
-                self._attach_of_card(message.block, size, fd, token, message.device)
+                self._keep_of_card(message.block, size, fd, token, message.device)
                 return
             block = Block.attach(message.block, size, fd)
-        except (OSError, CardError) as exc:
+        except OSError as exc:
             raise ProtocolError(f"block {message.block} cannot be attached: {exc}") from exc
         self._blocks[message.block] = block
         if self._card is not None:
             self._card.pin(block)
 
-    def _attach_of_card(self, number: int, size: int, fd: int, token: bytes, device: str) -> None:
-        """Open a block of a card's memory; before BUILD it is kept, since no card is open yet."""
+    def _keep_of_card(self, number: int, size: int, fd: int, token: bytes, device: str) -> None:
+        """Keep a block of a card's memory until it is used: the card may have no room, or not be open yet."""
         try:
             owner = Device.parse(device)
-        except InvalidInputError as exc:
+            if self._card is None and self._conversation.state is not WorkerState.CONNECTED:
+                raise ProtocolError("this worker has no card")
+        except McinferError as exc:
             os.close(fd)
             raise ProtocolError(f"block {number}: {exc}") from exc
-        if self._card is not None:
-            self._blocks[number] = self._card.attach(number, size, fd, token, owner)
-        elif self._conversation.state is WorkerState.CONNECTED and number not in self._offered:
-            from mcinfer.worker.cards import Offered
+        from mcinfer.worker.cards import Offered
 
-            self._offered[number] = Offered(
-                number=number, size=size, fd=fd, token=token, device=owner
-            )
-        else:
-            os.close(fd)
-            raise ProtocolError(f"block {number} of {device}: this worker has no card")
+        self._offered[number] = Offered(number=number, size=size, fd=fd, token=token, device=owner)
+
+    def _detach(self, number: int) -> None:
+        block, offered = self._blocks.pop(number, None), self._offered.pop(number, None)
+        if offered is not None:
+            os.close(offered.fd)
+        if block is not None:
+            if self._card is not None:
+                self._card.detach(block)
+            block.close()
 
     def _drop_runs(self, oldest: int = 0, block: int | None = None) -> None:
         """Drop bound runs with weights below the version `oldest`, and those with tensors in the block."""

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -273,3 +274,49 @@ def test_results_outlive_the_pool(pool: Master) -> None:
     check(outputs)
     outputs["y"].fill(1)
     assert outputs["y"].get().min() == 1
+
+
+@pytest.mark.usefixtures("cupy")
+def test_loop_and_its_deadlines_go_on_while_a_card_is_busy(stream: Any) -> None:
+    model = parser.parse_model(AFFINE)
+    options, limits = EngineOptions(allow_fallback=True), Limits(memory_bytes=96 << 20)
+    gate = threading.Event()
+    with Master(model, ["cuda:0"], options=options, limits=limits) as pool:
+        first: Any = pool.allocate({"x": (6, 4)}, device="cuda:0")
+        first.clear()
+        gc.collect()
+        try:
+            stream.launch_host_func(lambda _: gate.wait(60), None)
+            card = Card.open(Device("cuda", 0))
+            with ThreadPoolExecutor(1) as callers:
+                # It takes the place of the first block, whose memory is freed once the card is idle.
+                growing = callers.submit(pool.allocate, {"x": (5 << 20, 4)}, device="cuda:0")
+                wait_until(lambda: card._reclaiming.locked() or growing.done())
+                check(pool.predict([X, Z], timeout=20))
+                assert pool.statistics().accepted
+                assert not growing.done()
+                gate.set()
+                growing.result(30).clear()
+        finally:
+            gate.set()
+
+
+@pytest.mark.usefixtures("cupy")
+def test_pool_ends_while_a_card_is_busy_and_gives_its_memory_back_later(stream: Any) -> None:
+    model = parser.parse_model(AFFINE)
+    card = Card.open(Device("cuda", 0))
+    card.reclaim()
+    gate = threading.Event()
+    try:
+        with Master(model, ["cuda:0"], options=EngineOptions(allow_fallback=True)) as pool:
+            free = card.memory()[0]
+            held: Any = pool.allocate({"x": (6, 4)}, device="cuda:0")
+            assert card.memory()[0] < free
+            held.clear()
+            gc.collect()
+            stream.launch_host_func(lambda _: gate.wait(60), None)
+            card.follow(stream.ptr)
+        assert card.memory()[0] < free
+    finally:
+        gate.set()
+    wait_until(lambda: card.memory()[0] >= free)

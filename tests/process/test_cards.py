@@ -1,13 +1,13 @@
-"""Pools on emulated cards: one slab of weights for two workers, deaths of its leader, replaced weights.
-
-The tests of one pool come in an order: the last leaves it without a slab.
-"""
+"""Pools on emulated cards: one slab of weights for two workers, deaths of its leader, replaced weights."""
 
 import os
+import re
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from mcinfer import BuildError, EngineOptions, Master, RestartPolicy
+from mcinfer import BuildError, EngineOptions, Master, PredictError, RestartPolicy
 from mcinfer.config import Device
 from mcinfer.shm.cuda import Card
 from tests.emulated_cards import emulated_cards
@@ -33,9 +33,14 @@ X = np.arange(4 * SIDE, dtype=np.float32).reshape(4, SIDE) / SIDE
 @pytest.fixture(scope="module")
 def card() -> Iterator[Card]:
     """The first card, as this process sees it."""
-    with emulated_cards():
+    with emulated_cards() as cupy:
         card = Card.open(Device("cuda", 0))
-        card.create(0, 1).close()  # it keeps the block's event for the next one
+        # The emulated driver keeps a thread for each stream, and the card the events of its blocks.
+        card.follow(1)
+        cupy.asarray(X)
+        for block in [card.create(0, 1) for _ in range(3)]:
+            block.close()
+        cupy.get_default_memory_pool().free_all_blocks()
         yield card
 
 
@@ -83,8 +88,9 @@ def taken(card: Card) -> int:
 
 def slab_descriptor() -> int:
     """A descriptor of the slab beside the master's: while it is open, its memory is not free."""
+    mark = f"memfd:card-{os.environ['MCINFER_EMULATED_LEDGER']}-"
     with os.scandir("/proc/self/fd") as entries:
-        descriptors = [int(entry.name) for entry in entries if "memfd:" in os.readlink(entry.path)]
+        descriptors = [int(entry.name) for entry in entries if mark in os.readlink(entry.path)]
     [found] = [fd for fd in descriptors if os.fstat(fd).st_size == SLAB_BYTES]
     return os.dup(found)
 
@@ -125,6 +131,36 @@ def test_weights_are_replaced_while_requests_run(pool: Master) -> None:
     pool.update_weights({"b": np.zeros(SIDE, np.float32)})
 
 
+def test_worker_without_room_for_tensors_of_the_card_fails_the_request_and_lives_on(
+    pool: Master,
+) -> None:
+    before, cupy = pids(pool), import_module("cupy")
+    x = cupy.asarray(X)
+    with ExitStack() as limited:
+        for pid in before:  # the emulated card's memory is mapped like other memory
+            _, most = resource.prlimit(pid, resource.RLIMIT_AS)
+            size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.prlimit(pid, resource.RLIMIT_AS, (size + (32 << 20), most))
+            limited.callback(resource.prlimit, pid, resource.RLIMIT_AS, (most, most))
+        for _ in range(2):
+            with pytest.raises(PredictError, match=r"no memory for block \d+ of cuda:0: .* free"):
+                pool.predict({"x": x}, shards=1)
+        np.testing.assert_array_equal(y(pool.predict({"x": X})), X)
+    np.testing.assert_array_equal(y(pool.predict({"x": x}, shards=1)), X)
+    assert pids(pool) == before
+    del x
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def test_leader_that_is_killed_idle_is_replaced_with_its_follower(pool: Master) -> None:
+    before, restarts = pids(pool), [worker.restarts for worker in pool.statistics().workers]
+    os.kill(before[0], signal.SIGKILL)
+    wait_until(all_restarted(pool, before))
+    workers = pool.statistics().workers
+    assert [worker.restarts for worker in workers] == [count + 1 for count in restarts]
+    np.testing.assert_array_equal(y(pool.predict({"x": X})), X)
+
+
 def test_leader_that_is_killed_busy_and_in_its_next_build_costs_no_request(
     pool: Master, card: Card
 ) -> None:
@@ -147,8 +183,8 @@ def test_leader_that_is_killed_busy_and_in_its_next_build_costs_no_request(
     assert taken(card) == in_use
 
 
-def test_card_without_room_for_the_slab_serves_with_weights_of_each_workers_own(
-    pool: Master, card: Card, caplog: pytest.LogCaptureFixture
+def test_card_that_is_full_for_a_while_holds_the_weights_once_again_later(
+    pool: Master, card: Card
 ) -> None:
     before, in_use = pids(pool), taken(card)
     others = card.create(0, card.memory()[0])
@@ -156,17 +192,17 @@ def test_card_without_room_for_the_slab_serves_with_weights_of_each_workers_own(
     futures = [pool.submit({"x": X}) for _ in range(8)]
     for pid in before:
         os.kill(pid, signal.SIGKILL)
+    refused = re.compile("not shared any more: each process .* of its own: cuda:0: cuMemCreate")
     try:
-        wait_until(lambda: "bytes wanted" in caplog.text)
-        for future in futures:
-            np.testing.assert_array_equal(y(future.result(60)), X)
-        wait_until(all_restarted(pool, before))
+        wait_until(lambda: refused.search(pool.statistics().workers[0].last_error))
     finally:
         os.close(kept)
         others.close()
-    card.reclaim()
-    assert taken(card) == in_use - SLAB_BYTES
-    assert "each process has a copy of the weights of its own: cuda:0: cuMemCreate" in caplog.text
+        card.reclaim()
+    for future in futures:
+        np.testing.assert_array_equal(y(future.result(60)), X)
+    wait_until(all_restarted(pool, before))
+    assert taken(card) == in_use
 
 
 @pytest.mark.usefixtures("card")

@@ -147,13 +147,15 @@ def in_fork(call: Callable[[], object]) -> str:
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
-        name = b""
         try:
-            call()
-        except BaseException as exc:
-            name = type(exc).__name__.encode()
-        os.write(writing, name)
-        os._exit(0)
+            name = b""
+            try:
+                call()
+            except BaseException as exc:
+                name = type(exc).__name__.encode()
+            os.write(writing, name)
+        finally:
+            os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as end:
         name = end.read()
