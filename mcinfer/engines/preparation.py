@@ -17,7 +17,6 @@ import os
 import platform
 import re
 import resource
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -464,6 +463,8 @@ def _check_space(folder: Path, size: int) -> None:
 
     Not `statvfs`: the user's quota counts as well.
     """
+    import tempfile  # not at every worker's start
+
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)

@@ -12,7 +12,6 @@ import json
 import os
 import select
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -133,6 +132,8 @@ def run_child(
         BuildError: The function raised a `McinferError`; its text.
         ChildFailedError: The child crashed, was killed, took too long, or could not be started.
     """
+    import subprocess  # not at every worker's start
+
     start = {
         "function": function,
         "arguments": arguments,

@@ -23,8 +23,6 @@ import fcntl
 import logging
 import os
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -91,6 +89,8 @@ def make_folder(path: Path) -> None:
 
 def _remove(folder: Path) -> None:
     """Remove a tmp folder; if that fails, the next sweep tries again."""
+    import shutil  # not at every worker's start
+
     try:
         shutil.rmtree(folder)
     except OSError as exc:
@@ -195,6 +195,8 @@ class Root:
 
     def new_draft(self, key: str) -> Path:
         """Make a tmp folder for an entry."""
+        import tempfile  # not at every worker's start
+
         return Path(tempfile.mkdtemp(prefix=f"tmp-{key}-", dir=self.path))
 
     def drafts(self, key: str) -> list[Path]:
@@ -467,6 +469,8 @@ class Cache:
         damaged: _Identity | None,
     ) -> Held | None:
         """Make an entry and hold it; None if another process has the lock, or has made it."""
+        import shutil  # not at every worker's start
+
         with unusable(self.folder):
             lock = take_lock(root.path / key, fcntl.LOCK_EX)
         if lock is None:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -209,6 +208,8 @@ def _recall(notes: Path, model: Path) -> Source | None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Put a file in its place by a rename; an OSError leaves nothing of it."""
+    import tempfile  # not at every worker's start
+
     descriptor, draft = tempfile.mkstemp(prefix="tmp-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

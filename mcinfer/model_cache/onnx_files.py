@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -390,6 +389,8 @@ def added_inputs(model: OnnxFile, names: Sequence[str]) -> bytes:
             "with a newer exporter"
         )
     elif unknown:
+        from difflib import get_close_matches  # not at every worker's start
+
         close = [m for name in unknown[:_MAX_MATCHES] for m in get_close_matches(name, known)]
         hint = f"such as {close[:_MAX_MATCHES]}" if close else f"of which there are {len(known)}"
         expected = f"got {unknown}, expected names of the main graph's initialisers, {hint}"
