@@ -396,10 +396,10 @@ class CardEngine(Engine):
 
     def close(self) -> None:
         self._engine.close()
-        with suppress(CardLostError):  # then its memory is gone already
-            for staging in (self._on_card, self._on_host):
-                staging.close()
-            self.forget(max(self._versions, default=0) + 1)
+        with suppress(CardLostError):  # then nothing is pinned any more
+            self._on_host.close()
+        self._on_card.close()
+        self.forget(max(self._versions, default=0) + 1)
 
 
 def _aligned(size: int) -> int:
