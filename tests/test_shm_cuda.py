@@ -14,10 +14,12 @@ from mcinfer.config import Device
 from mcinfer.errors import (
     BuildError,
     CardError,
+    CardLostError,
     InvalidInputError,
     MissingDependencyError,
     ProtocolError,
 )
+from mcinfer.shm.arena import Arena
 from mcinfer.shm.cuda import Card
 from tests.gpu.memory_contract import (
     BLOCK_BYTES,
@@ -210,6 +212,25 @@ def test_memory_that_all_processes_use_counts() -> None:
             both("create", 2, BLOCK_BYTES, "")
         block.close()
         both("create", 2, BLOCK_BYTES, "")
+
+
+def test_blocks_of_a_card_that_is_lost_can_be_closed() -> None:
+    with emulated_cards(CARDS="1"):
+        card = Card.open(OWN)
+        arena = Arena(2 * BLOCK_BYTES, create=card.create)
+        arena.allocate_all([1])
+        gone = card.create(7, 1)
+        gone.close()
+        card.copy(gone.address, gone.address, 1)
+        with pytest.raises(CardLostError):
+            card.synchronize()
+        arena.close()
+        # What this process has of the card ends with it; here others are tested in it.
+        (context,) = import_module("cuda.bindings.driver")._contexts.values()
+        context.failure = None
+        card.reclaim()
+        free, total = card.memory()
+        assert free == total
 
 
 def test_reason_why_a_card_cannot_be_used_is_named() -> None:

@@ -4,15 +4,19 @@ The engine here reads and writes at the addresses that it is given, after its st
 does; it refuses a tensor that lies on another side than it said.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from mcinfer.config import Device
 from mcinfer.engines.base import (
@@ -32,7 +36,7 @@ from mcinfer.shm.arena import SharedBlock
 from mcinfer.shm.block import Block
 from mcinfer.shm.cuda import Card, DeviceBlock
 from mcinfer.specs import ModelSpec, TensorSpec
-from mcinfer.worker.cards import CardEngine, Offered, memory_limit, open_on_card
+from mcinfer.worker.cards import CardEngine, Offered, _SharedWeights, memory_limit, open_on_card
 from tests.emulated_cards import emulated_cards
 
 CARD_BYTES = 32 << 20
@@ -372,6 +376,46 @@ def test_worker_of_a_cpu_imports_nothing_of_cards() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
     assert done.stdout == b"set()\n"
+
+
+def test_weights_that_cannot_be_read_leave_the_card_as_it_was(
+    cards: tuple[Card, Card], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved_outside(tmp_path, "first.onnx", 1024)
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(BuildError, match="ends within the weight 'w'"):
+        _SharedWeights(None).give(cards[0], model)  # the error holds its frames
+    free, total = cards[0].memory()
+    assert free == total
+
+
+def test_weights_of_another_model_are_not_opened(cards: tuple[Card, Card], tmp_path: Path) -> None:
+    first, second = (saved_outside(tmp_path, f"{n}.onnx", n) for n in (1024, 2048))
+    made = _SharedWeights(None)
+    made.give(cards[0], first)
+    assert made.block is not None
+    shared = _SharedWeights(replace(offered(made.block), fd=os.dup(made.block.fd)))
+    with pytest.raises(
+        BuildError, match=r"got 4096 bytes of weights on cuda:0, 2048.onnx has 8192"
+    ):
+        shared.give(cards[0], second)
+    shared.refuse()
+    made.block.close()
+
+
+def saved_outside(folder: Path, name: str, count: int) -> Path:
+    """A model whose weight w, of so many float32, lies in a file beside it."""
+    weight = numpy_helper.from_array(np.ones(count, np.float32), "w")
+    graph = helper.make_graph([], "graph", [], [], [weight])
+    path = folder / name
+    onnx.save(
+        helper.make_model(graph),
+        path,
+        save_as_external_data=True,
+        location=f"{name}.data",
+        size_threshold=0,
+    )
+    return path
 
 
 def build(workers: int = 2, **options: str) -> Build:

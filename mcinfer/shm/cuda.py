@@ -183,7 +183,8 @@ class DeviceBlock:
     def close(self) -> None:
         """Close the descriptor; the mapping ends with its last `memory`."""
         self._close()
-        self._card.reclaim()
+        with contextlib.suppress(CardLostError):  # then the card's memory is gone already
+            self._card.reclaim()
 
     def drop(self) -> None:
         """As `close`, without a call of the driver, which may wait: the next `reclaim` frees the memory."""

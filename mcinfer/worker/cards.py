@@ -111,6 +111,7 @@ def open_on_card(
 def _open(
     message: Build, request: EngineRequest, weights: "_SharedWeights", progress: Progress
 ) -> Engine:
+    engine: Engine | None = None
     try:
         card = Card.open(request.device)
     except (BuildError, MissingDependencyError) as exc:
@@ -131,14 +132,15 @@ def _open(
                 engine = open_engine(message.engine, given, progress)
             except _NoSlabError as exc:
                 note = f"{OWN_COPY}: {exc}"
-                engine = open_engine(message.engine, request, progress)
-        else:
+        if engine is None:
             engine = open_engine(message.engine, request, progress)
     except EngineError as exc:
         meant = device_error(str(exc))
         if isinstance(meant, OutOfDeviceMemoryError):
             raise BuildError(f"{exc}; {_standing(card)}") from exc
-        raise meant or exc from exc
+        if meant is not None:
+            raise meant from exc
+        raise
     if note:
         engine.notes += (note,)
     block = weights.block
@@ -193,11 +195,20 @@ class _SharedWeights:
             placed = layout(model)
             if not placed.size:
                 raise _NoSlabError(f"no weights of {model.name} lie outside of its graph")
-            offered, self._offered = self._offered, None
+            offered = self._offered
             if offered is None:
                 block = card.create(_SLAB, placed.size)
-                fill(card, block, placed)
+                try:
+                    fill(card, block, placed)
+                except BaseException:
+                    block.close()  # a copy of the weights may need the room
+                    raise
+            elif offered.size != placed.size:
+                raise _NoSlabError(
+                    f"got {offered.size} bytes of weights on {card.device}, {model.name} has {placed.size}"
+                )
             else:
+                self._offered = None
                 block = card.attach(
                     offered.number, offered.size, offered.fd, offered.token, offered.device
                 )
@@ -385,10 +396,10 @@ class CardEngine(Engine):
 
     def close(self) -> None:
         self._engine.close()
-        with suppress(CardLostError):  # then its memory is gone already
-            for staging in (self._on_card, self._on_host):
-                staging.close()
-            self.forget(max(self._versions, default=0) + 1)
+        with suppress(CardLostError):  # then nothing is pinned any more
+            self._on_host.close()
+        self._on_card.close()
+        self.forget(max(self._versions, default=0) + 1)
 
 
 def _aligned(size: int) -> int:

@@ -31,6 +31,7 @@ import os
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -63,6 +64,7 @@ class CUresult(enum.IntEnum):
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
     CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712
     CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713
+    CUDA_ERROR_LAUNCH_FAILED = 719
     CUDA_ERROR_NOT_PERMITTED = 800
     CUDA_ERROR_NOT_SUPPORTED = 801
 
@@ -412,6 +414,11 @@ class _Stream:
                     work()
                 except _Refusal as exc:
                     self.context.failure = exc.status
+                except (
+                    Exception
+                ):  # none of the driver's: whoever waits for the stream is to learn of it
+                    traceback.print_exc()
+                    self.context.failure = CUresult.CUDA_ERROR_LAUNCH_FAILED
             del work  # which holds an event, and its page a descriptor
             with self._progress:
                 self._done += 1
