@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -402,6 +403,27 @@ def test_tensor_that_does_not_fit_is_refused(
     pool = make()
     with pytest.raises(InvalidInputError, match=text):
         pool.request(bad(pool.cupy), W)
+
+
+def test_producer_is_asked_while_its_card_is_the_current_one(make: Callable[..., Pool]) -> None:
+    pool = make()
+    driver = import_module("cuda.bindings.driver")
+
+    class OfCurrentCard:
+        """As a tensor of PyTorch."""
+
+        def __init__(self, array: Any) -> None:
+            self.array = array
+            self.__dlpack_device__ = array.__dlpack_device__
+
+        def __dlpack__(self, **options: Any) -> Any:
+            current = int(driver.cuCtxGetCurrent()[1])
+            assert current == int(driver.cuDevicePrimaryCtxRetain(self.array.device.id)[1])
+            return self.array.__dlpack__(**options)
+
+    with pool.cupy.cuda.Device(1):
+        x = OfCurrentCard(pool.cupy.asarray(X))
+    np.testing.assert_array_equal(pool.answer(pool.request(x, W))["y"], 2 * X)
 
 
 class Elsewhere:

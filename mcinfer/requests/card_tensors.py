@@ -341,7 +341,8 @@ def read_input(value: Any, spec: TensorSpec, cards: Cards) -> CardTensor:
             f"input {spec.name!r} lies on {device}, which cannot be used: {exc}"
         ) from exc
     try:
-        tensor = dlpack.read(value, memory.card.stream)
+        with memory.card.current():  # PyTorch gives tensors of the current card alone
+            tensor = dlpack.read(value, memory.card.stream)
     except Exception as exc:  # a producer raises what it likes
         raise InvalidInputError(f"input {spec.name!r}: {exc}") from exc
     if tensor.element_type != spec.element_type:

@@ -448,6 +448,10 @@ class Card:
         major, minor = (self._fact(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
         return f"{name.decode(errors='replace')}, compute capability {major}.{minor}"
 
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """The card as the calling thread's current one, which other libraries go by, in a ``with`` block."""
+        return self._current()
+
     # Work on the stream.
 
     def copy(self, target: int, source: int, size: int) -> None:
