@@ -31,6 +31,7 @@ from tests.gpu.memory_contract import (
     numbers,
 )
 from tests.open_descriptors import no_descriptor_left
+from tests.process.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATED = ROOT / "tests" / "gpu" / "emulated"
@@ -130,16 +131,22 @@ def test_forked_child_that_lives_on_holds_no_memory(both: Processes) -> None:
     with warnings.catch_warnings(action="ignore"):  # a process of several threads is forked
         child = os.fork()
     if not child:
-        os.close(held)
-        os.read(end, 1)  # until the parent closes the other end
-        os._exit(0)
+        try:
+            os.close(held)
+            os.read(end, 1)  # until the parent closes the other end
+            os._exit(0)
+        finally:
+            os._exit(1)
     address = block.address
     assert both.card.host_address(address) == address
     block.close()
-    while (
-        both.card.host_address(address) is not None
-    ):  # until the child has closed what it inherited
+
+    def is_freed() -> bool:
+        """Once the child has closed what it inherited."""
         both.card.reclaim()
+        return both.card.host_address(address) is None
+
+    wait_until(is_freed)
     os.close(held)
     os.close(end)
     assert os.waitpid(child, 0)[1] == 0

@@ -430,22 +430,25 @@ def forked_process_cannot_use_the_card(both: Processes) -> None:
     with warnings.catch_warnings(action="ignore"):  # a process of several threads is forked
         child = os.fork()
     if not child:
-        calls = (
-            lambda: both.card.memory(),
-            lambda: both.card.copy(block.address, both.host, 1),
-            lambda: both.card.record(block),
-            lambda: Card.open(OWN),
-            lambda: both.card.create(1, 1),
-        )
-        status = 0
-        for call in calls:
-            try:
-                call()
-                status = 1
-            except ClosedError as exc:
-                status |= 0 if "which was forked from" in str(exc) else 2
-        block.close()  # its own copy of the descriptor
-        os._exit(status)
+        try:
+            calls = (
+                lambda: both.card.memory(),
+                lambda: both.card.copy(block.address, both.host, 1),
+                lambda: both.card.record(block),
+                lambda: Card.open(OWN),
+                lambda: both.card.create(1, 1),
+            )
+            status = 0
+            for call in calls:
+                try:
+                    call()
+                    status = 1
+                except ClosedError as exc:
+                    status |= 0 if "which was forked from" in str(exc) else 2
+            block.close()  # its own copy of the descriptor
+            os._exit(status)
+        finally:
+            os._exit(9)
     assert os.waitpid(child, 0)[1] == 0
     assert both.read(block.address, 6) == b"parent"
     block.close()
