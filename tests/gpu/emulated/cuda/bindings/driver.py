@@ -927,6 +927,7 @@ def cuMemFree(address: Any) -> None:
         os.close(opened)
     found.drop("freed")
     os.close(found.fd)
+    found.fd = -1
 
 
 @_call
