@@ -144,7 +144,7 @@ class Arena:
         *,
         dropped: Callable[[int], None] = lambda _: None,
         create: Callable[[int, int], SharedBlock] | None = Block.create,
-        close: Callable[[Any], object] = Block.close,
+        close: Callable[[Any], object] = lambda block: block.close(),
         numbers: Iterator[int] | None = None,
         alignment: int = ALIGNMENT,
         name: str = "shared memory",
