@@ -7,8 +7,10 @@ does; it refuses a tensor that lies on another side than it said.
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import CFUNCTYPE, c_void_p, cast
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +44,7 @@ from tests.emulated_cards import emulated_cards
 CARD_BYTES = 32 << 20
 FIRST, SECOND = Device("cuda", 0), Device("cuda", 1)
 PLACES = (None, FIRST, SECOND)
+_SLEEP = CFUNCTYPE(None, c_void_p)(lambda _: time.sleep(0.05))
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,7 @@ class Scaling(Engine):
         self.card = card
         self.alignment = 16
         self.failure: Exception | None = None
+        self.late: Buffer | None = None  # what a run's work writes to y, after the run has returned
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         return _Scaling(self, inputs, outputs)
@@ -94,8 +98,19 @@ class _Scaling(Run):
         if self.engine.on_card:
             self.engine.card.synchronize()  # what a session queues comes after what is queued already
         arrays = {name: array_over(item) for name, item in self.tensors.items()}
+        if self.engine.late is not None:
+            queue_slow_work(self.engine.card)
+            target = self.tensors["y"]
+            self.engine.card.copy(target.address, self.engine.late.address, target.size)
+            return ()
         arrays["y"][...] = arrays["x"] * (arrays["w"][0] if "w" in arrays else 2)
         return ()
+
+
+def queue_slow_work(card: Card) -> None:
+    function = import_module("cuda.bindings.driver").CUhostFn(cast(_SLEEP, c_void_p).value)
+    with card._current():
+        card._ask("cuLaunchHostFunc", card.stream, function, 0)
 
 
 def offered(block: DeviceBlock) -> Offered:
@@ -235,6 +250,15 @@ def test_failed_run_leaves_no_work_behind(cards: tuple[Card, Card]) -> None:
             with pytest.raises(PredictError, match="no"):
                 run.execute()
             card.synchronize(timeout=0.0)  # at once
+
+
+def test_outputs_are_there_when_a_run_has_ended(cards: tuple[Card, Card]) -> None:
+    with loaded(cards[0]) as (engine, inner, tensors):
+        source, target, late = (tensors.make(name, FIRST, 2) for name in ("x", "y", "late"))
+        write(late, [2.0, 4.0])
+        inner.late = late
+        engine.bind([source], [target]).execute()
+        assert read(target) == [2.0, 4.0]
 
 
 def test_block_that_cannot_be_mapped_fails_the_runs_that_need_it(

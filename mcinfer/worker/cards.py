@@ -509,8 +509,8 @@ class _CardRun(Run):
                 produced = run.execute()
                 for copy in self._after:
                     card.copy(copy.target, copy.source, copy.size)
-                if self._after:
-                    card.synchronize()
+                if self._after or self._engine.on_card:
+                    card.synchronize()  # the answer says that the outputs are there
             except BaseException:
                 # Or work of this run would touch tensors of another one. It raises `CardLostError` of a dead
                 # context, which CUDA's libraries name by texts of their own, such as "CUBLAS failure 13".
