@@ -26,7 +26,8 @@ def deep_down(act):
 
 acts = {{
     "python": lambda: time.sleep(60),
-    "native": lambda: ctypes.PyDLL(None).sleep(60),  # holds the interpreter's lock
+    # Holds the interpreter's lock; the signal ends the first sleep.
+    "native": lambda: [ctypes.PyDLL(None).sleep(60) for _ in range(2)],
     "segfault": lambda: ctypes.string_at(0),
     "abort": os.abort,
     "echo": lambda: print(sys.stdin.readline(), end="", flush=True),
