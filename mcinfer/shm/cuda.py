@@ -168,7 +168,7 @@ class DeviceBlock:
         return self._mapping
 
     def memory(self, offset: int, size: int) -> DeviceMemory:
-        """Bytes of the block; whoever holds them keeps the mapping.
+        """Bytes of the block, which stays mapped as long as they are held.
 
         Raises:
             InvalidInputError: The block does not have these bytes.

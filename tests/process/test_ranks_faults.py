@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ WIDTH = 32
 WIDE = 1 << 19
 SECONDS = 20.0
 """For a collective: a group that waits for itself fails soon."""
+X = ("x", "float32", (4, WIDTH), 0, 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,6 +139,23 @@ def served(monkeypatch: pytest.MonkeyPatch, sockets: Sequence[int]) -> test_serv
     return test_serving.Peer()
 
 
+@contextmanager
+def answering(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> Iterator[tuple[test_serving.Peer, int]]:
+    """The master's side of a leader that has its model and a block, and the pid of its follower."""
+    model = write_mlp(folder / "mlp.onnx")
+    with (
+        followers(2, model) as others,
+        closing(served(monkeypatch, [os.dup(others.sockets[0].fileno())])) as peer,
+    ):
+        peer.send(build(model, 2))
+        while not isinstance(peer.receive(), BuildFinish):
+            continue
+        peer.attach(0)
+        yield peer, others.pids[0]
+
+
 def build(model: Path, pipeline: int) -> Build:
     return Build(
         model=str(model),
@@ -165,21 +183,12 @@ def test_rank_that_leaves_during_the_build_ends_the_group_and_is_no_build_error(
 def test_last_stage_that_is_stopped_while_no_rank_waits_for_it_ends_the_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = write_mlp(tmp_path / "mlp.onnx")
     monkeypatch.setattr(server, "_LONGEST_SILENCE", 1.0)
     monkeypatch.setattr(ranks, "lead", partial(ranks.lead, timeout=1.0))
-    x = ("x", "float32", (4, WIDTH), 0, 0)
-    with (
-        followers(2, model) as others,
-        closing(served(monkeypatch, [os.dup(others.sockets[0].fileno())])) as peer,
-    ):
-        peer.send(build(model, 2))
-        while not isinstance(peer.receive(), BuildFinish):
-            continue
-        peer.attach(0)
-        peer.ask([x])
-        stop(others.pids[0])
-        peer.predict([x])
+    with answering(monkeypatch, tmp_path) as (peer, follower):
+        peer.ask([X])
+        stop(follower)
+        peer.predict([X])
         assert peer.finish() == LEFT_ALONE
     caplog.clear()  # the error in a record holds the engine
 
@@ -187,8 +196,6 @@ def test_last_stage_that_is_stopped_while_no_rank_waits_for_it_ends_the_group(
 def test_cancellation_that_came_too_late_does_not_cancel_the_same_shard_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = write_mlp(tmp_path / "mlp.onnx")
-    x = ("x", "float32", (4, WIDTH), 0, 0)
     engines = []
     lead = ranks.lead
 
@@ -197,24 +204,17 @@ def test_cancellation_that_came_too_late_does_not_cancel_the_same_shard_later(
         return engines[0]
 
     monkeypatch.setattr(ranks, "lead", noted)
-    with (
-        followers(2, model) as others,
-        closing(served(monkeypatch, [os.dup(others.sockets[0].fileno())])) as peer,
-    ):
-        peer.send(build(model, 2))
-        while not isinstance(peer.receive(), BuildFinish):
-            continue
-        peer.attach(0)
-        peer.ask([x])
-        stop(others.pids[0])
-        begun = peer.predict([x])
+    with answering(monkeypatch, tmp_path) as (peer, follower):
+        peer.ask([X])
+        stop(follower)
+        begun = peer.predict([X])
         wait_until(lambda: engines[0]._begun)
         peer.cancels.send(begun, 0)
         wait_until(lambda: not select.select([peer.listening.fd], [], [], 0)[0])
-        os.kill(others.pids[0], signal.SIGCONT)
+        os.kill(follower, signal.SIGCONT)
         peer.answer(begun)
         peer.requests -= 1
-        assert peer.ask([x]).request == begun
+        assert peer.ask([X]).request == begun
     engines.clear()
 
 
