@@ -1,0 +1,408 @@
+"""ONNX Runtime's own tests of sessions, with `mcinfer.ort.InferenceSession` in the place of its session.
+
+    python -m tests.programs.ort_suite FOLDER [--only TEXT] [--write docs/ort_suite.md]
+
+FOLDER is ``onnxruntime/test/python`` of a checkout of https://github.com/microsoft/onnxruntime, best at the
+version that is installed; nothing of it is in this repository. The tests run twice in processes of their own:
+as they are, and below ``python -m mcinfer ort --devices 2``. They are not changed. Where FOLDER contains
+``libcustom_op_library.so``, as a build of ONNX Runtime does, the test of custom operators finds it.
+
+A test that passes with a plain session has to pass with mcinfer's, or has to be in `CANNOT_HOLD`. The exit
+status is 1 where one is neither, and where one of `CANNOT_HOLD` passes. `--write` puts the table between the
+marks of a page.
+"""
+
+import argparse
+import json
+import os
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import unittest
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FILES = (
+    "onnxruntime_test_python.py",
+    "onnxruntime_test_python_backend.py",
+    "onnxruntime_test_python_iobinding.py",
+    "onnxruntime_test_python_mlops.py",
+    "onnxruntime_test_python_nested_control_flow_op.py",
+    "onnxruntime_test_python_sparse_matmul.py",
+    "onnxruntime_test_python_symlink_data.py",
+)
+"""Those whose tests open sessions on the CPU. Only the first must be there."""
+
+DEVICES = 2
+SECONDS = 120.0
+"""How long a test may take before its process ends."""
+
+LARGEST_DATA_BYTES = 4 << 20
+"""Files of the folder testdata beyond this size are not copied: no test of `FILES` opens one."""
+
+CANNOT_HOLD: Mapping[str, str] = {}
+"""By the name of a test that passes with a plain session alone: why."""
+
+Outcome = Literal["passed", "failed", "skipped"]
+Way = Literal["plain", "mcinfer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of a test.
+
+    Attributes:
+        text: The last line of its first error, or why it is skipped.
+        sessions: How many sessions it opened.
+    """
+
+    outcome: Outcome
+    text: str = ""
+    sessions: int = 0
+
+
+# In the process that runs the tests.
+
+
+class _Reporter(unittest.TestResult):
+    """Writes a line of JSON before and behind each test."""
+
+    def __init__(self, pipe: int) -> None:
+        super().__init__()
+        self._pipe = pipe
+        self._sessions = _count_sessions()
+        self._errors: list[str] = []
+        self._skips: list[str] = []
+        self._before = 0
+
+    def startTest(self, test: unittest.TestCase) -> None:  # noqa: N802
+        super().startTest(test)
+        self._errors, self._skips, self._before = [], [], self._sessions[0]
+        self._write({"start": test.id()})
+
+    def stopTest(self, test: unittest.TestCase) -> None:  # noqa: N802
+        super().stopTest(test)
+        sessions = self._sessions[0] - self._before
+        outcome: Outcome = "passed"
+        if self._errors:
+            outcome = "failed"
+        elif self._skips and not sessions:
+            outcome = "skipped"
+        text = next(iter(self._errors or self._skips), "") if outcome != "passed" else ""
+        self._write({"end": test.id(), "outcome": outcome, "text": text, "sessions": sessions})
+
+    def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
+        super().addError(test, err)
+        self._errors.append(_error_text(err))
+
+    def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
+        super().addFailure(test, err)
+        self._errors.append(_error_text(err))
+
+    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:  # noqa: N802
+        super().addSubTest(test, subtest, err)
+        if err is not None:
+            self._errors.append(_error_text(err))
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
+        super().addSkip(test, reason)
+        self._skips.append(reason)
+
+    def _write(self, message: Mapping[str, object]) -> None:
+        os.write(self._pipe, json.dumps(message).encode() + b"\n")
+
+
+def _error_text(
+    err: tuple[type[BaseException], BaseException, TracebackType | None],
+) -> str:
+    """The class and the first line that says something."""
+    lines = [line.strip() for line in str(err[1]).splitlines() if line.strip()]
+    return f"{err[0].__name__}: {lines[0] if lines else ''}"
+
+
+def _count_sessions() -> list[int]:
+    """Count the sessions that programs open from now on: the one element of the list."""
+    import onnxruntime
+
+    count = [0]
+    opened: Any = onnxruntime.InferenceSession
+    original = opened.__init__
+
+    def counted(self: object, *args: object, **kwargs: object) -> None:
+        count[0] += 1
+        original(self, *args, **kwargs)
+
+    opened.__init__ = counted
+    return count
+
+
+def run_tests(way: str, pipe: int, files: Sequence[str], skip: Sequence[str]) -> None:
+    """Run the tests of the modules in this folder but those of `skip`, and write to the pipe how they end."""
+    import onnxruntime
+
+    if (found := onnxruntime.InferenceSession.__module__.partition(".")[0]) != (
+        "mcinfer" if way == "mcinfer" else "onnxruntime"
+    ):
+        raise SystemExit(f"onnxruntime.InferenceSession is of {found}")
+    sys.path.insert(0, os.getcwd())
+    names = [Path(file).stem for file in files]
+    suite = unittest.defaultTestLoader.loadTestsFromNames(names)
+    chosen = unittest.TestSuite(test for test in _each(suite) if test.id() not in {*skip})
+    chosen.run(_Reporter(pipe))
+
+
+def _each(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
+    for test in suite:
+        if isinstance(test, unittest.TestSuite):
+            yield from _each(test)
+        else:
+            yield test
+
+
+# In the process that compares.
+
+
+def run_way(way: Way, folder: Path, only: str = "") -> dict[str, Result]:
+    """Run all tests of a folder in processes of their own; by the test's id.
+
+    A process that ends in a test, or takes too long, is followed by one for the tests behind it.
+    """
+    results: dict[str, Result] = {}
+    with tempfile.TemporaryDirectory(prefix="mcinfer-suite-") as made:
+        place = Path(made)
+        files = _lay_out(folder, place)
+        skip = [] if not only else [id for id in _ids(place, files) if only not in id]
+        while (ended := _run_process(way, place, files, [*skip, *results])).pop("", None):
+            results |= ended
+        results |= ended
+    return results
+
+
+def _lay_out(folder: Path, place: Path) -> list[str]:
+    """Copy tests and data as a build of ONNX Runtime has them: all in one folder, which is the current one."""
+    files = [name for name in FILES if (folder / name).is_file()]
+    if FILES[0] not in files:
+        raise SystemExit(f"{folder}: expected a folder with {FILES[0]}, as onnxruntime/test/python")
+    for name in (*files, "helper.py", "libcustom_op_library.so"):
+        if (folder / name).is_file():
+            shutil.copy(folder / name, place / name)
+
+    def large(parent: str, names: list[str]) -> list[str]:
+        paths = (Path(parent) / name for name in names)
+        return [path.name for path in paths if path.stat().st_size > LARGEST_DATA_BYTES]
+
+    for data in (folder / "testdata", folder.parent / "testdata"):
+        if data.is_dir():
+            shutil.copytree(data, place / "testdata", ignore=large, dirs_exist_ok=True)
+    (place / "testdata").mkdir(exist_ok=True)
+    return files
+
+
+def _ids(place: Path, files: Sequence[str]) -> list[str]:
+    """The ids of all tests, from what Python's loader finds in a process of its own."""
+    code = (
+        "import unittest, sys; from tests.programs.ort_suite import _each; sys.path.insert(0, '.');"
+        "print(*(t.id() for t in _each(unittest.defaultTestLoader.loadTestsFromNames(sys.argv[1:]))))"
+    )
+    command = [sys.executable, "-c", code, *(Path(file).stem for file in files)]
+    done = subprocess.run(
+        command, cwd=place, env=_environment(place), capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def _environment(place: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "MCINFER_CACHE": str(place / "cache"),
+        "ORT_DISABLE_TELEMETRY": "1",
+    }
+
+
+def _run_process(
+    way: Way, place: Path, files: Sequence[str], skip: Sequence[str]
+) -> dict[str, Result]:
+    """Run what is not in `skip`; below "" is a result if the process ended before its last test did."""
+    reading, writing = os.pipe()
+    launch = ["-m", "mcinfer", "ort", "--devices", str(DEVICES)] if way == "mcinfer" else []
+    arguments = ["--in-process", json.dumps([way, writing, files, skip])]
+    with (place / "output.txt").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *launch, str(Path(__file__).resolve()), *arguments],
+            cwd=place,
+            env=_environment(place),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[writing],
+        )
+        os.close(writing)
+        try:
+            results, running = _read_results(reading)
+        finally:
+            os.close(reading)
+            if running_on := process.poll() is None:
+                try:
+                    process.wait(SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+            status = process.wait()
+    if running is not None:
+        how = "it took too long" if running_on else f"its process ended with {_status_text(status)}"
+        results[running] = results[""] = Result(outcome="failed", text=how)
+    elif status or not results:
+        tail = deque((place / "output.txt").read_text("utf-8", "replace").splitlines(), 20)
+        raise SystemExit(f"the tests ended with {_status_text(status)}:\n" + "\n".join(tail))
+    return results
+
+
+def _read_results(reading: int) -> tuple[dict[str, Result], str | None]:
+    """What a process writes until it ends or takes too long; and the test that did not end."""
+    results: dict[str, Result] = {}
+    running: str | None = None
+    rest, until = b"", monotonic() + SECONDS
+    with selectors.DefaultSelector() as selector:
+        selector.register(reading, selectors.EVENT_READ)
+        while selector.select(max(0.0, until - monotonic())):
+            if not (got := os.read(reading, 1 << 16)):
+                return results, running
+            *lines, rest = (rest + got).split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                running = message.pop("start", None)
+                until = monotonic() + SECONDS
+                if running is None:
+                    name = message.pop("end")
+                    results[name] = Result(**message)
+    return results, running
+
+
+def _status_text(status: int) -> str:
+    return f"status {status}" if status >= 0 else signal.Signals(-status).name
+
+
+# The table.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """On one test."""
+
+    name: str
+    words: str
+    group: Literal["passes", "cannot hold", "not comparable", "no session", "problem"]
+    sessions: int
+
+
+def compare(plain: Mapping[str, Result], ours: Mapping[str, Result]) -> list[Verdict]:
+    """Say of each test how it ends."""
+    verdicts = []
+    for name, one in plain.items():
+        short = ".".join(name.split(".")[-2:])
+        other = ours[name]
+        group: Any = "passes"
+        words = "passes"
+        if one.outcome == "skipped":
+            group, words = "not comparable", f"skips itself: {one.text}"
+        elif one.outcome == "failed":
+            group, words = "not comparable", f"fails with a plain session too: {one.text}"
+        elif other.outcome == "passed":
+            if short in CANNOT_HOLD:
+                group, words = "problem", f"passes, but is to fail: {CANNOT_HOLD[short]}"
+            elif not one.sessions:
+                group, words = "no session", "passes"
+        elif short in CANNOT_HOLD:
+            group, words = "cannot hold", f"cannot hold: {CANNOT_HOLD[short]}"
+        else:
+            group, words = "problem", f"**fails**: {other.text}"
+        verdicts.append(Verdict(name=short, words=words, group=group, sessions=one.sessions))
+    return verdicts
+
+
+def table(verdicts: Sequence[Verdict], files: int) -> str:
+    """The verdicts, in Markdown."""
+    rows = [
+        f"| `{one.name}` | {one.sessions} | {_cell(one.words)} |"
+        for one in verdicts
+        if one.group != "no session"
+    ]
+    counts = {
+        group: sum(one.group == group for one in verdicts)
+        for group in ("passes", "cannot hold", "not comparable", "no session")
+    }
+    versions = f"onnxruntime {version('onnxruntime')}, numpy {version('numpy')}"
+    return "\n".join(
+        [
+            f"{len(verdicts)} tests of {files} files: {counts['passes']} pass, {counts['cannot hold']} cannot"
+            f" hold, {counts['not comparable']} skip themselves or",
+            f"fail with a plain session too. {counts['no session']} more pass and open no session here; they"
+            f" are not in the table. Two devices, {versions}.",
+            "",
+            "| test | sessions | with mcinfer |",
+            "|---|---|---|",
+            *rows,
+        ]
+    )
+
+
+def _cell(text: str) -> str:
+    text = text if len(text) <= 200 else f"{text[:199]}…"
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def write_page(path: Path, part: str) -> None:
+    """Put the table between the page's marks."""
+    marked = re.compile(r"(<!-- suite: begin -->\n).*?(<!-- suite: end -->)", re.DOTALL)
+    page, count = marked.subn(
+        lambda match: f"{match[1]}\n{part}\n\n{match[2]}", path.read_text("utf-8")
+    )
+    if not count:
+        raise SystemExit(f"{path}: expected a line '<!-- suite: begin -->', and its end below")
+    path.write_text(page, "utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    parser = argparse.ArgumentParser(description="Run ONNX Runtime's own tests of sessions.")
+    parser.add_argument("folder", type=Path, nargs="?", help="onnxruntime/test/python of a checkout")
+    parser.add_argument("--only", default="", metavar="TEXT", help="tests with this in their name")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the page to put the table into")
+    parser.add_argument("--in-process", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.in_process is not None:
+        run_tests(*json.loads(options.in_process))
+        return 0
+    if options.folder is None:
+        parser.error("expected the folder of the tests")
+    if options.only and options.write is not None:
+        parser.error("--write: expected all tests, got --only")
+    plain = run_way("plain", options.folder.resolve(), options.only)
+    ours = run_way("mcinfer", options.folder.resolve(), options.only)
+    verdicts = compare(plain, ours)
+    for one in verdicts:
+        if one.group != "no session":
+            print(f"{one.name}: {one.words}")
+    files = len({name.partition(".")[0] for name in plain})
+    print("\n" + table(verdicts, files).partition("\n\n")[0])
+    if any(one.group == "problem" for one in verdicts):
+        return 1
+    if options.write is not None:
+        write_page(options.write, table(verdicts, files))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
