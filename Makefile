@@ -8,10 +8,11 @@ SIZE ?= small
 # `make test-gpu` and `make bench-gpu` fail where there is no card, unless NO_CARD=skip.
 NO_CARD ?= fail
 
-# The models of `make test-real-models`: packages that ship ONNX files. Nothing but these files is used.
+# The models of `make test-real-models`, of which nothing but their ONNX files is used, and the programs of
+# `make test-programs`.
 REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3
 
-.PHONY: demo test test-thorough test-gpu test-mindspore test-real-models check bench bench-gpu bench-peers bench-parts bench-ranks faults soak fuzz docs clean format
+.PHONY: demo test test-thorough test-gpu test-mindspore test-ort-suite test-programs test-real-models check bench bench-gpu bench-peers bench-parts bench-programs bench-ranks faults soak fuzz docs clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -48,6 +49,25 @@ test-mindspore: .venv-mindspore/installed
 # Models as they are published, split with no option set: the tables of docs/splitting.md.
 test-real-models: .venv-real-models/installed
 	.venv-real-models/bin/python benchmarks/real_models.py --write docs/splitting.md
+
+# Programs that hold a session, as they are and below `python -m mcinfer ort`; docs/programs.md has their times.
+test-programs: .venv-programs/installed
+	.venv-programs/bin/python -m pytest -c tests/programs/programs.ini --rootdir . --confcutdir tests/programs tests/programs
+
+bench-programs: .venv-programs/installed
+	.venv-programs/bin/python benchmarks/programs.py --write docs/programs.md
+
+# ONNX Runtime's own tests, which are not here: ORT_TESTS names onnxruntime/test/python of a checkout of it.
+# With WRITE=yes the table of docs/ort_suite.md is written anew.
+ORT_TESTS ?=
+WRITE ?=
+test-ort-suite:
+	@if test -z "$(ORT_TESTS)"; then \
+	    echo "$@: skipped; name the folder onnxruntime/test/python of a checkout of ONNX Runtime: make $@ ORT_TESTS=..."; \
+	else \
+	    $(MAKE) .venv-programs/installed && .venv-programs/bin/python -m tests.programs.ort_suite "$(ORT_TESTS)" \
+	        $(if $(WRITE),--write docs/ort_suite.md); \
+	fi
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
@@ -129,6 +149,12 @@ format: .venv/installed
 	.venv-mindspore/bin/$(PIP) --editable '.[bench,cpu,mindspore]' --group test
 	touch $@
 
+# silero-vad needs PyTorch, which takes some GB.
+.venv-programs/installed: $(DEPENDENCIES) Makefile
+	$(PYTHON) -m venv .venv-programs
+	.venv-programs/bin/$(PIP) --editable '.[bench,cpu,onnx]' pytest pytest-timeout $(REAL_MODELS)
+	touch $@
+
 # Without what the packages depend on, PyTorch among it.
 .venv-real-models/installed: $(DEPENDENCIES) Makefile
 	$(PYTHON) -m venv .venv-real-models
@@ -137,5 +163,5 @@ format: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-gpu .venv-mindspore .venv-peers .venv-ranks .venv-real-models build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-gpu .venv-mindspore .venv-peers .venv-programs .venv-ranks .venv-real-models build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

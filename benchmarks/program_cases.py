@@ -1,0 +1,275 @@
+"""Real programs that hold a session, with what they work on made here: a page of text, speech, files.
+
+The packages are those of `make test-programs` (rapidocr-onnxruntime, silero-vad, magika). No program is
+changed. Each is here twice: as a command line, and as a call of its package that can be repeated.
+
+As a program of its own, this file keeps one of them open and repeats the call for each line it reads::
+
+    python [-m mcinfer ort --devices 2] benchmarks/program_cases.py NAME FOLDER
+"""
+
+import json
+import re
+import sys
+import wave
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+RATE = 16000
+"""Samples a second of the sounds."""
+
+PAGE_LINES = (
+    "One model on all devices",
+    "Invoice 2026-11-23",
+    "Total: 1,234.50 EUR",
+    "The quick brown fox",
+    "jumps over the lazy dog",
+    "Thank you for reading",
+    "Page 7 of 12",
+)
+
+
+# What the programs work on.
+
+
+def draw_page(folder: Path) -> Path:
+    """A page of `PAGE_LINES` as PNG."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    image = Image.new("RGB", (640, 420), "white")
+    draw = ImageDraw.Draw(image)
+    font = ImageFont.load_default(28)
+    for number, text in enumerate(PAGE_LINES):
+        draw.text((30, 20 + 55 * number), text, fill="black", font=font)
+    path = folder / "page.png"
+    image.save(path)
+    return path
+
+
+def speech(seed: int, seconds: float) -> NDArray[np.float32]:
+    """Something like speech, float32[samples] at `RATE`: four vowels a second, with a pause every 4 seconds.
+
+    A voice's harmonics pass the formants of a vowel each, as in G. E. Peterson and H. L. Barney, "Control
+    Methods Used in a Study of the Vowels", J. Acoust. Soc. Am. 24 (1952), table II (men).
+    """
+    formants = np.array(
+        [(730, 1090, 2440), (270, 2290, 3010), (300, 870, 2240), (530, 1840, 2480), (570, 840, 2410)]
+    )
+    rng = np.random.default_rng(seed)
+    t = np.arange(int(seconds * RATE)) / RATE
+    pitch = 120 + 25 * np.sin(2 * np.pi * 0.7 * t) + 8 * np.sin(2 * np.pi * 3.1 * t)
+    phase = 2 * np.pi * np.cumsum(pitch) / RATE
+    vowel = formants[rng.integers(0, len(formants), int(4 * seconds) + 1)][(4 * t).astype(int)]
+    window = np.hanning(1601) / np.hanning(1601).sum()
+    tracks = [np.convolve(vowel[:, i], window, "same") for i in range(3)]
+    sound = np.zeros(len(t))
+    for harmonic in range(1, 40):
+        hertz = harmonic * pitch
+        gains = zip(tracks, ((1.0, 80), (0.5, 100), (0.25, 140)), strict=True)
+        gain = sum(peak / (1 + ((hertz - track) / width) ** 2) for track, (peak, width) in gains)
+        sound += gain * np.sin(harmonic * phase) * (hertz < 7500)
+    sound *= np.sqrt(np.clip(np.sin(np.pi * ((4 * t) % 1)), 0, 1))
+    sound[t % 4 > 2.5] = 0
+    sound += 0.003 * rng.standard_normal(len(t))
+    return (0.5 * sound / np.abs(sound).max()).astype(np.float32)
+
+
+def record_speech(folder: Path, seconds: float = 12) -> Path:
+    """`speech` as a WAV file of 16 bits."""
+    path = folder / "speech.wav"
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, RATE, 0, "NONE", ""))
+        file.writeframes((speech(0, seconds) * 32767).astype("<i2").tobytes())
+    return path
+
+
+def write_files(folder: Path) -> list[Path]:
+    """Files of many kinds, 40 of them; some have a name that says nothing."""
+    kinds = {
+        "counting.py": "import sys\n\n\ndef main(n):\n    for i in range(n):\n        print(i * {0})\n\n\n"
+        "if __name__ == '__main__':\n    main(int(sys.argv[1]))\n",
+        "settings": '{{"name": "mcinfer", "devices": ["cpu:0", "cpu:1"], "rows": {0}, "nested": {{"a": null}}}}',
+        "table.csv": "name,rows,seconds\n" + "encoder,{0},0.25\nunet,2,1.75\n" * 20,
+        "page.html": "<!DOCTYPE html>\n<html><head><title>{0}</title></head>\n<body><p>One model</p></body></html>",
+        "notes": "# Heading {0}\n\nA list:\n\n- one\n- two\n\n```python\nprint(1)\n```\n\n[link](https://example.org)\n",
+        "unit.c": "#include <stdio.h>\n\nint main(void) {{\n    printf(\"%d\\n\", {0});\n    return 0;\n}}\n",
+        "run": "#!/bin/sh\nset -eu\nfor i in 1 2 3; do\n    echo \"$i {0}\"\ndone\n",
+        "setup.cfg": "[metadata]\nname = thing{0}\nversion = 1.0\n\n[options]\npackages = find:\n",
+    }
+    paths = []
+    for number in range(5):
+        for name, text in kinds.items():
+            path = folder / f"{number}_{name}"
+            path.write_text(text.format(number) * (1 + number * (name == "unit.c")), "utf-8")
+            paths.append(path)
+    return paths
+
+
+SPEECH_PROGRAM = """\
+import sys
+import wave
+
+import numpy as np
+import torch
+from silero_vad import get_speech_timestamps, load_silero_vad
+
+with wave.open(sys.argv[1]) as file:
+    samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+sound = torch.from_numpy(samples / np.float32(32768))
+model = load_silero_vad(onnx=True)
+for part in get_speech_timestamps(sound, model, return_seconds=True):
+    print("speech from", part["start"], "to", part["end"])
+for probability in model.audio_forward(sound, 16000)[0].tolist():
+    print(f"{probability:.9f}")
+"""
+"""As the readme of silero-vad has it, but for the sound: its `read_audio` needs torchaudio."""
+
+
+# The programs.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A program that holds a session.
+
+    Attributes:
+        package: Its distribution.
+        command: Makes its input in a folder; its command line behind ``python``. Empty where the package has
+            none for this work.
+        opened: Makes its input in a folder, opens the program; what runs its work once and returns its answer.
+        work: One run, in words.
+    """
+
+    package: str
+    work: str
+    opened: Callable[[Path], Callable[[], object]]
+    command: Callable[[Path], Sequence[str]] | None = None
+
+
+def _script(name: str) -> str:
+    """A console script of this environment."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def _rapidocr(folder: Path) -> Callable[[], object]:
+    from rapidocr_onnxruntime import RapidOCR
+
+    path = str(draw_page(folder))
+    engine = RapidOCR()
+    return lambda: engine(path)[0]
+
+
+def _silero_stream(folder: Path) -> Callable[[], object]:
+    return _silero(speech(0, 12)[np.newaxis])
+
+
+def _silero_batch(folder: Path) -> Callable[[], object]:
+    return _silero(np.stack([speech(seed, 4) for seed in range(64)]))
+
+
+def _silero(sounds: NDArray[np.float32]) -> Callable[[], object]:
+    import torch
+    from silero_vad import load_silero_vad
+
+    model = load_silero_vad(onnx=True)
+    tensor = torch.from_numpy(sounds)
+    return lambda: model.audio_forward(tensor, RATE).tolist()
+
+
+def _silero_sequence(folder: Path) -> Callable[[], object]:
+    from silero_vad import load_silero_vad
+
+    model = load_silero_vad(onnx=True, sequence=True)
+    sound = speech(0, 12)
+    return lambda: model.audio_forward(sound, RATE).tolist()
+
+
+def _magika(folder: Path) -> Callable[[], object]:
+    from magika import Magika
+
+    paths = write_files(folder)
+    magika = Magika()
+    return lambda: [[str(one.output.label), one.score] for one in magika.identify_paths(paths)]
+
+
+def _speech_command(folder: Path) -> Sequence[str]:
+    program = folder / "speech.py"
+    program.write_text(SPEECH_PROGRAM, "utf-8")
+    return [str(program), str(record_speech(folder))]
+
+
+def _magika_command(folder: Path) -> Sequence[str]:
+    # The command `magika` of the package is a program in Rust. This is its client in Python.
+    return ["-m", "magika.cli.magika_client", "--jsonl", *map(str, write_files(folder))]
+
+
+PROGRAMS = {
+    "rapidocr": Program(
+        package="rapidocr-onnxruntime",
+        work="a page of 7 lines: three models",
+        opened=_rapidocr,
+        command=lambda folder: [_script("rapidocr_onnxruntime"), "-img", str(draw_page(folder))],
+    ),
+    "magika": Program(
+        package="magika", work="40 files at once", opened=_magika, command=_magika_command
+    ),
+    "silero": Program(
+        package="silero-vad",
+        work="12 s of sound: 375 calls of one row",
+        opened=_silero_stream,
+        command=_speech_command,
+    ),
+    "silero batch": Program(
+        package="silero-vad", work="64 sounds of 4 s: 125 calls of 64 rows", opened=_silero_batch
+    ),
+    "silero sequence": Program(
+        package="silero-vad",
+        work="12 s of sound: one call, rows depend on each other",
+        opened=_silero_sequence,
+    ),
+}
+
+
+# Comparing.
+
+
+_NUMBER = re.compile(r"-?\d+\.\d+(?:[eE][-+]?\d+)?")
+_TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", re.MULTILINE)
+
+
+def difference(one: str, other: str) -> float | None:
+    """The largest difference of two answers' numbers, and 0 where there is none; None where texts differ.
+
+    Times of day that a log puts before its lines do not count.
+    """
+    one, other = _TIME.sub("", one), _TIME.sub("", other)
+    if _NUMBER.sub("#", one) != _NUMBER.sub("#", other):
+        return None
+    pairs = zip(_NUMBER.findall(one), _NUMBER.findall(other), strict=True)
+    return max((abs(float(a) - float(b)) for a, b in pairs), default=0.0)
+
+
+def main(name: str, folder: str) -> None:
+    """Open a program and run its work for each line; write its answer, then the seconds of each run."""
+    start = perf_counter()
+    run = PROGRAMS[name].opened(Path(folder))
+    _write({"opened": perf_counter() - start})
+    for _ in sys.stdin:
+        start = perf_counter()
+        answer = run()
+        seconds = perf_counter() - start
+        _write({"seconds": seconds, "answer": repr(answer)})
+
+
+def _write(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,89 @@
+"""Real programs below ``python -m mcinfer ort`` print what they print by themselves.
+
+`make test-programs` runs them, by the file programs.ini beside this one, in an environment that has them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from program_cases import PROGRAMS, difference
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAIN: Sequence[str] = ()
+MCINFER = ("-m", "mcinfer", "ort", "--devices", "2")
+
+COMMANDS = [name for name, program in PROGRAMS.items() if program.command is not None]
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "1")
+    # By this, `leftovers` knows what these programs started.
+    monkeypatch.setenv("MCINFER_TEST_PROGRAM", str(tmp_path))
+
+
+def leftovers(tmp_path: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MCINFER_TEST_PROGRAM") == str(tmp_path):
+                found.append(process)
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def printed(launch: Sequence[str], arguments: Sequence[str], stdin: str | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, *launch, *arguments],
+        input=stdin or "",
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={**os.environ},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout or done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_prints_the_same_and_leaves_no_process(name: str, tmp_path: Path) -> None:
+    command = PROGRAMS[name].command
+    assert command is not None
+    arguments = command(tmp_path)
+    plain = printed(PLAIN, arguments)
+    ours = printed(MCINFER, arguments)
+    far = difference(plain, ours)
+    assert far is not None, f"{plain}\n{ours}"
+    assert far <= 1e-5
+    gone, alive = psutil.wait_procs(leftovers(tmp_path), timeout=30)
+    assert not alive
+
+
+def answers(output: str) -> list[str]:
+    messages = [json.loads(line) for line in output.splitlines()]
+    return [message["answer"] for message in messages if "answer" in message]
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS])
+def test_work_that_is_repeated_in_an_open_program_has_the_same_answer(
+    name: str, tmp_path: Path
+) -> None:
+    """The first requests are checked and learned from; the later ones are split by what was learned."""
+    arguments = [str(ROOT / "benchmarks" / "program_cases.py"), name, str(tmp_path)]
+    plain = printed(PLAIN, arguments, "\n")
+    ours = printed(MCINFER, arguments, "\n\n\n")
+    wanted, *others = answers(plain) + answers(ours)
+    assert len(others) == 3
+    for answer in others:
+        far = difference(wanted, answer)
+        assert far is not None, f"{wanted}\n{answer}"
+        assert far <= 1e-5
