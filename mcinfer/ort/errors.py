@@ -87,9 +87,7 @@ def invalid_argument(text: str) -> InvalidArgument:
 
 def terminated() -> Fail:
     """The error of a run whose options say that it is to end."""
-    return Fail(
-        "[ONNXRuntimeError] : 1 : FAIL : Exiting due to terminate flag being set to true."
-    )
+    return Fail("[ONNXRuntimeError] : 1 : FAIL : Exiting due to terminate flag being set to true.")
 
 
 def native_error(exc: McinferError) -> McinferError:

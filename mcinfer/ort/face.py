@@ -19,6 +19,8 @@ NOT_RUNNABLE = (
 )
 """The name of the nodes of a face."""
 
+NOTHING_SAID = ModelDescription()
+
 _IR_VERSION = 10  # the first with four-bit types
 _OPSET = 21  # likewise
 _FLOAT = ELEMENT_TYPES["float32"].onnx
@@ -40,7 +42,7 @@ _TYPE_OF_TYPE, _TYPE_OF_INT = 13, 2  # AttributeProto.AttributeType
 def face(
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
-    description: ModelDescription = ModelDescription(),
+    description: ModelDescription = NOTHING_SAID,
 ) -> bytes:
     """The bytes of a `ModelProto` with these inputs and outputs.
 

@@ -125,7 +125,9 @@ def engine_options(options: Any, base: EngineOptions, cores: int) -> EngineOptio
     found["session_options"] = {**base.session_options, **given}
     for name, value in differing.items():
         if name not in (*_AS_TEXT, *_READ_ELSEWHERE):
-            raise Unsupported(f"SessionOptions.{name}: got {value!r}, {_REFUSED.get(name, _NO_ACT)}")
+            raise Unsupported(
+                f"SessionOptions.{name}: got {value!r}, {_REFUSED.get(name, _NO_ACT)}"
+            )
     config, libraries = dict(base.session_config), [*base.custom_operators]
     sizes = {"name": dict(base.free_dimensions), "denotation": dict(base.free_denotations)}
     for name, arguments in calls(options):
@@ -172,8 +174,8 @@ _REFUSED = {
     "add_initializer": "the value lies in this process's memory: put it into the model, or see "
     "EngineOptions(variable_weights=…) and Master.update_weights",
     "add_external_initializers": "the values lie in this process's memory: put them into the model",
-    "add_external_initializers_from_files_in_memory": "the values lie in this process's memory: put the files "
-    "beside the model",
+    "add_external_initializers_from_files_in_memory": "the values lie in this process's memory: put the "
+    "files beside the model",
 }
 """What to do in place of an option that cannot act in other processes, by its name."""
 

@@ -52,8 +52,8 @@ def choose(
 ) -> Choice:
     """The devices for a program's providers, by ONNX Runtime's rules.
 
-    The first provider that this ONNX Runtime has counts; it warns of the others. Without any, it is the card's
-    if there is one. A card's provider means all cards of the machine, or that of ``device_id``.
+    The first provider that this ONNX Runtime has counts; it warns of the others. Without any, it is the
+    card's if there is one. A card's provider means all cards of the machine, or that of ``device_id``.
 
     Raises:
         UnknownProviderError: No ONNX Runtime has such a provider.
@@ -84,7 +84,9 @@ def choose(
     return Choice()
 
 
-def _on_cards(name: str, options: dict[str, str], falls_back: bool, *, warns: bool) -> Choice | None:
+def _on_cards(
+    name: str, options: dict[str, str], falls_back: bool, *, warns: bool
+) -> Choice | None:
     """The choice of a card's provider; None if there is no card, and the CPU will do."""
     index = options.get(_DEVICE_ID)
     if index is not None:

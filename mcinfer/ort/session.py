@@ -7,8 +7,8 @@
             │                        what the model's own session would; runs go to
             └── Master               the workers, which have the model
 
-`WorkerSession` overrides each native method that runs the model, so what programs reach through ``_sess``, and
-ONNX Runtime's own Python layer, run on the workers too. A session closes its workers when it is closed, when
+`WorkerSession` overrides each native method that runs the model, so what programs reach through ``_sess``,
+and ONNX Runtime's own Python layer, run on the workers too. A session closes its workers when it is closed, when
 it is garbage-collected, and at the interpreter's end.
 """
 
@@ -170,7 +170,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         if options:
             raise Unsupported(f"set_ep_dynamic_options: got {[*options]}, which no worker takes")
 
-    def set_tuning_results(self, results: Sequence[Any], error_on_invalid: bool = False) -> None:
+    def set_tuning_results(self, results: Sequence[Any], _error_on_invalid: bool = False) -> None:
         if results:
             raise Unsupported("set_tuning_results: got some, which no worker takes")
 
@@ -266,8 +266,8 @@ def _report(done: "Future[None]") -> None:
         threading.excepthook(threading.ExceptHookArgs(kind))
 
 
-# Runs that their options end. The runtime's runs look at ``RunOptions.terminate`` from time to time; here, the
-# assignment itself ends them.
+# Runs that their options end. The runtime's runs look at ``RunOptions.terminate`` from time to time; here,
+# the assignment itself ends them.
 
 _RUNNING = "_mcinfer_running"
 
@@ -311,8 +311,8 @@ def _ended_by(options: Any) -> Iterator[Callable[["Future[Arrays]"], Arrays]]:
     yield wait
 
 
-class InferenceSession(PlainSession):  # type: ignore[misc] # no types
-    """``onnxruntime.InferenceSession`` over several devices: each run is split over workers that hold the model.
+class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no types
+    """``onnxruntime.InferenceSession`` over several devices: each run is split over the workers of a master.
 
     It takes what the plain class takes, and has what it has; docs/ort.md lists what differs. It is also a
     context manager, and has `close`. `master` is the `mcinfer.Master` below, for what a session cannot do.
@@ -397,7 +397,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc] # no types
         self,
         providers: Sequence[Any] | None,
         provider_options: Sequence[dict[Any, Any]] | None,
-        disabled_optimizers: object = None,
+        _disabled_optimizers: object = None,
     ) -> None:
         self._fallback_providers = ["CPUExecutionProvider"]
         options = self._sess_options_initial

@@ -68,8 +68,8 @@ def _as_array(value: Any, spec: TensorSpec) -> NDArray[Any]:
             raise InvalidValue(f"input {spec.name!r}: a list that is no array: {exc}") from exc
     if not isinstance(value, np.ndarray):
         raise InvalidValue(
-            f"Unable to handle object of type {type(value)} for input {spec.name!r}: expected a numpy array, a "
-            "list or an OrtValue"
+            f"Unable to handle object of type {type(value)} for input {spec.name!r}: expected a numpy array, "
+            "a list or an OrtValue"
         )
     if spec.element_type == STRING and value.dtype.kind in _TEXT_KINDS:
         texts = [_text(item) for item in value.ravel().tolist()]
@@ -139,7 +139,9 @@ def array_of(value: Any, spec: TensorSpec) -> NDArray[Any]:
 def array_at(address: int, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
     """An array over memory that belongs to others."""
     if ELEMENT_TYPES[spec.element_type].bits % 8:
-        raise Unsupported(f"{spec.element_type} elements of {spec.name!r} in packed memory: expected bytes")
+        raise Unsupported(
+            f"{spec.element_type} elements of {spec.name!r} in packed memory: expected bytes"
+        )
     size = tensor_bytes(spec.element_type, prod(shape))
     memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B") if size else b""
     return np.ndarray(shape, spec.dtype, memory)
@@ -150,7 +152,9 @@ def value_of(array: NDArray[Any], spec: TensorSpec) -> Any:
     if spec.element_type == STRING:
         return _string_value(array)
     if ELEMENT_TYPES[spec.element_type].bits % 8:
-        raise Unsupported(f"an OrtValue of {spec.element_type} for {spec.name!r}: call run() for it")
+        raise Unsupported(
+            f"an OrtValue of {spec.element_type} for {spec.name!r}: call run() for it"
+        )
     array = np.ascontiguousarray(array)
     if array.size and hasattr(OrtValue, "from_dlpack"):
         tensor = DlpackTensor(
@@ -231,12 +235,12 @@ def note_bindings(session: type) -> None:
         begin = kind.__init__
 
         @wraps(begin)
-        def __init__(self: Any, bound_to: Any) -> None:
+        def initialise(self: Any, bound_to: Any) -> None:
             begin(self, bound_to)
             if isinstance(bound_to, session):
                 notes[self] = Bound()
 
-        kind.__init__ = __init__
+        kind.__init__ = initialise
         kind.bind_input = _noting(kind.bind_input, notes, "inputs")
         kind.bind_ortvalue_input = _noting(kind.bind_ortvalue_input, notes, "inputs")
         bind_value = kind.bind_ortvalue_output
@@ -295,7 +299,9 @@ def bound_to(binding: Any) -> Bound:
     notes, _ = getattr(native.SessionIOBinding, _BOUND)
     bound: Bound | None = notes.get(binding)
     if bound is None:
-        raise InvalidBinding("the binding was made for another session, or before mcinfer.ort was imported")
+        raise InvalidBinding(
+            "the binding was made for another session, or before mcinfer.ort was imported"
+        )
     return bound
 
 
