@@ -334,6 +334,19 @@ def test_output_that_is_not_as_the_model_declares_is_produced_as_it_is(
     assert (places[12:] == 7).all()
 
 
+def test_input_that_is_an_output_too_is_copied_to_where_that_is_bound(tmp_path: Path) -> None:
+    """The runtime answers with the input's own value and leaves the bound memory as it was."""
+    text = "(float[n, 3] x) => (float[n, 3] minus, float[n, 3] x) { minus = Neg(x) }"
+    engine = open_ort(save(tmp_path / "passed_on.onnx", text))
+    x, minus, same = rows(2), np.empty((2, 3), np.float32), np.empty((2, 3), np.float32)
+    run = engine.bind([buffer("x", x)], [buffer("minus", minus), buffer("x", same)])
+    for start in range(3):
+        x[:] = rows(2, start)
+        assert not run.execute()
+        assert np.array_equal(same, x)
+        assert np.array_equal(minus, -x)
+
+
 def test_run_that_fails_with_an_output_of_another_shape_is_a_predict_error(tmp_path: Path) -> None:
     """As it would without: what the runtime says of the shape is not taken for the failure."""
     text = """(int64[n] i) => (int64[3] y, int64[n] z) <int64[3] table = {1, 9, 0}>

@@ -46,6 +46,7 @@ FILES = (
 """Those whose tests open sessions on the CPU. Only the first must be there."""
 
 DEVICES = 2
+LAUNCH = ["-m", "mcinfer", "ort", "--devices", str(DEVICES)]
 SECONDS = 120.0
 """How long a test may take before its process ends."""
 
@@ -237,7 +238,7 @@ def _run_process(
 ) -> dict[str, Result]:
     """Run what is not in `skip`; below "" is a result if the process ended before its last test did."""
     reading, writing = os.pipe()
-    launch = ["-m", "mcinfer", "ort", "--devices", str(DEVICES)] if way == "mcinfer" else []
+    launch = LAUNCH if way == "mcinfer" else []
     arguments = ["--in-process", json.dumps([way, writing, files, skip])]
     with (place / "output.txt").open("wb") as output:
         process = subprocess.Popen(
