@@ -252,10 +252,6 @@ class OnnxRuntimeEngine(Engine):
             self.description = _description(self.session)
         self.binds_host = not (self.on_card and captures_graphs(request))
         self.on_host = self._tensors_on_host()
-        # The runtime returns such an input's own value, and writes nothing to memory bound for the output.
-        self.passed_on = frozenset(
-            {spec.name for spec in self.spec.inputs} & {spec.name for spec in self.spec.outputs}
-        )
         self.concurrent = self.binds_host
         self._graphs = set(range(1, _MAX_GRAPHS + 1))  # numbers that are free
         self._run_options = _run_options()
@@ -375,8 +371,9 @@ class _BoundRun(Run):
         self._engine = engine
         self._bound = bound = {buffer.name: buffer for buffer in outputs}
         self._names = [spec.name for spec in engine.spec.outputs]
-        passed_on = engine.passed_on
-        self._free = [name for name in self._names if name not in bound or name in passed_on]
+        # The runtime does not write an output that is an input as it is to the place that it was bound to.
+        inside = {item.name for item in inputs}
+        self._free = [name for name in self._names if name not in bound or name in inside]
         self._binding = engine.session.io_binding()
         # The runtime copies an input that lies on the wrong side when it is bound, and not in later runs
         # (IOBinding::BindInput in IOBinding.cc), so these are bound for each run.
