@@ -59,7 +59,13 @@ def speech(seed: int, seconds: float) -> NDArray[np.float32]:
     Methods Used in a Study of the Vowels", J. Acoust. Soc. Am. 24 (1952), table II (men).
     """
     formants = np.array(
-        [(730, 1090, 2440), (270, 2290, 3010), (300, 870, 2240), (530, 1840, 2480), (570, 840, 2410)]
+        [
+            (730, 1090, 2440),
+            (270, 2290, 3010),
+            (300, 870, 2240),
+            (530, 1840, 2480),
+            (570, 840, 2410),
+        ]
     )
     rng = np.random.default_rng(seed)
     t = np.arange(int(seconds * RATE)) / RATE
@@ -77,7 +83,8 @@ def speech(seed: int, seconds: float) -> NDArray[np.float32]:
     sound *= np.sqrt(np.clip(np.sin(np.pi * ((4 * t) % 1)), 0, 1))
     sound[t % 4 > 2.5] = 0
     sound += 0.003 * rng.standard_normal(len(t))
-    return (0.5 * sound / np.abs(sound).max()).astype(np.float32)
+    made: NDArray[np.float32] = (0.5 * sound / np.abs(sound).max()).astype(np.float32)
+    return made
 
 
 def record_speech(folder: Path, seconds: float = 12) -> Path:
@@ -94,12 +101,12 @@ def write_files(folder: Path) -> list[Path]:
     kinds = {
         "counting.py": "import sys\n\n\ndef main(n):\n    for i in range(n):\n        print(i * {0})\n\n\n"
         "if __name__ == '__main__':\n    main(int(sys.argv[1]))\n",
-        "settings": '{{"name": "mcinfer", "devices": ["cpu:0", "cpu:1"], "rows": {0}, "nested": {{"a": null}}}}',
+        "settings": '{{"name": "mcinfer", "devices": ["cpu:0", "cpu:1"], "rows": {0}}}',
         "table.csv": "name,rows,seconds\n" + "encoder,{0},0.25\nunet,2,1.75\n" * 20,
-        "page.html": "<!DOCTYPE html>\n<html><head><title>{0}</title></head>\n<body><p>One model</p></body></html>",
+        "page.html": "<!DOCTYPE html>\n<html><head><title>{0}</title></head>\n<body><p>One</p></body></html>",
         "notes": "# Heading {0}\n\nA list:\n\n- one\n- two\n\n```python\nprint(1)\n```\n\n[link](https://example.org)\n",
-        "unit.c": "#include <stdio.h>\n\nint main(void) {{\n    printf(\"%d\\n\", {0});\n    return 0;\n}}\n",
-        "run": "#!/bin/sh\nset -eu\nfor i in 1 2 3; do\n    echo \"$i {0}\"\ndone\n",
+        "unit.c": '#include <stdio.h>\n\nint main(void) {{\n    printf("%d\\n", {0});\n    return 0;\n}}\n',
+        "run": '#!/bin/sh\nset -eu\nfor i in 1 2 3; do\n    echo "$i {0}"\ndone\n',
         "setup.cfg": "[metadata]\nname = thing{0}\nversion = 1.0\n\n[options]\npackages = find:\n",
     }
     paths = []
@@ -142,7 +149,8 @@ class Program:
         package: Its distribution.
         command: Makes its input in a folder; its command line behind ``python``. Empty where the package has
             none for this work.
-        opened: Makes its input in a folder, opens the program; what runs its work once and returns its answer.
+        opened: Makes its input in a folder and opens the program; returns what runs its work once and
+            returns its answer.
         work: One run, in words.
     """
 
@@ -165,11 +173,11 @@ def _rapidocr(folder: Path) -> Callable[[], object]:
     return lambda: engine(path)[0]
 
 
-def _silero_stream(folder: Path) -> Callable[[], object]:
+def _silero_stream(_folder: Path) -> Callable[[], object]:
     return _silero(speech(0, 12)[np.newaxis])
 
 
-def _silero_batch(folder: Path) -> Callable[[], object]:
+def _silero_batch(_folder: Path) -> Callable[[], object]:
     return _silero(np.stack([speech(seed, 4) for seed in range(64)]))
 
 
@@ -182,7 +190,7 @@ def _silero(sounds: NDArray[np.float32]) -> Callable[[], object]:
     return lambda: model.audio_forward(tensor, RATE).tolist()
 
 
-def _silero_sequence(folder: Path) -> Callable[[], object]:
+def _silero_sequence(_folder: Path) -> Callable[[], object]:
     from silero_vad import load_silero_vad
 
     model = load_silero_vad(onnx=True, sequence=True)

@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 from measuring import Series, write_page
 from program_cases import PROGRAMS, Program, difference
@@ -96,12 +96,12 @@ class _Open:
         if self._process.returncode:
             raise SystemExit(f"a program ended with status {self._process.returncode}")
 
-    def _read(self) -> dict[str, object]:
+    def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
             self.close()
             raise SystemExit("a program ended before its work did")
-        message: dict[str, object] = json.loads(line)
+        message: dict[str, Any] = json.loads(line)
         return message
 
 
@@ -125,9 +125,7 @@ def _environment(cache: Path) -> dict[str, str]:
     }
 
 
-def measure_work(
-    name: str, rounds: int, cache: Path
-) -> tuple[Mapping[str, Series], float | None]:
+def measure_work(name: str, rounds: int, cache: Path) -> tuple[Mapping[str, Series], float | None]:
     """Seconds of a run by way, with their ratio, and the largest difference of all answers."""
     times: dict[Way, list[float]] = {way: [] for way in LAUNCHES}
     fars: list[float | None] = []
@@ -220,7 +218,7 @@ def outcome_table(outcomes: Sequence[Outcome], rounds: int) -> str:
             seconds_text(one.work["mcinfer"].middle),
             f"{ratio.middle:.2f} [{ratio.low:.2f} … {ratio.high:.2f}]",
             *(
-                seconds_text(one.command[way].middle) if one.command else "–"
+                seconds_text(one.command[way].middle) if one.command else ""
                 for way in ("plain", "mcinfer")
             ),
         ]

@@ -64,7 +64,7 @@ def test_command_prints_the_same_and_leaves_no_process(name: str, tmp_path: Path
     far = difference(plain, ours)
     assert far is not None, f"{plain}\n{ours}"
     assert far <= 1e-5
-    gone, alive = psutil.wait_procs(leftovers(tmp_path), timeout=30)
+    _, alive = psutil.wait_procs(leftovers(tmp_path), timeout=30)
     assert not alive
 
 

@@ -1,0 +1,102 @@
+"""The runner of ONNX Runtime's own tests, on tests that are made here."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.programs import ort_suite
+
+TESTS = '''
+import os, sys, unittest
+import numpy as np
+import onnxruntime
+from helper import get_name
+
+x = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], dtype=np.float32)
+
+
+def opened():
+    return onnxruntime.InferenceSession(get_name("mul_1.onnx"), providers=["CPUExecutionProvider"])
+
+
+class TestSession(unittest.TestCase):
+    def test_0_product(self):
+        for factor in (1, 2):
+            with self.subTest(factor=factor):
+                self.assertEqual(opened().run(None, {"X": factor * x})[0].sum(), factor * 91)
+
+    def test_1_plain_alone(self):
+        self.assertIs(type(opened()).__module__.startswith("onnxruntime"), True)
+
+    def test_2_ends_its_process(self):
+        if type(opened()).__module__.startswith("mcinfer"):
+            os._exit(3)
+
+    def test_3_skips(self):
+        self.skipTest("no such device")
+
+    def test_4_fails(self):
+        with self.subTest():
+            self.fail("always")
+
+    def test_5_without_a_session(self):
+        pass
+
+    def test_model_serialization(self):
+        opened()
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    from onnxruntime.datasets import get_example
+
+    tests = tmp_path / "python"
+    (tests / "testdata").mkdir(parents=True)
+    (tests / ort_suite.FILES[0]).write_text(TESTS, "utf-8")
+    (tests / "helper.py").write_text("def get_name(name):\n    return 'testdata/' + name\n", "utf-8")
+    (tests / "testdata" / "mul_1.onnx").write_bytes(Path(get_example("mul_1.onnx")).read_bytes())
+    return tests
+
+
+def test_each_test_is_compared_and_one_that_ends_its_process_keeps_none_behind_it(
+    folder: Path,
+) -> None:
+    plain, ours = ort_suite.run_way("plain", folder), ort_suite.run_way("mcinfer", folder)
+    assert plain.keys() == ours.keys()
+    found = [(one.group, one.sessions, one.words) for one in ort_suite.compare(plain, ours)]
+    assert found == [
+        ("passes", 2, "passes"),
+        ("problem", 1, "**fails**: AssertionError: False is not True"),
+        ("problem", 1, "**fails**: its process ended with status 3"),
+        ("not comparable", 0, "skips itself: no such device"),
+        ("not comparable", 0, "fails with a plain session too: AssertionError: always"),
+        ("no session", 0, "passes"),
+        (
+            "problem",
+            1,
+            "passes, but is to fail: a worker keeps the optimised model in mcinfer's cache "
+            "(`optimized_model_filepath`)",
+        ),
+    ]
+
+
+def test_table_is_written_only_where_there_is_no_problem(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n<!-- suite: begin -->\n<!-- suite: end -->\n", "utf-8")
+    before = page.read_text("utf-8")
+    assert ort_suite.main([str(folder), "--write", str(page)]) == 1
+    assert page.read_text("utf-8") == before
+    path = folder / ort_suite.FILES[0]
+    kept = TESTS.partition("    def test_1")[0]
+    path.write_text(kept, "utf-8")
+    assert ort_suite.main([str(folder), "--write", str(page)]) == 0
+    assert "| `TestSession.test_0_product` | 2 | passes |" in page.read_text("utf-8")
+    assert "1 tests of 1 files: 1 pass, 0 cannot" in capsys.readouterr().out
+
+
+def test_folder_without_the_tests_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"expected a folder with onnxruntime_test_python\.py"):
+        ort_suite.run_way("plain", tmp_path)
