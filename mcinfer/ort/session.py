@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer.config import EngineOptions
+from mcinfer.config import EngineOptions, parse_devices
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
@@ -441,7 +441,9 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             passed = self._passed(choice, options)
             if passed.files:
                 folder = _folder_of(passed.files)
-                entries = {**passed.engine.session_config, FOLDER_KEY: folder}
+            place = folder or (os.getcwd() if self._model_path is None else None)
+            if place is not None:  # of the files of a model that is given as bytes
+                entries = {FOLDER_KEY: place, **passed.engine.session_config}
                 passed = replace(passed, engine=replace(passed.engine, session_config=entries))
             master = self._started(choice, passed)
             self._describe(WorkerSession(master, options, folder), master)
@@ -575,7 +577,5 @@ def _node_arguments(described: ModelDescription) -> list[Any]:
 
 def _cores_of_a_worker(devices: Any) -> int:
     """About how many cores each worker has."""
-    if isinstance(devices, int):
-        return max(1, whole_cpus() // max(1, devices))
-    count = len(devices) if isinstance(devices, Sequence) and not isinstance(devices, str) else 1
-    return max(1, whole_cpus() // max(1, count))
+    cpus = whole_cpus()
+    return max(1, cpus // len(parse_devices(devices, cpus)))
