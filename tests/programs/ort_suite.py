@@ -288,17 +288,14 @@ def _run_process(
         )
         os.close(writing)
         try:
-            results, running = _read_results(reading)
+            results, running, in_time = _read_results(reading)
         finally:
             os.close(reading)
-            if running_on := process.poll() is None:
-                try:
-                    process.wait(SECONDS)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-            status = process.wait()
+        if not in_time:
+            process.kill()
+        status = process.wait(SECONDS)
     if running is not None:
-        how = "it took too long" if running_on else f"its process ended with {_status_text(status)}"
+        how = f"its process ended with {_status_text(status)}" if in_time else "it took too long"
         results[running] = results[""] = Result(outcome="failed", text=how)
     elif status or not results:
         tail = deque((place / "output.txt").read_text("utf-8", "replace").splitlines(), 20)
@@ -306,8 +303,8 @@ def _run_process(
     return results
 
 
-def _read_results(reading: int) -> tuple[dict[str, Result], str | None]:
-    """What a process writes until it ends or takes too long; and the test that did not end."""
+def _read_results(reading: int) -> tuple[dict[str, Result], str | None, bool]:
+    """What a process writes until it ends, the test that did not end, and whether all was in time."""
     results: dict[str, Result] = {}
     running: str | None = None
     rest, until = b"", monotonic() + SECONDS
@@ -315,7 +312,7 @@ def _read_results(reading: int) -> tuple[dict[str, Result], str | None]:
         selector.register(reading, selectors.EVENT_READ)
         while selector.select(max(0.0, until - monotonic())):
             if not (got := os.read(reading, 1 << 16)):
-                return results, running
+                return results, running, True
             *lines, rest = (rest + got).split(b"\n")
             for line in lines:
                 message = json.loads(line)
@@ -324,7 +321,7 @@ def _read_results(reading: int) -> tuple[dict[str, Result], str | None]:
                 if running is None:
                     name = message.pop("end")
                     results[name] = Result(**message)
-    return results, running
+    return results, running, False
 
 
 def _status_text(status: int) -> str:
@@ -386,7 +383,7 @@ def table(verdicts: Sequence[Verdict], files: int) -> str:
     versions = f"onnxruntime {version('onnxruntime')}, numpy {version('numpy')}"
     return "\n".join(
         [
-            f"{len(verdicts)} tests of {files} files: {counts['passes']} pass, {counts['cannot hold']} cannot"
+            f"{_count(len(verdicts), 'test')} of {_count(files, 'file')}: {counts['passes']} pass, {counts['cannot hold']} cannot"
             f" hold, {counts['not comparable']} skip themselves or",
             f"fail with a plain session too. {counts['no session']} more pass and open no session here; they"
             f" are not in the table. Two devices, {versions}.",
@@ -396,6 +393,10 @@ def table(verdicts: Sequence[Verdict], files: int) -> str:
             *rows,
         ]
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _cell(text: str) -> str:

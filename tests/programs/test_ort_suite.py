@@ -94,7 +94,7 @@ def test_table_is_written_only_where_there_is_no_problem(
     path.write_text(kept, "utf-8")
     assert ort_suite.main([str(folder), "--write", str(page)]) == 0
     assert "| `TestSession.test_0_product` | 2 | passes |" in page.read_text("utf-8")
-    assert "1 tests of 1 files: 1 pass, 0 cannot" in capsys.readouterr().out
+    assert "1 test of 1 file: 1 pass, 0 cannot" in capsys.readouterr().out
 
 
 def test_folder_without_the_tests_is_refused_by_name(tmp_path: Path) -> None:
