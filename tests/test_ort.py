@@ -21,8 +21,8 @@ from mcinfer import ort
 from mcinfer.config import EngineOptions
 from mcinfer.ort import errors, options, values
 from mcinfer.ort import providers as chosen
+from mcinfer.ort.__main__ import main
 from mcinfer.ort.face import NOT_RUNNABLE, face
-from mcinfer.ort.installation import install, uninstall
 from mcinfer.ort.session import PlainSession
 from mcinfer.specs import ELEMENT_TYPES, ModelDescription, TensorSpec, numpy_dtype
 
@@ -235,7 +235,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(chosen, "gpus", gpus)
     available = ["TensorrtExecutionProvider", CUDA, AZURE, CPU]
-    monkeypatch.setattr(chosen.native, "get_available_providers", lambda: available)
+    monkeypatch.setattr(native, "get_available_providers", lambda: available)
     return found
 
 
@@ -303,7 +303,7 @@ def test_provider_without_a_device_of_mcinfers_is_refused_by_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     available = ["OpenVINOExecutionProvider", CPU]
-    monkeypatch.setattr(chosen.native, "get_available_providers", lambda: available)
+    monkeypatch.setattr(native, "get_available_providers", lambda: available)
     with pytest.raises(errors.Unsupported, match=r"^providers: got 'OpenVINOExecutionProvider'"):
         chosen.choose(["OpenVINOExecutionProvider", CPU], None)
 
@@ -487,17 +487,17 @@ def test_every_public_name_of_onnxruntime_is_here() -> None:
 
 def test_installed_session_is_in_the_place_of_the_plain_one_until_it_is_uninstalled() -> None:
     collection: Any = onnxruntime.capi.onnxruntime_inference_collection
-    install(devices=1)
+    ort.install(devices=1)
     try:
-        install()
+        ort.install()
         assert onnxruntime.InferenceSession is ort.InferenceSession
         assert collection.InferenceSession is ort.InferenceSession
         from onnxruntime import InferenceSession
 
         assert InferenceSession is ort.InferenceSession
     finally:
-        uninstall()
-        uninstall()
+        ort.uninstall()
+        ort.uninstall()
     assert onnxruntime.InferenceSession is PlainSession
     assert collection.InferenceSession is PlainSession
 
@@ -508,13 +508,13 @@ def test_mcinfers_own_engine_stays_plain_where_the_other_is_installed(tmp_path: 
 
     model = tmp_path / "model.onnx"
     model.write_bytes(parser.parse_model(MODEL).SerializeToString())
-    install(devices=1)
+    ort.install(devices=1)
     try:
         plain = _onnxruntime._new_session(str(model), onnxruntime.SessionOptions(), [CPU])
         assert type(plain) is PlainSession
         assert type(open_session(str(model), 1, [CPU])) is PlainSession
     finally:
-        uninstall()
+        ort.uninstall()
 
 
 @pytest.mark.parametrize(
@@ -546,3 +546,23 @@ def test_without_the_runtime_the_error_says_what_to_install() -> None:
     assert (
         "mcinfer.errors.MissingDependencyError: mcinfer.ort needs ONNX Runtime: pip" in run.stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["no/such/program.py"], 2, "can't open file 'no/such/program.py'"),
+        (["-m", "no_such_module"], 1, "No module named no_such_module"),
+        (["-m", "no_such_package.module"], 1, "No module named no_such_package.module"),
+        (["--devices", "x", "program.py"], 2, "devices: got 'x'"),
+        ([], 2, "PROGRAM"),
+    ],
+)
+def test_program_that_there_is_not_is_said_as_python_says_it(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, said: str
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == status
+    assert said in capsys.readouterr().err
+    assert onnxruntime.InferenceSession is PlainSession

@@ -30,7 +30,7 @@ from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer.config import EngineOptions, parse_devices
-from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.errors import BuildError, InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
 from mcinfer.model_cache.keys import FOLDER_KEY
@@ -437,6 +437,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         choice = choose(providers, provider_options)
         folder: str | None = None
         master: Master | None = None
+        passed: noted.Passed | None = None
         try:
             passed = self._passed(choice, options)
             if passed.files:
@@ -450,6 +451,12 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         except McinferError as exc:
             _abandon(master, folder)
             raised = native_error(exc)
+            if passed is not None and passed.weights and isinstance(exc, BuildError):
+                raised = Unsupported(
+                    "SessionOptions.add_initializer(), SessionOptions.add_external_initializers(): got "
+                    f"values for {[*passed.weights]}, which workers take only for weights that the model "
+                    f"has and allows to replace: {exc}"
+                )
             if raised is exc:
                 raise
             raise raised from exc
