@@ -200,8 +200,8 @@ def _largest(fars: Sequence[float | None]) -> float | None:
 # The table.
 
 
-def outcome_table(outcomes: Sequence[Outcome], rounds: int) -> str:
-    """All programs, in Markdown."""
+def outcome_table(outcomes: Sequence[Outcome], rounds: int, load: float) -> str:
+    """All programs, in Markdown; `load` is the machine's load average before they ran."""
     lines = [
         "| program | its work | largest difference | plain session | with mcinfer | ratio "
         "| whole command, plain | with mcinfer |",
@@ -229,7 +229,8 @@ def outcome_table(outcomes: Sequence[Outcome], rounds: int) -> str:
         "",
         f"{DEVICES} workers on {len(os.sched_getaffinity(0))} cores; medians of {rounds} rounds in turns, in"
         " brackets the least and the greatest",
-        f"ratio of a round. Python {python_version()}, {versions}.",
+        f"ratio of a round. The machine's load average before was {load:.1f}: what runs beside takes from both,",
+        f"and more from the way with fewer processes. Python {python_version()}, {versions}.",
     ]
     return "\n".join(lines)
 
@@ -248,6 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Two workers, two cores: on larger machines a plain session would get more threads than both together.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:DEVICES])
     outcomes = []
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="mcinfer-programs-") as folder:
         for name in [options.only] if options.only else PROGRAMS:
             cache = Path(folder) / name
@@ -258,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 far = _largest([far, also_far])
             outcomes.append(Outcome(name=name, far=far, work=work, command=command))
             print(f"{name}: difference {far}, ratio {work['ratio'].middle:.2f}", flush=True)
-    text = outcome_table(outcomes, options.rounds)
+    text = outcome_table(outcomes, options.rounds, load)
     print(f"\n{text}")
     if not all(one.equal for one in outcomes):
         return 1
