@@ -229,8 +229,8 @@ def outcome_table(outcomes: Sequence[Outcome], rounds: int, load: float) -> str:
         "",
         f"{DEVICES} workers on {len(os.sched_getaffinity(0))} cores; medians of {rounds} rounds in turns, in"
         " brackets the least and the greatest",
-        f"ratio of a round. The machine's load average before was {load:.1f}: what runs beside takes from both,",
-        f"and more from the way with fewer processes. Python {python_version()}, {versions}.",
+        f"ratio of a round. The machine's load average before was {load:.1f}: what else ran took from both,",
+        f"and more from the way of fewer processes. Python {python_version()}, {versions}.",
     ]
     return "\n".join(lines)
 

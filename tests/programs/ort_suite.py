@@ -380,13 +380,12 @@ def table(verdicts: Sequence[Verdict], files: int) -> str:
         group: sum(one.group == group for one in verdicts)
         for group in ("passes", "cannot hold", "not comparable", "no session")
     }
-    versions = f"onnxruntime {version('onnxruntime')}, numpy {version('numpy')}"
     return "\n".join(
         [
-            f"{_count(len(verdicts), 'test')} of {_count(files, 'file')}: {counts['passes']} pass, {counts['cannot hold']} cannot"
-            f" hold, {counts['not comparable']} skip themselves or",
-            f"fail with a plain session too. {counts['no session']} more pass and open no session here; they"
-            f" are not in the table. Two devices, {versions}.",
+            f"{_count(len(verdicts), 'test')} of {_count(files, 'file')}: {counts['passes']} pass,"
+            f" {counts['cannot hold']} cannot hold, {counts['not comparable']} skip themselves or fail",
+            f"with a plain session too. {counts['no session']} more pass and open no session here, and are not"
+            f" in the table. Two devices, onnxruntime {version('onnxruntime')}, numpy {version('numpy')}.",
             "",
             "| test | sessions | with mcinfer |",
             "|---|---|---|",

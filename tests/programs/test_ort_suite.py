@@ -6,7 +6,7 @@ import pytest
 
 from tests.programs import ort_suite
 
-TESTS = '''
+TESTS = """
 import os, sys, unittest
 import numpy as np
 import onnxruntime
@@ -44,7 +44,7 @@ class TestSession(unittest.TestCase):
 
     def test_model_serialization(self):
         opened()
-'''
+"""
 
 
 @pytest.fixture
@@ -54,7 +54,9 @@ def folder(tmp_path: Path) -> Path:
     tests = tmp_path / "python"
     (tests / "testdata").mkdir(parents=True)
     (tests / ort_suite.FILES[0]).write_text(TESTS, "utf-8")
-    (tests / "helper.py").write_text("def get_name(name):\n    return 'testdata/' + name\n", "utf-8")
+    (tests / "helper.py").write_text(
+        "def get_name(name):\n    return 'testdata/' + name\n", "utf-8"
+    )
     (tests / "testdata" / "mul_1.onnx").write_bytes(Path(get_example("mul_1.onnx")).read_bytes())
     return tests
 
