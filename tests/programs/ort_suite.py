@@ -384,7 +384,7 @@ def table(verdicts: Sequence[Verdict], files: int) -> str:
         [
             f"{_count(len(verdicts), 'test')} of {_count(files, 'file')}: {counts['passes']} pass,"
             f" {counts['cannot hold']} cannot hold, {counts['not comparable']} skip themselves or fail",
-            f"with a plain session too. {counts['no session']} more pass and open no session here, and are not"
+            f"with a plain session too. {counts['no session']} more pass and open no session here and are not"
             f" in the table. Two devices, onnxruntime {version('onnxruntime')}, numpy {version('numpy')}.",
             "",
             "| test | sessions | with mcinfer |",
