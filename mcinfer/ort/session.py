@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary, WeakSet, finalize
@@ -30,7 +30,7 @@ from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer.config import EngineOptions, parse_devices
-from mcinfer.errors import BuildError, InvalidInputError, McinferError
+from mcinfer.errors import BuildError, ClosedError, InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
 from mcinfer.model_cache.keys import FOLDER_KEY
@@ -91,13 +91,15 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: ThreadPoolExecutor | None = None
+        self._closed = False
 
     def close(self) -> None:
         """End the workers; runs in flight fail with `mcinfer.ClosedError`. Safe to call again."""
         self.master.close()
         with self._lock:
+            self._closed = True
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._loop.stop)
+                _stop(self._loop)
                 self._loop = None
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -232,6 +234,10 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         try:
             if run_options is None:
                 return self.master.predict(feed, outputs=outputs)
+            if not isinstance(run_options, native.RunOptions):
+                raise TypeError(
+                    f"run_options: got {run_options!r}, expected onnxruntime.RunOptions"
+                )
             noted.check_run_options(run_options)
             with _ended_by(run_options) as end:
                 return end(
@@ -248,6 +254,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
     def _events(self) -> asyncio.AbstractEventLoop:
         """The loop in whose thread runs with options wait, so that they can be ended."""
         with self._lock:
+            self._check_open()
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 thread = threading.Thread(
@@ -260,10 +267,15 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
     def _threads(self) -> ThreadPoolExecutor:
         """The threads that wait for asynchronous runs, and call back."""
         with self._lock:
+            self._check_open()
             if self._pool is None:
                 workers = len(self.master.statistics().workers)
                 self._pool = ThreadPoolExecutor(2 * workers + 2, "mcinfer-ort-async")
             return self._pool
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the session is closed")
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
@@ -274,7 +286,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    if not loop.is_closed():
+    with suppress(RuntimeError):  # it is closed already
         loop.call_soon_threadsafe(loop.stop)
 
 

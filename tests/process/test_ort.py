@@ -400,7 +400,8 @@ def test_unchanged_program_runs_over_workers_and_ends_as_it_does_alone(
     told = f"mcinfer.ort.session 2 {tmp_path} [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]"
     assert (ours.stdout.strip(), ours.returncode) == (told, 7)
     assert "Error" not in ours.stderr
-    as_module = run_program("-m", "mcinfer.ort", "-m", "program", str(model), "raise", cwd=tmp_path)
+    runner = ("-m", "mcinfer.ort", "--devices", "1")
+    as_module = run_program(*runner, "-m", "program", str(model), "raise", cwd=tmp_path)
     assert as_module.returncode == 1
     assert as_module.stdout.startswith("mcinfer.ort.session 3 ")
     first, *_, last = as_module.stderr.splitlines()
