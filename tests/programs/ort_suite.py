@@ -83,6 +83,12 @@ WHY_NOT: Mapping[str, Sequence[str]] = {
     "workers read no options from a model (`ORT_LOAD_CONFIG_FROM_MODEL`)": (
         "test_loading_session_options_from_model",
     ),
+    "a model of IR version 3 has no weights that can be replaced (`add_initializer`)": (
+        "test_session_options_add_initializer",
+    ),
+    "a worker opens the model with its own data, and that is not on disk (`add_external_initializers`)": (
+        "test_session_options_add_external_initializers",
+    ),
     "an adapter lies in the program's memory; `Master.update_weights` replaces weights": (
         "test_run_with_adapter",
     ),
