@@ -8,6 +8,7 @@ As a program of its own, this file keeps one of them open and repeats the call f
     python [-m mcinfer ort --devices 2] benchmarks/program_cases.py NAME FOLDER
 """
 
+import gc
 import json
 import re
 import sys
@@ -152,10 +153,12 @@ class Program:
         opened: Makes its input in a folder and opens the program; returns what runs its work once and
             returns its answer.
         work: One run, in words.
+        finding: A part of its answer, so that an empty one is not taken for equal.
     """
 
     package: str
     work: str
+    finding: str
     opened: Callable[[Path], Callable[[], object]]
     command: Callable[[Path], Sequence[str]] | None = None
 
@@ -221,24 +224,34 @@ PROGRAMS = {
     "rapidocr": Program(
         package="rapidocr-onnxruntime",
         work="a page of 7 lines: three models",
+        finding="quick brown fox",
         opened=_rapidocr,
         command=lambda folder: [_script("rapidocr_onnxruntime"), "-img", str(draw_page(folder))],
     ),
     "magika": Program(
-        package="magika", work="40 files at once", opened=_magika, command=_magika_command
+        package="magika",
+        work="40 files at once",
+        finding="python",
+        opened=_magika,
+        command=_magika_command,
     ),
     "silero": Program(
         package="silero-vad",
         work="12 s of sound: 375 calls of one row",
+        finding="0.9",
         opened=_silero_stream,
         command=_speech_command,
     ),
     "silero batch": Program(
-        package="silero-vad", work="64 sounds of 4 s: 125 calls of 64 rows", opened=_silero_batch
+        package="silero-vad",
+        work="64 sounds of 4 s: 125 calls of 64 rows",
+        finding="0.9",
+        opened=_silero_batch,
     ),
     "silero sequence": Program(
         package="silero-vad",
         work="12 s of sound: one call, rows depend on each other",
+        finding="0.9",
         opened=_silero_sequence,
     ),
 }
@@ -264,7 +277,11 @@ def difference(one: str, other: str) -> float | None:
 
 
 def main(name: str, folder: str) -> None:
-    """Open a program and run its work for each line; write its answer, then the seconds of each run."""
+    """Open a program and run its work for each line of the input.
+
+    It writes when the program is open, the seconds and the answer of each run, and at the input's end how
+    many runs of a model each worker did.
+    """
     start = perf_counter()
     run = PROGRAMS[name].opened(Path(folder))
     _write({"opened": perf_counter() - start})
@@ -273,6 +290,17 @@ def main(name: str, folder: str) -> None:
         answer = run()
         seconds = perf_counter() - start
         _write({"seconds": seconds, "answer": repr(answer)})
+    _write({"served": _served()})
+
+
+def _served() -> list[int]:
+    """How many runs of a model each worker did, over all sessions; empty with plain ones."""
+    ours = sys.modules.get("mcinfer.ort")
+    if ours is None:
+        return []
+    sessions = [item for item in gc.get_objects() if isinstance(item, ours.InferenceSession)]
+    served = [[w.completed for w in one.master.statistics().workers] for one in sessions]
+    return [sum(counts) for counts in zip(*served, strict=True)]
 
 
 def _write(message: dict[str, Any]) -> None:

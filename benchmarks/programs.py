@@ -17,8 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -53,12 +52,14 @@ class Outcome:
         far: The largest difference of two answers' numbers; None where their texts differ.
         work: Seconds of one run of its work, by way, and the ratio of both.
         command: Likewise of its command line; empty where it has none.
+        served: How many runs of a model each worker did.
     """
 
     name: str
     far: float | None
     work: Mapping[str, Series]
     command: Mapping[str, Series]
+    served: Sequence[int]
 
     @property
     def equal(self) -> bool:
@@ -90,29 +91,20 @@ class _Open:
         message = self._read()
         return message["seconds"], message["answer"]
 
-    def close(self) -> None:
-        """End the process as a program ends, at the end of its input."""
-        self._process.communicate()
-        if self._process.returncode:
+    def close(self) -> list[int]:
+        """End the process as a program ends, at the end of its input; how many runs each worker did."""
+        output, _ = self._process.communicate()
+        if self._process.returncode or not output:
             raise SystemExit(f"a program ended with status {self._process.returncode}")
+        served: list[int] = json.loads(output)["served"]
+        return served
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
-            self.close()
-            raise SystemExit("a program ended before its work did")
+            raise SystemExit(f"a program ended with status {self._process.wait()}")
         message: dict[str, Any] = json.loads(line)
         return message
-
-
-@contextmanager
-def _opened(way: Way, name: str, cache: Path) -> Iterator[_Open]:
-    with tempfile.TemporaryDirectory(prefix="mcinfer-program-") as folder:
-        program = _Open(way, name, Path(folder), cache)
-        try:
-            yield program
-        finally:
-            program.close()
 
 
 def _environment(cache: Path) -> dict[str, str]:
@@ -125,12 +117,18 @@ def _environment(cache: Path) -> dict[str, str]:
     }
 
 
-def measure_work(name: str, rounds: int, cache: Path) -> tuple[Mapping[str, Series], float | None]:
-    """Seconds of a run by way, with their ratio, and the largest difference of all answers."""
+def measure_work(
+    name: str, rounds: int, cache: Path
+) -> tuple[Mapping[str, Series], float | None, list[int]]:
+    """Seconds of a run by way, with their ratio; the answers' largest difference; runs of each worker."""
     times: dict[Way, list[float]] = {way: [] for way in LAUNCHES}
     fars: list[float | None] = []
-    with ExitStack() as stack:
-        programs = {way: stack.enter_context(_opened(way, name, cache)) for way in LAUNCHES}
+    with tempfile.TemporaryDirectory(prefix="mcinfer-program-") as folder:
+        programs: dict[Way, _Open] = {}
+        for way in LAUNCHES:
+            own = Path(folder) / way
+            own.mkdir()
+            programs[way] = _Open(way, name, own, cache)
         # The first two runs: mcinfer's session may learn from the first how rows are split.
         firsts = {way: [program.run() for _ in range(2)] for way, program in programs.items()}
         wanted = firsts["plain"][0][1]
@@ -142,7 +140,8 @@ def measure_work(name: str, rounds: int, cache: Path) -> tuple[Mapping[str, Seri
                 turn = [program.run() for _ in range(runs)]
                 times[way].append(statistics.median(seconds for seconds, _ in turn))
                 fars += [difference(wanted, answer) for _, answer in turn]
-    return _with_ratio(times), _largest(fars)
+        served = {way: program.close() for way, program in programs.items()}
+    return _with_ratio(times), _largest(fars), served["mcinfer"]
 
 
 def measure_command(
@@ -203,9 +202,9 @@ def _largest(fars: Sequence[float | None]) -> float | None:
 def outcome_table(outcomes: Sequence[Outcome], rounds: int, load: float) -> str:
     """All programs, in Markdown; `load` is the machine's load average before they ran."""
     lines = [
-        "| program | its work | largest difference | plain session | with mcinfer | ratio "
-        "| whole command, plain | with mcinfer |",
-        "|---|---|---|---|---|---|---|---|",
+        "| program | its work | what was changed | largest difference | runs of the workers "
+        "| plain session | with mcinfer | ratio | whole command, plain | with mcinfer |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in outcomes:
         program = PROGRAMS[one.name]
@@ -213,7 +212,9 @@ def outcome_table(outcomes: Sequence[Outcome], rounds: int, load: float) -> str:
         cells = [
             f"{program.package} {version(program.package)}",
             program.work,
+            "nothing",
             "**another text**" if one.far is None else "none" if not one.far else f"{one.far:.2g}",
+            " + ".join(map(str, one.served)),
             seconds_text(one.work["plain"].middle),
             seconds_text(one.work["mcinfer"].middle),
             f"{ratio.middle:.2f} [{ratio.low:.2f} … {ratio.high:.2f}]",
@@ -253,12 +254,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mcinfer-programs-") as folder:
         for name in [options.only] if options.only else PROGRAMS:
             cache = Path(folder) / name
-            work, far = measure_work(name, options.rounds, cache)
+            work, far, served = measure_work(name, options.rounds, cache)
             command: Mapping[str, Series] = {}
             if PROGRAMS[name].command is not None:
                 command, also_far = measure_command(PROGRAMS[name], options.rounds, cache)
                 far = _largest([far, also_far])
-            outcomes.append(Outcome(name=name, far=far, work=work, command=command))
+            outcomes.append(Outcome(name=name, far=far, work=work, command=command, served=served))
             print(f"{name}: difference {far}, ratio {work['ratio'].middle:.2f}", flush=True)
     text = outcome_table(outcomes, options.rounds, load)
     print(f"\n{text}")
