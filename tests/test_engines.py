@@ -30,7 +30,7 @@ from mcinfer.engines.base import (
     Strings,
 )
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
-from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, numpy_dtype
+from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, ModelDescription, numpy_dtype
 from tests.engine_tensors import buffer, content, packed, rows
 
 ROOT = Path(__file__).parents[1]
@@ -475,6 +475,63 @@ def test_threads_and_spinning_are_as_asked_for(
     else:
         with pytest.raises(RuntimeError, match=key):
             options.get_session_config_entry(key)
+
+
+def test_options_of_the_session_are_as_asked_for(affine_model: str) -> None:
+    given = {
+        "graph_optimization_level": "ORT_ENABLE_BASIC",
+        "execution_order": "PRIORITY_BASED",
+        "enable_mem_pattern": "0",
+        "use_deterministic_compute": "1",
+        "log_severity_level": "3",
+        "logid": "tag",
+    }
+    engine = open_ort(affine_model, session_options=given)
+    assert isinstance(engine, _onnxruntime.OnnxRuntimeEngine)
+    options = engine.session.get_session_options()
+    assert options.graph_optimization_level == ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    assert options.execution_order == ort.ExecutionOrder.PRIORITY_BASED
+    assert options.enable_mem_pattern is False
+    assert options.use_deterministic_compute is True
+    assert (options.log_severity_level, options.logid) == (3, "tag")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"speed": "9"}, r"^session_options: got the name 'speed', expected some of \['graph_opt"),
+        ({"enable_mem_pattern": "yes"}, "^session_options: got 'yes' for enable_mem_pattern"),
+        ({"graph_optimization_level": "9"}, "^session_options: got '9' for graph_optimization_le"),
+    ],
+)
+def test_option_that_the_session_does_not_take_is_a_build_error(
+    affine_model: str, options: dict[str, str], text: str
+) -> None:
+    with pytest.raises(BuildError, match=text):
+        open_ort(affine_model, session_options=options)
+
+
+def test_library_of_operators_that_there_is_not_is_a_build_error(affine_model: str) -> None:
+    with pytest.raises(BuildError, match=r"/no/such/library\.so"):
+        open_ort(affine_model, custom_operators=("/no/such/library.so",))
+
+
+def test_free_dimensions_have_the_sizes_that_they_are_given(affine_model: str) -> None:
+    engine = open_ort(affine_model, free_dimensions={"batch": 2})
+    assert engine.spec.inputs[0].shape == (2, 3)
+
+
+def test_model_is_described_on_demand(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["": 17], producer_name: "writer", metadata_props: ["a": "b"]>
+    graph (float[n] x, float[2] w) => (float[n] y) <float[2] w = {1, 2}> { y = Mul(x, w) }"""
+    path = tmp_path / "model.onnx"
+    onnx.save(parser.parse_model(text), path)
+    assert open_ort(str(path)).description == ModelDescription()
+    described = open_ort(str(path), describe=True).description
+    assert (described.about["producer_name"], described.about["graph_name"]) == ("writer", "graph")
+    assert described.properties == {"a": "b"}
+    assert [(w.name, w.shape) for w in described.overridable] == [("w", (2,))]
+    assert described.provider_options == {"CPUExecutionProvider": {}}
 
 
 def negation(path: Path, shape: Sequence[Dimension] | None) -> Engine:

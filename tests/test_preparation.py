@@ -453,6 +453,42 @@ def test_prepared_model_can_be_opened_by_its_path(
     assert cache.clear()[1] == 1
 
 
+def test_options_that_change_the_graph_have_a_prepared_model_of_their_own(
+    tmp_path: Path, cache: Cache
+) -> None:
+    plain = write(tmp_path / "model.onnx", MATMUL)
+    usual = entry(open_ort(plain, prepare="always"))
+    same: list[dict[str, Any]] = [
+        {"session_options": {"enable_mem_pattern": "0"}},
+        {"describe": True},
+    ]
+    assert {entry(open_ort(plain, prepare="always", **options)) for options in same} == {usual}
+    own: list[dict[str, Any]] = [
+        {"session_options": {"graph_optimization_level": "ORT_ENABLE_BASIC"}},
+        {"free_dimensions": {"batch": 4}},
+        {"free_denotations": {"DATA_BATCH": 4}},
+    ]
+    entries = [entry(open_ort(plain, prepare="always", **options)) for options in own]
+    assert len({usual, *entries}) == 4
+    assert len(cache.entries()) == 4
+
+
+def test_prepared_model_is_described_as_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    model = onnx.load(write(path, MATMUL))
+    model.producer_name, model.domain, model.doc_string = "writer", "domain", "what it is"
+    model.graph.doc_string = "what its graph is"
+    onnx.helper.set_model_props(model, {"classes": "a b"})
+    onnx.save(model, path)
+    free: dict[str, Any] = {"free_dimensions": {"batch": 4}}
+    prepared = open_ort(str(path), prepare="always", describe=True, **free)
+    plain = open_ort(str(path), describe=True, **free)
+    assert prepared.prepared
+    assert prepared.description == plain.description
+    assert plain.description.properties == {"classes": "a b"}
+    assert prepared.spec == plain.spec
+
+
 def test_model_that_was_prepared_elsewhere_is_refused(tmp_path: Path, cache: Cache) -> None:
     folder = entry(open_ort(write(tmp_path / "model.onnx", MATMUL), prepare="always"))
     here = json.loads((folder / "manifest.json").read_bytes())["facts"]

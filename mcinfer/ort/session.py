@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -45,6 +45,7 @@ from mcinfer.ort.errors import (
 )
 from mcinfer.ort.face import face
 from mcinfer.ort.providers import Choice, UnknownProviderError, choose
+from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.specs import ModelDescription
 
 Arrays = dict[str, NDArray[Any]]
@@ -88,9 +89,9 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         self.outputs = {spec.name: spec for spec in master.outputs}
         self._overridable = {spec.name for spec in described.overridable}
         self._all = [*self.outputs]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close the session
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._threads = WaitingThreads()
         self._closed = False
 
     def close(self) -> None:
@@ -101,9 +102,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
             if self._loop is not None:
                 _stop(self._loop)
                 self._loop = None
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=False)
+        self._threads.close(wait=False)
         self._remove()
 
     # Runs, as the native class has them.
@@ -133,7 +132,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
                 results, failure = [], str(exc)
             callback(results, user_data, failure)
 
-        self._threads().submit(run).add_done_callback(_report)
+        self._threads.submit(run).add_done_callback(_report)
 
     def run_with_ort_values(
         self, input_feed: Mapping[str, Any], output_names: Sequence[str], run_options: Any = None
@@ -263,15 +262,6 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
                 thread.start()
                 finalize(self, _stop, self._loop).atexit = False
             return self._loop
-
-    def _threads(self) -> ThreadPoolExecutor:
-        """The threads that wait for asynchronous runs, and call back."""
-        with self._lock:
-            self._check_open()
-            if self._pool is None:
-                workers = len(self.master.statistics().workers)
-                self._pool = ThreadPoolExecutor(2 * workers + 2, "mcinfer-ort-async")
-            return self._pool
 
     def _check_open(self) -> None:
         if self._closed:

@@ -373,6 +373,8 @@ if __name__ == "__main__":
     total, = session.run(["sum"], {"x": x, "y": x, "turns": numpy.array(1)})
     print(type(session).__module__, len(sys.argv), sys.path[0], total.tolist())
     if sys.argv[2:] == ["raise"]:
+        endless = {"x": x, "y": x, "turns": numpy.array(2**62)}
+        session.run_async(None, endless, lambda *_: None, None)  # does not keep the program
         raise KeyError("of the program")
     sys.exit(7)
 """
