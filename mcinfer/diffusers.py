@@ -20,23 +20,31 @@ that it gets stays its maker's. Tensors go through the host: they are small besi
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any, Self
 
-import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.errors import InvalidInputError, MissingDependencyError
+from mcinfer.errors import (
+    EngineError,
+    InvalidInputError,
+    MissingDependencyError,
+    quotable,
+    shortened,
+)
 from mcinfer.master import Master, SerializableModel
 from mcinfer.specs import TensorSpec
 
 try:
     import diffusers
     import torch
-    from diffusers.configuration_utils import FrozenDict
+    from diffusers.configuration_utils import ConfigMixin, FrozenDict
     from diffusers.models.autoencoders.vae import DecoderOutput
     from diffusers.models.modeling_outputs import Transformer2DModelOutput
     from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
@@ -173,11 +181,12 @@ class Component:
         self, arguments: Mapping[str, Any], outputs: Sequence[str] | None = None
     ) -> dict[str, torch.Tensor]:
         """The outputs for arguments of the module's call; those that are None or empty are not given."""
-        values = dict(_flat(arguments))
-        for name, value in values.items():
+        values = {}
+        for name, place, value in _flat(arguments):
+            values[name] = value
             if name not in self._inputs:
                 raise InvalidInputError(
-                    f"{name}: got {_kind(value)}, but the model has no such input (it has {[*self._inputs]})"
+                    f"{place}: got {_kind(value)}, but the model has no such input (it has {[*self._inputs]})"
                 )
         missing = [name for name in self._inputs if name not in values]
         if missing:
@@ -447,18 +456,295 @@ class TextEncoder(Component):
 _NO_INPUTS = ("self", "return_dict")
 
 
+# Export.
+
+
+class _Reached(Exception):  # noqa: N818 it is no error
+    """A pipeline called its denoiser, which is all that was wanted of the call."""
+
+
+@torch.no_grad()
+def export(
+    pipe: Any,
+    folder: str | os.PathLike[str],
+    parts: Sequence[str] | None = None,
+    **call: Any,
+) -> dict[str, Path]:
+    """Write the models of a pipeline as ONNX, with a symbolic batch, for `UNet` and its like.
+
+    The pipeline is called, up to the first call of its denoiser, which shows the inputs. PyTorch's exporter
+    then writes ``folder/<part>/model.onnx``, with the weights beside it from 2 GB on, and ``config.json``.
+    It needs the packages onnx and onnxscript, and memory for some copies of the weights.
+
+    The sides of the latents and the number of the text's tokens are symbolic as well, where the model's code
+    leaves them open: exactly where it does not compute with the sizes of residuals of a ControlNet.
+
+    Args:
+        pipe: A pipeline of diffusers, with PyTorch's modules.
+        folder: Where to write; made if it is missing. Files of these names are replaced, others stay.
+        parts: Names of components: ``"unet"``, ``"transformer"``, ``"text_encoder"``, ``"text_encoder_2"``,
+            and ``"vae_decoder"``. None is the UNet or the transformer, which takes nearly all of the time.
+        **call: Arguments for the call of the pipeline. An empty prompt, unless they say another; pipelines
+            from image to image also need an image.
+
+    Returns:
+        By part, the path of its model.
+
+    Raises:
+        InvalidInputError: The pipeline has no such part, or its call did not come to it.
+        EngineError: The exporter failed.
+        MissingDependencyError: The exporter needs a package that is not installed.
+    """
+    denoiser = next((n for n in _DENOISERS if _module(pipe, n) is not None), None)
+    if denoiser is None:
+        raise InvalidInputError(
+            f"pipe: got {_kind(pipe)}, expected a pipeline with a unet or a transformer of PyTorch"
+        )
+    if isinstance(parts, str) or not isinstance(parts, (Sequence, NoneType)):
+        raise InvalidInputError(f"parts: got {parts!r}, expected a list of names")
+    wanted = [denoiser] if parts is None else [*parts]
+    for part in wanted:
+        if part not in _PARTS or _module(pipe, _MODULES.get(part, part)) is None:
+            there = [name for name in _PARTS if _module(pipe, _MODULES.get(name, name)) is not None]
+            raise InvalidInputError(f"parts: got {part!r}, expected some of {there}")
+    calls = _seen_calls(pipe, denoiser, wanted, call)
+    paths = {}
+    for part in wanted:
+        module = _module(pipe, _MODULES.get(part, part))
+        traced: _Traced
+        if part == "vae_decoder":
+            traced = _decoder(module, calls[denoiser])
+        elif part in _DENOISERS:
+            traced = _Traced(module, calls[part], {"return_dict": False}, ["out_sample"])
+        else:
+            traced = _encoder(module, calls[part])
+        paths[part] = _write(traced, module, Path(folder) / part)
+    return paths
+
+
+_DENOISERS = ("unet", "transformer")
+_PARTS = (*_DENOISERS, "vae_decoder", "text_encoder", "text_encoder_2", "text_encoder_3")
+_MODULES = {"vae_decoder": "vae"}
+"""By part, the pipeline's component that it is of, where that has another name."""
+
+_SYMBOLS: dict[tuple[str, int], dict[int, str]] = {
+    ("sample", 4): {2: "height", 3: "width"},
+    ("latent_sample", 4): {2: "height", 3: "width"},
+    ("hidden_states", 4): {2: "height", 3: "width"},
+    ("hidden_states", 3): {1: "image_tokens"},
+    ("img_ids", 2): {0: "image_tokens"},
+    ("txt_ids", 2): {0: "tokens"},
+    ("encoder_hidden_states", 3): {1: "tokens"},
+    ("encoder_attention_mask", 2): {1: "tokens"},
+    ("input_ids", 2): {1: "tokens"},
+    ("attention_mask", 2): {1: "tokens"},
+}
+"""By an input's name and number of dimensions, those that are symbolic beside the batch."""
+
+
+def _module(pipe: Any, name: str) -> Any:
+    module = getattr(pipe, name, None)
+    return module if isinstance(module, torch.nn.Module) else None
+
+
+def _seen_calls(
+    pipe: Any, denoiser: str, wanted: Sequence[str], call: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """By component, the arguments by name with which the pipeline calls it first."""
+    calls: dict[str, dict[str, Any]] = {}
+
+    def see(part: str, module: Any, args: Any, kwargs: Any) -> None:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        named = dict(bound.arguments)
+        for parameter in bound.signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named.update(named.pop(parameter.name, {}))
+        calls.setdefault(part, named)
+        if part == denoiser:
+            raise _Reached
+
+    parameters = inspect.signature(pipe.__call__).parameters
+    defaults: dict[str, Any] = {"num_inference_steps": 2}
+    if "prompt" in parameters and "prompt_embeds" not in call:
+        defaults["prompt"] = ""
+    handles = []
+    bar = getattr(pipe, "_progress_bar_config", None)
+    try:
+        for part in {denoiser, *(name for name in wanted if name not in _MODULES)}:
+            module = _module(pipe, part)
+            hook = partial(see, part)
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        pipe.set_progress_bar_config(disable=True)
+        pipe(**{**defaults, **call})
+    except _Reached:
+        pass
+    except Exception as exc:
+        raise InvalidInputError(
+            f"call: the pipeline needs other arguments than {[*defaults, *call]}: {exc}"
+        ) from exc
+    finally:
+        pipe.set_progress_bar_config(**(bar or {}))
+        for handle in handles:
+            handle.remove()
+    for part in wanted:
+        if part not in calls and part not in _MODULES:
+            raise InvalidInputError(f"parts: got {part!r}, which the pipeline does not call")
+    return calls
+
+
+class _Traced(torch.nn.Module):
+    """A module as a function of tensors alone, as the exporter wants it.
+
+    Args:
+        module: What it calls.
+        arguments: Of a call, by name; their tensors become the inputs, all with the rows of the first.
+        constants: Further arguments.
+        names: Of the outputs.
+        call: What to call instead of the module; it returns a sequence of tensors.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        arguments: Mapping[str, Any],
+        constants: Mapping[str, Any],
+        names: Sequence[str],
+        call: Callable[..., Sequence[torch.Tensor]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.names = list(names)
+        self._call = module if call is None else call
+        self._arguments = {**arguments, **constants}
+        found = _flat(self._arguments)
+        given = {name: value for name, _, value in found if isinstance(value, torch.Tensor)}
+        first = next(iter(given.values()))
+        for name, _, value in _flat(arguments):
+            if name in _ONE_FOR_ALL:
+                given[name] = _steps(value, len(first))
+        self.tensors, self.symbols = {}, {}
+        # What has sizes of its own at each level binds the sides.
+        bound = any(name.startswith("down_") for name in given)
+        for name, tensor in given.items():
+            symbols = {} if bound and tensor.ndim == 4 else _SYMBOLS.get((name, tensor.ndim), {})
+            if tensor.shape[:1] == first.shape[:1] and name not in _IDS:
+                symbols = {0: "batch", **symbols}
+                if len(first) == 1:  # a size of one would be a constant to the exporter
+                    tensor = tensor.repeat(2, *[1] * (tensor.ndim - 1))
+            self.tensors[name], self.symbols[name] = tensor.clone(), symbols
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = dict(zip(self.tensors, tensors, strict=True))
+        answer = self._call(**{k: _with(k, v, given) for k, v in self._arguments.items()})
+        return tuple(answer[: len(self.names)])
+
+
+def _with(name: str, value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """An argument with these tensors in the place of those that it has; the names are those of `_flat`."""
+    if isinstance(value, Mapping):
+        return {key: _with(key, item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with(f"{name}.{i}", item, tensors) for i, item in enumerate(value))
+    return tensors.get(name, value)
+
+
+def _steps(value: Any, rows: int) -> torch.Tensor:
+    """A step for each row. Schedulers may give fractions, which models compute with as float32."""
+    steps = torch.as_tensor(value).reshape(-1)
+    steps = steps if steps.is_floating_point() else steps.float()
+    return steps[:1].expand(rows) if len(steps) != rows else steps
+
+
+def _decoder(vae: Any, call: Mapping[str, Any]) -> _Traced:
+    """A VAE's decoder, for latents with as large sides as the denoiser has, or those of its configuration."""
+    latents = next(iter(call.values()))
+    sides = latents.shape[2:] if latents.ndim == 4 else (8, 8)
+    sample = torch.zeros(
+        2, vae.config.latent_channels, *sides, dtype=vae.dtype, device=vae.device
+    )
+
+    def decode(latent_sample: torch.Tensor) -> Any:
+        return vae.decode(latent_sample, return_dict=False)
+
+    return _Traced(vae, {"latent_sample": sample}, {}, ["sample"], decode)
+
+
+def _encoder(module: Any, call: Mapping[str, Any]) -> _Traced:
+    """A text encoder with the outputs that its class has by name."""
+    layers = bool(call.get("output_hidden_states"))
+    arguments = {k: v for k, v in call.items() if k not in ("output_hidden_states", "return_dict")}
+    shown = module(**arguments, output_hidden_states=layers, return_dict=True)
+    single = [n for n in ("text_embeds", "last_hidden_state", "pooler_output") if shown.get(n) is not None]
+    names = [*single]
+    if layers:
+        names += [f"hidden_states.{i}" for i in range(len(shown.hidden_states))]
+
+    def encode(**arguments: Any) -> list[torch.Tensor]:
+        answer = module(**arguments, output_hidden_states=layers, return_dict=True)
+        return [*(answer[name] for name in single), *(answer.hidden_states if layers else ())]
+
+    return _Traced(module, arguments, {}, names, encode)
+
+
+def _write(traced: _Traced, module: Any, folder: Path) -> Path:
+    """Export to the folder, in which there is never half of a model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    training = module.training
+    with tempfile.TemporaryDirectory(prefix=".mcinfer-", dir=folder) as name:
+        new = Path(name)
+        try:
+            with warnings.catch_warnings():
+                # Inputs share names of dimensions, as they should; and a warning within PyTorch itself.
+                warnings.filterwarnings("ignore", ".*axis name: .* will not be used", UserWarning)
+                warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+                program = torch.onnx.export(
+                    traced.eval(),
+                    tuple(traced.tensors.values()),
+                    input_names=[*traced.tensors],
+                    output_names=traced.names,
+                    dynamic_shapes=(tuple(traced.symbols.values()),),
+                    dynamo=True,
+                    verbose=False,
+                )
+                program.save(new / _MODEL_FILE)
+        except ImportError as exc:
+            raise MissingDependencyError(
+                f"export needs the packages onnx and onnxscript: pip install 'mcinfer[diffusers]' ({exc})"
+            ) from exc
+        except Exception as exc:
+            raise EngineError(f"PyTorch cannot export {folder.name}: {shortened(str(exc))}") from quotable(exc)
+        finally:
+            module.train(training)
+        if isinstance(module, ConfigMixin):
+            module.save_config(new)
+        else:  # of transformers, whose own files lack what has its default
+            text = module.config.to_json_string(use_diff=False)
+            (new / _CONFIG_FILE).write_text(text)
+        # Without the old model, an interruption leaves none rather than one with the weights of another.
+        (folder / _MODEL_FILE).unlink(missing_ok=True)
+        for file in sorted(new.iterdir(), key=lambda file: file.name == _MODEL_FILE):
+            file.replace(folder / file.name)
+    return folder / _MODEL_FILE
+
+
 # Tensors.
 
 
-def _flat(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Arguments of a module's call as inputs of a model; those that say nothing are left out."""
+def _flat(arguments: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Arguments of a module's call as inputs of a model; those that say nothing are left out.
+
+    Yields:
+        The input's name, the same with the argument that it is in, and the value.
+    """
     for name, value in arguments.items():
+        place = f"{within}[{name!r}]" if within else name
         if isinstance(value, Mapping):
-            yield from _flat(value)
+            yield from _flat(value, place)
         elif isinstance(value, (list, tuple)):
-            yield from _flat({f"{name}.{i}": item for i, item in enumerate(value)})
+            for i, item in enumerate(value):
+                yield from _flat({f"{name}.{i}": item})
         elif value is not None and value is not False:
-            yield name, value
+            yield name, place, value
 
 
 def _converted(name: str, value: Any, spec: TensorSpec) -> torch.Tensor:
