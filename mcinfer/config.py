@@ -245,6 +245,16 @@ class EngineOptions:
         provider_options: Options of the execution provider, text to text. ``gpu_mem_limit`` is the part of a
             card's memory for all its workers together. None may be an address, such as
             ``user_compute_stream``.
+        session_options: Further attributes of ONNX Runtime's ``SessionOptions``, by its own names, text to
+            text: ``graph_optimization_level`` (``"ORT_ENABLE_BASIC"``), ``execution_order``,
+            ``enable_cpu_mem_arena``, ``enable_mem_pattern``, ``enable_mem_reuse``,
+            ``use_deterministic_compute`` (``"0"`` or ``"1"``), ``log_severity_level``,
+            ``log_verbosity_level``, ``logid``.
+        custom_operators: Paths of libraries with operators of your own, which each worker loads
+            (``SessionOptions.register_custom_ops_library``).
+        free_dimensions: Sizes of symbolic dimensions of the inputs, by name.
+        free_denotations: Sizes of dimensions of the inputs, by their denotation.
+        describe: Whether a worker reports what ONNX Runtime says of the model (`Master.description`).
         provider: The execution provider of ONNX Runtime: ``"cpu"``, ``"cuda"``, ``"tensorrt"``, ``"cann"``;
             ``None`` is the device's own. ``"tensorrt"`` is for devices such as ``"cuda:0"``.
     """
@@ -258,6 +268,11 @@ class EngineOptions:
     session_config: Mapping[str, str] = field(default_factory=dict)
     provider_options: Mapping[str, str] = field(default_factory=dict)
     provider: ProviderKind | None = None
+    session_options: Mapping[str, str] = field(default_factory=dict)
+    custom_operators: Sequence[str] = ()
+    free_dimensions: Mapping[str, int] = field(default_factory=dict)
+    free_denotations: Mapping[str, int] = field(default_factory=dict)
+    describe: bool = False
 
     def __post_init__(self) -> None:
         for name in ("threads", "inter_op_threads"):
@@ -265,19 +280,31 @@ class EngineOptions:
                 check_count(name, getattr(self, name), 1)
         if self.cores is not None:
             object.__setattr__(self, "cores", _check_cores(self.cores))
-        if not isinstance(self.allow_fallback, bool):
-            raise InvalidInputError(
-                f"allow_fallback: got {self.allow_fallback!r}, expected True or False"
-            )
+        for name in ("allow_fallback", "describe"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(
+                    f"{name}: got {getattr(self, name)!r}, expected True or False"
+                )
         _check_choice("prepare", self.prepare, ("auto", "always", "never"))
         _check_choice("provider", self.provider, (None, *PROVIDERS))
-        names = tuple(self.variable_weights) if _is_list(self.variable_weights) else (None,)
-        if not all(isinstance(name, str) for name in names) or len({*names}) != len(names):
-            raise InvalidInputError(
-                f"variable_weights: got {self.variable_weights!r}, expected a list of different names"
-            )
-        object.__setattr__(self, "variable_weights", names)
-        for name in ("session_config", "provider_options"):
+        for name, what in (("variable_weights", "names"), ("custom_operators", "paths")):
+            given = getattr(self, name)
+            texts = tuple(given) if _is_list(given) else (None,)
+            if not all(isinstance(text, str) for text in texts) or len({*texts}) != len(texts):
+                raise InvalidInputError(
+                    f"{name}: got {given!r}, expected a list of different {what}"
+                )
+            object.__setattr__(self, name, texts)
+        for name in ("free_dimensions", "free_denotations"):
+            given = getattr(self, name)
+            if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+                raise InvalidInputError(
+                    f"{name}: got {given!r}, expected a mapping of names to sizes"
+                )
+            for key, size in given.items():
+                check_count(f"{name}[{key!r}]", size, 0)
+            object.__setattr__(self, name, MappingProxyType(dict(given)))
+        for name in ("session_config", "provider_options", "session_options"):
             given = getattr(self, name)
             if not isinstance(given, Mapping):
                 raise InvalidInputError(f"{name}: got {given!r}, expected a mapping, text to text")

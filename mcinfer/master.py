@@ -60,7 +60,7 @@ from mcinfer.requests.splitting import Known, Splitter, Verify
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.runtime.loop import Loop
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
-from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
+from mcinfer.specs import ModelDescription, ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.statistics import Health, Statistics, TraceHook
 from mcinfer.validators import TensorFields
 
@@ -219,6 +219,11 @@ class Master:
                     session_config=dict(options.session_config),
                     provider_options=dict(options.provider_options),
                     provider=options.provider,
+                    session_options=dict(options.session_options),
+                    custom_operators=tuple(options.custom_operators),
+                    free_dimensions=dict(options.free_dimensions),
+                    free_denotations=dict(options.free_denotations),
+                    describe=options.describe,
                     card_workers=on_cards[device.index] if device.kind in CARD_KINDS else 1,
                     shares_weights=may_share and device.kind == "cuda" and chosen.count(device) > 1,
                     tensor=cut.tensor,
@@ -251,6 +256,7 @@ class Master:
         self._splitter: Splitter | None = None
         self._said_apart = False
         self._model: ModelSpec | None = None
+        self._description = ModelDescription()
         self._planner: Planner | None = None
         # At interpreter exit the loop closes itself; this is for a master that becomes garbage.
         self._waiting = WaitingThreads()
@@ -310,6 +316,12 @@ class Master:
             built = self._loop.start()
             model = ModelSpec(inputs=_specs(built.inputs), outputs=_specs(built.outputs))
             weights = _specs(built.weights)
+            self._description = ModelDescription(
+                about=built.about,
+                properties=built.properties,
+                overridable=_specs(built.overridable),
+                provider_options=built.provider_options,
+            )
             self._identity = built.model
             self._splitter = self._new_splitter(model, self._said)
             self._model = model
@@ -452,6 +464,15 @@ class Master:
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The model's outputs, likewise."""
         return self._spec().outputs
+
+    @property
+    def description(self) -> ModelDescription:
+        """What ONNX Runtime says of the model; empty without `EngineOptions.describe`.
+
+        `ClosedError` before `start`.
+        """
+        self._spec()
+        return self._description
 
     def _spec(self) -> ModelSpec:
         if self._model is None:

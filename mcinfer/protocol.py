@@ -36,6 +36,7 @@ from mcinfer.validators import (
     is_block,
     is_cores,
     is_count,
+    is_count_map,
     is_flag,
     is_members,
     is_ranks,
@@ -46,13 +47,14 @@ from mcinfer.validators import (
     is_specs,
     is_text,
     is_text_map,
+    is_text_maps,
     is_text_to,
     is_texts,
     is_texts_to,
     or_none,
 )
 
-VERSION = 6  # raised with each change that an older peer would misread; HELLO carries it
+VERSION = 7  # raised with each change that an older peer would misread; HELLO carries it
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message. Tensors lie in shared memory, so only strings make a message large."""
@@ -108,6 +110,7 @@ _Seconds = Annotated[float, is_seconds]
 _Text = Annotated[str, is_text]
 _Texts = Annotated[tuple[str, ...], is_texts]
 _TextMap = Annotated[dict[str, str], is_text_map]
+_CountMap = Annotated[dict[str, int], is_count_map]
 _Flag = Annotated[bool, is_flag]
 _References = Annotated[tuple[TensorRef, ...], is_references]
 _Specs = Annotated[tuple[TensorFields, ...], is_specs]
@@ -209,6 +212,8 @@ class BuildFinish(Message):
     prepared model, which covers external data too; empty without one. `notes` are remarks for the user.
     `slab` is the block with the weights on its card, which it made for the card's other workers and has
     handed over: number and bytes. `reaches` are the cards whose memory it reads and writes in place.
+
+    If BUILD asked for it, the last four say what the runtime says of the model: see `ModelDescription`.
     """
 
     ID = BUILD_FINISH
@@ -222,6 +227,12 @@ class BuildFinish(Message):
     seconds: _Seconds
     slab: Annotated[tuple[int, int] | None, or_none(is_slab)] = None
     reaches: Annotated[tuple[str, ...], is_texts_to(_MAX_CARDS, _MAX_NAME)] = ()
+    about: _TextMap = field(default_factory=dict)
+    properties: _TextMap = field(default_factory=dict)
+    overridable: _Specs = ()
+    provider_options: Annotated[dict[str, dict[str, str]], is_text_maps] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +277,11 @@ class Build(Message):
     session_config: _TextMap = field(default_factory=dict)
     provider_options: _TextMap = field(default_factory=dict)
     provider: Annotated[str | None, or_none(is_text)] = None
+    session_options: _TextMap = field(default_factory=dict)
+    custom_operators: _Texts = ()
+    free_dimensions: _CountMap = field(default_factory=dict)
+    free_denotations: _CountMap = field(default_factory=dict)
+    describe: _Flag = False
     card_workers: _Count = 1
     shares_weights: _Flag = False
     slab: Annotated[int | None, or_none(is_block)] = None

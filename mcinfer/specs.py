@@ -4,9 +4,9 @@ The element types and their numbers are those of ONNX (``onnx.TensorProto.DataTy
 the numbers for types that NumPy lacks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -136,3 +136,22 @@ class ModelSpec:
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """What ONNX Runtime says of a loaded model, beside its inputs and outputs.
+
+    Attributes:
+        about: What the model's file says of itself, by the names of ``onnxruntime.ModelMetadata``:
+            ``producer_name``, ``graph_name``, ``domain``, ``description``, ``graph_description``,
+            ``version``.
+        properties: The model's own properties (``custom_metadata_map``).
+        overridable: The initialisers that are inputs too.
+        provider_options: Options of each execution provider in use, by its name.
+    """
+
+    about: Mapping[str, str] = field(default_factory=dict)
+    properties: Mapping[str, str] = field(default_factory=dict)
+    overridable: tuple[TensorSpec, ...] = ()
+    provider_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

@@ -160,6 +160,19 @@ def is_text_map(value: Any) -> bool:
     )
 
 
+def is_text_maps(value: Any) -> bool:
+    """Maps of texts, by a text."""
+    return type(value) is dict and all(
+        type(key) is str and is_text_map(item) for key, item in value.items()
+    )
+
+
+def is_count_map(value: Any) -> bool:
+    return type(value) is dict and all(
+        type(key) is str and is_count(item) for key, item in value.items()
+    )
+
+
 def is_cores(value: Any) -> bool:
     return type(value) is tuple and all(is_count(item) for item in value)
 

@@ -45,7 +45,9 @@ def providers_of(device: str) -> Providers:
 def open_session(model: str, threads: int, providers: Providers) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    return ort.InferenceSession(model, options, providers=providers)
+    # The runtime's own class, also where `mcinfer.ort.install` has put another one in its place.
+    plain = next(c for c in ort.InferenceSession.__mro__ if c.__module__.startswith("onnxruntime."))
+    return plain(model, options, providers=providers)
 
 
 def cut(inputs: Arrays, setup: Setup, most: int) -> list[dict[str, NDArray[Any]]]:

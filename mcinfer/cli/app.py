@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from mcinfer import __version__
-from mcinfer.cli import bench, cache, devices, doctor, inspect, run, tune
+from mcinfer.cli import bench, cache, devices, doctor, inspect, ort, run, tune
 from mcinfer.cli.slice import slice_model
 
 _COMPARE = (
@@ -71,16 +71,27 @@ def make_app() -> typer.Typer:
     _add(app, "bench", bench.bench, epilog=_COMPARE)
     _add(app, "bench compare", bench.compare)
     _add(app, "tune", tune.tune)
+    _add(app, "ort", ort.ort, context_settings=ort.SETTINGS)
     return app
 
 
 def _add(
-    app: typer.Typer, name: str, command: Callable[..., None], epilog: str | None = None
+    app: typer.Typer,
+    name: str,
+    command: Callable[..., None],
+    epilog: str | None = None,
+    context_settings: dict[str, Any] | None = None,
 ) -> None:
     """Add a command, with the first paragraph of its docstring as its help."""
     paragraph, *_ = cleandoc(command.__doc__ or "").split("\n\n")
     sentence, *_ = " ".join(paragraph.split()).removesuffix(".").split(". ")
-    app.command(name, help=paragraph, short_help=f"{sentence}.", epilog=epilog)(command)
+    app.command(
+        name,
+        help=paragraph,
+        short_help=f"{sentence}.",
+        epilog=epilog,
+        context_settings=context_settings,
+    )(command)
 
 
 def _show_version(wanted: bool) -> None:

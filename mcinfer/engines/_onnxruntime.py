@@ -77,6 +77,7 @@ from mcinfer.model_cache.onnx_files import (
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,
+    ModelDescription,
     ModelSpec,
     TensorSpec,
     numpy_dtype,
@@ -247,6 +248,8 @@ class OnnxRuntimeEngine(Engine):
             outputs=tuple(_spec(arg, "output") for arg in self.session.get_outputs()),
         )
         self.weights = self._replaceable(request)
+        if request.describe:
+            self.description = _description(self.session)
         self.binds_host = not (self.on_card and captures_graphs(request))
         self.on_host = self._tensors_on_host()
         self.concurrent = self.binds_host
@@ -661,7 +664,9 @@ def _providers(request: EngineRequest, engines: str | None = None) -> list[Any]:
 
 def _new_session(path: str, options: Any, providers: list[Any], *, fallback: bool = False) -> Any:
     """A session; without `fallback` the runtime does not try another device by itself."""
-    return ort.InferenceSession(path, options, providers=providers, enable_fallback=int(fallback))
+    # The runtime's own class, also where `mcinfer.ort.install` has put another one in its place.
+    plain = next(c for c in ort.InferenceSession.__mro__ if c.__module__.startswith("onnxruntime."))
+    return plain(path, options, providers=providers, enable_fallback=int(fallback))
 
 
 def prepare(request: EngineRequest, folder: str) -> None:
@@ -718,6 +723,13 @@ def _session_options(
     if request.shared_cores:
         config["session.intra_op.allow_spinning"] = "0"
     config.update(request.session_config)
+    _set_attributes(options, request.session_options)
+    for name, size in request.free_dimensions.items():
+        options.add_free_dimension_override_by_name(name, size)
+    for name, size in request.free_denotations.items():
+        options.add_free_dimension_override_by_denotation(name, size)
+    for path in request.custom_operators:
+        options.register_custom_ops_library(path)
     if request.variable_weights or prepared:
         options.log_severity_level = _SILENT  # it warns of each that is not constant
     if prepared:  # already optimised; its weights lie beside it
@@ -737,6 +749,57 @@ def _session_options(
         with _REGISTERING:
             _register_arena()
     return options
+
+
+def _set_attributes(options: Any, given: Mapping[str, str]) -> None:
+    """Set the attributes of the runtime's options that the request names; `BuildError` for others."""
+    for name, text in given.items():
+        kind = _ATTRIBUTES.get(name)
+        if kind is None:
+            raise BuildError(
+                f"session_options: got the name {name!r}, expected some of {[*_ATTRIBUTES]}"
+            )
+        try:
+            setattr(options, name, kind(text))
+        except (ValueError, KeyError, TypeError, OverflowError) as exc:
+            raise BuildError(
+                f"session_options: got {text!r} for {name}, which the runtime does not take: {exc!r}"
+            ) from exc
+
+
+def _flag(text: str) -> bool:
+    return {"0": False, "1": True}[text]
+
+
+_ATTRIBUTES: Mapping[str, Callable[[str], Any]] = {
+    "graph_optimization_level": lambda text: ort.GraphOptimizationLevel.__members__[text],
+    "execution_order": lambda text: ort.ExecutionOrder.__members__[text],
+    "enable_cpu_mem_arena": _flag,
+    "enable_mem_pattern": _flag,
+    "enable_mem_reuse": _flag,
+    "use_deterministic_compute": _flag,
+    "log_severity_level": int,
+    "log_verbosity_level": int,
+    "logid": str,
+}
+"""How `EngineRequest.session_options` are read, by name."""
+
+
+def _description(session: Any) -> ModelDescription:
+    """What the session says of its model, beside the inputs and outputs."""
+    about = session.get_modelmeta()
+    names = ("producer_name", "graph_name", "domain", "description", "graph_description", "version")
+    return ModelDescription(
+        about={name: str(getattr(about, name)) for name in names},
+        properties={str(key): str(text) for key, text in about.custom_metadata_map.items()},
+        overridable=tuple(
+            _spec(arg, "initialiser") for arg in session.get_overridable_initializers()
+        ),
+        provider_options={
+            name: {str(key): str(text) for key, text in options.items()}
+            for name, options in session.get_provider_options().items()
+        },
+    )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mcinfer.config import Device
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
-from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
+from mcinfer.specs import STRING, ModelDescription, ModelSpec, TensorSpec, numpy_dtype
 
 
 def memory_limit() -> str:
@@ -95,6 +95,11 @@ class EngineRequest:
     session_config: Mapping[str, str] = field(default_factory=dict)
     provider_options: Mapping[str, str] = field(default_factory=dict)
     provider: str | None = None
+    session_options: Mapping[str, str] = field(default_factory=dict)
+    custom_operators: tuple[str, ...] = ()
+    free_dimensions: Mapping[str, int] = field(default_factory=dict)
+    free_denotations: Mapping[str, int] = field(default_factory=dict)
+    describe: bool = False
     stream: int | None = None
     memory_limit: int | None = None
     slab: Callable[[Path], Slab] | None = None
@@ -188,7 +193,13 @@ def check_request(
             f"provider: got {request.provider!r}, but the engine {engine} has no execution providers; "
             "onnxruntime has"
         )
-    for name in ("session_config", "provider_options"):
+    for name in ("custom_operators", "free_dimensions", "free_denotations"):
+        if getattr(request, name):
+            raise BuildError(
+                f"{name}: got {[*getattr(request, name)]}, but the engine {engine} has no such option; "
+                "onnxruntime has"
+            )
+    for name in ("session_config", "provider_options", "session_options"):
         keys = (known or {}).get(name, ())
         for key in getattr(request, name):
             if key not in keys:
@@ -258,6 +269,7 @@ class Engine(ABC):
             Others only poll it. -1 if `depth` is 1.
         on_card: Whether it runs on a card, on `EngineRequest.stream`; then it takes tensors of that card.
         binds_host: Whether it takes tensors in the host's memory.
+        description: What the runtime says of the model, if the request asks for it.
         on_host: Names of the inputs, outputs and replaceable weights that it takes in the host's memory, and
             all others on its card; None if it takes all on the host.
     """
@@ -273,6 +285,7 @@ class Engine(ABC):
     on_card: bool = False
     binds_host: bool = True
     on_host: frozenset[str] | None = None
+    description: ModelDescription = ModelDescription()
 
     @abstractmethod
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:

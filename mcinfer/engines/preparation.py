@@ -348,13 +348,33 @@ def _environment(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
 
 def facts_of(request: EngineRequest, runtime: Runtime, source: Source) -> dict[str, Any]:
     config = {k: v for k, v in request.session_config.items() if k not in runtime.ignored}
-    return {
+    facts = {
         **_environment(request, runtime),
         "model": source.digest,
         "options": dict(sorted(config.items())),
         "provider_options": dict(sorted(graph_options(request).items())),
         "variable_weights": sorted(request.variable_weights),
     }
+    # The keys of models without these options stay as they are.
+    graph = {k: v for k, v in request.session_options.items() if k in _OF_GRAPHS}
+    if graph:
+        facts["session_options"] = dict(sorted(graph.items()))
+    if request.custom_operators:
+        facts["custom_operators"] = [_library(path) for path in request.custom_operators]
+    for name in ("free_dimensions", "free_denotations"):
+        if getattr(request, name):
+            facts[name] = dict(sorted(getattr(request, name).items()))
+    return facts
+
+
+_OF_GRAPHS = frozenset({"graph_optimization_level", "use_deterministic_compute"})
+"""The `EngineRequest.session_options` on which an optimised graph depends."""
+
+
+def _library(path: str) -> list[Any]:
+    """What a library of operators is, by its place and its state."""
+    info = check_regular(path)
+    return [path, info.st_size, info.st_mtime_ns]
 
 
 @cache
@@ -482,15 +502,22 @@ def _plain(request: EngineRequest) -> dict[str, Any]:
     given = replace(request, stream=None, slab=None, memory_limit=None)
     plain = {name: getattr(given, name) for name in given.__dataclass_fields__}
     plain["device"] = str(request.device)
-    for name in ("session_config", "provider_options"):
+    for name in _MAPPINGS:
         plain[name] = dict(plain[name])
     if request.model.startswith(_OWN_PROC):  # a memfd, which the child would look for among its own
         plain["model"] = f"/proc/{os.getpid()}/{request.model.removeprefix(_OWN_PROC)}"
     return plain
 
 
+_MAPPINGS = (
+    *("session_config", "provider_options", "session_options"),
+    *("free_dimensions", "free_denotations"),
+)
+
+
 def request_of(plain: Mapping[str, Any]) -> EngineRequest:
     fields = dict(plain)
     fields["device"] = Device.parse(fields["device"])
-    fields["variable_weights"] = tuple(fields["variable_weights"])
+    for name in ("variable_weights", "custom_operators"):
+        fields[name] = tuple(fields.get(name, ()))
     return EngineRequest(**fields)

@@ -87,6 +87,10 @@ def ensure_prepared(
         "session_config": dict(options.session_config),
         "provider_options": dict(options.provider_options),
         "provider": options.provider,
+        "session_options": dict(options.session_options),
+        "custom_operators": [*options.custom_operators],
+        "free_dimensions": dict(options.free_dimensions),
+        "free_denotations": dict(options.free_denotations),
         "allow_fallback": options.allow_fallback,
     }
 

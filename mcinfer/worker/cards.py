@@ -271,6 +271,7 @@ class CardEngine(Engine):
         self.slab = slab
         self.spec, self.providers, self.weights = engine.spec, engine.providers, engine.weights
         self.notes, self.prepared = engine.notes, engine.prepared
+        self.description = engine.description
         self.on_card = engine.on_card
         # TensorRT wants bound addresses "aligned to at least 256 bytes" (setTensorAddress).
         is_tensorrt = self.providers[:1] == (NAMES["tensorrt"],)

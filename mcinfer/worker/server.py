@@ -214,6 +214,11 @@ def _pinned_request(message: Build) -> EngineRequest:
         variable_weights=message.variable_weights,
         session_config=message.session_config,
         provider_options=message.provider_options,
+        session_options=message.session_options,
+        custom_operators=message.custom_operators,
+        free_dimensions=message.free_dimensions,
+        free_denotations=message.free_denotations,
+        describe=message.describe,
     )
 
 
@@ -369,6 +374,7 @@ class Server:
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
             return _error(kind, exc)
         slab, reaches = self._hand_over_slab(message)
+        described = self._engine.description
         return BuildFinish(
             inputs=_fields(self._engine.spec.inputs),
             outputs=_fields(self._engine.spec.outputs),
@@ -380,6 +386,12 @@ class Server:
             seconds=time.perf_counter() - start,
             slab=slab,
             reaches=reaches,
+            about=dict(described.about),
+            properties=dict(described.properties),
+            overridable=_fields(described.overridable),
+            provider_options={
+                name: dict(options) for name, options in described.provider_options.items()
+            },
         )
 
     def _offered_slab(self, message: Build) -> "Offered | None":

@@ -1,0 +1,35 @@
+"""ONNX Runtime's Python API with sessions that run on all devices: ``import mcinfer.ort as ort``."""
+
+from typing import TYPE_CHECKING, Any
+
+from mcinfer.errors import MissingDependencyError
+
+try:
+    import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as _native
+except ImportError as exc:
+    raise MissingDependencyError(
+        "mcinfer.ort needs ONNX Runtime: pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs"
+    ) from exc
+
+from mcinfer.ort.options import note_calls
+from mcinfer.ort.session import InferenceSession, WorkerSession, note_terminations
+from mcinfer.ort.values import note_bindings
+
+note_calls(_native.SessionOptions)
+note_calls(_native.RunOptions)
+note_bindings(WorkerSession)
+note_terminations()
+
+__all__ = ["InferenceSession"]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of the module's
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(onnxruntime, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in dir(onnxruntime) if not name.startswith("_"))})

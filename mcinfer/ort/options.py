@@ -1,0 +1,197 @@
+"""What a program set in ``SessionOptions`` and ``RunOptions``, and how it reaches the workers.
+
+ONNX Runtime's options can be set, and for the most part not be read: not the names of the configuration
+entries, not the sizes of free dimensions, not the libraries of operators. So importing mcinfer.ort replaces
+the methods of these two classes that set something by methods that do the same, and note the call beside the
+object. The notes go with the object. Options that were set before mcinfer.ort was imported are not noted.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+from mcinfer.config import EngineOptions
+from mcinfer.errors import InvalidInputError
+from mcinfer.ort.errors import Unsupported
+
+Call = tuple[str, tuple[Any, ...]]
+"""A method's name, and what it was called with."""
+
+_NOTES = "_mcinfer_notes"
+"""The attribute of a class with the calls of each of its objects: also the mark that it is wrapped."""
+
+_READS = ("get_", "has_", "_")
+_WRAPPING = threading.Lock()
+
+
+def note_calls(kind: Any) -> None:
+    """Have the methods of a class of options that set something note their calls; once for each class."""
+    with _WRAPPING:
+        if hasattr(kind, _NOTES):
+            return
+        notes: MutableMapping[Any, list[Call]] = WeakKeyDictionary()
+        for name in dir(kind):
+            if callable(getattr(kind, name)) and not name.startswith(_READS):
+                setattr(kind, name, _noting(name, getattr(kind, name), notes))
+        setattr(kind, _NOTES, notes)
+
+
+def _noting(
+    name: str, method: Callable[..., Any], notes: MutableMapping[Any, list[Call]]
+) -> Callable[..., Any]:
+    @wraps(method)
+    def noting(self: Any, *arguments: Any) -> Any:
+        result = method(self, *arguments)
+        notes.setdefault(self, []).append((name, arguments))
+        return result
+
+    return noting
+
+
+def calls(options: Any) -> list[Call]:
+    """The noted calls of an object of options, in their order."""
+    notes: Mapping[Any, list[Call]] = getattr(type(options), _NOTES)
+    return [*notes.get(options, ())]
+
+
+def attributes(options: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object of options that differ from the default, by name."""
+    default = type(options)()
+    for name in dir(default):
+        usual = getattr(default, name)
+        if not name.startswith("_") and not callable(usual) and getattr(options, name) != usual:
+            yield name, getattr(options, name)
+
+
+def rebuilt(set_attributes: Sequence[tuple[str, Any]], noted: Sequence[Call]) -> Any:
+    """New ``SessionOptions`` with these attributes, and on which these calls were made."""
+    options = native.SessionOptions()
+    for name, value in set_attributes:
+        setattr(options, name, value)
+    for name, arguments in noted:
+        getattr(options, name)(*arguments)
+    return options
+
+
+def named_providers(options: Any) -> list[tuple[str, dict[str, str]]]:
+    """The providers that were added to ``SessionOptions``, by name."""
+    return [
+        (name, dict(given[0]) if given else {})
+        for method, (name, *given) in _of(options, "add_provider")
+    ]
+
+
+def _of(options: Any, *methods: str) -> Iterator[Call]:
+    return (call for call in calls(options) if call[0] in methods)
+
+
+_AS_TEXT = (
+    *("graph_optimization_level", "execution_order", "enable_cpu_mem_arena", "enable_mem_pattern"),
+    *("enable_mem_reuse", "use_deterministic_compute"),
+    *("log_severity_level", "log_verbosity_level", "logid"),
+)
+"""Attributes that workers set as they are."""
+
+_READ_ELSEWHERE = (
+    *("intra_op_num_threads", "inter_op_num_threads", "execution_mode"),
+    "profile_file_prefix",  # without profiling it does nothing in a plain session either
+)
+
+
+def engine_options(options: Any, base: EngineOptions, cores: int) -> EngineOptions:
+    """The options of the workers' engine.
+
+    Args:
+        options: The program's ``SessionOptions``.
+        base: Options of mcinfer, which those of the program override.
+        cores: The cores of one worker: so many operators run at once in the parallel mode, unless the
+            program says a number.
+
+    Raises:
+        Unsupported: An option was set that cannot act in other processes; names it.
+    """
+    differing = dict(attributes(options))
+    found: dict[str, Any] = {}
+    if options.intra_op_num_threads > 0:
+        found["threads"] = options.intra_op_num_threads
+    if options.execution_mode == native.ExecutionMode.ORT_PARALLEL:
+        found["inter_op_threads"] = max(1, options.inter_op_num_threads or cores)
+    given = {name: _text(differing[name]) for name in _AS_TEXT if name in differing}
+    found["session_options"] = {**base.session_options, **given}
+    for name, value in differing.items():
+        if name not in (*_AS_TEXT, *_READ_ELSEWHERE):
+            raise Unsupported(
+                f"SessionOptions.{name}: got {value!r}, {_REFUSED.get(name, _NO_ACT)}"
+            )
+    config, libraries = dict(base.session_config), [*base.custom_operators]
+    sizes = {"name": dict(base.free_dimensions), "denotation": dict(base.free_denotations)}
+    for name, arguments in calls(options):
+        match name:
+            case "add_session_config_entry":
+                config[arguments[0]] = arguments[1]
+            case "register_custom_ops_library":
+                libraries.append(str(arguments[0]))
+            case "add_free_dimension_override_by_name":
+                sizes["name"][arguments[0]] = int(arguments[1])
+            case "add_free_dimension_override_by_denotation":
+                sizes["denotation"][arguments[0]] = int(arguments[1])
+            case "add_provider":
+                pass  # `named_providers`
+            case _:
+                raise Unsupported(f"SessionOptions.{name}(): {_REFUSED.get(name, _NO_ACT)}")
+    try:
+        return replace(
+            base,
+            **found,
+            session_config=config,
+            custom_operators=[*dict.fromkeys(libraries)],
+            free_dimensions=sizes["name"],
+            free_denotations=sizes["denotation"],
+            describe=True,
+        )
+    except InvalidInputError as exc:
+        raise InvalidInputError(f"sess_options: {exc}") from exc
+
+
+def _text(value: Any) -> str:
+    """An attribute as `EngineOptions.session_options` has it."""
+    if isinstance(value, bool):
+        return str(int(value))
+    return str(getattr(value, "name", value))
+
+
+_NO_ACT = "which mcinfer.ort does not pass on to its workers"
+_REFUSED = {
+    "enable_profiling": "but each worker would write a profile of its own: profile a plain session",
+    "optimized_model_filepath": "but a worker keeps the optimised model in mcinfer's cache: write the file "
+    "with a plain session",
+    "use_per_session_threads": "but the threads of this process cannot run the workers' sessions",
+    "add_initializer": "the value lies in this process's memory: put it into the model, or see "
+    "EngineOptions(variable_weights=…) and Master.update_weights",
+    "add_external_initializers": "the values lie in this process's memory: put them into the model",
+    "add_external_initializers_from_files_in_memory": "the values lie in this process's memory: put the "
+    "files beside the model",
+}
+"""What to do in place of an option that cannot act in other processes, by its name."""
+
+_IGNORED_ENTRIES = {"memory.enable_memory_arena_shrinkage", "gpu_graph_id"}
+"""Entries of ``RunOptions`` that change no result: when a worker frees memory is not a run's business, and
+the number of a graph is only for plain sessions, as workers number theirs."""
+
+
+def check_run_options(options: Any) -> None:
+    """Raise `Unsupported`, with its name, for what a run in another process cannot follow."""
+    if options.only_execute_path_to_fetches:
+        raise Unsupported(
+            "RunOptions.only_execute_path_to_fetches: got True, but workers compute all outputs"
+        )
+    for name, arguments in calls(options):
+        if name == "add_run_config_entry" and arguments[0] in _IGNORED_ENTRIES:
+            continue
+        what = f"{name}({arguments[0]!r}, …)" if arguments else f"{name}()"
+        raise Unsupported(f"RunOptions.{what}: {_NO_ACT}")

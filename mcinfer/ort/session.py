@@ -1,0 +1,506 @@
+"""A session of ONNX Runtime whose runs go to the workers of a `mcinfer.Master`.
+
+::
+
+    InferenceSession                 onnxruntime's Python class: checks, fallbacks, documentation stay its own
+      └── _sess: WorkerSession       onnxruntime's native class, opened with a face (`mcinfer.ort.face`): says
+            │                        what the model's own session would; runs go to
+            └── Master               the workers, which have the model
+
+`WorkerSession` overrides each native method that runs the model, so what programs reach through ``_sess``,
+and ONNX Runtime's own Python layer, run on the workers too. A session closes its workers when it is closed, when
+it is garbage-collected, and at the interpreter's end.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+from weakref import WeakKeyDictionary, WeakSet, finalize
+
+from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_inference_collection as collection
+from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+from mcinfer.config import EngineOptions
+from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.machine import whole_cpus
+from mcinfer.master import Master
+from mcinfer.ort import options as noted
+from mcinfer.ort import values
+from mcinfer.ort.errors import (
+    InvalidBinding,
+    Unsupported,
+    invalid_argument,
+    native_error,
+    terminated,
+)
+from mcinfer.ort.face import face
+from mcinfer.ort.providers import Choice, UnknownProviderError, choose
+from mcinfer.specs import ModelDescription
+
+Arrays = dict[str, NDArray[Any]]
+
+PlainSession = collection.InferenceSession
+"""ONNX Runtime's own class, whatever `mcinfer.ort.install` puts in its place."""
+
+
+class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
+    """A native session that describes a model and runs it on a master's workers.
+
+    Args:
+        master: A started master; this session closes it.
+        options: The program's ``SessionOptions``, if any.
+    """
+
+    def __init__(self, master: Master, options: Any = None) -> None:
+        described = master.description
+        own = native.SessionOptions()
+        own.graph_optimization_level = native.GraphOptimizationLevel.ORT_DISABLE_ALL
+        own.intra_op_num_threads = own.inter_op_num_threads = 1
+        if options is not None:
+            own.log_severity_level = options.log_severity_level
+        super().__init__(own, face(master.inputs, master.outputs, described), False, False)
+        self.initialize_session([], [], set())
+        self.master = master
+        self.inputs = {spec.name: spec for spec in master.inputs}
+        self.outputs = {spec.name: spec for spec in master.outputs}
+        self._overridable = {spec.name for spec in described.overridable}
+        self._all = [*self.outputs]
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        """End the workers; runs in flight fail with `mcinfer.ClosedError`. Safe to call again."""
+        self.master.close()
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop = None
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False)
+
+    # Runs, as the native class has them.
+
+    def run(
+        self, output_names: Sequence[str], input_feed: Mapping[str, Any], run_options: Any = None
+    ) -> list[NDArray[Any]]:
+        names = self._wanted(output_names)
+        answer = self._answer(self._fed(input_feed), names, run_options)
+        return [answer[name] for name in names]
+
+    def run_async(
+        self,
+        output_names: Sequence[str],
+        input_feed: Mapping[str, Any],
+        callback: Callable[[list[Any], Any, str], object],
+        user_data: Any,
+        run_options: Any = None,
+    ) -> None:
+        names, feed = self._wanted(output_names), self._fed(input_feed)
+
+        def run() -> None:
+            try:
+                answer = self._answer(feed, names, run_options)
+                results, failure = [answer[name] for name in names], ""
+            except Exception as exc:  # the callback gets it
+                results, failure = [], str(exc)
+            callback(results, user_data, failure)
+
+        self._threads().submit(run).add_done_callback(_report)
+
+    def run_with_ort_values(
+        self, input_feed: Mapping[str, Any], output_names: Sequence[str], run_options: Any = None
+    ) -> Any:
+        names = self._wanted(output_names)
+        answer = self._answer(self._fed(input_feed), names, run_options)
+        return self._vector(answer, names, native.OrtValueVector())
+
+    def run_with_ortvaluevector(
+        self,
+        run_options: Any,
+        feed_names: Sequence[str],
+        feeds: Any,
+        fetch_names: Sequence[str],
+        fetches: Any,
+        fetch_devices: Sequence[Any],
+    ) -> None:
+        names = self._wanted(fetch_names)
+        if len(feeds) != len(feed_names):
+            raise InvalidBinding(f"feeds: got {len(feeds)}, expected {len(feed_names)}")
+        if len(fetches):
+            raise Unsupported(
+                f"run_with_ortvaluevector: got {len(fetches)} fetches, expected an empty vector"
+            )
+        for device in fetch_devices:
+            values.check_host(device, "fetch_devices")
+        feed = self._fed({name: feeds[i] for i, name in enumerate(feed_names)})
+        self._vector(self._answer(feed, names, run_options), names, fetches)
+
+    def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
+        bound = values.bound_to(iobinding)
+        if not bound.outputs:
+            raise InvalidBinding("At least one output should be requested.")
+        values.check_outputs(bound)
+        try:
+            feed = {
+                name: values.bound_array(what, self._input(name))
+                for name, what in bound.inputs.items()
+            }
+            answer = self._answer(feed, [*bound.outputs], run_options)
+        except InvalidInputError as exc:
+            raise InvalidBinding(f"Error in execution: {exc}") from exc
+        for name in bound.outputs:
+            values.deliver(iobinding, answer[name], self.outputs[name])
+
+    # What a session of workers cannot say or do.
+
+    def get_provider_graph_assignment_info(self) -> Any:
+        raise Unsupported(
+            "get_provider_graph_assignment_info: workers do not report it; open a plain session for it"
+        )
+
+    def set_ep_dynamic_options(self, options: Mapping[str, str]) -> None:
+        if options:
+            raise Unsupported(f"set_ep_dynamic_options: got {[*options]}, which no worker takes")
+
+    def set_tuning_results(self, results: Sequence[Any], _error_on_invalid: bool = False) -> None:
+        if results:
+            raise Unsupported("set_tuning_results: got some, which no worker takes")
+
+    # A run.
+
+    def _wanted(self, output_names: Sequence[str]) -> list[str]:
+        if output_names is self._all:
+            return self._all
+        if isinstance(output_names, str) or not isinstance(output_names, Sequence):
+            raise TypeError(f"output_names: got {output_names!r}, expected a list of names")
+        for name in output_names:
+            if name not in self.outputs:
+                if not isinstance(name, str):
+                    raise TypeError(f"output_names: got {name!r}, expected a list of names")
+                raise invalid_argument(f"Invalid output name:{name}")
+        return [*output_names]
+
+    def _input(self, name: str) -> Any:
+        spec = self.inputs.get(name)
+        if spec is not None:
+            return spec
+        if name in self._overridable:
+            raise Unsupported(
+                f"{name}: an initialiser that is an input too, which a run cannot override here; see "
+                "EngineOptions(variable_weights=…) and Master.update_weights"
+            )
+        raise invalid_argument(f"Invalid input name: {name}")
+
+    def _fed(self, feed: Mapping[str, Any]) -> Arrays:
+        return {name: values.fed(value, self._input(name)) for name, value in feed.items()}
+
+    def _vector(self, answer: Arrays, names: Sequence[str], vector: Any) -> Any:
+        for name in names:
+            vector.push_back(values.value_of(answer[name], self.outputs[name]))
+        return vector
+
+    def _answer(self, feed: Arrays, names: list[str], run_options: Any) -> Arrays:
+        outputs = None if names == self._all else [*dict.fromkeys(names)]
+        try:
+            if run_options is None:
+                return self.master.predict(feed, outputs=outputs)
+            noted.check_run_options(run_options)
+            with _ended_by(run_options) as end:
+                return end(
+                    asyncio.run_coroutine_threadsafe(
+                        self.master.predict_async(feed, outputs=outputs), self._events()
+                    )
+                )
+        except McinferError as exc:
+            raised = native_error(exc)
+            if raised is exc:
+                raise
+            raise raised from exc
+
+    def _events(self) -> asyncio.AbstractEventLoop:
+        """The loop in whose thread runs with options wait, so that they can be ended."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                thread = threading.Thread(
+                    target=_serve, args=(self._loop,), name="mcinfer-ort-runs", daemon=True
+                )
+                thread.start()
+                finalize(self, _stop, self._loop).atexit = False
+            return self._loop
+
+    def _threads(self) -> ThreadPoolExecutor:
+        """The threads that wait for asynchronous runs, and call back."""
+        with self._lock:
+            if self._pool is None:
+                workers = len(self.master.statistics().workers)
+                self._pool = ThreadPoolExecutor(2 * workers + 2, "mcinfer-ort-async")
+            return self._pool
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def _report(done: "Future[None]") -> None:
+    """Show what a callback raised, as threads show it: nobody waits for it."""
+    exc = done.exception()
+    if exc is not None:
+        kind = (type(exc), exc, exc.__traceback__, threading.current_thread())
+        threading.excepthook(threading.ExceptHookArgs(kind))
+
+
+# Runs that their options end. The runtime's runs look at ``RunOptions.terminate`` from time to time; here,
+# the assignment itself ends them.
+
+_RUNNING = "_mcinfer_running"
+
+
+def note_terminations() -> None:
+    """Have an assignment to ``RunOptions.terminate`` end the runs that were given these options."""
+    kind = native.RunOptions
+    if hasattr(kind, _RUNNING):
+        return
+    terminate = kind.terminate
+    running: WeakKeyDictionary[Any, WeakSet[Future[Any]]] = WeakKeyDictionary()
+
+    def assign(options: Any, value: bool) -> None:
+        terminate.fset(options, value)
+        if value:
+            for future in [*running.get(options, ())]:
+                future.cancel()
+
+    setattr(kind, _RUNNING, running)
+    kind.terminate = property(terminate.fget, assign, None, terminate.__doc__)
+
+
+@contextmanager
+def _ended_by(options: Any) -> Iterator[Callable[["Future[Arrays]"], Arrays]]:
+    """Gives a function that waits for a run, and raises `Fail` if `options` end it."""
+    if options.terminate:
+        raise terminated()
+
+    def wait(future: "Future[Arrays]") -> Arrays:
+        getattr(native.RunOptions, _RUNNING).setdefault(options, WeakSet()).add(future)
+        if options.terminate:  # set before the run was entered there
+            future.cancel()
+        try:
+            return future.result()
+        except CancelledError:
+            raise terminated() from None
+        except BaseException:
+            future.cancel()  # Ctrl-C while it waits
+            raise
+
+    yield wait
+
+
+class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no types
+    """``onnxruntime.InferenceSession`` over several devices: each run is split over the workers of a master.
+
+    It takes what the plain class takes, and has what it has; docs/ort.md lists what differs. It is also a
+    context manager, and has `close`. `master` is the `mcinfer.Master` below, for what a session cannot do.
+
+    Args:
+        path_or_bytes: The model: a path, or its bytes.
+        sess_options: ``onnxruntime.SessionOptions``. What cannot act in the workers raises.
+        providers: Names of execution providers, first choice first, or pairs of a name and options. A card's
+            provider means all cards, or that of its ``device_id``; the CPU's means the whole CPU.
+        provider_options: Their options, if `providers` has names alone.
+        devices: As in `mcinfer.Master`, in place of the devices that follow from `providers`.
+        master_options: Further arguments of `mcinfer.Master`, by name. ``options`` are those of the engine,
+            which `sess_options` override. The plain class's own ``enable_fallback`` is taken too.
+
+    Raises:
+        Unsupported: Something that cannot act in workers; the text begins with its name.
+        NoSuchFile: There is no such file; and other errors of ONNX Runtime as a plain session raises them.
+        McinferError: As `mcinfer.Master` and its ``start``.
+    """
+
+    _defaults: ClassVar[dict[str, Any]] = {}
+    """Arguments that `mcinfer.ort.install` gives to all sessions."""
+
+    def __init__(
+        self,
+        path_or_bytes: "str | bytes | os.PathLike[str]",
+        sess_options: Any = None,
+        providers: Sequence[Any] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+        *,
+        devices: int | str | Sequence[int | str] | None = None,
+        **master_options: Any,
+    ) -> None:
+        given = {**self._defaults, **master_options}
+        if devices is not None:
+            given["devices"] = devices
+        self._wants_fallback = int(given.pop("enable_fallback", 1)) == 1
+        for name in ("disabled_optimizers", "read_config_from_model"):
+            if given.pop(name, None):
+                raise Unsupported(f"{name}: which workers do not take")
+        if sess_options is not None and not isinstance(sess_options, native.SessionOptions):
+            raise TypeError(
+                f"sess_options: got {type(sess_options).__name__}, expected onnxruntime.SessionOptions"
+            )
+        self._given = given
+        self._chosen = (providers, provider_options)
+        super().__init__(
+            path_or_bytes, sess_options, providers, provider_options, enable_fallback=0
+        )
+        self._enable_fallback = self._wants_fallback
+
+    @property
+    def master(self) -> Master:
+        """The master whose workers run the model; this session closes it."""
+        master: Master = self._sess.master
+        return master
+
+    def close(self) -> None:
+        """End the workers. Safe to call again; runs raise `mcinfer.ClosedError` from then on."""
+        if getattr(self, "_sess", None) is not None:
+            self._sess.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A session is opened again from its path or bytes, with the same options."""
+        options = self._sess_options_initial
+        set_options = None
+        if options is not None:
+            set_options = ([*noted.attributes(options)], noted.calls(options))
+        model = self._model_bytes if self._model_path is None else os.path.abspath(self._model_path)
+        fallback = {"enable_fallback": int(self._wants_fallback)}
+        return _reopened, (model, set_options, *self._chosen, {**self._given, **fallback})
+
+    # As the plain class calls them.
+
+    def _create_inference_session(
+        self,
+        providers: Sequence[Any] | None,
+        provider_options: Sequence[dict[Any, Any]] | None,
+        _disabled_optimizers: object = None,
+    ) -> None:
+        self._fallback_providers = ["CPUExecutionProvider"]
+        options = self._sess_options_initial
+        if options is not None and not providers:
+            providers = noted.named_providers(options) or providers
+        try:
+            choice = choose(providers, provider_options)
+        except UnknownProviderError as exc:
+            if not self._wants_fallback:
+                raise
+            print("*************** EP Error ***************")
+            print(f"EP Error {exc} when using {providers}")
+            print(f"Falling back to {self._fallback_providers} and retrying.")
+            print("****************************************")
+            choice = choose(self._fallback_providers, None)
+        master = self._started(choice, options)
+        try:
+            session = WorkerSession(master, options)
+            self._describe(session, master)
+        except BaseException:
+            master.close()
+            raise
+
+    def _started(self, choice: Choice, options: Any) -> Master:
+        given = dict(self._given)
+        devices = given.pop("devices", None)
+        engine = given.pop("options", EngineOptions())
+        if not isinstance(engine, EngineOptions):
+            raise InvalidInputError(f"options: got {type(engine).__name__}, expected EngineOptions")
+        if devices is None and choice.devices is not None:
+            devices = choice.devices
+        if choice.options or choice.provider is not None:
+            engine = replace(
+                engine,
+                provider=choice.provider,
+                provider_options={**engine.provider_options, **choice.options},
+                allow_fallback=engine.allow_fallback or choice.may_fall_back,
+            )
+        default = native.SessionOptions() if options is None else options
+        engine = noted.engine_options(default, engine, _cores_of_a_worker(devices))
+        model = self._model_bytes if self._model_path is None else self._model_path
+        try:
+            return Master(model, devices, options=engine, **given).start()
+        except TypeError as exc:
+            raise InvalidInputError(f"an argument of the session: {exc}") from exc
+        except McinferError as exc:
+            raised = native_error(exc)
+            if raised is exc:
+                raise
+            raise raised from exc
+
+    def _describe(self, session: WorkerSession, master: Master) -> None:
+        """Take from the native session what the plain class takes from one."""
+        described: ModelDescription = master.description
+        self._sess = session
+        self._sess_options = self._sess_options_initial or native.SessionOptions()
+        self._inputs_meta = session.inputs_meta
+        self._outputs_meta = session.outputs_meta
+        self._overridable_initializers = _node_arguments(described)
+        for name in ("input_meminfos", "output_meminfos", "input_epdevices", "model_meta"):
+            setattr(self, f"_{name}", getattr(session, name, None))
+        self._providers = list(master.statistics().workers[0].providers)
+        self._provider_options = {k: dict(v) for k, v in described.provider_options.items()}
+        self._profiling_start_time_ns = session.get_profiling_start_time_ns
+
+    def _reset_session(self, providers: Any, provider_options: Any) -> None:
+        """Open new workers, for `set_providers`, and close the others once these are ready."""
+        before = self._sess
+        self._create_inference_session(providers, provider_options)
+        self._chosen = (providers, provider_options)
+        before.close()
+
+    @classmethod
+    def _from_initialized_c_session(cls, sess: Any) -> Any:
+        return PlainSession._from_initialized_c_session(sess)
+
+
+def _reopened(
+    model: str | bytes,
+    set_options: tuple[Any, Any] | None,
+    providers: Any,
+    provider_options: Any,
+    given: dict[str, Any],
+) -> InferenceSession:
+    options = None if set_options is None else noted.rebuilt(*set_options)
+    return InferenceSession(model, options, providers, provider_options, **given)
+
+
+def _node_arguments(described: ModelDescription) -> list[Any]:
+    """The overridable initialisers as the runtime describes them: as inputs of a face of their own."""
+    if not described.overridable:
+        return []
+    session = native.InferenceSession(
+        native.SessionOptions(), face(described.overridable, described.overridable), False, False
+    )
+    session.initialize_session([], [], set())
+    arguments: list[Any] = session.inputs_meta
+    return arguments
+
+
+def _cores_of_a_worker(devices: Any) -> int:
+    """About how many cores each worker has."""
+    if isinstance(devices, int):
+        return max(1, whole_cpus() // max(1, devices))
+    count = len(devices) if isinstance(devices, Sequence) and not isinstance(devices, str) else 1
+    return max(1, whole_cpus() // max(1, count))
