@@ -620,8 +620,9 @@ class _Traced(torch.nn.Module):
         given = {name: value for name, _, value in found if isinstance(value, torch.Tensor)}
         first = next(iter(given.values()))
         for name, _, value in _flat(arguments):
-            if name in _ONE_FOR_ALL:
-                given[name] = _steps(value, len(first))
+            if name == "timestep":  # schedulers may give fractions, which models compute with as float32
+                step = torch.as_tensor(value, device=first.device)
+                given[name] = step if step.is_floating_point() else step.float()
         self.tensors, self.symbols = {}, {}
         # What has sizes of its own at each level binds the sides.
         bound = any(name.startswith("down_") for name in given)
@@ -646,13 +647,6 @@ def _with(name: str, value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_with(f"{name}.{i}", item, tensors) for i, item in enumerate(value))
     return tensors.get(name, value)
-
-
-def _steps(value: Any, rows: int) -> torch.Tensor:
-    """A step for each row. Schedulers may give fractions, which models compute with as float32."""
-    steps = torch.as_tensor(value).reshape(-1)
-    steps = steps if steps.is_floating_point() else steps.float()
-    return steps[:1].expand(rows) if len(steps) != rows else steps
 
 
 def _decoder(vae: Any, call: Mapping[str, Any]) -> _Traced:
