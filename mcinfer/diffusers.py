@@ -2,9 +2,9 @@
 
 ::
 
-    pipe(...) ── unet(sample, t, states) ──► UNet ── views of the tensors ──► Master ──► workers: one row of
-                                                                                         the guidance batch each
-                 UNet2DConditionOutput ◄── a tensor over the joined answer ◄── Master ◄──┘
+    pipe(...) ── unet(sample, t, states) ──► UNet ── views of the tensors ──► Master ──► workers, a row of
+                                                                                │        the batch each
+                 UNet2DConditionOutput ◄── a tensor over the joined answer ◄────┘
 
     export(pipe, folder) ── a call of the pipeline shows the inputs ──► torch.onnx ──► folder/unet/model.onnx
 
@@ -13,8 +13,9 @@ A component takes the place of the PyTorch module of the same name in a pipeline
 pipeline's class. Its ONNX model has inputs with the names of the module's arguments; `export` writes such
 models, and so does Optimum.
 
-A component owns the workers of a model that it gets as a path or as bytes, and ends them in `close`. A `Master`
-that it gets stays its maker's. Tensors go through the host: they are small beside a step of these models.
+A component owns the workers of a model that it gets as a path or as bytes, and ends them in `close`. A
+`Master` that it gets stays its maker's. Tensors go through the host: they are small beside a step of these
+models.
 """
 
 import inspect
@@ -117,7 +118,8 @@ class Component:
             self.master = Master(model, devices, **master_options).start()
         elif given:
             raise InvalidInputError(
-                f"{given[0]}: got {master_options.get(given[0], devices)!r}, but model is a Master, which has its own"
+                f"{given[0]}: got {master_options.get(given[0], devices)!r}, but model is a Master, "
+                f"which was made with its own"
             )
         else:
             self.master = model
@@ -127,7 +129,8 @@ class Component:
             first = self._first = self._batched or self.master.inputs[0].name
             if first not in self._inputs or not self._inputs[first].shape:
                 raise InvalidInputError(
-                    f"model: it has the inputs {[*map(str, self.master.inputs)]}, expected a batch as {first!r}"
+                    f"model: it has the inputs {[*map(str, self.master.inputs)]}, "
+                    f"expected one with rows named {first!r}"
                 )
             rows = self._inputs[first].shape[0]
             self._axes = {
@@ -140,7 +143,9 @@ class Component:
         # A master that somebody else made splits as that somebody said.
         said = not self._owns_master or "batch_axes" in given or "output_axes" in given
         self._split: dict[str, Any] = (
-            {} if said else {"batch_axes": self._axes, "output_axes": dict.fromkeys(self._outputs, 0)}
+            {}
+            if said
+            else {"batch_axes": self._axes, "output_axes": dict.fromkeys(self._outputs, 0)}
         )
 
     # Life.
@@ -190,7 +195,9 @@ class Component:
                 )
         missing = [name for name in self._inputs if name not in values]
         if missing:
-            raise InvalidInputError(f"{missing[0]}: got None, expected a tensor: the model has this input")
+            raise InvalidInputError(
+                f"{missing[0]}: got None, expected a tensor: the model has this input"
+            )
         first = torch.as_tensor(values[self._first])
         rows = first.shape[0] if first.ndim else 1
         arrays = {}
@@ -335,7 +342,9 @@ class Transformer2D(Component):
             InvalidInputError: The model has no such input, lacks one, or a value does not fit its type.
             McinferError: As `Master.predict`.
         """
-        answer = self._run({"hidden_states": hidden_states, **conditions})[next(iter(self._outputs))]
+        answer = self._run({"hidden_states": hidden_states, **conditions})[
+            next(iter(self._outputs))
+        ]
         return Transformer2DModelOutput(sample=answer) if return_dict else (answer,)
 
     def cache_context(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
@@ -476,8 +485,8 @@ def export(
     then writes ``folder/<part>/model.onnx``, with the weights beside it from 2 GB on, and ``config.json``.
     It needs the packages onnx and onnxscript, and memory for some copies of the weights.
 
-    The sides of the latents and the number of the text's tokens are symbolic as well, where the model's code
-    leaves them open: exactly where it does not compute with the sizes of residuals of a ControlNet.
+    The sides of the latents and the number of the text's tokens are symbolic as well. The sides are those of
+    the call where the denoiser also gets the residuals of a ControlNet.
 
     Args:
         pipe: A pipeline of diffusers, with PyTorch's modules.
@@ -620,7 +629,9 @@ class _Traced(torch.nn.Module):
         given = {name: value for name, _, value in found if isinstance(value, torch.Tensor)}
         first = next(iter(given.values()))
         for name, _, value in _flat(arguments):
-            if name == "timestep":  # schedulers may give fractions, which models compute with as float32
+            if (
+                name == "timestep"
+            ):  # schedulers may give fractions, which models compute with as float32
                 step = torch.as_tensor(value, device=first.device)
                 given[name] = step if step.is_floating_point() else step.float()
         self.tensors, self.symbols = {}, {}
@@ -653,9 +664,7 @@ def _decoder(vae: Any, call: Mapping[str, Any]) -> _Traced:
     """A VAE's decoder, for latents with as large sides as the denoiser has, or those of its configuration."""
     latents = next(iter(call.values()))
     sides = latents.shape[2:] if latents.ndim == 4 else (8, 8)
-    sample = torch.zeros(
-        2, vae.config.latent_channels, *sides, dtype=vae.dtype, device=vae.device
-    )
+    sample = torch.zeros(2, vae.config.latent_channels, *sides, dtype=vae.dtype, device=vae.device)
 
     def decode(latent_sample: torch.Tensor) -> Any:
         return vae.decode(latent_sample, return_dict=False)
@@ -668,7 +677,9 @@ def _encoder(module: Any, call: Mapping[str, Any]) -> _Traced:
     layers = bool(call.get("output_hidden_states"))
     arguments = {k: v for k, v in call.items() if k not in ("output_hidden_states", "return_dict")}
     shown = module(**arguments, output_hidden_states=layers, return_dict=True)
-    single = [n for n in ("text_embeds", "last_hidden_state", "pooler_output") if shown.get(n) is not None]
+    single = [
+        n for n in ("text_embeds", "last_hidden_state", "pooler_output") if shown.get(n) is not None
+    ]
     names = [*single]
     if layers:
         names += [f"hidden_states.{i}" for i in range(len(shown.hidden_states))]
@@ -706,7 +717,9 @@ def _write(traced: _Traced, module: Any, folder: Path) -> Path:
                 f"export needs the packages onnx and onnxscript: pip install 'mcinfer[diffusers]' ({exc})"
             ) from exc
         except Exception as exc:
-            raise EngineError(f"PyTorch cannot export {folder.name}: {shortened(str(exc))}") from quotable(exc)
+            raise EngineError(
+                f"PyTorch cannot export {folder.name}: {shortened(str(exc))}"
+            ) from quotable(exc)
         finally:
             module.train(training)
         if isinstance(module, ConfigMixin):
@@ -749,11 +762,11 @@ def _converted(name: str, value: Any, spec: TensorSpec) -> torch.Tensor:
         raise InvalidInputError(f"{name}: got {_kind(value)}, expected a tensor: {exc}") from exc
     dtype = _torch_dtype(spec)
     converted = tensor.to("cpu", dtype).contiguous()
-    if not dtype.is_floating_point and tensor.dtype != dtype:
-        if not torch.equal(converted.to(tensor.dtype), tensor.cpu()):
-            raise InvalidInputError(
-                f"{name}: got values of {tensor.dtype} that the model's type cannot hold ({spec})"
-            )
+    narrow = not dtype.is_floating_point and tensor.dtype != dtype
+    if narrow and not torch.equal(converted.to(tensor.dtype), tensor.cpu()):
+        raise InvalidInputError(
+            f"{name}: got values of {tensor.dtype} that the model's type cannot hold ({spec})"
+        )
     return converted
 
 

@@ -41,7 +41,10 @@ PARTS = {
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="mcd-", dir="/tmp") as place, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory(prefix="mcd-", dir="/tmp") as place,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setenv("MCINFER_CACHE", os.path.join(place, "cache"))
         patch.setenv("XDG_RUNTIME_DIR", place)
         yield

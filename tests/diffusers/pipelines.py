@@ -42,9 +42,7 @@ def image(pipe: Any, images: int = 1, **arguments: Any) -> NDArray[np.float32]:
     pipe.set_progress_bar_config(disable=True)
     given = {"prompt": PROMPT, "num_inference_steps": 3, "output_type": "np", **arguments}
     noise = torch.Generator().manual_seed(1)
-    drawn: NDArray[np.float32] = pipe(
-        **given, generator=noise, num_images_per_prompt=images
-    ).images
+    drawn: NDArray[np.float32] = pipe(**given, generator=noise, num_images_per_prompt=images).images
     assert drawn.std() > 0.01, "a picture of one color shows nothing"
     return drawn
 
