@@ -123,6 +123,21 @@ def test_output_bound_with_another_shape_than_it_has_is_produced(affine: Engine)
     assert np.array_equal(right, 2 * x + 1)
 
 
+@pytest.mark.parametrize("declared", ["float[batch, 3]", "float[2, 3]"])
+def test_input_that_is_an_output_as_it_is_is_written_to_its_place(
+    tmp_path: Path, declared: str
+) -> None:
+    graph = f"({declared} x) => ({declared} y, {declared} x) {{ y = Add(x, x) }}"
+    model = open_ort(save(tmp_path / "passed.onnx", graph))
+    x, y, passed = rows(2), np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32)
+    run = model.bind([buffer("x", x)], [buffer("y", y), buffer("x", passed)])
+    for start in range(3):
+        x[:] = rows(2, start)
+        assert not run.execute()
+        assert np.array_equal(y, 2 * x)
+        assert np.array_equal(passed, x)
+
+
 @pytest.mark.parametrize(
     ("engine", "device", "text"),
     [

@@ -371,7 +371,9 @@ class _BoundRun(Run):
         self._engine = engine
         self._bound = bound = {buffer.name: buffer for buffer in outputs}
         self._names = [spec.name for spec in engine.spec.outputs]
-        self._free = [name for name in self._names if name not in bound]
+        # The runtime does not write an output that is an input as it is to the place that it was bound to.
+        inside = {item.name for item in inputs}
+        self._free = [name for name in self._names if name not in bound or name in inside]
         self._binding = engine.session.io_binding()
         # The runtime copies an input that lies on the wrong side when it is bound, and not in later runs
         # (IOBinding::BindInput in IOBinding.cc), so these are bound for each run.
@@ -385,10 +387,10 @@ class _BoundRun(Run):
             else:
                 self._binding.bind_input(item.name, *_place(item))
         for name in self._names:  # all of them: `get_outputs` has this order
-            if name in bound:
-                self._binding.bind_output(name, *_place(bound[name]))
-            else:
+            if name in self._free:
                 self._binding.bind_output(name, "cpu")
+            else:
+                self._binding.bind_output(name, *_place(bound[name]))
 
     def execute(self) -> Sequence[Produced | Strings]:
         for item in self._copied:

@@ -69,11 +69,11 @@ def main(given: Sequence[str]) -> None:
             os.close(os.open(program, os.O_RDONLY))
         except OSError as exc:  # as Python says it
             parser.exit(2, f"mcinfer ort: can't open file {program!r}: {exc}\n")
+    elif not _is_found(program):
+        parser.exit(1, f"mcinfer ort: No module named {program}\n")
     install(**({} if chosen.devices is None else {"devices": chosen.devices}))
     sys.argv = [program, *chosen.arguments]
     # `python -m mcinfer.ort` has put the working folder first; with -P or -I, Python puts nothing there.
-    elif not _is_found(program):
-        parser.exit(1, f"mcinfer ort: No module named {program}\n")
     sys.excepthook = _show_from_program
     if chosen.is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)

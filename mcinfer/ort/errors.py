@@ -77,6 +77,11 @@ _CLASSES = {
 }
 """By the word that the runtime's messages have after the number of the error."""
 
+_NO_TENSOR = re.compile(
+    r"(input|output|initialiser) '.*' is of type .*, expected a tensor of one of"
+)
+"""What an engine says of a model whose inputs or outputs are sequences, maps or others."""
+
 _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : ([A-Z_]+) : ")
 
 
@@ -99,6 +104,9 @@ def native_error(exc: McinferError) -> McinferError:
         return exc if isinstance(exc, native.InvalidArgument) else InvalidArgument(text)
     if not isinstance(exc, (BuildError, PredictError)):
         return exc
+    found = _NO_TENSOR.search(text)
+    if found is not None:
+        return Unsupported(found[0])
     code = _CODE.search(text)
     if code is not None:
         return _CLASSES.get(code[1], Fail)(text)

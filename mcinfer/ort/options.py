@@ -6,14 +6,18 @@ the methods of these two classes that set something by methods that do the same,
 object. The notes go with the object. Options that were set before mcinfer.ort was imported are not noted.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
+from onnxruntime.capi.onnxruntime_inference_collection import OrtValue
 
 from mcinfer.config import EngineOptions
 from mcinfer.errors import InvalidInputError
@@ -68,14 +72,49 @@ def attributes(options: Any) -> Iterator[tuple[str, Any]]:
             yield name, getattr(options, name)
 
 
+def packed(options: Any) -> tuple[list[tuple[str, Any]], list[Call]]:
+    """What ``SessionOptions`` hold, as `pickle` takes it."""
+    noted = [(name, tuple(map(_packed, given))) for name, given in calls(options)]
+    return [*attributes(options)], noted
+
+
+def _packed(argument: Any) -> Any:
+    if isinstance(argument, list):
+        return [*map(_packed, argument)]
+    return _Elements(_elements(argument)) if isinstance(argument, _VALUES) else argument
+
+
+def _unpacked(argument: Any) -> Any:
+    if isinstance(argument, list):
+        return [*map(_unpacked, argument)]
+    if isinstance(argument, _Elements):
+        return OrtValue.ortvalue_from_numpy(argument.array)
+    return argument
+
+
 def rebuilt(set_attributes: Sequence[tuple[str, Any]], noted: Sequence[Call]) -> Any:
-    """New ``SessionOptions`` with these attributes, and on which these calls were made."""
+    """New ``SessionOptions`` from what `packed` gave."""
     options = native.SessionOptions()
     for name, value in set_attributes:
         setattr(options, name, value)
     for name, arguments in noted:
-        getattr(options, name)(*arguments)
+        getattr(options, name)(*map(_unpacked, arguments))
     return options
+
+
+_VALUES = (OrtValue, native.OrtValue)
+
+
+@dataclass(frozen=True, slots=True)
+class _Elements:
+    """In the place of an ``OrtValue``, which cannot be pickled."""
+
+    array: NDArray[Any]
+
+
+def _elements(value: Any) -> NDArray[Any]:
+    """A copy of the elements of an ``OrtValue``."""
+    return np.array(value.numpy())
 
 
 def named_providers(options: Any) -> list[tuple[str, dict[str, str]]]:
@@ -103,8 +142,23 @@ _READ_ELSEWHERE = (
 )
 
 
-def engine_options(options: Any, base: EngineOptions, cores: int) -> EngineOptions:
-    """The options of the workers' engine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """How ``SessionOptions`` reach the workers.
+
+    Attributes:
+        engine: The options of their engine.
+        weights: Values for the model's initialisers, by name, for `Master.update_weights`.
+        files: The model's external data, by the name of the file.
+    """
+
+    engine: EngineOptions
+    weights: dict[str, NDArray[Any]] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+def passed(options: Any, base: EngineOptions, cores: int) -> Passed:
+    """What the workers get of a program's options.
 
     Args:
         options: The program's ``SessionOptions``.
@@ -130,32 +184,44 @@ def engine_options(options: Any, base: EngineOptions, cores: int) -> EngineOptio
             )
     config, libraries = dict(base.session_config), [*base.custom_operators]
     sizes = {"name": dict(base.free_dimensions), "denotation": dict(base.free_denotations)}
+    weights: dict[str, NDArray[Any]] = {}
+    files: dict[str, bytes] = {}
     for name, arguments in calls(options):
         match name:
             case "add_session_config_entry":
                 config[arguments[0]] = arguments[1]
             case "register_custom_ops_library":
-                libraries.append(str(arguments[0]))
+                library = os.fspath(arguments[0])
+                libraries.append(os.path.abspath(library) if os.sep in library else library)
             case "add_free_dimension_override_by_name":
                 sizes["name"][arguments[0]] = int(arguments[1])
             case "add_free_dimension_override_by_denotation":
                 sizes["denotation"][arguments[0]] = int(arguments[1])
+            case "add_initializer":
+                weights[arguments[0]] = _elements(arguments[1])
+            case "add_external_initializers":
+                weights |= zip(arguments[0], map(_elements, arguments[1]), strict=True)
+            case "add_external_initializers_from_files_in_memory":
+                contents = (bytes(data[:size]) for data, size in zip(*arguments[1:], strict=True))
+                files |= zip(map(os.fspath, arguments[0]), contents, strict=True)
             case "add_provider":
                 pass  # `named_providers`
             case _:
                 raise Unsupported(f"SessionOptions.{name}(): {_REFUSED.get(name, _NO_ACT)}")
     try:
-        return replace(
+        engine = replace(
             base,
             **found,
             session_config=config,
             custom_operators=[*dict.fromkeys(libraries)],
             free_dimensions=sizes["name"],
             free_denotations=sizes["denotation"],
+            variable_weights=[*dict.fromkeys([*base.variable_weights, *weights])],
             describe=True,
         )
     except InvalidInputError as exc:
         raise InvalidInputError(f"sess_options: {exc}") from exc
+    return Passed(engine=engine, weights=weights, files=files)
 
 
 def _text(value: Any) -> str:
@@ -171,11 +237,6 @@ _REFUSED = {
     "optimized_model_filepath": "but a worker keeps the optimised model in mcinfer's cache: write the file "
     "with a plain session",
     "use_per_session_threads": "but the threads of this process cannot run the workers' sessions",
-    "add_initializer": "the value lies in this process's memory: put it into the model, or see "
-    "EngineOptions(variable_weights=…) and Master.update_weights",
-    "add_external_initializers": "the values lie in this process's memory: put them into the model",
-    "add_external_initializers_from_files_in_memory": "the values lie in this process's memory: put the "
-    "files beside the model",
 }
 """What to do in place of an option that cannot act in other processes, by its name."""
 

@@ -7,13 +7,16 @@
             │                        what the model's own session would; runs go to
             └── Master               the workers, which have the model
 
-`WorkerSession` overrides each native method that runs the model, so what programs reach through ``_sess``,
-and ONNX Runtime's own Python layer, run on the workers too. A session closes its workers when it is closed, when
+`WorkerSession` overrides each native method that runs the model, so ONNX Runtime's own Python layer and
+programs that reach for ``_sess`` run on the workers too. A session closes its workers when it is closed, when
 it is garbage-collected, and at the interpreter's end.
 """
 
 import asyncio
+import inspect
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -30,6 +33,7 @@ from mcinfer.config import EngineOptions
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
+from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.ort import options as noted
 from mcinfer.ort import values
 from mcinfer.ort.errors import (
@@ -45,6 +49,13 @@ from mcinfer.specs import ModelDescription
 
 Arrays = dict[str, NDArray[Any]]
 
+_FROM_MODEL = "ORT_LOAD_CONFIG_FROM_MODEL"
+"""The runtime's variable for options that lie in a model's metadata."""
+
+_MASTER_OPTIONS = frozenset(inspect.signature(Master).parameters) - {"model", "engine"}
+
+_RECORDS_ASSIGNMENT = "session.record_ep_graph_assignment_info"
+
 PlainSession = collection.InferenceSession
 """ONNX Runtime's own class, whatever `mcinfer.ort.install` puts in its place."""
 
@@ -55,9 +66,10 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
     Args:
         master: A started master; this session closes it.
         options: The program's ``SessionOptions``, if any.
+        folder: A folder with files of the model, which goes with this session; None if there is none.
     """
 
-    def __init__(self, master: Master, options: Any = None) -> None:
+    def __init__(self, master: Master, options: Any = None, folder: str | None = None) -> None:
         described = master.description
         own = native.SessionOptions()
         own.graph_optimization_level = native.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -67,6 +79,11 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         super().__init__(own, face(master.inputs, master.outputs, described), False, False)
         self.initialize_session([], [], set())
         self.master = master
+        self._remove = finalize(self, _remove, folder, os.getpid())
+        self._records_assignment = options is not None and any(
+            name == "add_session_config_entry" and given == (_RECORDS_ASSIGNMENT, "1")
+            for name, given in noted.calls(options)
+        )
         self.inputs = {spec.name: spec for spec in master.inputs}
         self.outputs = {spec.name: spec for spec in master.outputs}
         self._overridable = {spec.name for spec in described.overridable}
@@ -85,6 +102,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
             pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False)
+        self._remove()
 
     # Runs, as the native class has them.
 
@@ -162,6 +180,8 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
     # What a session of workers cannot say or do.
 
     def get_provider_graph_assignment_info(self) -> Any:
+        if not self._records_assignment:
+            return super().get_provider_graph_assignment_info()  # the runtime's error
         raise Unsupported(
             "get_provider_graph_assignment_info: workers do not report it; open a plain session for it"
         )
@@ -352,16 +372,29 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         self._wants_fallback = int(given.pop("enable_fallback", 1)) == 1
         for name in ("disabled_optimizers", "read_config_from_model"):
             if given.pop(name, None):
-                raise Unsupported(f"{name}: which workers do not take")
+                raise Unsupported(f"{name}: workers take no such argument")
+        if os.environ.get(_FROM_MODEL) == "1":
+            raise Unsupported(f"{_FROM_MODEL}: workers read no options from a model")
         if sess_options is not None and not isinstance(sess_options, native.SessionOptions):
             raise TypeError(
                 f"sess_options: got {type(sess_options).__name__}, expected onnxruntime.SessionOptions"
             )
         self._given = given
         self._chosen = (providers, provider_options)
-        super().__init__(
-            path_or_bytes, sess_options, providers, provider_options, enable_fallback=0
-        )
+        try:
+            super().__init__(
+                path_or_bytes, sess_options, providers, provider_options, enable_fallback=0
+            )
+        except UnknownProviderError as exc:
+            if not self._wants_fallback:
+                raise
+            # As the plain class, which has lost the constructor's other cases of it to McinferErrors.
+            print("*************** EP Error ***************")
+            print(f"EP Error {exc} when using {providers}")
+            print(f"Falling back to {self._fallback_providers} and retrying.")
+            print("****************************************")
+            self._chosen = (self._fallback_providers, None)
+            self._create_inference_session(self._fallback_providers, None)
         self._enable_fallback = self._wants_fallback
 
     @property
@@ -384,9 +417,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
     def __reduce__(self) -> tuple[Any, ...]:
         """A session is opened again from its path or bytes, with the same options."""
         options = self._sess_options_initial
-        set_options = None
-        if options is not None:
-            set_options = ([*noted.attributes(options)], noted.calls(options))
+        set_options = None if options is None else noted.packed(options)
         model = self._model_bytes if self._model_path is None else os.path.abspath(self._model_path)
         fallback = {"enable_fallback": int(self._wants_fallback)}
         return _reopened, (model, set_options, *self._chosen, {**self._given, **fallback})
@@ -403,32 +434,32 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         options = self._sess_options_initial
         if options is not None and not providers:
             providers = noted.named_providers(options) or providers
+        choice = choose(providers, provider_options)
+        folder: str | None = None
+        master: Master | None = None
         try:
-            choice = choose(providers, provider_options)
-        except UnknownProviderError as exc:
-            if not self._wants_fallback:
+            passed = self._passed(choice, options)
+            if passed.files:
+                folder = _folder_of(passed.files)
+                entries = {**passed.engine.session_config, FOLDER_KEY: folder}
+                passed = replace(passed, engine=replace(passed.engine, session_config=entries))
+            master = self._started(choice, passed)
+            self._describe(WorkerSession(master, options, folder), master)
+        except McinferError as exc:
+            _abandon(master, folder)
+            raised = native_error(exc)
+            if raised is exc:
                 raise
-            print("*************** EP Error ***************")
-            print(f"EP Error {exc} when using {providers}")
-            print(f"Falling back to {self._fallback_providers} and retrying.")
-            print("****************************************")
-            choice = choose(self._fallback_providers, None)
-        master = self._started(choice, options)
-        try:
-            session = WorkerSession(master, options)
-            self._describe(session, master)
+            raise raised from exc
         except BaseException:
-            master.close()
+            _abandon(master, folder)
             raise
 
-    def _started(self, choice: Choice, options: Any) -> Master:
-        given = dict(self._given)
-        devices = given.pop("devices", None)
-        engine = given.pop("options", EngineOptions())
+    def _passed(self, choice: Choice, options: Any) -> noted.Passed:
+        """What the workers get of this session's options."""
+        engine = self._given.get("options", EngineOptions())
         if not isinstance(engine, EngineOptions):
             raise InvalidInputError(f"options: got {type(engine).__name__}, expected EngineOptions")
-        if devices is None and choice.devices is not None:
-            devices = choice.devices
         if choice.options or choice.provider is not None:
             engine = replace(
                 engine,
@@ -437,17 +468,28 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
                 allow_fallback=engine.allow_fallback or choice.may_fall_back,
             )
         default = native.SessionOptions() if options is None else options
-        engine = noted.engine_options(default, engine, _cores_of_a_worker(devices))
+        return noted.passed(default, engine, _cores_of_a_worker(self._given.get("devices")))
+
+    def _started(self, choice: Choice, passed: noted.Passed) -> Master:
+        given = dict(self._given)
+        devices = given.pop("devices", None)
+        given.pop("options", None)
+        if devices is None and choice.devices is not None:
+            devices = choice.devices
         model = self._model_bytes if self._model_path is None else self._model_path
-        try:
-            return Master(model, devices, options=engine, **given).start()
-        except TypeError as exc:
-            raise InvalidInputError(f"an argument of the session: {exc}") from exc
-        except McinferError as exc:
-            raised = native_error(exc)
-            if raised is exc:
+        unknown = given.keys() - _MASTER_OPTIONS
+        if unknown:
+            raise InvalidInputError(
+                f"{min(unknown)}: got such an argument, expected some of {sorted(_MASTER_OPTIONS)}"
+            )
+        master = Master(model, devices, options=passed.engine, **given).start()
+        if passed.weights:
+            try:
+                master.update_weights(passed.weights)
+            except BaseException:
+                master.close()
                 raise
-            raise raised from exc
+        return master
 
     def _describe(self, session: WorkerSession, master: Master) -> None:
         """Take from the native session what the plain class takes from one."""
@@ -484,6 +526,39 @@ def _reopened(
 ) -> InferenceSession:
     options = None if set_options is None else noted.rebuilt(*set_options)
     return InferenceSession(model, options, providers, provider_options, **given)
+
+
+def _folder_of(files: Mapping[str, bytes]) -> str:
+    """A new folder with the model's external data; the caller removes it."""
+    folder = tempfile.mkdtemp(prefix="mcinfer-data-")
+    try:
+        for name, content in files.items():
+            path = os.path.join(folder, name)
+            if os.path.isabs(name) or not os.path.normpath(path).startswith(folder + os.sep):
+                raise InvalidInputError(
+                    f"add_external_initializers_from_files_in_memory: got the file {name!r}, expected a "
+                    "relative path that stays within the model's folder"
+                )
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "xb") as file:
+                file.write(content)
+    except BaseException:
+        _remove(folder, os.getpid())
+        raise
+    return folder
+
+
+def _remove(folder: str | None, pid: int) -> None:
+    """Remove a folder, unless this process was forked from the one that made it."""
+    if folder is not None and os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _abandon(master: Master | None, folder: str | None) -> None:
+    """Close what a session that could not be opened has begun."""
+    if master is not None:
+        master.close()
+    _remove(folder, os.getpid())
 
 
 def _node_arguments(described: ModelDescription) -> list[Any]:
