@@ -472,7 +472,6 @@ class _Reached(Exception):  # noqa: N818 it is no error
     """A pipeline called its denoiser, which is all that was wanted of the call."""
 
 
-@torch.no_grad()
 def export(
     pipe: Any,
     folder: str | os.PathLike[str],
@@ -516,18 +515,19 @@ def export(
         if part not in _PARTS or _module(pipe, _MODULES.get(part, part)) is None:
             there = [name for name in _PARTS if _module(pipe, _MODULES.get(name, name)) is not None]
             raise InvalidInputError(f"parts: got {part!r}, expected some of {there}")
-    calls = _seen_calls(pipe, denoiser, wanted, call)
     paths = {}
-    for part in wanted:
-        module = _module(pipe, _MODULES.get(part, part))
-        traced: _Traced
-        if part == "vae_decoder":
-            traced = _decoder(module, calls[denoiser])
-        elif part in _DENOISERS:
-            traced = _Traced(module, calls[part], {"return_dict": False}, ["out_sample"])
-        else:
-            traced = _encoder(module, calls[part])
-        paths[part] = _write(traced, module, Path(folder) / part)
+    with torch.no_grad():
+        calls = _seen_calls(pipe, denoiser, wanted, call)
+        for part in wanted:
+            module = _module(pipe, _MODULES.get(part, part))
+            traced: _Traced
+            if part == "vae_decoder":
+                traced = _decoder(module, calls[denoiser])
+            elif part in _DENOISERS:
+                traced = _Traced(module, calls[part], {"return_dict": False}, ["out_sample"])
+            else:
+                traced = _encoder(module, calls[part])
+            paths[part] = _write(traced, module, Path(folder) / part)
     return paths
 
 
@@ -601,7 +601,7 @@ def _seen_calls(
     return calls
 
 
-class _Traced(torch.nn.Module):
+class _Traced(torch.nn.Module):  # type: ignore[misc] # PyTorch has types, but need not be here
     """A module as a function of tensors alone, as the exporter wants it.
 
     Args:

@@ -149,7 +149,7 @@ def test_conditions_have_the_names_of_inputs(unet_model: Callable[..., Path]) ->
     model = onnx.load(path)
     model.graph.input[-1].name = "down_block_additional_residuals.0"
     with UNet(model, {}, devices=2) as unet:
-        given = {
+        given: dict[str, Any] = {
             "added_cond_kwargs": {"time_ids": torch.zeros(2, 6)},
             "down_block_additional_residuals": [torch.zeros(2, 2)],
         }
