@@ -297,12 +297,14 @@ class EngineOptions:
             object.__setattr__(self, name, texts)
         for name in ("free_dimensions", "free_denotations"):
             given = getattr(self, name)
-            if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+            sizes = given.items() if isinstance(given, Mapping) else [(None, None)]
+            if not all(
+                isinstance(key, str) and type(size) is int and 0 <= size <= _MAX_COUNT
+                for key, size in sizes
+            ):
                 raise InvalidInputError(
-                    f"{name}: got {given!r}, expected a mapping of names to sizes"
+                    f"{name}: got {given!r}, expected a mapping of names to sizes, 0 or more"
                 )
-            for key, size in given.items():
-                check_count(f"{name}[{key!r}]", size, 0)
             object.__setattr__(self, name, MappingProxyType(dict(given)))
         for name in ("session_config", "provider_options", "session_options"):
             given = getattr(self, name)

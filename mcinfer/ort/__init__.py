@@ -1,6 +1,6 @@
 """ONNX Runtime's Python API with sessions that run on all devices: ``import mcinfer.ort as ort``."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mcinfer.errors import MissingDependencyError
 
@@ -12,6 +12,7 @@ except ImportError as exc:
         "mcinfer.ort needs ONNX Runtime: pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs"
     ) from exc
 
+from mcinfer.ort.installation import install, uninstall
 from mcinfer.ort.options import note_calls
 from mcinfer.ort.session import InferenceSession, WorkerSession, note_terminations
 from mcinfer.ort.values import note_bindings
@@ -21,14 +22,14 @@ note_calls(_native.RunOptions)
 note_bindings(WorkerSession)
 note_terminations()
 
-__all__ = ["InferenceSession"]
+__all__ = ["InferenceSession", "install", "uninstall"]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of the module's
 
-    def __getattr__(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(onnxruntime, name)
+def __getattr__(name: str) -> Any:
+    # Type checkers know no name of ONNX Runtime's either, which ships no types.
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(onnxruntime, name)
 
 
 def __dir__() -> list[str]:

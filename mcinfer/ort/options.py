@@ -246,11 +246,11 @@ the number of a graph is only for plain sessions, as workers number theirs."""
 
 
 def check_run_options(options: Any) -> None:
-    """Raise `Unsupported`, with its name, for what a run in another process cannot follow."""
-    if options.only_execute_path_to_fetches:
-        raise Unsupported(
-            "RunOptions.only_execute_path_to_fetches: got True, but workers compute all outputs"
-        )
+    """Raise `Unsupported`, with its name, for what a run in another process cannot follow.
+
+    The log levels and the tag of a run do nothing, since workers log no runs; and without
+    ``only_execute_path_to_fetches`` the outputs are the same.
+    """
     for name, arguments in calls(options):
         if name == "add_run_config_entry" and arguments[0] in _IGNORED_ENTRIES:
             continue

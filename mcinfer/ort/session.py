@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer.config import EngineOptions
-from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.config import EngineOptions, parse_devices
+from mcinfer.errors import BuildError, InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
 from mcinfer.model_cache.keys import FOLDER_KEY
@@ -437,17 +437,26 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         choice = choose(providers, provider_options)
         folder: str | None = None
         master: Master | None = None
+        passed: noted.Passed | None = None
         try:
             passed = self._passed(choice, options)
             if passed.files:
                 folder = _folder_of(passed.files)
-                entries = {**passed.engine.session_config, FOLDER_KEY: folder}
+            place = folder or (os.getcwd() if self._model_path is None else None)
+            if place is not None:  # of the files of a model that is given as bytes
+                entries = {FOLDER_KEY: place, **passed.engine.session_config}
                 passed = replace(passed, engine=replace(passed.engine, session_config=entries))
             master = self._started(choice, passed)
             self._describe(WorkerSession(master, options, folder), master)
         except McinferError as exc:
             _abandon(master, folder)
             raised = native_error(exc)
+            if passed is not None and passed.weights and isinstance(exc, BuildError):
+                raised = Unsupported(
+                    "SessionOptions.add_initializer(), SessionOptions.add_external_initializers(): got "
+                    f"values for {[*passed.weights]}, which workers take only for weights that the model "
+                    f"has and allows to replace: {exc}"
+                )
             if raised is exc:
                 raise
             raise raised from exc
@@ -575,7 +584,5 @@ def _node_arguments(described: ModelDescription) -> list[Any]:
 
 def _cores_of_a_worker(devices: Any) -> int:
     """About how many cores each worker has."""
-    if isinstance(devices, int):
-        return max(1, whole_cpus() // max(1, devices))
-    count = len(devices) if isinstance(devices, Sequence) and not isinstance(devices, str) else 1
-    return max(1, whole_cpus() // max(1, count))
+    cpus = whole_cpus()
+    return max(1, cpus // len(parse_devices(devices, cpus)))

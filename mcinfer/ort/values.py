@@ -72,7 +72,7 @@ def _as_array(value: Any, spec: TensorSpec) -> NDArray[Any]:
             "a list or an OrtValue"
         )
     if spec.element_type == STRING and value.dtype.kind in _TEXT_KINDS:
-        texts = [_text(item) for item in value.ravel().tolist()]
+        texts = [_text(item, value.dtype.kind) for item in value.ravel().tolist()]
         return np.array([*texts, ""], dtype=object)[:-1].reshape(value.shape)
     if value.dtype == spec.dtype or value.dtype.newbyteorder("=") == spec.dtype:
         return value
@@ -83,9 +83,9 @@ def _as_array(value: Any, spec: TensorSpec) -> NDArray[Any]:
     )
 
 
-def _text(item: object) -> str:
-    """A string as the runtime makes it of what an array of text, bytes or objects holds."""
-    return item.decode().rstrip("\0") if type(item) is bytes else str(item)
+def _text(item: Any, kind: str) -> str:
+    """A string as the runtime makes it of an element of an array of text, bytes, raw data or objects."""
+    return item.decode() if kind in "SV" else str(item)
 
 
 def _check_shape(shape: tuple[int, ...], spec: TensorSpec) -> None:

@@ -1,0 +1,408 @@
+"""Tests of mcinfer.ort with real workers: a session over two of them beside a plain one."""
+
+import gc
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+from mcinfer import ClosedError, EngineOptions, InvalidInputError, McinferError, PredictError, ort
+from mcinfer.ort.session import PlainSession
+from tests.process.models import OnnxModel
+from tests.process.waiting import all_gone, pids, wait_until
+
+CPU = ["CPUExecutionProvider"]
+PATIENCE = 20.0
+
+MODEL = """
+<ir_version: 8, opset_import: ["": 17], producer_name: "tests", metadata_props: ["classes": "a b"]>
+m (float[n, 3] x, float[n, 3] y, int64 turns) => (float[n, 3] sum, float[n, 3] product, int64 turned)
+<int64 one = {1}, int64 zero = {0}> {
+    sum = Add(x, y)
+    product = Mul(x, y)
+    turned = Loop <body = body (int64 i, bool go, int64 v) => (bool go_on, int64 v_next) {
+        go_on = Identity(go)
+        v_next = Add(v, one)
+    }> (turns, , zero)
+}
+"""
+"""Its runs take as long as they get turns; it is cut along n, which the test says."""
+
+Feed = dict[str, NDArray[Any]]
+
+
+def feed(rows: int = 4, turns: int = 1) -> Feed:
+    x = np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)
+    return {"x": x, "y": x[::-1] + 1, "turns": np.array(turns)}
+
+
+def workers_of(session: Any) -> list[int]:
+    return pids(session.master)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import onnx
+
+    path = tmp_path_factory.mktemp("ort") / "model.onnx"
+    onnx.save(onnx.parser.parse_model(MODEL), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def session(checked_together: ExitStack, model: Path) -> Any:
+    given = ort.SessionOptions()
+    given.intra_op_num_threads = 1
+    axes = {"x": 0, "y": 0, "turns": None}
+    joins = {"sum": 0, "product": 0, "turned": None}
+    opened = checked_together.enter_context(
+        ort.InferenceSession(
+            model, given, CPU, devices=2, batch_axes=axes, output_axes=joins, verify="never"
+        )
+    )
+    # Memory and threads that a session keeps.
+    came = threading.Event()
+    opened.run(None, feed(7), ort.RunOptions())
+    opened.run_async(None, feed(7), lambda *_: came.set(), None)
+    assert came.wait(PATIENCE)
+    return opened
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Any:
+    return PlainSession(model, providers=CPU)
+
+
+def assert_same(got: list[Any], wanted: list[Any]) -> None:
+    assert len(got) == len(wanted)
+    for one, other in zip(got, wanted, strict=True):
+        assert type(one) is type(other) is np.ndarray
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+# What it says.
+
+
+def test_session_says_of_its_model_what_a_plain_one_says(session: Any, plain: Any) -> None:
+    assert isinstance(session, onnxruntime.InferenceSession)
+    for method in ("get_inputs", "get_outputs", "get_overridable_initializers"):
+        said, wanted = (
+            [(arg.name, arg.type, arg.shape) for arg in getattr(s, method)()]
+            for s in (session, plain)
+        )
+        assert said == wanted
+    for name in dir(plain.get_modelmeta()):
+        if not name.startswith("_"):
+            said, wanted = (getattr(s.get_modelmeta(), name) for s in (session, plain))
+            assert said == wanted, name
+    assert session.get_providers() == plain.get_providers()
+    assert session.get_provider_options() == plain.get_provider_options()
+    assert len(session.get_input_memory_infos()) == len(plain.get_input_memory_infos())
+    assert session._model_path == plain._model_path
+    assert session.get_session_options().intra_op_num_threads == 1
+    assert session.end_profiling() == plain.end_profiling()
+    assert len(workers_of(session)) == 2
+
+
+def test_what_workers_cannot_say_or_do_is_refused_by_name(session: Any, plain: Any) -> None:
+    with pytest.raises(NotImplementedError, match=r"^set_ep_dynamic_options"):
+        session.set_ep_dynamic_options({"a": "b"})
+    with pytest.raises(native.Fail) as wanted:
+        plain.get_provider_graph_assignment_info()
+    with pytest.raises(native.Fail, match=str(wanted.value)[:30].replace("[", r"\[")):
+        session.get_provider_graph_assignment_info()
+
+
+# Runs.
+
+
+@pytest.mark.parametrize("names", [None, [], ["turned", "sum"], ("sum",), ["sum", "sum"]])
+def test_answers_are_those_of_a_plain_session(session: Any, plain: Any, names: Any) -> None:
+    for rows in (1, 2, 7):
+        inputs = feed(rows, turns=3)
+        assert_same(session.run(names, inputs), plain.run(names, inputs))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda inputs: inputs.pop("y"),
+        lambda inputs: inputs.update(z=inputs["x"]),
+        lambda inputs: inputs.update(x=inputs["x"].astype(float)),
+        lambda inputs: inputs.update(x=inputs["x"][0]),
+        lambda inputs: inputs.update(x=inputs["x"][:, :2]),
+        lambda inputs: inputs.update(turns=np.array([1, 2])),
+    ],
+)
+def test_feed_that_a_plain_session_refuses_is_refused_with_its_class(
+    session: Any, plain: Any, change: Callable[[Feed], object]
+) -> None:
+    inputs = feed()
+    change(inputs)
+    with pytest.raises(Exception) as wanted:  # noqa: PT011 whichever it is
+        plain.run(None, inputs)
+    with pytest.raises(wanted.type) as got:
+        session.run(None, inputs)
+    if wanted.type is not ValueError:
+        assert isinstance(got.value, McinferError)
+    assert_same(session.run(None, feed()), plain.run(None, feed()))
+
+
+def test_unknown_output_is_refused(session: Any) -> None:
+    with pytest.raises(native.InvalidArgument, match="Invalid output name:other"):
+        session.run(["other"], feed())
+    with pytest.raises(TypeError):
+        session.run("sum", feed())
+
+
+def test_run_async_calls_back_with_results_and_with_an_error(session: Any, plain: Any) -> None:
+    came: list[tuple[list[Any], Any, str]] = []
+    all_came = threading.Barrier(2)
+
+    def callback(results: list[Any], user_data: Any, failure: str) -> None:
+        came.append((results, user_data, failure))
+        all_came.wait(PATIENCE)
+
+    inputs = feed()
+    held = ref(inputs["x"])
+    session.run_async(None, inputs, callback, "data")
+    del inputs
+    all_came.wait(PATIENCE)
+    wrong = feed()
+    wrong["x"] = wrong["x"][:3]
+    session.run_async(None, wrong, callback, None)
+    all_came.wait(PATIENCE)
+    (results, data, nothing), (none, _, failure) = came
+    assert (data, nothing, none) == ("data", "", [])
+    assert "has 3 rows" in failure
+    assert_same(results, plain.run(None, feed()))
+    with pytest.raises(native.InvalidArgument):
+        session.run_async(["other"], feed(), callback, None)
+    wait_until(lambda: held() is None)
+
+
+def test_terminate_ends_a_run_from_another_thread(session: Any, plain: Any) -> None:
+    options = ort.RunOptions()
+    options.logid = "long"
+    completed = session.master.statistics().in_flight
+    assert completed == 0
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            session.run(None, feed(turns=2**62), options)
+        except BaseException as exc:
+            failures.append(exc)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_until(lambda: session.master.statistics().in_flight > 0)
+    options.terminate = True
+    thread.join(PATIENCE)
+    (failure,) = failures
+    assert isinstance(failure, native.Fail)
+    assert "Exiting due to terminate flag being set to true" in str(failure)
+    with pytest.raises(native.Fail):
+        session.run(None, feed(), options)
+    options.terminate = False
+    assert_same(session.run(None, feed(), options), plain.run(None, feed()))
+
+
+# Values and bindings.
+
+
+def test_ort_values_go_in_and_come_out(session: Any, plain: Any) -> None:
+    inputs = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in feed().items()}
+    got, wanted = (s.run_with_ort_values(None, inputs) for s in (session, plain))
+    assert_same([value.numpy() for value in got], [value.numpy() for value in wanted])
+    assert_same(session.run(None, inputs), plain.run(None, inputs))
+    feeds, fetches = native.OrtValueVector(), native.OrtValueVector()
+    for value in inputs.values():
+        feeds.push_back(value._get_c_value())
+    host = ort.OrtDevice.make("cpu", 0)._get_c_device()
+    names = ["product", "turned"]
+    session.run_with_ortvaluevector(None, [*inputs], feeds, names, fetches, [host, host])
+    assert_same([value.numpy() for value in fetches], plain.run(names, feed()))
+
+
+@pytest.mark.parametrize("make", [lambda s: s.io_binding(), lambda s: onnxruntime.IOBinding(s)])
+def test_bound_tensors_are_read_and_written_in_place(
+    session: Any, plain: Any, make: Callable[[Any], Any]
+) -> None:
+    answers = []
+    for each in (session, plain):
+        binding, inputs = make(each), feed()
+        x, y = np.ascontiguousarray(inputs["x"]), np.ascontiguousarray(inputs["y"])
+        total, product = np.zeros_like(x), ort.OrtValue.ortvalue_from_numpy(np.zeros_like(x))
+        binding.bind_cpu_input("x", x)
+        binding.bind_input("y", "cpu", 0, np.float32, y.shape, y.ctypes.data)
+        binding.bind_ortvalue_input("turns", ort.OrtValue.ortvalue_from_numpy(inputs["turns"]))
+        binding.bind_output("turned")
+        binding.bind_output("sum", "cpu", 0, 1, total.shape, total.ctypes.data)
+        binding.bind_ortvalue_output("product", product)
+        for _ in range(2):
+            each.run_with_iobinding(binding)
+            answers.append([total.copy(), product.numpy().copy(), *binding.copy_outputs_to_cpu()])
+            x += 1
+        outputs = [value.numpy() for value in binding.get_outputs()]
+        assert_same(outputs, binding.copy_outputs_to_cpu())
+        binding.clear_binding_outputs()
+        with pytest.raises((RuntimeError, native.InvalidArgument)):
+            each.run_with_iobinding(binding)
+    first, second, *wanted = answers
+    assert_same(first, wanted[0])
+    assert_same(second, wanted[1])
+
+
+def test_binding_that_does_not_fit_is_refused(session: Any, plain: Any) -> None:
+    binding = session.io_binding()
+    with pytest.raises(RuntimeError, match="other"):
+        binding.bind_cpu_input("other", np.zeros((1, 3), np.float32))
+    for name, array in feed().items():
+        binding.bind_cpu_input(name, np.ascontiguousarray(array))
+    small = ort.OrtValue.ortvalue_from_numpy(np.zeros((2, 3), np.float32))
+    binding.bind_ortvalue_output("sum", small)
+    with pytest.raises(RuntimeError, match="shape"):
+        session.run_with_iobinding(binding)
+    binding.clear_binding_inputs()
+    with pytest.raises(RuntimeError, match="missing"):
+        session.run_with_iobinding(binding)
+    with pytest.raises(ValueError, match="session that created it"):
+        session.run_with_iobinding(plain.io_binding())
+    with pytest.raises(InvalidInputError, match="made for another session"):
+        session._sess.run_with_iobinding(plain.io_binding()._iobinding, None)
+
+
+# A session's life.
+
+
+def test_pickled_session_is_opened_again_from_its_path(
+    onnx_model: OnnxModel, plain: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = onnx_model(MODEL)
+    monkeypatch.chdir(path.parent)
+    given = ort.SessionOptions()
+    given.add_free_dimension_override_by_name("n", 2)
+    session = ort.InferenceSession(path.name, given, CPU, devices=1)
+    try:
+        assert session.get_inputs()[0].shape == [2, 3]
+        pickled = pickle.dumps(session)
+        monkeypatch.chdir(tmp_path.parent)
+        with pickle.loads(pickled) as again:  # noqa: S301 our own
+            assert workers_of(again) != workers_of(session)
+            assert again.get_inputs()[0].shape == [2, 3]
+            assert_same(again.run(None, feed(2)), plain.run(None, feed(2)))
+    finally:
+        session.close()
+    session.close()
+    with pytest.raises(ClosedError):
+        session.run(None, feed(2))
+
+
+def test_session_that_is_let_go_ends_its_workers(onnx_model: OnnxModel) -> None:
+    given = ort.SessionOptions()
+    given.add_initializer("w", ort.OrtValue.ortvalue_from_numpy(np.full(3, 5, np.float32)))
+    text = (
+        MODEL.split("m (")[0]
+        + "m (float[n, k] x) => (float[n, k] y) <float[3] w = {1, 1, 1}> { y = Mul(x, w) }"
+    )
+    session = ort.InferenceSession(onnx_model(text).read_bytes(), given, devices=1)
+    one = np.ones((1, 3), np.float32)
+    options = ort.RunOptions()
+    assert session.run(None, {"x": one}, options)[0].tolist() == [[5, 5, 5]]
+    with pytest.raises(native.Fail, match="Mul node") as raised:
+        session.run(None, {"x": np.ones((1, 4), np.float32)})
+    assert isinstance(raised.value, PredictError)
+    del raised  # whose traceback holds the session
+    workers = workers_of(session)
+    came = threading.Event()
+    session.run_async(None, {"x": one}, lambda *_: came.set(), None, options)
+    del session
+    gc.collect()
+    assert came.wait(PATIENCE)
+    wait_until(lambda: all_gone(workers))
+
+
+def test_set_providers_opens_new_workers_and_keeps_the_old_ones_if_it_cannot(
+    onnx_model: OnnxModel, plain: Any
+) -> None:
+    options = EngineOptions(session_config={"session.set_denormal_as_zero": "1"})
+    with ort.InferenceSession(onnx_model(MODEL), devices=1, options=options) as session:
+        before = workers_of(session)
+        with (
+            pytest.warns(UserWarning, match="not in available provider names"),
+            pytest.raises(RuntimeError, match="Unknown Provider Type: Mine"),
+        ):
+            session.set_providers(["Mine"])
+        assert workers_of(session) == before
+        session.set_providers(CPU)
+        assert not set(workers_of(session)) & set(before)
+        assert_same(session.run(None, feed(1)), plain.run(None, feed(1)))
+
+
+def test_model_that_cannot_be_loaded_is_the_runtimes_error(tmp_path: Path) -> None:
+    path = tmp_path / "garbage.onnx"
+    path.write_bytes(b"garbage")
+    with pytest.raises(native.InvalidProtobuf, match="INVALID_PROTOBUF") as raised:
+        ort.InferenceSession(path, devices=1)
+    assert isinstance(raised.value, McinferError)
+
+
+# Programs.
+
+PROGRAM = """
+import sys
+import numpy
+import onnxruntime
+
+if __name__ == "__main__":
+    session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+    x = numpy.arange(6, dtype=numpy.float32).reshape(2, 3)
+    total, = session.run(["sum"], {"x": x, "y": x, "turns": numpy.array(1)})
+    print(type(session).__module__, len(sys.argv), sys.path[0], total.tolist())
+    if sys.argv[2:] == ["raise"]:
+        raise KeyError("of the program")
+    sys.exit(7)
+"""
+
+
+def run_program(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+
+
+def test_unchanged_program_runs_over_workers_and_ends_as_it_does_alone(
+    model: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    ours = run_program(
+        *("-m", "mcinfer", "ort", "--devices", "2", program.name, str(model)), cwd=tmp_path
+    )
+    told = f"mcinfer.ort.session 2 {tmp_path} [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]"
+    assert (ours.stdout.strip(), ours.returncode) == (told, 7)
+    assert "Error" not in ours.stderr
+    as_module = run_program("-m", "mcinfer.ort", "-m", "program", str(model), "raise", cwd=tmp_path)
+    assert as_module.returncode == 1
+    assert as_module.stdout.startswith("mcinfer.ort.session 3 ")
+    first, *_, last = as_module.stderr.splitlines()
+    assert (first, last) == ("Traceback (most recent call last):", "KeyError: 'of the program'")
+    assert "mcinfer" not in as_module.stderr.replace(str(tmp_path), "")

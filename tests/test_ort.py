@@ -1,0 +1,568 @@
+"""Tests of mcinfer/ort: what a session says of its model, and what reaches the workers, without workers."""
+
+import gc
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from onnx import parser
+from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+from mcinfer import errors as own
+from mcinfer import ort
+from mcinfer.config import EngineOptions
+from mcinfer.ort import errors, options, values
+from mcinfer.ort import providers as chosen
+from mcinfer.ort.__main__ import main
+from mcinfer.ort.face import NOT_RUNNABLE, face
+from mcinfer.ort.session import PlainSession
+from mcinfer.specs import ELEMENT_TYPES, ModelDescription, TensorSpec, numpy_dtype
+
+IN_ONNXRUNTIME = [name for name in ELEMENT_TYPES if not name.startswith("complex")]
+CPU, CUDA, AZURE = "CPUExecutionProvider", "CUDAExecutionProvider", "AzureExecutionProvider"
+
+
+def spec(name: str, element_type: str = "float32", shape: tuple[Any, ...] = ("n", 3)) -> TensorSpec:
+    return TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=shape)
+
+
+def opened(model: bytes, **set_options: Any) -> Any:
+    """A plain session, which does not change the model."""
+    given = onnxruntime.SessionOptions()
+    given.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    given.log_severity_level = 4
+    for name, value in set_options.items():
+        setattr(given, name, value)
+    return PlainSession(model, given, providers=[CPU], enable_fallback=0)
+
+
+# A face.
+
+
+@pytest.mark.parametrize("element_type", IN_ONNXRUNTIME)
+def test_face_has_inputs_and_outputs_of_every_type(element_type: str) -> None:
+    shape = ("batch", 3, None)
+    session = opened(face([spec("x", element_type, shape)], [spec("y", element_type, shape)]))
+    (x,), (y,) = session.get_inputs(), session.get_outputs()
+    assert (x.name, y.name) == ("x", "y")
+    assert x.type == y.type == values.runtime_type(element_type)
+    assert x.shape == y.shape == [*shape]
+
+
+def test_face_says_of_itself_what_the_model_says() -> None:
+    about = {
+        "producer_name": "producer",
+        "graph_name": "graph",
+        "domain": "domain",
+        "description": "what it is",
+        "graph_description": "what its graph is",
+        "version": "7",
+    }
+    described = ModelDescription(about=about, properties={"names": "{0: 'ü'}"})
+    meta = opened(face([spec("x")], [spec("y")], described)).get_modelmeta()
+    assert {name: str(getattr(meta, name)) for name in about} == about
+    assert meta.custom_metadata_map == {"names": "{0: 'ü'}"}
+
+
+def test_face_without_a_version_has_none_as_a_model_without_one() -> None:
+    plain = parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> g (float x) => (float y) {y = Neg(x)}'
+    )
+    meta = opened(plain.SerializeToString()).get_modelmeta()
+    described = ModelDescription(about={"version": str(meta.version)})
+    assert opened(face([spec("x")], [spec("y")], described)).get_modelmeta().version == meta.version
+
+
+@pytest.mark.parametrize("element_type", ["float32", "string", "bfloat16"])
+def test_face_that_is_run_fails_and_says_what_to_run(element_type: str) -> None:
+    session = opened(face([spec("x")], [spec("y", element_type)]))
+    with pytest.raises(native.InvalidArgument, match=NOT_RUNNABLE):
+        session.run(["y"], {"x": np.zeros((1, 3), np.float32)})
+
+
+def test_input_that_is_an_output_is_both_in_a_face() -> None:
+    session = opened(face([spec("x")], [spec("y"), spec("x")]))
+    assert [arg.name for arg in session.get_outputs()] == ["y", "x"]
+
+
+# What was set in options.
+
+
+def test_default_options_reach_the_workers_as_mcinfers_defaults() -> None:
+    base = EngineOptions(threads=3, session_config={"a": "b"})
+    passed = options.passed(ort.SessionOptions(), base, cores=4)
+    assert passed.engine == EngineOptions(threads=3, session_config={"a": "b"}, describe=True)
+    assert not passed.weights
+    assert not passed.files
+
+
+def test_what_a_program_sets_reaches_the_workers() -> None:
+    given = ort.SessionOptions()
+    given.intra_op_num_threads = 2
+    given.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+    given.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    given.enable_mem_pattern = given.enable_cpu_mem_arena = False
+    given.log_severity_level, given.logid = 3, "tag"
+    given.add_session_config_entry("session.set_denormal_as_zero", "1")
+    given.add_free_dimension_override_by_name("batch", 4)
+    given.add_free_dimension_override_by_denotation("DATA_CHANNEL", 3)
+    given.add_initializer("w", ort.OrtValue.ortvalue_from_numpy(np.ones(3, np.float32)))
+    given.add_external_initializers_from_files_in_memory(["w.bin"], [b"abcd"], [3])
+    base = EngineOptions(threads=1, session_config={"session.set_denormal_as_zero": "0", "a": "b"})
+    passed = options.passed(given, base, cores=4)
+    assert passed.engine == EngineOptions(
+        threads=2,
+        inter_op_threads=4,
+        session_config={"session.set_denormal_as_zero": "1", "a": "b"},
+        session_options={
+            "graph_optimization_level": "ORT_ENABLE_BASIC",
+            "enable_mem_pattern": "0",
+            "enable_cpu_mem_arena": "0",
+            "log_severity_level": "3",
+            "logid": "tag",
+        },
+        free_dimensions={"batch": 4},
+        free_denotations={"DATA_CHANNEL": 3},
+        variable_weights=["w"],
+        describe=True,
+    )
+    assert np.array_equal(passed.weights["w"], np.ones(3, np.float32))
+    assert passed.files == {"w.bin": b"abc"}
+
+
+def test_options_of_a_running_program_can_be_pickled_and_made_again() -> None:
+    given = ort.SessionOptions()
+    given.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    given.add_session_config_entry("a.b", "c")
+    given.add_external_initializers(["w"], [ort.OrtValue.ortvalue_from_numpy(np.arange(3.0))])
+    again = options.rebuilt(*pickle.loads(pickle.dumps(options.packed(given))))  # noqa: S301 our own
+    assert again.graph_optimization_level == given.graph_optimization_level
+    assert again.get_session_config_entry("a.b") == "c"
+    first, second = (options.passed(o, EngineOptions(), 1) for o in (given, again))
+    assert first.engine == second.engine
+    assert np.array_equal(first.weights["w"], second.weights["w"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_profiling", True),
+        ("optimized_model_filepath", "/o.onnx"),
+        ("use_per_session_threads", False),
+    ],
+)
+def test_attribute_that_cannot_act_in_workers_is_refused_by_its_name(name: str, value: Any) -> None:
+    given = ort.SessionOptions()
+    setattr(given, name, value)
+    with pytest.raises(errors.Unsupported, match=rf"^SessionOptions\.{name}: got"):
+        options.passed(given, EngineOptions(), 1)
+
+
+def test_call_that_cannot_act_in_workers_is_refused_by_its_name() -> None:
+    given = ort.SessionOptions()
+    given.set_provider_selection_policy(ort.OrtExecutionProviderDevicePolicy.PREFER_CPU)
+    with pytest.raises(
+        errors.Unsupported, match=r"^SessionOptions\.set_provider_selection_policy\(\)"
+    ):
+        options.passed(given, EngineOptions(), 1)
+
+
+def test_run_options_are_refused_by_the_name_of_what_cannot_act() -> None:
+    given = ort.RunOptions()
+    given.log_severity_level, given.logid, given.only_execute_path_to_fetches = 1, "tag", True
+    given.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    options.check_run_options(given)
+    given.add_run_config_entry("qnn.htp_perf_mode", "burst")
+    with pytest.raises(errors.Unsupported, match=r"^RunOptions\.add_run_config_entry\('qnn"):
+        options.check_run_options(given)
+
+
+def test_notes_of_calls_go_with_the_options() -> None:
+    given = ort.SessionOptions()
+    value = ort.OrtValue.ortvalue_from_numpy(np.ones(3, np.float32))
+    given.add_initializer("w", value)
+    assert [name for name, _ in options.calls(given)] == ["add_initializer"]
+    gone = ref(value)
+    del given, value
+    gc.collect()
+    assert gone() is None
+
+
+def test_classes_are_wrapped_once() -> None:
+    method = native.SessionOptions.add_session_config_entry
+    options.note_calls(native.SessionOptions)
+    assert native.SessionOptions.add_session_config_entry is method
+    given = onnxruntime.SessionOptions()
+    given.add_session_config_entry("a", "b")
+    assert options.calls(given) == [("add_session_config_entry", ("a", "b"))]
+
+
+def test_options_set_in_many_threads_are_all_noted() -> None:
+    given = [ort.SessionOptions() for _ in range(8)]
+
+    def fill(one: Any) -> None:
+        for i in range(50):
+            one.add_session_config_entry(f"k{i}", "v")
+
+    threads = [threading.Thread(target=fill, args=(one,)) for one in given]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(options.calls(one)) for one in given] == [50] * 8
+
+
+# Providers.
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """An ONNX Runtime for cards, on a machine with as many as the test appends."""
+    found: list[str] = []
+
+    def gpus() -> tuple[Any, ...]:
+        if not found:
+            raise OSError("nvidia-smi is not installed")
+        return tuple(type("Gpu", (), {"index": int(one.removeprefix("cuda:"))})() for one in found)
+
+    monkeypatch.setattr(chosen, "gpus", gpus)
+    available = ["TensorrtExecutionProvider", CUDA, AZURE, CPU]
+    monkeypatch.setattr(native, "get_available_providers", lambda: available)
+    return found
+
+
+@pytest.mark.parametrize(
+    "providers",
+    [None, [], [CPU], [AZURE, CPU], [AZURE], [CPU, AZURE], [(CPU, {})]],
+)
+def test_cpu_means_its_automatic_shares(providers: Any) -> None:
+    assert chosen.choose(providers, None) == chosen.Choice()
+
+
+def test_provider_that_is_not_here_is_passed_over_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="'DmlExecutionProvider' is not in available provider"):
+        assert chosen.choose(["DmlExecutionProvider", CPU], None) == chosen.Choice()
+
+
+def test_provider_that_nothing_has_is_unknown() -> None:
+    with (
+        pytest.warns(UserWarning, match="'Mine' is not in available"),
+        pytest.raises(RuntimeError, match=r"^Unknown Provider Type: Mine"),
+    ):
+        chosen.choose(["Mine", CPU], None)
+
+
+def test_options_of_a_provider_reach_it() -> None:
+    given = {"arena_extend_strategy": "kSameAsRequested", "n": 3}
+    expected = chosen.Choice(options={"arena_extend_strategy": "kSameAsRequested", "n": "3"})
+    assert chosen.choose([(CPU, given)], None) == expected
+    assert chosen.choose([CPU], [given]) == expected
+
+
+@pytest.mark.parametrize("providers", [None, [CUDA], [CUDA, CPU]])
+def test_provider_of_cards_means_all_cards(cards: list[str], providers: Any) -> None:
+    cards += ["cuda:0", "cuda:2"]
+    choice = chosen.choose(providers, None)
+    assert (choice.devices, choice.provider) == (["cuda:0", "cuda:2"], "cuda")
+    assert choice.may_fall_back == (providers != [CUDA])
+
+
+def test_device_id_means_one_card(cards: list[str]) -> None:
+    cards += ["cuda:0", "cuda:1"]
+    choice = chosen.choose([(CUDA, {"device_id": 1, "use_tf32": 0}), CPU], None)
+    assert choice == chosen.Choice(
+        devices=["cuda:1"], provider="cuda", options={"use_tf32": "0"}, may_fall_back=True
+    )
+
+
+@pytest.mark.usefixtures("cards")
+def test_without_a_card_the_cpu_does_if_it_is_listed() -> None:
+    with pytest.warns(UserWarning, match="has no card here, so the session runs on the CPU"):
+        assert chosen.choose([CUDA, CPU], None) == chosen.Choice()
+    assert chosen.choose(None, None) == chosen.Choice()
+    assert chosen.choose([CUDA], None).devices == [
+        "cuda:0"
+    ]  # where the worker says what is missing
+
+
+def test_tensorrt_is_a_provider_of_the_same_cards(cards: list[str]) -> None:
+    cards.append("cuda:0")
+    choice = chosen.choose(["TensorrtExecutionProvider", CUDA, CPU], None)
+    assert (choice.devices, choice.provider) == (["cuda:0"], "tensorrt")
+
+
+def test_provider_without_a_device_of_mcinfers_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    available = ["OpenVINOExecutionProvider", CPU]
+    monkeypatch.setattr(native, "get_available_providers", lambda: available)
+    with pytest.raises(errors.Unsupported, match=r"^providers: got 'OpenVINOExecutionProvider'"):
+        chosen.choose(["OpenVINOExecutionProvider", CPU], None)
+
+
+# What a feed may hold: what a plain session takes, and nothing else.
+
+MODEL = """
+<ir_version: 8, opset_import: ["": 17]>
+m (float[n, 3] x, int64[n] i, string[n] s) => (float[n, 3] y, int64[n] j, string[n] t) {
+    y = Neg(x)
+    j = Neg(i)
+    t = Identity(s)
+}
+"""
+SPECS = {"x": spec("x"), "i": spec("i", "int64", ("n",)), "s": spec("s", "string", ("n",))}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return opened(parser.parse_model(MODEL).SerializeToString())
+
+
+FED: list[tuple[str, Any]] = [
+    ("x", np.ones((1, 3), np.float32)),
+    ("x", np.ones((3, 1), np.float32).T),
+    ("x", np.ones((1, 3))),
+    ("x", np.ones((1, 3), np.float16)),
+    ("x", np.ones((1, 3), np.int32)),
+    ("x", np.ones(3, np.float32)),
+    ("x", np.ones((1, 4), np.float32)),
+    ("x", np.float32(3)),
+    ("x", [[1.0, 2.0, 3.0]]),
+    ("x", [[1, 2, 3]]),
+    ("x", [np.ones(3, np.float32)]),
+    ("x", [[1.0], [2.0, 3.0]]),
+    ("x", ((1.0, 2.0, 3.0),)),
+    ("x", 3.0),
+    ("x", None),
+    ("x", "text"),
+    ("x", {"a": 1}),
+    ("x", onnxruntime.OrtValue.ortvalue_from_numpy(np.ones((1, 3), np.float32))),
+    ("x", onnxruntime.OrtValue.ortvalue_from_numpy(np.ones((1, 3)))),
+    ("i", np.array([2])),
+    ("i", np.array([2], np.int32)),
+    ("i", [2]),
+    ("i", np.array([True])),
+    ("s", np.array(["ä"])),
+    ("s", np.array(["ä", ""], object)[:1]),
+    ("s", np.array([b"ab"], object)),
+    ("s", np.array([b"a\0b\0"], np.void)),
+    ("s", np.array([1.5], object)),
+    ("s", np.array([1])),
+    ("s", ["ä"]),
+    ("s", np.array([b"\xff"])),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), FED)
+def test_value_of_a_feed_is_taken_or_refused_as_by_a_plain_session(
+    plain: Any, name: str, value: Any
+) -> None:
+    rest: dict[str, Any] = {
+        "x": np.ones((1, 3), np.float32),
+        "i": np.array([1]),
+        "s": np.array(["s"]),
+    }
+    try:
+        (wanted,) = plain.run([{"x": "y", "i": "j", "s": "t"}[name]], {**rest, name: value})
+    except Exception as refused:
+        # For a value that is no tensor, plain sessions have RuntimeError and others.
+        with pytest.raises((errors.InvalidValue, type(refused))):
+            values.fed(value, SPECS[name])
+    else:
+        got = values.fed(value, SPECS[name])
+        assert got.shape == wanted.shape
+        assert np.array_equal(got if name == "s" else -got, wanted)
+
+
+def test_arrays_that_a_plain_session_misreads_are_taken_by_their_values() -> None:
+    swapped = np.arange(3, dtype=">f4").reshape(1, 3)  # a plain session does not swap the bytes
+    assert np.array_equal(values.fed(swapped, SPECS["x"]), swapped)
+    given = np.array([b"ab", b"c"])  # and reads beyond the end of one that has no zero
+    assert values.fed(given, SPECS["s"]).tolist() == ["ab", "c"]
+
+
+def test_refused_array_has_the_runtimes_words(plain: Any) -> None:
+    rest = {"i": np.array([1]), "s": np.array(["s"])}
+    for value in (np.ones((1, 3)), np.ones(3, np.float32), np.ones((1, 4), np.float32)):
+        with pytest.raises(native.InvalidArgument) as wanted:
+            plain.run(None, {**rest, "x": value})
+        with pytest.raises(errors.InvalidArgument) as got:
+            values.fed(value, SPECS["x"])
+        assert str(got.value) == str(wanted.value)
+
+
+# The runtime's values.
+
+
+@pytest.mark.parametrize(
+    "element_type", [n for n in IN_ONNXRUNTIME if n not in ("string", "int4", "uint4")]
+)
+def test_value_has_the_elements_of_an_array_and_keeps_its_memory(element_type: str) -> None:
+    one = spec("y", element_type, ("n",))
+    array: NDArray[Any] = np.arange(5).astype(one.dtype)
+    value = values.value_of(array, one)
+    assert value.data_type() == values.runtime_type(element_type)
+    expected = array.tobytes()
+    del array
+    gc.collect()
+    filler = [np.full(5, 7).astype(one.dtype) for _ in range(100)]
+    assert values.array_of(value, one).tobytes() == expected
+    del filler
+
+
+def test_value_of_strings_and_of_nothing() -> None:
+    texts = np.array([["ä", ""], ["b", "c\0d"]], object)
+    value = values.value_of(texts, spec("t", "string", (2, 2)))
+    assert value.data_type() == "tensor(string)"
+    assert np.array_equal(value.numpy(), texts)
+    empty = values.value_of(np.zeros((0, 3), np.float32), spec("y"))
+    assert values.array_of(empty, spec("y")).shape == (0, 3)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"),
+    [
+        ("FAIL", "Fail"),
+        ("INVALID_ARGUMENT", "InvalidArgument"),
+        ("NO_SUCHFILE", "NoSuchFile"),
+        ("RUNTIME_EXCEPTION", "RuntimeException"),
+        ("INVALID_PROTOBUF", "InvalidProtobuf"),
+        ("INVALID_GRAPH", "InvalidGraph"),
+        ("NOT_IMPLEMENTED", "NotImplemented"),
+        ("MODEL_LOADED", "Fail"),
+    ],
+)
+def test_error_of_a_worker_is_the_runtimes_error_of_its_word(word: str, kind: str) -> None:
+    text = f"worker 0 (cpu:0, pid 7): onnxruntime: [ONNXRuntimeError] : 7 : {word} : why"
+    found = errors.native_error(own.BuildError(text))
+    assert isinstance(found, getattr(native, kind))
+    assert isinstance(found, own.McinferError)
+    assert str(found) == text
+    again = pickle.loads(pickle.dumps(found))  # noqa: S301 our own
+    assert type(again) is type(found)
+    assert str(again) == text
+
+
+def test_error_without_the_runtimes_word_is_caught_by_each_class_that_it_may_be() -> None:
+    found = errors.native_error(own.PredictError("Non-zero status code returned while running Add"))
+    assert isinstance(found, own.PredictError)
+    for kind in (native.Fail, native.RuntimeException, native.InvalidArgument):
+        assert isinstance(found, kind)
+    died = own.WorkerDiedError("worker 0 was killed")
+    assert errors.native_error(died) is died
+
+
+def test_model_whose_values_are_no_tensors_is_refused_in_one_line() -> None:
+    one = "output 'y' is of type seq(map(int64,tensor(float))), expected a tensor of one of ['float32']"
+    text = f"worker 0 (cpu:0, pid 7): {one}; worker 1 (cpu:1, pid 8): {one}"
+    found = errors.native_error(own.BuildError(text))
+    assert isinstance(found, native.NotImplemented)
+    assert isinstance(found, NotImplementedError)
+    assert str(found) == one
+
+
+# In the place of onnxruntime.
+
+
+def test_every_public_name_of_onnxruntime_is_here() -> None:
+    for name in dir(onnxruntime):
+        if not name.startswith("_") and name != "InferenceSession":
+            assert getattr(ort, name) is getattr(onnxruntime, name)
+            assert name in dir(ort)
+    assert issubclass(ort.InferenceSession, onnxruntime.InferenceSession)
+    with pytest.raises(AttributeError):
+        _ = ort.no_such_name
+
+
+def test_installed_session_is_in_the_place_of_the_plain_one_until_it_is_uninstalled() -> None:
+    collection: Any = onnxruntime.capi.onnxruntime_inference_collection
+    ort.install(devices=1)
+    try:
+        ort.install()
+        assert onnxruntime.InferenceSession is ort.InferenceSession
+        assert collection.InferenceSession is ort.InferenceSession
+        from onnxruntime import InferenceSession
+
+        assert InferenceSession is ort.InferenceSession
+    finally:
+        ort.uninstall()
+        ort.uninstall()
+    assert onnxruntime.InferenceSession is PlainSession
+    assert collection.InferenceSession is PlainSession
+
+
+def test_mcinfers_own_engine_stays_plain_where_the_other_is_installed(tmp_path: Path) -> None:
+    from mcinfer.bench.baselines import open_session
+    from mcinfer.engines import _onnxruntime
+
+    model = tmp_path / "model.onnx"
+    model.write_bytes(parser.parse_model(MODEL).SerializeToString())
+    ort.install(devices=1)
+    try:
+        plain = _onnxruntime._new_session(str(model), onnxruntime.SessionOptions(), [CPU])
+        assert type(plain) is PlainSession
+        assert type(open_session(str(model), 1, [CPU])) is PlainSession
+    finally:
+        ort.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"path_or_bytes": 3}, TypeError),
+        ({"sess_options": "fast"}, TypeError),
+        ({"providers": [3]}, ValueError),
+        ({"disabled_optimizers": ["ConstantFolding"]}, errors.Unsupported),
+        ({"devises": 2}, own.InvalidInputError),
+        ({"options": 3}, own.InvalidInputError),
+        ({"engine": "fake"}, own.InvalidInputError),
+        ({"path_or_bytes": "/no/such/model.onnx"}, native.NoSuchFile),
+    ],
+)
+def test_argument_that_does_not_fit_is_refused_before_a_worker_starts(
+    given: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        ort.InferenceSession(**{"path_or_bytes": b"", **given})
+
+
+def test_without_the_runtime_the_error_says_what_to_install() -> None:
+    code = "import sys; sys.modules['onnxruntime'] = None; import mcinfer.ort"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30
+    )
+    assert run.returncode == 1
+    assert (
+        "mcinfer.errors.MissingDependencyError: mcinfer.ort needs ONNX Runtime: pip" in run.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["no/such/program.py"], 2, "can't open file 'no/such/program.py'"),
+        (["-m", "no_such_module"], 1, "No module named no_such_module"),
+        (["-m", "no_such_package.module"], 1, "No module named no_such_package.module"),
+        (["--devices", "x", "program.py"], 2, "devices: got 'x'"),
+        ([], 2, "PROGRAM"),
+    ],
+)
+def test_program_that_there_is_not_is_said_as_python_says_it(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, said: str
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == status
+    assert said in capsys.readouterr().err
+    assert onnxruntime.InferenceSession is PlainSession
