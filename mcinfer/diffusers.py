@@ -628,12 +628,10 @@ class _Traced(torch.nn.Module):  # type: ignore[misc] # PyTorch has types, but n
         found = _flat(self._arguments)
         given = {name: value for name, _, value in found if isinstance(value, torch.Tensor)}
         first = next(iter(given.values()))
-        for name, _, value in _flat(arguments):
-            if (
-                name == "timestep"
-            ):  # schedulers may give fractions, which models compute with as float32
-                step = torch.as_tensor(value, device=first.device)
-                given[name] = step if step.is_floating_point() else step.float()
+        if arguments.get("timestep") is not None:
+            step = torch.as_tensor(arguments["timestep"], device=first.device)
+            # Other schedulers give fractions of steps; models compute with float32.
+            given["timestep"] = step if step.is_floating_point() else step.float()
         self.tensors, self.symbols = {}, {}
         # What has sizes of its own at each level binds the sides.
         bound = any(name.startswith("down_") for name in given)

@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
@@ -114,6 +113,6 @@ def test_call_that_the_pipeline_refuses_is_an_error_with_its_reason(
 ) -> None:
     parts = example("sd").pipe.components
     pipe = StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False)
-    with pytest.raises(InvalidInputError, match=r"call: .* image"):
-        export(pipe, tmp_path, image=np.zeros((3, 3)))
+    with pytest.raises(InvalidInputError, match="call: the pipeline needs other arguments than"):
+        export(pipe, tmp_path)  # without an image
     assert not [*tmp_path.iterdir()]

@@ -2,18 +2,25 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
+from diffusers import (
+    ControlNetModel,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
+)
 from PIL import Image
 
-from mcinfer.diffusers import Component, TextEncoder, Transformer2D, UNet, VaeDecoder
+from mcinfer.diffusers import Component, TextEncoder, Transformer2D, UNet, VaeDecoder, export
 from tests.diffusers.pipelines import SIZES, image
 
 NEAR = 1e-4
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8))
 KINDS: dict[str, type[Component]] = {
     "unet": UNet,
     "transformer": Transformer2D,
@@ -81,8 +88,7 @@ def test_picture_of_another_size_needs_no_other_export(example: Any) -> None:
 
 def test_picture_from_a_picture_is_that_of_pytorch(example: Any) -> None:
     made = example("sd")
-    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-    given = {"image": Image.fromarray(pixels), "strength": 0.7, "num_inference_steps": 4}
+    given = {"image": PICTURE, "strength": 0.7, "num_inference_steps": 4}
     torch_pipe = StableDiffusionImg2ImgPipeline(**made.pipe.components, **_extra(made.pipe))
     plain = image(torch_pipe, **given)
     with UNet(made.models["unet"], devices=2) as unet:
@@ -90,6 +96,26 @@ def test_picture_from_a_picture_is_that_of_pytorch(example: Any) -> None:
             **{**made.pipe.components, "unet": unet}, **_extra(made.pipe)
         )
         assert np.abs(image(pipe, **given) - plain).max() <= NEAR
+
+
+def test_residuals_of_a_controlnet_are_inputs_of_the_unet(example: Any, tmp_path: Path) -> None:
+    parts = example("sd").pipe.components
+    torch.manual_seed(0)
+    net = ControlNetModel.from_unet(
+        parts["unet"], conditioning_embedding_out_channels=(16, 32)
+    ).eval()
+    for weight in net.parameters():
+        if not weight.any():  # a new ControlNet changes nothing
+            torch.nn.init.normal_(weight, std=0.1)
+    pipe = StableDiffusionControlNetPipeline(**parts, controlnet=net, requires_safety_checker=False)
+    given = {"image": PICTURE, "height": 16, "width": 16}
+    plain = image(pipe, **given)
+    assert np.abs(plain - image(example("sd").pipe)).max() > 100 * NEAR
+    models = export(pipe, tmp_path, **given)
+    with UNet(models["unet"], devices=2) as unet:
+        pipe.unet = unet
+        assert np.abs(image(pipe, **given) - plain).max() <= NEAR
+        assert runs(unet) == [3, 3]
 
 
 def test_picture_is_drawn_although_a_worker_is_killed_at_a_step(example: Any) -> None:
