@@ -12,7 +12,10 @@ NO_CARD ?= fail
 # `make test-programs`.
 REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3
 
-.PHONY: demo test test-thorough test-gpu test-mindspore test-ort-suite test-programs test-real-models check bench bench-gpu bench-peers bench-parts bench-programs bench-ranks faults soak fuzz docs clean format
+# Versions that fit each other: Optimum's package for ONNX Runtime takes no later one of transformers.
+DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 torch==2.13.0 transformers==4.57.6
+
+.PHONY: demo test test-thorough test-gpu test-mindspore test-ort-suite test-programs test-real-models check bench bench-gpu bench-peers bench-parts bench-programs bench-ranks faults soak fuzz docs clean format test-diffusers
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -45,6 +48,11 @@ test-gpu bench-gpu:
 # MindSpore takes 2.5 GB, so it has an environment of its own; without it these tests are skipped.
 test-mindspore: .venv-mindspore/installed
 	.venv-mindspore/bin/python -m pytest tests/test_engines_mindspore.py tests/process/test_mindspore.py
+
+# Pipelines of diffusers with mcinfer's components. PyTorch from PyPI has CUDA with it, some 3 GB; an index of
+# its CPU packages may be named by PIP_EXTRA_INDEX_URL.
+test-diffusers: .venv-diffusers/installed
+	.venv-diffusers/bin/python -m pytest -c tests/diffusers/diffusers.ini --rootdir . --confcutdir tests/diffusers tests/diffusers
 
 # Models as they are published, split with no option set: the tables of docs/splitting.md.
 test-real-models: .venv-real-models/installed
@@ -143,6 +151,12 @@ format: .venv/installed
 	.venv-gpu/bin/$(PIP) --editable '.[bench,cupy,gpu,onnx]' 'onnxruntime-gpu[cuda,cudnn]' pytest
 	touch $@
 
+.venv-diffusers/installed: $(DEPENDENCIES) Makefile
+	$(PYTHON) -m venv .venv-diffusers
+	.venv-diffusers/bin/$(PIP) 'pip>=25.1' # earlier ones take very long to find what fits
+	.venv-diffusers/bin/$(PIP) --editable '.[cpu,diffusers]' $(DIFFUSERS) matplotlib pillow pytest pytest-timeout scikit-learn
+	touch $@
+
 .venv-mindspore/installed: $(DEPENDENCIES)
 	$(PYTHON) -m venv .venv-mindspore
 	.venv-mindspore/bin/$(PIP) 'pip>=25.1'
@@ -163,5 +177,5 @@ format: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-gpu .venv-mindspore .venv-peers .venv-programs .venv-ranks .venv-real-models build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,118 @@
+"""What `export` writes, and what it refuses."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+import pytest
+from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
+
+from mcinfer import EngineError, InvalidInputError
+from mcinfer.diffusers import UNet, VaeDecoder, export
+
+
+def shapes(path: Path) -> dict[str, list[Any]]:
+    graph = onnx.load(path, load_external_data=False).graph
+    return {
+        value.name: [size.dim_param or size.dim_value for size in value.type.tensor_type.shape.dim]
+        for value in [*graph.input, *graph.output]
+    }
+
+
+def test_batch_sides_and_tokens_are_symbols(example: Any) -> None:
+    made = example("sd")
+    unet = shapes(made.models["unet"])
+    assert unet["sample"] == ["batch", 4, "height", "width"]
+    assert unet["timestep"] == []
+    assert unet["encoder_hidden_states"] == ["batch", "tokens", 32]
+    assert unet["out_sample"][:2] == ["batch", 4]
+    assert shapes(made.models["vae_decoder"])["latent_sample"] == ["batch", 4, "height", "width"]
+    assert shapes(made.models["text_encoder"])["input_ids"] == ["batch", "tokens"]
+
+
+def test_inputs_are_those_of_the_pipelines_call(example: Any) -> None:
+    assert [*shapes(example("sdxl").models["unet"])] == [
+        "sample",
+        "timestep",
+        "encoder_hidden_states",
+        "text_embeds",
+        "time_ids",
+        "out_sample",
+    ]
+    assert {"pooled_projections", "timestep"} < {*shapes(example("sd3").models["transformer"])}
+    flux = shapes(example("flux").models["transformer"])
+    assert flux["img_ids"] == [flux["hidden_states"][1], 3]
+    assert flux["guidance"] == ["batch"]
+
+
+def test_export_replaces_its_files_and_leaves_others_and_the_pipeline_as_they_are(
+    example: Any, tmp_path: Path
+) -> None:
+    pipe = example("sd").pipe
+    folder = tmp_path / "vae_decoder"
+    folder.mkdir()
+    for name in ("model.onnx", "config.json", "mine.txt"):
+        (folder / name).write_text("old")
+    pipe.vae.train()
+    try:
+        assert export(pipe, tmp_path, ["vae_decoder"]) == {"vae_decoder": folder / "model.onnx"}
+        assert pipe.vae.training
+    finally:
+        pipe.vae.eval()
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "config.json",
+        "mine.txt",
+        "model.onnx",
+    ]
+    assert (folder / "mine.txt").read_text() == "old"
+    with VaeDecoder(folder / "model.onnx", devices=1) as decoder:
+        assert decoder.config.scaling_factor == pipe.vae.config.scaling_factor
+    assert not any(part._forward_pre_hooks for part in (pipe.unet, pipe.text_encoder))
+
+
+def test_model_that_cannot_be_exported_leaves_no_file(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = example("sd").pipe
+
+    def decode(z: Any, **_: object) -> Any:
+        return (z * int(z.sum().item() > 0),)  # depends on values
+
+    monkeypatch.setattr(pipe.vae, "decode", decode)
+    with pytest.raises(EngineError, match="PyTorch cannot export vae_decoder"):
+        export(pipe, tmp_path, ["vae_decoder"])
+    assert not [*(tmp_path / "vae_decoder").iterdir()]
+
+
+def test_part_that_there_is_not_is_refused_by_name(example: Any, tmp_path: Path) -> None:
+    pipe = example("sd").pipe
+    for parts in (["transformer"], ["text_encoder_2"], ["vae"]):
+        with pytest.raises(InvalidInputError, match=f"parts: got '{parts[0]}', expected some of"):
+            export(pipe, tmp_path, parts)
+    with pytest.raises(InvalidInputError, match="parts: got 'unet', expected a list"):
+        export(pipe, tmp_path, "unet")
+    with pytest.raises(InvalidInputError, match="pipe: got SimpleNamespace"):
+        export(SimpleNamespace(), tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_pipeline_whose_unet_is_mcinfers_has_nothing_to_export(
+    example: Any, tmp_path: Path
+) -> None:
+    made = example("sd")
+    with UNet(made.models["unet"], devices=1) as unet:
+        parts = {**made.pipe.components, "unet": unet}
+        pipe = StableDiffusionPipeline(**parts, requires_safety_checker=False)
+        with pytest.raises(InvalidInputError, match="a unet or a transformer of PyTorch"):
+            export(pipe, tmp_path)
+
+
+def test_call_that_the_pipeline_refuses_is_an_error_with_its_reason(
+    example: Any, tmp_path: Path
+) -> None:
+    parts = example("sd").pipe.components
+    pipe = StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False)
+    with pytest.raises(InvalidInputError, match="call: the pipeline needs other arguments than"):
+        export(pipe, tmp_path)  # without an image
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,103 @@
+"""Optimum's pipelines for ONNX Runtime with sessions of mcinfer.ort."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from optimum.onnxruntime import ORTStableDiffusionPipeline
+
+from mcinfer import ort
+from tests.diffusers.pipelines import image
+
+NEAR = 1e-4
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAM = """
+import sys
+import numpy as np
+import torch
+from optimum.onnxruntime import ORTStableDiffusionPipeline
+
+pipe = ORTStableDiffusionPipeline.from_pretrained(sys.argv[1], local_files_only=True)
+print(type(pipe.unet.session).__module__)
+noise = torch.Generator().manual_seed(1)
+np.save(sys.argv[2], pipe("a cat", num_inference_steps=3, generator=noise, output_type="np").images)
+"""
+"""A program that knows nothing of mcinfer."""
+
+
+def optimum_pipeline(made: Any, unet: Any) -> Any:
+    """Optimum's pipeline with this session for the UNet, and plain ones for all else."""
+    plain = {
+        f"{part}_session": onnxruntime.InferenceSession(made.models[part])
+        for part in ("vae_decoder", "text_encoder")
+    }
+    pipe = made.pipe
+    return ORTStableDiffusionPipeline(
+        unet_session=unet, scheduler=pipe.scheduler, tokenizer=pipe.tokenizer, **plain
+    )
+
+
+def test_unet_of_optimum_takes_a_session_whose_runs_go_to_two_workers(example: Any) -> None:
+    made = example("sd")
+    plain = image(made.pipe)
+    with ort.InferenceSession(made.models["unet"], devices=2) as session:
+        pipe = optimum_pipeline(made, session)
+        assert pipe.unet.session is session
+        assert np.abs(image(pipe) - plain).max() <= NEAR
+        assert all(worker.runs for worker in session.master.statistics().workers)
+
+
+def test_unet_of_optimum_binds_its_tensors_to_such_a_session(example: Any) -> None:
+    made = example("sd")
+    plain = image(made.pipe)
+    with ort.InferenceSession(made.models["unet"], devices=2) as session:
+        pipe = optimum_pipeline(made, session)
+        # Of the UNet alone: Optimum cannot compute the shape of the VAE's output, whose symbol is 2*height.
+        pipe.unet.use_io_binding = True
+        assert np.abs(image(pipe) - plain).max() <= NEAR
+
+
+def test_every_part_may_be_such_a_session(example: Any) -> None:
+    made = example("sd")
+    plain = image(made.pipe)
+    models: dict[str, Path] = made.models
+    with (
+        ort.InferenceSession(models["unet"], devices=2) as unet,
+        ort.InferenceSession(models["vae_decoder"], devices=1) as decoder,
+        ort.InferenceSession(models["text_encoder"], devices=1) as encoder,
+    ):
+        pipe = ORTStableDiffusionPipeline(
+            unet_session=unet,
+            vae_decoder_session=decoder,
+            text_encoder_session=encoder,
+            scheduler=made.pipe.scheduler,
+            tokenizer=made.pipe.tokenizer,
+        )
+        assert np.abs(image(pipe) - plain).max() <= NEAR
+
+
+def test_program_with_optimums_pipeline_runs_on_two_workers_as_it_is(
+    example: Any, tmp_path: Path
+) -> None:
+    made = example("sd")
+    folder, program, drawn = tmp_path / "pipeline", tmp_path / "program.py", tmp_path / "drawn.npy"
+    made.pipe.save_pretrained(folder)
+    shutil.copytree(made.folder, folder, dirs_exist_ok=True)
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-m", "mcinfer", "ort", "--devices", "2", program, folder, drawn],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "mcinfer.ort.session"
+    assert np.abs(np.load(drawn) - image(made.pipe)).max() <= NEAR
