@@ -1,11 +1,11 @@
 """Measure what n processes that hold the same model take of the machine's memory, plain and with mcinfer.
 
-    python benchmarks/processes_memory.py [--quick] [--json FILE] [--write docs/weights.md] [--plot FILE]
+    python benchmarks/processes_memory.py [--quick] [--rounds N] [--json FILE] [--write docs/weights.md] [--plot FILE]
 
 Each way has n sessions of one thread, and each session runs the model some times:
 
 - plain: n programs, each with an `onnxruntime.InferenceSession` of its own;
-- one by one: n programs, each with a pool of its own, of one worker;
+- in each: n programs, each with a `mcinfer.ort.InferenceSession` of its own, which has one worker;
 - pool: one program with a pool of n workers.
 
 The sum counts the programs themselves and all processes that they started. `--write` puts the table between
@@ -49,24 +49,24 @@ LIMIT = 1200
 """Seconds after which something hangs."""
 
 PLAIN = "plain"
-EACH = "one by one"
+EACH = "in each"
 POOL = "pool"
 
 WAYS = {
-    PLAIN: "n programs with a plain session each",
-    EACH: "n programs, each with a pool of one worker",
+    PLAIN: "n programs with a session of onnxruntime each",
+    EACH: "n programs with a session of mcinfer.ort each",
     POOL: "one program, a pool of n workers",
 }
 LINES = {
     PLAIN: memory_plot.Line(
-        label="n processes, a plain session each",
+        label="n processes, onnxruntime in each",
         colour="#b2182b",
         marker="s",
         place=(-6, 4),
         align="right",
     ),
     EACH: memory_plot.Line(
-        label="n processes, mcinfer in each", colour="#67a9cf", marker="^", place=(0, 7)
+        label="n processes, mcinfer.ort in each", colour="#67a9cf", marker="^", place=(0, 7)
     ),
     POOL: memory_plot.Line(
         label="one process, mcinfer with n workers", colour="#2166ac", marker="o", place=(0, -14)
@@ -82,11 +82,11 @@ model, inputs, count, runs = sys.argv[1], dict(np.load(sys.argv[2])), *map(int, 
 print("ready", flush=True)
 sys.stdin.read()
 """
-_PLAIN_BODY = """
-import onnxruntime
-options = onnxruntime.SessionOptions()
+_SESSION_BODY = """
+import {package} as ort
+options = ort.SessionOptions()
 options.intra_op_num_threads = 1
-session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"]{devices})
 for _ in range(runs):
     session.run(None, inputs)
 """
@@ -97,7 +97,11 @@ while min(worker.runs for worker in master.statistics().workers) < runs:
     for future in [master.submit(inputs) for _ in range(count)]:
         future.result()
 """
-_PROGRAMS = {PLAIN: _PLAIN_BODY, EACH: _POOL_BODY, POOL: _POOL_BODY}
+_PROGRAMS = {
+    PLAIN: _SESSION_BODY.format(package="onnxruntime", devices=""),
+    EACH: _SESSION_BODY.format(package="mcinfer.ort", devices=", devices=1"),
+    POOL: _POOL_BODY,
+}
 
 
 class _Program:
@@ -231,7 +235,7 @@ def _measure(
         title = f"{model.name}, {model.weight_bytes / MEGABYTE:.0f} MB of weights"
         header = ("MB in all", *(f"n = {n}" for n in COUNTS))
         rows = [(WAYS[way], *_row(curve.pss[way])) for way in WAYS]
-        rows.append(("plain / pool", *_ratios(curve)))
+        rows.append(("first row / last row", *_ratios(curve)))
         say(f"\n{title}; rounds in turns: {rounds}\n{table(header, rows)}")
         tables.append(_page_table((title[0].upper() + title[1:], *header[1:]), rows))
         curves.append(curve)
@@ -264,11 +268,14 @@ def _give_up(*_: object) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one model, one round")
+    parser.add_argument("--quick", action="store_true", help="one model alone: for a first look")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each way has its turn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
     parser.add_argument("--write", type=Path, metavar="FILE", help="the page to put the table into")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the memory: .svg or .png")
     options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error(f"--rounds: got {options.rounds}, expected at least 1")
     why = None if options.plot is None else memory_plot.missing()
     if why is not None:
         parser.error(f"--plot: {why}")
@@ -278,11 +285,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     described = machine()
     with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name:
         os.environ["MCINFER_CACHE"] = str(Path(name) / "cache")  # not the user's
-        rounds = 1 if options.quick else 3
-        record, curves, tables = _measure(_models(Path(name), options.quick), rounds, _say)
+        models = _models(Path(name), options.quick)
+        record, curves, tables = _measure(models, options.rounds, _say)
     signal.alarm(0)
+    rounds = "one round" if options.rounds == 1 else f"the middle of {options.rounds} rounds"
     setting = (
-        f"Summed PSS, the middle of {rounds} rounds; {described['cores']} cores "
+        f"Summed PSS, {rounds}; {described['cores']} cores "
         f"({described['cpu']}), Python {described['python']}, onnxruntime {described['onnxruntime']}."
     )
     if options.plot is not None:

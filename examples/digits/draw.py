@@ -48,7 +48,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("digits.png"), help="the picture")
     parser.add_argument("--devices", type=int, default=2, help="how many worker processes")
     parser.add_argument("--steps", type=int, default=50, help="from noise to a picture")
-    parser.add_argument("--guidance", type=float, default=2.0, help="how much the digits count")
+    parser.add_argument("--guidance", type=float, default=1.5, help="how much the digits count")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
     parser.add_argument("--model", type=Path, default=MODEL, help="one that train.py has written")
     options = parser.parse_args(arguments)

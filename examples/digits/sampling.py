@@ -73,7 +73,7 @@ def draw(model: Model, noise: Array, digits: Sequence[int], steps: int, guidance
         clean = np.clip(signal * picture - spread * velocity, -1, 1)
         remaining = (picture - signal * clean) / spread
         signal, spread = _parts(later)
-        picture = signal * clean + spread * remaining
+        picture = (signal * clean + spread * remaining).astype(np.float32, copy=False)
     return picture[:, 0]
 
 

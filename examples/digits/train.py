@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from mcinfer import Master, McinferError
 
-WIDTHS = (32, 56)
+WIDTHS = (32, 48)
 """Channels at 8 x 8 and at 4 x 4 pixels."""
 CONDITION = 64
 """Width of what the network knows of time and digit."""
@@ -145,18 +145,19 @@ def _loss(network: UNet, clean: Tensor, digits: Tensor) -> Tensor:
 def export(network: UNet, path: Path) -> None:
     """Write the network to a file of its own, with a symbolic batch."""
     example = (torch.zeros(2, 1, SIDE, SIDE), torch.zeros(2), torch.zeros(2, dtype=torch.int64))
-    batch = torch.export.Dim("batch")
-    torch.onnx.export(
+    program = torch.onnx.export(
         network,
         example,
-        path,
         input_names=["sample", "time", "digit"],
         output_names=["velocity"],
-        dynamic_shapes=({0: batch}, {0: batch}, {0: batch}),
+        dynamic_shapes=({0: "batch"}, {0: "batch"}, {0: "batch"}),
         dynamo=True,
-        external_data=False,
         verbose=False,
     )
+    model = program.model_proto
+    for described in (model.graph, *model.graph.node, *model.graph.input, *model.graph.value_info):
+        described.ClearField("metadata_props")  # the exporter's notes, with traces of its stack
+    path.write_bytes(model.SerializeToString())
 
 
 # What the pictures are worth.
@@ -177,7 +178,7 @@ def readable(pictures: Array, digits: NDArray[np.int64]) -> tuple[float, float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=300, help="how often to see all pictures")
+    parser.add_argument("--epochs", type=int, default=200, help="how often to see all pictures")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the noise")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument(
@@ -202,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 first_noise(digits.tolist(), options.seed),
                 digits.tolist(),
                 steps=50,
-                guidance=2.0,
+                guidance=1.5,
             )
     except McinferError as exc:
         print(f"error: {exc}", file=sys.stderr)
