@@ -1,6 +1,6 @@
 """Measure what n processes that hold the same model take of the machine's memory, plain and with mcinfer.
 
-    python benchmarks/processes_memory.py [--quick] [--rounds N] [--json FILE] [--write docs/weights.md] [--plot FILE]
+    python benchmarks/processes_memory.py [--rounds N] [--quick] [--write docs/weights.md] [--plot FILE]
 
 Each way has n sessions of one thread, and each session runs the model some times:
 
