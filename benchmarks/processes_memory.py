@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.alarm(0)
     rounds = "one round" if options.rounds == 1 else f"the middle of {options.rounds} rounds"
     setting = (
-        f"Summed PSS, {rounds}; {described['cores']} cores "
+        f"MB of PSS in all, {rounds}; {described['cores']} cores "
         f"({described['cpu']}), Python {described['python']}, onnxruntime {described['onnxruntime']}."
     )
     if options.plot is not None:

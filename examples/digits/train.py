@@ -188,11 +188,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=here / "digits.onnx", help="the model")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    begin = time.perf_counter()
+    begin, processor = time.perf_counter(), time.process_time()
     network = train(options.epochs, options.seed)
-    seconds = time.perf_counter() - begin
+    seconds, processor = time.perf_counter() - begin, time.process_time() - processor
     count = sum(weight.numel() for weight in network.parameters())
-    print(f"Trained {count:,} parameters in {seconds:.0f} s, threads: {options.threads}")
+    print(f"Trained {count:,} parameters in {seconds:.0f} s ({processor:.0f} s of processor time)")
     export(network, options.output)
     print(f"Written: {options.output}, {options.output.stat().st_size / 1e6:.2f} MB")
     digits = np.arange(options.judge) % 10
