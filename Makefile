@@ -11,7 +11,7 @@ NO_CARD ?= fail
 # The models of `make test-real-models`: packages that ship ONNX files. Nothing but these files is used.
 REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3
 
-.PHONY: demo test test-thorough test-gpu test-mindspore test-real-models check bench bench-gpu bench-memory bench-peers bench-parts bench-ranks faults soak fuzz docs clean format
+.PHONY: demo test test-thorough test-gpu test-mindspore test-real-models check bench bench-gpu bench-peers bench-parts bench-ranks faults soak fuzz docs clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -64,6 +64,7 @@ bench-peers: .venv-peers/installed
 	.venv-peers/bin/python benchmarks/page.py --only peers --write docs/benchmarks.md
 
 # What n sessions of one model take of the memory: the picture and the tables of docs/weights.md.
+.PHONY: bench-memory
 bench-memory: .venv/installed
 	$(BIN)/python benchmarks/processes_memory.py --write docs/weights.md --plot docs/processes_memory.svg
 

@@ -27,6 +27,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("mcinfer", deadline=None, max_examples=60)
 settings.load_profile("mcinfer")
 
+# They need an environment of their own: `make test-diffusers`.
+collect_ignore = ["diffusers"]
+
 _LARGE = (
     "jinja2",
     "matplotlib.backends.backend_agg",
