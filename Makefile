@@ -91,6 +91,11 @@ bench: .venv/installed
 bench-peers: .venv-peers/installed
 	.venv-peers/bin/python benchmarks/page.py --only peers --write docs/benchmarks.md
 
+# What n sessions of one model take of the memory: the picture and the tables of docs/weights.md.
+.PHONY: bench-memory
+bench-memory: .venv/installed
+	$(BIN)/python benchmarks/processes_memory.py --write docs/weights.md --plot docs/processes_memory.svg
+
 # What single parts cost: docs/benchmark_parts.md.
 bench-parts: .venv/installed
 	$(BIN)/python benchmarks/dispatch.py

@@ -1,18 +1,32 @@
-"""The picture: workers against the memory that they take together. Needs matplotlib (the extra `bench`)."""
+"""The picture: holders of a model against the memory that all take. Needs matplotlib (the extra `bench`)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from worker_memory import MEGABYTE, PLAIN, SHARED, MemoryCurve
+from worker_memory import MEGABYTE, MemoryCurve
 
-_LABELS = {PLAIN: "each worker its own weights", SHARED: "one prepared copy, shared"}
-_COLOURS = {PLAIN: "#b2182b", SHARED: "#2166ac"}
-_MARKERS = {PLAIN: "s", SHARED: "o"}
-_LABEL_PLACES = {PLAIN: (-6, 4), SHARED: (0, 7)}
-"""Points from a marker: beside the steep line, above the flat one."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """How one way is drawn.
+
+    Attributes:
+        label: Its words in the legend.
+        colour: Of line, markers and numbers.
+        marker: matplotlib's letter of it.
+        place: Of a number: points to the right of its marker and above it; None leaves the numbers out.
+        align: Which side of a number is there: `left`, `center` or `right`.
+    """
+
+    label: str
+    colour: str
+    marker: str
+    place: tuple[int, int] | None
+    align: str = "center"
 
 
 def missing() -> str | None:
@@ -22,8 +36,18 @@ def missing() -> str | None:
     return None
 
 
-def draw(curves: Sequence[MemoryCurve], path: Path) -> None:
-    """Draw one panel for each model, in the format that the file's suffix names."""
+def draw(
+    curves: Sequence[MemoryCurve], lines: Mapping[str, Line], across: str, up: str, path: Path
+) -> None:
+    """Draw one panel for each model, in the format that the file's suffix names.
+
+    Args:
+        curves: What to draw.
+        lines: By way.
+        across: What the numbers of workers count.
+        up: What takes the memory.
+        path: The file.
+    """
     matplotlib = import_module("matplotlib")
     # The same numbers make the same file.
     matplotlib.rcParams["svg.hashsalt"] = "mcinfer"
@@ -32,39 +56,36 @@ def draw(curves: Sequence[MemoryCurve], path: Path) -> None:
         figsize=(5 * len(curves), 4.2), layout="constrained"
     )
     for axes, curve in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
-        _draw_panel(axes, curve)
+        _draw_panel(axes, curve, lines)
+        axes.set_xlabel(across)
+        axes.set_ylabel(f"summed PSS of {up} (MB)")
     metadata = {"Date": None} if path.suffix == ".svg" else None
     figure.savefig(path, dpi=150, metadata=metadata)
 
 
-def _draw_panel(axes: Any, curve: MemoryCurve) -> None:
+def _draw_panel(axes: Any, curve: MemoryCurve, lines: Mapping[str, Line]) -> None:
+    first = next(iter(curve.pss))
     for way, sizes in curve.pss.items():
-        megabytes = [size / MEGABYTE for size in sizes]
-        axes.plot(
-            curve.workers,
-            megabytes,
-            marker=_MARKERS[way],
-            color=_COLOURS[way],
-            label=_LABELS[way],
-        )
+        line, megabytes = lines[way], [size / MEGABYTE for size in sizes]
+        axes.plot(curve.workers, megabytes, marker=line.marker, color=line.colour, label=line.label)
+        if line.place is None:
+            continue
         for workers, value in zip(curve.workers, megabytes, strict=True):
-            if way == SHARED and workers == 1:
-                continue  # the two points lie upon each other
+            if way != first and workers == 1:
+                continue  # the points lie upon each other
             axes.annotate(
-                f"{value:.0f}",
+                f"{value:,.0f}",
                 (workers, value),
-                xytext=_LABEL_PLACES[way],
+                xytext=line.place,
                 textcoords="offset points",
-                ha="right" if way == PLAIN else "center",
+                ha=line.align,
                 fontsize=8,
-                color=_COLOURS[way],
+                color=line.colour,
             )
     axes.axhline(
         curve.weight_bytes / MEGABYTE, color="#777777", linestyle=":", label="the weights, once"
     )
     axes.set_title(f"{curve.model}, {curve.weight_bytes / MEGABYTE:.0f} MB of weights")
-    axes.set_xlabel("workers, one thread each")
-    axes.set_ylabel("summed PSS of all workers (MB)")
     axes.set_xticks(range(max(curve.workers) + 1))
     axes.set_xlim(0, max(curve.workers) + 0.5)
     axes.set_ylim(0, 1.12 * max(max(sizes) for sizes in curve.pss.values()) / MEGABYTE)

@@ -27,11 +27,23 @@ from measuring import Effort, Record
 from prepared_speed import measure_speed, measure_start
 from weight_models import large_models
 from weight_updates import measure_cost, measure_updates
-from worker_memory import measure_memory
+from worker_memory import PLAIN, SHARED, measure_memory
 
 from mcinfer.bench.runner import machine
 
 PARTS = ("memory", "speed", "start", "update")
+LINES = {
+    PLAIN: memory_plot.Line(
+        label="each worker its own weights",
+        colour="#b2182b",
+        marker="s",
+        place=(-6, 4),
+        align="right",
+    ),
+    SHARED: memory_plot.Line(
+        label="one prepared copy, shared", colour="#2166ac", marker="o", place=(0, 7)
+    ),
+}
 LIMIT = 1200
 """Seconds after which something hangs."""
 
@@ -101,7 +113,8 @@ def _measure(
     if only in (None, "memory"):
         record["memory"], curves = measure_memory(models, 1 if quick else 3, _say)
         if plot is not None:
-            memory_plot.draw(curves, plot)
+            across, up = "workers, one thread each", "all workers"
+            memory_plot.draw(curves, LINES, across, up, plot)
             _say(f"\ndrawn: {plot}")
     if only in (None, "speed"):
         effort = Effort(rounds=3, seconds=0.5) if quick else Effort(rounds=9, seconds=1.5)

@@ -16,6 +16,7 @@ PAGES = {
     **{
         f"examples/{name}/README.md": f"examples/{name}.md"
         for name in (
+            "digits",
             "distributed",
             "quick_start",
             "quick_start_parallel",

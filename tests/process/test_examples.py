@@ -2,14 +2,17 @@
 
 import re
 import signal
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 import psutil
 import pytest
+from numpy.typing import NDArray
 
 from tests.process.models import OnnxModel
 from tests.process.scripts import ROOT, run_example
@@ -77,6 +80,47 @@ def test_process_that_dies_is_reported_and_not_waited_for() -> None:
     assert err == f"error: process {victim} ended early with status -9\n"
     assert "success" not in out
     assert all_gone([victim, other])
+
+
+# The digits.
+
+DIGITS = "digits/draw.py"
+
+
+def test_digits_are_those_of_the_documentation(tmp_path: Path) -> None:
+    path = tmp_path / "digits.png"
+    done = run_example(DIGITS, "--rows", "1", "--output", str(path))
+    assert done.returncode == 0, done.stderr
+    about, workers, session, difference, written, last = done.stdout.splitlines()
+    assert about == "<Master digits.onnx on cpu:0, cpu:1: ready>"
+    assert re.fullmatch(r"10 pictures, 50 steps of 20 rows: \d+\.\d\d s", workers)
+    assert re.fullmatch(r"One session, all cores, the same steps: \d+\.\d\d s", session)
+    assert float(difference.rpartition(": ")[2]) <= 1e-3
+    assert (written, last) == (f"Written: {path}", "=========== success ===========")
+    # The same noise draws the first row of the picture with eight.
+    drawn, documented = _gray(path), _gray(ROOT / "docs" / "digits.png")
+    assert documented.shape == (8 * 38 + 6, 10 * 38 + 6)
+    assert (
+        np.abs(documented[: len(drawn)] - drawn).max() <= 8
+    )  # of 255: other processors round otherwise
+    columns = drawn[:, 6:].reshape(len(drawn), 10, 38)
+    assert all(columns[:, i].min() < 64 for i in range(10))  # there is ink in each
+
+
+def _gray(path: Path) -> NDArray[np.int16]:
+    """A picture of 8 bits without filters, as the example writes it."""
+    data = path.read_bytes()
+    width, height = struct.unpack(">II", data[16:24])
+    start = data.index(b"IDAT")
+    (size,) = struct.unpack(">I", data[start - 4 : start])
+    lines = np.frombuffer(zlib.decompress(data[start + 4 : start + 4 + size]), np.uint8)
+    return lines.reshape(height, width + 1)[:, 1:].astype(np.int16)
+
+
+def test_digits_refuse_what_is_no_digit() -> None:
+    done = run_example(DIGITS, "--digits", "12a")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--digits: got '12a', expected digits, such as 2026" in done.stderr
 
 
 # The quick starts.
