@@ -15,7 +15,7 @@ REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3
 # Versions that fit each other: Optimum's package for ONNX Runtime takes no later one of transformers.
 DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 torch==2.13.0 transformers==4.57.6
 
-.PHONY: demo test test-thorough test-gpu test-mindspore test-ort-suite test-programs test-real-models check bench bench-gpu bench-peers bench-parts bench-programs bench-ranks faults soak fuzz docs clean format test-diffusers
+.PHONY: demo test test-thorough test-gpu test-mindspore test-ort-suite test-programs test-real-models check bench bench-gpu bench-peers bench-parts bench-programs bench-ranks faults soak fuzz docs clean format test-diffusers bench-memory
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -92,7 +92,6 @@ bench-peers: .venv-peers/installed
 	.venv-peers/bin/python benchmarks/page.py --only peers --write docs/benchmarks.md
 
 # What n sessions of one model take of the memory: the picture and the tables of docs/weights.md.
-.PHONY: bench-memory
 bench-memory: .venv/installed
 	$(BIN)/python benchmarks/processes_memory.py --write docs/weights.md --plot docs/processes_memory.svg
 
