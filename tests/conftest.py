@@ -18,6 +18,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False  # pytest's own processes would compile all tests
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# They need an environment of their own: `make test-ray`.
+collect_ignore = ["ray"]
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and so would the programs that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
