@@ -97,7 +97,9 @@ def embed(cluster: Cluster, nodes: int, rows: int) -> tuple[list[Batch], str]:
     )
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
-    context.wait_for_min_actors_s = 120  # else the first actor that is ready would take most of the data
+    context.wait_for_min_actors_s = (
+        120  # else the first actor that is ready would take most of the data
+    )
     victims = {node.node_id: node for node in cluster.worker_nodes}
     batches: list[Batch] = []
     done, killed = 0, ""
@@ -124,7 +126,9 @@ def largest_difference(batches: Sequence[Batch]) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--nodes", type=int, default=3, help="how many, of two CPUs each (%(default)s)")
+    parser.add_argument(
+        "--nodes", type=int, default=3, help="how many, of two CPUs each (%(default)s)"
+    )
     parser.add_argument("--rows", type=int, default=50_000, help="of the data set (%(default)s)")
     args = parser.parse_args(arguments)
     if args.nodes < 2 or args.rows < 10 * BLOCK_ROWS:
