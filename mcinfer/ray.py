@@ -33,7 +33,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mcinfer.config import Device, EngineOptions, parse_devices, share_cores
+from mcinfer.config import Device, EngineOptions, Parallel, parse_devices, share_cores
 from mcinfer.errors import ClosedError, InvalidInputError, MissingDependencyError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master, SerializableModel
@@ -170,15 +170,19 @@ class Predictor:
             model = ray.get(model)
         options = dict(self._options)
         devices = self._devices
+        parallel = options.get("parallel")
         cards, cpus = _assigned()
         if devices is None and cards:
             devices = cards
+        elif devices is None and isinstance(parallel, Parallel):
+            devices = parallel.devices
         engine = options.get("options", EngineOptions())
-        if cpus is not None and engine.cores is None:
-            chosen = parse_devices(devices, min(cpus, whole_cpus()))
+        if cpus and engine.cores is None:
+            whole = max(1, int(cpus))
+            chosen = parse_devices(devices, min(whole, whole_cpus()))
             if all(device.kind == "cpu" for device in chosen):
                 devices = [str(device) for device in chosen]
-                options["options"] = self._on_own_cores(chosen, cpus, engine)
+                options["options"] = self._on_own_cores(chosen, whole, engine)
         return Master(model, devices, **options)
 
     def _on_own_cores(
@@ -189,29 +193,35 @@ class Predictor:
         wanted = min(cpus, len(usable))
         own = self._cores.claim(usable, wanted)
         if own:
-            shares = share_cores(devices, own)
-            errors = [share for share in shares.values() if isinstance(share, InvalidInputError)]
-            if errors:
-                raise errors[0]
-            return replace(engine, cores=[share.cores for share in shares.values()])  # type: ignore[union-attr]
+            cores = []
+            for share in share_cores(devices, own).values():
+                if isinstance(share, InvalidInputError):
+                    raise share
+                cores.append(share.cores)
+            return replace(engine, cores=cores)
         _log.warning(
             "%d of the cores %s were wanted, and fewer are free: other actors have them, so the workers "
             "are not pinned. Ray counts more CPUs here than the machine has cores for",
             wanted,
             usable,
         )
+        config = dict(engine.session_config)
+        if self._options.get("engine", "onnxruntime") == "onnxruntime":
+            config.setdefault(
+                "session.intra_op.allow_spinning", "0"
+            )  # it would take cores of others
         return replace(
             engine,
             cores=[usable] * len(devices),
             threads=engine.threads or max(1, wanted // len(devices)),
-            session_config={"session.intra_op.allow_spinning": "0", **engine.session_config},
+            session_config=config,
         )
 
     def _watch_for_stall(self) -> None:
         """Warn if no batch can come, since actors hold all the CPUs that read tasks need."""
         _, cpus = _assigned()
         total = ray.cluster_resources().get("CPU", 0.0)
-        if cpus is not None and cpus >= total:
+        if cpus >= total:
             _log.warning("this actor has all %g CPUs of the cluster. %s", total, _STALL)
             return
         self._stall = threading.Timer(_PATIENCE, _check_for_stall)
@@ -323,9 +333,9 @@ class Predictor:
 
     def _called(self) -> None:
         """A call came, so nothing stalls."""
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
+        stall, self._stall = self._stall, None
+        if stall is not None:
+            stall.cancel()
 
 
 class ModelActor(Predictor):
@@ -360,13 +370,13 @@ def _in_actor() -> bool:
     return bool(ray.is_initialized()) and ray.get_runtime_context().get_actor_id() is not None
 
 
-def _assigned() -> tuple[list[str], int | None]:
-    """The cards that Ray assigned to this actor, and the number of CPUs; None outside, or without any."""
+def _assigned() -> tuple[list[str], float]:
+    """The cards that Ray assigned to this actor, and the number of CPUs; no card and 0 outside of actors."""
     if not _in_actor():
-        return [], None
+        return [], 0.0
     cards = assigned_cards(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
-    return cards, max(1, int(cpus)) if cpus else None
+    resources = ray.get_runtime_context().get_assigned_resources()
+    return cards, float(resources.get("CPU", 0.0))
 
 
 def assigned_cards(ids: Sequence[int | str], visible: str | None) -> list[str]:
@@ -492,10 +502,6 @@ class _Replica:
         """`Master.predict_async`, on one worker unless `shards` says otherwise: many requests run at once."""
         arguments.setdefault("outputs", self._outputs)
         return await self._actor.master.predict_async(inputs, shards=shards, **arguments)
-
-    def update_weights(self, weights: Mapping[str, ArrayLike]) -> int:
-        """`Master.update_weights`, for this replica."""
-        return self._actor.update_weights(weights)
 
     def check_health(self) -> None:
         """Serve calls it now and then, and replaces a replica that raises."""

@@ -141,6 +141,16 @@ def _claimants(core: int) -> list[int]:
     return [1] if f"@mcinfer-core-{core}\n" in Path("/proc/net/unix").read_text() else []
 
 
+def test_model_is_cut_over_the_cpus_of_an_actor(actor: MakeActor, tmp_path: Path) -> None:
+    path, _ = products_model(tmp_path / "small.onnx", side=64, layers=2)
+    cut = mcinfer.Parallel(tensor=2)
+    whole, ranks = actor(Actor, path), actor(Actor, path, parallel=cut, of_ray={"num_cpus": 2})
+    x = {"x": np.random.default_rng(3).random((4, 64), np.float32)}
+    first, second = ray.get([one.predict.remote(x) for one in (whole, ranks)], timeout=120)
+    np.testing.assert_allclose(first["y"], second["y"], atol=1e-4)
+    assert len(pids(ranks)) == 2
+
+
 def test_actor_with_gpus_takes_those(actor: MakeActor) -> None:
     one = actor(Actor, encoder(), of_ray={"num_gpus": 2})
     with pytest.raises(ray.exceptions.RayActorError, match="cuda:1"):
@@ -167,7 +177,7 @@ def test_actor_that_is_killed_leaves_no_worker(actor: MakeActor, way: str) -> No
 def test_actors_of_a_node_map_one_copy_of_the_weights(
     actor: MakeActor, tmp_path: Path, folders: Path
 ) -> None:
-    path, size = large_model(tmp_path / "large.onnx")
+    path, size = products_model(tmp_path / "large.onnx", side=2048, layers=16)
     actors = [actor(Actor, path) for _ in range(3)]
     x = {"x": np.ones((1, 2048), np.float32)}
     answers = ray.get([one.predict.remote(x) for one in actors], timeout=120)
@@ -181,26 +191,26 @@ def test_actors_of_a_node_map_one_copy_of_the_weights(
     assert sum(pss) < 2 * size
 
 
-def large_model(path: Path) -> tuple[Path, int]:
-    """A model of sixteen square products, and the bytes of its weights."""
+def products_model(path: Path, side: int, layers: int) -> tuple[Path, int]:
+    """A model of square products, and the bytes of its weights."""
     from onnx import TensorProto, helper, numpy_helper
 
     rng = np.random.default_rng(1)
     weights, nodes, last = [], [], "x"
-    for layer in range(16):
-        values = rng.standard_normal((2048, 2048), np.float32) / np.float32(45)
+    for layer in range(layers):
+        values = rng.standard_normal((side, side), np.float32) / np.float32(side**0.5)
         weights.append(numpy_helper.from_array(values, f"w{layer}"))
-        result = "y" if layer == 15 else f"h{layer}"
+        result = "y" if layer == layers - 1 else f"h{layer}"
         nodes.append(helper.make_node("MatMul", [last, f"w{layer}"], [result]))
         last = result
     x, y = (
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2048])
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", side])
         for name in ("x", "y")
     )
-    graph = helper.make_graph(nodes, "large", [x], [y], weights)
+    graph = helper.make_graph(nodes, "products", [x], [y], weights)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
     path.write_bytes(model.SerializeToString())
-    return path, 16 * 2048 * 2048 * 4
+    return path, layers * side * side * 4
 
 
 def _weight_files(pid: int, folder: Path) -> set[str]:

@@ -1,9 +1,12 @@
 """docs/ray.md, the example and the benchmark do what they say."""
 
+import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -11,7 +14,7 @@ import pytest
 import ray
 from ray import serve
 
-from tests.ray.conftest import ROOT
+from tests.ray.conftest import ROOT, wait_until
 
 PAGE = ROOT / "docs" / "ray.md"
 
@@ -36,15 +39,29 @@ def test_programs_of_the_page_run_one_after_another(
     ray.kill(names["actor"])
 
 
-def run_script(*command: str, timeout: float = 220.0) -> subprocess.CompletedProcess[str]:
+def run_script(*command: str) -> subprocess.CompletedProcess[str]:
     """A program with a cluster of its own; nothing of it may be left."""
-    before = {process.pid for process in psutil.process_iter()}
+    mark = {"MCINFER_TEST_SCRIPT": secrets.token_hex(8)}
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=timeout, check=False
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=220,
+        check=False,
+        env={**os.environ, **mark},
     )
-    left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
-    assert not [p for p in left if "ray" in " ".join(p.info["cmdline"] or [])]
+    wait_until(lambda: not _marked(mark))
     return done
+
+
+def _marked(mark: dict[str, str]) -> list[psutil.Process]:
+    """The processes that have this in their environment, as all that a program starts."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if mark.items() <= process.environ().items():
+                found.append(process)
+    return found
 
 
 def test_example_survives_the_death_of_a_node() -> None:
