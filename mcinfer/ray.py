@@ -1,0 +1,609 @@
+"""Masters in Ray's actors: for Ray Data, as an actor of its own, and for Ray Serve.
+
+::
+
+    node 1                                            node 2
+    ------                                            ------
+    actor (Ray's process) ─ Master ═► workers         actor ─ Master ═► workers
+    actor                 ─ Master ═► workers         actor ─ Master ═► workers
+              │                  │
+              │                  └ one copy of the weights on a node: the model cache's files
+              └ what Ray assigned: its GPUs, or as many cores as CPUs, claimed for it alone
+
+Ray places actors, moves arrays between nodes, and starts actors again; mcinfer runs a model on what Ray gave
+an actor. Ray counts CPUs and sets ``OMP_NUM_THREADS``, but ties no process to a core. So an actor *claims*
+cores: for each it binds a Unix socket of that core's name, which only one process of a machine can do. The
+kernel releases a claim when the process ends, however it ends, so no claim outlives its actor.
+
+An actor that ends, by Ray or by SIGKILL, takes the workers of its master with it.
+"""
+
+import json
+import logging
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from time import monotonic, sleep
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mcinfer.config import Device, EngineOptions, Parallel, parse_devices, share_cores
+from mcinfer.errors import ClosedError, InvalidInputError, MissingDependencyError
+from mcinfer.machine import whole_cpus
+from mcinfer.master import Master, SerializableModel
+from mcinfer.requests.request import Arrays, Inputs
+from mcinfer.sharding import Axes
+from mcinfer.statistics import Health, Statistics
+
+try:
+    import ray
+except ImportError as exc:
+    raise MissingDependencyError(
+        "mcinfer.ray needs the package ray: pip install 'mcinfer[ray]'"
+    ) from exc
+
+_log = logging.getLogger("mcinfer.ray")
+
+_PATIENCE = 10.0
+"""Seconds without a batch, after which an actor of Ray Data looks whether one can come."""
+
+_CONCURRENT_CALLS = 16
+"""How many calls an `Actor` answers at once, unless its options say otherwise."""
+
+_CORE = "\0mcinfer-core-{}"
+"""Name of the socket that claims a core. It is abstract (unix(7)), so there is no file to leave behind."""
+
+_TURN = "\0mcinfer-cores"
+"""Name of the socket that one process at a time has while it claims cores."""
+
+_TURN_SECONDS = 2.0
+"""How long to wait for a turn. Without one, two processes that claim at once may find too few cores free."""
+
+ModelSource: TypeAlias = str | os.PathLike[str] | bytes | SerializableModel | ray.ObjectRef
+"""What `Predictor` takes for a model."""
+
+
+class Predictor:
+    """A model for ``Dataset.map_batches``: dictionaries of arrays in, dictionaries of arrays out.
+
+    ::
+
+        dataset.map_batches(
+            mcinfer.ray.Predictor,
+            fn_constructor_args=("model.onnx",),
+            compute=ray.data.ActorPoolStrategy(size=2),
+            num_cpus=4,
+        )
+
+    In an actor of Ray, the master starts with the object. Elsewhere it starts with the first call, so a
+    program can try its predictor before it uses Ray. Pickling takes the arguments alone, without the master.
+
+    Args:
+        model: Path of the model on each node, the model as bytes or `onnx.ModelProto`, or what ``ray.put``
+            returned for its bytes: then no node needs the file.
+        devices: As in `Master`. None is what Ray assigned to the actor: ``cuda:i`` for its GPUs; else its
+            CPUs, in as many shares as `Master` would make of so many. Without either, all CPUs as in
+            `Master`. CPU devices share the cores that the actor claims, one for each whole CPU, at least
+            one; if too few are free on the machine, the workers are not pinned.
+        batch_axes: As in `Master`.
+        keep: Columns to pass on beside the outputs. None: those that are no inputs of the model.
+        outputs: Names of the outputs to return; None is all.
+        master_options: Further options of `Master`, by name. With ``options=EngineOptions(cores=...)``, no
+            core is claimed.
+
+    Raises:
+        InvalidInputError: An argument is invalid.
+        BuildError: The model cannot be loaded; ModelNotFoundError: There is no such file on this node.
+    """
+
+    _warns_of_stalls = True
+
+    def __init__(
+        self,
+        model: ModelSource,
+        devices: int | str | Sequence[int | str] | None = None,
+        *,
+        batch_axes: Axes | None = None,
+        keep: Sequence[str] | None = None,
+        outputs: Sequence[str] | None = None,
+        **master_options: Any,
+    ) -> None:
+        self._keep = _names("keep", keep)
+        self._outputs = _names("outputs", outputs)
+        self._model = model
+        self._devices = devices
+        self._options = {"batch_axes": batch_axes, **master_options}
+        if not isinstance(master_options.get("options", EngineOptions()), EngineOptions):
+            raise InvalidInputError(
+                f"options: got {type(master_options['options']).__name__}, expected EngineOptions"
+            )
+        self._prepare()
+        if _in_actor():
+            self._start()
+
+    def _prepare(self) -> None:
+        """Set up what is not pickled."""
+        self._lock = threading.Lock()
+        self._master: Master | None = None
+        self._closed = False
+        self._cores = _Cores()
+        self._stall: threading.Timer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("_keep", "_outputs", "_model", "_devices", "_options")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+    # Life.
+
+    @property
+    def master(self) -> Master:
+        """The master, which this starts if it was not. `ClosedError` after `close`."""
+        return self._master or self._start()
+
+    def _start(self) -> Master:
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the predictor is closed")
+            if self._master is None:
+                try:
+                    self._master = self._new_master().start()
+                except BaseException:
+                    self._cores.release()
+                    raise
+                if self._warns_of_stalls and _in_actor():
+                    self._watch_for_stall()
+            return self._master
+
+    def _new_master(self) -> Master:
+        model = self._model
+        if isinstance(model, ray.ObjectRef):
+            model = ray.get(model)
+        options = dict(self._options)
+        devices = self._devices
+        parallel = options.get("parallel")
+        cards, cpus = _assigned()
+        if devices is None and cards:
+            devices = cards
+        elif devices is None and isinstance(parallel, Parallel):
+            devices = parallel.devices
+        engine = options.get("options", EngineOptions())
+        if cpus and engine.cores is None:
+            whole = max(1, int(cpus))
+            chosen = parse_devices(devices, min(whole, whole_cpus()))
+            if all(device.kind == "cpu" for device in chosen):
+                devices = [str(device) for device in chosen]
+                options["options"] = self._on_own_cores(chosen, whole, engine)
+        return Master(model, devices, **options)
+
+    def _on_own_cores(
+        self, devices: Sequence[Device], cpus: int, engine: EngineOptions
+    ) -> EngineOptions:
+        """The options of the engine, with the cores that this actor claims; they stay its own."""
+        usable = sorted(os.sched_getaffinity(0))
+        wanted = min(cpus, len(usable))
+        own = self._cores.claim(usable, wanted)
+        if own:
+            cores = []
+            for share in share_cores(devices, own).values():
+                if isinstance(share, InvalidInputError):
+                    raise share
+                cores.append(share.cores)
+            return replace(engine, cores=cores)
+        _log.warning(
+            "%d of the cores %s were wanted, and fewer are free: other actors have them, so the workers "
+            "are not pinned. Ray counts more CPUs here than the machine has cores for",
+            wanted,
+            usable,
+        )
+        config = dict(engine.session_config)
+        if self._options.get("engine", "onnxruntime") == "onnxruntime":
+            config.setdefault(
+                "session.intra_op.allow_spinning", "0"
+            )  # it would take cores of others
+        return replace(
+            engine,
+            cores=[usable] * len(devices),
+            threads=engine.threads or max(1, wanted // len(devices)),
+            session_config=config,
+        )
+
+    def _watch_for_stall(self) -> None:
+        """Warn if no batch can come, since actors hold all the CPUs that read tasks need."""
+        _, cpus = _assigned()
+        total = ray.cluster_resources().get("CPU", 0.0)
+        if cpus >= total:
+            _log.warning("this actor has all %g CPUs of the cluster. %s", total, _STALL)
+            return
+        self._stall = threading.Timer(_PATIENCE, _check_for_stall)
+        self._stall.daemon = True
+        self._stall.start()
+
+    def close(self) -> None:
+        """End the workers, and give the cores back. Safe to call again.
+
+        Nothing must call it: what ends the actor, or collects this object, ends the workers.
+        """
+        with self._lock:
+            self._closed = True
+            self._called()
+            try:
+                if self._master is not None:
+                    self._master.close()
+            finally:
+                self._cores.release()
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Requests.
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Run a batch of Ray Data, split over all workers.
+
+        Args:
+            batch: By column, an array with a row for each row of the batch, as ``batch_format="numpy"``
+                gives. Columns named as the model's inputs are its inputs. They are read where Ray has them
+                (in its object store, read-only), and copied once, into shared memory.
+
+        Returns:
+            The outputs, and the columns to keep: arrays by name, which the caller owns.
+
+        Raises:
+            InvalidInputError: A column is missing, does not fit the model, or has the name of an output; an
+                output has no row for each row of the batch.
+            McinferError: As `Master.predict`.
+        """
+        self._called()
+        master = self.master
+        if not isinstance(batch, Mapping):
+            raise InvalidInputError(
+                f"batch: got {type(batch).__name__}, expected arrays by column, as "
+                "map_batches(..., batch_format='numpy') gives"
+            )
+        inputs = {spec.name: batch[spec.name] for spec in master.inputs if spec.name in batch}
+        kept = [name for name in batch if name not in inputs] if self._keep is None else self._keep
+        names = [spec.name for spec in master.outputs]
+        for name in kept:
+            if name not in batch:
+                raise InvalidInputError(f"keep: got {name!r}, expected some of {[*batch]}")
+            if name in (names if self._outputs is None else self._outputs):
+                raise InvalidInputError(
+                    f"column {name!r} has the name of an output: rename it, or leave it out with keep="
+                )
+        rows = len(next(iter(batch.values()), ()))
+        answer = master.predict(inputs, outputs=self._outputs)
+        for name, array in answer.items():
+            if array.shape[:1] != (rows,):
+                raise InvalidInputError(
+                    f"output {name!r} has the shape {array.shape}, expected a row for each of the {rows} "
+                    "of the batch: leave it out with outputs="
+                )
+        return {**{name: batch[name] for name in kept}, **answer}
+
+    def predict(
+        self,
+        inputs: Inputs,
+        *,
+        timeout: float | None = None,
+        batch_axes: Axes | None = None,
+        output_axes: Axes | None = None,
+        shards: int | None = None,
+        priority: int = 0,
+        outputs: Sequence[str] | None = None,
+    ) -> Arrays:
+        """`Master.predict`. Nothing but inputs is accepted, and nothing but outputs comes back."""
+        self._called()
+        return self.master.predict(
+            inputs,
+            timeout=timeout,
+            batch_axes=batch_axes,
+            output_axes=output_axes,
+            shards=shards,
+            priority=priority,
+            outputs=self._outputs if outputs is None else outputs,
+        )
+
+    def update_weights(
+        self, weights: Mapping[str, ArrayLike], *, timeout: float | None = None
+    ) -> int:
+        """`Master.update_weights`, for this actor. Other actors keep their weights."""
+        return self.master.update_weights(weights, timeout=timeout)
+
+    def health(self) -> Health:
+        """`Master.health`; it asks no worker."""
+        return self.master.health()
+
+    def statistics(self) -> Statistics:
+        """`Master.statistics`."""
+        return self.master.statistics()
+
+    def _called(self) -> None:
+        """A call came, so nothing stalls."""
+        stall, self._stall = self._stall, None
+        if stall is not None:
+            stall.cancel()
+
+
+class ModelActor(Predictor):
+    """What `Actor` makes remote: it may wait for calls as long as it likes."""
+
+    _warns_of_stalls = False
+
+
+Actor: Any = ray.remote(num_cpus=1, max_concurrency=_CONCURRENT_CALLS)(ModelActor)
+"""`Predictor` as an actor: `predict`, `health`, `statistics`, `update_weights`, `close`, all ``.remote``.
+
+::
+
+    actor = mcinfer.ray.Actor.options(num_cpus=4).remote("model.onnx")
+    answer = ray.get(actor.predict.remote({"image": images}))
+
+It has one CPU and answers 16 calls at once, unless ``options`` says otherwise. Calls that are under way at
+once may be answered in any order: wait for `update_weights` before calls that need the new weights.
+"""
+
+
+# What Ray assigned.
+
+_STALL = (
+    "Ray Data's tasks, which read the data, wait for a CPU for ever if actors have them all: give the actors "
+    "fewer (num_cpus=), or make fewer actors"
+)
+
+
+def _in_actor() -> bool:
+    """Whether this process is an actor of Ray's; it does not connect to Ray."""
+    return bool(ray.is_initialized()) and ray.get_runtime_context().get_actor_id() is not None
+
+
+def _assigned() -> tuple[list[str], float]:
+    """The cards that Ray assigned to this actor, and the number of CPUs; no card and 0 outside of actors."""
+    if not _in_actor():
+        return [], 0.0
+    cards = assigned_cards(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    resources = ray.get_runtime_context().get_assigned_resources()
+    return cards, float(resources.get("CPU", 0.0))
+
+
+def assigned_cards(ids: Sequence[int | str], visible: str | None) -> list[str]:
+    """The devices that GPU ids of Ray's mean in this process.
+
+    ``cuda:i`` counts what ``CUDA_VISIBLE_DEVICES`` leaves. Ray sets that to the ids that it assigned, unless
+    ``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES`` forbids it.
+
+    Args:
+        ids: As `ray.get_gpu_ids` returns them: numbers of GPUs, or words of the variable; in any order.
+        visible: The variable; None if it is not set.
+
+    Raises:
+        InvalidInputError: An id is none of the variable's words.
+    """
+    words = None if visible is None else [word.strip() for word in visible.split(",")]
+    indices = []
+    for given in map(str, ids):
+        if words is None and given.isdecimal():
+            indices.append(int(given))
+        elif words is not None and given in words:
+            indices.append(words.index(given))
+        else:
+            raise InvalidInputError(
+                f"devices: Ray assigned GPU {given}, which CUDA_VISIBLE_DEVICES={visible!r} hides"
+            )
+    return [f"cuda:{index}" for index in sorted(indices)]
+
+
+def _check_for_stall() -> None:
+    """Warn if there is no CPU left for tasks that read data."""
+    with suppress(Exception):  # Ray may be shutting down
+        if ray.available_resources().get("CPU", 0.0) < 1:
+            _log.warning(
+                "no batch came in %g s, and the cluster has no CPU free. %s", _PATIENCE, _STALL
+            )
+
+
+class _Cores:
+    """The cores that this process has claimed on this machine, for as long as it lives."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+        weakref.finalize(self, _close_all, self._sockets)
+
+    def claim(self, usable: Sequence[int], count: int) -> tuple[int, ...]:
+        """So many of the cores, neighbours if possible; none if fewer are free."""
+        turn = self._wait_for_turn()
+        try:
+            neighbours = [usable[i : i + count] for i in range(0, len(usable) - count + 1, count)]
+            for cores in (*neighbours, usable):
+                own = []
+                for core in cores:
+                    if self._bind(core):
+                        own.append(core)
+                    if len(own) == count:
+                        return tuple(own)
+                self.release()
+            return ()
+        finally:
+            turn.close()
+
+    def _wait_for_turn(self) -> socket.socket:
+        turn = socket.socket(socket.AF_UNIX)
+        deadline = monotonic() + _TURN_SECONDS
+        while monotonic() < deadline:
+            try:
+                turn.bind(_TURN)
+                break
+            except OSError:
+                sleep(0.005)
+        return turn
+
+    def _bind(self, core: int) -> bool:
+        claimed = socket.socket(socket.AF_UNIX)
+        try:
+            claimed.bind(_CORE.format(core))
+        except OSError:  # another process has it
+            claimed.close()
+            return False
+        self._sockets.append(claimed)
+        return True
+
+    def release(self) -> None:
+        """Give them back."""
+        _close_all(self._sockets)
+
+
+def _close_all(sockets: list[socket.socket]) -> None:
+    while sockets:
+        sockets.pop().close()
+
+
+def _names(argument: str, names: Sequence[str] | None) -> tuple[str, ...] | None:
+    """A list of names, checked."""
+    if names is None:
+        return None
+    listed = isinstance(names, Sequence) and not isinstance(names, (str, bytes))
+    if not listed or not all(isinstance(name, str) for name in names):
+        raise InvalidInputError(f"{argument}: got {names!r}, expected a list of names")
+    return tuple(names)
+
+
+# Ray Serve.
+
+
+class _Replica:
+    """A replica of a deployment; arguments as of `Predictor`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._actor = ModelActor(*arguments, **options)
+        self._outputs = options.get("outputs")
+
+    async def __call__(self, request: Any) -> Any:
+        """A request of HTTP, or a mapping of arrays by a handle."""
+        from starlette.requests import Request
+
+        if isinstance(request, Request):  # which is a mapping, too
+            return await self._answer_http(request)
+        return await self.predict(request)
+
+    async def predict(self, inputs: Inputs, *, shards: int | None = 1, **arguments: Any) -> Arrays:
+        """`Master.predict_async`, on one worker unless `shards` says otherwise: many requests run at once."""
+        arguments.setdefault("outputs", self._outputs)
+        return await self._actor.master.predict_async(inputs, shards=shards, **arguments)
+
+    def check_health(self) -> None:
+        """Serve calls it now and then, and replaces a replica that raises."""
+        health = self._actor.health()
+        if health.state in ("failed", "closed"):
+            raise ClosedError(str(health))
+
+    def __del__(self) -> None:
+        """Serve calls it before it ends a replica."""
+        actor = getattr(self, "_actor", None)
+        if actor is not None:
+            actor.close()
+
+    async def _answer_http(self, request: Any) -> Any:
+        from starlette.responses import Response
+
+        def answer(content: object, status: int = 200) -> Any:
+            text = json.dumps(content, allow_nan=False)
+            return Response(text, status_code=status, media_type="application/json")
+
+        try:
+            inputs = self._from_json(await request.body())
+            outputs = await self.predict(inputs)
+        except InvalidInputError as exc:
+            return answer({"error": str(exc)}, 400)
+        try:
+            return answer({"outputs": {name: _to_json(array) for name, array in outputs.items()}})
+        except (TypeError, ValueError) as exc:
+            return answer({"error": f"an output has a value that JSON has not: {exc}"}, 500)
+
+    def _from_json(self, body: bytes) -> dict[str, Any]:
+        try:
+            content = json.loads(body)
+        except ValueError as exc:
+            raise InvalidInputError(f"body: got {len(body)} bytes that are no JSON: {exc}") from exc
+        given = content.get("inputs") if isinstance(content, dict) else None
+        if not isinstance(given, dict):
+            raise InvalidInputError('body: expected JSON such as {"inputs": {"x": [[1.0, 2.0]]}}')
+        dtypes = {spec.name: spec.dtype for spec in self._actor.master.inputs}
+        for name in given:
+            if name not in dtypes:
+                raise InvalidInputError(f"inputs: got {name!r}, expected some of {[*dtypes]}")
+        return {name: _from_json(name, value, dtypes[name]) for name, value in given.items()}
+
+
+def _from_json(name: str, value: object, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A tensor from nested lists; no fraction is cut off, and no number becomes a Boolean."""
+    try:
+        found = np.asarray(value)
+        if found.size and (found.dtype.kind, dtype.kind) in _LOSSY:
+            raise InvalidInputError(f"input {name!r}: got {found.dtype} values, expected {dtype}")
+        return np.asarray(value, dtype=dtype)
+    except (ValueError, TypeError, OverflowError) as exc:
+        if isinstance(exc, InvalidInputError):
+            raise
+        raise InvalidInputError(f"input {name!r}: expected lists of {dtype}: {exc}") from exc
+
+
+_LOSSY = {("f", "i"), ("f", "u"), ("f", "b"), ("i", "b"), *(("U", kind) for kind in "iufb")}
+"""Kinds of dtypes that NumPy would convert all the same."""
+
+
+def _to_json(array: NDArray[Any]) -> Any:
+    plain = array.dtype.kind in "biufOU"
+    return (array if plain else array.astype(np.float64)).tolist()
+
+
+def deployment(
+    model: ModelSource,
+    devices: int | str | Sequence[int | str] | None = None,
+    *,
+    batch_axes: Axes | None = None,
+    outputs: Sequence[str] | None = None,
+    serve_options: Mapping[str, Any] | None = None,
+    **master_options: Any,
+) -> Any:
+    """A model as an application of Ray Serve: ``serve.run(mcinfer.ray.deployment("model.onnx"))``.
+
+    Each replica is an actor with a master. It runs a request whole on one worker, many requests at once;
+    with ``max_batch_size=`` it joins them. A request is either a mapping of arrays, by a handle
+    (``handle.remote({"x": x})``), or HTTP with a body such as ``{"inputs": {"x": [[1.0, 2.0]]}}``, which is
+    answered by ``{"outputs": {"y": [[…]]}}``, or by status 400 and ``{"error": …}``.
+
+    Args:
+        model: As in `Predictor`.
+        devices: As in `Predictor`: None is what Ray assigned to the replica.
+        batch_axes: As in `Master`.
+        outputs: Names of the outputs to return; None is all.
+        serve_options: Options of the deployment by name, such as ``num_replicas``, ``autoscaling_config``,
+            or ``ray_actor_options={"num_cpus": 4}``.
+        master_options: As in `Predictor`.
+
+    Raises:
+        MissingDependencyError: Ray Serve is not installed.
+    """
+    try:
+        from ray import serve
+    except ImportError as exc:
+        raise MissingDependencyError(
+            "mcinfer.ray.deployment needs Ray Serve: pip install 'mcinfer[ray]'"
+        ) from exc
+    chosen = {"name": "mcinfer", **(serve_options or {})}
+    return serve.deployment(**chosen)(_Replica).bind(
+        model, devices, batch_axes=batch_axes, outputs=outputs, **master_options
+    )

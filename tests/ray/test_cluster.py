@@ -1,0 +1,279 @@
+"""Actors of Ray, Ray Data and Ray Serve with `mcinfer.ray`."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from numpy.typing import NDArray
+
+import mcinfer.ray
+from mcinfer import InvalidInputError
+from mcinfer.examples import encoder
+from mcinfer.ray import Actor, Predictor
+from tests.ray.conftest import CPUS, IMAGES, is_alive, pids, wait_until
+
+MakeActor = Callable[..., Any]
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def logged(logs: Path) -> str:
+    """What Ray's processes wrote to their error output."""
+    return "\n".join(
+        path.read_text("utf-8", "replace") for path in sorted(logs.glob("worker-*.err"))
+    )
+
+
+# Ray Data.
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("given", ["path", "reference"])
+def test_dataset_passes_through_predictors(expected: NDArray[np.float32], given: str) -> None:
+    model = ray.put(Path(encoder()).read_bytes()) if given == "reference" else encoder()
+    items = [{"id": i, "image": image} for i, image in enumerate(IMAGES)]
+    dataset = ray.data.from_items(items, override_num_blocks=3).map_batches(
+        Predictor,
+        fn_constructor_args=(model,),
+        batch_size=8,
+        compute=ray.data.ActorPoolStrategy(size=2),
+        num_cpus=1,
+    )
+    rows = sorted(dataset.take_all(), key=lambda row: row["id"])
+    assert [row["id"] for row in rows] == [*range(24)]
+    assert {*rows[0]} == {"id", "embedding"}
+    np.testing.assert_allclose([row["embedding"] for row in rows], expected, atol=1e-5)
+
+
+def test_actor_with_all_cpus_warns_that_ray_data_stalls(cluster: Path, actor: MakeActor) -> None:
+    kind = ray.remote(Predictor)
+    ray.get(actor(kind, encoder(), of_ray={"num_cpus": CPUS}).health.remote(), timeout=60)
+    wait_until(
+        lambda: f"this actor has all {CPUS} CPUs of the cluster. Ray Data's" in logged(cluster)
+    )
+
+
+def test_actors_that_hold_all_cpus_without_a_batch_warn(cluster: Path, actor: MakeActor) -> None:
+    kind = ray.remote(Predictor)
+    half = {"num_cpus": CPUS / 2}
+    waiting = [actor(kind, encoder(), of_ray=half) for _ in range(2)]
+    ray.get([one.health.remote() for one in waiting], timeout=60)
+    wait_until(lambda: "no batch came in 10 s, and the cluster has no CPU free" in logged(cluster))
+
+
+# Actors.
+
+
+def test_actor_answers_and_tells_its_health(
+    actor: MakeActor, expected: NDArray[np.float32]
+) -> None:
+    one = actor(Actor, encoder())
+    answer = ray.get(one.predict.remote({"image": IMAGES}), timeout=60)
+    np.testing.assert_allclose(answer["embedding"], expected, atol=1e-5)
+    assert ray.get(one.health.remote(), timeout=60).state == "ready"
+    with pytest.raises(InvalidInputError, match=r"missing \['image'\]"):
+        ray.get(one.predict.remote({"picture": IMAGES}), timeout=60)
+
+
+def test_actor_is_asked_for_its_health_during_a_run(actor: MakeActor, tmp_path: Path) -> None:
+    model = tmp_path / "model.json"
+    model.write_text(
+        '{"inputs": [["x", "float32", ["n", 2]]], "outputs": [["y", "float32", ["n", 2], '
+        '{"from": "x"}]], "when": {"-1": "sleep:3600"}}'
+    )
+    one = actor(Actor, model, engine="fake", verify="never")
+    ray.get(one.health.remote(), timeout=60)
+    slow = one.predict.remote({"x": np.full((1, 2), -1, np.float32)}, timeout=300.0)
+    wait_until(lambda: ray.get(one.statistics.remote(), timeout=60).workers[0].state == "busy")
+    assert ray.get(one.health.remote(), timeout=60).state == "ready"
+    ready, _ = ray.wait([slow], timeout=0)
+    assert not ready
+
+
+def test_weights_of_an_actor_are_replaced(actor: MakeActor, tmp_path: Path) -> None:
+    model = tmp_path / "model.json"
+    model.write_text(
+        '{"inputs": [["x", "float32", ["n", 2]]], "weights": [["w", "float32", [2], 1.0]], '
+        '"outputs": [["y", "float32", ["n", 2], {"from": "x", "add": "w"}]]}'
+    )
+    options = mcinfer.EngineOptions(variable_weights=["w"])
+    one = actor(Actor, model, engine="fake", verify="never", options=options)
+    x = {"x": np.zeros((1, 2), np.float32)}
+    assert ray.get(one.predict.remote(x), timeout=60)["y"].tolist() == [[1, 1]]
+    five = {"w": np.full(2, 5, np.float32)}
+    assert ray.get(one.update_weights.remote(five), timeout=60) == 1
+    assert ray.get(one.predict.remote(x), timeout=60)["y"].tolist() == [[5, 5]]
+
+
+def test_actors_are_pinned_to_cores_of_their_own_until_none_is_left(
+    cluster: Path, actor: MakeActor
+) -> None:
+    count = min(len(CORES), CPUS)
+    pinned = [actor(Actor, encoder()) for _ in range(count)]
+    found = [psutil.Process(*pids(one)).cpu_affinity() for one in pinned]
+    if len(CORES) <= CPUS:
+        assert sorted(found) == [[core] for core in CORES]
+    else:
+        assert len({core for (core,) in found}) == count
+    if count < CPUS:
+        (pid,) = pids(actor(Actor, encoder()))
+        assert psutil.Process(pid).cpu_affinity() == CORES
+        wait_until(lambda: "fewer are free: other actors have them" in logged(cluster))
+    ray.kill(pinned[0])
+    (core,) = found[0]
+    wait_until(lambda: not any(is_alive(pid) for pid in _claimants(core)))
+    (pid,) = pids(actor(Actor, encoder()))
+    assert psutil.Process(pid).cpu_affinity() == [core]
+
+
+def _claimants(core: int) -> list[int]:
+    """A process that has a claim, by whether its socket is still there (proc_net(5)); 1 stands for it."""
+    return [1] if f"@mcinfer-core-{core}\n" in Path("/proc/net/unix").read_text() else []
+
+
+def test_model_is_cut_over_the_cpus_of_an_actor(actor: MakeActor, tmp_path: Path) -> None:
+    path, _ = products_model(tmp_path / "small.onnx", side=64, layers=2)
+    cut = mcinfer.Parallel(tensor=2)
+    whole, ranks = actor(Actor, path), actor(Actor, path, parallel=cut, of_ray={"num_cpus": 2})
+    x = {"x": np.random.default_rng(3).random((4, 64), np.float32)}
+    first, second = ray.get([one.predict.remote(x) for one in (whole, ranks)], timeout=120)
+    np.testing.assert_allclose(first["y"], second["y"], atol=1e-4)
+    assert len(pids(ranks)) == 2
+
+
+def test_actor_with_gpus_takes_those(actor: MakeActor) -> None:
+    one = actor(Actor, encoder(), of_ray={"num_gpus": 2})
+    with pytest.raises(ray.exceptions.RayActorError, match="cuda:1"):
+        ray.get(one.health.remote(), timeout=120)
+
+
+@pytest.mark.parametrize("way", ["ray.kill", "SIGKILL"])
+def test_actor_that_is_killed_leaves_no_worker(actor: MakeActor, way: str) -> None:
+    one = actor(Actor, encoder(), devices=2, of_ray={"num_cpus": 2})
+    workers = pids(one)
+    assert len(workers) == 2
+    assert all(map(is_alive, workers))
+    (parent,) = {psutil.Process(pid).ppid() for pid in workers}
+    if way == "ray.kill":
+        ray.kill(one)
+    else:
+        os.kill(parent, signal.SIGKILL)
+    wait_until(lambda: not any(is_alive(pid) for pid in [parent, *workers]))
+
+
+# Weights.
+
+
+def test_actors_of_a_node_map_one_copy_of_the_weights(
+    actor: MakeActor, tmp_path: Path, folders: Path
+) -> None:
+    path, size = products_model(tmp_path / "large.onnx", side=2048, layers=16)
+    actors = [actor(Actor, path) for _ in range(3)]
+    x = {"x": np.ones((1, 2048), np.float32)}
+    answers = ray.get([one.predict.remote(x) for one in actors], timeout=120)
+    np.testing.assert_array_equal(answers[0]["y"], answers[2]["y"])
+    workers = [pid for one in actors for pid in pids(one)]
+    assert len(workers) == 3
+    mapped = [_weight_files(pid, folders) for pid in workers]
+    assert mapped[0]
+    assert mapped[0] == mapped[1] == mapped[2]
+    pss = [_pss(pid) for pid in workers]
+    assert sum(pss) < 2 * size
+
+
+def products_model(path: Path, side: int, layers: int) -> tuple[Path, int]:
+    """A model of square products, and the bytes of its weights."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    rng = np.random.default_rng(1)
+    weights, nodes, last = [], [], "x"
+    for layer in range(layers):
+        values = rng.standard_normal((side, side), np.float32) / np.float32(side**0.5)
+        weights.append(numpy_helper.from_array(values, f"w{layer}"))
+        result = "y" if layer == layers - 1 else f"h{layer}"
+        nodes.append(helper.make_node("MatMul", [last, f"w{layer}"], [result]))
+        last = result
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", side])
+        for name in ("x", "y")
+    )
+    graph = helper.make_graph(nodes, "products", [x], [y], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    path.write_bytes(model.SerializeToString())
+    return path, layers * side * side * 4
+
+
+def _weight_files(pid: int, folder: Path) -> set[str]:
+    """The files of the model cache that a process has mapped, by inode and name (proc_pid_maps(5))."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {" ".join(line.split()[4:]) for line in lines if str(folder / "cache") in line}
+
+
+def _pss(pid: int) -> int:
+    found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+# Ray Serve.
+
+
+@pytest.mark.usefixtures("cluster")
+def test_deployment_answers_handles_and_http(expected: NDArray[np.float32]) -> None:
+    from ray import serve
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    try:
+        app = mcinfer.ray.deployment(
+            encoder(), max_batch_size=4, serve_options={"ray_actor_options": {"num_cpus": 2}}
+        )
+        handle = serve.run(app)
+        answers = [handle.remote({"image": IMAGES[i : i + 2]}) for i in range(0, 24, 2)]
+        found = np.concatenate([one.result(timeout_s=60)["embedding"] for one in answers])
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        whole = handle.predict.remote({"image": IMAGES}, shards=2).result(timeout_s=60)
+        np.testing.assert_allclose(whole["embedding"], expected, atol=1e-5)
+        with pytest.raises(InvalidInputError, match=r"missing \['image'\]"):
+            handle.remote({"picture": IMAGES}).result(timeout_s=60)
+        status, content = _post(port, {"inputs": {"image": IMAGES[:3].tolist()}})
+        assert status == 200
+        np.testing.assert_allclose(content["outputs"]["embedding"], expected[:3], atol=1e-5)
+        for body, words in BAD:
+            status, content = _post(port, body)
+            assert status == 400, content
+            assert re.search(words, content["error"])
+    finally:
+        serve.shutdown()
+
+
+BAD = [
+    (b"{", "body: got 1 bytes that are no JSON"),
+    ([1], "body: expected JSON such as"),
+    ({"inputs": {"picture": []}}, r"inputs: got 'picture', expected some of \['image'\]"),
+    ({"inputs": {"image": [["a"]]}}, "input 'image': got <U1 values, expected float32"),
+    ({"inputs": {"image": [[1], [1, 2]]}}, "input 'image': expected lists of float32"),
+    ({"inputs": {"image": [[1.0]]}}, "image"),
+    ({"inputs": {}}, r"missing \['image'\]"),
+]
+
+
+def _post(port: int, body: object) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("POST", "/", body if isinstance(body, bytes) else json.dumps(body))
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()

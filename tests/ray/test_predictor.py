@@ -1,0 +1,220 @@
+"""`mcinfer.ray.Predictor` outside of Ray, and what it makes of what Ray assigns."""
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import mcinfer.ray
+from mcinfer import ClosedError, EngineOptions, InvalidInputError
+from mcinfer.examples import encoder
+from mcinfer.ray import Predictor, _Cores, assigned_cards
+from tests.ray.conftest import IMAGES, ROOT
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Iterator[Predictor]:
+    with Predictor(encoder(), 2) as predictor:
+        yield predictor
+
+
+# Batches.
+
+
+def test_batch_becomes_outputs_and_the_columns_that_are_no_inputs(
+    predictor: Predictor, expected: NDArray[np.float32]
+) -> None:
+    images, names = IMAGES.copy(), np.array([f"image {i}" for i in range(24)])
+    images.flags.writeable = False  # as Ray's object store has them
+    answer = predictor({"name": names, "image": images})
+    assert [*answer] == ["name", "embedding"]
+    np.testing.assert_allclose(answer["embedding"], expected, atol=1e-5)
+    assert answer["name"] is names
+
+
+def test_columns_to_keep_are_those_that_were_asked_for() -> None:
+    with Predictor(encoder(), 1, keep=["image"], outputs=["embedding"]) as predictor:
+        answer = predictor({"name": np.arange(24), "image": IMAGES})
+        assert [*answer] == ["image", "embedding"]
+        with pytest.raises(
+            InvalidInputError, match=r"keep: got 'image', expected some of \['name'"
+        ):
+            predictor({"name": np.arange(24)})
+
+
+def test_batch_of_no_rows_has_outputs_of_no_rows(predictor: Predictor) -> None:
+    answer = predictor({"id": np.arange(0), "image": IMAGES[:0]})
+    assert answer["embedding"].shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"picture": IMAGES}, r"missing \['image'\]"),
+        ({"image": IMAGES[:, :2]}, "image"),
+        (
+            {"image": IMAGES, "embedding": np.arange(24)},
+            "column 'embedding' has the name of an output",
+        ),
+        ([IMAGES], "batch: got list, expected arrays by column"),
+    ],
+)
+def test_batch_that_does_not_fit_is_named(
+    predictor: Predictor, batch: dict[str, NDArray[Any]], words: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        predictor(batch)
+
+
+def test_output_without_rows_is_named(tmp_path: Path) -> None:
+    model = tmp_path / "model.json"
+    model.write_text(
+        '{"inputs": [["x", "float32", ["n", 2]]], "outputs": '
+        '[["y", "float32", ["n", 2], {"from": "x"}], ["total", "float32", [1, 2], {"from": "x"}]]}'
+    )
+    options: dict[str, Any] = {"engine": "fake", "verify": "never", "batch_axes": {"x": None}}
+    batch = {"x": np.ones((1, 2), np.float32), "id": np.arange(1)}
+    with Predictor(model, 1, **options) as predictor:
+        assert predictor(batch)["total"].shape == (1, 2)
+    with (
+        Predictor(model, 1, **options, outputs=["y"]) as predictor,
+        pytest.raises(
+            InvalidInputError, match=r"output 'y' has the shape \(1, 2\), expected a row"
+        ),
+    ):
+        predictor({"id": np.arange(3), "x": np.ones((1, 2), np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"keep": "image"}, "keep: got 'image', expected a list of names"),
+        ({"outputs": [1]}, r"outputs: got \[1\], expected a list of names"),
+        ({"options": {}}, "options: got dict, expected EngineOptions"),
+    ],
+)
+def test_argument_that_does_not_fit_is_named(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        Predictor("model.onnx", **arguments)  # type: ignore[arg-type]
+
+
+# Its life.
+
+
+def test_predictor_starts_with_the_first_call_and_is_pickled_without_its_master() -> None:
+    first = Predictor(encoder(), 1, keep=[])
+    assert first._master is None
+    assert [*first({"image": IMAGES, "id": np.arange(24)})] == ["embedding"]
+    second = pickle.loads(pickle.dumps(first))  # noqa: S301
+    assert second._master is None
+    assert [*second({"image": IMAGES, "id": np.arange(24)})] == ["embedding"]
+    first.close()
+    first.close()
+    second.close()
+    with pytest.raises(ClosedError, match="the master is closed"):
+        first({"image": IMAGES})
+
+
+def test_predictor_outside_of_ray_does_not_start_ray() -> None:
+    code = (
+        "import ray, mcinfer.ray; from mcinfer.examples import encoder\n"
+        "with mcinfer.ray.Predictor(encoder(), 1): print(ray.is_initialized())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == "False\n"
+
+
+# GPUs.
+
+
+@pytest.mark.parametrize(
+    ("ids", "visible", "devices"),
+    [
+        ([], None, []),
+        ([1, 0], None, ["cuda:0", "cuda:1"]),
+        ([3], "3", ["cuda:0"]),
+        (["2", "5"], "5,2", ["cuda:0", "cuda:1"]),
+        (["6"], "4, 6", ["cuda:1"]),
+        (["GPU-8a"], "GPU-77,GPU-8a", ["cuda:1"]),
+    ],
+)
+def test_gpus_of_ray_are_counted_among_the_visible_ones(
+    ids: list[int | str], visible: str | None, devices: list[str]
+) -> None:
+    assert assigned_cards(ids, visible) == devices
+
+
+@pytest.mark.parametrize(("ids", "visible"), [([1], "0"), (["GPU-8a"], None), ([0], "")])
+def test_gpu_that_this_process_cannot_see_is_named(
+    ids: list[int | str], visible: str | None
+) -> None:
+    with pytest.raises(InvalidInputError, match=f"Ray assigned GPU {ids[0]}, which CUDA_VISIBLE"):
+        assigned_cards(ids, visible)
+
+
+# Cores. These are beyond any machine's, so that no process claims them in earnest.
+
+CORES = range(90000, 90006)
+
+
+def test_claimed_cores_are_neighbours_and_no_other_claim_gets_them() -> None:
+    first, second, third, fourth = _Cores(), _Cores(), _Cores(), _Cores()
+    assert first.claim(CORES, 2) == (90000, 90001)
+    assert second.claim(CORES, 3) == (90003, 90004, 90005)
+    assert third.claim(CORES, 2) == ()
+    assert third.claim(CORES, 1) == (90002,)
+    first.release()
+    second.release()
+    assert fourth.claim(CORES, 5) == (90000, 90001, 90003, 90004, 90005)
+    for one in (third, fourth):
+        one.release()
+
+
+def test_cores_of_a_killed_process_are_free() -> None:
+    code = f"from mcinfer.ray import _Cores; c = _Cores(); print(c.claim({[*CORES]}, 6)); input()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, cwd=ROOT) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline().startswith("(90000")
+        own = _Cores()
+        assert own.claim(CORES, 1) == ()
+        other.kill()
+        other.wait(timeout=30)
+        assert own.claim(CORES, 1) == (90000,)
+        own.release()
+
+
+def test_cores_of_a_forgotten_claim_are_free() -> None:
+    forgotten = _Cores()
+    forgotten.claim(CORES, 6)
+    del forgotten
+    own = _Cores()
+    assert own.claim(CORES, 6)
+    own.release()
+
+
+# Stalls.
+
+
+@pytest.mark.usefixtures("cluster")
+def test_stall_is_not_suspected_where_ray_has_free_cpus(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "mcinfer.ray"):
+        mcinfer.ray._check_for_stall()
+    assert not caplog.records
+
+
+def test_given_cores_are_used_and_none_is_claimed() -> None:
+    cores = sorted(os.sched_getaffinity(0))[:1]
+    with Predictor(encoder(), 1, options=EngineOptions(cores=[cores])) as predictor:
+        assert predictor({"image": IMAGES})["embedding"].shape == (24, 64)
+        assert not predictor._cores._sockets
