@@ -124,7 +124,7 @@ class Planner:
     def request(
         self,
         inputs: Inputs,
-        pieces: int,
+        pieces: int | sharding.Shares,
         known: Known | None,
         timeout: float,
         *,
@@ -136,7 +136,7 @@ class Planner:
 
         Args:
             inputs: By name, or in the model's order.
-            pieces: Most shards.
+            pieces: Most shards, or the rows of each worker.
             known: How to cut it; None is whole.
             timeout: Seconds to wait for memory.
             joinable: Whether a request of one shard may join one run with others.
@@ -323,7 +323,7 @@ class Planner:
     def _card_request(
         self,
         arrays: list[Any],
-        pieces: int,
+        pieces: int | sharding.Shares,
         known: Known | None,
         timeout: float,
         card_timeout: float,
@@ -389,7 +389,7 @@ class Planner:
         self,
         key: Hashable,
         shapes: tuple[tuple[int, ...], ...],
-        pieces: int,
+        pieces: int | sharding.Shares,
         known: Known | None,
         borrowed: Collection[int] = (),
     ) -> Plan:
