@@ -31,6 +31,12 @@ TOLERANCE = 0.05
 PROBE_INTERVAL = 5.0
 """Seconds without a measure after which a worker gets a row, to be measured again."""
 
+SUDDEN = 1.25
+"""A measure that is off by more than this factor counts as if it were off by that, unless it comes again."""
+
+CONFIRMED = 3
+"""After so many of these in a row, all too fast or all too slow, the average starts anew."""
+
 _PROBE_PART = 0.05
 """The most that such rows may take of a worker's time."""
 
@@ -56,21 +62,21 @@ class Balance:
         self._pieces = pieces
         self._serving: tuple[int, ...] = ()
         self._speeds: dict[int, float] = {}
-        self._measures = [0] * workers
+        self._rates: dict[int, float] = {}
+        self._measures = [0] * workers  # that the average is made of
+        self._sudden = [0] * workers  # in a row: too fast, or as a negative number too slow
         self._measured = [-math.inf] * workers  # when
         self._learned = 0.0  # when anything was
         self._seconds = [0.0] * workers  # of the last run
-        self._pace = 0.0  # rows a second of a worker of speed 1
 
     def rows_per_second(self, worker: int) -> float | None:
-        """The worker's speed in rows of late requests; None if it was not measured yet."""
-        speed = self._speeds.get(worker)
-        return None if speed is None else speed * self._pace
+        """The worker's rows a second in late requests; None if it was not measured yet."""
+        return self._rates.get(worker)
 
     def seconds(self, worker: int, rows: int) -> float:
         """How long a run of so many rows is likely to take there; 0 if it was not measured yet."""
-        speed = self.rows_per_second(worker)
-        return rows / speed if speed else 0.0
+        rate = self._rates.get(worker)
+        return rows / rate if rate else 0.0
 
     def serve(self, workers: Sequence[int]) -> None:
         """These workers take requests from now on, and no others; in ascending order."""
@@ -84,22 +90,45 @@ class Balance:
     def learn(self, runs: Mapping[int, tuple[int, float]], now: float) -> None:
         """A request was answered; by worker, the rows that it ran and the seconds of its runs."""
         rates = {w: rows / max(seconds, _SHORTEST) for w, (rows, seconds) in runs.items()}
-        known = [worker for worker in rates if worker in self._speeds]
+        known = [self._speeds[worker] for worker in rates if worker in self._speeds]
         if known:
-            pace = sum(rates[w] for w in known) / sum(self._speeds[w] for w in known)
-        else:
-            pace = self._pace or sum(rates.values()) / len(rates)
-        self._pace += (pace - self._pace) / (AVERAGED if self._pace else 1)
+            pace = sum(rates[w] for w in rates if w in self._speeds) / sum(known)
+        else:  # those that are new are together as fast as others
+            pace = sum(rates.values()) / len(rates) / self._usual([*self._speeds.values()])
         for worker, rate in rates.items():
-            if self._is_stale(worker):  # what was before counts no more than this
-                self._measures[worker] = min(self._measures[worker], 1)
-            self._measures[worker] = count = min(self._measures[worker] + 1, AVERAGED)
-            before = self._speeds.get(worker, 0.0)
-            self._speeds[worker] = before + (rate / pace - before) / count
+            count = self._average(worker, rate / pace)
+            usual = self._rates.get(worker, rate)
+            self._rates[worker] = usual + (rate - usual) / count
             self._measured[worker] = now
             self._seconds[worker] = runs[worker][1]
         self._learned = now
         self._publish()
+
+    def _average(self, worker: int, speed: float) -> int:
+        """Take a measure into the worker's average; of how many that is made now."""
+        before = self._speeds.get(worker)
+        if before is None:
+            before = speed
+        elif self._is_stale(worker):  # what was before counts no more than this
+            self._measures[worker] = 1
+            self._sudden[worker] = 0
+        else:
+            side = (speed > before * SUDDEN) - (speed * SUDDEN < before)
+            row = self._sudden[worker]
+            row = row + side if side * row > 0 else side
+            if abs(row) < CONFIRMED:
+                speed = min(max(speed, before / SUDDEN), before * SUDDEN)
+            else:
+                self._measures[worker] = row = 0
+            self._sudden[worker] = row
+        self._measures[worker] = count = min(self._measures[worker] + 1, AVERAGED)
+        self._speeds[worker] = before + (speed - before) / count
+        return count
+
+    @staticmethod
+    def _usual(speeds: Sequence[float]) -> float:
+        """What to expect of a worker that was not measured."""
+        return sum(speeds) / len(speeds) if speeds else 1.0
 
     def _is_stale(self, worker: int) -> bool:
         """Whether others were measured for long, and it was not."""
@@ -113,7 +142,7 @@ class Balance:
         if len(serving) < 2 or not known:
             self.shares = None
             return
-        usual = sum(known) / len(known)
+        usual = self._usual(known)
         speeds = [self._speeds.get(worker, usual) for worker in serving]
         total = sum(speeds)
         weights = tuple(speed / total for speed in speeds)

@@ -155,8 +155,10 @@ class ShardQueue:
         members = self._members(item)
         for member in members:
             self._remove(member)
-        passes_over = oldest is not None and oldest.waiting
-        self._passed_over[worker] = passed_over + 1 if passes_over else 0
+        if oldest is not None and oldest.waiting:
+            self._passed_over[worker] = passed_over + 1
+        elif passed_over:
+            self._passed_over.pop(worker, None)
         return tuple(member.shard for member in members)
 
     def next_due(self) -> float:
