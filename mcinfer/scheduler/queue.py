@@ -162,8 +162,11 @@ class ShardQueue:
         return tuple(member.shard for member in members)
 
     def next_due(self) -> float:
-        """When a held shard becomes due; infinite without one."""
-        while self._dues and not self._dues[0][2].waiting:
+        """When a held shard becomes due, or one that is meant for a worker a stray; infinite without one."""
+        while self._dues:
+            item = self._dues[0][2]
+            if item.waiting and (item.join is not None or item.meant is not None):
+                break
             heapq.heappop(self._dues)
         return self._dues[0][0] if self._dues else math.inf
 
