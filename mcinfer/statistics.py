@@ -202,6 +202,7 @@ class ShardTrace:
         sent: When it was last sent, to this worker.
         answered: When the master received the worker's answer.
         run_seconds: Time of the engine's own run; for joined requests, that of the joint run.
+        rows: Rows of the piece, counted as those of the request.
     """
 
     shard: int
@@ -212,6 +213,7 @@ class ShardTrace:
     sent: float
     answered: float
     run_seconds: float
+    rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

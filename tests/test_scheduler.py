@@ -1276,6 +1276,7 @@ class Pools(RuleBasedStateMachine):
         for run in trace.shards:
             assert trace.queued <= run.sent <= run.answered <= trace.settled
             assert run.attempts == asked.given[run.shard]
+            assert run.rows == asked.rows[run.shard]
             assert run.run_seconds == min(asked.replies[run.shard].seconds, run.answered - run.sent)
 
     def check_build_or_exit(self, worker: int, message: Message) -> None:

@@ -777,8 +777,10 @@ class Scheduler:
         entry.answered[shard] = True
         entry.unanswered -= 1
         if self._keeps_runs:
-            attempts = entry.attempts[shard]
-            entry.runs.append((shard, w.index, w.device, w.pid, attempts, run.sent, now, seconds))
+            attempts, rows = entry.attempts[shard], entry.rows[shard]
+            entry.runs.append(
+                (shard, w.index, w.device, w.pid, attempts, run.sent, now, seconds, rows)
+            )
         if not entry.unanswered:
             if self._balance is not None:
                 self._learn_speeds(self._balance, entry, now)
@@ -801,9 +803,9 @@ class Scheduler:
     def _learn_speeds(self, balance: Balance, entry: Entry, now: float) -> None:
         """Learn from an answered request how fast its workers are; one worker alone shows nothing."""
         found: dict[int, tuple[int, float]] = {}
-        for shard, worker, *_, seconds in entry.runs:
-            rows, before = found.get(worker, (0, 0.0))
-            found[worker] = rows + entry.rows[shard], before + seconds
+        for _, worker, *_, seconds, rows in entry.runs:
+            before = found.get(worker, (0, 0.0))
+            found[worker] = before[0] + rows, before[1] + seconds
         if len(found) > 1:
             balance.learn(found, now)
 
@@ -841,9 +843,11 @@ class Scheduler:
                 entry.answered[shard] = True
                 entry.unanswered -= 1
                 if self._keeps_runs:
-                    attempts = entry.attempts[shard]
                     entry.runs.append(
-                        (shard, w.index, w.device, w.pid, attempts, run.sent, now, seconds)
+                        (
+                            *(shard, w.index, w.device, w.pid, entry.attempts[shard]),
+                            *(run.sent, now, seconds, entry.rows[shard]),
+                        )
                     )
                 if entry.unanswered:
                     continue
