@@ -69,10 +69,10 @@ def test_shard_that_waited_long_goes_to_a_worker_without_other_work_alone() -> N
     queue.add(shard(1), 9, meant=Meant(worker=0, until=1.0))
     queue.add(shard(2), 0)
     queue.add(shard(3), 0, meant=Meant(worker=1, until=LATER))
-    assert queue.take(2.0, worker=1) == (shard(2),)
-    assert queue.take(2.0, worker=1) == (shard(3),)
-    assert queue.take(2.0, worker=1, ahead=True) == ()
-    assert queue.take(2.0, worker=1) == (shard(1),)
+    assert queue.take(2.0, worker=1, strays=True) == (shard(2),)
+    assert queue.take(2.0, worker=1, strays=True) == (shard(3),)
+    assert queue.take(2.0, worker=1) == ()
+    assert queue.take(2.0, worker=1, strays=True) == (shard(1),)
 
 
 def test_shards_of_a_worker_that_is_gone_go_to_any() -> None:
@@ -180,12 +180,12 @@ class Queues(RuleBasedStateMachine):
         due = any(join.due <= self.now for join in group)
         return not due and sum(join.rows for join in group) < MAX_ROWS
 
-    def free(self, worker: int | None) -> dict[ShardId, _Waiting]:
-        """Those that a worker may have: strays too, if there are no others."""
+    def free(self, worker: int | None, *, strays: bool) -> dict[ShardId, _Waiting]:
+        """Those that a worker may have: strays, if there are no others."""
         free = {s: item for s, item in self.waiting.items() if not self.held(item)}
         own = {s: item for s, item in free.items() if item.may_go_to(worker)}
-        strays = {s: i for s, i in free.items() if i.meant and i.meant.until <= self.now}
-        return own or strays
+        late = {s: i for s, i in free.items() if i.meant and i.meant.until <= self.now}
+        return own or (late if strays else {})
 
     def oldest(self, worker: int | None) -> ShardId | None:
         """Of those that were never taken, are not held, and not meant for another."""
@@ -193,9 +193,9 @@ class Queues(RuleBasedStateMachine):
         free = {s: i for s, i in free.items() if not self.held(i) and i.may_go_to(worker)}
         return min(free, key=lambda s: free[s].place, default=None)
 
-    def check(self, run: tuple[ShardId, ...], worker: int | None) -> None:
+    def check(self, run: tuple[ShardId, ...], worker: int | None, *, strays: bool) -> None:
         """Fail unless this is a run that may go now."""
-        free = self.free(worker)
+        free = self.free(worker, strays=strays)
         if not run:
             assert not free, "a shard waits that is not held"
             return
@@ -255,16 +255,20 @@ class Queues(RuleBasedStateMachine):
             if item.may_go_to(worker):
                 item.meant = None
 
-    @rule(count=st.integers(1, 12), workers=st.lists(st.integers(0, 2), min_size=1, max_size=3))
-    def take(self, count: int, workers: list[int]) -> None:
+    @rule(
+        count=st.integers(1, 12),
+        workers=st.lists(st.integers(0, 2), min_size=1, max_size=3),
+        strays=st.booleans(),
+    )
+    def take(self, count: int, workers: list[int], strays: bool) -> None:
         for i in range(count):
             worker = workers[i % len(workers)] if self.queue.lanes else None
             oldest = self.oldest(worker)
-            run = self.queue.take(self.now, worker=worker)
+            run = self.queue.take(self.now, worker=worker, strays=strays)
             for item in self.waiting.values():
                 item.seen_due |= self.due_of(item) <= self.now
             assert all(member in self.waiting for member in run), "lost before, or taken twice"
-            self.check(run, worker)
+            self.check(run, worker, strays=strays)
             for member in run:
                 del self.waiting[member]
             self.taken += run
@@ -326,7 +330,7 @@ class Queues(RuleBasedStateMachine):
         self.now = math.inf
         while self.waiting:
             before = len(self.waiting)
-            self.take(1, [0])
+            self.take(1, [0], True)
             assert len(self.waiting) < before
         assert self.queue.take(self.now) == ()
         assert not self.queue._groups

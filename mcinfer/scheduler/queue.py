@@ -129,21 +129,26 @@ class ShardQueue:
                 self._push(item)
 
     def take(
-        self, now: float, *, ahead: bool = False, worker: int | None = None
+        self,
+        now: float,
+        *,
+        ahead: bool = False,
+        worker: int | None = None,
+        strays: bool = False,
     ) -> tuple[ShardId, ...]:
         """Take the shards of the next run; none while all that wait are held, or meant for others.
 
         Args:
             now: The time.
-            ahead: Whether the run would wait behind another: shards that were taken before do not, nor do
-                strays.
+            ahead: Whether the run would wait behind another: shards that were taken before do not.
             worker: The index of the worker that is to run it, which gets what is meant for it, too; None
                 while `lanes` is empty.
+            strays: Whether it may have a stray, if it may have nothing else.
         """
         self._look_at_the_clock(now)
         item = self._first()
         if self.lanes:
-            item = self._first_for(worker, item, ahead=ahead)
+            item = self._first_for(worker, item, strays=strays)
         if item is None:
             return ()
         oldest = self._oldest(worker)
@@ -208,14 +213,14 @@ class ShardQueue:
                 self._groups[item.join.key].off_heap.append(item)
         return None
 
-    def _first_for(self, worker: int | None, first: _Item | None, *, ahead: bool) -> _Item | None:
+    def _first_for(self, worker: int | None, first: _Item | None, *, strays: bool) -> _Item | None:
         """The first of what a worker may have, where `first` is that of what any may have."""
         lane = () if worker is None else self.lanes.get(worker)
         if lane and (first is None or lane[0][:2] < (-first.priority, first.place)):
             return lane[0][2]
         while self._strays and not (self._strays[0][2].waiting and self._strays[0][2].meant):
             heapq.heappop(self._strays)
-        if first is None and self._strays and not ahead:
+        if first is None and self._strays and strays:
             return self._strays[0][2]
         return first
 

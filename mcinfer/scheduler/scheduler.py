@@ -206,10 +206,15 @@ class RequestTable:
         return entry
 
     def take_run(
-        self, now: float, *, ahead: bool = False, worker: int | None = None
+        self,
+        now: float,
+        *,
+        ahead: bool = False,
+        worker: int | None = None,
+        strays: bool = False,
     ) -> tuple[ShardId, ...]:
         """Take the shards of the next run off the queue, as `ShardQueue.take`; none if none may go."""
-        members = self.queue.take(now, ahead=ahead, worker=worker)
+        members = self.queue.take(now, ahead=ahead, worker=worker, strays=strays)
         for number, shard in members:
             entry = self.entries[number]
             entry.outstanding += 1
@@ -578,18 +583,32 @@ class Scheduler:
         if not queue.items:
             return actions
         if queue.lanes:
-            for index in [*queue.lanes]:
-                if not self.workers[index].serves:
-                    queue.free(index)
+            actions += self._give_meant(now)
         for w in self.workers:
-            if w.is_free and not w.runs:
-                members = self.table.take_run(now, worker=w.index if queue.lanes else None)
-                if not members and not queue.lanes:
+            if w.is_free and not w.runs and not queue.lanes:
+                members = self.table.take_run(now)
+                if not members:
                     return actions
-                if members:
-                    actions.append(self._give(w, members, now))
+                actions.append(self._give(w, members, now))
         if self.table.queue and (self._overlaps or not self._joins):
             actions += self._give_ahead(now)
+        return actions
+
+    def _give_meant(self, now: float) -> list[Action]:
+        """Give queued shards to ready workers while some are meant for one worker."""
+        actions: list[Action] = []
+        queue = self.table.queue
+        for index in [*queue.lanes]:
+            if not self.workers[index].serves:
+                queue.free(index)
+        # Workers for which none waits go first, so that others keep theirs; strays are for what is left.
+        order = sorted(self.workers, key=lambda w: w.index in queue.lanes)
+        for strays in (False, True):
+            for w in order:
+                if w.is_free and not w.runs:
+                    members = self.table.take_run(now, worker=w.index, strays=strays)
+                    if members:
+                        actions.append(self._give(w, members, now))
         return actions
 
     def _give(self, w: Worker, members: tuple[ShardId, ...], now: float) -> Action:
@@ -692,9 +711,9 @@ class Scheduler:
         if self.table.in_flight >= limits.queue or limits.queue_bytes is not None:
             return None
         if meant:
-            chosen = [self.workers[index] for index in meant]
-            if not all(self._takes(w, now) for w in {*chosen}) or len({*chosen}) < count:
+            if not self._may_have(meant, now):
                 return None
+            chosen = [self.workers[index] for index in meant]
         elif count == 1:
             best = None
             least = MAX_RUNS
@@ -721,6 +740,16 @@ class Scheduler:
             w.runs.append(Run(((number, shard),), now))
             w.conversation.begin_run(number, shard)
         return chosen
+
+    def _may_have(self, meant: Sequence[int], now: float) -> bool:
+        """Whether workers can have the shards that are meant for them at once, one each."""
+        balance = self._balance
+        return (
+            balance is not None
+            and len({*meant}) == len(meant)
+            and all(self._takes(self.workers[index], now) for index in meant)
+            and all(balance.rows_per_second(index) is not None for index in meant)
+        )
 
     def _choose(self, count: int, now: float) -> list[Worker]:
         """The workers that `dispatch` would give so many shards to; fewer if they have no more room."""
