@@ -63,10 +63,11 @@ bench: .venv/installed
 bench-peers: .venv-peers/installed
 	.venv-peers/bin/python benchmarks/page.py --only peers --write docs/benchmarks.md
 
-# What single parts cost: docs/benchmark_parts.md.
+# What single parts cost: docs/benchmark_parts.md; rows by measured speed: the table of docs/splitting.md.
 bench-parts: .venv/installed
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/runner.py
+	$(BIN)/python benchmarks/balance.py --write docs/splitting.md
 	mkdir -p build
 	$(BIN)/python benchmarks/weights.py --plot build/weights_memory.svg
 

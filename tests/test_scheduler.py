@@ -1546,7 +1546,7 @@ class Pools(RuleBasedStateMachine):
             asked.meant = tuple((number + i) % count for i in range(shards))
             asked.event = self.events + 1
             asked.patience = {
-                i: self.now + LONG_WAIT * balance.seconds(worker, 2)
+                i: self.now + LONG_WAIT * balance.seconds(worker, 2 * asked.meant.count(worker))
                 for i, worker in enumerate(asked.meant)
             }
         self.requests[number] = asked

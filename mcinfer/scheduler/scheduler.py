@@ -75,7 +75,9 @@ LONG_RUN = 5 * SHORT_RUN  # seconds after which the runs behind a run also go el
 KILLED_ENDS = 10.0  # seconds that a killed process may take to end
 UNBOUNDED_RUN = 600.0  # seconds for a cancelled run without a deadline
 MAX_ATTEMPTS = 8  # runs of a shard that are answered as cancelled, though they were not
-LONG_WAIT = 2.0  # times what its run takes, that a shard waits for the worker that it is meant for
+LONG_WAIT = 2.0
+"""Times what a worker needs for its part of a request, for which a shard waits for it."""
+
 _FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
 
 
@@ -405,16 +407,18 @@ class Scheduler:
         due = called + min(self._max_delay, timeout / 2)
         joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
         for shard in range(len(rows)):
-            waits = self._meant(meant[shard], rows[shard], now) if meant else None
+            waits = self._meant(meant[shard], rows, meant, now) if meant else None
             self.table.queue.add((request, shard), priority, joinable, waits)
         return self.dispatch(now)
 
-    def _meant(self, worker: int, rows: int, now: float) -> Meant | None:
-        """For which worker a shard waits, and until when."""
+    def _meant(
+        self, worker: int, rows: Sequence[int], meant: Sequence[int], now: float
+    ) -> Meant | None:
+        """That a shard waits for this worker, and until when: the worker may run others of it before."""
         if self._balance is None or not self.workers[worker].serves:
             return None
-        seconds = self._balance.seconds(worker, rows)
-        return Meant(worker=worker, until=now + LONG_WAIT * seconds)
+        own = sum(part for part, other in zip(rows, meant, strict=True) if other == worker)
+        return Meant(worker=worker, until=now + LONG_WAIT * self._balance.seconds(worker, own))
 
     def check_room(self, size: int) -> None:
         """Raise `QueueFullError` unless a request with so many bytes of tensors can be accepted now."""
