@@ -59,7 +59,7 @@ class Case:
     Attributes:
         text: In words.
         busy: Processes that keep the core of worker 1 busy.
-        nice: The priority of worker 1: 0 is the usual one, higher ones are lower.
+        nice: By how much the nice value of worker 1 is higher, so that its priority is lower.
     """
 
     text: str
@@ -70,7 +70,7 @@ class Case:
 CASES = (
     Case(text="nothing"),
     Case(text="two busy processes on its core", busy=2),
-    Case(text=f"one, and worker 1 has nice {_NICE}", busy=1, nice=_NICE),
+    Case(text=f"one, and the worker's nice value is higher by {_NICE}", busy=1, nice=_NICE),
 )
 
 
@@ -145,7 +145,7 @@ def measure(model: Path, case: Case, rounds: int) -> dict[BalanceKind, Found]:
             assert pid is not None
             cores = os.sched_getaffinity(pid)
             for thread in os.listdir(f"/proc/{pid}/task") if case.nice else ():
-                os.setpriority(os.PRIO_PROCESS, int(thread), case.nice)
+                os.setpriority(os.PRIO_PROCESS, int(thread), os.nice(0) + case.nice)
             ways[balance] = partial(master.predict, {"x": batch})
         stack.enter_context(busy(min(cores), case.busy))
         for way in ways.values():
