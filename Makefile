@@ -99,10 +99,11 @@ bench-peers: .venv-peers/installed
 bench-memory: .venv/installed
 	$(BIN)/python benchmarks/processes_memory.py --write docs/weights.md --plot docs/processes_memory.svg
 
-# What single parts cost: docs/benchmark_parts.md.
+# What single parts cost: docs/benchmark_parts.md; rows by measured speed: the table of docs/splitting.md.
 bench-parts: .venv/installed
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/runner.py
+	$(BIN)/python benchmarks/balance.py --write docs/splitting.md
 	mkdir -p build
 	$(BIN)/python benchmarks/weights.py --plot build/weights_memory.svg
 

@@ -28,6 +28,9 @@ PROVIDERS: tuple[ProviderKind, ...] = get_args(ProviderKind)
 TransportKind = Literal["zeromq", "socketpair"]
 TRANSPORTS: tuple[TransportKind, ...] = get_args(TransportKind)
 
+BalanceKind = Literal["even", "measured"]
+BALANCES: tuple[BalanceKind, ...] = get_args(BalanceKind)
+
 
 @dataclass(frozen=True, slots=True)
 class Device:

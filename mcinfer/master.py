@@ -24,8 +24,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mcinfer.config import (
+    BALANCES,
     CARD_KINDS,
     TRANSPORTS,
+    BalanceKind,
     CoreShare,
     Device,
     EngineOptions,
@@ -59,7 +61,8 @@ from mcinfer.requests.request import Arrays, Inputs, Request, pick
 from mcinfer.requests.splitting import Known, Splitter, Verify
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.runtime.loop import Loop
-from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
+from mcinfer.scheduler.balance import Balance
+from mcinfer.sharding import Axes, JoinError, SaidAxes, Shares, Split
 from mcinfer.specs import ModelDescription, ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.statistics import Health, Statistics, TraceHook
 from mcinfer.validators import TensorFields
@@ -120,6 +123,8 @@ class Master:
         parallel: Over how many devices to cut the model itself, for one that does not fit a device: each
             device gets a slice of its weights, and a group of devices answers a request together. It needs
             the package onnx (``pip install 'mcinfer[onnx]'``). None: every device has the whole model.
+        balance: How many rows of a batch each worker gets. ``"even"``: all the same. ``"measured"``: by the
+            moving average of its rows a second, for devices of unequal speed.
         transport: What carries messages; tensors lie in shared memory with both. ``"zeromq"``: one socket
             for all workers. ``"socketpair"``: a pair of Unix sockets for each worker, without ZeroMQ's
             threads.
@@ -146,6 +151,7 @@ class Master:
         output_axes: Axes | None = None,
         verify: Verify = "first",
         parallel: Parallel | None = None,
+        balance: BalanceKind = "even",
         transport: TransportKind = "zeromq",
     ) -> None:
         self._timeouts = timeouts
@@ -171,9 +177,13 @@ class Master:
             raise InvalidInputError(
                 f"verify: got {verify!r}, expected 'first', 'always' or 'never'"
             )
-        if not isinstance(transport, str) or transport not in TRANSPORTS:
-            expected = " or ".join(map(repr, TRANSPORTS))
-            raise InvalidInputError(f"transport: got {transport!r}, expected {expected}")
+        for name, word, words in (
+            ("balance", balance, BALANCES),
+            ("transport", transport, TRANSPORTS),
+        ):
+            if not isinstance(word, str) or word not in words:
+                expected = " or ".join(map(repr, words))
+                raise InvalidInputError(f"{name}: got {word!r}, expected {expected}")
         self._verify: Verify = verify
         self._said = _said(batch_axes, output_axes)
         check_count("max_batch_size", max_batch_size, 1)
@@ -232,6 +242,9 @@ class Master:
             )
         groups = [builds[i : i + cut.ranks] for i in range(0, len(builds), cut.ranks)]
         memory = self._limits.memory_bytes or usable_memory() // 2
+        # A pipeline is idle in part while its first and its last pieces pass, so it gets many.
+        self._pieces = 1 if cut.pipeline == 1 else _PIECES_OF_A_STAGE * cut.pipeline
+        self._balance = Balance(len(groups), self._pieces) if balance == "measured" else None
         try:
             self._loop = Loop(
                 groups,
@@ -243,13 +256,12 @@ class Master:
                 max_delay=max_delay,
                 trace=trace,
                 transport=transport,
+                balance=self._balance,
             )
         except OSError as exc:  # no descriptor is left
             raise BuildError(f"no pool can be opened: {exc}") from exc
         self._devices = [build.device for build in builds]
         self._workers = len(groups)
-        # A pipeline is idle in part while its first and its last pieces pass, so it gets many.
-        self._pieces = 1 if cut.pipeline == 1 else _PIECES_OF_A_STAGE * cut.pipeline
         self._engine = engine
         self._identity = ""
         self._splitters: dict[str, Splitter] = {}
@@ -510,8 +522,8 @@ class Master:
             timeout: Seconds until `PredictTimeoutError`; None is `Timeouts.predict`.
             batch_axes: As in `Master`, for this call. It overrides the master's, name by name.
             output_axes: As in `Master`, for this call, likewise.
-            shards: Most pieces to cut the batch into; None is one for each worker that serves; 1 runs it
-                whole on one worker, as `submit` does.
+            shards: Most pieces to cut the batch into, evenly; None is one for each worker that serves, as
+                `Master(balance=)` says; 1 runs it whole on one worker, as `submit` does.
             priority: Among requests that wait for a worker, higher priorities go first. At most seven runs
                 in a row pass over a waiting request.
             outputs: Names of the outputs to return; None is all. The model computes all of them in any case.
@@ -889,8 +901,11 @@ class Master:
             check_seconds("timeout", timeout)
         start = monotonic()
         joins = pieces == 1
+        shares = None
         if pieces is None:
             pieces = self._pieces * max(1, self._loop.serving)
+            if self._balance is not None:
+                shares = self._balance.shares
         else:
             check_count("shards", pieces, 1)
         splitter = self._splitter
@@ -908,6 +923,7 @@ class Master:
             priority,
             outputs,
             card,
+            shares,
         )
 
     def _output_card(self, outputs_on: str, outputs: Sequence[str] | None) -> CardMemory:
@@ -976,7 +992,9 @@ class Master:
         """Answer a request by a whole run, and learn from it."""
 
         def split_run(known: Known) -> Arrays:
-            in_pieces = replace(call, known=known, pieces=pieces, outputs=None, outputs_on=None)
+            in_pieces = replace(
+                call, known=known, pieces=pieces, shares=None, outputs=None, outputs_on=None
+            )
             return self._submit(in_pieces).result()
 
         pieces = max(2, call.pieces)  # as many as later requests have
@@ -1040,10 +1058,11 @@ class Master:
         pieces = call.pieces if known.settled else 1
         if pieces > 1 and not known.splits:
             call.splitter.warn_if_whole()
+        shares = call.shares if pieces > 1 else None
         joinable = call.joins and known.splits and not call.apart
         request = planner.request(
             call.inputs,
-            pieces,
+            shares or pieces,
             None if call.apart else known,
             memory_wait,
             joinable=joinable,
@@ -1073,6 +1092,7 @@ class _Call:
 
     Attributes:
         pieces: Most shards that it is cut into.
+        shares: What each worker is to get of it; None if all are to get the same.
         joins: Whether it may go in one run with others.
         start: When the call came; `timeout` seconds count from then on.
         outputs_on: The card for the outputs; None is the host.
@@ -1091,6 +1111,7 @@ class _Call:
     priority: int
     outputs: Sequence[str] | None
     outputs_on: CardMemory | None = None
+    shares: Shares | None = None
     apart: bool = False
     traced: bool = True
 
@@ -1123,6 +1144,7 @@ class _CheckRuns:
         call = replace(
             self._call,
             pieces=1,
+            shares=None,
             outputs=None,
             outputs_on=None,
             start=start,

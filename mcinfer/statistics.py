@@ -101,6 +101,8 @@ class WorkerStatistics:
         last_error: Why it last died or failed; empty if it never did.
         rank: Its place in its group, if the model is cut over several devices (`mcinfer.Parallel`). The
             ranks of a group run and restart together, so they have the same counts.
+        rows_per_second: With ``balance="measured"``, the moving average of the rows that it answers in a
+            second of its runs, by which it gets rows; None without, and before the first split batch.
     """
 
     index: int
@@ -115,6 +117,7 @@ class WorkerStatistics:
     providers: tuple[str, ...]
     last_error: str
     rank: int = 0
+    rows_per_second: float | None = None
 
 
 CardWay = Literal["in_place", "copied", "through_host"]
@@ -199,6 +202,7 @@ class ShardTrace:
         sent: When it was last sent, to this worker.
         answered: When the master received the worker's answer.
         run_seconds: Time of the engine's own run; for joined requests, that of the joint run.
+        rows: Rows of the piece, counted as those of the request.
     """
 
     shard: int
@@ -209,6 +213,7 @@ class ShardTrace:
     sent: float
     answered: float
     run_seconds: float
+    rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ def shard(index: int, called: float, pid: int | None = 77) -> ShardTrace:
         sent=called + 0.2 + index * 0.01,
         answered=called + 0.6 + index * 0.01,
         run_seconds=0.375,
+        rows=4,
     )
 
 
@@ -102,6 +103,7 @@ def test_stages_follow_each_other_within_the_request_and_say_what_ran_where(
     first, second = (span.attributes or {} for span in spans["mcinfer.run"])
     assert first == {
         "mcinfer.shard.index": 0,
+        "mcinfer.shard.rows": 4,
         "mcinfer.shard.attempts": 1,
         "mcinfer.worker.index": 1,
         "mcinfer.worker.device": "cpu:1",

@@ -63,10 +63,12 @@ from mcinfer.scheduler.actions import (
     StartWorker,
     WorkersRestarted,
 )
+from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import (
     KILLED_ENDS,
     LONG_RUN,
+    LONG_WAIT,
     MAX_ATTEMPTS,
     SHORT_RUN,
     UNBOUNDED_RUN,
@@ -792,6 +794,98 @@ def test_health_says_what_a_worker_that_is_away_is_doing() -> None:
     assert reason() == "worker 0 (cpu:0, pid 200) is being killed: breaks the protocol"
 
 
+# Shards that are meant for a worker.
+
+
+def balanced_pool(*seconds: float) -> tuple[Pool, Balance]:
+    """A pool whose workers take so many seconds for a row; what they have shown is known."""
+    balance = Balance(len(seconds))
+    pool = ready_pool(len(seconds), balance=balance)
+    balance.serve(pool.serving_workers())
+    pool.handle_request(0.0, 0, (10,) * len(seconds), 1000.0)
+    for worker, each in enumerate(seconds):
+        pool.handle_message(90.0, worker, reply(0, worker, 10 * each))
+    return pool, balance
+
+
+def test_answers_show_how_fast_workers_are() -> None:
+    pool, balance = balanced_pool(1.0, 3.0)
+    assert balance.rows_per_second(0) == pytest.approx(1.0)
+    assert balance.rows_per_second(1) == pytest.approx(1 / 3)
+    assert balance.shares is not None
+    assert balance.shares.cut(32) == ((24, 8), (0, 1))
+    # One worker alone shows nothing, not even with two shards.
+    pool.handle_request(100.0, 1, (5,), 1000.0)
+    pool.handle_message(101.0, 0, reply(1, 0, 1.0))
+    pool.handle_request(110.0, 2, (5, 5), 1000.0, meant=(1, 1))
+    pool.handle_message(111.0, 1, reply(2, 0, 1.0))
+    pool.handle_message(112.0, 1, reply(2, 1, 1.0))
+    assert balance.rows_per_second(0) == pytest.approx(1.0)
+    assert balance.rows_per_second(1) == pytest.approx(1 / 3)
+
+
+def test_failed_request_shows_nothing() -> None:
+    balance = Balance(2)
+    pool = ready_pool(2, balance=balance)
+    balance.serve([0, 1])
+    pool.handle_request(0.0, 1, (1, 1), 10.0)
+    pool.handle_message(1.0, 0, reply(1, 0))
+    pool.handle_message(1.0, 1, error(1, 1))
+    assert balance.rows_per_second(0) is None
+
+
+def test_shard_waits_for_the_worker_that_it_is_meant_for() -> None:
+    pool, _ = balanced_pool(1.0, 3.0)
+    assert pool.handle_request(100.0, 1, (3,), 1000.0) == [predict(0, (1, 0))]
+    assert pool.handle_request(100.0, 2, (6, 2), 1000.0, meant=(0, 1)) == [predict(1, (2, 1))]
+    assert pool.handle_message(106.0, 1, reply(2, 1, 6.0)) == []
+    assert pool.next_time() == 100.0 + LONG_WAIT * 6.0
+    actions = pool.handle_message(107.0, 0, reply(1, 0, 3.0))
+    assert actions == [Settle(request=1), Release(request=1), predict(0, (2, 0))]
+
+
+def test_shard_does_not_wait_long_while_another_worker_has_nothing_to_do() -> None:
+    pool, _ = balanced_pool(1.0, 3.0)
+    pool.handle_request(100.0, 1, (3,), 1000.0)
+    pool.handle_request(100.0, 2, (6, 2), 1000.0, meant=(0, 1))
+    pool.handle_message(106.0, 1, reply(2, 1, 6.0))
+    assert pool.handle_time(111.9) == []
+    assert pool.handle_time(112.0) == [predict(1, (2, 0))]
+
+
+def test_shard_never_waits_for_a_worker_that_is_gone_or_is_replaced() -> None:
+    pool, _ = balanced_pool(1.0, 1.0, 1.0)
+    pool.handle_request(100.0, 1, (1,), 1000.0)
+    pool.handle_request(100.0, 2, (1, 1, 1), 1000.0, meant=(0, 1, 2))
+    assert pool.handle_message(101.0, 2, reply(2, 2, 1.0)) == []
+    assert pool.handle_died(101.5, 0, SIGKILL) == [predict(2, (1, 0))]
+    assert pool.handle_message(101.6, 1, reply(2, 1, 0.6)) == [predict(1, (2, 0))]
+    # Nor is it meant for it where that is known before.
+    pool.handle_message(102.0, 1, reply(2, 0, 1.0))
+    pool.handle_message(102.0, 2, reply(1, 0, 1.0))
+    assert pool.handle_request(103.0, 3, (1, 1), 1000.0, meant=(0, 2)) == [
+        predict(1, (3, 0)),
+        predict(2, (3, 1)),
+    ]
+
+
+def test_worker_that_was_never_measured_is_not_waited_for() -> None:
+    balance = Balance(2)
+    pool = ready_pool(2, balance=balance)
+    balance.serve([0, 1])
+    pool.handle_request(0.0, 1, (1,), 1000.0)
+    assert pool.handle_request(0.0, 2, (1,), 1000.0, meant=(0,)) == [predict(1, (2, 0))]
+
+
+def test_shards_for_one_worker_each_are_given_to_them_without_the_queue() -> None:
+    pool, _ = balanced_pool(1.0, 1.0, 1.0)
+    chosen = pool.assign(100.0, 1, (4, 2), 100.0, 1000.0, 0, (1, 2))
+    assert chosen == [pool.workers[1], pool.workers[2]]
+    # One is busy: it is for the queue.
+    assert pool.assign(100.0, 2, (4, 2), 100.0, 1000.0, 0, (0, 1)) is None
+    assert pool.assign(100.0, 2, (4,), 100.0, 1000.0, 0, (0,)) == [pool.workers[0]]
+
+
 # The fast path and the slow one, side by side.
 
 
@@ -839,9 +933,9 @@ def test_runs_of_a_pipeline_that_died_run_again_one_at_a_time() -> None:
 class Twins:
     """A scheduler that is used as the shell does, beside one that has no fast path: they must agree."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.fast = Pool(*args, **kwargs)
-        self.slow = Pool(*args, **kwargs)
+    def __init__(self, builds: Sequence[Build], *, measured: bool = False, **options: Any) -> None:
+        self.balances = [Balance(len(builds)) for _ in range(2)] if measured else [None, None]
+        self.fast, self.slow = (Pool(builds, balance=b, **options) for b in self.balances)
         self.assigned = self.taken = 0
 
     def tell(self, event: str, *args: Any, **kwargs: Any) -> list[Action]:
@@ -857,8 +951,8 @@ class Twins:
         def enter() -> list[Action]:
             given = None
             if options["join"] is None:
-                size = options["size"]
-                given = self.fast.assign(now, number, rows, now, timeout, size)
+                size, meant = options["size"], options.get("meant", ())
+                given = self.fast.assign(now, number, rows, now, timeout, size, meant)
             if given is None:
                 return self.fast.handle_request(now, number, rows, timeout, **options)
             self.assigned += 1
@@ -900,7 +994,10 @@ class Twins:
                 one()
             raise
         actions = one()
-        assert repr(actions) == repr(expected)
+        # Of runs for different workers, it does not matter which comes first.
+        is_any = self.balances[0] is not None and any(isinstance(a, SendPredict) for a in expected)
+        in_order = sorted if is_any else list
+        assert in_order(map(repr, actions)) == in_order(map(repr, expected))
         assert standing(self.fast) == standing(self.slow)
         assert repr(self.fast.told[-1:]) == repr(self.slow.told[-1:])
         return actions
@@ -945,6 +1042,9 @@ class _Asked:
     due: float
     called: float
     size: int
+    meant: tuple[int, ...] = ()
+    event: int = 0  # when it came
+    patience: dict[int, float] = field(default_factory=dict)
     replies: dict[int, Reply] = field(default_factory=dict)
     given: Counter[int] = field(default_factory=Counter)
     settled: bool = False
@@ -985,6 +1085,9 @@ class Pools(RuleBasedStateMachine):
         self.running: dict[int, deque[_Given]] = {}
         self.began: dict[int, float] = {}
         self.joins = False
+        self.measured = False
+        self.away: dict[int, int] = {}  # by worker, the last event after which it did not serve
+        self.events = 0
         self.pipeline = 1
         self.card = 0
         self.slab: tuple[int, int] | None = SLAB
@@ -1020,6 +1123,7 @@ class Pools(RuleBasedStateMachine):
         slab=st.sampled_from([SLAB, SLAB, SLAB, None]),
         start_at_once=st.sampled_from([True, True, True, True, True, False]),
         max_requests=st.sampled_from([None, None, None, None, 1, 3]),
+        measured=st.sampled_from([False, False, True]),
     )
     def start(
         self,
@@ -1034,8 +1138,10 @@ class Pools(RuleBasedStateMachine):
         slab: tuple[int, int] | None,
         start_at_once: bool,
         max_requests: int | None,
+        measured: bool,
     ) -> None:
         self.joins = joins
+        self.measured = measured and not joins
         self.pipeline = 1 if card else pipeline
         self.card, self.slab = card, slab
         self.max_delay = max_delay
@@ -1062,6 +1168,7 @@ class Pools(RuleBasedStateMachine):
             max_batch_size=MAX_ROWS if self.joins else 1,
             max_delay=self.max_delay,
             tracing=True,
+            measured=self.measured,
         )
         self.carry_out(self.twins.tell("handle_start", self.now))
         if start_at_once:
@@ -1071,6 +1178,10 @@ class Pools(RuleBasedStateMachine):
     # What the shell does.
 
     def carry_out(self, actions: Sequence[Action]) -> None:
+        self.events += 1
+        for w in self.scheduler.workers:
+            if not w.serves:
+                self.away[w.index] = self.events
         pending, start_failed = deque(actions), False
         while pending:
             match pending.popleft():
@@ -1149,6 +1260,9 @@ class Pools(RuleBasedStateMachine):
                     self.is_closed = True
         drained = self.is_draining and not self.open()
         self.is_closing = self.is_closing or start_failed or drained
+        for balance in self.twins.balances:
+            if balance is not None:
+                balance.serve(self.scheduler.serving_workers())
 
     def check_trace(
         self, asked: _Asked, request: int, exc: McinferError | None, trace: RequestTrace
@@ -1162,6 +1276,7 @@ class Pools(RuleBasedStateMachine):
         for run in trace.shards:
             assert trace.queued <= run.sent <= run.answered <= trace.settled
             assert run.attempts == asked.given[run.shard]
+            assert run.rows == asked.rows[run.shard]
             assert run.run_seconds == min(asked.replies[run.shard].seconds, run.answered - run.sent)
 
     def check_build_or_exit(self, worker: int, message: Message) -> None:
@@ -1203,12 +1318,21 @@ class Pools(RuleBasedStateMachine):
             assert (request, shard) not in at_work
             if len(members) > 1:
                 assert asked.runs == 0, "a shard that had its turn goes alone"
+            assert not self.waits(request, shard) or asked.meant[shard] == worker
             asked.given[shard] += 1
         if len(members) > 1:
             joins = [asked.join for asked in map(self.asked, members) if asked.join is not None]
             assert len(joins) == len(members)
             assert len({key for key, _ in joins}) == 1
             assert sum(rows for _, rows in joins) <= MAX_ROWS
+
+    def waits(self, request: int, shard: int) -> bool:
+        """Whether a shard may go to no worker but the one that it is meant for."""
+        asked = self.requests[request]
+        if not asked.meant or asked.given[shard]:
+            return False
+        is_there = self.away.get(asked.meant[shard], -1) < asked.event
+        return is_there and self.now < asked.patience[shard]
 
     def note_cancel(self, worker: int, message: Cancel) -> None:
         """Fail unless the run is not wanted any more, or is late from now on."""
@@ -1416,11 +1540,19 @@ class Pools(RuleBasedStateMachine):
         most = math.inf if self.limits.queue_bytes is None else self.limits.queue_bytes
         full = len(self.open()) == self.limits.queue or (taken and taken + size > most)
         asked = _Asked(self.now + timeout, rows, join, due, self.now, size)
+        balance = self.twins.balances[0]
+        if balance is not None and number % 3:
+            count = len(self.scheduler.workers)
+            asked.meant = tuple((number + i) % count for i in range(shards))
+            asked.event = self.events + 1
+            asked.patience = {
+                i: self.now + LONG_WAIT * balance.seconds(worker, 2 * asked.meant.count(worker))
+                for i, worker in enumerate(asked.meant)
+            }
         self.requests[number] = asked
+        options = {"size": size, "priority": priority, "join": join, "meant": asked.meant}
         try:
-            actions = self.twins.request(
-                self.now, number, rows, timeout, size=size, priority=priority, join=join
-            )
+            actions = self.twins.request(self.now, number, rows, timeout, **options)
         except ClosedError:
             del self.requests[number]
             assert ends
@@ -1562,7 +1694,12 @@ class Pools(RuleBasedStateMachine):
         if not any(not (process.killed or process.asked) for process in free):
             return
         if not self.joins:
-            assert not self.scheduler.table.queue
+            due = self.scheduler.next_time()
+            for request, shard in self.scheduler.table.queue.items:
+                assert self.waits(request, shard)
+                assert self.requests[request].meant[shard] not in [w.index for w in ready]
+                assert due is not None
+                assert due <= self.requests[request].patience[shard]
             return
         waiting = [self.requests[number] for number in self.open() - self.written()]
         assert sum(asked.shards for asked in waiting) == len(self.scheduler.table.queue)

@@ -94,6 +94,7 @@ def _stages(request: RequestTrace) -> Iterator[tuple[str, float, float, _Attribu
 def _attributes(shard: ShardTrace) -> _Attributes:
     attributes: _Attributes = {
         "mcinfer.shard.index": shard.shard,
+        "mcinfer.shard.rows": shard.rows,
         "mcinfer.shard.attempts": shard.attempts,
         "mcinfer.worker.index": shard.worker,
         "mcinfer.worker.device": shard.device,

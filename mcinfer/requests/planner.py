@@ -70,6 +70,10 @@ Allocate = Callable[[Sequence[int], float], list[Slot]]
 
 _MAX_PLANS = 256
 
+_MAX_SHARES = 3
+"""Different shares of which plans for the same shapes are kept, with their memory: the present ones, these
+with a row for a worker that is measured again, and those before them."""
+
 _MAX_PLAN_BYTES = 32 << 20  # estimated, for all plans and their idle frames
 _REFERENCE_BYTES = 600  # estimate for one tensor of one shard, in a plan or in a frame
 
@@ -114,7 +118,9 @@ class Planner:
             (spec.name, None if spec.element_type == STRING else spec.dtype)
             for spec in model.inputs
         )
-        self._plans: dict[Hashable, Plan] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        """By shapes, pieces, the number of what is known of the split, how many outputs are opened, and the
+        numbers of borrowed inputs."""
         self._forgotten: list[ref[deque[Ticket]]] = []
         """Where frames of forgotten plans go that are still in use."""
         self.apart = ""
@@ -124,7 +130,7 @@ class Planner:
     def request(
         self,
         inputs: Inputs,
-        pieces: int,
+        pieces: int | sharding.Shares,
         known: Known | None,
         timeout: float,
         *,
@@ -136,7 +142,7 @@ class Planner:
 
         Args:
             inputs: By name, or in the model's order.
-            pieces: Most shards.
+            pieces: Most shards, or the rows of each worker.
             known: How to cut it; None is whole.
             timeout: Seconds to wait for memory.
             joinable: Whether a request of one shard may join one run with others.
@@ -323,7 +329,7 @@ class Planner:
     def _card_request(
         self,
         arrays: list[Any],
-        pieces: int,
+        pieces: int | sharding.Shares,
         known: Known | None,
         timeout: float,
         card_timeout: float,
@@ -387,9 +393,9 @@ class Planner:
 
     def _new_plan(
         self,
-        key: Hashable,
+        key: tuple[Any, ...],
         shapes: tuple[tuple[int, ...], ...],
-        pieces: int,
+        pieces: int | sharding.Shares,
         known: Known | None,
         borrowed: Collection[int] = (),
     ) -> Plan:
@@ -427,11 +433,22 @@ class Planner:
         )
         plans = self._plans
         plans[key] = plan
+        if isinstance(pieces, sharding.Shares):
+            self._forget_shares(shapes)
         while len(plans) > 1 and (
             len(plans) > _MAX_PLANS or sum(p.cost for p in [*plans.values()]) > _MAX_PLAN_BYTES
         ):
-            self._forget(plans.pop(next(iter([*plans]), None), None))
+            self._forget(plans.pop(next(iter([*plans]), ()), None))
         return plan
+
+    def _forget_shares(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+        """Forget plans by earlier shares for these shapes."""
+        keys = [key for key in [*self._plans] if key[0] == shapes]
+        keys = [key for key in keys if isinstance(key[1], sharding.Shares)]
+        latest = [*dict.fromkeys(key[1] for key in reversed(keys))][:_MAX_SHARES]
+        for key in keys:
+            if key[1] not in latest:
+                self._forget(self._plans.pop(key, None))
 
     def _forget(self, plan: Plan | None) -> None:
         """Free a plan's idle frames; only `release_idle` finds those that come back later."""

@@ -68,6 +68,7 @@ from mcinfer.scheduler.actions import (
     StartWorker,
     WorkersRestarted,
 )
+from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import LONG_RUN, Entry, Scheduler, trace_of
 from mcinfer.scheduler.workers import describe_exit
@@ -136,6 +137,7 @@ class Loop:
         max_delay: float = 0.0,
         trace: TraceHook | None = None,
         transport: TransportKind = "zeromq",
+        balance: Balance | None = None,
     ) -> None:
         self._groups = (
             groups  # for each worker, the builds of its ranks: one, unless a model is cut
@@ -144,6 +146,7 @@ class Loop:
         self._timeouts = timeouts
         self._limits = limits
         self._trace = trace
+        self._balance = balance
         self._pid = os.getpid()
         self._scheduler = Scheduler(
             builds,
@@ -153,6 +156,7 @@ class Loop:
             max_batch_size=max_batch_size,
             max_delay=max_delay,
             tracing=trace is not None,
+            balance=balance,
         )
         self._table = self._scheduler.table
         self._block_numbers = count()
@@ -667,7 +671,9 @@ class Loop:
             return
         given = None
         if request.join is None:
-            given = self._scheduler.assign(now, number, request.rows, called, timeout, request.size)
+            given = self._scheduler.assign(
+                now, number, request.rows, called, timeout, request.size, request.meant
+            )
         if given is not None:
             self._requests[number] = request
             self._next_number = number + 1
@@ -698,6 +704,7 @@ class Loop:
                 size=request.size,
                 priority=request.priority,
                 join=request.join,
+                meant=request.meant,
             )
         except QueueFullError as exc:
             del self._requests[number]
@@ -966,6 +973,8 @@ class Loop:
         """One entry for each process; the ranks of a group share what the scheduler knows of the group."""
         found = []
         for w in self._scheduler.lives.statistics():
+            if self._balance is not None:
+                w = replace(w, rows_per_second=self._balance.rows_per_second(w.index))
             process = self._connections.processes.get(w.index)
             pids = [w.pid, *(child.pid for child in process.ranks[1:])] if process else []
             for rank in range(len(self._groups[w.index])):
@@ -1220,6 +1229,8 @@ class Loop:
                         self._delivery.log(logging.ERROR, "%s does not end, not even killed", name)
                     self.finished = True
         self.serving = self._scheduler.serving
+        if self._balance is not None:
+            self._balance.serve(self._scheduler.serving_workers())
         if self._line:
             self._admit()
 

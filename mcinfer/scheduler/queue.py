@@ -7,6 +7,10 @@ come, first served. To keep any priority from starving, the oldest shard that is
 Joining: shards that are *joinable* carry a key; those with the same key may go as one run, up to a limit of
 rows. A group of them is *ripe* once it has all the rows that a run may have or one of its members is due; a
 ripe group goes when its turn comes. Until then it is *held*, and does not block others.
+
+Meant for a worker: a shard may wait for one worker, in the same order as those that any worker may have; it
+does not block others. Once its time for that is over, it is a *stray*: a worker without other work may have
+it as well. If its worker is gone, `free` gives all that wait for it to any.
 """
 
 import heapq
@@ -32,12 +36,21 @@ class Joinable:
     due: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meant:
+    """Which worker a shard waits for, by its index, and until when no other may have it."""
+
+    worker: int
+    until: float
+
+
 @dataclass(slots=True, eq=False)
 class _Item:
     shard: ShardId
     priority: float
     place: int
     join: Joinable | None = None
+    meant: Meant | None = None
     waiting: bool = True
     overdue: bool = False
 
@@ -51,25 +64,42 @@ class _Group:
 
 
 class ShardQueue:
-    """The queue; `len` is the number of waiting shards, `items` has them by shard."""
+    """The queue; `len` is the number of waiting shards, `items` has them by shard.
+
+    `lanes` has those that are meant for a worker, by its index, while there are any.
+    """
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
         self.items: OrderedDict[ShardId, _Item] = OrderedDict()
+        self.lanes: dict[int, list[tuple[float, int, _Item]]] = {}
+        self._strays: list[tuple[float, int, _Item]] = []
         self._heap: list[tuple[float, int, _Item]] = []
         self._groups: dict[Hashable, _Group] = {}
         self._dues: list[tuple[float, int, _Item]] = []
         self._next_place = 0
         self._first_place = 0
-        self._passed_over = 0
+        self._passed_over: dict[int | None, int] = {}  # by worker, where it matters which one
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def add(self, shard: ShardId, priority: int, join: Joinable | None = None) -> None:
+    def add(
+        self,
+        shard: ShardId,
+        priority: int,
+        join: Joinable | None = None,
+        meant: Meant | None = None,
+    ) -> None:
+        """Put a shard behind those of its priority; one that is meant for a worker is not joined."""
         self._next_place += 1
-        item = _Item(shard, priority, self._next_place, join)
+        item = _Item(shard, priority, self._next_place, join, meant)
         self.items[shard] = item
+        if meant is not None:
+            entry = (-item.priority, item.place, item)
+            heapq.heappush(self.lanes.setdefault(meant.worker, []), entry)
+            heapq.heappush(self._dues, (meant.until, item.place, item))
+            return
         self._push(item)
         if join is None:
             return
@@ -91,30 +121,57 @@ class ShardQueue:
         if item is not None:
             self._remove(item)
 
-    def take(self, now: float, *, ahead: bool = False) -> tuple[ShardId, ...]:
-        """Take the shards of the next run; none while all that wait are held.
+    def free(self, worker: int) -> None:
+        """Any worker may have what is meant for this one: it is gone."""
+        for _, _, item in self.lanes.pop(worker, ()):
+            if item.waiting:
+                item.meant = None
+                self._push(item)
 
-        With `ahead`, the run would wait behind another: shards that were taken before do not.
+    def take(
+        self,
+        now: float,
+        *,
+        ahead: bool = False,
+        worker: int | None = None,
+        strays: bool = False,
+    ) -> tuple[ShardId, ...]:
+        """Take the shards of the next run; none while all that wait are held, or meant for others.
+
+        Args:
+            now: The time.
+            ahead: Whether the run would wait behind another: shards that were taken before do not.
+            worker: The index of the worker that is to run it, which gets what is meant for it, too; None
+                while `lanes` is empty.
+            strays: Whether it may have a stray, if it may have nothing else.
         """
         self._look_at_the_clock(now)
         item = self._first()
+        if self.lanes:
+            item = self._first_for(worker, item, strays=strays)
         if item is None:
             return ()
-        oldest = self._oldest()
-        if oldest is not None and self._passed_over >= PATIENCE:
+        oldest = self._oldest(worker)
+        passed_over = self._passed_over.get(worker, 0)
+        if oldest is not None and passed_over >= PATIENCE:
             item = oldest
         if ahead and item.place < 0:
             return ()
         members = self._members(item)
         for member in members:
             self._remove(member)
-        passed_over = oldest is not None and oldest.waiting
-        self._passed_over = self._passed_over + 1 if passed_over else 0
+        if oldest is not None and oldest.waiting:
+            self._passed_over[worker] = passed_over + 1
+        elif passed_over:
+            self._passed_over.pop(worker, None)
         return tuple(member.shard for member in members)
 
     def next_due(self) -> float:
-        """When a held shard becomes due; infinite without one."""
-        while self._dues and not self._dues[0][2].waiting:
+        """When a held shard becomes due, or one that is meant for a worker a stray; infinite without one."""
+        while self._dues:
+            item = self._dues[0][2]
+            if item.waiting and (item.join is not None or item.meant is not None):
+                break
             heapq.heappop(self._dues)
         return self._dues[0][0] if self._dues else math.inf
 
@@ -124,7 +181,9 @@ class ShardQueue:
     def _look_at_the_clock(self, now: float) -> None:
         while self._dues and self._dues[0][0] <= now:
             item = heapq.heappop(self._dues)[2]
-            if item.waiting and item.join is not None:
+            if item.waiting and item.meant is not None:
+                heapq.heappush(self._strays, (-item.priority, item.place, item))
+            elif item.waiting and item.join is not None:
                 item.overdue = True
                 group = self._groups[item.join.key]
                 group.overdue += 1
@@ -154,10 +213,24 @@ class ShardQueue:
                 self._groups[item.join.key].off_heap.append(item)
         return None
 
-    def _oldest(self) -> _Item | None:
-        """The first by age that is not held."""
-        waiting = (item for item in self.items.values() if item.place > 0)
-        return next((item for item in waiting if not self._is_held(item)), None)
+    def _first_for(self, worker: int | None, first: _Item | None, *, strays: bool) -> _Item | None:
+        """The first of what a worker may have, where `first` is that of what any may have."""
+        lane = () if worker is None else self.lanes.get(worker)
+        if lane and (first is None or lane[0][:2] < (-first.priority, first.place)):
+            return lane[0][2]
+        while self._strays and not (self._strays[0][2].waiting and self._strays[0][2].meant):
+            heapq.heappop(self._strays)
+        if first is None and self._strays and strays:
+            return self._strays[0][2]
+        return first
+
+    def _oldest(self, worker: int | None) -> _Item | None:
+        """The first by age that is not held, nor meant for another worker."""
+        for item in self.items.values():
+            mine = item.meant is None or item.meant.worker == worker
+            if mine and item.place > 0 and not self._is_held(item):
+                return item
+        return None
 
     def _members(self, item: _Item) -> list[_Item]:
         """This shard, and those that go with it, the oldest first."""
@@ -179,8 +252,15 @@ class ShardQueue:
         item.waiting = False
         del self.items[item.shard]
         if not self.items:
-            self._passed_over = 0
-        kept = max(len(self._heap), len(self._dues))
+            self._passed_over.clear()
+        kept = max(len(self._heap), len(self._dues), len(self._strays))
+        if item.meant is not None:
+            lane = self.lanes[item.meant.worker]
+            while lane and not lane[0][2].waiting:
+                heapq.heappop(lane)
+            if not lane:
+                del self.lanes[item.meant.worker]
+            kept = max(kept, len(lane))
         if item.join is not None:
             group = self._groups[item.join.key]
             del group.items[item.place]
@@ -198,5 +278,10 @@ class ShardQueue:
         heapq.heapify(self._heap)
         self._dues = [entry for entry in self._dues if entry[2].waiting]
         heapq.heapify(self._dues)
+        self._strays = [entry for entry in self._strays if entry[2].waiting and entry[2].meant]
+        heapq.heapify(self._strays)
+        for worker, lane in self.lanes.items():
+            self.lanes[worker] = [entry for entry in lane if entry[2].waiting]
+            heapq.heapify(self.lanes[worker])
         for group in self._groups.values():
             group.off_heap = [item for item in group.off_heap if item.waiting]

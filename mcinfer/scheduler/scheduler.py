@@ -8,6 +8,8 @@ returned actions, in order. The rules:
   was ended because it shared memory with one that died does not count.
 * A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
   again apart.
+* A shard that is meant for a worker, by their measured speeds, waits for that worker while it serves, and
+  not long if another one has nothing else to do.
 * A worker with short runs gets more runs ahead. If the current run then takes long, the runs behind it
   also go to other workers, with other memory for their outputs; late answers are ignored.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
@@ -55,7 +57,8 @@ from mcinfer.scheduler.actions import (
     SendPredict,
     Settle,
 )
-from mcinfer.scheduler.queue import Joinable, ShardId, ShardQueue
+from mcinfer.scheduler.balance import Balance
+from mcinfer.scheduler.queue import Joinable, Meant, ShardId, ShardQueue
 from mcinfer.scheduler.workers import MAX_DEATHS, MAX_TEXT, Run, Worker, WorkerLives
 from mcinfer.statistics import (
     LATENCY_BOUNDS,
@@ -72,6 +75,9 @@ LONG_RUN = 5 * SHORT_RUN  # seconds after which the runs behind a run also go el
 KILLED_ENDS = 10.0  # seconds that a killed process may take to end
 UNBOUNDED_RUN = 600.0  # seconds for a cancelled run without a deadline
 MAX_ATTEMPTS = 8  # runs of a shard that are answered as cancelled, though they were not
+LONG_WAIT = 2.0
+"""Times what a worker needs for its part of a request, for which a shard waits for it."""
+
 _FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
 
 
@@ -114,7 +120,8 @@ class Entry:
         closed: When it was settled.
         begun: Whether a worker got any shard of it.
         outstanding: How many shards workers have: they may be writing to the request's memory.
-        runs: The fields of a `ShardTrace` for each answered shard, if the request is traced.
+        runs: The fields of a `ShardTrace` for each answered shard, if requests are traced or workers
+            measured.
     """
 
     number: int
@@ -200,9 +207,16 @@ class RequestTable:
         heapq.heappush(self._deadlines, (deadline, number))
         return entry
 
-    def take_run(self, now: float, *, ahead: bool = False) -> tuple[ShardId, ...]:
-        """Take the shards of the next run off the queue; none if none may go."""
-        members = self.queue.take(now, ahead=ahead)
+    def take_run(
+        self,
+        now: float,
+        *,
+        ahead: bool = False,
+        worker: int | None = None,
+        strays: bool = False,
+    ) -> tuple[ShardId, ...]:
+        """Take the shards of the next run off the queue, as `ShardQueue.take`; none if none may go."""
+        members = self.queue.take(now, ahead=ahead, worker=worker, strays=strays)
         for number, shard in members:
             entry = self.entries[number]
             entry.outstanding += 1
@@ -264,7 +278,7 @@ class Scheduler:
     """The state of a pool and its requests. Methods return the actions to carry out, in order.
 
     `now` is float seconds on any monotonic clock, the same for all calls. With `tracing`, settled requests
-    carry a `RequestTrace`.
+    carry a `RequestTrace`. With a `balance`, it learns from them how fast workers are.
     """
 
     def __init__(
@@ -277,6 +291,7 @@ class Scheduler:
         max_batch_size: int = 1,
         max_delay: float = 0.0,
         tracing: bool = False,
+        balance: Balance | None = None,
     ) -> None:
         self.lives = WorkerLives(builds, timeouts=timeouts, restart=restart)
         self.workers = self.lives.workers
@@ -289,6 +304,8 @@ class Scheduler:
         self._max_delay = max_delay
         self._joins = max_batch_size > 1
         self._tracing = tracing
+        self._balance = balance
+        self._keeps_runs = tracing or balance is not None
         self._wears = restart.max_requests is not None
         self.table = RequestTable(max_batch_size)
         self.batch_sizes = Tally(ROW_BOUNDS)
@@ -298,6 +315,10 @@ class Scheduler:
     @property
     def serving(self) -> int:
         return sum(w.serves for w in self.workers)
+
+    def serving_workers(self) -> list[int]:
+        """The indices of the workers that take requests."""
+        return [w.index for w in self.workers if w.serves]
 
     def health(self, now: float) -> Health:
         health = self.lives.health(now)
@@ -354,6 +375,7 @@ class Scheduler:
         size: int = 0,
         priority: int = 0,
         join: tuple[Hashable, int] | None = None,
+        meant: Sequence[int] = (),
     ) -> list[Action]:
         """A request came.
 
@@ -366,6 +388,7 @@ class Scheduler:
             size: Bytes of its tensors.
             priority: Higher ones go first.
             join: For one shard that may be joined with others of the same key: the key, and its rows.
+            meant: By shard, the index of the worker that it is meant for; empty if any may have it.
 
         Raises:
             ClosedError: The pool is closed.
@@ -384,8 +407,18 @@ class Scheduler:
         due = called + min(self._max_delay, timeout / 2)
         joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
         for shard in range(len(rows)):
-            self.table.queue.add((request, shard), priority, joinable)
+            waits = self._meant(meant[shard], rows, meant, now) if meant else None
+            self.table.queue.add((request, shard), priority, joinable, waits)
         return self.dispatch(now)
+
+    def _meant(
+        self, worker: int, rows: Sequence[int], meant: Sequence[int], now: float
+    ) -> Meant | None:
+        """That a shard waits for this worker, and until when: the worker may run others of it before."""
+        if self._balance is None or not self.workers[worker].serves:
+            return None
+        own = sum(part for part, other in zip(rows, meant, strict=True) if other == worker)
+        return Meant(worker=worker, until=now + LONG_WAIT * self._balance.seconds(worker, own))
 
     def check_room(self, size: int) -> None:
         """Raise `QueueFullError` unless a request with so many bytes of tensors can be accepted now."""
@@ -550,16 +583,36 @@ class Scheduler:
     def dispatch(self, now: float) -> list[Action]:
         """Give queued shards to ready workers, the lowest index first so that pages stay warm."""
         actions: list[Action] = []
-        if not self.table.queue:
+        queue = self.table.queue
+        if not queue.items:
             return actions
+        if queue.lanes:
+            actions += self._give_meant(now)
         for w in self.workers:
-            if w.is_free and not w.runs:
+            if w.is_free and not w.runs and not queue.lanes:
                 members = self.table.take_run(now)
                 if not members:
                     return actions
                 actions.append(self._give(w, members, now))
         if self.table.queue and (self._overlaps or not self._joins):
             actions += self._give_ahead(now)
+        return actions
+
+    def _give_meant(self, now: float) -> list[Action]:
+        """Give queued shards to ready workers while some are meant for one worker."""
+        actions: list[Action] = []
+        queue = self.table.queue
+        for index in [*queue.lanes]:
+            if not self.workers[index].serves:
+                queue.free(index)
+        # Workers for which none waits go first, so that others keep theirs; strays are for what is left.
+        order = sorted(self.workers, key=lambda w: w.index in queue.lanes)
+        for strays in (False, True):
+            for w in order:
+                if w.is_free and not w.runs:
+                    members = self.table.take_run(now, worker=w.index, strays=strays)
+                    if members:
+                        actions.append(self._give(w, members, now))
         return actions
 
     def _give(self, w: Worker, members: tuple[ShardId, ...], now: float) -> Action:
@@ -578,16 +631,24 @@ class Scheduler:
     def _give_ahead(self, now: float) -> list[Action]:
         """Give queued shards to busy workers with short runs, the soonest free first."""
         actions: list[Action] = []
-        while self.table.queue:
+        queue = self.table.queue
+        idle: set[int] = set()  # those for which nothing waits
+        while queue.items:
             w = min(
-                (w for w in self.workers if self._takes(w, now)),
+                (w for w in self.workers if w.index not in idle and self._takes(w, now)),
                 key=_load,
                 default=None,
             )
-            members = () if w is None else self.table.take_run(now, ahead=True)
-            if w is None or not members:
+            if w is None:
                 break
-            actions.append(self._give(w, members, now))
+            lanes = bool(queue.lanes)
+            members = self.table.take_run(now, ahead=True, worker=w.index if lanes else None)
+            if members:
+                actions.append(self._give(w, members, now))
+            elif lanes:
+                idle.add(w.index)
+            else:
+                break
         return actions
 
     def _takes(self, w: Worker, now: float) -> bool:
@@ -637,8 +698,11 @@ class Scheduler:
         called: float,
         timeout: float,
         size: int,
+        meant: Sequence[int] = (),
     ) -> list[Worker] | None:
         """Give a request to workers at once, a shard to each, if nothing waits; else use `handle_request`.
+
+        Shards that are meant for workers go to these, or nothing is done.
 
         Returns:
             By shard, the worker; None if nothing was done.
@@ -650,7 +714,11 @@ class Scheduler:
         count, limits = len(rows), self._limits
         if self.table.in_flight >= limits.queue or limits.queue_bytes is not None:
             return None
-        if count == 1:
+        if meant:
+            if not self._may_have(meant, now):
+                return None
+            chosen = [self.workers[index] for index in meant]
+        elif count == 1:
             best = None
             least = MAX_RUNS
             for w in self.workers:
@@ -676,6 +744,16 @@ class Scheduler:
             w.runs.append(Run(((number, shard),), now))
             w.conversation.begin_run(number, shard)
         return chosen
+
+    def _may_have(self, meant: Sequence[int], now: float) -> bool:
+        """Whether workers can have the shards that are meant for them at once, one each."""
+        balance = self._balance
+        return (
+            balance is not None
+            and len({*meant}) == len(meant)
+            and all(self._takes(self.workers[index], now) for index in meant)
+            and all(balance.rows_per_second(index) is not None for index in meant)
+        )
 
     def _choose(self, count: int, now: float) -> list[Worker]:
         """The workers that `dispatch` would give so many shards to; fewer if they have no more room."""
@@ -731,10 +809,14 @@ class Scheduler:
         entry.outstanding -= 1
         entry.answered[shard] = True
         entry.unanswered -= 1
-        if self._tracing:
-            attempts = entry.attempts[shard]
-            entry.runs.append((shard, w.index, w.device, w.pid, attempts, run.sent, now, seconds))
+        if self._keeps_runs:
+            attempts, rows = entry.attempts[shard], entry.rows[shard]
+            entry.runs.append(
+                (shard, w.index, w.device, w.pid, attempts, run.sent, now, seconds, rows)
+            )
         if not entry.unanswered:
+            if self._balance is not None:
+                self._learn_speeds(self._balance, entry, now)
             self.table.close(entry, "succeeded", now)
             self.table.strike(entry)
         return entry
@@ -750,6 +832,15 @@ class Scheduler:
             w.capacity = MAX_RUNS
         else:
             w.capacity = max(w.depth + 1, 1 + int(AHEAD_SECONDS / usual))
+
+    def _learn_speeds(self, balance: Balance, entry: Entry, now: float) -> None:
+        """Learn from an answered request how fast its workers are; one worker alone shows nothing."""
+        found: dict[int, tuple[int, float]] = {}
+        for _, worker, *_, seconds, rows in entry.runs:
+            before = found.get(worker, (0, 0.0))
+            found[worker] = before[0] + rows, before[1] + seconds
+        if len(found) > 1:
+            balance.learn(found, now)
 
     # Answers.
 
@@ -784,13 +875,17 @@ class Scheduler:
             if not entry.settled:
                 entry.answered[shard] = True
                 entry.unanswered -= 1
-                if self._tracing:
-                    attempts = entry.attempts[shard]
+                if self._keeps_runs:
                     entry.runs.append(
-                        (shard, w.index, w.device, w.pid, attempts, run.sent, now, seconds)
+                        (
+                            *(shard, w.index, w.device, w.pid, entry.attempts[shard]),
+                            *(run.sent, now, seconds, entry.rows[shard]),
+                        )
                     )
                 if entry.unanswered:
                     continue
+                if self._balance is not None:
+                    self._learn_speeds(self._balance, entry, now)
                 actions.append(self._settle(entry, None, now, "succeeded"))
             actions += self._release_if_done(entry)
         self.batch_sizes.add(rows)
