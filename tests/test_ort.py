@@ -155,7 +155,6 @@ def test_options_of_a_running_program_can_be_pickled_and_made_again() -> None:
     ("name", "value"),
     [
         ("enable_profiling", True),
-        ("optimized_model_filepath", "/o.onnx"),
         ("use_per_session_threads", False),
     ],
 )

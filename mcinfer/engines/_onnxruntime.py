@@ -42,6 +42,7 @@ from mcinfer.engines.preparation import (
     describe,
     engine_folder,
     find_or_make,
+    request_of,
 )
 from mcinfer.engines.providers import (
     NAMES,
@@ -698,6 +699,19 @@ def prepare(request: EngineRequest, folder: str) -> None:
                 raise
             for name in os.listdir(folder):
                 os.unlink(os.path.join(folder, name))
+
+
+def save(_: Progress, request: Mapping[str, Any], target: str) -> None:
+    """Write the optimised form of a model where the user wants it; in a child.
+
+    Raises:
+        BuildError: The runtime cannot; its own message.
+    """
+    wanted = request_of(request)
+    options = _session_options(wanted)
+    options.optimized_model_filepath = target
+    with _mapped_errors(), _source(wanted, options) as model:
+        _new_session(model, options, _providers(wanted), fallback=wanted.allow_fallback)
 
 
 @contextmanager

@@ -78,21 +78,7 @@ def ensure_prepared(
         BuildError: The model cannot be prepared (the engine's message), or the cache cannot be used.
     """
     path = Path(model).absolute()
-    request = {
-        "model": str(path),
-        "device": device,
-        "threads": 1,
-        "prepare": "always",
-        "variable_weights": [*options.variable_weights],
-        "session_config": dict(options.session_config),
-        "provider_options": dict(options.provider_options),
-        "provider": options.provider,
-        "session_options": dict(options.session_options),
-        "custom_operators": [*options.custom_operators],
-        "free_dimensions": dict(options.free_dimensions),
-        "free_denotations": dict(options.free_denotations),
-        "allow_fallback": options.allow_fallback,
-    }
+    request = {**_request(path, options, device), "prepare": "always"}
 
     def tick(state: Mapping[str, Any]) -> None:
         if "seconds" in state and progress is not None:
@@ -109,6 +95,49 @@ def ensure_prepared(
     if held is None:  # its limit is too small, or it has just been cleared
         raise BuildError(f"{path}: it was prepared, and is not in the cache any more")
     return held
+
+
+def save_optimised(
+    model: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    options: EngineOptions = EngineOptions(),
+    device: str = "cpu:0",
+) -> None:
+    """Write the optimised form of an ONNX model to a file, as ONNX Runtime does; a child process does it.
+
+    Args:
+        model: Path of an ONNX model.
+        target: ``SessionOptions.optimized_model_filepath``; further files as the options say.
+        options: Options of the engine, by which the model is optimised.
+        device: The device for which it is optimised.
+
+    Raises:
+        BuildError: The model cannot be loaded, or the file cannot be written.
+    """
+    path = Path(model).absolute()
+    try:
+        arguments = [_request(path, options, device), str(Path(target).absolute())]
+        run_child("mcinfer.engines._onnxruntime:save", arguments, lambda _: None)
+    except ChildFailedError as exc:
+        raise BuildError(f"{path}: its optimised form could not be saved: {exc}") from exc
+
+
+def _request(path: Path, options: EngineOptions, device: str) -> dict[str, Any]:
+    """The request of an engine, as JSON."""
+    return {
+        "model": str(path),
+        "device": device,
+        "threads": 1,
+        "variable_weights": [*options.variable_weights],
+        "session_config": dict(options.session_config),
+        "provider_options": dict(options.provider_options),
+        "provider": options.provider,
+        "session_options": dict(options.session_options),
+        "custom_operators": [*options.custom_operators],
+        "free_dimensions": dict(options.free_dimensions),
+        "free_denotations": dict(options.free_denotations),
+        "allow_fallback": options.allow_fallback,
+    }
 
 
 def run_child(

@@ -138,6 +138,7 @@ _AS_TEXT = (
 
 _READ_ELSEWHERE = (
     *("intra_op_num_threads", "inter_op_num_threads", "execution_mode"),
+    "optimized_model_filepath",
     "profile_file_prefix",  # without profiling it does nothing in a plain session either
 )
 
@@ -150,11 +151,13 @@ class Passed:
         engine: The options of their engine.
         weights: Values for the model's initialisers, by name, for `Master.update_weights`.
         files: The model's external data, by the name of the file.
+        optimised: Where to write the optimised model; empty to write none.
     """
 
     engine: EngineOptions
     weights: dict[str, NDArray[Any]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
+    optimised: str = ""
 
 
 def passed(options: Any, base: EngineOptions, cores: int) -> Passed:
@@ -221,7 +224,8 @@ def passed(options: Any, base: EngineOptions, cores: int) -> Passed:
         )
     except InvalidInputError as exc:
         raise InvalidInputError(f"sess_options: {exc}") from exc
-    return Passed(engine=engine, weights=weights, files=files)
+    target = str(options.optimized_model_filepath)
+    return Passed(engine=engine, weights=weights, files=files, optimised=target)
 
 
 def _text(value: Any) -> str:
@@ -234,8 +238,6 @@ def _text(value: Any) -> str:
 _NO_ACT = "which mcinfer.ort does not pass on to its workers"
 _REFUSED = {
     "enable_profiling": "but each worker would write a profile of its own: profile a plain session",
-    "optimized_model_filepath": "but a worker keeps the optimised model in mcinfer's cache: write the file "
-    "with a plain session",
     "use_per_session_threads": "but the threads of this process cannot run the workers' sessions",
 }
 """What to do in place of an option that cannot act in other processes, by its name."""

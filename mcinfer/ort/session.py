@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary, WeakSet, finalize
@@ -33,6 +33,7 @@ from mcinfer.config import EngineOptions, parse_devices
 from mcinfer.errors import BuildError, ClosedError, InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
+from mcinfer.model_cache.building import save_optimised
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.ort import options as noted
 from mcinfer.ort import values
@@ -449,6 +450,8 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
                 entries = {FOLDER_KEY: place, **passed.engine.session_config}
                 passed = replace(passed, engine=replace(passed.engine, session_config=entries))
             master = self._started(choice, passed)
+            if passed.optimised:
+                self._save_optimised(choice, passed)
             self._describe(WorkerSession(master, options, folder), master)
         except McinferError as exc:
             _abandon(master, folder)
@@ -501,6 +504,18 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
                 master.close()
                 raise
         return master
+
+    def _save_optimised(self, choice: Choice, passed: noted.Passed) -> None:
+        """Write the file that the program wants: another process loads the model for it, and ends."""
+        device = (choice.devices or ["cpu:0"])[0]
+        with ExitStack() as opened:
+            model = self._model_path
+            if model is None:
+                file = opened.enter_context(tempfile.NamedTemporaryFile(suffix=".onnx"))
+                file.write(self._model_bytes)
+                file.flush()
+                model = file.name
+            save_optimised(model, passed.optimised, passed.engine, device)
 
     def _describe(self, session: WorkerSession, master: Master) -> None:
         """Take from the native session what the plain class takes from one."""

@@ -352,6 +352,17 @@ def test_set_providers_opens_new_workers_and_keeps_the_old_ones_if_it_cannot(
         assert_same(session.run(None, feed(1)), plain.run(None, feed(1)))
 
 
+def test_optimised_model_is_written_where_the_program_wants_it(
+    onnx_model: OnnxModel, plain: Any, tmp_path: Path
+) -> None:
+    given = ort.SessionOptions()
+    given.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    given.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    with ort.InferenceSession(onnx_model(MODEL).read_bytes(), given, CPU, devices=1):
+        written = PlainSession(given.optimized_model_filepath, providers=CPU)
+        assert_same(written.run(None, feed()), plain.run(None, feed()))
+
+
 def test_model_that_cannot_be_loaded_is_the_runtimes_error(tmp_path: Path) -> None:
     path = tmp_path / "garbage.onnx"
     path.write_bytes(b"garbage")
