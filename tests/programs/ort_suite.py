@@ -66,13 +66,6 @@ WHY_NOT: Mapping[str, Sequence[str]] = {
         "test_zip_map_int64_float",
         "test_zip_map_string_float",
     ),
-    "a worker keeps the optimised model in mcinfer's cache (`optimized_model_filepath`)": (
-        "test_model_serialization",
-        "test_model_serialization_with_external_initializers",
-        "test_model_serialization_with_external_initializers_to_directory",
-        "test_model_serialization_with_original_external_initializers_to_current_directory",
-        "test_model_serialization_with_original_external_initializers_to_directory",
-    ),
     "each worker would write a profile of its own (`enable_profiling`)": (
         "test_profiler_get_start_time_ns",
         "test_profiler_with_session_options",
