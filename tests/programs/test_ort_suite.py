@@ -42,7 +42,7 @@ class TestSession(unittest.TestCase):
     def test_5_without_a_session(self):
         pass
 
-    def test_model_serialization(self):
+    def test_sequence_length(self):
         opened()
 """
 
@@ -77,8 +77,7 @@ def test_each_test_is_compared_and_one_that_ends_its_process_keeps_none_behind_i
         (
             "problem",
             1,
-            "passes, but is to fail: a worker keeps the optimised model in mcinfer's cache "
-            "(`optimized_model_filepath`)",
+            f"passes, but is to fail: {ort_suite.CANNOT_HOLD['test_sequence_length']}",
         ),
     ]
 
