@@ -82,11 +82,11 @@ def test_worker_slowed_to_a_third_gets_fewer_rows_and_batches_take_what_they_nee
 def test_worker_that_dies_is_not_waited_for_and_keeps_its_speed(
     fake_model: FakeModel, tmp_path: Path
 ) -> None:
-    slowed = Slowed(fake_model, tmp_path, ROW_SECONDS, 4 * ROW_SECONDS, ROW_SECONDS)
+    slowed = Slowed(fake_model, tmp_path, 0.001, 0.004, 0.001)
     with fake_master(slowed.path, 3, balance="measured", trace=slowed.traces.append) as master:
         slowed.predict(master, 3)
         with ThreadPoolExecutor(4) as callers:
-            batches = [rows(ROWS, float(i)) for i in range(24)]
+            batches = [rows(ROWS, float(i)) for i in range(12)]
             answers = [callers.submit(master.predict, inputs) for inputs in batches]
             answers[4].result()
             pid = master.statistics().workers[1].pid
