@@ -160,7 +160,9 @@ def measure(model: Path, case: Case, rounds: int) -> dict[BalanceKind, Found]:
         return {balance: found(times[balance], traces[balance]) for balance in BALANCES}
 
 
-def as_table(results: Sequence[tuple[Case, dict[BalanceKind, Found]]], rounds: int) -> str:
+def as_table(
+    results: Sequence[tuple[Case, dict[BalanceKind, Found]]], rounds: int, load: float
+) -> str:
     """The figures, in Markdown."""
     lines = [
         "| beside worker 1 | rows a second of each worker | even: rows | p50 | over the ideal "
@@ -182,7 +184,7 @@ def as_table(results: Sequence[tuple[Case, dict[BalanceKind, Found]]], rounds: i
         "",
         f"{ROWS} rows, {WORKERS} workers on {cores} cores, {rounds} rounds (in brackets the least and the "
         "greatest).",
-        f"Python {python_version()}, {versions}.",
+        f"Load average of the machine before: {load:.1f}. Python {python_version()}, {versions}.",
     ]
     return "\n".join(lines)
 
@@ -205,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:WORKERS])
     signal.signal(signal.SIGALRM, _give_up)
     signal.alarm(LIMIT)
+    load = os.getloadavg()[0]
     results = []
     with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as folder:
         os.environ["MCINFER_CACHE"] = str(Path(folder) / "cache")  # not the user's
@@ -223,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 Ratio(text="measured / even", series=measured.seconds.over(even.seconds)),
             ]
             print(*map(ratio_line, ratios), sep="\n", flush=True)
-    text = as_table(results, options.rounds)
+    text = as_table(results, options.rounds, load)
     print(f"\n{text}")
     if options.write is not None:
         write_page(options.write, {"balance": text})
