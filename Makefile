@@ -172,7 +172,7 @@ format: .venv/installed
 .venv-diffusers/installed: $(DEPENDENCIES) Makefile
 	$(PYTHON) -m venv .venv-diffusers
 	.venv-diffusers/bin/$(PIP) 'pip>=25.1' # earlier ones take very long to find what fits
-	.venv-diffusers/bin/$(PIP) --editable '.[cpu,diffusers]' $(DIFFUSERS) matplotlib pillow pytest pytest-timeout scikit-learn
+	.venv-diffusers/bin/$(PIP) --editable '.[cli,cpu,diffusers]' $(DIFFUSERS) matplotlib pillow pytest pytest-timeout scikit-learn
 	touch $@
 
 .venv-mindspore/installed: $(DEPENDENCIES)

@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+from diffusers import StableDiffusionPipeline
+from optimum.exporters.onnx import main_export
 from optimum.onnxruntime import ORTStableDiffusionPipeline
 
 from mcinfer import ort
+from mcinfer.diffusers import TextEncoder, UNet, VaeDecoder
 from tests.diffusers.pipelines import image
 
 NEAR = 1e-4
@@ -101,3 +104,29 @@ def test_program_with_optimums_pipeline_runs_on_two_workers_as_it_is(
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "mcinfer.ort.session"
     assert np.abs(np.load(drawn) - image(made.pipe)).max() <= NEAR
+
+
+def test_models_that_optimum_exports_serve_as_they_are(example: Any, tmp_path: Path) -> None:
+    pipe = example("sd").pipe
+    plain = image(pipe)
+    pipe.save_pretrained(tmp_path / "pipeline")
+    models = tmp_path / "onnx"
+    main_export(
+        str(tmp_path / "pipeline"),
+        output=models,
+        task="text-to-image",
+        no_post_process=True,
+        do_validation=False,
+        local_files_only=True,
+    )
+    with (
+        UNet(models / "unet" / "model.onnx", devices=2) as unet,
+        VaeDecoder(models / "vae_decoder" / "model.onnx", devices=1) as decoder,
+        TextEncoder(models / "text_encoder" / "model.onnx", devices=1) as encoder,
+    ):
+        ours = {"unet": unet, "vae": decoder, "text_encoder": encoder}
+        mixed = StableDiffusionPipeline(
+            **{**pipe.components, **ours}, requires_safety_checker=False
+        )
+        assert np.abs(image(mixed) - plain).max() <= NEAR
+        assert [worker.runs for worker in unet.master.statistics().workers] == [3, 3]
