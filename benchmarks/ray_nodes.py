@@ -39,6 +39,7 @@ from ray.cluster_utils import Cluster
 from weight_models import SIDE, products_model
 from worker_memory import process_memory
 
+from mcinfer import EngineOptions
 from mcinfer.bench.load import rotated
 from mcinfer.bench.runner import machine
 from mcinfer.bench.texts import machine_text
@@ -62,6 +63,7 @@ _SECONDS = 300.0
 MEGABYTE = 1e6
 
 MCINFER = "`mcinfer.ray.Predictor`"
+FREE = "the same, not pinned"
 PLAIN = "plain session in the actor"
 
 
@@ -150,12 +152,18 @@ def throughput(model: str, rows: int, rounds: int) -> dict[tuple[str, int], Seri
     images = np.random.default_rng(1).random((rows, SIZE, SIZE, 3), dtype=np.float32)
     blocks = [{"image": images[i : i + BATCH]} for i in range(0, rows, BATCH)]
     dataset = ray.data.from_blocks([_block(one) for one in blocks]).materialize()
-    ways = [(kind, nodes) for kind in (TimedPredictor, TimedSession) for nodes in (1, NODES)]
+    cores = EngineOptions(cores=[sorted(os.sched_getaffinity(0))], threads=1)
+    kinds: dict[str, tuple[type, dict[str, Any]]] = {
+        MCINFER: (TimedPredictor, {}),
+        FREE: (TimedPredictor, {"options": cores}),
+        PLAIN: (TimedSession, {}),
+    }
+    ways = [(name, nodes) for name in kinds for nodes in (1, NODES)]
     rates: dict[tuple[str, int], list[float]] = {}
     for number in range(rounds):
-        for kind, nodes in rotated(ways, number):
-            name = MCINFER if kind is TimedPredictor else PLAIN
-            rate = _rate(dataset, kind, model, nodes)
+        for name, nodes in rotated(ways, number):
+            kind, named = kinds[name]
+            rate = _rate(dataset, kind, {"model": model, **named}, nodes)
             print(f"round {number + 1}: {name}, {nodes} nodes: {rate:.1f} rows/s", flush=True)
             rates.setdefault((name, nodes), []).append(rate)
     return {way: Series(tuple(values)) for way, values in rates.items()}
@@ -167,10 +175,10 @@ def _block(batch: Batch) -> Any:
     return BlockAccessor.batch_to_arrow_block(batch)
 
 
-def _rate(dataset: Any, kind: type, model: str, nodes: int) -> float:
+def _rate(dataset: Any, kind: type, arguments: dict[str, Any], nodes: int) -> float:
     done = dataset.map_batches(
         kind,
-        fn_constructor_args=(model,),
+        fn_constructor_kwargs=arguments,
         batch_size=BATCH,
         compute=ray.data.ActorPoolStrategy(size=nodes),
         num_cpus=1,
@@ -231,7 +239,6 @@ def tables(
     rates: Mapping[tuple[str, int], Series], sizes: Mapping[tuple[str, int], float], weights: int
 ) -> dict[str, str]:
     """By the page's marks."""
-    ways = (MCINFER, PLAIN)
     nodes = sorted({count for _, count in rates})
     counts = sorted({count for _, count in sizes})
     setting = f"Measured by `benchmarks/ray_nodes.py`: {', '.join(machine_texts())}."
@@ -240,13 +247,16 @@ def tables(
             " | ".join(["rows a second", *(f"{n} node{'s' * (n > 1)}" for n in nodes), "gain"]),
             [
                 [way, *(spread(rates[way, n], "{:.1f}".format) for n in nodes), _gain(rates, way)]
-                for way in ways
+                for way in (MCINFER, FREE, PLAIN)
             ],
         )
         + f"\n\n{setting}",
         "ray memory": markdown(
             " | ".join(["PSS in MB", *(f"{n} actor{'s' * (n > 1)}" for n in counts)]),
-            [[way, *(f"{sizes[way, n] / MEGABYTE:.0f}" for n in counts)] for way in ways],
+            [
+                [way, *(f"{sizes[way, n] / MEGABYTE:.0f}" for n in counts)]
+                for way in (MCINFER, PLAIN)
+            ],
         )
         + f"\n\nThe weights have {weights / MEGABYTE:.0f} MB. {setting}",
     }

@@ -95,7 +95,7 @@ class Predictor:
         keep: Columns to pass on beside the outputs. None: those that are no inputs of the model.
         outputs: Names of the outputs to return; None is all.
         master_options: Further options of `Master`, by name. With ``options=EngineOptions(cores=...)``, no
-            core is claimed.
+            core is claimed, and None for `devices` is a CPU worker for each list of cores.
 
     Raises:
         InvalidInputError: An argument is invalid.
@@ -171,12 +171,14 @@ class Predictor:
         options = dict(self._options)
         devices = self._devices
         parallel = options.get("parallel")
+        engine = options.get("options", EngineOptions())
         cards, cpus = _assigned()
         if devices is None and cards:
             devices = cards
         elif devices is None and isinstance(parallel, Parallel):
             devices = parallel.devices
-        engine = options.get("options", EngineOptions())
+        elif devices is None and engine.cores is not None:
+            devices = len(engine.cores)
         if cpus and engine.cores is None:
             whole = max(1, int(cpus))
             chosen = parse_devices(devices, min(whole, whole_cpus()))

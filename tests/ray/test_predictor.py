@@ -215,6 +215,6 @@ def test_stall_is_not_suspected_where_ray_has_free_cpus(caplog: pytest.LogCaptur
 
 def test_given_cores_are_used_and_none_is_claimed() -> None:
     cores = sorted(os.sched_getaffinity(0))[:1]
-    with Predictor(encoder(), 1, options=EngineOptions(cores=[cores])) as predictor:
+    with Predictor(encoder(), options=EngineOptions(cores=[cores])) as predictor:
         assert predictor({"image": IMAGES})["embedding"].shape == (24, 64)
         assert not predictor._cores._sockets
