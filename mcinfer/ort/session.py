@@ -18,9 +18,9 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary, WeakSet, finalize
@@ -92,19 +92,21 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         self._all = [*self.outputs]
         self._lock = threading.RLock()  # a signal's handler may close the session
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop_loop: finalize[..., WorkerSession] | None = None
         self._threads = WaitingThreads()
         self._closed = False
 
     def close(self) -> None:
         """End the workers; runs in flight fail with `mcinfer.ClosedError`. Safe to call again."""
-        self.master.close()
-        with self._lock:
+        with self._lock:  # no run is given to the loop from here on
             self._closed = True
-            if self._loop is not None:
-                _stop(self._loop)
-                self._loop = None
-        self._threads.close(wait=False)
-        self._remove()
+        try:
+            self.master.close()
+        finally:
+            if self._stop_loop is not None:
+                self._stop_loop()
+            self._threads.close(wait=False)
+            self._remove()
 
     # Runs, as the native class has them.
 
@@ -167,7 +169,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         bound = values.bound_to(iobinding)
         if not bound.outputs:
             raise InvalidBinding("At least one output should be requested.")
-        values.check_outputs(bound)
+        values.check_outputs(bound, self.outputs)
         try:
             feed = {
                 name: values.bound_array(what, self._input(name))
@@ -239,34 +241,30 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
                     f"run_options: got {run_options!r}, expected onnxruntime.RunOptions"
                 )
             noted.check_run_options(run_options)
-            with _ended_by(run_options) as end:
-                return end(
-                    asyncio.run_coroutine_threadsafe(
-                        self.master.predict_async(feed, outputs=outputs), self._events()
-                    )
-                )
+            if run_options.terminate:
+                raise terminated()
+            return _await(self._begin(feed, outputs), run_options)
         except McinferError as exc:
             raised = native_error(exc)
             if raised is exc:
                 raise
             raise raised from exc
 
-    def _events(self) -> asyncio.AbstractEventLoop:
-        """The loop in whose thread runs with options wait, so that they can be ended."""
+    def _begin(self, feed: Arrays, outputs: list[str] | None) -> "Future[Arrays]":
+        """Begin a run that can be ended; a loop in a thread of its own waits for it."""
         with self._lock:
-            self._check_open()
+            if self._closed:
+                raise ClosedError("the session is closed")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 thread = threading.Thread(
                     target=_serve, args=(self._loop,), name="mcinfer-ort-runs", daemon=True
                 )
                 thread.start()
-                finalize(self, _stop, self._loop).atexit = False
-            return self._loop
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the session is closed")
+                self._stop_loop = finalize(self, _stop, self._loop)  # which happens once
+                self._stop_loop.atexit = False
+            run = self.master.predict_async(feed, outputs=outputs)
+            return asyncio.run_coroutine_threadsafe(run, self._loop)
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
@@ -277,8 +275,20 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    """End a loop's thread once the runs that it waits for have ended."""
+
+    async def finish() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others)
+        loop.stop()
+
+    def begin() -> None:
+        finishing.append(loop.create_task(finish()))
+
+    finishing: list[asyncio.Task[None]] = []  # a loop holds its tasks weakly
     with suppress(RuntimeError):  # it is closed already
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(begin)
 
 
 def _report(done: "Future[None]") -> None:
@@ -313,25 +323,20 @@ def note_terminations() -> None:
     kind.terminate = property(terminate.fget, assign, None, terminate.__doc__)
 
 
-@contextmanager
-def _ended_by(options: Any) -> Iterator[Callable[["Future[Arrays]"], Arrays]]:
-    """Gives a function that waits for a run, and raises `Fail` if `options` end it."""
-    if options.terminate:
-        raise terminated()
-
-    def wait(future: "Future[Arrays]") -> Arrays:
-        getattr(native.RunOptions, _RUNNING).setdefault(options, WeakSet()).add(future)
-        if options.terminate:  # set before the run was entered there
-            future.cancel()
-        try:
-            return future.result()
-        except CancelledError:
-            raise terminated() from None
-        except BaseException:
-            future.cancel()  # Ctrl-C while it waits
-            raise
-
-    yield wait
+def _await(future: "Future[Arrays]", options: Any) -> Arrays:
+    """The answer of a run; `Fail` if its options end it."""
+    getattr(native.RunOptions, _RUNNING).setdefault(options, WeakSet()).add(future)
+    if options.terminate:  # set before the run was entered there
+        future.cancel()
+    try:
+        return future.result()
+    except CancelledError:
+        raise terminated() from None
+    except BaseException:
+        future.cancel()  # Ctrl-C while it waits
+        raise
+    finally:
+        del future  # the error that this may raise must not hold what holds it
 
 
 class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no types

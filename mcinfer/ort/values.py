@@ -2,7 +2,7 @@
 
 import ctypes
 import threading
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import wraps
 from math import prod
@@ -143,7 +143,9 @@ def array_at(address: int, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[
             f"{spec.element_type} elements of {spec.name!r} in packed memory: expected bytes"
         )
     size = tensor_bytes(spec.element_type, prod(shape))
-    memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B") if size else b""
+    if not size:
+        return np.empty(shape, spec.dtype)
+    memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
     return np.ndarray(shape, spec.dtype, memory)
 
 
@@ -335,9 +337,13 @@ def deliver(binding: Any, array: NDArray[Any], spec: TensorSpec) -> None:
     np.copyto(place, array, "equiv")
 
 
-def check_outputs(bound: Bound) -> None:
+def check_outputs(bound: Bound, specs: Mapping[str, TensorSpec]) -> None:
     """Raise what does not fit among the outputs that are bound, before a run."""
     for name, target in bound.outputs.items():
+        if specs[name].element_type == STRING and not isinstance(target, _Device):
+            raise Unsupported(
+                f"{name}: strings bound to memory; bind the name and the device alone"
+            )
         if isinstance(target, _Device | Place):
             check_host(target.device, name)
 

@@ -220,6 +220,32 @@ def test_terminate_ends_a_run_from_another_thread(session: Any, plain: Any) -> N
     assert_same(session.run(None, feed(), options), plain.run(None, feed()))
 
 
+def test_close_in_another_thread_ends_runs_of_every_kind(onnx_model: OnnxModel) -> None:
+    session = ort.InferenceSession(onnx_model(MODEL), devices=2)
+    failures: list[Exception] = []
+    said: list[str] = []
+
+    def run(options: Any) -> None:
+        try:
+            session.run(None, feed(1, turns=2**62), options)
+        except Exception as exc:
+            failures.append(exc)
+
+    threads = [threading.Thread(target=run, args=(o,)) for o in (None, ort.RunOptions())]
+    for thread in threads:
+        thread.start()
+    session.run_async(None, feed(1, turns=2**62), lambda *came: said.append(came[2]), None)
+    wait_until(lambda: session.master.statistics().in_flight == 3)
+    session.close()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert [type(failure) for failure in failures] == [ClosedError] * 2
+    wait_until(lambda: len(said) == 1)
+    assert "closed" in said[0]
+    with pytest.raises(ClosedError):
+        session.run(None, feed(1), ort.RunOptions())
+
+
 # Values and bindings.
 
 
