@@ -341,6 +341,19 @@ def test_model_that_does_not_load_again_counts_against_the_budget_and_is_told() 
     assert "pid 200) exited with status 0 after: no such file" in text(actions)
 
 
+def test_worker_that_could_not_load_the_model_and_does_not_end_says_why_it_could_not() -> None:
+    pool = ready_pool(1)
+    pool.handle_died(1.0, 0, SIGSEGV)
+    pool.handle_time(1.0)
+    pool.handle_started(0, 200)
+    pool.handle_message(1.0, 0, hello(0))
+    pool.handle_message(1.0, 0, build_error())
+    end_hung(pool, 1.0 + TIMEOUTS.cancel_grace, 0)
+    pool.handle_died(3.0, 0, SIGKILL)
+    cause = "worker 0 (cpu:0, pid 200): did not stop in time after: no such file"
+    assert pool.lives.statistics()[0].last_error.endswith(f"killed by SIGKILL after: {cause}")
+
+
 # Starting.
 
 
