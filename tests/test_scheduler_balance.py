@@ -252,6 +252,14 @@ def test_there_are_no_shares_without_two_workers_or_a_measure() -> None:
     assert balance.shares is None
 
 
+def test_speeds_stay_finite_whatever_noise_there_is_for_long() -> None:
+    workers = Workers([100.0, 100.0, 100.0], rows=30)
+    for i in range(3000):
+        workers.batch({i % 3: 100.0} if i % 4 == 0 else None)
+    speeds = workers.balance._speeds.values()
+    assert sum(speeds) == pytest.approx(len(speeds))
+
+
 @settings(max_examples=25)
 @given(
     st.lists(

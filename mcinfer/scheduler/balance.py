@@ -44,6 +44,7 @@ _PROBE_PART = 0.05
 """The most that such rows may take of a worker's time."""
 
 _SHORTEST = 1e-6  # seconds of a run: clocks do not show less
+_SLOWEST = 1e-6  # times the usual speed
 
 
 class Balance:
@@ -120,6 +121,9 @@ class Balance:
             self._rates[worker] = usual + (rate - usual) / count
             self._measured[worker] = now
             self._seconds[worker] = runs[worker][1]
+        # Only their proportions count. Else they grow without end, and one that is too small becomes zero.
+        usual = self._usual([*self._speeds.values()])
+        self._speeds = {w: max(s / usual, _SLOWEST) for w, s in self._speeds.items()}
         self._learned = now
         self._publish()
 
