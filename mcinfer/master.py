@@ -62,7 +62,7 @@ from mcinfer.requests.splitting import Known, Splitter, Verify
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.runtime.loop import Loop
 from mcinfer.scheduler.balance import Balance
-from mcinfer.sharding import Axes, JoinError, SaidAxes, Shares, Split
+from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
 from mcinfer.specs import ModelDescription, ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.statistics import Health, Statistics, TraceHook
 from mcinfer.validators import TensorFields
@@ -901,11 +901,9 @@ class Master:
             check_seconds("timeout", timeout)
         start = monotonic()
         joins = pieces == 1
-        shares = None
+        balance = None
         if pieces is None:
-            pieces = self._pieces * max(1, self._loop.serving)
-            if self._balance is not None:
-                shares = self._balance.shares
+            pieces, balance = self._pieces * max(1, self._loop.serving), self._balance
         else:
             check_count("shards", pieces, 1)
         splitter = self._splitter
@@ -923,7 +921,7 @@ class Master:
             priority,
             outputs,
             card,
-            shares,
+            balance,
         )
 
     def _output_card(self, outputs_on: str, outputs: Sequence[str] | None) -> CardMemory:
@@ -993,7 +991,7 @@ class Master:
 
         def split_run(known: Known) -> Arrays:
             in_pieces = replace(
-                call, known=known, pieces=pieces, shares=None, outputs=None, outputs_on=None
+                call, known=known, pieces=pieces, balance=None, outputs=None, outputs_on=None
             )
             return self._submit(in_pieces).result()
 
@@ -1058,7 +1056,9 @@ class Master:
         pieces = call.pieces if known.settled else 1
         if pieces > 1 and not known.splits:
             call.splitter.warn_if_whole()
-        shares = call.shares if pieces > 1 else None
+        shares = None
+        if call.balance is not None and pieces > 1:
+            shares = call.balance.take_shares()
         joinable = call.joins and known.splits and not call.apart
         request = planner.request(
             call.inputs,
@@ -1069,6 +1069,8 @@ class Master:
             outputs_on=call.outputs_on,
             card_timeout=call.timeout,
         )
+        if call.balance is not None and shares is not None and len(request.preferred) < 2:
+            call.balance.give_back(shares)
         if self._max_batch_size > 1 and call.joins and known.settled and not call.apart:
             if not known.splits:
                 call.splitter.warn_if_whole()
@@ -1092,7 +1094,7 @@ class _Call:
 
     Attributes:
         pieces: Most shards that it is cut into.
-        shares: What each worker is to get of it; None if all are to get the same.
+        balance: Says what each worker is to get of it; None if all are to get the same.
         joins: Whether it may go in one run with others.
         start: When the call came; `timeout` seconds count from then on.
         outputs_on: The card for the outputs; None is the host.
@@ -1111,7 +1113,7 @@ class _Call:
     priority: int
     outputs: Sequence[str] | None
     outputs_on: CardMemory | None = None
-    shares: Shares | None = None
+    balance: Balance | None = None
     apart: bool = False
     traced: bool = True
 
@@ -1144,7 +1146,7 @@ class _CheckRuns:
         call = replace(
             self._call,
             pieces=1,
-            shares=None,
+            balance=None,
             outputs=None,
             outputs_on=None,
             start=start,

@@ -159,7 +159,7 @@ class Shares:
         return len(self.workers) * self.pieces
 
     def cut(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows of each shard of a batch of so many rows, and the worker that each is meant for."""
+        """Rows of each shard of a batch of so many rows, and the preferred worker of each."""
         rows = [*split_by_weights(count, self.weights)]
         if self.probe is not None and count > 1 and not rows[self.probe]:
             # From the one with the most, and of several the slowest: a second one still has rows then.
@@ -208,14 +208,14 @@ class Plan:
         rows: Batch rows of each shard (for a fixed batch: pieces); empty for a batch of no rows.
         rowwise: Whether rows may also be joined with those of other requests: the batch may have any size,
             and every output has the batch and a shape that is known before the run.
-        meant: By shard, the index of the worker that it is meant for; empty if any may have it.
+        preferred: By shard, the index of the worker that is to run it; empty if any may have it.
     """
 
     rows: tuple[int, ...]
     inputs: tuple[InputCut, ...]
     outputs: tuple[OutputJoin, ...]
     rowwise: bool = False
-    meant: tuple[int, ...] = ()
+    preferred: tuple[int, ...] = ()
 
     @property
     def input_axes(self) -> tuple[int | None, ...]:
@@ -489,9 +489,9 @@ def plan(
     shares = None if isinstance(pieces, int) else pieces
     most = pieces if isinstance(pieces, int) else pieces.most
     axes, rows, fixed = _shards(model, shapes, most, split)
-    meant: tuple[int, ...] = ()
+    preferred: tuple[int, ...] = ()
     if shares is not None and not fixed and any(axis is not None for axis in axes):
-        rows, meant = shares.cut(sum(rows))
+        rows, preferred = shares.cut(sum(rows))
     # Check the shapes of a batch of no rows too, as one shard of 0 rows.
     parts = rows or (0,)
     cuts = [
@@ -515,7 +515,9 @@ def plan(
     declared = all(join.axis is not None and join.shapes is not None for join in outputs)
     cut = any(axis is not None for axis in axes)
     rowwise = cut and declared and not fixed and bool(outputs)
-    return Plan(rows=rows, inputs=tuple(cuts), outputs=outputs, rowwise=rowwise, meant=meant)
+    return Plan(
+        rows=rows, inputs=tuple(cuts), outputs=outputs, rowwise=rowwise, preferred=preferred
+    )
 
 
 def why_apart(model: ModelSpec, plan: Plan) -> str:

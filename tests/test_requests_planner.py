@@ -325,8 +325,8 @@ def test_plans_by_shares_are_kept_while_shares_stay_and_few_of_earlier_ones(aren
 
     by_speed = [Shares(workers=(0, 5), weights=(1 + i / 10, 1.0)) for i in range(12)]
     unequal = Shares(workers=(0, 5), weights=(3.0, 1.0), probe=1)
-    assert (asked(unequal).rows, asked(unequal).meant) == ((3, 1), (0, 5))
-    assert (asked(2).rows, asked(2).meant) == ((2, 2), ())
+    assert (asked(unequal).rows, asked(unequal).preferred) == ((3, 1), (0, 5))
+    assert (asked(2).rows, asked(2).preferred) == ((2, 2), ())
     for shares in (*by_speed, *by_speed[-3:], by_speed[0], by_speed[0]):
         asked(replace(shares))  # equal ones are the same
     shapes = (X.shape, W.shape)

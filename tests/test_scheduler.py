@@ -341,6 +341,19 @@ def test_model_that_does_not_load_again_counts_against_the_budget_and_is_told() 
     assert "pid 200) exited with status 0 after: no such file" in text(actions)
 
 
+def test_worker_that_could_not_load_the_model_and_does_not_end_says_why_it_could_not() -> None:
+    pool = ready_pool(1)
+    pool.handle_died(1.0, 0, SIGSEGV)
+    pool.handle_time(1.0)
+    pool.handle_started(0, 200)
+    pool.handle_message(1.0, 0, hello(0))
+    pool.handle_message(1.0, 0, build_error())
+    end_hung(pool, 1.0 + TIMEOUTS.cancel_grace, 0)
+    pool.handle_died(3.0, 0, SIGKILL)
+    cause = "worker 0 (cpu:0, pid 200): did not stop in time after: no such file"
+    assert pool.lives.statistics()[0].last_error.endswith(f"killed by SIGKILL after: {cause}")
+
+
 # Starting.
 
 
@@ -794,7 +807,7 @@ def test_health_says_what_a_worker_that_is_away_is_doing() -> None:
     assert reason() == "worker 0 (cpu:0, pid 200) is being killed: breaks the protocol"
 
 
-# Shards that are meant for a worker.
+# Shards with a preferred worker.
 
 
 def balanced_pool(*seconds: float) -> tuple[Pool, Balance]:
@@ -817,7 +830,7 @@ def test_answers_show_how_fast_workers_are() -> None:
     # One worker alone shows nothing, not even with two shards.
     pool.handle_request(100.0, 1, (5,), 1000.0)
     pool.handle_message(101.0, 0, reply(1, 0, 1.0))
-    pool.handle_request(110.0, 2, (5, 5), 1000.0, meant=(1, 1))
+    pool.handle_request(110.0, 2, (5, 5), 1000.0, preferred=(1, 1))
     pool.handle_message(111.0, 1, reply(2, 0, 1.0))
     pool.handle_message(112.0, 1, reply(2, 1, 1.0))
     assert balance.rows_per_second(0) == pytest.approx(1.0)
@@ -834,36 +847,46 @@ def test_failed_request_shows_nothing() -> None:
     assert balance.rows_per_second(0) is None
 
 
-def test_shard_waits_for_the_worker_that_it_is_meant_for() -> None:
+def test_shard_waits_for_its_preferred_worker() -> None:
     pool, _ = balanced_pool(1.0, 3.0)
     assert pool.handle_request(100.0, 1, (3,), 1000.0) == [predict(0, (1, 0))]
-    assert pool.handle_request(100.0, 2, (6, 2), 1000.0, meant=(0, 1)) == [predict(1, (2, 1))]
+    assert pool.handle_request(100.0, 2, (6, 2), 1000.0, preferred=(0, 1)) == [predict(1, (2, 1))]
     assert pool.handle_message(106.0, 1, reply(2, 1, 6.0)) == []
-    assert pool.next_time() == 100.0 + LONG_WAIT * 6.0
     actions = pool.handle_message(107.0, 0, reply(1, 0, 3.0))
     assert actions == [Settle(request=1), Release(request=1), predict(0, (2, 0))]
 
 
 def test_shard_does_not_wait_long_while_another_worker_has_nothing_to_do() -> None:
-    pool, _ = balanced_pool(1.0, 3.0)
+    pool, _ = balanced_pool(1.0, 2.0)
     pool.handle_request(100.0, 1, (3,), 1000.0)
-    pool.handle_request(100.0, 2, (6, 2), 1000.0, meant=(0, 1))
+    pool.handle_request(100.0, 2, (6, 3), 1000.0, preferred=(0, 1))
     pool.handle_message(106.0, 1, reply(2, 1, 6.0))
     assert pool.handle_time(111.9) == []
     assert pool.handle_time(112.0) == [predict(1, (2, 0))]
 
 
+def test_worker_does_not_steal_what_takes_it_longer_than_it_has_waited() -> None:
+    """With a card and a CPU, the CPU would take every shard that waits behind some others for the card."""
+    pool, _ = balanced_pool(1.0, 2.1)
+    pool.handle_request(100.0, 1, (3,), 1000.0)
+    pool.handle_request(100.0, 2, (6,), 1000.0, preferred=(0,))
+    assert pool.next_time() == 1100.0
+    assert pool.handle_time(150.0) == []
+    actions = pool.handle_message(160.0, 0, reply(1, 0, 60.0))
+    assert actions == [Settle(request=1), Release(request=1), predict(0, (2, 0))]
+
+
 def test_shard_never_waits_for_a_worker_that_is_gone_or_is_replaced() -> None:
     pool, _ = balanced_pool(1.0, 1.0, 1.0)
     pool.handle_request(100.0, 1, (1,), 1000.0)
-    pool.handle_request(100.0, 2, (1, 1, 1), 1000.0, meant=(0, 1, 2))
+    pool.handle_request(100.0, 2, (1, 1, 1), 1000.0, preferred=(0, 1, 2))
     assert pool.handle_message(101.0, 2, reply(2, 2, 1.0)) == []
     assert pool.handle_died(101.5, 0, SIGKILL) == [predict(2, (1, 0))]
     assert pool.handle_message(101.6, 1, reply(2, 1, 0.6)) == [predict(1, (2, 0))]
-    # Nor is it meant for it where that is known before.
+    # Nor is it reserved for it where that is known before.
     pool.handle_message(102.0, 1, reply(2, 0, 1.0))
     pool.handle_message(102.0, 2, reply(1, 0, 1.0))
-    assert pool.handle_request(103.0, 3, (1, 1), 1000.0, meant=(0, 2)) == [
+    assert pool.handle_request(103.0, 3, (1, 1), 1000.0, preferred=(0, 2)) == [
         predict(1, (3, 0)),
         predict(2, (3, 1)),
     ]
@@ -874,7 +897,7 @@ def test_worker_that_was_never_measured_is_not_waited_for() -> None:
     pool = ready_pool(2, balance=balance)
     balance.serve([0, 1])
     pool.handle_request(0.0, 1, (1,), 1000.0)
-    assert pool.handle_request(0.0, 2, (1,), 1000.0, meant=(0,)) == [predict(1, (2, 0))]
+    assert pool.handle_request(0.0, 2, (1,), 1000.0, preferred=(0,)) == [predict(1, (2, 0))]
 
 
 def test_shards_for_one_worker_each_are_given_to_them_without_the_queue() -> None:
@@ -951,8 +974,8 @@ class Twins:
         def enter() -> list[Action]:
             given = None
             if options["join"] is None:
-                size, meant = options["size"], options.get("meant", ())
-                given = self.fast.assign(now, number, rows, now, timeout, size, meant)
+                size, preferred = options["size"], options.get("preferred", ())
+                given = self.fast.assign(now, number, rows, now, timeout, size, preferred)
             if given is None:
                 return self.fast.handle_request(now, number, rows, timeout, **options)
             self.assigned += 1
@@ -1042,9 +1065,10 @@ class _Asked:
     due: float
     called: float
     size: int
-    meant: tuple[int, ...] = ()
+    preferred: tuple[int, ...] = ()
     event: int = 0  # when it came
-    patience: dict[int, float] = field(default_factory=dict)
+    until: list[float] = field(default_factory=list)
+    thieves: list[set[int]] = field(default_factory=list)
     replies: dict[int, Reply] = field(default_factory=dict)
     given: Counter[int] = field(default_factory=Counter)
     settled: bool = False
@@ -1141,7 +1165,7 @@ class Pools(RuleBasedStateMachine):
         measured: bool,
     ) -> None:
         self.joins = joins
-        self.measured = measured and not joins
+        self.measured = measured
         self.pipeline = 1 if card else pipeline
         self.card, self.slab = card, slab
         self.max_delay = max_delay
@@ -1318,7 +1342,7 @@ class Pools(RuleBasedStateMachine):
             assert (request, shard) not in at_work
             if len(members) > 1:
                 assert asked.runs == 0, "a shard that had its turn goes alone"
-            assert not self.waits(request, shard) or asked.meant[shard] == worker
+            assert self.may_have(worker, request, shard)
             asked.given[shard] += 1
         if len(members) > 1:
             joins = [asked.join for asked in map(self.asked, members) if asked.join is not None]
@@ -1326,13 +1350,15 @@ class Pools(RuleBasedStateMachine):
             assert len({key for key, _ in joins}) == 1
             assert sum(rows for _, rows in joins) <= MAX_ROWS
 
-    def waits(self, request: int, shard: int) -> bool:
-        """Whether a shard may go to no worker but the one that it is meant for."""
+    def may_have(self, worker: int, request: int, shard: int) -> bool:
+        """Whether a worker may run a shard: it is reserved for none, or for this one, or overdue."""
         asked = self.requests[request]
-        if not asked.meant or asked.given[shard]:
-            return False
-        is_there = self.away.get(asked.meant[shard], -1) < asked.event
-        return is_there and self.now < asked.patience[shard]
+        if not asked.preferred or asked.given[shard] or asked.preferred[shard] == worker:
+            return True
+        if self.away.get(asked.preferred[shard], -1) >= asked.event:
+            return True
+        late = asked.until[shard] <= self.now
+        return late and (worker in asked.thieves[shard] or asked.until[shard] == -math.inf)
 
     def note_cancel(self, worker: int, message: Cancel) -> None:
         """Fail unless the run is not wanted any more, or is late from now on."""
@@ -1541,16 +1567,19 @@ class Pools(RuleBasedStateMachine):
         full = len(self.open()) == self.limits.queue or (taken and taken + size > most)
         asked = _Asked(self.now + timeout, rows, join, due, self.now, size)
         balance = self.twins.balances[0]
-        if balance is not None and number % 3:
+        if balance is not None and number % 3 and join is None:
             count = len(self.scheduler.workers)
-            asked.meant = tuple((number + i) % count for i in range(shards))
+            asked.preferred = tuple((number + i) % count for i in range(shards))
             asked.event = self.events + 1
-            asked.patience = {
-                i: self.now + LONG_WAIT * balance.seconds(worker, 2 * asked.meant.count(worker))
-                for i, worker in enumerate(asked.meant)
-            }
+            for worker, part in zip(asked.preferred, rows, strict=True):
+                own = sum(r for r, w in zip(rows, asked.preferred, strict=True) if w == worker)
+                wait = LONG_WAIT * balance.seconds(worker, own)
+                others = (w for w in range(count) if balance.seconds(w, part) <= wait)
+                measured = balance.rows_per_second(worker) is not None
+                asked.until.append(self.now + wait if measured else -math.inf)
+                asked.thieves.append({*others} - {worker})
         self.requests[number] = asked
-        options = {"size": size, "priority": priority, "join": join, "meant": asked.meant}
+        options = {"size": size, "priority": priority, "join": join, "preferred": asked.preferred}
         try:
             actions = self.twins.request(self.now, number, rows, timeout, **options)
         except ClosedError:
@@ -1693,23 +1722,20 @@ class Pools(RuleBasedStateMachine):
         free = [self.processes[w.index] for w in ready if not w.retiring]
         if not any(not (process.killed or process.asked) for process in free):
             return
-        if not self.joins:
-            due = self.scheduler.next_time()
-            for request, shard in self.scheduler.table.queue.items:
-                assert self.waits(request, shard)
-                assert self.requests[request].meant[shard] not in [w.index for w in ready]
-                assert due is not None
-                assert due <= self.requests[request].patience[shard]
-            return
-        waiting = [self.requests[number] for number in self.open() - self.written()]
-        assert sum(asked.shards for asked in waiting) == len(self.scheduler.table.queue)
+        due = self.scheduler.next_time()
         rows = Counter[str]()
-        for asked in waiting:
+        for request, shard in self.scheduler.table.queue.items:
+            asked = self.requests[request]
+            if asked.preferred:
+                assert not any(self.may_have(w.index, request, shard) for w in ready)
+                if asked.thieves[shard] and asked.until[shard] > self.now:
+                    assert due is not None
+                    assert due <= asked.until[shard]
+                continue
             assert asked.join is not None
             assert asked.due > self.now
             assert asked.runs == 0
             rows[asked.join[0]] += asked.join[1]
-            due = self.scheduler.next_time()
             assert due is not None
             assert due <= asked.due
         assert all(count < MAX_ROWS for count in rows.values())

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,14 @@ SPEEDS = st.lists(st.floats(1.0, 100.0), min_size=2, max_size=6)
 def shares_of(balance: Balance) -> Shares:
     assert balance.shares is not None
     return balance.shares
+
+
+def probe_of(balance: Balance) -> Shares:
+    """The shares of a request that gets a row to measure a worker."""
+    shares = balance.take_shares()
+    assert shares is not None
+    assert shares.probe is not None
+    return shares
 
 
 class Workers:
@@ -47,7 +56,7 @@ class Workers:
         Returns:
             The rows of each worker.
         """
-        shares = self.balance.shares
+        shares = self.balance.take_shares()
         if shares is None:
             given = dict.fromkeys(range(len(self.speeds)), self.rows)
         else:
@@ -182,8 +191,28 @@ def test_batch_of_one_row_measures_nothing_again() -> None:
     workers.batch()
     workers.now += 1000.0
     workers.batch()
-    assert shares_of(workers.balance).probe == 1
-    assert shares_of(workers.balance).cut(1) == ((1,), (0,))
+    shares = probe_of(workers.balance)
+    assert shares.probe == 1
+    assert shares.cut(1) == ((1,), (0,))
+    workers.balance.give_back(shares)
+    assert workers.batch() == {0: 7, 1: 1}
+
+
+def test_one_of_many_requests_measures_a_worker_again() -> None:
+    """Or all callers of a moment would wait for a slow worker, one after another."""
+    workers = Workers([100.0, 1.0], rows=8)
+    workers.batch()
+    workers.now += 1000.0
+    workers.batch()
+    shares = probe_of(workers.balance)
+    assert workers.balance.take_shares() == replace(shares, probe=None)
+    # It takes long, or fails: another one follows when as much time has passed as before the first.
+    measured = workers.now
+    while workers.now < measured + 20 * 8.0:
+        assert workers.batch() == {0: 8}
+        workers.now += 1.0
+    workers.batch()
+    assert probe_of(workers.balance).workers == (0, 1)
 
 
 def test_worker_that_was_away_keeps_its_speed() -> None:
@@ -201,14 +230,14 @@ def test_worker_that_was_never_measured_is_taken_for_one_like_the_others() -> No
     balance.serve([0, 1])
     balance.learn({0: (10, 1.0), 1: (30, 1.0)}, 0.0)
     balance.serve([0, 1, 2])
-    shares = shares_of(balance)
+    shares = probe_of(balance)
     assert shares.weights == pytest.approx((1 / 6, 3 / 6, 2 / 6))
     assert shares.probe == 2
     assert shares.cut(2)[1] == (1, 2)
     assert balance.rows_per_second(2) is None
     assert balance.seconds(2, 5) == 0.0
     balance.learn({2: (5, 1.0)}, 1.0)
-    assert shares_of(balance).probe is None
+    assert balance.take_shares() == shares_of(balance)
 
 
 def test_there_are_no_shares_without_two_workers_or_a_measure() -> None:
@@ -221,6 +250,14 @@ def test_there_are_no_shares_without_two_workers_or_a_measure() -> None:
     assert balance.shares is None
     balance.serve([])
     assert balance.shares is None
+
+
+def test_speeds_stay_finite_whatever_noise_there_is_for_long() -> None:
+    workers = Workers([100.0, 100.0, 100.0], rows=30)
+    for i in range(3000):
+        workers.batch({i % 3: 100.0} if i % 4 == 0 else None)
+    speeds = workers.balance._speeds.values()
+    assert sum(speeds) == pytest.approx(len(speeds))
 
 
 @settings(max_examples=25)

@@ -1,14 +1,14 @@
 """Tests of mcinfer/scheduler/queue.py: which shard goes next, and which go together. Time is a number."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mcinfer.scheduler.queue import PATIENCE, Joinable, Meant, ShardId, ShardQueue
+from mcinfer.scheduler.queue import PATIENCE, Affinity, Joinable, ShardId, ShardQueue
 
 LATER = 100.0
 
@@ -37,59 +37,60 @@ def test_shard_that_had_its_turn_is_not_given_behind_a_run_and_neither_are_those
     assert queue.take(0.0, ahead=True) == ()
 
 
-# Shards that are meant for a worker.
+# Shards that are reserved for a worker.
 
 
-def test_shard_meant_for_a_worker_waits_for_it_and_does_not_block_others() -> None:
+def test_reserved_shard_waits_for_its_worker_and_does_not_block_others() -> None:
     queue = ShardQueue(1)
-    queue.add(shard(1), 0, meant=Meant(worker=3, until=10.0))
+    queue.add(shard(1), 0, affinity=Affinity(worker=3, until=10.0, thieves=(1,)))
     queue.add(shard(2), 0)
     assert queue.take(0.0, worker=1) == (shard(2),)
-    assert queue.take(0.0, worker=1) == ()
+    assert queue.take(0.0, worker=1, steal=True) == ()
     assert queue.next_due() == 10.0
     assert queue.take(0.0, worker=3) == (shard(1),)
-    assert (len(queue), queue.lanes) == (0, {})
+    assert (len(queue), queue.reserved) == (0, {})
 
 
-def test_worker_gets_what_is_meant_for_it_in_the_order_of_all() -> None:
+def test_worker_gets_what_is_reserved_for_it_in_the_order_of_all() -> None:
     queue = ShardQueue(1)
     queue.add(shard(1), 0)
-    queue.add(shard(2), 0, meant=Meant(worker=0, until=LATER))
+    queue.add(shard(2), 0, affinity=Affinity(worker=0, until=LATER))
     queue.add(shard(3), 5)
-    queue.add(shard(4), 5, meant=Meant(worker=0, until=LATER))
-    queue.add(shard(5), 9, meant=Meant(worker=1, until=LATER))
+    queue.add(shard(4), 5, affinity=Affinity(worker=0, until=LATER))
+    queue.add(shard(5), 9, affinity=Affinity(worker=1, until=LATER))
     assert [queue.take(0.0, worker=0) for _ in range(5)] == [
         *[(shard(number),) for number in (3, 4, 1, 2)],
         (),
     ]
 
 
-def test_shard_that_waited_long_goes_to_a_worker_without_other_work_alone() -> None:
+def test_shard_that_waited_long_is_stolen_only_by_thieves_without_other_work() -> None:
     queue = ShardQueue(1)
-    queue.add(shard(1), 9, meant=Meant(worker=0, until=1.0))
+    queue.add(shard(1), 9, affinity=Affinity(worker=0, until=1.0, thieves=(1,)))
     queue.add(shard(2), 0)
-    queue.add(shard(3), 0, meant=Meant(worker=1, until=LATER))
-    assert queue.take(2.0, worker=1, strays=True) == (shard(2),)
-    assert queue.take(2.0, worker=1, strays=True) == (shard(3),)
+    queue.add(shard(3), 0, affinity=Affinity(worker=1, until=LATER))
+    assert queue.take(2.0, worker=1, steal=True) == (shard(2),)
+    assert queue.take(2.0, worker=1, steal=True) == (shard(3),)
     assert queue.take(2.0, worker=1) == ()
-    assert queue.take(2.0, worker=1, strays=True) == (shard(1),)
+    assert queue.take(2.0, worker=2, steal=True) == ()
+    assert queue.take(2.0, worker=1, steal=True) == (shard(1),)
 
 
 def test_shards_of_a_worker_that_is_gone_go_to_any() -> None:
     queue = ShardQueue(1)
-    queue.add(shard(1), 0, meant=Meant(worker=0, until=LATER))
-    queue.add(shard(2), 1, meant=Meant(worker=0, until=LATER))
+    queue.add(shard(1), 0, affinity=Affinity(worker=0, until=LATER))
+    queue.add(shard(2), 1, affinity=Affinity(worker=0, until=LATER))
     queue.discard(shard(2))
-    queue.free(0)
-    queue.free(1)
+    queue.release(0)
+    queue.release(1)
     assert queue.take(0.0, ahead=True) == (shard(1),)
 
 
 def test_oldest_of_a_worker_is_passed_over_as_often_as_any_other() -> None:
     queue = ShardQueue(1)
-    queue.add(shard(0), 0, meant=Meant(worker=0, until=LATER))
+    queue.add(shard(0), 0, affinity=Affinity(worker=0, until=LATER))
     for number in range(1, 40):
-        queue.add(shard(number), 1, meant=Meant(worker=number % 2, until=LATER))
+        queue.add(shard(number), 1, affinity=Affinity(worker=number % 2, until=LATER))
     taken = [queue.take(0.0, worker=i % 2) for i in range(2 * PATIENCE + 2)]
     assert taken[-2] == (shard(0),)
 
@@ -102,7 +103,7 @@ def kept(queue: ShardQueue) -> int:
     groups = queue._groups.values()
     return (
         sum(map(len, (queue.items, queue._heap, queue._dues, queue._groups)))
-        + sum(map(len, (queue._strays, queue.lanes, *queue.lanes.values())))
+        + sum(map(len, (*queue._overdue.values(), queue.reserved, *queue.reserved.values())))
         + sum(len(group.items) for group in groups)
         + sum(len(group.off_heap) for group in groups)
     )
@@ -112,23 +113,25 @@ def kept(queue: ShardQueue) -> int:
     "what",
     [
         *(None, joinable(due=LATER), joinable(due=0.0)),
-        *(Meant(worker=0, until=LATER), Meant(worker=0, until=0.0)),
+        Affinity(worker=0),
+        Affinity(worker=0, until=LATER, thieves=(1,)),
+        Affinity(worker=0, until=0.0, thieves=(1, 2)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize(("taking", "waiting"), [(False, 10), (True, 0)])
 def test_shards_that_come_and_are_forgotten_leave_nothing_behind(
-    what: Joinable | Meant | None, taking: bool, waiting: int
+    what: Joinable | Affinity | None, taking: bool, waiting: int
 ) -> None:
     queue = ShardQueue(64)
     most = 0
     for number in range(3_000):
-        if isinstance(what, Meant):
-            queue.add(shard(number), number % 3, meant=what)
+        if isinstance(what, Affinity):
+            queue.add(shard(number), number % 3, affinity=what)
         else:
             queue.add(shard(number), number % 3, what)
         if taking:
-            queue.take(0.0, worker=number % 2)
+            queue.take(0.0, worker=number % 2, steal=True)
         queue.discard(shard(number - waiting))
         most = max(most, kept(queue)) if number % 10 == 0 else most
     assert len(queue) <= waiting
@@ -147,15 +150,15 @@ class _Waiting:
     place: int
     priority: float
     join: Joinable | None = None
-    meant: Meant | None = None
+    affinity: Affinity | None = None
     seen_due: bool = False
 
     def may_go_to(self, worker: int | None) -> bool:
-        return self.meant is None or self.meant.worker == worker
+        return self.affinity is None or self.affinity.worker == worker
 
 
-_Coming = tuple[int, tuple[str, int, float] | None, tuple[int, float] | None]
-"""Priority, what it may be joined with, and the worker that it is meant for."""
+_Coming = tuple[int, tuple[str, int, float] | None, Affinity | None]
+"""Priority, what it may be joined with, and the worker that it is reserved for, `until` seconds from now."""
 
 
 class Queues(RuleBasedStateMachine):
@@ -180,22 +183,26 @@ class Queues(RuleBasedStateMachine):
         due = any(join.due <= self.now for join in group)
         return not due and sum(join.rows for join in group) < MAX_ROWS
 
-    def free(self, worker: int | None, *, strays: bool) -> dict[ShardId, _Waiting]:
-        """Those that a worker may have: strays, if there are no others."""
+    def free(self, worker: int | None, *, steal: bool) -> dict[ShardId, _Waiting]:
+        """Those that a worker may have: others' overdue ones, if there are no others."""
         free = {s: item for s, item in self.waiting.items() if not self.held(item)}
         own = {s: item for s, item in free.items() if item.may_go_to(worker)}
-        late = {s: i for s, i in free.items() if i.meant and i.meant.until <= self.now}
-        return own or (late if strays else {})
+        late = {s: item for s, item in free.items() if self.is_overdue(item, worker)}
+        return own or (late if steal else {})
+
+    def is_overdue(self, item: _Waiting, thief: int | None) -> bool:
+        a = item.affinity
+        return a is not None and a.until <= self.now and thief in a.thieves
 
     def oldest(self, worker: int | None) -> ShardId | None:
-        """Of those that were never taken, are not held, and not meant for another."""
+        """Of those that were never taken, are not held, and not reserved for another."""
         free = {s: item for s, item in self.waiting.items() if item.place > 0}
         free = {s: i for s, i in free.items() if not self.held(i) and i.may_go_to(worker)}
         return min(free, key=lambda s: free[s].place, default=None)
 
-    def check(self, run: tuple[ShardId, ...], worker: int | None, *, strays: bool) -> None:
+    def check(self, run: tuple[ShardId, ...], worker: int | None, *, steal: bool) -> None:
         """Fail unless this is a run that may go now."""
-        free = self.free(worker, strays=strays)
+        free = self.free(worker, steal=steal)
         if not run:
             assert not free, "a shard waits that is not held"
             return
@@ -230,7 +237,13 @@ class Queues(RuleBasedStateMachine):
                     st.integers(1, MAX_ROWS + 1),
                     st.sampled_from([0.0, 1.0, 5.0]),
                 ),
-                st.none() | st.tuples(st.integers(0, 2), st.sampled_from([0.0, 1.0, 5.0])),
+                st.none()
+                | st.builds(
+                    Affinity,
+                    worker=st.integers(0, 2),
+                    until=st.sampled_from([0.0, 1.0, 5.0]),
+                    thieves=st.sampled_from([(), (0,), (1,), (0, 2), (0, 1, 2)]),
+                ),
             ),
             min_size=1,
             max_size=6,
@@ -240,35 +253,35 @@ class Queues(RuleBasedStateMachine):
         for priority, join, wants in items:
             self.numbers += 1
             new = shard(self.numbers)
-            fits = meant = None
+            fits = affinity = None
             if join is not None:
                 fits = Joinable(key=join[0], rows=join[1], due=self.now + join[2])
             elif wants is not None:
-                meant = Meant(worker=wants[0], until=self.now + wants[1])
-            self.waiting[new] = _Waiting(self.numbers, priority, fits, meant)
-            self.queue.add(new, priority, fits, meant)
+                affinity = replace(wants, until=self.now + wants.until)
+            self.waiting[new] = _Waiting(self.numbers, priority, fits, affinity)
+            self.queue.add(new, priority, fits, affinity)
 
     @rule(worker=st.integers(0, 2))
     def worker_goes(self, worker: int) -> None:
-        self.queue.free(worker)
+        self.queue.release(worker)
         for item in self.waiting.values():
             if item.may_go_to(worker):
-                item.meant = None
+                item.affinity = None
 
     @rule(
         count=st.integers(1, 12),
         workers=st.lists(st.integers(0, 2), min_size=1, max_size=3),
-        strays=st.booleans(),
+        steal=st.booleans(),
     )
-    def take(self, count: int, workers: list[int], strays: bool) -> None:
+    def take(self, count: int, workers: list[int], steal: bool) -> None:
         for i in range(count):
-            worker = workers[i % len(workers)] if self.queue.lanes else None
+            worker = workers[i % len(workers)] if self.queue.reserved else None
             oldest = self.oldest(worker)
-            run = self.queue.take(self.now, worker=worker, strays=strays)
+            run = self.queue.take(self.now, worker=worker, steal=steal)
             for item in self.waiting.values():
                 item.seen_due |= self.due_of(item) <= self.now
             assert all(member in self.waiting for member in run), "lost before, or taken twice"
-            self.check(run, worker, strays=strays)
+            self.check(run, worker, steal=steal)
             for member in run:
                 del self.waiting[member]
             self.taken += run
@@ -282,8 +295,8 @@ class Queues(RuleBasedStateMachine):
     @staticmethod
     def due_of(item: _Waiting) -> float:
         """When it may go to more than before."""
-        if item.meant is not None:
-            return item.meant.until
+        if item.affinity is not None:
+            return item.affinity.until if item.affinity.thieves else math.inf
         return math.inf if item.join is None else item.join.due
 
     @rule(which=st.lists(st.integers(0, 99), min_size=1, max_size=4))
@@ -330,7 +343,7 @@ class Queues(RuleBasedStateMachine):
         self.now = math.inf
         while self.waiting:
             before = len(self.waiting)
-            self.take(1, [0], True)
+            self.take(3, [0, 1, 2], True)
             assert len(self.waiting) < before
         assert self.queue.take(self.now) == ()
         assert not self.queue._groups

@@ -128,13 +128,15 @@ def test_shares_give_every_row_to_a_shard_that_is_meant_for_a_worker(
     workers = tuple(range(10, 10 + len(weights)))
     probe = None if probe is None else probe % len(weights)
     shares = Shares(workers=workers, weights=tuple(weights), pieces=pieces, probe=probe)
-    rows, meant = shares.cut(count)
+    rows, preferred = shares.cut(count)
     assert sum(rows) == count
     assert all(rows)
-    assert len(rows) == len(meant) <= shares.most
-    assert list(meant) == sorted(meant)
+    assert len(rows) == len(preferred) <= shares.most
+    assert list(preferred) == sorted(preferred)
     ideal = split_by_weights(count, weights)
-    got = [sum(r for r, w in zip(rows, meant, strict=True) if w == worker) for worker in workers]
+    got = [
+        sum(r for r, w in zip(rows, preferred, strict=True) if w == worker) for worker in workers
+    ]
     if probe is None or ideal[probe] or count < 2:
         assert tuple(got) == ideal
     else:
@@ -148,11 +150,11 @@ def test_plan_by_shares_has_the_rows_of_each_worker_and_whom_they_are_meant_for(
     split = said(spec)
     shares = Shares(workers=(0, 2, 3), weights=(0.7, 0.05, 0.25))
     cut = plan(spec, [(8, 3)], shares, split)
-    assert (cut.rows, cut.meant) == ((6, 2), (0, 3))
+    assert (cut.rows, cut.preferred) == ((6, 2), (0, 3))
     assert cut.inputs[0].shapes == ((6, 3), (2, 3))
     assert cut.outputs[0].shapes == ((6, 3), (2, 3))
     assert plan(spec, [(0, 3)], shares, split) == plan(spec, [(0, 3)], 3, split)
-    assert plan(spec, [(8, 3)], 3, split).meant == ()
+    assert plan(spec, [(8, 3)], 3, split).preferred == ()
 
 
 def test_shares_do_not_count_where_a_batch_runs_whole_or_in_fixed_pieces() -> None:

@@ -237,7 +237,7 @@ class Request(Outcome[Arrays]):
     Attributes:
         number: The loop's, once it has the request.
         rows: Rows of each shard; 1 if nothing is cut.
-        meant: By shard, the index of the worker that it is meant for; empty if any may have it.
+        preferred: By shard, the index of the worker that is to run it; empty if any may have it.
         size: Bytes of its inputs, and of its outputs of known shapes.
         called: When the call came, of `time.monotonic`.
         timeout: Seconds from then on.
@@ -269,7 +269,7 @@ class Request(Outcome[Arrays]):
         self.error = self.future = None
         self.number = -1
         self.rows = plan.cut.rows
-        self.meant = plan.cut.meant
+        self.preferred = plan.cut.preferred
         self.size = plan.size
         self.called = self.timeout = 0.0
         self.priority = 0

@@ -672,7 +672,7 @@ class Loop:
         given = None
         if request.join is None:
             given = self._scheduler.assign(
-                now, number, request.rows, called, timeout, request.size, request.meant
+                now, number, request.rows, called, timeout, request.size, request.preferred
             )
         if given is not None:
             self._requests[number] = request
@@ -704,7 +704,7 @@ class Loop:
                 size=request.size,
                 priority=request.priority,
                 join=request.join,
-                meant=request.meant,
+                preferred=request.preferred,
             )
         except QueueFullError as exc:
             del self._requests[number]

@@ -3,7 +3,7 @@
 ::
 
     answered request ── rows and run seconds of each worker ──► learn: speeds, moving averages
-    speeds ── only where the rows should change enough ──► shares ── read by callers ──► their plans
+    speeds ── only where the rows should change enough ──► shares ── taken by callers ──► their plans
 
 A speed is relative. What one request shows are the speeds of its workers compared with each other, in that
 request: how many rows a second it makes says as much about the size of its rows. So a model that gets small
@@ -14,11 +14,14 @@ own.
 stays as it is while a batch is expected to take at most `TOLERANCE` longer than with shares that fit exactly.
 
 A worker that gets no rows, because it is slow or new and batches are small, would never be measured again.
-Now and then it gets one row of a batch: its run then takes a small part of the time since its last one.
+Now and then *one* request has a row for it: its run then takes a small part of the time since its last one.
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from mcinfer.sharding import Shares
 
@@ -41,12 +44,13 @@ _PROBE_PART = 0.05
 """The most that such rows may take of a worker's time."""
 
 _SHORTEST = 1e-6  # seconds of a run: clocks do not show less
+_SLOWEST = 1e-6  # times the usual speed
 
 
 class Balance:
     """The speeds of a pool's workers. They stay through restarts of a worker.
 
-    Only the loop calls it; any thread may read `shares`.
+    Only the loop calls it, but for `take_shares` and `give_back`: any thread may call these.
 
     Args:
         workers: How many.
@@ -67,6 +71,10 @@ class Balance:
         self._sudden = [0] * workers  # in a row: too fast, or as a negative number too slow
         self._measured = [-math.inf] * workers  # when
         self._learned = 0.0  # when anything was
+        self._offered = [-math.inf] * workers  # when a request was to have a row for it
+        self._probes: deque[Shares] = deque(
+            maxlen=1
+        )  # shares with such a row, until a request takes them
         self._seconds = [0.0] * workers  # of the last run
 
     def rows_per_second(self, worker: int) -> float | None:
@@ -77,6 +85,18 @@ class Balance:
         """How long a run of so many rows is likely to take there; 0 if it was not measured yet."""
         rate = self._rates.get(worker)
         return rows / rate if rate else 0.0
+
+    def take_shares(self) -> Shares | None:
+        """The shares for one request: `shares`, or for one of several with a row that measures a worker."""
+        if self._probes:
+            with suppress(IndexError):  # another thread was faster
+                return self._probes.pop()
+        return self.shares
+
+    def give_back(self, shares: Shares) -> None:
+        """A request had no row to spare; another one gets what measures a worker, if these shares have it."""
+        if shares.probe is not None:
+            self._probes.append(shares)
 
     def serve(self, workers: Sequence[int]) -> None:
         """These workers take requests from now on, and no others; in ascending order."""
@@ -101,6 +121,9 @@ class Balance:
             self._rates[worker] = usual + (rate - usual) / count
             self._measured[worker] = now
             self._seconds[worker] = runs[worker][1]
+        # Only their proportions count. Else they grow without end, and one that is too small becomes zero.
+        usual = self._usual([*self._speeds.values()])
+        self._speeds = {w: max(s / usual, _SLOWEST) for w, s in self._speeds.items()}
         self._learned = now
         self._publish()
 
@@ -132,13 +155,18 @@ class Balance:
 
     def _is_stale(self, worker: int) -> bool:
         """Whether others were measured for long, and it was not."""
-        interval = max(PROBE_INTERVAL, self._seconds[worker] / _PROBE_PART)
-        return self._learned - self._measured[worker] >= interval
+        return self._learned - self._measured[worker] >= self._interval(worker)
+
+    def _interval(self, worker: int) -> float:
+        """After how many seconds it gets a row, to be measured again."""
+        return max(PROBE_INTERVAL, self._seconds[worker] / _PROBE_PART)
 
     def _publish(self) -> None:
         """Set `shares`, as far as what is known has changed enough."""
         serving, before = self._serving, self.shares
         known = [self._speeds[worker] for worker in serving if worker in self._speeds]
+        is_left = bool(self._probes)  # no request took the row that was offered
+        self._probes.clear()
         if len(serving) < 2 or not known:
             self.shares = None
             return
@@ -150,9 +178,17 @@ class Balance:
             longer = max(old / new for old, new in zip(before.weights, weights, strict=True))
             if longer <= 1 + TOLERANCE:
                 weights = before.weights
-        # The one that was not measured for longest, one at a time.
-        stale = [i for i, worker in enumerate(serving) if self._is_stale(worker)]
-        probe = min(stale, key=lambda i: self._measured[serving[i]], default=None)
-        shares = Shares(workers=serving, weights=weights, pieces=self._pieces, probe=probe)
+        shares = Shares(workers=serving, weights=weights, pieces=self._pieces)
         if shares != before:
             self.shares = shares
+        # The one that was not measured for longest. A request that took its row may take long, or fail.
+        stale = [
+            i
+            for i, w in enumerate(serving)
+            if self._is_stale(w)
+            and (is_left or self._learned - self._offered[w] >= self._interval(w))
+        ]
+        if stale:
+            probe = min(stale, key=lambda i: self._measured[serving[i]])
+            self._offered[serving[probe]] = self._learned
+            self._probes.append(replace(shares, probe=probe))

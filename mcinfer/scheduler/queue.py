@@ -8,9 +8,9 @@ Joining: shards that are *joinable* carry a key; those with the same key may go 
 rows. A group of them is *ripe* once it has all the rows that a run may have or one of its members is due; a
 ripe group goes when its turn comes. Until then it is *held*, and does not block others.
 
-Meant for a worker: a shard may wait for one worker, in the same order as those that any worker may have; it
-does not block others. Once its time for that is over, it is a *stray*: a worker without other work may have
-it as well. If its worker is gone, `free` gives all that wait for it to any.
+Affinity: a shard may be reserved for its preferred worker. It has the same place in the order as others, and
+does not block them. Once it is overdue, some other workers may *steal* it, if they have nothing else to do.
+If the preferred worker is gone, `release` makes what is reserved for it free for any.
 """
 
 import heapq
@@ -37,11 +37,12 @@ class Joinable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meant:
-    """Which worker a shard waits for, by its index, and until when no other may have it."""
+class Affinity:
+    """The worker that a shard is reserved for, by its index, and those that may steal it from `until` on."""
 
     worker: int
-    until: float
+    until: float = math.inf
+    thieves: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +51,7 @@ class _Item:
     priority: float
     place: int
     join: Joinable | None = None
-    meant: Meant | None = None
+    affinity: Affinity | None = None
     waiting: bool = True
     overdue: bool = False
 
@@ -66,14 +67,14 @@ class _Group:
 class ShardQueue:
     """The queue; `len` is the number of waiting shards, `items` has them by shard.
 
-    `lanes` has those that are meant for a worker, by its index, while there are any.
+    `reserved` has those that are reserved for a worker, by its index, while there are any.
     """
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
         self.items: OrderedDict[ShardId, _Item] = OrderedDict()
-        self.lanes: dict[int, list[tuple[float, int, _Item]]] = {}
-        self._strays: list[tuple[float, int, _Item]] = []
+        self.reserved: dict[int, list[tuple[float, int, _Item]]] = {}
+        self._overdue: dict[int, list[tuple[float, int, _Item]]] = {}  # by thief
         self._heap: list[tuple[float, int, _Item]] = []
         self._groups: dict[Hashable, _Group] = {}
         self._dues: list[tuple[float, int, _Item]] = []
@@ -89,16 +90,17 @@ class ShardQueue:
         shard: ShardId,
         priority: int,
         join: Joinable | None = None,
-        meant: Meant | None = None,
+        affinity: Affinity | None = None,
     ) -> None:
-        """Put a shard behind those of its priority; one that is meant for a worker is not joined."""
+        """Put a shard behind those of its priority; one with an affinity is not joined."""
         self._next_place += 1
-        item = _Item(shard, priority, self._next_place, join, meant)
+        item = _Item(shard, priority, self._next_place, join, affinity)
         self.items[shard] = item
-        if meant is not None:
+        if affinity is not None:
             entry = (-item.priority, item.place, item)
-            heapq.heappush(self.lanes.setdefault(meant.worker, []), entry)
-            heapq.heappush(self._dues, (meant.until, item.place, item))
+            heapq.heappush(self.reserved.setdefault(affinity.worker, []), entry)
+            if affinity.thieves:
+                heapq.heappush(self._dues, (affinity.until, item.place, item))
             return
         self._push(item)
         if join is None:
@@ -121,11 +123,11 @@ class ShardQueue:
         if item is not None:
             self._remove(item)
 
-    def free(self, worker: int) -> None:
-        """Any worker may have what is meant for this one: it is gone."""
-        for _, _, item in self.lanes.pop(worker, ()):
+    def release(self, worker: int) -> None:
+        """Any worker may have what is reserved for this one: it is gone."""
+        for _, _, item in self.reserved.pop(worker, ()):
             if item.waiting:
-                item.meant = None
+                item.affinity = None
                 self._push(item)
 
     def take(
@@ -134,21 +136,21 @@ class ShardQueue:
         *,
         ahead: bool = False,
         worker: int | None = None,
-        strays: bool = False,
+        steal: bool = False,
     ) -> tuple[ShardId, ...]:
-        """Take the shards of the next run; none while all that wait are held, or meant for others.
+        """Take the shards of the next run; none while all that wait are held, or reserved for others.
 
         Args:
             now: The time.
             ahead: Whether the run would wait behind another: shards that were taken before do not.
-            worker: The index of the worker that is to run it, which gets what is meant for it, too; None
-                while `lanes` is empty.
-            strays: Whether it may have a stray, if it may have nothing else.
+            worker: The index of the worker that is to run it, which gets what is reserved for it, too; None
+                while `reserved` is empty.
+            steal: Whether it may steal, if it may have nothing else.
         """
         self._look_at_the_clock(now)
         item = self._first()
-        if self.lanes:
-            item = self._first_for(worker, item, strays=strays)
+        if self.reserved:
+            item = self._first_for(worker, item, steal=steal)
         if item is None:
             return ()
         oldest = self._oldest(worker)
@@ -167,10 +169,10 @@ class ShardQueue:
         return tuple(member.shard for member in members)
 
     def next_due(self) -> float:
-        """When a held shard becomes due, or one that is meant for a worker a stray; infinite without one."""
+        """When a held shard becomes due, or a reserved one overdue; infinite without one."""
         while self._dues:
             item = self._dues[0][2]
-            if item.waiting and (item.join is not None or item.meant is not None):
+            if item.waiting and (item.join is not None or item.affinity is not None):
                 break
             heapq.heappop(self._dues)
         return self._dues[0][0] if self._dues else math.inf
@@ -181,8 +183,10 @@ class ShardQueue:
     def _look_at_the_clock(self, now: float) -> None:
         while self._dues and self._dues[0][0] <= now:
             item = heapq.heappop(self._dues)[2]
-            if item.waiting and item.meant is not None:
-                heapq.heappush(self._strays, (-item.priority, item.place, item))
+            if item.waiting and item.affinity is not None:
+                for worker in item.affinity.thieves:
+                    entry = (-item.priority, item.place, item)
+                    heapq.heappush(self._overdue.setdefault(worker, []), entry)
             elif item.waiting and item.join is not None:
                 item.overdue = True
                 group = self._groups[item.join.key]
@@ -213,22 +217,23 @@ class ShardQueue:
                 self._groups[item.join.key].off_heap.append(item)
         return None
 
-    def _first_for(self, worker: int | None, first: _Item | None, *, strays: bool) -> _Item | None:
+    def _first_for(self, worker: int | None, first: _Item | None, *, steal: bool) -> _Item | None:
         """The first of what a worker may have, where `first` is that of what any may have."""
-        lane = () if worker is None else self.lanes.get(worker)
-        if lane and (first is None or lane[0][:2] < (-first.priority, first.place)):
-            return lane[0][2]
-        while self._strays and not (self._strays[0][2].waiting and self._strays[0][2].meant):
-            heapq.heappop(self._strays)
-        if first is None and self._strays and strays:
-            return self._strays[0][2]
-        return first
+        own = () if worker is None else self.reserved.get(worker)
+        if own and (first is None or own[0][:2] < (-first.priority, first.place)):
+            return own[0][2]
+        if first is not None or worker is None or not steal:
+            return first
+        overdue = self._overdue.get(worker, [])
+        while overdue and not _is_reserved(overdue[0]):
+            heapq.heappop(overdue)
+        return overdue[0][2] if overdue else None
 
     def _oldest(self, worker: int | None) -> _Item | None:
-        """The first by age that is not held, nor meant for another worker."""
+        """The first by age that is not held, nor reserved for another worker."""
         for item in self.items.values():
-            mine = item.meant is None or item.meant.worker == worker
-            if mine and item.place > 0 and not self._is_held(item):
+            is_free = item.affinity is None or item.affinity.worker == worker
+            if is_free and item.place > 0 and not self._is_held(item):
                 return item
         return None
 
@@ -253,14 +258,15 @@ class ShardQueue:
         del self.items[item.shard]
         if not self.items:
             self._passed_over.clear()
-        kept = max(len(self._heap), len(self._dues), len(self._strays))
-        if item.meant is not None:
-            lane = self.lanes[item.meant.worker]
-            while lane and not lane[0][2].waiting:
-                heapq.heappop(lane)
-            if not lane:
-                del self.lanes[item.meant.worker]
-            kept = max(kept, len(lane))
+        kept = max(len(self._heap), len(self._dues))
+        if item.affinity is not None:
+            heaps = [self._overdue.get(worker, []) for worker in item.affinity.thieves]
+            heaps.append(own := self.reserved[item.affinity.worker])
+            while own and not own[0][2].waiting:
+                heapq.heappop(own)
+            if not own:
+                del self.reserved[item.affinity.worker]
+            kept = max(kept, *map(len, heaps))
         if item.join is not None:
             group = self._groups[item.join.key]
             del group.items[item.place]
@@ -278,10 +284,13 @@ class ShardQueue:
         heapq.heapify(self._heap)
         self._dues = [entry for entry in self._dues if entry[2].waiting]
         heapq.heapify(self._dues)
-        self._strays = [entry for entry in self._strays if entry[2].waiting and entry[2].meant]
-        heapq.heapify(self._strays)
-        for worker, lane in self.lanes.items():
-            self.lanes[worker] = [entry for entry in lane if entry[2].waiting]
-            heapq.heapify(self.lanes[worker])
+        for heaps in (self.reserved, self._overdue):
+            for worker, entries in heaps.items():
+                heaps[worker] = [entry for entry in entries if _is_reserved(entry)]
+                heapq.heapify(heaps[worker])
         for group in self._groups.values():
             group.off_heap = [item for item in group.off_heap if item.waiting]
+
+
+def _is_reserved(entry: tuple[float, int, _Item]) -> bool:
+    return entry[2].waiting and entry[2].affinity is not None

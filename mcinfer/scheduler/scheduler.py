@@ -8,8 +8,8 @@ returned actions, in order. The rules:
   was ended because it shared memory with one that died does not count.
 * A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
   again apart.
-* A shard that is meant for a worker, by their measured speeds, waits for that worker while it serves, and
-  not long if another one has nothing else to do.
+* With measured speeds, a shard is reserved for its preferred worker while that one serves. If it waits long,
+  another worker that is not much slower and has nothing else to do steals it.
 * A worker with short runs gets more runs ahead. If the current run then takes long, the runs behind it
   also go to other workers, with other memory for their outputs; late answers are ignored.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
@@ -58,7 +58,7 @@ from mcinfer.scheduler.actions import (
     Settle,
 )
 from mcinfer.scheduler.balance import Balance
-from mcinfer.scheduler.queue import Joinable, Meant, ShardId, ShardQueue
+from mcinfer.scheduler.queue import Affinity, Joinable, ShardId, ShardQueue
 from mcinfer.scheduler.workers import MAX_DEATHS, MAX_TEXT, Run, Worker, WorkerLives
 from mcinfer.statistics import (
     LATENCY_BOUNDS,
@@ -76,7 +76,8 @@ KILLED_ENDS = 10.0  # seconds that a killed process may take to end
 UNBOUNDED_RUN = 600.0  # seconds for a cancelled run without a deadline
 MAX_ATTEMPTS = 8  # runs of a shard that are answered as cancelled, though they were not
 LONG_WAIT = 2.0
-"""Times what a worker needs for its part of a request, for which a shard waits for it."""
+"""Times what a worker needs for its part of a request, after which others may steal a shard that waits for
+it; but none that would need longer than that itself."""
 
 _FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
 
@@ -213,10 +214,10 @@ class RequestTable:
         *,
         ahead: bool = False,
         worker: int | None = None,
-        strays: bool = False,
+        steal: bool = False,
     ) -> tuple[ShardId, ...]:
         """Take the shards of the next run off the queue, as `ShardQueue.take`; none if none may go."""
-        members = self.queue.take(now, ahead=ahead, worker=worker, strays=strays)
+        members = self.queue.take(now, ahead=ahead, worker=worker, steal=steal)
         for number, shard in members:
             entry = self.entries[number]
             entry.outstanding += 1
@@ -375,7 +376,7 @@ class Scheduler:
         size: int = 0,
         priority: int = 0,
         join: tuple[Hashable, int] | None = None,
-        meant: Sequence[int] = (),
+        preferred: Sequence[int] = (),
     ) -> list[Action]:
         """A request came.
 
@@ -388,7 +389,7 @@ class Scheduler:
             size: Bytes of its tensors.
             priority: Higher ones go first.
             join: For one shard that may be joined with others of the same key: the key, and its rows.
-            meant: By shard, the index of the worker that it is meant for; empty if any may have it.
+            preferred: By shard, the index of its preferred worker; empty if there is none.
 
         Raises:
             ClosedError: The pool is closed.
@@ -407,18 +408,28 @@ class Scheduler:
         due = called + min(self._max_delay, timeout / 2)
         joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
         for shard in range(len(rows)):
-            waits = self._meant(meant[shard], rows, meant, now) if meant else None
-            self.table.queue.add((request, shard), priority, joinable, waits)
+            affinity = self._affinity(shard, rows, preferred, now) if preferred else None
+            self.table.queue.add((request, shard), priority, joinable, affinity)
         return self.dispatch(now)
 
-    def _meant(
-        self, worker: int, rows: Sequence[int], meant: Sequence[int], now: float
-    ) -> Meant | None:
-        """That a shard waits for this worker, and until when: the worker may run others of it before."""
-        if self._balance is None or not self.workers[worker].serves:
+    def _affinity(
+        self, shard: int, rows: Sequence[int], preferred: Sequence[int], now: float
+    ) -> Affinity | None:
+        """That a shard is reserved for its preferred worker; None if that one is away or never measured."""
+        balance, worker = self._balance, preferred[shard]
+        if balance is None or not self.workers[worker].serves:
             return None
-        own = sum(part for part, other in zip(rows, meant, strict=True) if other == worker)
-        return Meant(worker=worker, until=now + LONG_WAIT * self._balance.seconds(worker, own))
+        if balance.rows_per_second(worker) is None:
+            return None
+        # The worker may run others of the request before this one.
+        own = sum(part for part, other in zip(rows, preferred, strict=True) if other == worker)
+        wait = LONG_WAIT * balance.seconds(worker, own)
+        thieves = tuple(
+            w.index
+            for w in self.workers
+            if w.index != worker and balance.seconds(w.index, rows[shard]) <= wait
+        )
+        return Affinity(worker=worker, until=now + wait, thieves=thieves)
 
     def check_room(self, size: int) -> None:
         """Raise `QueueFullError` unless a request with so many bytes of tensors can be accepted now."""
@@ -586,10 +597,10 @@ class Scheduler:
         queue = self.table.queue
         if not queue.items:
             return actions
-        if queue.lanes:
-            actions += self._give_meant(now)
+        if queue.reserved:
+            actions += self._give_reserved(now)
         for w in self.workers:
-            if w.is_free and not w.runs and not queue.lanes:
+            if w.is_free and not w.runs and not queue.reserved:
                 members = self.table.take_run(now)
                 if not members:
                     return actions
@@ -598,19 +609,19 @@ class Scheduler:
             actions += self._give_ahead(now)
         return actions
 
-    def _give_meant(self, now: float) -> list[Action]:
-        """Give queued shards to ready workers while some are meant for one worker."""
+    def _give_reserved(self, now: float) -> list[Action]:
+        """Give queued shards to ready workers while some are reserved for one worker."""
         actions: list[Action] = []
         queue = self.table.queue
-        for index in [*queue.lanes]:
+        for index in [*queue.reserved]:
             if not self.workers[index].serves:
-                queue.free(index)
-        # Workers for which none waits go first, so that others keep theirs; strays are for what is left.
-        order = sorted(self.workers, key=lambda w: w.index in queue.lanes)
-        for strays in (False, True):
+                queue.release(index)
+        # Workers without reserved shards go first, so that others have time for theirs. Stealing is the last.
+        order = sorted(self.workers, key=lambda w: w.index in queue.reserved)
+        for steal in (False, True):
             for w in order:
                 if w.is_free and not w.runs:
-                    members = self.table.take_run(now, worker=w.index, strays=strays)
+                    members = self.table.take_run(now, worker=w.index, steal=steal)
                     if members:
                         actions.append(self._give(w, members, now))
         return actions
@@ -641,11 +652,11 @@ class Scheduler:
             )
             if w is None:
                 break
-            lanes = bool(queue.lanes)
-            members = self.table.take_run(now, ahead=True, worker=w.index if lanes else None)
+            reserved = bool(queue.reserved)
+            members = self.table.take_run(now, ahead=True, worker=w.index if reserved else None)
             if members:
                 actions.append(self._give(w, members, now))
-            elif lanes:
+            elif reserved:
                 idle.add(w.index)
             else:
                 break
@@ -698,11 +709,11 @@ class Scheduler:
         called: float,
         timeout: float,
         size: int,
-        meant: Sequence[int] = (),
+        preferred: Sequence[int] = (),
     ) -> list[Worker] | None:
         """Give a request to workers at once, a shard to each, if nothing waits; else use `handle_request`.
 
-        Shards that are meant for workers go to these, or nothing is done.
+        Shards with preferred workers go to these, or nothing is done.
 
         Returns:
             By shard, the worker; None if nothing was done.
@@ -714,10 +725,10 @@ class Scheduler:
         count, limits = len(rows), self._limits
         if self.table.in_flight >= limits.queue or limits.queue_bytes is not None:
             return None
-        if meant:
-            if not self._may_have(meant, now):
+        if preferred:
+            if not self._preferred_are_free(preferred, now):
                 return None
-            chosen = [self.workers[index] for index in meant]
+            chosen = [self.workers[index] for index in preferred]
         elif count == 1:
             best = None
             least = MAX_RUNS
@@ -745,14 +756,14 @@ class Scheduler:
             w.conversation.begin_run(number, shard)
         return chosen
 
-    def _may_have(self, meant: Sequence[int], now: float) -> bool:
-        """Whether workers can have the shards that are meant for them at once, one each."""
+    def _preferred_are_free(self, preferred: Sequence[int], now: float) -> bool:
+        """Whether the preferred workers of shards can have them at once, one each."""
         balance = self._balance
         return (
             balance is not None
-            and len({*meant}) == len(meant)
-            and all(self._takes(self.workers[index], now) for index in meant)
-            and all(balance.rows_per_second(index) is not None for index in meant)
+            and len({*preferred}) == len(preferred)
+            and all(self._takes(self.workers[index], now) for index in preferred)
+            and all(balance.rows_per_second(index) is not None for index in preferred)
         )
 
     def _choose(self, count: int, now: float) -> list[Worker]:

@@ -481,7 +481,10 @@ class WorkerLives:
         if w.kill_at is not None and w.kill_at <= now:
             w.kill_at = None
             if not w.doomed:
-                return self._give_up_waiting(w, f"{w.name}: did not stop in time", now)
+                reason = f"{w.name}: did not stop in time"
+                if w.state is WorkerState.EXITING and not (w.retiring or self.closing):
+                    reason += f" after: {w.last_error}"  # the model did not load
+                return self._give_up_waiting(w, reason, now)
             killing = [self.kill(w, w.last_error)]
             if self.started or w.started_before:
                 return [*killing]

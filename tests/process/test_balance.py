@@ -16,8 +16,8 @@ from tests.process.waiting import wait_for_states, wait_until
 ROWS = 32
 ROW_SECONDS = 0.002
 
-ROW_SHARE_OF_SLOW = 7
-"""Rows that a worker of a quarter of the speed of two others gets at most, of an ideal of 3.6."""
+MOST_OF_SLOW = 12
+"""Rows that a worker of a quarter of the speed of another gets at most, of an ideal of 6.4."""
 
 
 class Slowed:
@@ -62,13 +62,13 @@ def test_worker_slowed_to_a_third_gets_fewer_rows_and_batches_take_what_they_nee
     slowed = Slowed(fake_model, tmp_path, ROW_SECONDS, ROW_SECONDS)
     with fake_master(slowed.path, 2, balance="measured", trace=slowed.traces.append) as master:
         assert [w.rows_per_second for w in master.statistics().workers] == [None, None]
-        slowed.predict(master, 6)
+        slowed.predict(master, 2)
         slowed.slow_down(1, 3 * ROW_SECONDS)
-        slowed.predict(master, 6)
-        even = slowed.predict(master, 3, shards=2)
-        measured = slowed.predict(master, 7)
+        slowed.predict(master, 5)
+        even = slowed.predict(master, 1, shards=2)
+        measured = slowed.predict(master, 5)
         # Other work on the machine may disturb some of them: then the next ones count.
-        while median(map(over_ideal, measured[-7:])) > 1.15:
+        while median(map(over_ideal, measured[-5:])) > 1.15:
             assert len(measured) < 100
             measured += slowed.predict(master, 1)
         fast, slow = (w.rows_per_second for w in master.statistics().workers)
@@ -82,23 +82,22 @@ def test_worker_slowed_to_a_third_gets_fewer_rows_and_batches_take_what_they_nee
 def test_worker_that_dies_is_not_waited_for_and_keeps_its_speed(
     fake_model: FakeModel, tmp_path: Path
 ) -> None:
-    slowed = Slowed(fake_model, tmp_path, 0.001, 0.004, 0.001)
-    with fake_master(slowed.path, 3, balance="measured", trace=slowed.traces.append) as master:
-        slowed.predict(master, 3)
+    slowed = Slowed(fake_model, tmp_path, 0.001, 0.004)
+    with fake_master(slowed.path, 2, balance="measured", trace=slowed.traces.append) as master:
+        slowed.predict(master, 2)
         with ThreadPoolExecutor(4) as callers:
-            batches = [rows(ROWS, float(i)) for i in range(12)]
+            batches = [rows(ROWS, float(i)) for i in range(8)]
             answers = [callers.submit(master.predict, inputs) for inputs in batches]
-            answers[4].result()
+            answers[2].result()
             pid = master.statistics().workers[1].pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
             for inputs, answer in zip(batches, answers, strict=True):
                 assert_answers(answer.result(), inputs)
-        wait_for_states(master, "ready", "ready", "ready")
-        wait_until(lambda: len(slowed.traces) == 3 + len(batches))
+        wait_for_states(master, "ready", "ready")
+        wait_until(lambda: len(slowed.traces) == 2 + len(batches))
         (trace,) = slowed.predict(master, 1)
-        assert {*rows_by_worker(trace)} == {0, 1, 2}
-        assert rows_by_worker(trace)[1] <= ROW_SHARE_OF_SLOW
+        assert 0 < rows_by_worker(trace)[1] <= MOST_OF_SLOW
         assert master.statistics().workers[1].restarts == 1
 
 
