@@ -7,8 +7,8 @@ worker that is pinned to a core of its own, else a session in the actor. The row
 before the time begins, and the time is that from the first run's begin to the last one's end, by the clock of
 the machine, which all processes share; so it leaves out the starts of actors.
 
-Ray gives its processes a low priority (niceness 15), with which a busy machine's other programs decide what is
-measured. Here all ways have the usual one. The CPU time of a row depends little on other programs.
+Ray gives its processes a low priority (niceness 15). On a busy machine, other programs would decide what is
+measured, so here all ways have the usual priority. The CPU time of a row depends little on other programs.
 """
 
 import argparse
@@ -76,7 +76,7 @@ class TimedPredictor(Predictor):
 
     def __call__(self, batch: Mapping[str, Any]) -> Batch:
         """A batch's outputs."""
-        run = Run([worker.pid for worker in self.statistics().workers])
+        run = Run([worker.pid for worker in self.statistics().workers if worker.pid])
         return run.columns(super().__call__(batch)["probabilities"])
 
 
