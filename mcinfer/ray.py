@@ -12,12 +12,14 @@
 
 Ray places actors, moves arrays between nodes, and starts actors again; mcinfer runs a model on what Ray gave
 an actor. Ray counts CPUs and sets ``OMP_NUM_THREADS``, but ties no process to a core. So an actor *claims*
-cores: for each it binds a Unix socket of that core's name, which only one process of a machine can do. The
-kernel releases a claim when the process ends, however it ends, so no claim outlives its actor.
+cores: for each it binds a Unix socket of that core's name, which only one process of a network namespace can
+do, whoever's it is. The kernel releases a claim when the process ends, however it ends, so no claim outlives
+its actor.
 
 An actor that ends, by Ray or by SIGKILL, takes the workers of its master with it.
 """
 
+import inspect
 import json
 import logging
 import os
@@ -28,14 +30,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic, sleep
-from typing import Any, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mcinfer.config import Device, EngineOptions, Parallel, parse_devices, share_cores
-from mcinfer.errors import ClosedError, InvalidInputError, MissingDependencyError
-from mcinfer.machine import whole_cpus
+from mcinfer.errors import ClosedError, InvalidInputError, MissingDependencyError, QueueFullError
+from mcinfer.machine import usable_cpus, whole_cpus
 from mcinfer.master import Master, SerializableModel
 from mcinfer.requests.request import Arrays, Inputs
 from mcinfer.sharding import Axes
@@ -82,15 +84,17 @@ class Predictor:
         )
 
     In an actor of Ray, the master starts with the object. Elsewhere it starts with the first call, so a
-    program can try its predictor before it uses Ray. Pickling takes the arguments alone, without the master.
+    program can try its predictor before it uses Ray. Pickling takes the arguments alone, without the master:
+    an object that is given in place of the class starts its workers again in each task.
 
     Args:
         model: Path of the model on each node, the model as bytes or `onnx.ModelProto`, or what ``ray.put``
             returned for its bytes: then no node needs the file.
-        devices: As in `Master`. None is what Ray assigned to the actor: ``cuda:i`` for its GPUs; else its
-            CPUs, in as many shares as `Master` would make of so many. Without either, all CPUs as in
-            `Master`. CPU devices share the cores that the actor claims, one for each whole CPU, at least
-            one; if too few are free on the machine, the workers are not pinned.
+        devices: As in `Master`. None is what Ray assigned to the actor or task: ``cuda:i`` for its GPUs;
+            else its CPUs, in as many shares as `Master` would make of so many. Without either, all CPUs as
+            in `Master`. CPU devices share the cores that the process claims, one for each whole CPU. The
+            workers are not pinned if too few are free on the machine, if a CPU quota gives time on all
+            cores, or if there is less than one CPU.
         batch_axes: As in `Master`.
         keep: Columns to pass on beside the outputs. None: those that are no inputs of the model.
         outputs: Names of the outputs to return; None is all.
@@ -101,8 +105,6 @@ class Predictor:
         InvalidInputError: An argument is invalid.
         BuildError: The model cannot be loaded; ModelNotFoundError: There is no such file on this node.
     """
-
-    _warns_of_stalls = True
 
     def __init__(
         self,
@@ -119,13 +121,11 @@ class Predictor:
         self._model = model
         self._devices = devices
         self._options = {"batch_axes": batch_axes, **master_options}
-        if not isinstance(master_options.get("options", EngineOptions()), EngineOptions):
-            raise InvalidInputError(
-                f"options: got {type(master_options['options']).__name__}, expected EngineOptions"
-            )
+        _check_options(self._options)
         self._prepare()
-        if _in_actor():
+        if _place() == "actor":
             self._start()
+            self._watch_for_stall()
 
     def _prepare(self) -> None:
         """Set up what is not pickled."""
@@ -155,13 +155,16 @@ class Predictor:
             if self._closed:
                 raise ClosedError("the predictor is closed")
             if self._master is None:
+                if _place() == "task":
+                    _log.warning(
+                        "this task of Ray's starts workers for itself alone: an actor keeps them for all "
+                        "batches. Give map_batches the class (Predictor, fn_constructor_args=...)"
+                    )
                 try:
                     self._master = self._new_master().start()
                 except BaseException:
                     self._cores.release()
                     raise
-                if self._warns_of_stalls and _in_actor():
-                    self._watch_for_stall()
             return self._master
 
     def _new_master(self) -> Master:
@@ -180,42 +183,46 @@ class Predictor:
         elif devices is None and engine.cores is not None:
             devices = len(engine.cores)
         if cpus and engine.cores is None:
-            whole = max(1, int(cpus))
-            chosen = parse_devices(devices, min(whole, whole_cpus()))
+            chosen = parse_devices(devices, min(max(1, int(cpus)), whole_cpus()))
             if all(device.kind == "cpu" for device in chosen):
                 devices = [str(device) for device in chosen]
-                options["options"] = self._on_own_cores(chosen, whole, engine)
+                options["options"] = self._on_own_cores(chosen, cpus, engine)
         return Master(model, devices, **options)
 
     def _on_own_cores(
-        self, devices: Sequence[Device], cpus: int, engine: EngineOptions
+        self, devices: Sequence[Device], cpus: float, engine: EngineOptions
     ) -> EngineOptions:
-        """The options of the engine, with the cores that this actor claims; they stay its own."""
+        """The options of the engine, with the cores that this process claims; they stay its own.
+
+        A CPU quota limits time, not place. All containers of a host that are limited so see the same cores,
+        and none sees the others' claims: if each claimed the first ones, these would be overloaded.
+        """
         usable = sorted(os.sched_getaffinity(0))
-        wanted = min(cpus, len(usable))
-        own = self._cores.claim(usable, wanted)
-        if own:
-            cores = []
-            for share in share_cores(devices, own).values():
-                if isinstance(share, InvalidInputError):
-                    raise share
-                cores.append(share.cores)
-            return replace(engine, cores=cores)
-        _log.warning(
-            "%d of the cores %s were wanted, and fewer are free: other actors have them, so the workers "
-            "are not pinned. Ray counts more CPUs here than the machine has cores for",
-            wanted,
-            usable,
-        )
+        wanted = min(int(cpus), len(usable))
+        if wanted and usable_cpus() >= len(usable):
+            own = self._cores.claim(usable, wanted)
+            if own:
+                cores = []
+                for share in share_cores(devices, own).values():
+                    if isinstance(share, InvalidInputError):
+                        raise share
+                    cores.append(share.cores)
+                return replace(engine, cores=cores)
+            _log.warning(
+                "%d of the cores %s were wanted, and fewer are free: other actors of this machine have them, "
+                "so the workers are not pinned. Ray counts more CPUs here than the machine has cores for, or "
+                "several programs use Ray",
+                wanted,
+                usable,
+            )
         config = dict(engine.session_config)
         if self._options.get("engine", "onnxruntime") == "onnxruntime":
-            config.setdefault(
-                "session.intra_op.allow_spinning", "0"
-            )  # it would take cores of others
+            # Threads that spin would take cores of others.
+            config.setdefault("session.intra_op.allow_spinning", "0")
         return replace(
             engine,
             cores=[usable] * len(devices),
-            threads=engine.threads or max(1, wanted // len(devices)),
+            threads=engine.threads or max(1, min(wanted, whole_cpus()) // len(devices)),
             session_config=config,
         )
 
@@ -259,7 +266,8 @@ class Predictor:
         Args:
             batch: By column, an array with a row for each row of the batch, as ``batch_format="numpy"``
                 gives. Columns named as the model's inputs are its inputs. They are read where Ray has them
-                (in its object store, read-only), and copied once, into shared memory.
+                (in its object store, read-only), and copied once, into shared memory. A column of arrays
+                (dtype object), as Ray makes of images of several sizes, is stacked before.
 
         Returns:
             The outputs, and the columns to keep: arrays by name, which the caller owns.
@@ -276,7 +284,15 @@ class Predictor:
                 f"batch: got {type(batch).__name__}, expected arrays by column, as "
                 "map_batches(..., batch_format='numpy') gives"
             )
-        inputs = {spec.name: batch[spec.name] for spec in master.inputs if spec.name in batch}
+        inputs = {
+            spec.name: _stacked(spec.name, batch[spec.name])
+            for spec in master.inputs
+            if spec.name in batch
+        }
+        if missing := [spec.name for spec in master.inputs if spec.name not in batch]:
+            raise InvalidInputError(
+                f"batch: missing columns {missing} of the model's inputs, got {[*batch]}"
+            )
         kept = [name for name in batch if name not in inputs] if self._keep is None else self._keep
         names = [spec.name for spec in master.outputs]
         for name in kept:
@@ -296,28 +312,10 @@ class Predictor:
                 )
         return {**{name: batch[name] for name in kept}, **answer}
 
-    def predict(
-        self,
-        inputs: Inputs,
-        *,
-        timeout: float | None = None,
-        batch_axes: Axes | None = None,
-        output_axes: Axes | None = None,
-        shards: int | None = None,
-        priority: int = 0,
-        outputs: Sequence[str] | None = None,
-    ) -> Arrays:
+    def predict(self, inputs: Inputs, **arguments: Any) -> Arrays:
         """`Master.predict`. Nothing but inputs is accepted, and nothing but outputs comes back."""
         self._called()
-        return self.master.predict(
-            inputs,
-            timeout=timeout,
-            batch_axes=batch_axes,
-            output_axes=output_axes,
-            shards=shards,
-            priority=priority,
-            outputs=self._outputs if outputs is None else outputs,
-        )
+        return self.master.predict(inputs, **{"outputs": self._outputs, **arguments})
 
     def update_weights(
         self, weights: Mapping[str, ArrayLike], *, timeout: float | None = None
@@ -341,9 +339,10 @@ class Predictor:
 
 
 class ModelActor(Predictor):
-    """What `Actor` makes remote: it may wait for calls as long as it likes."""
+    """What `Actor` makes remote."""
 
-    _warns_of_stalls = False
+    def _watch_for_stall(self) -> None:
+        """It may wait for calls as long as it likes."""
 
 
 Actor: Any = ray.remote(num_cpus=1, max_concurrency=_CONCURRENT_CALLS)(ModelActor)
@@ -367,14 +366,17 @@ _STALL = (
 )
 
 
-def _in_actor() -> bool:
-    """Whether this process is an actor of Ray's; it does not connect to Ray."""
-    return bool(ray.is_initialized()) and ray.get_runtime_context().get_actor_id() is not None
+def _place() -> Literal["actor", "task", "program"]:
+    """What of Ray's this process runs, or a program of the user's; it does not connect to Ray."""
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    if context is None or context.worker.mode != ray.WORKER_MODE:
+        return "program"
+    return "actor" if context.get_actor_id() is not None else "task"
 
 
 def _assigned() -> tuple[list[str], float]:
-    """The cards that Ray assigned to this actor, and the number of CPUs; no card and 0 outside of actors."""
-    if not _in_actor():
+    """The cards that Ray assigned to this process, and the number of CPUs; no card and 0 in a program."""
+    if _place() == "program":
         return [], 0.0
     cards = assigned_cards(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     resources = ray.get_runtime_context().get_assigned_resources()
@@ -423,6 +425,7 @@ class _Cores:
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
         weakref.finalize(self, _close_all, self._sockets)
+        _CLAIMS.add(self)
 
     def claim(self, usable: Sequence[int], count: int) -> tuple[int, ...]:
         """So many of the cores, neighbours if possible; none if fewer are free."""
@@ -472,6 +475,40 @@ def _close_all(sockets: list[socket.socket]) -> None:
         sockets.pop().close()
 
 
+_CLAIMS: weakref.WeakSet[_Cores] = weakref.WeakSet()
+
+
+def _forget_claims() -> None:
+    """In a forked process, which may outlive the one that claimed."""
+    for cores in _CLAIMS:
+        cores.release()
+
+
+os.register_at_fork(after_in_child=_forget_claims)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise if these are no options of `Master`'s, before an actor is made for them."""
+    inspect.signature(Master).bind("model", **options)
+    engine = options.get("options", EngineOptions())
+    if not isinstance(engine, EngineOptions):
+        raise InvalidInputError(f"options: got {type(engine).__name__}, expected EngineOptions")
+
+
+def _stacked(name: str, column: Any) -> Any:
+    """A column whose rows are arrays of their own (dtype object) as one array; any other as it is."""
+    rows = isinstance(column, np.ndarray) and column.dtype == object and column.ndim == 1
+    if not rows or not len(column) or not all(isinstance(row, np.ndarray) for row in column):
+        return column
+    try:
+        return np.stack(column)
+    except ValueError as exc:
+        shapes = sorted({row.shape for row in column})
+        raise InvalidInputError(
+            f"column {name!r}: got rows of the shapes {shapes}, expected one shape: {exc}"
+        ) from exc
+
+
 def _names(argument: str, names: Sequence[str] | None) -> tuple[str, ...] | None:
     """A list of names, checked."""
     if names is None:
@@ -500,10 +537,10 @@ class _Replica:
             return await self._answer_http(request)
         return await self.predict(request)
 
-    async def predict(self, inputs: Inputs, *, shards: int | None = 1, **arguments: Any) -> Arrays:
+    async def predict(self, inputs: Inputs, **arguments: Any) -> Arrays:
         """`Master.predict_async`, on one worker unless `shards` says otherwise: many requests run at once."""
-        arguments.setdefault("outputs", self._outputs)
-        return await self._actor.master.predict_async(inputs, shards=shards, **arguments)
+        chosen = {"shards": 1, "outputs": self._outputs, **arguments}
+        return await self._actor.master.predict_async(inputs, **chosen)
 
     def check_health(self) -> None:
         """Serve calls it now and then, and replaces a replica that raises."""
@@ -527,8 +564,8 @@ class _Replica:
         try:
             inputs = self._from_json(await request.body())
             outputs = await self.predict(inputs)
-        except InvalidInputError as exc:
-            return answer({"error": str(exc)}, 400)
+        except (InvalidInputError, QueueFullError) as exc:
+            return answer({"error": str(exc)}, 400 if isinstance(exc, InvalidInputError) else 503)
         try:
             return answer({"outputs": {name: _to_json(array) for name, array in outputs.items()}})
         except (TypeError, ValueError) as exc:
@@ -537,7 +574,7 @@ class _Replica:
     def _from_json(self, body: bytes) -> dict[str, Any]:
         try:
             content = json.loads(body)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise InvalidInputError(f"body: got {len(body)} bytes that are no JSON: {exc}") from exc
         given = content.get("inputs") if isinstance(content, dict) else None
         if not isinstance(given, dict):
@@ -598,6 +635,7 @@ def deployment(
 
     Raises:
         MissingDependencyError: Ray Serve is not installed.
+        InvalidInputError, TypeError: An option is invalid.
     """
     try:
         from ray import serve
@@ -605,6 +643,8 @@ def deployment(
         raise MissingDependencyError(
             "mcinfer.ray.deployment needs Ray Serve: pip install 'mcinfer[ray]'"
         ) from exc
+    _names("outputs", outputs)
+    _check_options({"batch_axes": batch_axes, **master_options})
     chosen = {"name": "mcinfer", **(serve_options or {})}
     return serve.deployment(**chosen)(_Replica).bind(
         model, devices, batch_axes=batch_axes, outputs=outputs, **master_options

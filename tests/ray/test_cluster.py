@@ -38,16 +38,21 @@ def logged(logs: Path) -> str:
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("given", ["path", "reference"])
-def test_dataset_passes_through_predictors(expected: NDArray[np.float32], given: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "how"),
+    [("path", {"concurrency": 2}), ("reference", {"compute": ray.data.ActorPoolStrategy(size=2)})],
+)
+def test_dataset_passes_through_predictors(
+    expected: NDArray[np.float32], given: str, how: dict[str, Any]
+) -> None:
     model = ray.put(Path(encoder()).read_bytes()) if given == "reference" else encoder()
     items = [{"id": i, "image": image} for i, image in enumerate(IMAGES)]
     dataset = ray.data.from_items(items, override_num_blocks=3).map_batches(
         Predictor,
         fn_constructor_args=(model,),
         batch_size=8,
-        compute=ray.data.ActorPoolStrategy(size=2),
         num_cpus=1,
+        **how,
     )
     rows = sorted(dataset.take_all(), key=lambda row: row["id"])
     assert [row["id"] for row in rows] == [*range(24)]
@@ -128,7 +133,9 @@ def test_actors_are_pinned_to_cores_of_their_own_until_none_is_left(
     if count < CPUS:
         (pid,) = pids(actor(Actor, encoder()))
         assert psutil.Process(pid).cpu_affinity() == CORES
-        wait_until(lambda: "fewer are free: other actors have them" in logged(cluster))
+        wait_until(
+            lambda: "fewer are free: other actors of this machine have them" in logged(cluster)
+        )
     ray.kill(pinned[0])
     (core,) = found[0]
     wait_until(lambda: not any(is_alive(pid) for pid in _claimants(core)))
@@ -149,6 +156,41 @@ def test_model_is_cut_over_the_cpus_of_an_actor(actor: MakeActor, tmp_path: Path
     first, second = ray.get([one.predict.remote(x) for one in (whole, ranks)], timeout=120)
     np.testing.assert_allclose(first["y"], second["y"], atol=1e-4)
     assert len(pids(ranks)) == 2
+
+
+def test_actor_with_less_than_a_cpu_claims_no_core(cluster: Path, actor: MakeActor) -> None:
+    before = logged(cluster).count("the workers are not pinned")
+    half = [actor(Actor, encoder(), of_ray={"num_cpus": 0.5}) for _ in range(2)]
+    for one in half:
+        (pid,) = pids(one)
+        assert psutil.Process(pid).cpu_affinity() == CORES
+    assert logged(cluster).count("the workers are not pinned") == before
+
+
+def test_actor_that_starts_again_serves_on_its_core(actor: MakeActor) -> None:
+    one = actor(Actor, encoder(), of_ray={"max_restarts": 1, "max_task_retries": 1})
+    (first,) = map(psutil.Process, pids(one))
+    cores = first.cpu_affinity()
+    psutil.Process(first.ppid()).kill()
+    (second,) = map(psutil.Process, pids(one))
+    assert second.pid != first.pid
+    assert second.cpu_affinity() == cores
+    wait_until(lambda: not is_alive(first.pid))
+
+
+def test_task_has_workers_for_its_cpus_and_is_told_of_actors(cluster: Path) -> None:
+    predictor = Predictor(encoder())
+
+    def task() -> tuple[int, int]:
+        rows = len(predictor({"image": IMAGES})["embedding"])
+        try:
+            return rows, len(predictor.statistics().workers)
+        finally:
+            predictor.close()
+
+    remote = ray.remote(task).options(num_cpus=1).remote()
+    assert ray.get(remote, timeout=60) == (24, 1)
+    wait_until(lambda: "Give map_batches the class (Predictor, fn" in logged(cluster))
 
 
 def test_actor_with_gpus_takes_those(actor: MakeActor) -> None:
@@ -260,6 +302,7 @@ def test_deployment_answers_handles_and_http(expected: NDArray[np.float32]) -> N
 
 BAD = [
     (b"{", "body: got 1 bytes that are no JSON"),
+    (b"[" * 100_000 + b"]" * 100_000, "body: got 200000 bytes that are no JSON.*recursion"),
     ([1], "body: expected JSON such as"),
     ({"inputs": {"picture": []}}, r"inputs: got 'picture', expected some of \['image'\]"),
     ({"inputs": {"image": [["a"]]}}, "input 'image': got <U1 values, expected float32"),

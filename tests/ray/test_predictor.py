@@ -1,5 +1,6 @@
 """`mcinfer.ray.Predictor` outside of Ray, and what it makes of what Ray assigns."""
 
+import functools
 import logging
 import os
 import pickle
@@ -14,7 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 import mcinfer.ray
-from mcinfer import ClosedError, EngineOptions, InvalidInputError
+from mcinfer import ClosedError, EngineOptions, InvalidInputError, machine
+from mcinfer.config import Device
 from mcinfer.examples import encoder
 from mcinfer.ray import Predictor, _Cores, assigned_cards
 from tests.ray.conftest import IMAGES, ROOT
@@ -41,13 +43,13 @@ def test_batch_becomes_outputs_and_the_columns_that_are_no_inputs(
 
 
 def test_columns_to_keep_are_those_that_were_asked_for() -> None:
-    with Predictor(encoder(), 1, keep=["image"], outputs=["embedding"]) as predictor:
-        answer = predictor({"name": np.arange(24), "image": IMAGES})
-        assert [*answer] == ["image", "embedding"]
+    with Predictor(encoder(), 1, keep=["image", "id"], outputs=["embedding"]) as predictor:
+        answer = predictor({"id": np.arange(24), "name": np.arange(24), "image": IMAGES})
+        assert [*answer] == ["image", "id", "embedding"]
         with pytest.raises(
-            InvalidInputError, match=r"keep: got 'image', expected some of \['name'"
+            InvalidInputError, match=r"keep: got 'id', expected some of \['image'\]"
         ):
-            predictor({"name": np.arange(24)})
+            predictor({"image": IMAGES})
 
 
 def test_batch_of_no_rows_has_outputs_of_no_rows(predictor: Predictor) -> None:
@@ -55,10 +57,29 @@ def test_batch_of_no_rows_has_outputs_of_no_rows(predictor: Predictor) -> None:
     assert answer["embedding"].shape == (0, 64)
 
 
+def _rows(*rows: object) -> NDArray[Any]:
+    """A column of dtype object, as Ray makes of rows of several shapes."""
+    column = np.empty(len(rows), object)
+    column[:] = rows
+    return column
+
+
+def test_column_of_arrays_is_stacked(predictor: Predictor, expected: NDArray[np.float32]) -> None:
+    sizes = _rows(*(np.zeros(i) for i in range(24)))  # a column to keep, which nothing changes
+    answer = predictor({"image": _rows(*IMAGES), "sizes": sizes})
+    np.testing.assert_allclose(answer["embedding"], expected, atol=1e-5)
+    assert answer["sizes"] is sizes
+
+
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ({"picture": IMAGES}, r"missing \['image'\]"),
+        (
+            {"picture": IMAGES},
+            r"batch: missing columns \['image'\] of the model's inputs, got \['picture'\]",
+        ),
+        ({"image": _rows(IMAGES[0], IMAGES[1, :, 1:])}, r"'image'.*\(3, 31, 32\), \(3, 32, 32\)"),
+        ({"image": _rows("a", "b")}, "'image' has dtype object"),
         ({"image": IMAGES[:, :2]}, "image"),
         (
             {"image": IMAGES, "embedding": np.arange(24)},
@@ -99,11 +120,16 @@ def test_output_without_rows_is_named(tmp_path: Path) -> None:
         ({"keep": "image"}, "keep: got 'image', expected a list of names"),
         ({"outputs": [1]}, r"outputs: got \[1\], expected a list of names"),
         ({"options": {}}, "options: got dict, expected EngineOptions"),
+        ({"device": 2}, "unexpected keyword argument 'device'"),
     ],
 )
 def test_argument_that_does_not_fit_is_named(arguments: dict[str, object], words: str) -> None:
-    with pytest.raises(InvalidInputError, match=words):
+    with pytest.raises((InvalidInputError, TypeError), match=words):
         Predictor("model.onnx", **arguments)  # type: ignore[arg-type]
+    arguments = {name: value for name, value in arguments.items() if name != "keep"}
+    if arguments:
+        with pytest.raises((InvalidInputError, TypeError), match=words):
+            mcinfer.ray.deployment("model.onnx", **arguments)  # type: ignore[arg-type]
 
 
 # Its life.
@@ -194,6 +220,27 @@ def test_cores_of_a_killed_process_are_free() -> None:
         own.release()
 
 
+def test_forked_process_does_not_keep_the_cores() -> None:
+    # In a process of its own, since forking one with threads is unsafe.
+    code = (
+        "import os; from mcinfer.ray import _Cores\n"
+        "first, second = _Cores(), _Cores()\n"
+        f"assert first.claim({[*CORES]}, 6)\n"
+        "until, hold = os.pipe()\n"
+        "ready, told = os.pipe()\n"
+        "if os.fork() == 0:\n"
+        "    os.close(hold); os.write(told, b'1'); os.read(until, 1); os._exit(0)\n"
+        "os.read(ready, 1)\n"
+        f"assert not second.claim({[*CORES]}, 1)\n"  # the child gave back nothing of its parent's
+        "first.release()\n"
+        f"print(second.claim({[*CORES]}, 6))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.stdout.startswith("(90000"), done.stderr
+
+
 def test_cores_of_a_forgotten_claim_are_free() -> None:
     forgotten = _Cores()
     forgotten.claim(CORES, 6)
@@ -201,6 +248,25 @@ def test_cores_of_a_forgotten_claim_are_free() -> None:
     own = _Cores()
     assert own.claim(CORES, 6)
     own.release()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a quota is less than two cores")
+def test_cpu_quota_limits_threads_and_claims_no_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {
+        "proc/self/cgroup": "0::/",
+        "sys/fs/cgroup/cpu.max": "150000 100000",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    for read in (machine.usable_cpus, machine.whole_cpus):
+        monkeypatch.setattr(mcinfer.ray, read.__name__, functools.partial(read, tmp_path))
+    predictor = Predictor(encoder())
+    options = predictor._on_own_cores([Device.parse("cpu:0")], 2.0, EngineOptions())
+    assert options.cores == (tuple(sorted(os.sched_getaffinity(0))),)
+    assert options.threads == 1
+    assert not predictor._cores._sockets
 
 
 # Stalls.
