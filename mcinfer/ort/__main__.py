@@ -15,7 +15,7 @@ from types import TracebackType
 from mcinfer.config import parse_devices
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
-from mcinfer.ort.installation import install
+from mcinfer.ort.session import install
 
 
 def _devices(text: str) -> int | list[str]:
