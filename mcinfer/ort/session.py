@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -103,7 +103,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
     # Runs, as the native class has them.
 
     def run(
-        self, output_names: Sequence[str], input_feed: Mapping[str, Any], run_options: Any = None
+        self, output_names: Iterable[str], input_feed: Mapping[str, Any], run_options: Any = None
     ) -> list[NDArray[Any]]:
         names = self._wanted(output_names)
         answer = self._answer(self._fed(input_feed), names, run_options)
@@ -111,7 +111,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
 
     def run_async(
         self,
-        output_names: Sequence[str],
+        output_names: Iterable[str],
         input_feed: Mapping[str, Any],
         callback: Callable[[list[Any], Any, str], object],
         user_data: Any,
@@ -130,7 +130,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         self._threads.submit(run).add_done_callback(_report)
 
     def run_with_ort_values(
-        self, input_feed: Mapping[str, Any], output_names: Sequence[str], run_options: Any = None
+        self, input_feed: Mapping[str, Any], output_names: Iterable[str], run_options: Any = None
     ) -> Any:
         names = self._wanted(output_names)
         answer = self._answer(self._fed(input_feed), names, run_options)
@@ -141,7 +141,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         run_options: Any,
         feed_names: Sequence[str],
         feeds: Any,
-        fetch_names: Sequence[str],
+        fetch_names: Iterable[str],
         fetches: Any,
         fetch_devices: Sequence[Any],
     ) -> None:
@@ -196,17 +196,18 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
 
     # A run.
 
-    def _wanted(self, output_names: Sequence[str]) -> list[str]:
+    def _wanted(self, output_names: Iterable[str]) -> list[str]:
         if output_names is self._all:
             return self._all
-        if isinstance(output_names, str) or not isinstance(output_names, Sequence):
+        if isinstance(output_names, str | bytes) or not isinstance(output_names, Iterable):
             raise TypeError(f"output_names: got {output_names!r}, expected a list of names")
-        for name in output_names:
+        names = [*output_names]
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(f"output_names: got {name!r}, expected a list of names")
             if name not in self.outputs:
-                if not isinstance(name, str):
-                    raise TypeError(f"output_names: got {name!r}, expected a list of names")
                 raise invalid_argument(f"Invalid output name:{name}")
-        return [*output_names]
+        return names
 
     def _input(self, name: str) -> Any:
         spec = self.inputs.get(name)

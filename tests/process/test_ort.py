@@ -128,7 +128,13 @@ def test_what_workers_cannot_say_or_do_is_refused_by_name(session: Any, plain: A
 # Runs.
 
 
-@pytest.mark.parametrize("names", [None, [], ["turned", "sum"], ("sum",), ["sum", "sum"]])
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(None, [], ["turned", "sum"], ("sum",), ["sum", "sum"]),
+        *({"sum": 0}.keys(), np.array("sum", ndmin=1)),
+    ],
+)
 def test_answers_are_those_of_a_plain_session(session: Any, plain: Any, names: Any) -> None:
     for rows in (1, 2, 7):
         inputs = feed(rows, turns=3)
@@ -163,8 +169,9 @@ def test_feed_that_a_plain_session_refuses_is_refused_with_its_class(
 def test_unknown_output_is_refused(session: Any) -> None:
     with pytest.raises(native.InvalidArgument, match="Invalid output name:other"):
         session.run(["other"], feed())
-    with pytest.raises(TypeError):
-        session.run("sum", feed())
+    for wrong in ("sum", 3, [3], [["sum"]]):
+        with pytest.raises(TypeError):
+            session.run(wrong, feed())
 
 
 def test_run_async_calls_back_with_results_and_with_an_error(session: Any, plain: Any) -> None:
