@@ -65,15 +65,21 @@ def cupy() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def pool(cupy: Any, stream: Any, checked_together: ExitStack) -> Master:
+def checked(cupy: Any, stream: Any, checked_together: ExitStack) -> ExitStack:
+    """What tests of this module share is checked together, and gives the cards' memory back before."""
     assert stream.ptr  # its thread is there before what is checked
     for name in CARDS:
         checked_together.callback(Card.open(Device.parse(name)).reclaim)
     checked_together.callback(cupy.get_default_memory_pool().free_all_blocks)
     checked_together.callback(gc.collect)
+    return checked_together
+
+
+@pytest.fixture(scope="module")
+def pool(checked: ExitStack) -> Master:
     model = parser.parse_model(AFFINE)
     options, limits = EngineOptions(allow_fallback=True), Limits(memory_bytes=LIMIT)
-    return checked_together.enter_context(Master(model, CARDS, options=options, limits=limits))
+    return checked.enter_context(Master(model, CARDS, options=options, limits=limits))
 
 
 @pytest.fixture(scope="module")
@@ -329,12 +335,8 @@ def test_pool_ends_while_a_card_is_busy_and_gives_its_memory_back_later(stream: 
 
 
 @pytest.fixture(scope="module")
-def session(cupy: Any, checked_together: ExitStack) -> Any:
+def session(checked: ExitStack) -> Any:
     """Two workers on two cards; the runtime of this process has no CUDA."""
-    for name in CARDS:
-        checked_together.callback(Card.open(Device.parse(name)).reclaim)
-    checked_together.callback(cupy.get_default_memory_pool().free_all_blocks)
-    checked_together.callback(gc.collect)
     model = parser.parse_model(AFFINE).SerializeToString()
     options, limits = EngineOptions(allow_fallback=True), Limits(memory_bytes=LIMIT)
     batch = {"x": 0, "z": 0}
@@ -347,7 +349,7 @@ def session(cupy: Any, checked_together: ExitStack) -> Any:
         output_axes={"y": 0, "v": 0},
         verify="never",
     )
-    return checked_together.enter_context(opened)
+    return checked.enter_context(opened)
 
 
 def value_on(array: Any) -> Any:
@@ -454,3 +456,28 @@ def test_empty_batch_on_a_card(session: Any, cupy: Any) -> None:
     binding.bind_output("v", "cuda", 0)
     session.run_with_iobinding(binding)
     assert [array.shape for array in binding.copy_outputs_to_cpu()] == [(0, 4)] * 2
+
+
+@pytest.mark.usefixtures("checked")
+def test_session_on_the_cpu_takes_memory_of_cards_by_way_of_the_host(cupy: Any) -> None:
+    text = """
+    <ir_version: 8, opset_import: ["": 21]>
+    m (bool[n, 4] x) => (bool[n, 4] y, bfloat16[n, 4] v) { y = Not(x) v = Cast<to = 16>(y) }
+    """
+    x, v = on(cupy, 0, X > 5), on(cupy, 0, np.zeros(X.shape, np.uint16))
+    with ort.InferenceSession(parser.parse_model(text).SerializeToString(), devices=1) as session:
+        binding = session.io_binding()
+        binding.bind_input("x", "cuda", 0, np.bool_, X.shape, x.data.ptr)
+        binding.bind_output("v", "cuda", 0, 16, X.shape, v.data.ptr)
+        session.run_with_iobinding(binding)
+        binding.bind_output("y", "cuda", 0)
+        with pytest.raises(NotImplementedError, match="y: bound to cuda:0 without an address"):
+            session.run_with_iobinding(binding)  # since CuPy has no bfloat16 for the other one
+        binding.clear_binding_outputs()
+        binding.bind_output("y", "cuda", 0)
+        session.run_with_iobinding(binding)
+        (y,) = binding.copy_outputs_to_cpu()
+        np.testing.assert_array_equal(y, X <= 5)
+        np.testing.assert_array_equal(v.view, np.where(y, 0x3F80, 0))
+        assert binding.get_outputs()[0].data_type() == "tensor(bool)"
+        del binding

@@ -200,11 +200,8 @@ def test_run_async_calls_back_with_results_and_with_an_error(session: Any, plain
     wait_until(lambda: held() is None)
 
 
-def test_terminate_ends_a_run_from_another_thread(session: Any, plain: Any) -> None:
-    options = ort.RunOptions()
-    options.logid = "long"
-    completed = session.master.statistics().in_flight
-    assert completed == 0
+def end_by_options(session: Any, options: Any) -> None:
+    """Begin a run without an end, and end it by its options; the workers are free then."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -221,21 +218,33 @@ def test_terminate_ends_a_run_from_another_thread(session: Any, plain: Any) -> N
     (failure,) = failures
     assert isinstance(failure, native.Fail)
     assert "Exiting due to terminate flag being set to true" in str(failure)
+    wait_until(lambda: session.master.statistics().in_flight == 0)
+
+
+def test_terminate_ends_a_run_from_another_thread(session: Any, plain: Any) -> None:
+    options = ort.RunOptions()
+    options.logid = "long"
+    assert session.master.statistics().in_flight == 0
+    end_by_options(session, options)
     with pytest.raises(native.Fail):
         session.run(None, feed(), options)
     options.terminate = False
     assert_same(session.run(None, feed(), options), plain.run(None, feed()))
 
 
-def test_close_in_another_thread_ends_runs_of_every_kind(
+def test_terminate_ends_what_learns_and_close_ends_runs_of_every_kind(
     onnx_model: OnnxModel, plain: Any, tmp_path: Path
 ) -> None:
     given = ort.SessionOptions()
     given.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     given.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    session = ort.InferenceSession(onnx_model(MODEL).read_bytes(), given, CPU, devices=1)
+    session = ort.InferenceSession(
+        onnx_model(MODEL).read_bytes(), given, CPU, devices=2, batch_axes={"turns": None}
+    )
     written = PlainSession(given.optimized_model_filepath, providers=CPU)
     assert_same(written.run(None, feed()), plain.run(None, feed()))
+    end_by_options(session, ort.RunOptions())
+    assert not session.master.split.checked
     failures: list[Exception] = []
     said: list[str] = []
 
