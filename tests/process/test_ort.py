@@ -407,15 +407,21 @@ def test_model_that_cannot_be_loaded_is_the_runtimes_error(tmp_path: Path) -> No
 # Programs.
 
 PROGRAM = """
+import atexit
 import sys
 import numpy
 import onnxruntime
 
+def say_where():  # as Python's own main module, this one is there until the end
+    print(sys.modules["__main__"].say_where is say_where)
+
+
 if __name__ == "__main__":
+    atexit.register(say_where)
     session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
     x = numpy.arange(6, dtype=numpy.float32).reshape(2, 3)
     total, = session.run(["sum"], {"x": x, "y": x, "turns": numpy.array(1)})
-    print(type(session).__module__, len(sys.argv), sys.path[0], total.tolist())
+    print(type(session).__module__, len(sys.argv), sys.path[0], __file__, total.tolist())
     if sys.argv[2:] == ["raise"]:
         endless = {"x": x, "y": x, "turns": numpy.array(2**62)}
         session.run_async(None, endless, lambda *_: None, None)  # does not keep the program
@@ -443,13 +449,15 @@ def test_unchanged_program_runs_over_workers_and_ends_as_it_does_alone(
     ours = run_program(
         *("-m", "mcinfer", "ort", "--devices", "1", program.name, str(model)), cwd=tmp_path
     )
-    told = f"mcinfer.ort.session 2 {tmp_path} [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]"
-    assert (ours.stdout.strip(), ours.returncode) == (told, 7)
+    told = f"mcinfer.ort.session 2 {tmp_path} {program} [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]"
+    assert (ours.stdout.splitlines(), ours.returncode) == ([told, "True"], 7)
     assert "Error" not in ours.stderr
     runner = ("-m", "mcinfer.ort", "--devices", "1")
     as_module = run_program(*runner, "-m", "program", str(model), "raise", cwd=tmp_path)
     assert as_module.returncode == 1
-    assert as_module.stdout.startswith("mcinfer.ort.session 3 ")
+    said, at_exit = as_module.stdout.splitlines()
+    assert said.startswith("mcinfer.ort.session 3 ")
+    assert at_exit == "True"
     first, *_, last = as_module.stderr.splitlines()
     assert (first, last) == ("Traceback (most recent call last):", "KeyError: 'of the program'")
     assert "mcinfer" not in as_module.stderr.replace(str(tmp_path), "")
