@@ -4,7 +4,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeGuard, get_args
 
@@ -319,6 +320,14 @@ class EngineOptions:
                         f"{name}: got {key!r}: {value!r}, expected text to text"
                     )
             object.__setattr__(self, name, MappingProxyType(dict(given)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is made from the fields, as Python cannot copy or pickle read-only mappings."""
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        plain: dict[str, Any] = {
+            n: dict(v) if isinstance(v, Mapping) else v for n, v in given.items()
+        }
+        return partial(type(self), **plain), ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

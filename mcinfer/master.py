@@ -578,6 +578,44 @@ class Master:
         finally:
             del request  # the error that this may raise must not hold what holds it
 
+    def _predict_cancellable(
+        self,
+        inputs: Inputs,
+        outputs: Sequence[str] | None,
+        outputs_on: str,
+        offer: Callable[[Callable[[], object]], object],
+    ) -> Arrays:
+        """`predict`, for `mcinfer.ort`: another thread can cancel it, which raises `CancelledError`.
+
+        `offer` is called before each wait with a function that ends it, which any thread may call.
+        """
+        call = self._call(inputs, None, None, None, None, 0, outputs, outputs_on)
+        runs = _CheckRuns(self, call)
+        future: OutcomeFuture[Arrays] | None = None
+        try:
+            if call.known.open and self._learns_from(call):
+                offer(runs.cancel)
+                return self._learn_from(call, runs)
+            future = self._submit(call)
+            offer(future.cancel)
+            try:
+                return future.result()
+            except PredictError as exc:
+                if not _may_run_whole(len(cast("Request", future.outcome).rows), call, exc):
+                    raise
+                offer(runs.cancel)
+                return self._run_whole(call, exc, runs)
+        except McinferError:
+            if runs.cancelled:
+                raise CancelledError from None
+            raise
+        except BaseException:  # Ctrl-C while waiting
+            if future is not None:
+                future.cancel()
+            raise
+        finally:
+            del future  # as in `predict`
+
     def submit(
         self,
         inputs: Inputs,
@@ -993,7 +1031,10 @@ class Master:
             in_pieces = replace(
                 call, known=known, pieces=pieces, balance=None, outputs=None, outputs_on=None
             )
-            return self._submit(in_pieces).result()
+            outcome = _outcome(runs.begin(in_pieces))  # which does not begin what was cancelled
+            if isinstance(outcome, McinferError):
+                raise outcome
+            return outcome
 
         pieces = max(2, call.pieces)  # as many as later requests have
         arrays = self._ready().host_arrays(call.inputs, call.timeout)
@@ -1010,9 +1051,12 @@ class Master:
         finally:
             del future  # as in `predict`
 
-    def _run_whole(self, call: "_Call", failure: PredictError) -> Arrays:
+    def _run_whole(
+        self, call: "_Call", failure: PredictError, runs: "_CheckRuns | None" = None
+    ) -> Arrays:
         """Run a request whole after its pieces failed, or raise the failure again."""
-        (whole,) = _CheckRuns(self, call)([self._ready().host_arrays(call.inputs, call.timeout)])
+        runs = runs or _CheckRuns(self, call)
+        (whole,) = runs([self._ready().host_arrays(call.inputs, call.timeout)])
         if isinstance(whole, McinferError):
             raise failure
         call.splitter.withdraw(f"a piece of a batch fails where the whole runs ({failure})")
@@ -1131,7 +1175,7 @@ class _CheckRuns:
         self._late = late
         self._first_seconds: float | None = None
         self._futures: list[Future[Arrays]] = []
-        self._cancelled = False
+        self.cancelled = False
 
     def __call__(self, requests: Sequence[Sequence[NDArray[Any]]]) -> list[Arrays | McinferError]:
         """Run all at once and wait; a failed run has its error in the place of an answer."""
@@ -1156,7 +1200,7 @@ class _CheckRuns:
         )
         outcomes: list[Arrays | McinferError] = []
         try:
-            begun = [self._begin(replace(call, inputs=arrays)) for arrays in requests]
+            begun = [self.begin(replace(call, inputs=arrays)) for arrays in requests]
             outcomes.extend(_outcome(future) for future in begun)
         finally:
             self.cancel(for_good=False)
@@ -1164,21 +1208,22 @@ class _CheckRuns:
             self._first_seconds = monotonic() - began
         return outcomes
 
-    def _begin(self, call: _Call) -> "Future[Arrays] | McinferError":
+    def begin(self, call: _Call) -> "Future[Arrays] | McinferError":
+        """Begin a run that `cancel` stops."""
         try:
-            if self._cancelled:
+            if self.cancelled:
                 return ClosedError("the request was cancelled")
             future: Future[Arrays] = self._master._submit(call)
         except McinferError as exc:
             return exc
         self._futures.append(future)
-        if self._cancelled:
+        if self.cancelled:
             future.cancel()
         return future
 
     def cancel(self, *, for_good: bool = True) -> None:
         """Stop the current runs, and with `for_good` all later ones."""
-        self._cancelled = self._cancelled or for_good
+        self.cancelled = self.cancelled or for_good
         while self._futures:
             self._futures.pop().cancel()
 

@@ -1,7 +1,9 @@
 """Tests of mcinfer/config.py."""
 
+import copy
 import dataclasses
 import math
+import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -282,3 +284,12 @@ def test_restart_delays_grow_up_to_their_limit(backoff: float, limit: float, ear
     policy = RestartPolicy(backoff=backoff, backoff_limit=limit)
     assert policy.delay(0) == 0.0
     assert 0.0 <= policy.delay(earlier) <= policy.delay(earlier + 1) <= limit
+
+
+def test_engine_options_are_copied_and_pickled() -> None:
+    options = EngineOptions(threads=2, session_config={"a": "b"}, free_dimensions={"n": 3})
+    made: list[Any] = [pickle.loads(pickle.dumps(options)), copy.deepcopy(options)]  # noqa: S301 our own
+    for again in made:
+        assert again == options
+        with pytest.raises(TypeError):
+            again.session_config["a"] = "c"

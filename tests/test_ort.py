@@ -376,16 +376,19 @@ def test_value_of_a_feed_is_taken_or_refused_as_by_a_plain_session(
         with pytest.raises((errors.InvalidValue, type(refused))):
             values.fed(value, SPECS[name])
     else:
-        got = values.fed(value, SPECS[name])
+        got: Any = values.fed(value, SPECS[name])
         assert got.shape == wanted.shape
         assert np.array_equal(got if name == "s" else -got, wanted)
 
 
 def test_arrays_that_a_plain_session_misreads_are_taken_by_their_values() -> None:
     swapped = np.arange(3, dtype=">f4").reshape(1, 3)  # a plain session does not swap the bytes
-    assert np.array_equal(values.fed(swapped, SPECS["x"]), swapped)
-    given = np.array([b"ab", b"c"])  # and reads beyond the end of one that has no zero
-    assert values.fed(given, SPECS["s"]).tolist() == ["ab", "c"]
+    taken: Any = values.fed(swapped, SPECS["x"])
+    assert np.array_equal(taken, swapped)
+    taken = values.fed(
+        np.array([b"ab", b"c"]), SPECS["s"]
+    )  # and reads beyond the end without a zero
+    assert taken.tolist() == ["ab", "c"]
 
 
 def test_refused_array_has_the_runtimes_words(plain: Any) -> None:
@@ -413,7 +416,8 @@ def test_value_has_the_elements_of_an_array_and_keeps_its_memory(element_type: s
     del array
     gc.collect()
     filler = [np.full(5, 7).astype(one.dtype) for _ in range(100)]
-    assert values.array_of(value, one).tobytes() == expected
+    found: Any = values.tensor_of(value, one)
+    assert found.tobytes() == expected
     del filler
 
 
@@ -423,7 +427,18 @@ def test_value_of_strings_and_of_nothing() -> None:
     assert value.data_type() == "tensor(string)"
     assert np.array_equal(value.numpy(), texts)
     empty = values.value_of(np.zeros((0, 3), np.float32), spec("y"))
-    assert values.array_of(empty, spec("y")).shape == (0, 3)
+    assert values.tensor_of(empty, spec("y")).shape == (0, 3)
+
+
+def test_outputs_are_left_on_the_first_card_if_cupy_has_their_types() -> None:
+    host, card = (ort.OrtDevice.make(kind, 1)._get_c_device() for kind in ("cpu", "cuda"))
+    assert values.outputs_on([host, card], [spec("y")]) == "cuda:1"
+    assert values.outputs_on([host], [spec("y")]) == "host"
+    for element_type in ("bfloat16", "string", "float8_e5m2"):
+        assert values.outputs_on([card], [spec("y"), spec("z", element_type)]) == "host"
+    other = ort.OrtDevice.make("dml", 0)._get_c_device()
+    with pytest.raises(errors.Unsupported, match=r"^x: got a device of type \d"):
+        values.card_of(other, "x")
 
 
 # Errors.

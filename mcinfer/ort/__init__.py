@@ -12,9 +12,14 @@ except ImportError as exc:
         "mcinfer.ort needs ONNX Runtime: pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs"
     ) from exc
 
-from mcinfer.ort.installation import install, uninstall
 from mcinfer.ort.options import note_calls
-from mcinfer.ort.session import InferenceSession, WorkerSession, note_terminations
+from mcinfer.ort.session import (
+    InferenceSession,
+    WorkerSession,
+    install,
+    note_terminations,
+    uninstall,
+)
 from mcinfer.ort.values import note_bindings
 
 note_calls(_native.SessionOptions)

@@ -5,17 +5,21 @@ status are its own.
 """
 
 import argparse
+import builtins
 import os
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from importlib.util import find_spec
-from types import TracebackType
+from pkgutil import get_importer
+from types import ModuleType, TracebackType
+from typing import Any
 
 from mcinfer.config import parse_devices
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
-from mcinfer.ort.installation import install
+from mcinfer.ort.session import install
 
 
 def _devices(text: str) -> int | list[str]:
@@ -73,17 +77,28 @@ def main(given: Sequence[str]) -> None:
         parser.exit(1, f"mcinfer ort: No module named {program}\n")
     install(**({} if chosen.devices is None else {"devices": chosen.devices}))
     sys.argv = [program, *chosen.arguments]
-    # `python -m mcinfer.ort` has put the working folder first; with -P or -I, Python puts nothing there.
     sys.excepthook = _show_from_program
+    # As Python does, and not `runpy.run_path`, which takes the module away when the program's end is reached:
+    # its threads and its exit handlers come after that.
+    main_module = sys.modules["__main__"] = ModuleType("__main__")
+    # `python -m mcinfer.ort` has put the working folder first; with -P or -I, Python puts nothing there.
     if chosen.is_module:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-        return
-    if not sys.flags.safe_path:
-        if os.path.isdir(program):
-            del sys.path[0]  # `run_path` puts the folder there
-        else:
+        runpy._run_module_as_main(program)  # type: ignore[attr-defined] # what python -m calls
+    elif get_importer(program) is not None:  # a folder, or a zip
+        sys.path[: not sys.flags.safe_path] = [os.path.abspath(program)]
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+    else:
+        if not sys.flags.safe_path:
             sys.path[0] = os.path.dirname(os.path.realpath(program))
-    runpy.run_path(program, run_name="__main__")
+        path = os.path.abspath(program)
+        code: Any
+        if path.endswith(".pyc"):
+            code = SourcelessFileLoader("__main__", path).get_code("__main__")
+        else:
+            loader = SourceFileLoader("__main__", path)
+            code = loader.source_to_code(loader.get_data(path), path)
+        vars(main_module).update(__file__=path, __cached__=None, __builtins__=builtins)
+        exec(code, vars(main_module))  # noqa: S102 the program
 
 
 def _is_found(module: str) -> bool:

@@ -12,15 +12,15 @@ programs that reach for ``_sess`` run on the workers too. A session closes its w
 it is garbage-collected, and at the interpreter's end.
 """
 
-import asyncio
 import inspect
 import os
 import shutil
+import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary, WeakSet, finalize
@@ -30,7 +30,7 @@ from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer.config import EngineOptions, parse_devices
-from mcinfer.errors import BuildError, ClosedError, InvalidInputError, McinferError
+from mcinfer.errors import BuildError, InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
 from mcinfer.model_cache.building import save_optimised
@@ -49,7 +49,7 @@ from mcinfer.ort.providers import Choice, UnknownProviderError, choose
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.specs import ModelDescription
 
-Arrays = dict[str, NDArray[Any]]
+Tensors = dict[str, values.Tensor]
 
 _FROM_MODEL = "ORT_LOAD_CONFIG_FROM_MODEL"
 """The runtime's variable for options that lie in a model's metadata."""
@@ -90,28 +90,20 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         self.outputs = {spec.name: spec for spec in master.outputs}
         self._overridable = {spec.name for spec in described.overridable}
         self._all = [*self.outputs]
-        self._lock = threading.RLock()  # a signal's handler may close the session
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop_loop: finalize[..., WorkerSession] | None = None
         self._threads = WaitingThreads()
-        self._closed = False
 
     def close(self) -> None:
         """End the workers; runs in flight fail with `mcinfer.ClosedError`. Safe to call again."""
-        with self._lock:  # no run is given to the loop from here on
-            self._closed = True
         try:
             self.master.close()
         finally:
-            if self._stop_loop is not None:
-                self._stop_loop()
             self._threads.close(wait=False)
             self._remove()
 
     # Runs, as the native class has them.
 
     def run(
-        self, output_names: Sequence[str], input_feed: Mapping[str, Any], run_options: Any = None
+        self, output_names: Iterable[str], input_feed: Mapping[str, Any], run_options: Any = None
     ) -> list[NDArray[Any]]:
         names = self._wanted(output_names)
         answer = self._answer(self._fed(input_feed), names, run_options)
@@ -119,7 +111,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
 
     def run_async(
         self,
-        output_names: Sequence[str],
+        output_names: Iterable[str],
         input_feed: Mapping[str, Any],
         callback: Callable[[list[Any], Any, str], object],
         user_data: Any,
@@ -138,7 +130,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         self._threads.submit(run).add_done_callback(_report)
 
     def run_with_ort_values(
-        self, input_feed: Mapping[str, Any], output_names: Sequence[str], run_options: Any = None
+        self, input_feed: Mapping[str, Any], output_names: Iterable[str], run_options: Any = None
     ) -> Any:
         names = self._wanted(output_names)
         answer = self._answer(self._fed(input_feed), names, run_options)
@@ -149,7 +141,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         run_options: Any,
         feed_names: Sequence[str],
         feeds: Any,
-        fetch_names: Sequence[str],
+        fetch_names: Iterable[str],
         fetches: Any,
         fetch_devices: Sequence[Any],
     ) -> None:
@@ -160,26 +152,30 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
             raise Unsupported(
                 f"run_with_ortvaluevector: got {len(fetches)} fetches, expected an empty vector"
             )
+        place = values.outputs_on(fetch_devices, [self.outputs[name] for name in names])
         for device in fetch_devices:
-            values.check_host(device, "fetch_devices")
+            if place != str(values.card_of(device, "fetch_devices") or "host"):
+                raise Unsupported(
+                    "fetch_devices: got several devices, expected one for all outputs"
+                )
         feed = self._fed({name: feeds[i] for i, name in enumerate(feed_names)})
-        self._vector(self._answer(feed, names, run_options), names, fetches)
+        self._vector(self._answer(feed, names, run_options, place), names, fetches)
 
     def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
         bound = values.bound_to(iobinding)
         if not bound.outputs:
             raise InvalidBinding("At least one output should be requested.")
-        values.check_outputs(bound, self.outputs)
+        devices = values.output_devices(bound, self.outputs)
+        place = values.outputs_on(devices, [self.outputs[name] for name in bound.outputs])
         try:
             feed = {
-                name: values.bound_array(what, self._input(name))
+                name: values.bound_tensor(what, self._input(name))
                 for name, what in bound.inputs.items()
             }
-            answer = self._answer(feed, [*bound.outputs], run_options)
+            answer = self._answer(feed, [*bound.outputs], run_options, place)
         except InvalidInputError as exc:
             raise InvalidBinding(f"Error in execution: {exc}") from exc
-        for name in bound.outputs:
-            values.deliver(iobinding, answer[name], self.outputs[name])
+        values.deliver(iobinding, answer, self.outputs)
 
     # What a session of workers cannot say or do.
 
@@ -200,17 +196,18 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
 
     # A run.
 
-    def _wanted(self, output_names: Sequence[str]) -> list[str]:
+    def _wanted(self, output_names: Iterable[str]) -> list[str]:
         if output_names is self._all:
             return self._all
-        if isinstance(output_names, str) or not isinstance(output_names, Sequence):
+        if isinstance(output_names, str | bytes) or not isinstance(output_names, Iterable):
             raise TypeError(f"output_names: got {output_names!r}, expected a list of names")
-        for name in output_names:
+        names = [*output_names]
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(f"output_names: got {name!r}, expected a list of names")
             if name not in self.outputs:
-                if not isinstance(name, str):
-                    raise TypeError(f"output_names: got {name!r}, expected a list of names")
                 raise invalid_argument(f"Invalid output name:{name}")
-        return [*output_names]
+        return names
 
     def _input(self, name: str) -> Any:
         spec = self.inputs.get(name)
@@ -223,72 +220,36 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
             )
         raise invalid_argument(f"Invalid input name: {name}")
 
-    def _fed(self, feed: Mapping[str, Any]) -> Arrays:
+    def _fed(self, feed: Mapping[str, Any]) -> Tensors:
         return {name: values.fed(value, self._input(name)) for name, value in feed.items()}
 
-    def _vector(self, answer: Arrays, names: Sequence[str], vector: Any) -> Any:
+    def _vector(self, answer: Mapping[str, Any], names: Sequence[str], vector: Any) -> Any:
         for name in names:
             vector.push_back(values.value_of(answer[name], self.outputs[name]))
         return vector
 
-    def _answer(self, feed: Arrays, names: list[str], run_options: Any) -> Arrays:
+    def _answer(
+        self, feed: Tensors, names: list[str], run_options: Any, outputs_on: str = "host"
+    ) -> dict[str, Any]:
         outputs = None if names == self._all else [*dict.fromkeys(names)]
         try:
             if run_options is None:
-                return self.master.predict(feed, outputs=outputs)
+                return self.master.predict(feed, outputs=outputs, outputs_on=outputs_on)
             if not isinstance(run_options, native.RunOptions):
                 raise TypeError(
                     f"run_options: got {run_options!r}, expected onnxruntime.RunOptions"
                 )
             noted.check_run_options(run_options)
-            if run_options.terminate:
-                raise terminated()
-            return _await(self._begin(feed, outputs), run_options)
+            run = _Run(run_options)
+            try:
+                return self.master._predict_cancellable(feed, outputs, outputs_on, run.offer)
+            except CancelledError:
+                raise terminated() from None
         except McinferError as exc:
             raised = native_error(exc)
             if raised is exc:
                 raise
             raise raised from exc
-
-    def _begin(self, feed: Arrays, outputs: list[str] | None) -> "Future[Arrays]":
-        """Begin a run that can be ended; a loop in a thread of its own waits for it."""
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the session is closed")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                thread = threading.Thread(
-                    target=_serve, args=(self._loop,), name="mcinfer-ort-runs", daemon=True
-                )
-                thread.start()
-                self._stop_loop = finalize(self, _stop, self._loop)  # which happens once
-                self._stop_loop.atexit = False
-            run = self.master.predict_async(feed, outputs=outputs)
-            return asyncio.run_coroutine_threadsafe(run, self._loop)
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
-
-
-def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    """End a loop's thread once the runs that it waits for have ended."""
-
-    async def finish() -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
-            await asyncio.wait(others)
-        loop.stop()
-
-    def begin() -> None:
-        finishing.append(loop.create_task(finish()))
-
-    finishing: list[asyncio.Task[None]] = []  # a loop holds its tasks weakly
-    with suppress(RuntimeError):  # it is closed already
-        loop.call_soon_threadsafe(begin)
 
 
 def _report(done: "Future[None]") -> None:
@@ -311,32 +272,43 @@ def note_terminations() -> None:
     if hasattr(kind, _RUNNING):
         return
     terminate = kind.terminate
-    running: WeakKeyDictionary[Any, WeakSet[Future[Any]]] = WeakKeyDictionary()
+    running: WeakKeyDictionary[Any, WeakSet[_Run]] = WeakKeyDictionary()
 
     def assign(options: Any, value: bool) -> None:
         terminate.fset(options, value)
         if value:
-            for future in [*running.get(options, ())]:
-                future.cancel()
+            for run in [*running.get(options, ())]:
+                run.end()
 
     setattr(kind, _RUNNING, running)
     kind.terminate = property(terminate.fget, assign, None, terminate.__doc__)
 
 
-def _await(future: "Future[Arrays]", options: Any) -> Arrays:
-    """The answer of a run; `Fail` if its options end it."""
-    getattr(native.RunOptions, _RUNNING).setdefault(options, WeakSet()).add(future)
-    if options.terminate:  # set before the run was entered there
-        future.cancel()
-    try:
-        return future.result()
-    except CancelledError:
-        raise terminated() from None
-    except BaseException:
-        future.cancel()  # Ctrl-C while it waits
-        raise
-    finally:
-        del future  # the error that this may raise must not hold what holds it
+class _Run:
+    """A run that its options end, at any moment.
+
+    Each of two threads first writes what the other one reads then, so that one of them cancels.
+    """
+
+    __slots__ = ("__weakref__", "_cancel", "_ended")
+
+    def __init__(self, options: Any) -> None:
+        self._cancel: Callable[[], object] | None = None
+        self._ended = False
+        getattr(native.RunOptions, _RUNNING).setdefault(options, WeakSet()).add(self)
+        if options.terminate:
+            raise terminated()
+
+    def offer(self, cancel: Callable[[], object]) -> None:
+        """Take what cancels the run from now on."""
+        self._cancel = cancel
+        if self._ended:
+            cancel()
+
+    def end(self) -> None:
+        self._ended = True
+        if self._cancel is not None:
+            self._cancel()
 
 
 class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no types
@@ -608,3 +580,39 @@ def _cores_of_a_worker(devices: Any) -> int:
     """About how many cores each worker has."""
     cpus = whole_cpus()
     return max(1, cpus // len(parse_devices(devices, cpus)))
+
+
+# In the place of ONNX Runtime's session, for programs that cannot be edited.
+
+_NAME = "InferenceSession"
+_CHANGING = threading.Lock()
+
+
+def install(**defaults: Any) -> None:
+    """Put `InferenceSession` in the place of ``onnxruntime.InferenceSession``, until `uninstall`.
+
+    Modules that import the name from now on get mcinfer's class, and so do ONNX Runtime's own modules that
+    have it already. Call it before the program's modules are imported: a module of another package that has
+    taken the name keeps the plain class. mcinfer's own plain sessions stay plain.
+
+    Args:
+        defaults: Arguments of every session that does not give its own: ``devices``, and further arguments
+            of `mcinfer.Master`. A second call replaces those of the first.
+    """
+    with _CHANGING:
+        InferenceSession._defaults = defaults
+        _replace(PlainSession, InferenceSession)
+
+
+def uninstall() -> None:
+    """Undo `install`; sessions that are open stay as they are. Safe to call again."""
+    with _CHANGING:
+        InferenceSession._defaults = {}
+        _replace(InferenceSession, PlainSession)
+
+
+def _replace(old: type, new: type) -> None:
+    for name, module in [*sys.modules.items()]:
+        package = name.partition(".")[0]
+        if package == "onnxruntime" and vars(module).get(_NAME) is old:
+            setattr(module, _NAME, new)

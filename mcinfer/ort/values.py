@@ -1,12 +1,17 @@
-"""Tensors between NumPy's arrays, which a master takes and gives, and ONNX Runtime's values and bindings."""
+"""Tensors between what a master takes and gives, and ONNX Runtime's values and bindings.
+
+A master takes NumPy arrays, and tensors of cards by DLPack; it gives NumPy arrays, and CuPy arrays on a card.
+A run that wrote to a program's memory on a card ends when that is written. Like other work of CUDA, it comes
+after what the card's default stream has queued.
+"""
 
 import ctypes
 import threading
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from math import prod
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -14,10 +19,16 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 from onnxruntime.capi.onnxruntime_inference_collection import OrtValue
 
+from mcinfer.config import Device
 from mcinfer.dlpack import DlpackTensor
+from mcinfer.errors import PredictTimeoutError
 from mcinfer.model_cache.protobuf import encode_field
 from mcinfer.ort.errors import InvalidBinding, InvalidValue, Unsupported, invalid_argument
-from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, tensor_bytes
+from mcinfer.shm.cuda import Card
+from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, numpy_dtype, tensor_bytes
+
+Tensor = NDArray[Any] | DlpackTensor
+"""On the host, or on a card."""
 
 _RUNTIME_NAMES = {
     "float32": "float",
@@ -41,24 +52,24 @@ def runtime_type(element_type: str) -> str:
 # What a feed may hold.
 
 
-def fed(value: Any, spec: TensorSpec) -> NDArray[Any]:
-    """A value of a feed as an array for the master; what a plain session refuses is refused.
+def fed(value: Any, spec: TensorSpec) -> Tensor:
+    """A value of a feed as the master takes it; what a plain session refuses is refused.
 
     Raises:
         InvalidArgument: An array of another type, number of dimensions or size.
         InvalidValue: Neither an array, nor a list, nor an ``OrtValue``.
     """
     if type(value) is not np.ndarray or value.dtype is not spec.dtype or spec.dtype.kind == "O":
-        value = _as_array(value, spec)
+        value = _as_tensor(value, spec)
     _check_shape(value.shape, spec)
     return value  # type: ignore[no-any-return] # narrowed above
 
 
-def _as_array(value: Any, spec: TensorSpec) -> NDArray[Any]:
+def _as_tensor(value: Any, spec: TensorSpec) -> Tensor:
     if isinstance(value, OrtValue):
         value = value._get_c_value()
     if isinstance(value, native.OrtValue):
-        return array_of(value, spec)
+        return tensor_of(value, spec)
     if value is None:
         raise InvalidValue(f"Missing Input: {spec.name}")
     if isinstance(value, list):
@@ -111,12 +122,12 @@ def _check_shape(shape: tuple[int, ...], spec: TensorSpec) -> None:
 # The runtime's values.
 
 
-def array_of(value: Any, spec: TensorSpec) -> NDArray[Any]:
-    """The elements of a ``C.OrtValue`` on the host, in place; the value must outlive the array.
+def tensor_of(value: Any, spec: TensorSpec) -> Tensor:
+    """The elements of a ``C.OrtValue``, in place; on the host, the value must outlive the array.
 
     Raises:
         InvalidArgument: It is of another type than the input.
-        Unsupported: It is no tensor, or lies on another device than the host.
+        Unsupported: It is no tensor, or lies on a device that is neither the host nor an NVIDIA card.
     """
     if not value.is_tensor():
         raise Unsupported(f"OrtValue of {value.data_type()} for {spec.name!r}: expected a tensor")
@@ -125,23 +136,55 @@ def array_of(value: Any, spec: TensorSpec) -> NDArray[Any]:
             f"Unexpected input data type. Actual: ({value.data_type()}) , expected: "
             f"({runtime_type(spec.element_type)})"
         )
+    shape = tuple(value.shape())
+    if is_on_card(value):
+        index = value.__dlpack_device__()[1]
+        return _tensor_at(value.data_ptr(), shape, spec, Device("cuda", index), value)
     if value.device_name().lower() != "cpu":
         raise Unsupported(
-            f"OrtValue on {value.device_name()} for {spec.name!r}: expected one in the host's memory; "
-            "Master.predict takes tensors of cards"
+            f"OrtValue on {value.device_name()} for {spec.name!r}: expected one in the memory of the host "
+            "or of an NVIDIA card"
         )
     if spec.element_type == STRING:
         texts: NDArray[Any] = value.numpy()
         return texts
-    return array_at(value.data_ptr(), tuple(value.shape()), spec)
+    return array_at(value.data_ptr(), shape, spec)
+
+
+def is_on_card(value: Any) -> bool:
+    """Whether a ``C.OrtValue`` lies on an NVIDIA card."""
+    return bool(value.is_tensor() and value.device_name().lower() == "cuda")
+
+
+def _tensor_at(
+    address: int, shape: tuple[int, ...], spec: TensorSpec, device: Device, owner: object
+) -> DlpackTensor:
+    """A tensor over memory of a card that belongs to others."""
+    _check_bytes(spec)
+
+    def follow(_stream: int | None) -> None:  # which is that of the card
+        Card.open(device).follow(_DEFAULT_STREAM)
+
+    return DlpackTensor(
+        address=address,
+        shape=shape,
+        element_type=spec.element_type,
+        device=device,
+        owner=owner,
+        ready=follow,
+    )
+
+
+def _check_bytes(spec: TensorSpec) -> None:
+    if spec.element_type == STRING or ELEMENT_TYPES[spec.element_type].bits % 8:
+        raise Unsupported(
+            f"{spec.element_type} elements of {spec.name!r} in bound memory: expected bytes"
+        )
 
 
 def array_at(address: int, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
     """An array over memory that belongs to others."""
-    if ELEMENT_TYPES[spec.element_type].bits % 8:
-        raise Unsupported(
-            f"{spec.element_type} elements of {spec.name!r} in packed memory: expected bytes"
-        )
+    _check_bytes(spec)
     size = tensor_bytes(spec.element_type, prod(shape))
     if not size:
         return np.empty(shape, spec.dtype)
@@ -149,8 +192,11 @@ def array_at(address: int, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[
     return np.ndarray(shape, spec.dtype, memory)
 
 
-def value_of(array: NDArray[Any], spec: TensorSpec) -> Any:
-    """A ``C.OrtValue`` with the elements of an array, whose memory it keeps."""
+def value_of(array: Any, spec: TensorSpec) -> Any:
+    """A ``C.OrtValue`` with the elements of an array of NumPy or CuPy, whose memory it keeps."""
+    if not isinstance(array, np.ndarray):
+        tensor = _tensor_at(array.data.ptr, array.shape, spec, _card_of(array), array)
+        return OrtValue.from_dlpack(tensor)._get_c_value()
     if spec.element_type == STRING:
         return _string_value(array)
     if ELEMENT_TYPES[spec.element_type].bits % 8:
@@ -243,24 +289,41 @@ def note_bindings(session: type) -> None:
                 notes[self] = Bound()
 
         kind.__init__ = initialise
-        kind.bind_input = _noting(kind.bind_input, notes, "inputs")
-        kind.bind_ortvalue_input = _noting(kind.bind_ortvalue_input, notes, "inputs")
-        bind_value = kind.bind_ortvalue_output
+        bind_place, bind_value = kind.bind_input, kind.bind_ortvalue_output
+        kind.bind_input = _noting(bind_place, notes, "inputs", bind_place)
+        kind.bind_ortvalue_input = _noting(kind.bind_ortvalue_input, notes, "inputs", bind_place)
         kind.bind_output = _noting(kind.bind_output, notes, "outputs")
         kind.bind_ortvalue_output = _noting(bind_value, notes, "outputs")
         for name in ("inputs", "outputs"):
             clear = getattr(kind, f"clear_binding_{name}")
             setattr(kind, f"clear_binding_{name}", _clearing(clear, notes, name))
+        kind.copy_outputs_to_cpu = _copying(kind.copy_outputs_to_cpu, notes)
         setattr(kind, _BOUND, (notes, bind_value))
 
 
-def _noting(method: Any, notes: MutableMapping[Any, Bound], side: str) -> Any:
+def _noting(method: Any, notes: MutableMapping[Any, Bound], side: str, place: Any = None) -> Any:
+    """A method that also notes what it binds.
+
+    The runtime copies an input to where its session needs it, and sessions of mcinfer's have no CUDA in this
+    process. So an input on a card is bound by `place`, the runtime's method for memory, as if it were the
+    host's: this checks its name and type, and nothing reads it.
+    """
+
     @wraps(method)
     def noting(self: Any, name: str, *what: Any) -> None:
-        method(self, name, *what)
         bound = notes.get(self)
-        if bound is not None:
-            getattr(bound, side)[name] = _what(*what)
+        if bound is None:
+            method(self, name, *what)
+            return
+        noted = _what(*what)
+        if place is not None and isinstance(noted, Place) and card_of(noted.device, name):
+            place(self, name, host(), *what[1:])
+        elif place is not None and isinstance(noted, native.OrtValue) and is_on_card(noted):
+            kind, shape = noted.element_type(), noted.shape()
+            place(self, name, host(), kind, shape, noted.data_ptr())
+        else:
+            method(self, name, *what)
+        getattr(bound, side)[name] = noted
 
     return noting
 
@@ -296,6 +359,18 @@ def _clearing(method: Any, notes: MutableMapping[Any, Bound], side: str) -> Any:
     return clearing
 
 
+def _copying(method: Any, notes: MutableMapping[Any, Bound]) -> Any:
+    @wraps(method)
+    def copying(self: Any) -> list[NDArray[Any]]:
+        found = [*self.get_outputs()] if self in notes else []
+        if not any(map(is_on_card, found)):
+            arrays: list[NDArray[Any]] = method(self)
+            return arrays
+        return [_on_host(value) if is_on_card(value) else value.numpy() for value in found]
+
+    return copying
+
+
 def bound_to(binding: Any) -> Bound:
     """What a program bound; `InvalidBinding` if the binding is not of a session of mcinfer's."""
     notes, _ = getattr(native.SessionIOBinding, _BOUND)
@@ -307,51 +382,158 @@ def bound_to(binding: Any) -> Bound:
     return bound
 
 
-def bound_array(what: Any, spec: TensorSpec) -> NDArray[Any]:
-    """The array of what is bound, in place."""
-    if isinstance(what, Place):
-        check_host(what.device, spec.name)
-        if what.onnx_type != ELEMENT_TYPES[spec.element_type].onnx:
-            raise invalid_argument(
-                f"Unexpected data type of what is bound to {spec.name!r}: got ONNX's type number "
-                f"{what.onnx_type}, expected {runtime_type(spec.element_type)}"
-            )
-        return array_at(what.address, what.shape, spec)
-    return _as_array(what, spec)
-
-
-def deliver(binding: Any, array: NDArray[Any], spec: TensorSpec) -> None:
-    """Put an output where a program has bound it; raises `InvalidBinding` if it does not fit."""
-    notes, bind_value = getattr(native.SessionIOBinding, _BOUND)
-    target = notes[binding].outputs[spec.name]
-    if isinstance(target, _Device):
-        check_host(target.device, spec.name)
-        bind_value(binding, spec.name, value_of(array, spec))
-        return
-    place = bound_array(target, spec)
-    if place.shape != array.shape:
-        raise InvalidBinding(
-            f"OrtValue shape verification failed for output {spec.name!r}. Current shape:"
-            f"{{{','.join(map(str, place.shape))}}} Requested shape:{{{','.join(map(str, array.shape))}}}"
+def bound_tensor(what: Any, spec: TensorSpec) -> Tensor:
+    """What is bound, in place."""
+    if not isinstance(what, Place):
+        return _as_tensor(what, spec)
+    if what.onnx_type != ELEMENT_TYPES[spec.element_type].onnx:
+        raise invalid_argument(
+            f"Unexpected data type of what is bound to {spec.name!r}: got ONNX's type number "
+            f"{what.onnx_type}, expected {runtime_type(spec.element_type)}"
         )
-    np.copyto(place, array, "equiv")
+    card = card_of(what.device, spec.name)
+    if card is not None:
+        return _tensor_at(what.address, what.shape, spec, card, None)
+    return array_at(what.address, what.shape, spec)
 
 
-def check_outputs(bound: Bound, specs: Mapping[str, TensorSpec]) -> None:
-    """Raise what does not fit among the outputs that are bound, before a run."""
+def deliver(binding: Any, answer: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
+    """Put outputs where a program has bound them; raises `InvalidBinding` if one does not fit."""
+    notes, bind_value = getattr(native.SessionIOBinding, _BOUND)
+    copies: list[tuple[Tensor, Any]] = []
+    for name, target in notes[binding].outputs.items():
+        found, spec = answer[name], specs[name]
+        if isinstance(target, _Device):
+            card = card_of(target.device, name)
+            on_card = None if isinstance(found, np.ndarray) else _card_of(found)
+            if card is None and on_card is not None:
+                found = _downloaded(found.data.ptr, found.shape, spec.dtype, on_card)
+            elif card != on_card:
+                raise Unsupported(
+                    f"{name}: bound to {card} without an address, which is not possible for "
+                    f"{spec.element_type}, nor if another output is bound so to another card"
+                )
+            bind_value(binding, name, value_of(found, spec))
+            continue
+        place = bound_tensor(target, spec)
+        if place.shape != found.shape:
+            raise InvalidBinding(
+                f"OrtValue shape verification failed for output {name!r}. Current shape:"
+                f"{{{','.join(map(str, place.shape))}}} Requested shape:"
+                f"{{{','.join(map(str, found.shape))}}}"
+            )
+        if isinstance(place, np.ndarray) and isinstance(found, np.ndarray):
+            np.copyto(place, found, "equiv")
+        else:
+            copies.append((place, found))
+    _copy(copies)
+
+
+def outputs_on(devices: Iterable[Any], specs: Iterable[TensorSpec]) -> str:
+    """Where a run is to leave its outputs, as `Master.predict` takes it: on the first card among these.
+
+    Types that CuPy lacks come by way of the host.
+    """
+    card = next(filter(None, (card_of(device, "output") for device in devices)), None)
+    in_cupy = all(spec.element_type != STRING and spec.dtype.isbuiltin == 1 for spec in specs)
+    return str(card) if card is not None and in_cupy else "host"
+
+
+def output_devices(bound: Bound, specs: Mapping[str, TensorSpec]) -> list[Any]:
+    """The devices that a program named for its outputs, those without an address first.
+
+    Raises what does not fit among these outputs, before a run.
+    """
+    alone, others = [], []
     for name, target in bound.outputs.items():
         if specs[name].element_type == STRING and not isinstance(target, _Device):
             raise Unsupported(
                 f"{name}: strings bound to memory; bind the name and the device alone"
             )
-        if isinstance(target, _Device | Place):
-            check_host(target.device, name)
+        if isinstance(target, _Device):
+            alone.append(target.device)
+            card_of(target.device, name)
+        elif isinstance(bound_tensor(target, specs[name]), DlpackTensor):
+            others.append(_device_of(target))
+    return [*alone, *others]
 
 
-def check_host(device: Any, name: str) -> None:
-    """Raise `Unsupported` for memory that is not the host's."""
-    if device.device_type() != native.OrtDevice.cpu():
+# Memory of cards.
+
+_DEFAULT_STREAM = 1  # cudaStreamLegacy
+_NVIDIA = (
+    0x10DE  # the vendor's number on the PCI bus, which old versions of the runtime do not have
+)
+_PATIENCE = 600.0  # seconds for the work on a card that copies wait for
+
+
+def card_of(device: Any, name: str) -> Device | None:
+    """The card that is a runtime's device; None for the host; `Unsupported` for others."""
+    kind = device.device_type()
+    if kind == native.OrtDevice.cpu():
+        return None
+    vendor = device.vendor_id() if hasattr(device, "vendor_id") else _NVIDIA
+    if kind != native.OrtDevice.cuda() or vendor not in (0, _NVIDIA):
         raise Unsupported(
-            f"{name}: got a device of type {device.device_type()}: expected the host's memory; "
-            "Master.predict takes and gives tensors of cards"
+            f"{name}: got a device of type {kind} of vendor {vendor:#x}: expected the host's memory, or that "
+            "of an NVIDIA card"
         )
+    return Device("cuda", device.device_id())
+
+
+def _device_of(target: Any) -> Any:
+    if isinstance(target, Place):
+        return target.device
+    value = target._get_c_value() if isinstance(target, OrtValue) else target
+    index = value.__dlpack_device__()[1]
+    return native.OrtDevice(native.OrtDevice.cuda(), native.OrtDevice.default_memory(), index)
+
+
+def _card_of(array: Any) -> Device:
+    """The card of an array of CuPy's."""
+    return Device("cuda", array.device.id)
+
+
+def _on_host(value: Any) -> NDArray[Any]:
+    """A copy of the elements of a ``C.OrtValue`` on a card."""
+    element_type = next(n for n in ELEMENT_TYPES if runtime_type(n) == value.data_type())
+    device = Device("cuda", value.__dlpack_device__()[1])
+    return _downloaded(value.data_ptr(), tuple(value.shape()), numpy_dtype(element_type), device)
+
+
+def _downloaded(address: int, shape: Sequence[int], dtype: Any, device: Device) -> NDArray[Any]:
+    array = np.empty(shape, dtype)
+    card = Card.open(device)
+    card.follow(_DEFAULT_STREAM)
+    card.copy(array.ctypes.data, address, array.nbytes)
+    _finish([card])
+    return array
+
+
+def _copy(copies: Sequence[tuple[Tensor, Any]]) -> None:
+    """Copy arrays of NumPy or CuPy, one of each pair on a card, to a program's memory, and wait for it."""
+    used, held = [], []
+    for target, source in copies:
+        if isinstance(source, np.ndarray):
+            held.append(np.ascontiguousarray(source))
+            start = held[-1].ctypes.data
+        else:
+            start = source.data.ptr
+        if isinstance(target, DlpackTensor):
+            card = Card.open(cast(Device, target.device))
+            end, size = target.address, target.size
+        else:
+            card = Card.open(_card_of(source))
+            end, size = target.ctypes.data, target.nbytes
+        card.follow(_DEFAULT_STREAM)  # the program's kernels may still read what was there
+        card.copy(end, start, size)
+        used.append(card)
+    _finish(used)
+
+
+def _finish(cards: Iterable[Card]) -> None:
+    for card in dict.fromkeys(cards):
+        try:
+            card.synchronize(_PATIENCE)
+        except TimeoutError as exc:
+            raise PredictTimeoutError(str(exc)) from exc

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 from onnx import parser
 
@@ -22,6 +23,8 @@ from mcinfer import (
     Master,
     MissingDependencyError,
     QueueFullError,
+    dlpack,
+    ort,
 )
 from mcinfer.config import Device
 from mcinfer.shm.cuda import Card
@@ -62,15 +65,21 @@ def cupy() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def pool(cupy: Any, stream: Any, checked_together: ExitStack) -> Master:
+def checked(cupy: Any, stream: Any, checked_together: ExitStack) -> ExitStack:
+    """What tests of this module share is checked together, and gives the cards' memory back before."""
     assert stream.ptr  # its thread is there before what is checked
     for name in CARDS:
         checked_together.callback(Card.open(Device.parse(name)).reclaim)
     checked_together.callback(cupy.get_default_memory_pool().free_all_blocks)
     checked_together.callback(gc.collect)
+    return checked_together
+
+
+@pytest.fixture(scope="module")
+def pool(checked: ExitStack) -> Master:
     model = parser.parse_model(AFFINE)
     options, limits = EngineOptions(allow_fallback=True), Limits(memory_bytes=LIMIT)
-    return checked_together.enter_context(Master(model, CARDS, options=options, limits=limits))
+    return checked.enter_context(Master(model, CARDS, options=options, limits=limits))
 
 
 @pytest.fixture(scope="module")
@@ -320,3 +329,155 @@ def test_pool_ends_while_a_card_is_busy_and_gives_its_memory_back_later(stream: 
     finally:
         gate.set()
     wait_until(lambda: card.memory()[0] >= free)
+
+
+# Bindings of ONNX Runtime's.
+
+
+@pytest.fixture(scope="module")
+def session(checked: ExitStack) -> Any:
+    """Two workers on two cards; the runtime of this process has no CUDA."""
+    model = parser.parse_model(AFFINE).SerializeToString()
+    options, limits = EngineOptions(allow_fallback=True), Limits(memory_bytes=LIMIT)
+    batch = {"x": 0, "z": 0}
+    opened = ort.InferenceSession(
+        model,
+        devices=CARDS,
+        options=options,
+        limits=limits,
+        batch_axes=batch,
+        output_axes={"y": 0, "v": 0},
+        verify="never",
+    )
+    return checked.enter_context(opened)
+
+
+def value_on(array: Any) -> Any:
+    """An array of CuPy's as an ``OrtValue``."""
+    tensor = dlpack.DlpackTensor(
+        address=array.data.ptr,
+        shape=array.shape,
+        element_type=str(array.dtype),
+        device=Device("cuda", array.device.id),
+        owner=array,
+    )
+    return onnxruntime.OrtValue.from_dlpack(tensor)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_bound_memory_of_a_card_is_read_and_written_in_place(
+    number: int, session: Any, cupy: Any
+) -> None:
+    binding = onnxruntime.IOBinding(session)
+    x, z = on(cupy, number, X), on(cupy, number, Z)
+    y, v = on(cupy, number, np.zeros_like(X)), on(cupy, number, np.zeros_like(X))
+    place = ("cuda", number, np.float32, X.shape)
+    binding.bind_input("x", *place, x.data.ptr)
+    binding.bind_ortvalue_input("z", value_on(z))
+    binding.bind_output("y", *place, y.data.ptr)
+    binding.bind_ortvalue_output("v", value_on(v))
+    for shift in range(3):
+        x.set(X + shift)  # which the default stream of the card does when it comes to it
+        binding.synchronize_inputs()
+        session.run_with_iobinding(binding, ort.RunOptions() if shift else None)
+        binding.synchronize_outputs()
+        np.testing.assert_array_equal(y.view, 2 * (X + shift) + 1)
+        np.testing.assert_array_equal(v.view, 2 * Z + 1)
+    check(dict(zip("yv", binding.copy_outputs_to_cpu(), strict=True)), X + 2)
+    assert [value.device_name().lower() for value in binding.get_outputs()] == ["cuda"] * 2
+    before = session.master.statistics()
+    assert {card.device for card in before.cards} >= {f"cuda:{number}"}
+
+
+def test_outputs_are_left_on_the_card_that_is_bound_alone_and_go_in_again(
+    session: Any, cupy: Any
+) -> None:
+    binding = session.io_binding()
+    binding.bind_ortvalue_input("x", value_on(on(cupy, 0, X)))
+    binding.bind_cpu_input("z", Z)
+    binding.bind_output("y", "cuda", 0)
+    binding.bind_output("v")
+    session.run_with_iobinding(binding)
+    y, v = binding.get_outputs()
+    assert (y.device_name().lower(), v.device_name().lower()) == ("cuda", "cpu")
+    check(dict(zip("yv", binding.copy_outputs_to_cpu(), strict=True)))
+    before = ways(session.master)
+    (again, _) = session.run(None, {"x": y, "z": Z})
+    np.testing.assert_array_equal(again, 4 * X + 3)
+    assert came(session.master, before) == {"in_place": 1}
+
+
+def test_memory_on_the_host_and_two_cards_in_one_binding(session: Any, cupy: Any) -> None:
+    binding = session.io_binding()
+    x, y, v = on(cupy, 1, X), on(cupy, 0, np.zeros_like(X)), np.zeros_like(X)
+    binding.bind_input("x", "cuda", 1, np.float32, X.shape, x.data.ptr)
+    binding.bind_cpu_input("z", Z)
+    binding.bind_output("y", "cuda", 0, np.float32, X.shape, y.data.ptr)
+    binding.bind_output("v", "cpu", 0, np.float32, X.shape, v.ctypes.data)
+    session.run_with_iobinding(binding)
+    check({"y": y, "v": v})
+    z = on(cupy, 1, np.zeros_like(X))
+    binding.bind_output("v", "cuda", 1, np.float32, X.shape, z.data.ptr)
+    session.run_with_iobinding(binding)
+    check({"y": y, "v": z})
+    binding.bind_output("y", "cuda", 0)
+    binding.bind_output("v", "cuda", 1)
+    with pytest.raises(NotImplementedError, match="v: bound to cuda:1 without an address"):
+        session.run_with_iobinding(binding)
+
+
+def test_card_memory_that_does_not_fit_is_refused(session: Any, cupy: Any) -> None:
+    array = on(cupy, 0, X)
+    with pytest.raises(RuntimeError, match="other"):
+        session.io_binding().bind_input("other", "cuda", 0, np.float32, X.shape, array.data.ptr)
+    binding = session.io_binding()
+    binding.bind_input("x", "cuda", 0, np.int32, X.shape, array.data.ptr)
+    binding.bind_output("y")
+    with pytest.raises(RuntimeError, match="type"):
+        session.run_with_iobinding(binding)
+    for name in "xz":
+        binding.bind_input(name, "cuda", 0, np.float32, X.shape, array.data.ptr)
+    small = on(cupy, 0, X[:2])
+    binding.bind_output("y", "cuda", 0, np.float32, small.shape, small.data.ptr)
+    with pytest.raises(RuntimeError, match="shape"):
+        session.run_with_iobinding(binding)
+    np.testing.assert_array_equal(small.view, X[:2])
+    binding.bind_input("x", "cuda", 7, np.float32, X.shape, array.data.ptr)
+    with pytest.raises(InvalidInputError, match="cuda:7, which cannot be used"):
+        session.run_with_iobinding(binding)
+
+
+def test_empty_batch_on_a_card(session: Any, cupy: Any) -> None:
+    binding = session.io_binding()
+    empty = on(cupy, 0, X[:0])
+    for name in "xz":
+        binding.bind_input(name, "cuda", 0, np.float32, (0, 4), empty.data.ptr)
+    binding.bind_output("y", "cuda", 0, np.float32, (0, 4), empty.data.ptr)
+    binding.bind_output("v", "cuda", 0)
+    session.run_with_iobinding(binding)
+    assert [array.shape for array in binding.copy_outputs_to_cpu()] == [(0, 4)] * 2
+
+
+@pytest.mark.usefixtures("checked")
+def test_session_on_the_cpu_takes_memory_of_cards_by_way_of_the_host(cupy: Any) -> None:
+    text = """
+    <ir_version: 8, opset_import: ["": 21]>
+    m (bool[n, 4] x) => (bool[n, 4] y, bfloat16[n, 4] v) { y = Not(x) v = Cast<to = 16>(y) }
+    """
+    x, v = on(cupy, 0, X > 5), on(cupy, 0, np.zeros(X.shape, np.uint16))
+    with ort.InferenceSession(parser.parse_model(text).SerializeToString(), devices=1) as session:
+        binding = session.io_binding()
+        binding.bind_input("x", "cuda", 0, np.bool_, X.shape, x.data.ptr)
+        binding.bind_output("v", "cuda", 0, 16, X.shape, v.data.ptr)
+        session.run_with_iobinding(binding)
+        binding.bind_output("y", "cuda", 0)
+        with pytest.raises(NotImplementedError, match="y: bound to cuda:0 without an address"):
+            session.run_with_iobinding(binding)  # since CuPy has no bfloat16 for the other one
+        binding.clear_binding_outputs()
+        binding.bind_output("y", "cuda", 0)
+        session.run_with_iobinding(binding)
+        (y,) = binding.copy_outputs_to_cpu()
+        np.testing.assert_array_equal(y, X <= 5)
+        np.testing.assert_array_equal(v.view, np.where(y, 0x3F80, 0))
+        assert binding.get_outputs()[0].data_type() == "tensor(bool)"
+        del binding

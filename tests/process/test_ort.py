@@ -128,7 +128,13 @@ def test_what_workers_cannot_say_or_do_is_refused_by_name(session: Any, plain: A
 # Runs.
 
 
-@pytest.mark.parametrize("names", [None, [], ["turned", "sum"], ("sum",), ["sum", "sum"]])
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(None, [], ["turned", "sum"], ("sum",), ["sum", "sum"]),
+        *({"sum": 0}.keys(), np.array("sum", ndmin=1)),
+    ],
+)
 def test_answers_are_those_of_a_plain_session(session: Any, plain: Any, names: Any) -> None:
     for rows in (1, 2, 7):
         inputs = feed(rows, turns=3)
@@ -163,8 +169,9 @@ def test_feed_that_a_plain_session_refuses_is_refused_with_its_class(
 def test_unknown_output_is_refused(session: Any) -> None:
     with pytest.raises(native.InvalidArgument, match="Invalid output name:other"):
         session.run(["other"], feed())
-    with pytest.raises(TypeError):
-        session.run("sum", feed())
+    for wrong in ("sum", 3, [3], [["sum"]]):
+        with pytest.raises(TypeError):
+            session.run(wrong, feed())
 
 
 def test_run_async_calls_back_with_results_and_with_an_error(session: Any, plain: Any) -> None:
@@ -193,11 +200,8 @@ def test_run_async_calls_back_with_results_and_with_an_error(session: Any, plain
     wait_until(lambda: held() is None)
 
 
-def test_terminate_ends_a_run_from_another_thread(session: Any, plain: Any) -> None:
-    options = ort.RunOptions()
-    options.logid = "long"
-    completed = session.master.statistics().in_flight
-    assert completed == 0
+def end_by_options(session: Any, options: Any) -> None:
+    """Begin a run without an end, and end it by its options; the workers are free then."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -214,14 +218,33 @@ def test_terminate_ends_a_run_from_another_thread(session: Any, plain: Any) -> N
     (failure,) = failures
     assert isinstance(failure, native.Fail)
     assert "Exiting due to terminate flag being set to true" in str(failure)
+    wait_until(lambda: session.master.statistics().in_flight == 0)
+
+
+def test_terminate_ends_a_run_from_another_thread(session: Any, plain: Any) -> None:
+    options = ort.RunOptions()
+    options.logid = "long"
+    assert session.master.statistics().in_flight == 0
+    end_by_options(session, options)
     with pytest.raises(native.Fail):
         session.run(None, feed(), options)
     options.terminate = False
     assert_same(session.run(None, feed(), options), plain.run(None, feed()))
 
 
-def test_close_in_another_thread_ends_runs_of_every_kind(onnx_model: OnnxModel) -> None:
-    session = ort.InferenceSession(onnx_model(MODEL), devices=2)
+def test_terminate_ends_what_learns_and_close_ends_runs_of_every_kind(
+    onnx_model: OnnxModel, plain: Any, tmp_path: Path
+) -> None:
+    given = ort.SessionOptions()
+    given.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    given.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    session = ort.InferenceSession(
+        onnx_model(MODEL).read_bytes(), given, CPU, devices=2, batch_axes={"turns": None}
+    )
+    written = PlainSession(given.optimized_model_filepath, providers=CPU)
+    assert_same(written.run(None, feed()), plain.run(None, feed()))
+    end_by_options(session, ort.RunOptions())
+    assert not session.master.split.checked
     failures: list[Exception] = []
     said: list[str] = []
 
@@ -314,21 +337,33 @@ def test_binding_that_does_not_fit_is_refused(session: Any, plain: Any) -> None:
 # A session's life.
 
 
-def test_pickled_session_is_opened_again_from_its_path(
+def test_providers_are_set_anew_and_a_pickled_session_is_opened_again_from_its_path(
     onnx_model: OnnxModel, plain: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = onnx_model(MODEL)
     monkeypatch.chdir(path.parent)
     given = ort.SessionOptions()
     given.add_free_dimension_override_by_name("n", 2)
-    session = ort.InferenceSession(path.name, given, CPU, devices=1)
+    engine = EngineOptions(session_config={"session.set_denormal_as_zero": "1"})
+    session = ort.InferenceSession(path.name, given, CPU, devices=1, options=engine)
     try:
+        before = workers_of(session)
+        with (
+            pytest.warns(UserWarning, match="not in available provider names"),
+            pytest.raises(RuntimeError, match="Unknown Provider Type: Mine"),
+        ):
+            session.set_providers(["Mine"])
+        assert workers_of(session) == before
+        session.set_providers(CPU)
+        assert not set(workers_of(session)) & set(before)
+        assert all_gone(before)
         assert session.get_inputs()[0].shape == [2, 3]
         pickled = pickle.dumps(session)
         monkeypatch.chdir(tmp_path.parent)
         with pickle.loads(pickled) as again:  # noqa: S301 our own
             assert workers_of(again) != workers_of(session)
             assert again.get_inputs()[0].shape == [2, 3]
+            assert_same(again.run(None, feed(2)), session.run(None, feed(2)))
             assert_same(again.run(None, feed(2)), plain.run(None, feed(2)))
     finally:
         session.close()
@@ -361,34 +396,6 @@ def test_session_that_is_let_go_ends_its_workers(onnx_model: OnnxModel) -> None:
     wait_until(lambda: all_gone(workers))
 
 
-def test_set_providers_opens_new_workers_and_keeps_the_old_ones_if_it_cannot(
-    onnx_model: OnnxModel, plain: Any
-) -> None:
-    options = EngineOptions(session_config={"session.set_denormal_as_zero": "1"})
-    with ort.InferenceSession(onnx_model(MODEL), devices=1, options=options) as session:
-        before = workers_of(session)
-        with (
-            pytest.warns(UserWarning, match="not in available provider names"),
-            pytest.raises(RuntimeError, match="Unknown Provider Type: Mine"),
-        ):
-            session.set_providers(["Mine"])
-        assert workers_of(session) == before
-        session.set_providers(CPU)
-        assert not set(workers_of(session)) & set(before)
-        assert_same(session.run(None, feed(1)), plain.run(None, feed(1)))
-
-
-def test_optimised_model_is_written_where_the_program_wants_it(
-    onnx_model: OnnxModel, plain: Any, tmp_path: Path
-) -> None:
-    given = ort.SessionOptions()
-    given.optimized_model_filepath = str(tmp_path / "optimised.onnx")
-    given.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    with ort.InferenceSession(onnx_model(MODEL).read_bytes(), given, CPU, devices=1):
-        written = PlainSession(given.optimized_model_filepath, providers=CPU)
-        assert_same(written.run(None, feed()), plain.run(None, feed()))
-
-
 def test_model_that_cannot_be_loaded_is_the_runtimes_error(tmp_path: Path) -> None:
     path = tmp_path / "garbage.onnx"
     path.write_bytes(b"garbage")
@@ -400,15 +407,21 @@ def test_model_that_cannot_be_loaded_is_the_runtimes_error(tmp_path: Path) -> No
 # Programs.
 
 PROGRAM = """
+import atexit
 import sys
 import numpy
 import onnxruntime
 
+def say_where():  # as Python's own main module, this one is there until the end
+    print(sys.modules["__main__"].say_where is say_where)
+
+
 if __name__ == "__main__":
+    atexit.register(say_where)
     session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
     x = numpy.arange(6, dtype=numpy.float32).reshape(2, 3)
     total, = session.run(["sum"], {"x": x, "y": x, "turns": numpy.array(1)})
-    print(type(session).__module__, len(sys.argv), sys.path[0], total.tolist())
+    print(type(session).__module__, len(sys.argv), sys.path[0], __file__, total.tolist())
     if sys.argv[2:] == ["raise"]:
         endless = {"x": x, "y": x, "turns": numpy.array(2**62)}
         session.run_async(None, endless, lambda *_: None, None)  # does not keep the program
@@ -434,15 +447,17 @@ def test_unchanged_program_runs_over_workers_and_ends_as_it_does_alone(
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     ours = run_program(
-        *("-m", "mcinfer", "ort", "--devices", "2", program.name, str(model)), cwd=tmp_path
+        *("-m", "mcinfer", "ort", "--devices", "1", program.name, str(model)), cwd=tmp_path
     )
-    told = f"mcinfer.ort.session 2 {tmp_path} [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]"
-    assert (ours.stdout.strip(), ours.returncode) == (told, 7)
+    told = f"mcinfer.ort.session 2 {tmp_path} {program} [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]"
+    assert (ours.stdout.splitlines(), ours.returncode) == ([told, "True"], 7)
     assert "Error" not in ours.stderr
     runner = ("-m", "mcinfer.ort", "--devices", "1")
     as_module = run_program(*runner, "-m", "program", str(model), "raise", cwd=tmp_path)
     assert as_module.returncode == 1
-    assert as_module.stdout.startswith("mcinfer.ort.session 3 ")
+    said, at_exit = as_module.stdout.splitlines()
+    assert said.startswith("mcinfer.ort.session 3 ")
+    assert at_exit == "True"
     first, *_, last = as_module.stderr.splitlines()
     assert (first, last) == ("Traceback (most recent call last):", "KeyError: 'of the program'")
     assert "mcinfer" not in as_module.stderr.replace(str(tmp_path), "")
