@@ -400,15 +400,23 @@ def test_model_that_cannot_be_loaded_is_the_runtimes_error(tmp_path: Path) -> No
 # Programs.
 
 PROGRAM = """
+import os
+import pickle
 import sys
+import threading
 import numpy
 import onnxruntime
+
+def after_the_last_line():
+    threading.main_thread().join()
+    print(os.path.isabs(__file__), pickle.loads(pickle.dumps(after_the_last_line)).__module__)
 
 if __name__ == "__main__":
     session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
     x = numpy.arange(6, dtype=numpy.float32).reshape(2, 3)
     total, = session.run(["sum"], {"x": x, "y": x, "turns": numpy.array(1)})
     print(type(session).__module__, len(sys.argv), sys.path[0], total.tolist())
+    threading.Thread(target=after_the_last_line).start()
     if sys.argv[2:] == ["raise"]:
         endless = {"x": x, "y": x, "turns": numpy.array(2**62)}
         session.run_async(None, endless, lambda *_: None, None)  # does not keep the program
@@ -436,7 +444,7 @@ def test_unchanged_program_runs_over_workers_and_ends_as_it_does_alone(
     ours = run_program(
         *("-m", "mcinfer", "ort", "--devices", "2", program.name, str(model)), cwd=tmp_path
     )
-    told = f"mcinfer.ort.session 2 {tmp_path} [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]"
+    told = f"mcinfer.ort.session 2 {tmp_path} [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]\nTrue __main__"
     assert (ours.stdout.strip(), ours.returncode) == (told, 7)
     assert "Error" not in ours.stderr
     runner = ("-m", "mcinfer.ort", "--devices", "1")
@@ -446,3 +454,13 @@ def test_unchanged_program_runs_over_workers_and_ends_as_it_does_alone(
     first, *_, last = as_module.stderr.splitlines()
     assert (first, last) == ("Traceback (most recent call last):", "KeyError: 'of the program'")
     assert "mcinfer" not in as_module.stderr.replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize("arguments", [("broken.py",), ("-m", "no_such_package.module")])
+def test_program_that_cannot_begin_fails_as_it_does_alone(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "broken.py").write_text("x = = 3\n")
+    ours = run_program("-m", "mcinfer.ort", *arguments, cwd=tmp_path)
+    alone = run_program(*arguments, cwd=tmp_path)
+    assert (ours.stderr, ours.returncode) == (alone.stderr, 1)
