@@ -298,7 +298,8 @@ def _served() -> list[int]:
     ours = sys.modules.get("mcinfer.ort")
     if ours is None:
         return []
-    sessions = [item for item in gc.get_objects() if isinstance(item, ours.InferenceSession)]
+    # By its type: `isinstance` asks objects for their class, and some of PyTorch's warn then.
+    sessions = [item for item in gc.get_objects() if issubclass(type(item), ours.InferenceSession)]
     served = [[w.completed for w in one.master.statistics().workers] for one in sessions]
     return [sum(counts) for counts in zip(*served, strict=True)]
 
