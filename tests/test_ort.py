@@ -565,11 +565,10 @@ def test_without_the_runtime_the_error_says_what_to_install() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["no/such/program.py"], 2, "can't open file 'no/such/program.py'"),
-        (["-m", "no_such_module"], 1, "No module named no_such_module"),
-        (["-m", "no_such_package.module"], 1, "No module named no_such_package.module"),
+        (["no/such/program.py"], 2, "no/such/program.py': [Errno 2] No such file or directory\n"),
         (["--devices", "x", "program.py"], 2, "devices: got 'x'"),
-        ([], 2, "PROGRAM"),
+        (["--unknown", "program.py"], 2, "unrecognized arguments: --unknown"),
+        ([], 2, "required: PROGRAM\n"),
     ],
 )
 def test_program_that_there_is_not_is_said_as_python_says_it(

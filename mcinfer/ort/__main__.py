@@ -1,20 +1,19 @@
 """``python -m mcinfer.ort program.py``: runs a program whose sessions are mcinfer's.
 
-The program runs as Python would run it: its arguments, its place in ``sys.path``, its traceback and its exit
-status are its own.
+The program runs as Python would run it: its arguments, its place in ``sys.path``, its module ``__main__``,
+its traceback and its exit status are its own.
 """
 
 import argparse
 import builtins
+import io
 import os
+import pkgutil
 import runpy
 import sys
 from collections.abc import Sequence
-from importlib.machinery import SourceFileLoader, SourcelessFileLoader
-from importlib.util import find_spec
-from pkgutil import get_importer
-from types import ModuleType, TracebackType
-from typing import Any
+from importlib.machinery import SourceFileLoader
+from types import CodeType, ModuleType, TracebackType
 
 from mcinfer.config import parse_devices
 from mcinfer.errors import InvalidInputError
@@ -36,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mcinfer ort",
         description="Run a Python program whose ONNX Runtime sessions run on all devices.",
-        usage="%(prog)s [--devices DEVICES] (PROGRAM | -m MODULE) [ARGUMENT …]",
+        usage="%(prog)s [--devices DEVICES] (PROGRAM | -m MODULE) [ARGUMENT ...]",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -53,9 +52,11 @@ def _parser() -> argparse.ArgumentParser:
         help="PROGRAM is the name of a module, as for python -m",
     )
     parser.add_argument(
-        "program", metavar="PROGRAM", help="path of a Python program, or a folder or zip with one"
+        "program",
+        metavar="PROGRAM",
+        nargs=argparse.PARSER,  # it and all that follows, whatever that looks like
+        help="path of a Python program, or of a folder or zip with one; the rest are its arguments",
     )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     return parser
 
 
@@ -67,58 +68,60 @@ def main(given: Sequence[str]) -> None:
     """
     parser = _parser()
     chosen = parser.parse_args(given)
-    program: str = chosen.program
+    program, *arguments = chosen.program
     if not chosen.is_module:
         try:
             os.close(os.open(program, os.O_RDONLY))
         except OSError as exc:  # as Python says it
-            parser.exit(2, f"mcinfer ort: can't open file {program!r}: {exc}\n")
-    elif not _is_found(program):
-        parser.exit(1, f"mcinfer ort: No module named {program}\n")
+            said = f"[Errno {exc.errno}] {exc.strerror}"
+            parser.exit(2, f"mcinfer ort: can't open file {os.path.abspath(program)!r}: {said}\n")
     install(**({} if chosen.devices is None else {"devices": chosen.devices}))
-    sys.argv = [program, *chosen.arguments]
+    # It stays there when the program's last line is done: threads and `atexit` may need it.
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    vars(module)["__builtins__"] = builtins
+    sys.argv = [program, *arguments]
     sys.excepthook = _show_from_program
-    # As Python does, and not `runpy.run_path`, which takes the module away when the program's end is reached:
-    # its threads and its exit handlers come after that.
-    main_module = sys.modules["__main__"] = ModuleType("__main__")
     # `python -m mcinfer.ort` has put the working folder first; with -P or -I, Python puts nothing there.
     if chosen.is_module:
-        runpy._run_module_as_main(program)  # type: ignore[attr-defined] # what python -m calls
-    elif get_importer(program) is not None:  # a folder, or a zip
-        sys.path[: not sys.flags.safe_path] = [os.path.abspath(program)]
-        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
-    else:
-        if not sys.flags.safe_path:
-            sys.path[0] = os.path.dirname(os.path.realpath(program))
-        path = os.path.abspath(program)
-        code: Any
-        if path.endswith(".pyc"):
-            code = SourcelessFileLoader("__main__", path).get_code("__main__")
-        else:
-            loader = SourceFileLoader("__main__", path)
-            code = loader.source_to_code(loader.get_data(path), path)
-        vars(main_module).update(__file__=path, __cached__=None, __builtins__=builtins)
-        exec(code, vars(main_module))  # noqa: S102 the program
+        _run_as_main(program)
+        return
+    if not sys.flags.safe_path:
+        del sys.path[0]
+    if pkgutil.get_importer(program) is not None:  # a folder or a zip
+        sys.path.insert(0, os.path.abspath(program))
+        _run_as_main("__main__", False)
+        return
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(program)))
+    path = os.path.abspath(program)
+    vars(module).update(
+        __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path)
+    )
+    exec(_code_of(path), vars(module))  # noqa: S102 the user's own program
 
 
-def _is_found(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it is in
-        return False
+def _code_of(path: str) -> CodeType:
+    """A program's code, from its source or as it was compiled."""
+    with io.open_code(path) as file:
+        code: CodeType | None = pkgutil.read_code(file)  # as runpy does
+        if code is None:
+            file.seek(0)
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    return code
 
 
 def _show_from_program(
     kind: type[BaseException], exc: BaseException, trace: TracebackType | None
 ) -> None:
     """Show an exception that ends the program, from the program's own first frame on."""
-    first = trace
-    while first is not None and first.tb_frame.f_code.co_filename in _OWN_FRAMES:
-        first = first.tb_next
-    sys.__excepthook__(kind, exc.with_traceback(first or trace), first or trace)
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FRAMES:
+        trace = trace.tb_next
+    sys.__excepthook__(kind, exc.with_traceback(trace), trace)
 
 
 _OWN_FRAMES = (__file__, "<frozen runpy>")
+
+_run_as_main = runpy._run_module_as_main  # type: ignore[attr-defined] # what Python calls for -m
 
 
 if __name__ == "__main__":

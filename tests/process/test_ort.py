@@ -461,3 +461,13 @@ def test_unchanged_program_runs_over_workers_and_ends_as_it_does_alone(
     first, *_, last = as_module.stderr.splitlines()
     assert (first, last) == ("Traceback (most recent call last):", "KeyError: 'of the program'")
     assert "mcinfer" not in as_module.stderr.replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize("arguments", [("broken.py",), ("-m", "no_such_package.module")])
+def test_program_that_cannot_begin_fails_as_it_does_alone(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "broken.py").write_text("x = = 3\n")
+    ours = run_program("-m", "mcinfer.ort", *arguments, cwd=tmp_path)
+    alone = run_program(*arguments, cwd=tmp_path)
+    assert (ours.stderr, ours.returncode) == (alone.stderr, 1)
