@@ -187,6 +187,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = Path(__file__).resolve().parent
     parser.add_argument("--output", type=Path, default=here / "digits.onnx", help="the model")
     options = parser.parse_args(arguments)
+    for name in ("epochs", "threads", "judge"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: got {getattr(options, name)}, expected at least 1")
+    if not options.output.absolute().parent.is_dir():
+        parser.error(f"--output: there is no folder {str(options.output.parent)!r}")
     torch.set_num_threads(options.threads)
     begin, processor = time.perf_counter(), time.process_time()
     network = train(options.epochs, options.seed)

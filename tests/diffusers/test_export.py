@@ -94,6 +94,8 @@ def test_part_that_there_is_not_is_refused_by_name(example: Any, tmp_path: Path)
         export(pipe, tmp_path, "unet")
     with pytest.raises(InvalidInputError, match="pipe: got SimpleNamespace"):
         export(SimpleNamespace(), tmp_path)
+    with pytest.raises(InvalidInputError, match="folder: got int, expected a path"):
+        export(pipe, 7)  # type: ignore[arg-type]
     assert not [*tmp_path.iterdir()]
 
 
