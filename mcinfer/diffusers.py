@@ -23,6 +23,7 @@ import inspect
 import json
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -528,7 +529,7 @@ def export(
             there = [name for name in _PARTS if _module(pipe, _MODULES.get(name, name)) is not None]
             raise InvalidInputError(f"parts: got {part!r}, expected some of {there}")
     paths = {}
-    with torch.no_grad():
+    with _EXPORTER, torch.no_grad():
         calls = _seen_calls(pipe, denoiser, wanted, call)
         for part in wanted:
             module = _module(pipe, _MODULES.get(part, part))
@@ -542,6 +543,9 @@ def export(
             paths[part] = _write(traced, module, Path(folder) / part)
     return paths
 
+
+_EXPORTER = threading.Lock()
+"""Held by an export: PyTorch's exporter fails in two threads at once."""
 
 _DENOISERS = ("unet", "transformer")
 _PARTS = (*_DENOISERS, "vae_decoder", "text_encoder", "text_encoder_2", "text_encoder_3")
