@@ -142,11 +142,11 @@ class Component:
         except BaseException:
             self.close()
             raise
-        # A master that somebody else made splits as that somebody said.
-        said = not self._owns_master or "batch_axes" in given or "output_axes" in given
+        # A given Master splits by its own options.
+        chosen = not self._owns_master or "batch_axes" in given or "output_axes" in given
         self._split: dict[str, Any] = (
             {}
-            if said
+            if chosen
             else {"batch_axes": self._axes, "output_axes": dict.fromkeys(self._outputs, 0)}
         )
 
