@@ -40,11 +40,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=25, help="denoising steps")
     parser.add_argument("--guidance", type=float, help="default: the pipeline's")
     parser.add_argument("--height", type=int, help="in pixels; default: the pipeline's")
-    parser.add_argument("--width", type=int, help="likewise")
+    parser.add_argument("--width", type=int, help="in pixels; with --height")
     parser.add_argument("--seed", type=int, default=0, help="of the first noise")
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps: got {options.steps}, expected at least 1")
+    if (options.height is None) != (options.width is None):
+        # A pipeline of diffusers takes its own size for both where one is missing.
+        parser.error("--height and --width: got one of them, expected both or none")
     if not options.output.absolute().parent.is_dir():
         parser.error(f"--output: there is no folder {str(options.output.parent)!r}")
     return options

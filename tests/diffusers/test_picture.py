@@ -57,9 +57,9 @@ def test_picture_of_a_folder_is_that_of_pytorch_and_the_second_needs_no_export(
     assert "Exporting" not in out
     assert np.array_equal(np.asarray(Image.open(png)), first)
 
-    status, _, err = draw(folder, *wishes, "--height", -8)
+    status, _, err = draw(folder, *wishes, "--height", 17, "--width", 16)
     assert status == 1
-    assert err.splitlines()[-1].startswith("error: ")
+    assert err.splitlines()[-1].startswith("error: the pipeline refuses its arguments: ")
 
 
 def test_folder_that_is_no_pipeline_is_an_error_in_one_line(tmp_path: Path, draw: Draw) -> None:
@@ -94,3 +94,11 @@ def test_wrong_option_is_an_error_before_pytorch_is_imported(tmp_path: Path) -> 
     assert done.returncode == 2
     assert "--output: there is no folder" in done.stderr
     assert not re.search(r"\| +(torch|diffusers)$", done.stderr, re.MULTILINE)
+
+
+def test_height_without_a_width_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        picture.main([str(tmp_path), "a cat", "--height", "64"])
+    assert "--height and --width: got one of them" in capsys.readouterr().err
