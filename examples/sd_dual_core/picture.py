@@ -32,7 +32,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("folder", type=Path, help="a pipeline as diffusers saves it")
     parser.add_argument("prompt", help="what to draw")
     parser.add_argument("--negative", help="what not to draw")
-    parser.add_argument("--output", type=Path, default=Path("picture.png"), help="of the picture")
+    parser.add_argument("--output", type=Path, default=Path("picture.png"), help="a PNG file")
     parser.add_argument(
         "--onnx", type=Path, help="folder for ONNX; default: onnx in the pipeline's"
     )
@@ -48,6 +48,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if (options.height is None) != (options.width is None):
         # A pipeline of diffusers takes its own size for both where one is missing.
         parser.error("--height and --width: got one of them, expected both or none")
+    if options.output.suffix.lower() != ".png":
+        parser.error(f"--output: got {str(options.output)!r}, expected a name that ends in .png")
     if not options.output.absolute().parent.is_dir():
         parser.error(f"--output: there is no folder {str(options.output.parent)!r}")
     return options
