@@ -18,17 +18,19 @@ A component owns the workers of a model that it gets as a path or as bytes, and 
 models.
 """
 
+import fcntl
 import inspect
 import json
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import NoneType, SimpleNamespace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from numpy.typing import NDArray
 
@@ -140,11 +142,11 @@ class Component:
         except BaseException:
             self.close()
             raise
-        # A master that somebody else made splits as that somebody said.
-        said = not self._owns_master or "batch_axes" in given or "output_axes" in given
+        # A given Master splits by its own options.
+        chosen = not self._owns_master or "batch_axes" in given or "output_axes" in given
         self._split: dict[str, Any] = (
             {}
-            if said
+            if chosen
             else {"batch_axes": self._axes, "output_axes": dict.fromkeys(self._outputs, 0)}
         )
 
@@ -164,6 +166,12 @@ class Component:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} by {self.master!r}>"
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} has worker processes, so it cannot be copied or pickled: "
+            f"make another one from the model"
+        )
+
     # What pipelines ask a module.
 
     @property
@@ -172,7 +180,7 @@ class Component:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the answers; inputs of other types are converted to what the model takes."""
+        """What the model computes; inputs of other types are converted, and so is the answer, back."""
         return _torch_dtype(next(iter(self._outputs.values())))
 
     @property
@@ -198,17 +206,19 @@ class Component:
             raise InvalidInputError(
                 f"{missing[0]}: got None, expected a tensor: the model has this input"
             )
-        first = torch.as_tensor(values[self._first])
+        first = _tensor(self._first, values[self._first])
         rows = first.shape[0] if first.ndim else 1
         arrays = {}
         for name, spec in self._inputs.items():
-            tensor = _converted(name, values[name], spec)
+            tensor = _converted(name, _tensor(name, values[name]), spec)
             if name in _ONE_FOR_ALL:
                 tensor = _fitted(name, tensor, spec, 1 if self._axes[name] is None else rows)
             arrays[name] = _as_array(tensor, spec)
         answers = self.master.predict(arrays, outputs=outputs, **self._split)
+        # What follows in a pipeline of 16 bits, its VAE for one, takes no other type.
+        dtype = first.dtype if first.is_floating_point() else None
         return {
-            name: _as_tensor(array, self._outputs[name]).to(first.device)
+            name: _as_tensor(array, self._outputs[name]).to(first.device, dtype)
             for name, array in answers.items()
         }
 
@@ -304,7 +314,7 @@ class UNet(Component):
             return_dict: Whether to return a `UNet2DConditionOutput`; else a tuple of the tensor.
 
         Returns:
-            The prediction, with the shape of `sample`, on its device.
+            The prediction, with the shape and type of `sample`, on its device.
 
         Raises:
             InvalidInputError: The model has no such input, lacks one, or a value does not fit its type.
@@ -336,7 +346,7 @@ class Transformer2D(Component):
                 by their own names, those in a sequence by its name and a number, as in ``name.0``.
 
         Returns:
-            The prediction, on the device of `hidden_states`.
+            The prediction, with the type of `hidden_states`, on its device.
 
         Raises:
             InvalidInputError: The model has no such input, lacks one, or a value does not fit its type.
@@ -379,7 +389,7 @@ class VaeDecoder(Component):
             generator: Pipelines give it; decoding is not random.
 
         Returns:
-            Images [batch, 3, height, width] from -1 to 1, on the device of `z`.
+            Images [batch, 3, height, width] from -1 to 1, with the type of `z`, on its device.
 
         Raises:
             McinferError: As `Master.predict`.
@@ -501,8 +511,11 @@ def export(
     Raises:
         InvalidInputError: The pipeline has no such part, or its call did not come to it.
         EngineError: The exporter failed.
+        OSError: The folder cannot be written to.
         MissingDependencyError: The exporter needs a package that is not installed.
     """
+    if not isinstance(folder, (str, os.PathLike)):
+        raise InvalidInputError(f"folder: got {_kind(folder)}, expected a path")
     denoiser = next((n for n in _DENOISERS if _module(pipe, n) is not None), None)
     if denoiser is None:
         raise InvalidInputError(
@@ -516,7 +529,7 @@ def export(
             there = [name for name in _PARTS if _module(pipe, _MODULES.get(name, name)) is not None]
             raise InvalidInputError(f"parts: got {part!r}, expected some of {there}")
     paths = {}
-    with torch.no_grad():
+    with _EXPORTER, torch.no_grad():
         calls = _seen_calls(pipe, denoiser, wanted, call)
         for part in wanted:
             module = _module(pipe, _MODULES.get(part, part))
@@ -530,6 +543,9 @@ def export(
             paths[part] = _write(traced, module, Path(folder) / part)
     return paths
 
+
+_EXPORTER = threading.Lock()
+"""Held by an export: PyTorch's exporter fails in two threads at once."""
 
 _DENOISERS = ("unet", "transformer")
 _PARTS = (*_DENOISERS, "vae_decoder", "text_encoder", "text_encoder_2", "text_encoder_3")
@@ -573,9 +589,9 @@ def _seen_calls(
             raise _Reached
 
     parameters = inspect.signature(pipe.__call__).parameters
-    defaults: dict[str, Any] = {"num_inference_steps": 2}
+    given = {"num_inference_steps": 2, **call}
     if "prompt" in parameters and "prompt_embeds" not in call:
-        defaults["prompt"] = ""
+        given.setdefault("prompt", "")
     handles = []
     bar = getattr(pipe, "_progress_bar_config", None)
     try:
@@ -584,12 +600,12 @@ def _seen_calls(
             hook = partial(see, part)
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         pipe.set_progress_bar_config(disable=True)
-        pipe(**{**defaults, **call})
+        pipe(**given)
     except _Reached:
         pass
     except Exception as exc:
         raise InvalidInputError(
-            f"call: the pipeline needs other arguments than {[*defaults, *call]}: {exc}"
+            f"call: the pipeline needs other arguments than {[*given]}: {exc}"
         ) from exc
     finally:
         pipe.set_progress_bar_config(**(bar or {}))
@@ -725,11 +741,23 @@ def _write(traced: _Traced, module: Any, folder: Path) -> Path:
         else:  # of transformers, whose own files lack what has its default
             text = module.config.to_json_string(use_diff=False)
             (new / _CONFIG_FILE).write_text(text)
-        # Without the old model, an interruption leaves none rather than one with the weights of another.
-        (folder / _MODEL_FILE).unlink(missing_ok=True)
-        for file in sorted(new.iterdir(), key=lambda file: file.name == _MODEL_FILE):
-            file.replace(folder / file.name)
+        with _alone(folder):
+            # Without the old model, an interruption leaves none rather than one with another's weights.
+            (folder / _MODEL_FILE).unlink(missing_ok=True)
+            for file in sorted(new.iterdir(), key=lambda file: file.name == _MODEL_FILE):
+                file.replace(folder / file.name)
     return folder / _MODEL_FILE
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other exports from moving their files, so that a model has the weights of its own export."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 # Tensors.
@@ -752,12 +780,19 @@ def _flat(arguments: Mapping[str, Any], within: str = "") -> Iterator[tuple[str,
             yield name, place, value
 
 
-def _converted(name: str, value: Any, spec: TensorSpec) -> torch.Tensor:
-    """The value as a tensor on the CPU, of the input's type; the caller's own memory where that fits."""
+def _tensor(name: str, value: Any) -> torch.Tensor:
     try:
         tensor = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError) as exc:
         raise InvalidInputError(f"{name}: got {_kind(value)}, expected a tensor: {exc}") from exc
+    if tensor.layout != torch.strided or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else tensor.layout
+        raise InvalidInputError(f"{name}: got a tensor that is {kind}, expected a dense one")
+    return tensor
+
+
+def _converted(name: str, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The tensor on the CPU, of the input's type; the caller's own memory where that fits."""
     dtype = _torch_dtype(spec)
     converted = tensor.to("cpu", dtype).contiguous()
     narrow = not dtype.is_floating_point and tensor.dtype != dtype

@@ -57,6 +57,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("rows", "devices", "steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: got {getattr(options, name)}, expected at least 1")
+    if not options.output.absolute().parent.is_dir():
+        parser.error(f"--output: there is no folder {str(options.output.parent)!r}")
     if options.seed < 0:
         parser.error(f"--seed: got {options.seed}, expected at least 0")
     if not 0 <= options.guidance < float("inf"):

@@ -34,7 +34,7 @@ GROUPS = 8
 BATCH = 128
 RATE = 2e-3
 UNASKED = 0.15
-"""How often the network learns without being told the digit: this is what guidance compares with."""
+"""How often the network learns without the digit: this is what guidance compares with."""
 AVERAGED = 0.999
 """How much of the average of the weights remains after a step."""
 
@@ -138,8 +138,8 @@ def _loss(network: UNet, clean: Tensor, digits: Tensor) -> Tensor:
     noise = torch.randn_like(clean)
     noisy = angle.cos() * clean + angle.sin() * noise
     velocity = angle.cos() * noise - angle.sin() * clean
-    told = torch.where(torch.rand(len(clean)) < UNASKED, NO_DIGIT, digits)
-    return functional.mse_loss(network(noisy, when, told), velocity)
+    asked = torch.where(torch.rand(len(clean)) < UNASKED, NO_DIGIT, digits)
+    return functional.mse_loss(network(noisy, when, asked), velocity)
 
 
 def export(network: UNet, path: Path) -> None:
@@ -187,6 +187,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = Path(__file__).resolve().parent
     parser.add_argument("--output", type=Path, default=here / "digits.onnx", help="the model")
     options = parser.parse_args(arguments)
+    for name in ("epochs", "threads", "judge"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: got {getattr(options, name)}, expected at least 1")
+    if not options.output.absolute().parent.is_dir():
+        parser.error(f"--output: there is no folder {str(options.output.parent)!r}")
     torch.set_num_threads(options.threads)
     begin, processor = time.perf_counter(), time.process_time()
     network = train(options.epochs, options.seed)

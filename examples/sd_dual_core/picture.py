@@ -17,9 +17,8 @@ from typing import Any
 
 from guided_unet import WrongAnswerError, finish
 
-from mcinfer.diffusers import Transformer2D, UNet, export
-
-KINDS: dict[str, type[UNet] | type[Transformer2D]] = {"unet": UNet, "transformer": Transformer2D}
+KINDS = {"unet": "UNet", "transformer": "Transformer2D"}
+"""By component of a pipeline, the class of mcinfer.diffusers that takes its place."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +32,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("folder", type=Path, help="a pipeline as diffusers saves it")
     parser.add_argument("prompt", help="what to draw")
     parser.add_argument("--negative", help="what not to draw")
-    parser.add_argument("--output", type=Path, default=Path("picture.png"), help="of the picture")
+    parser.add_argument("--output", type=Path, default=Path("picture.png"), help="a PNG file")
     parser.add_argument(
         "--onnx", type=Path, help="folder for ONNX; default: onnx in the pipeline's"
     )
@@ -41,20 +40,30 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=25, help="denoising steps")
     parser.add_argument("--guidance", type=float, help="default: the pipeline's")
     parser.add_argument("--height", type=int, help="in pixels; default: the pipeline's")
-    parser.add_argument("--width", type=int, help="likewise")
+    parser.add_argument("--width", type=int, help="in pixels; with --height")
     parser.add_argument("--seed", type=int, default=0, help="of the first noise")
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps: got {options.steps}, expected at least 1")
+    if (options.height is None) != (options.width is None):
+        # A pipeline of diffusers takes its own size for both where one is missing.
+        parser.error("--height and --width: got one of them, expected both or none")
+    if options.output.suffix.lower() != ".png":
+        parser.error(f"--output: got {str(options.output)!r}, expected a name that ends in .png")
+    if not options.output.absolute().parent.is_dir():
+        parser.error(f"--output: there is no folder {str(options.output.parent)!r}")
     return options
 
 
 def _draw(options: argparse.Namespace) -> None:
+    # Within: they take seconds, and a missing package is an error like others.
     import torch
+
+    import mcinfer.diffusers
 
     pipe, name, model = _load(options.folder, options.onnx or options.folder / "onnx")
     devices = int(options.devices) if options.devices.isdigit() else options.devices.split(",")
-    with KINDS[name](model, devices=devices) as denoiser:
+    with getattr(mcinfer.diffusers, KINDS[name])(model, devices=devices) as denoiser:
         pipe = _with(pipe, name, denoiser)
         print(f"Drawing with {denoiser!r}")
         ends = [time.perf_counter()]
@@ -69,13 +78,16 @@ def _draw(options: argparse.Namespace) -> None:
             "height": options.height,
             "width": options.width,
         }
-        picture = pipe(
-            options.prompt,
-            num_inference_steps=options.steps,
-            generator=torch.Generator().manual_seed(options.seed),
-            callback_on_step_end=note,
-            **{name: value for name, value in wishes.items() if value is not None},
-        ).images[0]
+        try:
+            picture = pipe(
+                options.prompt,
+                num_inference_steps=options.steps,
+                generator=torch.Generator().manual_seed(options.seed),
+                callback_on_step_end=note,
+                **{name: value for name, value in wishes.items() if value is not None},
+            ).images[0]
+        except (TypeError, ValueError) as exc:  # of a size, or an argument that this pipeline lacks
+            raise WrongAnswerError(f"the pipeline refuses its arguments: {exc}") from exc
         workers = denoiser.master.statistics().workers
     # The first step also warms up the runtime.
     steps = [after - before for before, after in pairwise(ends)]
@@ -90,7 +102,12 @@ def _load(folder: Path, onnx: Path) -> tuple[Any, str, Path]:
     """The pipeline, the name of its denoiser, and the path of the denoiser's ONNX model."""
     from diffusers import DiffusionPipeline
 
-    index = json.loads((folder / "model_index.json").read_bytes())
+    from mcinfer.diffusers import export
+
+    try:
+        index = json.loads((folder / "model_index.json").read_bytes())
+    except ValueError as exc:
+        raise WrongAnswerError(f"{folder / 'model_index.json'}: no JSON: {exc}") from exc
     name = next((name for name in KINDS if name in index), None)
     if name is None:
         raise WrongAnswerError(f"{folder}: its pipeline has neither a unet nor a transformer")
@@ -104,7 +121,7 @@ def _load(folder: Path, onnx: Path) -> tuple[Any, str, Path]:
     return pipe, name, model
 
 
-def _with(pipe: Any, name: str, denoiser: UNet | Transformer2D) -> Any:
+def _with(pipe: Any, name: str, denoiser: Any) -> Any:
     """The pipeline with this denoiser; PyTorch's goes with the old pipeline."""
     components = {**pipe.components, name: denoiser}
     parameters = inspect.signature(type(pipe)).parameters

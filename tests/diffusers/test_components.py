@@ -1,11 +1,15 @@
 """What components make of arguments, configurations and models; the models here are written by hand."""
 
+import copy
+import gc
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import onnx
+import psutil
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
@@ -96,8 +100,8 @@ def test_tensors_of_other_types_and_layouts_are_converted(unet_model: Callable[.
     with UNet(unet_model("float16", kind="float16"), {}, devices=2) as unet:
         assert unet.dtype == torch.float16
         answer = unet(sample, 0, STATES).sample
-    assert answer.dtype == torch.float16
-    assert torch.equal(answer, sample.detach().half())
+    assert answer.dtype == torch.float64
+    assert torch.equal(answer, sample.detach().half().double())
 
 
 def test_bfloat16_comes_and_goes_without_numpys_help() -> None:
@@ -109,8 +113,9 @@ def test_bfloat16_comes_and_goes_without_numpys_help() -> None:
     with VaeDecoder(model.SerializeToString(), {"force_upcast": True}, devices=2) as vae:
         assert vae.dtype == torch.bfloat16
         assert vae.config.force_upcast is False  # it would have the pipeline convert it
-        answer = vae.decode(SAMPLE + 1.5).sample
-    assert torch.equal(answer, torch.full_like(SAMPLE, 3.0, dtype=torch.bfloat16))
+        for kind in (torch.float32, torch.bfloat16):
+            answer = vae.decode((SAMPLE + 1.5).to(kind)).sample
+            assert torch.equal(answer, torch.full_like(SAMPLE, 3.0, dtype=kind))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +134,9 @@ def test_bfloat16_comes_and_goes_without_numpys_help() -> None:
         ({"encoder_hidden_states": None}, "encoder_hidden_states: got None, expected a tensor"),
         ({"encoder_hidden_states": "text"}, "encoder_hidden_states: got str, expected a tensor"),
         ({"sample": torch.zeros(2, 3, 8, 8)}, "sample"),
+        ({"sample": "text"}, "sample: got str, expected a tensor"),
+        ({"sample": SAMPLE.to_sparse()}, r"sample: got a tensor that is torch\.sparse_coo"),
+        ({"sample": SAMPLE.to("meta")}, "sample: got a tensor that is meta"),
     ],
     ids=str,
 )
@@ -212,6 +220,26 @@ def test_master_that_is_given_stays_open_and_has_its_own_options(
             UNet(master, {}, devices=2)
         with pytest.raises(InvalidInputError, match="max_batch_size: got 4, but model is a Master"):
             UNet(master, {}, max_batch_size=4)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_component_cannot_be_copied_and_says_so(
+    unet_model: Callable[..., Path], copied: Callable[[object], object]
+) -> None:
+    with UNet(unet_model(), {}, devices=1) as unet:
+        with pytest.raises(TypeError, match="a UNet has worker processes"):
+            copied(unet)
+        assert unet(SAMPLE, 2, STATES).sample.mean() == 2
+
+
+def test_component_that_is_garbage_ends_its_workers(unet_model: Callable[..., Path]) -> None:
+    unet = UNet(unet_model(), {}, devices=1)
+    pid = unet.master.statistics().workers[0].pid
+    assert pid is not None
+    worker = psutil.Process(pid)
+    del unet
+    gc.collect()
+    worker.wait(timeout=60)
 
 
 def test_closed_component_says_so(unet_model: Callable[..., Path]) -> None:

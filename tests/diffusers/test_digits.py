@@ -4,7 +4,6 @@
 """
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from mcinfer import Master
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "digits"))
 
+import draw as digits
 import train
 from sampling import Inputs, draw, first_noise
 from torch import from_numpy, no_grad, set_num_threads
@@ -26,27 +26,30 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*axis name:UserWarning"),
 ]
 
-EXAMPLE = Path(train.__file__).parent
 EPOCHS = 12
 DIGITS = [number % 10 for number in range(200)]
 
 
 @pytest.fixture(scope="module")
-def network() -> Any:
-    """What the training makes of some epochs."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """The network that some epochs make, and its file."""
     set_num_threads(1)
-    return train.train(EPOCHS, seed=0)
+    network = train.train(EPOCHS, seed=0)
+    path = tmp_path_factory.mktemp("digits") / "model.onnx"
+    train.export(network, path)
+    return network, path
 
 
-def test_workers_draw_what_the_network_draws(network: Any, tmp_path: Path) -> None:
+def test_workers_draw_what_the_network_draws(trained: tuple[Any, Path]) -> None:
+    network, path = trained
+
     def in_torch(inputs: Inputs) -> Any:
         with no_grad():
             return network(*map(from_numpy, inputs.values())).numpy()
 
-    train.export(network, tmp_path / "model.onnx")
     noise = first_noise(DIGITS, seed=1)
     expected = draw(in_torch, noise, DIGITS, steps=10, guidance=1.5)
-    with Master(tmp_path / "model.onnx", devices=2) as master:
+    with Master(path, devices=2) as master:
         pictures = draw(
             lambda inputs: master.predict(inputs)["velocity"], noise, DIGITS, steps=10, guidance=1.5
         )
@@ -57,9 +60,8 @@ def test_workers_draw_what_the_network_draws(network: Any, tmp_path: Path) -> No
     np.testing.assert_allclose(pictures, expected, atol=1e-4)
 
 
-def test_few_epochs_make_digits_that_can_be_read(network: Any, tmp_path: Path) -> None:
-    train.export(network, tmp_path / "model.onnx")
-    with Master(tmp_path / "model.onnx", devices=1) as master:
+def test_few_epochs_make_digits_that_can_be_read(trained: tuple[Any, Path]) -> None:
+    with Master(trained[1], devices=1) as master:
         pictures = draw(
             lambda inputs: master.predict(inputs)["velocity"],
             first_noise(DIGITS, seed=1),
@@ -72,19 +74,28 @@ def test_few_epochs_make_digits_that_can_be_read(network: Any, tmp_path: Path) -
     assert written > 0.9
 
 
-def test_file_that_the_training_writes_is_one_to_draw_with(tmp_path: Path) -> None:
+def test_file_that_the_training_writes_is_one_to_draw_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, picture = tmp_path / "model.onnx", tmp_path / "digits.png"
-    trained = _run("train.py", "--epochs", "1", "--judge", "10", "--output", str(model))
-    assert re.search(r"^Trained 186,961 parameters in \d+ s \(\d+ s of", trained, re.MULTILINE)
-    assert f"Written: {model}, {model.stat().st_size / 1e6:.2f} MB" in trained
-    assert re.search(r"^A classifier reads \d+\.\d% of 10 drawn digits", trained, re.MULTILINE)
-    options = ("--rows", "1", "--steps", "2", "--model", str(model), "--output", str(picture))
-    assert f"Written: {picture}" in _run("draw.py", *options)
+    assert train.main(["--epochs", "1", "--judge", "10", "--output", str(model)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^Trained 186,961 parameters in \d+ s \(\d+ s of", said, re.MULTILINE)
+    assert f"Written: {model}, {model.stat().st_size / 1e6:.2f} MB" in said
+    assert re.search(r"^A classifier reads \d+\.\d% of 10 drawn digits", said, re.MULTILINE)
+    options = ["--rows", "1", "--steps", "2", "--model", str(model), "--output", str(picture)]
+    assert digits.main(options) == 0
+    assert f"Written: {picture}" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def _run(script: str, *arguments: str) -> str:
-    command = [sys.executable, str(EXAMPLE / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("epochs", "0"), ("judge", "0"), ("threads", "-1"), ("output", "no/m.onnx")],
+)
+def test_wrong_option_is_an_error_before_the_training(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train.main([f"--{option}", value])
+    assert f"--{option}: " in capsys.readouterr().err

@@ -1,5 +1,9 @@
 """What `export` writes, and what it refuses."""
 
+import fcntl
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +50,7 @@ def test_inputs_are_those_of_the_pipelines_call(example: Any) -> None:
     assert flux["guidance"] == ["batch"]
 
 
-def test_export_replaces_its_files_and_leaves_others_and_the_pipeline_as_they_are(
+def test_exports_at_once_replace_their_files_and_leave_others_and_the_pipeline_as_they_are(
     example: Any, tmp_path: Path
 ) -> None:
     pipe = example("sd").pipe
@@ -55,10 +59,25 @@ def test_export_replaces_its_files_and_leaves_others_and_the_pipeline_as_they_ar
     for name in ("model.onnx", "config.json", "mine.txt"):
         (folder / name).write_text("old")
     pipe.vae.train()
+    directory = os.open(folder, os.O_RDONLY)
     try:
-        assert export(pipe, tmp_path, ["vae_decoder"]) == {"vae_decoder": folder / "model.onnx"}
+        with ThreadPoolExecutor() as pool:
+            fcntl.flock(directory, fcntl.LOCK_EX)  # as an export of another process
+            exports = [pool.submit(export, pipe, tmp_path, ["vae_decoder"]) for _ in range(2)]
+            try:
+                deadline = time.monotonic() + 300
+                while not [*folder.glob(".mcinfer-*/config.json")]:
+                    assert not any(work.done() for work in exports)
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+                assert (folder / "model.onnx").read_text() == "old"
+            finally:
+                fcntl.flock(directory, fcntl.LOCK_UN)
+            for work in exports:
+                assert work.result() == {"vae_decoder": folder / "model.onnx"}
         assert pipe.vae.training
     finally:
+        os.close(directory)
         pipe.vae.eval()
     assert sorted(file.name for file in folder.iterdir()) == [
         "config.json",
@@ -94,6 +113,8 @@ def test_part_that_there_is_not_is_refused_by_name(example: Any, tmp_path: Path)
         export(pipe, tmp_path, "unet")
     with pytest.raises(InvalidInputError, match="pipe: got SimpleNamespace"):
         export(SimpleNamespace(), tmp_path)
+    with pytest.raises(InvalidInputError, match="folder: got int, expected a path"):
+        export(pipe, 7)  # type: ignore[arg-type]
     assert not [*tmp_path.iterdir()]
 
 

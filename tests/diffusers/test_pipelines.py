@@ -1,5 +1,6 @@
 """Pictures of a pipeline with mcinfer's components are those of PyTorch's."""
 
+import copy
 import os
 import signal
 from pathlib import Path
@@ -74,6 +75,46 @@ def test_unet_that_replaces_the_pipelines_sends_a_row_of_the_guidance_to_each_wo
         assert runs(unet) == [3, 3]  # a row of each of three steps, and no further run
         assert pipe.to("cpu") is pipe
         assert (pipe.device, pipe.dtype) == (torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_pipeline_of_16_bits_draws_with_a_unet_of_32(example: Any, dtype: torch.dtype) -> None:
+    made = example("sd")
+    plain = image(made.pipe)
+    parts = {k: copy.deepcopy(part) for k, part in made.pipe.components.items()}
+    with UNet(made.models["unet"], devices=1) as unet:
+        pipe = StableDiffusionPipeline(**{**parts, "unet": unet}, **_extra(made.pipe))
+        assert pipe.to(dtype).dtype == dtype
+        assert np.abs(image(pipe) - plain).max() <= 0.1  # the bits of the other parts
+
+
+def test_saved_pipeline_lacks_the_unet(example: Any, tmp_path: Path) -> None:
+    made = example("sd")
+    with UNet(made.models["unet"], devices=1) as unet:
+        pipe = StableDiffusionPipeline(
+            **{**made.pipe.components, "unet": unet}, **_extra(made.pipe)
+        )
+        pipe.save_pretrained(tmp_path)
+        loaded = StableDiffusionPipeline.from_pretrained(tmp_path, unet=None)
+        assert loaded.unet is None
+        whole = StableDiffusionPipeline(**{**loaded.components, "unet": unet}, **_extra(made.pipe))
+        assert np.abs(image(whole) - image(made.pipe)).max() <= NEAR
+
+
+def test_interrupted_picture_leaves_the_unet_usable(example: Any) -> None:
+    made = example("sd")
+    plain = image(made.pipe)
+    with UNet(made.models["unet"], devices=2) as unet:
+        pipe = StableDiffusionPipeline(
+            **{**made.pipe.components, "unet": unet}, **_extra(made.pipe)
+        )
+
+        def interrupted(*_: object, **__: object) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt):
+            image(pipe, callback_on_step_end=interrupted)
+        assert np.abs(image(pipe) - plain).max() <= NEAR
 
 
 def test_picture_of_another_size_needs_no_other_export(example: Any) -> None:
