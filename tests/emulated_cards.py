@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mcinfer.shm.cuda import Card
 
 EMULATED = Path(__file__).parent / "gpu" / "emulated"
 _PACKAGES = ("cuda", "cupy")
+_NUMBERS = count()
 
 
 @contextmanager
@@ -30,7 +32,8 @@ def emulated_cards(**variables: str) -> Iterator[Any]:
         for name in _loaded():
             patch.delitem(sys.modules, name)
         patch.syspath_prepend(EMULATED)
-        ledger = f"tests{os.getpid()}x{id(patch)}"
+        # Another one each time, since a test before may have left memory that is not collected yet.
+        ledger = f"tests{os.getpid()}x{next(_NUMBERS)}"
         for name, value in {"CARDS": "2", "LEDGER": ledger, **variables}.items():
             patch.setenv(f"MCINFER_EMULATED_{name}", value)
         cupy = import_module("cupy")
