@@ -352,7 +352,7 @@ class Master:
         folder = os.path.dirname(self._path)
         try:
             os.mkdir(folder, 0o700)
-            self._remove_given = weakref.finalize(self, _remove, folder, os.getpid())
+            self._remove_given = weakref.finalize(self, remove_own_folder, folder, os.getpid())
             with open(self._path, "xb") as file:
                 file.write(model)
             self._given = b""
@@ -525,7 +525,7 @@ class Master:
             shards: Most pieces to cut the batch into, evenly; None is one for each worker that serves, as
                 `Master(balance=)` says; 1 runs it whole on one worker, as `submit` does.
             priority: Among requests that wait for a worker, higher priorities go first. At most seven runs
-                in a row pass over a waiting request.
+                in a row pass over a waiting request; with ``balance="measured"``, seven of each worker.
             outputs: Names of the outputs to return; None is all. The model computes all of them in any case.
             outputs_on: ``"host"`` for NumPy arrays; ``"cuda:0"`` for CuPy arrays on that card, and
                 ``"device"`` on the pool's first card. Their memory is used again once the last view of
@@ -1289,7 +1289,7 @@ def _cancel_late(waiting: "Future[OutcomeFuture[Arrays]]") -> None:
         waiting.result().cancel()
 
 
-def _remove(folder: str, pid: int) -> None:
+def remove_own_folder(folder: str, pid: int) -> None:
     """Remove a folder, unless this process was forked from the one that made it."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,7 @@
 Ray places actors, moves arrays between nodes, and starts actors again; mcinfer runs a model on what Ray gave
 an actor. Ray counts CPUs and sets ``OMP_NUM_THREADS``, but ties no process to a core. So an actor *claims*
 cores: for each it binds a Unix socket of that core's name, which only one process of a network namespace can
-do, whoever's it is. The kernel releases a claim when the process ends, however it ends, so no claim outlives
+do, of any user. The kernel releases a claim when the process ends, however it ends, so no claim outlives
 its actor.
 
 An actor that ends, by Ray or by SIGKILL, takes the workers of its master with it.

@@ -14,7 +14,6 @@ it is garbage-collected, and at the interpreter's end.
 
 import inspect
 import os
-import shutil
 import sys
 import tempfile
 import threading
@@ -32,7 +31,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 from mcinfer.config import EngineOptions, parse_devices
 from mcinfer.errors import BuildError, InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
-from mcinfer.master import Master
+from mcinfer.master import Master, remove_own_folder
 from mcinfer.model_cache.building import save_optimised
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.ort import options as noted
@@ -81,7 +80,9 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         super().__init__(own, face(master.inputs, master.outputs, described), False, False)
         self.initialize_session([], [], set())
         self.master = master
-        self._remove = finalize(self, _remove, folder, os.getpid())
+        self._remove = (
+            None if folder is None else finalize(self, remove_own_folder, folder, os.getpid())
+        )
         self._records_assignment = options is not None and any(
             name == "add_session_config_entry" and given == (_RECORDS_ASSIGNMENT, "1")
             for name, given in noted.calls(options)
@@ -98,7 +99,8 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
             self.master.close()
         finally:
             self._threads.close(wait=False)
-            self._remove()
+            if self._remove is not None:
+                self._remove()
 
     # Runs, as the native class has them.
 
@@ -253,7 +255,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
 
 
 def _report(done: "Future[None]") -> None:
-    """Show what a callback raised, as threads show it: nobody waits for it."""
+    """Show what a callback raised, as a thread shows what it raised: no caller waits for it."""
     exc = done.exception()
     if exc is not None:
         kind = (type(exc), exc, exc.__traceback__, threading.current_thread())
@@ -546,22 +548,17 @@ def _folder_of(files: Mapping[str, bytes]) -> str:
             with open(path, "xb") as file:
                 file.write(content)
     except BaseException:
-        _remove(folder, os.getpid())
+        remove_own_folder(folder, os.getpid())
         raise
     return folder
-
-
-def _remove(folder: str | None, pid: int) -> None:
-    """Remove a folder, unless this process was forked from the one that made it."""
-    if folder is not None and os.getpid() == pid:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _abandon(master: Master | None, folder: str | None) -> None:
     """Close what a session that could not be opened has begun."""
     if master is not None:
         master.close()
-    _remove(folder, os.getpid())
+    if folder is not None:
+        remove_own_folder(folder, os.getpid())
 
 
 def _node_arguments(described: ModelDescription) -> list[Any]:
