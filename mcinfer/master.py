@@ -58,8 +58,9 @@ from mcinfer.requests.card_tensors import CardMemory, card_of, check_types, cupy
 from mcinfer.requests.future import OutcomeFuture
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Arrays, Inputs, Request, pick
-from mcinfer.requests.splitting import Known, Splitter, Verify
+from mcinfer.requests.splitting import Known, OutgrownError, Splitter, Verify
 from mcinfer.requests.waiting_threads import WaitingThreads
+from mcinfer.requests.weights import WeightVersion
 from mcinfer.runtime.loop import Loop
 from mcinfer.scheduler.balance import Balance
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
@@ -257,6 +258,7 @@ class Master:
                 trace=trace,
                 transport=transport,
                 balance=self._balance,
+                seeds_on_one=not self._said.inputs,
             )
         except OSError as exc:  # no descriptor is left
             raise BuildError(f"no pool can be opened: {exc}") from exc
@@ -264,6 +266,7 @@ class Master:
         self._workers = len(groups)
         self._engine = engine
         self._identity = ""
+        self._whole = ""
         self._splitters: dict[str, Splitter] = {}
         self._splitter: Splitter | None = None
         self._said_apart = False
@@ -335,7 +338,12 @@ class Master:
                 provider_options=built.provider_options,
             )
             self._identity = built.model
+            if built.random:
+                self._whole = f"{built.random} draws random numbers"
             self._splitter = self._new_splitter(model, self._said)
+            if built.seeded and not self._said.inputs:
+                seeds = "a node has a seed, and each worker would draw the same numbers"
+                self._splitter.warn(f"{self._whole}; {seeds}")
             self._model = model
             loop = self._loop
             self._planner = Planner(
@@ -559,7 +567,10 @@ class Master:
             return self._learn_from(call, _CheckRuns(self, call))
         if self._max_batch_size > 1 and call.joins and not call.known.settled:
             return self._predict_offered(call)
-        request = self._request(call, may_wait=True)
+        try:
+            request = self._request(call, may_wait=True)
+        except OutgrownError:
+            return self._learn_from(call, _CheckRuns(self, call))
         try:
             self._loop.enter(request, wait=False)
             self._loop.await_answer(request)
@@ -596,7 +607,11 @@ class Master:
             if call.known.open and self._learns_from(call):
                 offer(runs.cancel)
                 return self._learn_from(call, runs)
-            future = self._submit(call)
+            try:
+                future = self._submit(call)
+            except OutgrownError:
+                offer(runs.cancel)
+                return self._learn_from(call, runs)
             offer(future.cancel)
             try:
                 return future.result()
@@ -703,34 +718,26 @@ class Master:
     ) -> Arrays:
         """`predict` for asyncio; cancelling the task cancels the request.
 
-        The event loop's thread checks and copies the inputs before the first wait.
+        The event loop's thread checks and copies the inputs before the first wait, to ordinary memory if no
+        shared memory is free. Arrays from `allocate`, and tensors on cards, are borrowed until it is done.
         """
         call = self._call(
             inputs, timeout, batch_axes, output_axes, shards, priority, outputs, outputs_on
         )
         if call.known.open and self._learns_from(call):
-            call.inputs = [
-                np.array(array) for array in self._ready().host_arrays(call.inputs, call.timeout)
-            ]
-            runs = _CheckRuns(self, call)
-            learned = self._waiting.submit(
-                partial(copy_context().run, self._learn_from, call, runs)
-            )
-            try:
-                return await asyncio.wrap_future(learned)
-            except BaseException:
-                runs.cancel()
-                raise
-            finally:
-                del learned
-        submit = partial(self._submit, call)
+            return await self._learn_async(call)
         try:
-            future = submit(wait=False)
+            future = self._submit(call, wait=False, keep=True)
+        except OutgrownError:
+            return await self._learn_async(call)
         except QueueFullError:
             if "wait" not in (self._limits.when_full, self._limits.when_queue_full):
                 raise
             # Waiting for room would stop the event loop.
-            future = await self._wait_for_room(submit, call.start + call.timeout)
+            call.inputs = call.planner.copies(call.inputs)
+            future = await self._wait_for_room(
+                partial(self._submit, call), call.start + call.timeout
+            )
         answer = asyncio.wrap_future(future)
         try:
             return await answer
@@ -742,7 +749,20 @@ class Master:
                 self._waiting.submit(partial(self._run_whole, call, exc))
             )
         finally:
-            del answer, future  # as in `predict`
+            del answer, future, call  # as in `predict`
+
+    async def _learn_async(self, call: "_Call") -> Arrays:
+        """Learn from a request in a thread, which gets copies of its inputs."""
+        call.inputs = [*map(np.array, call.planner.host_arrays(call.inputs, call.timeout))]
+        runs = _CheckRuns(self, call)
+        learned = self._waiting.submit(partial(copy_context().run, self._learn_from, call, runs))
+        try:
+            return await asyncio.wrap_future(learned)
+        except BaseException:
+            runs.cancel()
+            raise
+        finally:
+            del learned
 
     async def _wait_for_room(
         self, submit: "Callable[[], OutcomeFuture[Arrays]]", deadline: float
@@ -772,7 +792,9 @@ class Master:
 
         Axes that a single call gives do not count here. `ClosedError` before `start`.
         """
-        return self._splitter_for(None, None).known.split
+        splitter = self._splitter_for(None, None)
+        weights = None if self._planner is None else self._planner.weights.current
+        return splitter.known_for(0 if weights is None else weights.rechecks).split
 
     def learn(
         self,
@@ -803,7 +825,8 @@ class Master:
             raise McinferError("learn() was called in a future's callback, where nothing may wait")
         call = self._call(example, timeout, batch_axes, output_axes, None, 0, None)
         runs, arrays = _CheckRuns(self, call), self._ready().host_arrays(example, call.timeout)
-        return call.splitter.relearn(arrays, max(2, call.pieces), runs, call.timeout)
+        rechecks, pieces = call.weights.rechecks, max(2, call.pieces)
+        return call.splitter.relearn(rechecks, arrays, pieces, runs, call.timeout)
 
     def warm_up(self, example: Inputs, *, timeout: float | None = None) -> None:
         """Run an example on every worker, so that the first real request of its shapes is not slower.
@@ -947,11 +970,13 @@ class Master:
         splitter = self._splitter
         if splitter is None or batch_axes is not None or output_axes is not None:
             splitter = self._splitter_for(batch_axes, output_axes)
+        weights = planner.weights.current
         return _Call(
             inputs,
             planner,
             splitter,
-            splitter.known,
+            splitter.known_for(weights.rechecks),
+            weights,
             pieces,
             joins,
             start,
@@ -1012,7 +1037,12 @@ class Master:
         said.check(model)
         record = SplitRecord(self._identity if self._verify != "never" else "", about)
         return Splitter(
-            model, said, verify=self._verify, recorded=record.read(), record=record.write
+            model,
+            said,
+            verify=self._verify,
+            whole=self._whole,
+            recorded=record.read(),
+            record=record.write,
         )
 
     def _learns_from(self, call: "_Call") -> bool:
@@ -1022,7 +1052,7 @@ class Master:
         arrays = self._ready().arrays(call.inputs)
         call.inputs = arrays
         shapes = tuple(array.shape for array in arrays)
-        return not call.splitter.busy and call.splitter.teaches(shapes)
+        return not call.splitter.busy and call.splitter.teaches(call.known, shapes)
 
     def _learn_from(self, call: "_Call", runs: "_CheckRuns") -> Arrays:
         """Answer a request by a whole run, and learn from it."""
@@ -1038,7 +1068,8 @@ class Master:
 
         pieces = max(2, call.pieces)  # as many as later requests have
         arrays = self._ready().host_arrays(call.inputs, call.timeout)
-        return self._as_wanted(call, call.splitter.answer(arrays, pieces, runs, split_run))
+        answer = call.splitter.answer(call.known, arrays, pieces, runs, split_run)
+        return self._as_wanted(call, answer)
 
     def _predict_offered(self, call: "_Call") -> Arrays:
         """Answer a request that may show, with another, whether such requests can be joined."""
@@ -1070,26 +1101,30 @@ class Master:
         specs = [spec for spec in self._spec().outputs if spec.name in answer]
         return pick(call.outputs_on.upload(specs, answer, call.timeout), call.outputs)
 
-    def _submit(self, call: "_Call", *, wait: bool = True) -> "OutcomeFuture[Arrays]":
+    def _submit(
+        self, call: "_Call", *, wait: bool = True, keep: bool = False
+    ) -> "OutcomeFuture[Arrays]":
+        """Queue a request; with `keep` its pieces may have to run again as a whole, by `call.inputs`."""
         request = self._request(call, wait=wait, may_wait=self._loop.may_wait())
         future = OutcomeFuture(request, self._loop)
+        if keep and len(request.rows) > 1 and call.known.split.checked:
+            call.inputs = call.planner.copies(call.inputs, request)
         if not request.settled:  # a batch of no rows is answered already
             self._loop.enter(request, wait=wait)
-        if self._max_batch_size > 1 and call.joins and not call.known.settled:
+        if call.joins and call.known.most_joined < self._max_batch_size:
             self._offer(call, request, future)
         return future
 
     def _offer(self, call: "_Call", request: Request, future: "OutcomeFuture[Arrays]") -> None:
-        """Compare two requests that ran apart with one joined run of both."""
+        """Compare requests, each by itself, with one joined run of all."""
         on_host = call.outputs_on is None
         if request.rows and on_host and not call.apart and self._verify == "first":
-            arrays = self._ready().host_arrays(call.inputs, call.timeout)
-            pair = call.splitter.offer(arrays, future)
-            if pair is not None:
+            arrays = call.planner.host_arrays(call.inputs, call.timeout)
+            offered = call.splitter.offer(call.known, call.weights.number, arrays, future)
+            if offered is not None:
                 runs = _CheckRuns(self, call, late=True)
-                self._waiting.submit(
-                    partial(call.splitter.learn_from_pair, pair, 2 * call.timeout, runs)
-                )
+                learn = partial(call.splitter.learn_from_offers, call.known, offered)
+                self._waiting.submit(partial(learn, 2 * call.timeout, runs))
 
     def _request(self, call: "_Call", *, wait: bool = True, may_wait: bool) -> Request:
         """The request, with its inputs in shared memory."""
@@ -1109,6 +1144,7 @@ class Master:
             shares or pieces,
             None if call.apart else known,
             memory_wait,
+            weights=call.weights,
             joinable=joinable,
             outputs_on=call.outputs_on,
             card_timeout=call.timeout,
@@ -1137,6 +1173,8 @@ class _Call:
     """The arguments of one request.
 
     Attributes:
+        known: What is known of the split, for these weights.
+        weights: The version that it runs with.
         pieces: Most shards that it is cut into.
         balance: Says what each worker is to get of it; None if all are to get the same.
         joins: Whether it may go in one run with others.
@@ -1150,6 +1188,7 @@ class _Call:
     planner: Planner
     splitter: Splitter
     known: Known
+    weights: WeightVersion
     pieces: int
     joins: bool
     start: float

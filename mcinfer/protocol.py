@@ -54,7 +54,7 @@ from mcinfer.validators import (
     or_none,
 )
 
-VERSION = 7  # raised with each change that an older peer would misread; HELLO carries it
+VERSION = 8  # raised with each change that an older peer would misread; HELLO carries it
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message. Tensors lie in shared memory, so only strings make a message large."""
@@ -208,8 +208,9 @@ class Reply(Message):
 class BuildFinish(Message):
     """Worker to master: the model is loaded.
 
-    `model` identifies the model's file, and is the same for all workers. `prepared` is the key of the
-    prepared model, which covers external data too; empty without one. `notes` are remarks for the user.
+    `model` names what the model computes, by its content and options, and is the same for all workers; empty
+    if it cannot be read. `random` is a node that draws random numbers, `seeded` says that such a node has a
+    seed. `notes` are remarks for the user.
     `slab` is the block with the weights on its card, which it made for the card's other workers and has
     handed over: number and bytes. `reaches` are the cards whose memory it reads and writes in place.
 
@@ -221,7 +222,8 @@ class BuildFinish(Message):
     outputs: _Specs
     weights: _Specs = ()
     model: Annotated[str, is_text_to(_MAX_NAME)] = ""
-    prepared: Annotated[str, is_text_to(_MAX_NAME)] = ""
+    random: Annotated[str, is_text_to(_MAX_NAME)] = ""
+    seeded: _Flag = False
     providers: Annotated[tuple[str, ...], is_texts_to(_MAX_PROVIDERS, _MAX_NAME)]
     notes: Annotated[tuple[str, ...], is_texts_to(_MAX_NOTES, _MAX_NOTE)] = ()
     seconds: _Seconds

@@ -62,8 +62,8 @@ class Split:
         sizes: By output name, its size along its axis for each row of that request, if all pieces had the
             same. It only estimates how much memory an output needs.
         narrow: Input, axis and size of each axis that is not cut, is free in the model, and had size 0 or 1
-            in that request. The request shows nothing about other sizes: all rows may share an input of
-            size one, or a larger one may be spread over them.
+            in all requests that were compared. They show nothing about larger sizes: all rows may share an
+            input of size one, or a larger one may be spread over them.
         settled: Whether the split is final; else a later request may still change it.
         ranks: By output name, its number of dimensions in that request.
     """
@@ -93,7 +93,10 @@ class Split:
 
     def covers(self, shapes: Mapping[str, Shape]) -> bool:
         """Whether the split holds for inputs of these shapes; see `narrow`."""
-        return all(shapes[name][axis : axis + 1] == (size,) for name, axis, size in self.narrow)
+        return all(
+            len(shapes[name]) > axis and shapes[name][axis] <= size
+            for name, axis, size in self.narrow
+        )
 
     def __str__(self) -> str:
         lines = [

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from mcinfer.errors import BuildError
 from mcinfer.model_cache import keys
-from mcinfer.model_cache.keys import Source, model_identity, read_source
+from mcinfer.model_cache.keys import Source, read_source
 from mcinfer.model_cache.onnx_files import chunks
 from tests.process.waiting import wait_until
 
@@ -305,36 +305,28 @@ def test_memory_that_cannot_be_written_is_done_without(tmp_path: Path, memory: P
     assert [*memory.iterdir()] == [notes]
 
 
-def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
-    path = make(tmp_path / "one")
-    first = model_identity(str(path))
-    (tmp_path / "one" / "b.bin").unlink()  # it needs no external data in place
-    second = model_identity(str(path))
-    path.write_text("{}")  # no model at all
-    assert len({first, second, model_identity(str(path)), ""}) == 4
-    for name in ("same", "other"):
-        (tmp_path / name).write_bytes(model())
-    assert model_identity(str(tmp_path / "same")) == model_identity(str(tmp_path / "other"))
-    for none in (str(tmp_path), str(tmp_path / "none"), "a\0b"):
-        assert model_identity(none) == ""
+def test_files_of_other_formats_are_read_as_they_are(tmp_path: Path, memory: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("{}")  # no ONNX model
+    os.utime(other, (0, 0))
+    source = read_source(other, memory=memory, any_format=True)
+    assert (source.random, source.size) == ("", 2)
+    with pytest.raises(BuildError, match="expected an ONNX model"):
+        read_source(other, memory=memory)
+    other.write_text("[]")
+    assert read_source(other, any_format=True).digest != source.digest
+    assert not source.unchanged()
+    path = make(tmp_path)
+    assert read_source(path, any_format=True) == read_source(path)
 
 
-@pytest.mark.parametrize("changed", ["a.bin", "model.onnx"])
-def test_identity_changes_with_large_files_whose_time_was_set_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
-) -> None:
-    monkeypatch.setattr(keys, "_MAX_HASHED_BYTES", 16)
-    path, file = make(tmp_path), tmp_path / changed
-    first, before = model_identity(str(path)), file.stat()
-    assert model_identity(str(path)) == first
-
-    def clock_has_ticked() -> bool:
-        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-        return file.stat().st_ctime_ns != before.st_ctime_ns
-
-    with file.open("r+b") as opened:
-        opened.seek(-1, os.SEEK_END)
-        opened.write(b"?")
-    wait_until(clock_has_ticked)  # the clock of ctime is a coarse one
-    assert file.stat().st_mtime_ns == before.st_mtime_ns
-    assert model_identity(str(path)) not in ("", first)
+def test_random_nodes_are_remembered_with_the_digest(tmp_path: Path, memory: Path) -> None:
+    node = helper.make_node("RandomUniformLike", ["x"], ["y"], name="noise", seed=1.0)
+    value = helper.make_tensor_value_info
+    inputs, outputs = ([value(name, TensorProto.FLOAT, [2])] for name in "xy")
+    path = tmp_path / "model.onnx"
+    path.write_bytes(
+        helper.make_model(helper.make_graph([node], "g", inputs, outputs)).SerializeToString()
+    )
+    for source in (remembered(path, memory), read_source(path, memory=memory)):
+        assert (source.random, source.seeded) == ("node 'noise' (RandomUniformLike)", True)

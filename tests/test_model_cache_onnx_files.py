@@ -3,6 +3,7 @@
 import os
 import socket
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -329,6 +330,46 @@ def test_operators_are_counted_wherever_a_node_may_be() -> None:
         (("ai.onnx", "If"), 1),
         (("d", "f"), 1),
     ]
+
+
+def drawing(*nodes: onnx.NodeProto, flags: Mapping[str, bool] = {}) -> tuple[str, bool]:
+    """What is found of a model with these nodes, and constants of these values."""
+    constants = [helper.make_tensor(n, TensorProto.BOOL, [], [v]) for n, v in flags.items()]
+    return read(proto(helper.make_graph([*nodes], "g", [], [], constants))).random
+
+
+def test_nodes_that_draw_random_numbers_are_found_wherever_they_are() -> None:
+    plain = helper.make_node("Relu", ["x"], ["y"], name="plain")
+    noise = helper.make_node("RandomNormalLike", ["x"], ["y"], name="noise")
+    seeded = helper.make_node("RandomUniform", [], ["y"], shape=[2], seed=3.0)
+    assert drawing(plain) == ("", False)
+    assert drawing(plain, noise) == ("node 'noise' (RandomNormalLike)", False)
+    assert drawing(plain, seeded) == ("a node RandomUniform", True)
+    assert drawing(noise, seeded) == ("node 'noise' (RandomNormalLike)", True)
+    body = helper.make_graph([noise], "body", [], [])
+    assert drawing(helper.make_node("If", ["c"], ["y"], then_branch=body, else_branch=body))[0]
+    opsets = [helper.make_opsetid("", 17)]
+    function = helper.make_function("own", "f", ["x"], ["y"], [noise], opsets)
+    assert read(proto(helper.make_graph([plain], "g", [], []), functions=[function])).random[0]
+    of_others = helper.make_node("RandomNormalLike", ["x"], ["y"], domain="own")
+    assert drawing(of_others) == ("", False)
+
+
+def test_dropout_draws_only_where_it_may_be_in_training() -> None:
+    def dropout(*inputs: str) -> onnx.NodeProto:
+        return helper.make_node("Dropout", [*inputs], ["y"], name="drop", seed=1)
+
+    def constant(value: bool) -> onnx.NodeProto:
+        tensor = helper.make_tensor("", TensorProto.BOOL, [], [value])
+        return helper.make_node("Constant", [], ["says"], value=tensor)
+
+    draws = ("node 'drop' (Dropout)", True)
+    assert drawing(dropout("x")) == drawing(dropout("x", "ratio", "")) == ("", False)
+    assert drawing(dropout("x", "ratio", "says")) == draws
+    for value in (False, True):
+        expected = draws if value else ("", False)
+        assert drawing(dropout("x", "ratio", "says"), flags={"says": value}) == expected
+        assert drawing(constant(value), dropout("x", "ratio", "says")) == expected
 
 
 def test_bytes_of_weights_are_what_their_shapes_say() -> None:

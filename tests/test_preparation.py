@@ -646,3 +646,50 @@ def test_model_that_would_fill_the_disk_is_not_prepared(tmp_path: Path) -> None:
         file.unlink()
     run_child(FILL, [*task, 1 << 24], ignore)
     assert {file.name for file in folder.iterdir()} >= {"model.onnx"}
+
+
+# What a model computes.
+
+
+def identity_of(model: str, **options: Any) -> str:
+    request = EngineRequest(model=model, device=Device("cpu", 0), threads=1, **options)
+    source = preparation.content_of(request)
+    assert source is not None
+    return preparation.identity(request, source, "")
+
+
+def test_identity_is_of_the_content_wherever_it_lies(tmp_path: Path) -> None:
+    inside = identity_of(write(tmp_path / "inside.onnx", MATMUL))
+    found = {inside}
+    for name, values in (("one", numbers(64, 96)), ("other", numbers(64, 96, seed=2))):
+        folder = tmp_path / name
+        folder.mkdir()
+        write(tmp_path / "model.onnx", MATMUL, w=values)
+        outside(tmp_path / "model.onnx", "weights.data")
+        (tmp_path / "weights.data").rename(folder / "weights.data")
+        config = {FOLDER_KEY: str(folder)}
+        elsewhere = identity_of(str(tmp_path / "model.onnx"), session_config=config)
+        (folder / "model.onnx").write_bytes((tmp_path / "model.onnx").read_bytes())
+        assert identity_of(str(folder / "model.onnx")) == elsewhere
+        found.add(elsewhere)
+    assert len(found) == 3
+
+
+def test_identity_is_of_the_options_that_change_values(tmp_path: Path) -> None:
+    model = write(tmp_path / "model.onnx", MATMUL)
+    usual = identity_of(model)
+    same: list[dict[str, Any]] = [
+        {"session_options": {"enable_mem_pattern": "0", "log_severity_level": "3"}},
+        {"inter_op_threads": 2, "shared_cores": True, "prepare": "always"},
+        {"variable_weights": ("w",)},
+    ]
+    assert {identity_of(model, **options) for options in same} == {usual}
+    own: list[dict[str, Any]] = [
+        {"session_options": {"graph_optimization_level": "ORT_ENABLE_BASIC"}},
+        {"session_config": {"session.set_denormal_as_zero": "1"}},
+        {"provider_options": {"arena_extend_strategy": "1"}},
+        {"custom_operators": ("libwords.so",)},
+        {"free_dimensions": {"batch": 4}},
+        {"free_denotations": {"DATA_BATCH": 4}},
+    ]
+    assert len({usual, *(identity_of(model, **options) for options in own)}) == 1 + len(own)

@@ -79,13 +79,17 @@ class Model:
         """What is known now."""
         return self.splitter.known.split
 
-    def ask(self, *arrays: Array, pieces: int = 2) -> Arrays:
-        """Answer a request that is cut in so many pieces at most."""
-        known = self.splitter.known
+    def ask(self, *arrays: Array, pieces: int = 2, rechecks: int = 0) -> Arrays:
+        """Answer a request that is cut in so many pieces at most, with weights after so many rechecks."""
+        known = self.splitter.known_for(rechecks)
         shapes = tuple(array.shape for array in arrays)
-        if pieces > 1 and self.splitter.known.open and self.splitter.teaches(shapes):
+        if pieces > 1 and self.splitter.teaches(known, shapes):
             return self.splitter.answer(
-                arrays, pieces, self.run_all, lambda known: self._run_split(arrays, known, pieces)
+                known,
+                arrays,
+                pieces,
+                self.run_all,
+                lambda known: self._run_split(arrays, known, pieces),
             )
         if not known.settled:
             return self.run(arrays)
@@ -332,7 +336,7 @@ def test_everything_said_to_go_whole_needs_no_request_and_no_warning(
     model.splitter.warn_if_whole()
     model.ask(random(4, 3))
     assert model.runs == 1
-    assert model.splitter.relearn([random(4, 3)], 2, model.run_all, 0.0) == model.split
+    assert model.splitter.relearn(0, [random(4, 3)], 2, model.run_all, 0.0) == model.split
     assert model.runs == 1
     assert not warnings()
 
@@ -376,18 +380,36 @@ def noisy(rng: np.random.Generator) -> Function:
     return lambda x: {"y": x + rng.standard_normal(x.shape)}
 
 
-def test_random_model_is_split_without_a_check_where_its_symbols_say_so(
-    warnings: Callable[[], list[str]],
+@pytest.mark.parametrize("said", [None, {"x": 0}])
+def test_random_model_is_split_only_where_the_user_says_so(
+    warnings: Callable[[], list[str]], said: Axes | None
 ) -> None:
-    model = Model(DECLARED, noisy(np.random.default_rng(0)))
+    model = Model(DECLARED, noisy(np.random.default_rng(0)), said)
     for _ in range(3):
         model.ask(random(4, 3))
-    assert model.splitter.known.splits
+    assert model.splitter.known.splits is (said is not None)
+    assert model.splitter.known.settled
     assert not model.split.checked
-    assert model.runs == (1 + 2 + 1) + 2 + 2
+    assert model.runs == (1 + 2 + 1) + 2 * (2 if said else 1)
     assert not model.records
     assert len(warnings()) == 1
-    assert "without a check" in warnings()[0]
+    assert ("without a check" if said else "two runs of the same inputs differ") in warnings()[0]
+
+
+@pytest.mark.parametrize("said", [None, {"x": 0}])
+def test_what_speaks_against_a_split_counts_unless_the_user_says_what_to_split(
+    warnings: Callable[[], list[str]], said: Axes | None
+) -> None:
+    recorded = Model(DECLARED, double)
+    recorded.ask(random(4, 3))
+    model = Model(DECLARED, double, said, whole="node 'n' is random", recorded=recorded.records[0])
+    for _ in range(2):
+        model.ask(random(4, 3))
+        model.splitter.warn_if_whole()
+    assert model.splitter.known.splits is (said is not None)
+    assert model.runs == (4 if said else 2)
+    assert len(warnings()) == 1
+    assert "node 'n' is random" in warnings()[0]
 
 
 # Runs that fail.
@@ -460,7 +482,7 @@ def test_others_run_whole_while_one_learns() -> None:
             assert np.array_equal(model.ask(other)["y"], 2 * other)
             assert model.runs == 3
             with pytest.raises(PredictTimeoutError, match="others were learning"):
-                model.splitter.relearn([other], 2, model.run_all, 0.0)
+                model.splitter.relearn(0, [other], 2, model.run_all, 0.0)
             assert model.runs == 3
 
     model.before = meanwhile
@@ -495,7 +517,7 @@ def test_example_that_fails_changes_nothing() -> None:
     before = model.splitter.known
     model.before = at_most(0)
     with pytest.raises(PredictError):
-        model.splitter.relearn([random(4, 3)], 2, model.run_all, 1.0)
+        model.splitter.relearn(0, [random(4, 3)], 2, model.run_all, 1.0)
     assert model.splitter.known is before
     assert not model.splitter.busy
 
@@ -520,10 +542,225 @@ def test_axis_of_one_size_is_looked_at_again_when_it_has_more() -> None:
         assert model.runs == runs
     assert model.split.inputs == {"x": 0, "scale": None}
     assert model.splitter.known.open
-    assert not model.splitter.teaches(((6, 3), (1,)))
-    assert model.splitter.teaches(((6, 3), (6,)))
+    assert not model.splitter.teaches(model.splitter.known, ((6, 3), (1,)))
+    assert model.splitter.teaches(model.splitter.known, ((6, 3), (6,)))
     assert np.array_equal(model.ask(x, random(4))["y"], scaled(x, random(4))["y"])
     assert model.split.inputs == {"x": 0, "scale": 0}
+
+
+def decoder(tokens: Array, past: Array) -> Arrays:
+    """Of each row, its tokens and what came before: first many tokens and no past, then one with a past."""
+    return {"y": tokens.sum(1, keepdims=True) + past.sum(1, keepdims=True)}
+
+
+def test_axes_that_are_narrow_in_turn_are_learned_once_each() -> None:
+    spec = spec_of({"tokens": ("batch", None), "past": ("batch", None)}, {"y": ("batch", 1)})
+    model = Model(spec, decoder)
+    for number in range(20):
+        prefill = random(4, 5, seed=number), random(4, 0)
+        decode = random(4, 1, seed=number), random(4, 5 + number, seed=number)
+        for inputs in (prefill, decode):
+            assert np.allclose(model.ask(*inputs)["y"], decoder(*inputs)["y"])
+    assert model.runs == (3 + 3) + 38 * 2
+    assert len(model.records) == 2
+    assert not model.split.narrow
+
+
+def test_requests_that_keep_showing_other_axes_run_whole(
+    warnings: Callable[[], list[str]],
+) -> None:
+    def either(x: Array, c: Array) -> Arrays:
+        along = x if c.shape[0] == 1 else np.swapaxes(x, 0, 1)
+        return {"y": along.sum(1, keepdims=True)}
+
+    spec = spec_of({"x": (None, None), "c": (None, None)}, {"y": (None, 1)})
+    model = Model(spec, either)
+    for number in range(20):
+        x = random(4, 6, seed=number)
+        for c in (random(1, 7), random(7, 1)):
+            assert np.allclose(model.ask(x, c)["y"], either(x, c)["y"])
+    assert not model.split.splits
+    assert model.runs < 70
+    assert len(warnings()) == 1
+    assert "requests of different shapes show different axes" in warnings()[0]
+
+
+# More rows than the split was learned from.
+
+
+def neighbours(x: Array) -> Arrays:
+    """Each row with the fourth before it."""
+    return {"y": x + np.concatenate([np.zeros_like(x[:4]), x])[: len(x)]}
+
+
+def test_rows_that_are_further_apart_than_the_first_request_was_long_are_found_to_depend() -> None:
+    model = Model(DECLARED, neighbours)
+    model.ask(random(4, 3))
+    assert model.split.splits
+    for rows in (15, 16, 64):
+        x = random(rows, 3, seed=rows)
+        assert np.array_equal(model.ask(x)["y"], neighbours(x)["y"]) is (rows != 15)
+    assert not model.split.splits
+    assert [record is not None and record["rows"] for record in model.records] == [4, 16]
+
+
+def test_split_is_checked_again_with_each_fourfold_number_of_rows() -> None:
+    model = Model(DECLARED, double)
+    for rows, runs in ((2, 3), (7, 2), (8, 3), (31, 2), (31, 2), (40, 3), (159, 2), (160, 3)):
+        model.runs = 0
+        assert np.array_equal(model.ask(random(rows, 3))["y"], 2 * random(rows, 3))
+        assert model.runs == runs, rows
+    assert [record is not None and record["rows"] for record in model.records] == [2, 8, 40, 160]
+    recorded = Model(DECLARED, double, recorded=model.records[0])
+    recorded.ask(random(8, 3))
+    assert recorded.runs == 3
+
+
+def test_more_rows_that_show_nothing_are_compared_a_few_times_only(
+    warnings: Callable[[], list[str]],
+) -> None:
+    model = Model(DECLARED, double)
+    model.ask(random(2, 3))
+    for _ in range(20):
+        model.ask(np.ones((8, 3), np.float32))
+    assert model.runs == 3 + 8 * 1 + 12 * 2
+    assert model.splitter.known.splits
+    assert not warnings()
+
+
+def test_more_rows_than_one_device_has_memory_for_stay_split() -> None:
+    model = Model(DECLARED, double)
+    model.before = at_most(8)
+    model.ask(random(2, 3))
+    for runs in (1 + 2, 2):
+        model.runs = 0
+        assert np.array_equal(model.ask(random(16, 3))["y"], 2 * random(16, 3))
+        assert model.runs == runs
+    assert model.splitter.known.splits
+
+
+# Values that show nothing.
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1.0])
+def test_outputs_that_do_not_differ_from_row_to_row_decide_nothing(value: float) -> None:
+    """So the rows, which do depend on each other, are found to at the first request that shows it."""
+    model = Model(
+        DECLARED, lambda x: {"y": np.full_like(x, value) if x.max() < 9 else x - x.mean(0)}
+    )
+    for _ in range(3):
+        model.ask(random(4, 3))
+    assert not model.splitter.known.settled
+    x = 100 * random(4, 3)
+    assert np.array_equal(model.ask(x)["y"], x - x.mean(0))
+    assert not model.split.splits
+    assert model.splitter.known.settled
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_equal_rows_with_nan_decide_nothing(value: float) -> None:
+    model = Model(DECLARED, center)
+    x = np.repeat(np.array([[1, value, 3]], np.float32), 4, 0)
+    with np.errstate(invalid="ignore"):
+        model.ask(x)
+    assert not model.splitter.known.settled
+    model.ask(random(4, 3))
+    assert not model.split.splits
+
+
+def test_outputs_with_some_nan_decide_by_their_numbers() -> None:
+    def masked(x: Array) -> Arrays:
+        return {"y": np.where(x > 0, x, np.nan)}
+
+    model = Model(DECLARED, masked)
+    model.ask(random(4, 3))
+    assert model.split.splits
+    x = random(6, 3, seed=1)
+    assert np.array_equal(model.ask(x)["y"], masked(x)["y"], equal_nan=True)
+
+
+@pytest.mark.parametrize(("size", "decides"), [("batch", True), (None, False)])
+def test_equal_rows_of_one_output_are_enough_where_its_symbol_says_what_they_are(
+    size: Dimension, decides: bool
+) -> None:
+    spec = spec_of({"x": ("batch", 3)}, {"y": ("batch", 3), "count": (size, 1)})
+    model = Model(spec, lambda x: {"y": 2 * x, "count": np.full((len(x), 1), 3)})
+    model.ask(random(4, 3))
+    assert model.splitter.known.settled is decides
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.bool_, np.object_])
+def test_outputs_of_any_type_decide_where_their_rows_differ(dtype: type) -> None:
+    def labels(x: Array) -> Arrays:
+        return {"y": np.where(x > 0, "a", "b").astype(object) if dtype is np.object_ else x > 0}
+
+    model = Model(DECLARED, lambda x: {"y": labels(x)["y"].astype(dtype)})
+    model.ask(np.ones((4, 3), np.float32) * np.arange(1, 5, dtype=np.float32)[:, None])
+    assert not model.splitter.known.settled
+    model.ask(random(4, 3))
+    assert model.split.splits
+
+
+# New weights.
+
+
+class Reweighed(Model):
+    """Rows, and as much of their mean as the weights say."""
+
+    def __init__(self, alpha: float, **options: Any) -> None:
+        self.alpha = alpha
+        super().__init__(DECLARED, lambda x: {"y": x - self.alpha * x.mean(0)}, **options)
+
+
+def test_new_weights_have_the_split_checked_again_and_nothing_is_recorded() -> None:
+    model = Reweighed(0)
+    model.ask(random(4, 3))
+    assert model.split.splits
+    model.alpha = 1
+    for _ in range(2):
+        x = random(4, 3, seed=1)
+        assert np.array_equal(model.ask(x, rechecks=1)["y"], x - x.mean(0))
+    assert not model.split.splits
+    model.alpha = 0
+    model.ask(random(4, 3), rechecks=2)
+    assert model.split.splits
+    assert [record is not None and record["reason"] for record in model.records] == [""]
+
+
+def test_record_of_a_model_is_not_believed_for_other_weights() -> None:
+    first = Reweighed(0)
+    first.ask(random(4, 3))
+    second = Reweighed(1, recorded=first.records[0])
+    x = random(4, 3, seed=1)
+    assert np.array_equal(second.ask(x, rechecks=1)["y"], x - x.mean(0))
+    assert not second.records
+
+
+def test_check_that_an_update_overtakes_says_nothing_of_the_new_weights() -> None:
+    model = Reweighed(0)
+
+    def update(number: int, _: Inputs) -> None:
+        if number == 2:
+            model.splitter.known_for(1)  # as a request with the new weights does
+
+    model.before = update
+    model.ask(random(4, 3))
+    assert not model.splitter.known.settled
+    assert model.splitter.known.rechecks == 1
+    assert not model.records
+    # A request from before the update runs whole, and shows nothing.
+    model.runs = 0
+    model.ask(random(4, 3), rechecks=0)
+    assert model.runs == 1
+    assert not model.splitter.known.settled
+
+
+def test_split_that_was_withdrawn_stays_so_with_new_weights() -> None:
+    model = Model(DECLARED, double)
+    model.ask(random(4, 3))
+    model.splitter.withdraw("it was wrong")
+    assert not model.splitter.known_for(1).splits
+    assert model.splitter.known_for(1).settled
 
 
 # Requests that may be joined to one run.
@@ -540,10 +777,11 @@ def done(answer: Arrays | Exception) -> "Future[Arrays]":
 
 def offer(model: Model, *arrays: Array) -> bool:
     """A request that runs apart; whether two of them were compared with a run of both."""
-    pair = model.splitter.offer(arrays, done(model.run(arrays)))
-    if pair is None:
+    known = model.splitter.known
+    offered = model.splitter.offer(known, 0, arrays, done(model.run(arrays)))
+    if offered is None:
         return False
-    model.splitter.learn_from_pair(pair, 0.0, model.run_all)
+    model.splitter.learn_from_offers(known, offered, 0.0, model.run_all)
     return True
 
 
@@ -581,7 +819,7 @@ def test_requests_whose_rows_meet_are_not_joined(
 def test_requests_that_fail_by_themselves_show_nothing(failure: Exception) -> None:
     model = Model(DECLARED, double)
     for first in (done(failure), cancelled()):
-        model.splitter.offer([random(1, 3)], first)
+        model.splitter.offer(model.splitter.known, 0, [random(1, 3)], first)
         assert offer(model, random(1, 3, seed=1))
         assert not model.splitter.known.settled
         assert not model.splitter.busy
@@ -592,6 +830,28 @@ def cancelled() -> "Future[Arrays]":
     future: Future[Arrays] = Future()
     future.cancel()
     return future
+
+
+def test_joining_is_checked_again_with_more_rows_than_two_requests_had() -> None:
+    model = Model(DECLARED, neighbours)
+    offered = [offer(model, random(1, 3, seed=number)) for number in range(2 + 8)]
+    assert [number for number, compared in enumerate(offered) if compared] == [1, 9]
+    assert not model.split.splits
+    assert "depend on each other" in model.split.reason
+
+
+def test_requests_of_other_weights_or_sizes_are_not_compared_with_each_other() -> None:
+    model = Model(spec_of({"x": ("batch", None)}, {"y": ("batch", None)}), double)
+    known, answer = model.splitter.known, done({})
+    assert model.splitter.offer(known, 1, [random(1, 3)], answer) is None
+    assert model.splitter.offer(known, 2, [random(1, 3, seed=1)], answer) is None
+    assert model.splitter.offer(known, 2, [random(1, 3, seed=2)], answer) is not None
+    offer(model, random(1, 3))
+    offer(model, random(1, 3, seed=1))
+    for size in (3, 4):
+        compared = [offer(model, random(1, size, seed=number)) for number in range(7)]
+        assert not any(compared)
+    assert offer(model, random(1, 4))
 
 
 def test_joining_is_given_up_after_some_trials_and_says_why(

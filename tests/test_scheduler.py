@@ -382,14 +382,6 @@ def test_slow_start_is_killed_and_fails_the_start() -> None:
     assert text(actions) == ("worker 1 (cpu:1, pid 101): not ready within 30 s (it was building)")
 
 
-def test_model_that_is_prepared_agrees_with_one_that_is_not_and_with_itself() -> None:
-    pool = new_pool(3)
-    for worker, key in enumerate(("a", "", "b")):
-        pool.handle_message(0.0, worker, hello(worker))
-        actions = pool.handle_message(0.0, worker, replace(built(), prepared=key))
-    assert outline(actions) == [KillWorker(worker=2), Failed(None, BuildError)]
-
-
 @pytest.mark.parametrize("field", ["outputs", "model"])
 def test_worker_that_comes_back_with_another_model_serves_nobody(field: str) -> None:
     pool = ready_pool(2)

@@ -616,18 +616,45 @@ def test_workers_of_different_cards_have_leaders_of_their_own() -> None:
     assert [w.leader and w.leader.index for w in lives.workers] == [None, None, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("devices", "fits"), [(("cpu:0", "cpu:1"), False), (("cuda:0", "cuda:1"), True)]
-)
-def test_prepared_models_of_different_cards_may_differ(
-    devices: tuple[str, str], fits: bool
-) -> None:
-    builds = [replace(build(i), device=device) for i, device in enumerate(devices)]
-    lives = WorkerLives(builds, timeouts=TIMEOUTS, restart=RESTART)
+# Models with seeds.
+
+
+def test_one_worker_runs_a_model_with_seeds_and_another_takes_its_place() -> None:
+    builds = [build(i) for i in range(3)]
+    lives = WorkerLives(builds, timeouts=TIMEOUTS, restart=RESTART, seeds_on_one=True)
+    seeded = replace(BUILT, random="node 'n' (RandomNormal)", seeded=True)
+
+    def come(w: Worker) -> None:
+        lives.start(w, 0.0)
+        connect(w, 100 + w.index)
+        w.conversation.advance(seeded)
+        lives.finish_build(w, seeded, 0.0)
+
+    def busy() -> list[int]:
+        return [w.index for w in lives.workers if w.is_free]
+
+    for w in lives.workers:
+        come(w)
+        assert busy() == [0]
+    assert all(w.serves for w in lives.workers)
+    lives.bury(lives.workers[0], "killed", 1.0)
+    assert busy() == [1]
+    come(lives.workers[0])
+    assert busy() == [1]
+    lives.replace([lives.workers[1]])
+    lives.advance(2.0)
+    assert busy() == [0]
+
+
+@pytest.mark.parametrize(("on_one", "seeded"), [(True, False), (False, True)])
+def test_other_models_run_on_all_workers(on_one: bool, seeded: bool) -> None:
+    lives = WorkerLives(
+        [build(i) for i in range(2)], timeouts=TIMEOUTS, restart=RESTART, seeds_on_one=on_one
+    )
+    message = replace(BUILT, random="node 'n' (RandomNormal)", seeded=seeded)
     for w in lives.workers:
         lives.start(w, 0.0)
         connect(w, 100 + w.index)
-        message = replace(BUILT, prepared=f"key {w.index}")
         w.conversation.advance(message)
         lives.finish_build(w, message, 0.0)
-    assert lives.started == fits
+    assert all(w.is_free for w in lives.workers)

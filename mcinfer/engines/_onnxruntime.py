@@ -229,6 +229,8 @@ class OnnxRuntimeEngine(Engine):
         session: The runtime's session.
     """
 
+    version = RUNTIME.version
+
     def __init__(self, request: EngineRequest, preparation: Preparation) -> None:
         self.held = preparation.held
         self.notes = preparation.notes

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from mcinfer.config import Device
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
+from mcinfer.model_cache.keys import Source
 from mcinfer.specs import STRING, ModelDescription, ModelSpec, TensorSpec, numpy_dtype
 
 
@@ -79,6 +80,7 @@ class EngineRequest:
         shared_cores: Whether other processes run on the same cores: then idle threads must not spin.
         stream: The CUDA stream to run on; None for one of the runtime's own.
         memory_limit: Bytes of the card's memory that the runtime may take for itself; None is all there is.
+        source: What was read of the model's files; None to read them when it is needed.
         slab: Gives the weights of the prepared model at this path, on the card. Called once, in
             `mcinfer.engines.open_engine`, before the session is made; what it raises is raised there. None to
             load the weights from the model's files.
@@ -100,6 +102,7 @@ class EngineRequest:
     free_dimensions: Mapping[str, int] = field(default_factory=dict)
     free_denotations: Mapping[str, int] = field(default_factory=dict)
     describe: bool = False
+    source: Source | None = None
     stream: int | None = None
     memory_limit: int | None = None
     slab: Callable[[Path], Slab] | None = None
@@ -262,6 +265,7 @@ class Engine(ABC):
         providers: The providers in use, first choice first.
         weights: The weights that a run may replace.
         notes: Messages for the user about the load.
+        version: The runtime's name and version, if it says so.
         prepared: The key of the prepared model that it maps; empty if it has its own copy of the weights.
         concurrent: Whether several threads may execute runs of their own at once.
         depth: How many runs may be begun before the first of them is finished.
@@ -278,6 +282,7 @@ class Engine(ABC):
     providers: tuple[str, ...]
     weights: tuple[TensorSpec, ...] = ()
     notes: tuple[str, ...] = ()
+    version: str = ""
     prepared: str = ""
     concurrent: bool = False
     depth: int = 1

@@ -199,9 +199,41 @@ def _is_prepared_for(request: EngineRequest) -> bool:
 
 def _source(request: EngineRequest, store: Cache) -> Source:
     """The content of the request's model, read or remembered."""
+    if request.source is not None:
+        return request.source
     folder = request.session_config.get(FOLDER_KEY)
     with store.notes("sources") as memory:
         return read_source(request.model, folder=folder, memory=memory)
+
+
+def content_of(request: EngineRequest) -> Source | None:
+    """What the model's files hold, of any format; None if they cannot be read, which the engine reports."""
+    folder = request.session_config.get(FOLDER_KEY)
+    try:
+        with ExitStack() as opened:
+            memory = None
+            if is_large(Path(request.model).absolute(), folder):  # small ones are read as fast
+                with suppress(CacheUnusableError):
+                    memory = opened.enter_context(Cache.default().notes("sources"))
+            return read_source(request.model, folder=folder, memory=memory, any_format=True)
+    except (BuildError, OSError):
+        return None
+
+
+def identity(request: EngineRequest, source: Source, runtime: str) -> str:
+    """Names what a model computes: of its content, its runtime, and every option that changes values.
+
+    It is the same for all workers of a pool, on any device, and what is known of a split belongs to it.
+    """
+    facts = {
+        "model": source.digest,
+        "engine": runtime,
+        "options": {k: v for k, v in request.session_config.items() if k != FOLDER_KEY},
+        "provider": request.provider,
+        "provider_options": dict(request.provider_options),
+        **_graph_facts(request),
+    }
+    return entry_key(facts)
 
 
 def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:
@@ -355,7 +387,12 @@ def facts_of(request: EngineRequest, runtime: Runtime, source: Source) -> dict[s
         "provider_options": dict(sorted(graph_options(request).items())),
         "variable_weights": sorted(request.variable_weights),
     }
-    # The keys of models without these options stay as they are.
+    return {**facts, **_graph_facts(request)}
+
+
+def _graph_facts(request: EngineRequest) -> dict[str, Any]:
+    """The options of a session that change its graph; those that are not given have no place."""
+    facts: dict[str, Any] = {}
     graph = {k: v for k, v in request.session_options.items() if k in _OF_GRAPHS}
     if graph:
         facts["session_options"] = dict(sorted(graph.items()))
@@ -372,7 +409,9 @@ _OF_GRAPHS = frozenset({"graph_optimization_level", "use_deterministic_compute"}
 
 
 def _library(path: str) -> list[Any]:
-    """What a library of operators is, by its place and its state."""
+    """What a library of operators is, by its place and its state; the loader may look for it elsewhere."""
+    if os.sep not in path:
+        return [path]
     info = check_regular(path)
     return [path, info.st_size, info.st_mtime_ns]
 
@@ -499,7 +538,7 @@ def _plain(request: EngineRequest) -> dict[str, Any]:
 
     Nor with its share of a card's memory: the child needs all weights at once, and other workers wait for it.
     """
-    given = replace(request, stream=None, slab=None, memory_limit=None)
+    given = replace(request, source=None, stream=None, slab=None, memory_limit=None)
     plain = {name: getattr(given, name) for name in given.__dataclass_fields__}
     plain["device"] = str(request.device)
     for name in _MAPPINGS:

@@ -1,4 +1,4 @@
-"""The content of a model: the key of the cache, and the identity of a model.
+"""The content of a model: a part of its key in the cache, and of its identity.
 
 Reading gigabytes to learn that nothing changed would cost more time than the cache saves. So a folder
 records the stamps of each model's files when they are read: while device, inode, size and both times stay
@@ -16,18 +16,21 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from mcinfer.errors import BuildError
-from mcinfer.model_cache.onnx_files import chunks, external_files, model_files, open_regular, scan
+from mcinfer.model_cache.onnx_files import OnnxFile, chunks, external_files, open_regular, scan
 
 FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 """ONNX Runtime's option for models that do not lie beside their external data."""
 
 _VERSION = 1
-"""Version of the digest and the records: increase it when either, or the result of `scan`, changes."""
+"""Version of the digest: increase it when the digest of the same files changes."""
+
+_RECORD_VERSION = 2
+"""Version of the records: increase it when their form, or what `scan` finds, changes."""
 
 _FRESH_NS = 2_000_000_000
 """A file that changed since may change again within the same tick of its file system's clock (FAT: 2 s)."""
@@ -36,9 +39,6 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 """Types of file systems on which writing through a mapping leaves a file's times as they are."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-
-_MAX_HASHED_BYTES = 64 << 20
-"""Largest model whose identity is a digest of its content."""
 
 
 class Stamp(NamedTuple):
@@ -60,10 +60,14 @@ class Source:
         digest: SHA-256 of the model and of its external data, in hexadecimal digits.
         stamps: Of the files when they were read: the model, then its external data, in the order and as often
             as the model names it.
+        random: A node that draws random numbers; empty if there is none, or the format is not ONNX.
+        seeded: Whether such a node has a seed.
     """
 
     digest: str
     stamps: tuple[Stamp, ...]
+    random: str = ""
+    seeded: bool = False
 
     @property
     def size(self) -> int:
@@ -83,6 +87,7 @@ def read_source(
     *,
     folder: str | os.PathLike[str] | None = None,
     memory: Path | None = None,
+    any_format: bool = False,
 ) -> Source:
     """Read a model's files, or recall their digest if they have not changed.
 
@@ -90,6 +95,7 @@ def read_source(
         path: An ONNX model.
         folder: Folder of its external data; None or empty: beside the model, as in ONNX Runtime.
         memory: Folder of mode 0700 with remembered digests, if any; its errors are ignored.
+        any_format: Whether to take a file that is no ONNX model as it is.
 
     Raises:
         BuildError: Not an ONNX model; external data is missing, not a file or outside of its folder; a file
@@ -101,42 +107,18 @@ def read_source(
     notes: Path | None = None
     if memory is not None and not model.is_relative_to("/proc"):
         places = os.fsencode(model) + b"\0" + (b"" if place is None else os.fsencode(place))
+        places += b"\0" * any_format
         notes = memory / f"{hashlib.sha256(places).hexdigest()}.json"
         if remembered := _recall(notes, model):
             return remembered
     started_ns = time.time_ns()  # from here on a change of a file that is not fresh shows
-    source = _read(model, place)
+    source = _read(model, place, any_format=any_format)
     last_ns = max(max(stamp.mtime_ns, stamp.ctime_ns) for stamp in source.stamps)
     fresh = last_ns >= started_ns - _FRESH_NS
     if notes is not None and not fresh and not _lies_in_memory(source.stamps):
-        content = {"version": _VERSION, "digest": source.digest, "stamps": source.stamps}
         with suppress(OSError):
-            write_atomically(notes, json.dumps(content))
+            write_atomically(notes, json.dumps({"version": _RECORD_VERSION, **asdict(source)}))
     return source
-
-
-def model_identity(path: str) -> str:
-    """Distinguishes a model from another one at the same path; empty if the file cannot be read.
-
-    It is a digest of the content, or of the stamps of a large file and of external data.
-    """
-    try:
-        with open_regular(path) as (descriptor, info):
-            digest = hashlib.sha256()
-            large = info.st_size > _MAX_HASHED_BYTES
-            parts = [_text(_stamp(path))] if large else chunks(descriptor, info.st_size)
-            for part in parts:
-                digest.update(part)
-    except (OSError, BuildError):
-        return ""
-    with suppress(OSError, BuildError):  # it is no ONNX file, or they are not in place
-        for stamp in [_stamp(str(file)) for file in model_files(Path(path))[1:]]:
-            digest.update(_text(stamp))
-    return digest.hexdigest()
-
-
-def _text(stamp: Stamp) -> bytes:
-    return " ".join(map(str, stamp[1:])).encode() + b";"
 
 
 def _stamp(path: str) -> Stamp:
@@ -165,9 +147,15 @@ def _lies_in_memory(stamps: Sequence[Stamp]) -> bool:
     return False
 
 
-def _read(model: Path, folder: Path | None) -> Source:
+def _read(model: Path, folder: Path | None, *, any_format: bool) -> Source:
     stamps = [_settled_stamp(str(model))]
-    locations = scan(model).external
+    try:
+        found = scan(model)
+    except BuildError:
+        if not any_format:
+            raise
+        found = OnnxFile()
+    locations = found.external
     total = hashlib.sha256(b"mcinfer model %d" % _VERSION)
     try:
         stamps += [_settled_stamp(str(p)) for p in external_files(model, folder, locations)]
@@ -182,7 +170,8 @@ def _read(model: Path, folder: Path | None) -> Source:
                 total.update(fact)
     except OSError as exc:
         raise BuildError(f"{model}: {exc.filename} cannot be read: {exc}") from exc
-    source = Source(digest=total.hexdigest(), stamps=tuple(stamps))
+    random, seeded = found.random
+    source = Source(digest=total.hexdigest(), stamps=tuple(stamps), random=random, seeded=seeded)
     if not source.unchanged():
         paths = [stamp.path for stamp in stamps]
         raise BuildError(f"{model} changed while it was read: expected its files to stay: {paths}")
@@ -194,9 +183,14 @@ def _recall(notes: Path, model: Path) -> Source | None:
     try:
         found = json.loads(notes.read_bytes())
         version, digest = found["version"], found["digest"]
-        source = Source(digest=digest, stamps=tuple(Stamp(*stamp) for stamp in found["stamps"]))
+        source = Source(
+            digest=digest,
+            stamps=tuple(Stamp(*stamp) for stamp in found["stamps"]),
+            random=str(found["random"]),
+            seeded=bool(found["seeded"]),
+        )
         usable = (
-            version == _VERSION
+            version == _RECORD_VERSION
             and _DIGEST.fullmatch(digest)
             and source.stamps[0].path == str(model)
             and source.unchanged()

@@ -148,12 +148,33 @@ _MAX_DIMENSIONS = 1000
 _MAIN_DOMAIN = "ai.onnx"
 """ONNX's own operators; a file may also leave the name empty."""
 
+RANDOM_OPERATORS = frozenset(
+    {
+        *(("ai.onnx", name) for name in ("Bernoulli", "Multinomial")),
+        *(("ai.onnx", name) for name in ("RandomNormal", "RandomNormalLike")),
+        *(("ai.onnx", name) for name in ("RandomUniform", "RandomUniformLike")),
+        ("com.microsoft", "Sampling"),
+    }
+)
+"""Operators that draw random numbers, by domain and type."""
+
+TRAINING_INPUT = {
+    ("ai.onnx", "Dropout"): 2,
+    ("com.microsoft", "BiasDropout"): 4,
+    ("com.microsoft", "BitmaskDropout"): 2,
+    ("com.microsoft", "BitmaskBiasDropout"): 4,
+}
+"""Operators that draw random numbers in training alone, and which of their inputs says so."""
+
 _NUMBER = re.compile(r"[0-9]{1,20}")
 """An offset or a length of external data, which ONNX writes as text."""
 
 _BITS = {element.onnx: element.bits for element in ELEMENT_TYPES.values()}
 
+_MAX_LABEL = 100  # characters of a node's name in a message
+
 _EXTERNAL = 1  # TensorProto.DataLocation
+_BOOL = 9  # TensorProto.DataType
 _MODEL, _GRAPH, _NODE, _TENSOR = "ModelProto", "GraphProto", "NodeProto", "TensorProto"
 _ATTRIBUTE, _FUNCTION, _SPARSE = "AttributeProto", "FunctionProto", "SparseTensorProto"
 _GRAPH_OF_MODEL, _INITIALIZER = 7, 5
@@ -215,6 +236,9 @@ class OnnxFile:
             functions too.
         operators: Number of nodes by domain and type. A subgraph or function counts once, however often it
             runs.
+        draws: The nodes that may draw random numbers: their label, the name of the input that says whether
+            they do (empty if they always do), and whether they have a seed.
+        false: Names of constants that are a single False.
     """
 
     ir_version: int = 0
@@ -230,6 +254,14 @@ class OnnxFile:
     external_bytes: int = 0
     places: set[str] = field(default_factory=set)
     operators: Counter[tuple[str, str]] = field(default_factory=Counter)
+    draws: list[tuple[str, str, bool]] = field(default_factory=list)
+    false: set[str] = field(default_factory=set)
+
+    @property
+    def random(self) -> tuple[str, bool]:
+        """The first node that draws random numbers, empty if none does; whether one has a seed."""
+        draws = [(label, seeded) for label, says, seeded in self.draws if says not in self.false]
+        return (draws[0][0] if draws else "", any(seeded for _, seeded in draws))
 
     @property
     def external(self) -> tuple[str, ...]:
@@ -303,6 +335,7 @@ def _walk(message: Message, kind: str, found: OnnxFile, depth: int) -> None:
     if kind == _NODE:
         domain, operator = message.text(7, "replace"), message.text(4, "replace")
         found.operators[domain or _MAIN_DOMAIN, operator] += 1
+        _note_node(message, (domain or _MAIN_DOMAIN, operator), found)
     for number, held in _HOLDS[kind].items():
         for inner in message.messages(number):
             if held != _TENSOR:
@@ -311,6 +344,8 @@ def _walk(message: Message, kind: str, found: OnnxFile, depth: int) -> None:
             tensor = _tensor(inner)
             found.constants += 1  # the caller subtracts the initialisers
             found.weight_bytes += tensor.bytes
+            if tensor.name and _is_false(inner, tensor):
+                found.false.add(tensor.name)
             if tensor.location:
                 found.places.add(tensor.location)
                 found.external_bytes += tensor.bytes
@@ -319,6 +354,35 @@ def _walk(message: Message, kind: str, found: OnnxFile, depth: int) -> None:
                     found.initializers[tensor.name] = tensor
                 else:
                     found.inner.add(tensor.name)
+
+
+def _note_node(node: Message, operator: tuple[str, str], found: OnnxFile) -> None:
+    """Note whether a node draws random numbers, or is a constant that says that others do not."""
+    if operator == (_MAIN_DOMAIN, "Constant"):
+        if any(_is_false(tensor, _tensor(tensor)) for tensor in node.messages(5, 5)):
+            found.false.update(node.texts(2))
+        return
+    says = ""
+    if operator in TRAINING_INPUT:
+        says = "".join(node.texts(1)[TRAINING_INPUT[operator] :][:1])
+        if not says:
+            return
+    elif operator not in RANDOM_OPERATORS:
+        return
+    seeded = any(attribute.text(1, "replace") == "seed" for attribute in node.messages(5))
+    name = node.text(3, "replace")
+    label = f"node {name[:_MAX_LABEL]!r} ({operator[1]})" if name else f"a node {operator[1]}"
+    found.draws.append((label, says, seeded))
+
+
+def _is_false(tensor: Message, initializer: Initializer) -> bool:
+    """Whether a tensor is a single boolean, and False."""
+    if initializer.onnx_type != _BOOL or prod(initializer.shape) != 1 or initializer.location:
+        return False
+    values = [
+        bytes(tensor.data[slice(*bounds)]) for field in (5, 9) for bounds in tensor.parts(field)
+    ]
+    return not any(any(value) for value in values) and not any(tensor.numbers(5))
 
 
 def _tensor(tensor: Message) -> Initializer:

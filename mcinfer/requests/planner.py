@@ -50,7 +50,7 @@ from mcinfer.requests.request import (
     Ticket,
     lease,
 )
-from mcinfer.requests.splitting import Known
+from mcinfer.requests.splitting import Known, OutgrownError
 from mcinfer.requests.tensors import (
     Copier,
     Layout,
@@ -134,6 +134,7 @@ class Planner:
         known: Known | None,
         timeout: float,
         *,
+        weights: WeightVersion | None = None,
         joinable: bool = False,
         outputs_on: CardMemory | None = None,
         card_timeout: float = 0.0,
@@ -145,6 +146,7 @@ class Planner:
             pieces: Most shards, or the rows of each worker.
             known: How to cut it; None is whole.
             timeout: Seconds to wait for memory.
+            weights: What it runs with; None is the present version.
             joinable: Whether a request of one shard may join one run with others.
             outputs_on: The card for its outputs; None is the host.
             card_timeout: Seconds to wait for each tensor that goes through the host.
@@ -153,11 +155,14 @@ class Planner:
             InvalidInputError: It does not fit the model; names the input.
             QueueFullError: No shared memory was free in time.
             PredictTimeoutError: What is queued on a card before such a tensor took longer.
+            OutgrownError: It would be cut, and has more rows than `known.most_rows`.
         """
-        weights = self.weights.current
+        weights = weights or self.weights.current
         arrays = self.arrays(inputs)
         if outputs_on is not None:
-            return self._card_request(arrays, pieces, known, timeout, card_timeout, outputs_on)
+            return self._card_request(
+                arrays, pieces, known, timeout, card_timeout, weights, outputs_on
+            )
         shapes = tuple([array.shape for array in arrays])
         key = (shapes, pieces, 0 if known is None else known.number, len(self._opened))
         plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known)
@@ -168,7 +173,7 @@ class Planner:
             # A view of ordinary memory has a base as well, but not one of these.
             if array.base is not None and _is_leased(array):
                 if any(type(given) is CardTensor for given in arrays):
-                    return self._card_request(arrays, pieces, known, timeout, card_timeout)
+                    return self._card_request(arrays, pieces, known, timeout, card_timeout, weights)
                 borrowed = self._borrowed(arrays, plan)
                 break
         if borrowed is not None:
@@ -275,6 +280,18 @@ class Planner:
         found = self.arrays(inputs)
         return [array.on_host(timeout) if type(array) is CardTensor else array for array in found]
 
+    def copies(self, inputs: Inputs, request: Request | None = None) -> list[Any]:
+        """The inputs as they are now, whatever becomes of the caller's arrays; what is borrowed stays so.
+
+        What a new request has taken is not copied again: an array over its memory keeps that.
+        """
+        arrays = self.arrays(inputs)
+        taken = [None] * len(arrays) if request is None else request.taken()
+        return [
+            array if _is_leased(array) else np.array(array) if mine is None else mine
+            for array, mine in zip(arrays, taken, strict=True)
+        ]
+
     def arrays(self, inputs: Inputs) -> list[Any]:
         """The inputs of a request as arrays of the model's types, in its order; shapes are not checked.
 
@@ -333,6 +350,7 @@ class Planner:
         known: Known | None,
         timeout: float,
         card_timeout: float,
+        weights: WeightVersion,
         outputs_on: CardMemory | None = None,
     ) -> Request:
         """A request with inputs on cards, or outputs; it never joins a run with others.
@@ -341,7 +359,6 @@ class Planner:
         joined by copying, or whose shapes are not known before the run.
         """
         end = monotonic() + timeout
-        weights = self.weights.current
         shapes = tuple([array.shape for array in arrays])
         key = (shapes, pieces, 0 if known is None else known.number, len(self._opened))
         plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known)
@@ -402,6 +419,8 @@ class Planner:
         """Lay out a request; `borrowed` inputs lie elsewhere, and have no place in a frame."""
         split = None if known is None else known.split
         cut = sharding.plan(self._model, shapes, pieces, split)
+        if known is not None and len(cut.rows) > 1 and sum(cut.rows) > known.most_rows:
+            raise OutgrownError(f"{sum(cut.rows)} rows")
         inputs = tuple(
             lay_input(spec, shape, part)
             for spec, shape, part in zip(self._model.inputs, shapes, cut.inputs, strict=True)

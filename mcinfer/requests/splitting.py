@@ -8,14 +8,20 @@
 
 The comparison shows along which axis each output joins, or that an output is the same from every worker. If
 the rows depend on each other, the model runs whole. A settled split adds no cost to a request. A request
-with equal rows, or with an empty output, decides nothing. The comparison is evidence, not proof: a model
-that mixes its rows only for some values passes until these values come.
+with equal rows, or whose outputs do not differ from row to row, decides nothing; NaN equals NaN here. The
+comparison is evidence, not proof: a model that mixes its rows only for some values passes until these values
+come, and so does one that mixes rows which are further apart than the request was long.
+
+What is known belongs to what the model computes: to its content and options, and to the values of its
+weights. It is looked at again with the first request that has four times as many rows, and with new weights
+(`WeightVersion.rechecks`).
 
 A `Splitter` has no thread. One caller learns at a time; requests of other threads run whole meanwhile.
 """
 
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -54,6 +60,8 @@ _log = logging.getLogger("mcinfer.master")
 Verify = Literal["first", "always", "never"]
 
 _MAX_TRIALS = 8
+_MAX_CHANGES = 4  # how often requests of different shapes may show different axes
+_MORE_ROWS = 4  # a split that so many times its rows may refute is checked again
 _MAX_PAIRS = 64  # joined runs, and pairs of requests, that may show nothing before the search ends
 _MAX_SHOWN = 4  # pieces whose shapes a message shows
 _MAX_SHAPES = 256  # shapes in the cache of `teaches`
@@ -65,8 +73,23 @@ Inputs = Sequence[NDArray[Any]]  # in the model's order
 Runs = Callable[[Sequence[Inputs]], "Sequence[Arrays | McinferError]"]
 """Runs each of these requests whole, on one worker; all at once."""
 
-Pair = tuple[tuple[Inputs, "Future[Arrays]"], tuple[Inputs, "Future[Arrays]"]]
-"""Two requests that run apart: their inputs, and what comes of them."""
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A request that may be joined with others: copies of its inputs, what comes of it, its weights."""
+
+    arrays: Inputs
+    answer: "Future[Arrays]"
+    version: int
+
+    def fits(self, arrays: Inputs, known: "Known") -> bool:
+        """Whether a run may have its rows and these, as far as that is known."""
+        axes = known.split.inputs.values() if known.settled else [None] * len(arrays)
+        return all(
+            one.ndim == other.ndim
+            and (axis is None or _other_sizes(one.shape, axis) == _other_sizes(other.shape, axis))
+            for one, other, axis in zip(self.arrays, arrays, axes, strict=True)
+        )
 
 
 # Comparing.
@@ -82,6 +105,7 @@ class Joint:
         rank: How many dimensions the whole has.
         size: Its size along that axis for each row, if all pieces have the same; else 0.
         difference: The largest between whole and pieces, relative to the largest element of the whole.
+        decides: Whether its values show it: finite ones that differ from row to row.
         joins: Whether it would join, but in another way than the user says.
         text: Why it does not join.
     """
@@ -91,6 +115,7 @@ class Joint:
     rank: int = 0
     size: int = 0
     difference: float = 0.0
+    decides: bool = False
     joins: bool = False
     text: str = ""
 
@@ -113,13 +138,15 @@ def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Sequence[int
         fits, far = difference(np.concatenate(parts, axis), whole)
         size, rest = divmod(parts[0].shape[axis], rows[0])
         even = all(part.shape[axis] == size * n for part, n in zip(parts, rows, strict=True))
+        size = size if even and not rest else 0
         found.append(
             Joint(
                 kind="axis" if fits else "mixed",
                 axis=axis,
                 rank=whole.ndim,
-                size=size if even and not rest else 0,
+                size=size,
                 difference=far,
+                decides=_rows_differ(whole, axis, max(size, 1)),
             )
         )
     if same:
@@ -130,13 +157,37 @@ def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Sequence[int
     # With parts that have elements, at most one of these holds: the sizes differ.
     for joint in found:
         if joint.kind != "mixed":
-            return joint
+            return joint if _is_finite(whole).any() else Joint(kind="unclear", text="has no number")
     far = min(joint.difference for joint in found)
     return Joint(
         kind="mixed",
         difference=far,
         text=f"differs by {far:.2g} of its largest element between the whole batch and its pieces",
     )
+
+
+def _is_finite(array: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which elements are neither NaN nor infinite; of all that are no floats, each."""
+    if array.dtype.kind in "biuOSUT":
+        return np.ones(array.shape, np.bool_)
+    if array.dtype.isbuiltin != 1:  # of ml_dtypes, not all of which know infinity
+        array = array.astype(np.float32)
+    finite: NDArray[np.bool_] = np.isfinite(array)
+    return finite
+
+
+def _rows_differ(array: NDArray[Any], axis: int, size: int) -> bool:
+    """Whether a row, of that size along the axis, has finite elements that differ from the next row's."""
+    along = np.moveaxis(array, axis, 0)
+    here, there = along[:-size], along[size:]
+    return bool(np.any((here != there) & _is_finite(here) & _is_finite(there)))
+
+
+def _equal(one: NDArray[Any], other: NDArray[Any]) -> bool:
+    """Whether two arrays are alike, with NaN equal to NaN; of any types, also those of text."""
+    if one.shape != other.shape:
+        return False
+    return bool(np.all((one == other) | ((one != one) & (other != other))))
 
 
 def _adds_up(whole: Shape, parts: Sequence[NDArray[Any]], axis: int) -> bool:
@@ -170,9 +221,9 @@ def _tells(parts: Sequence[NDArray[Any]], axis: int) -> bool:
     rest = _other_sizes(row.shape, axis)
     if any(_other_sizes(part.shape, axis) != rest for part in parts):
         return True
-    if all(np.array_equal(part, np.broadcast_to(row, part.shape)) for part in parts):
+    if all(_equal(part, np.broadcast_to(row, part.shape)) for part in parts):
         return False
-    return not all(np.array_equal(part, first) for part in parts[1:])
+    return not all(_equal(part, first) for part in parts[1:])
 
 
 def _other_sizes(shape: Shape, axis: int) -> Shape:
@@ -190,6 +241,9 @@ class Known:
         settled: Whether it is final.
         splits: Whether requests are split: it is settled, and `Split.splits`.
         open: Whether some requests may show something: it is not settled, or not for all sizes.
+        most_rows: A request of more rows is to be compared before it is split.
+        most_joined: If a joined run may have more rows, requests are to be offered (`Splitter.offer`).
+        rechecks: `WeightVersion.rechecks` of the weights for which it holds.
         number: Another one for each, to keep plans apart.
     """
 
@@ -197,23 +251,17 @@ class Known:
     settled: bool
     splits: bool
     open: bool
+    most_rows: float
+    most_joined: float
+    rechecks: int
     number: int
 
 
 _numbers = itertools.count(1)
 
 
-def _known(split: Split, *, settled: bool) -> Known:
-    split = replace(split, settled=settled)
-    splits = settled and split.splits
-    narrow = splits and bool(split.narrow)
-    return Known(
-        split=split,
-        settled=settled,
-        splits=splits,
-        open=not settled or narrow,
-        number=next(_numbers),
-    )
+class OutgrownError(Exception):
+    """A request has many more rows than the one from which the split was learned: compare it first."""
 
 
 class _CannotTellError(Exception):
@@ -228,6 +276,7 @@ class Splitter:
         said: The user's axes.
         verify: ``"first"``: the first request that can show it is compared; ``"always"``: every one;
             ``"never"``: the user's axes and the model's symbols decide, and nothing is learned.
+        whole: Why requests run whole unless the user says what to split; empty if nothing speaks against it.
         recorded: What was learned of this model before, as `as_record` made it.
         record: Stores what is learned; None deletes the record.
 
@@ -241,6 +290,7 @@ class Splitter:
         said: SaidAxes,
         *,
         verify: Verify = "first",
+        whole: str = "",
         recorded: object = None,
         record: Callable[[dict[str, Any] | None], None] = lambda _: None,
     ) -> None:
@@ -250,42 +300,91 @@ class Splitter:
         self._record = record
         self._names = tuple(spec.name for spec in model.inputs)
         self._first = first_split(model, said)
+        self._whole = whole
+        if whole and self._first.known != "said" and not is_fixed(model, self._first):
+            self._first = replace(self._first, reason=whole)
         self._learning = threading.Lock()
         self._teaching: dict[tuple[int, tuple[Shape, ...]], bool] = {}
-        self._warned = self._warned_open = False
-        self._offered: tuple[Inputs, Future[Arrays]] | None = None
-        self._trials = self._pairs = 0
+        self._warned = self._warned_open = self._is_withdrawn = False
+        self._offered: list[Offer] = []
+        self._trials = self._pairs = self._changes = self._unshown = 0
         split, settled = self._first, verify == "never" or self._has_nothing_to_learn
         found = None if settled or recorded is None else of_record(recorded, model)
         if found is not None:
             split, settled = found, verify != "always" or not found.splits
-        self.known = _known(split, settled=settled)
+        self.known = self._known(split, settled=settled)
+        if whole and self.known.splits and split.known == "said":
+            _log.warning("requests are split as batch_axes says, without a check: %s", whole)
+
+    def _known(
+        self, split: Split, *, settled: bool, rechecks: int = 0, trusted: bool = False
+    ) -> Known:
+        split = replace(split, settled=settled)
+        splits = settled and split.splits
+        shown = splits and split.checked and split.rows and self._verify == "first" and not trusted
+        most_rows = _MORE_ROWS * split.rows - 1 if shown else math.inf
+        return Known(
+            split=split,
+            settled=settled,
+            splits=splits,
+            open=not settled or (splits and bool(split.narrow)),
+            most_rows=most_rows,
+            most_joined=most_rows if settled else 1,
+            rechecks=rechecks,
+            number=next(_numbers),
+        )
+
+    def known_for(self, rechecks: int) -> Known:
+        """What is known for weights after so many rechecks (`WeightVersion.rechecks`)."""
+        known = self.known
+        if known.rechecks == rechecks:
+            return known
+        if (
+            known.rechecks > rechecks
+        ):  # a request from before an update runs whole, and shows nothing
+            return replace(known, settled=False, splits=False, open=False, rechecks=rechecks)
+        if self._is_withdrawn or self._verify == "never" or self._has_nothing_to_learn:
+            self.known = known = replace(known, rechecks=rechecks)
+            return known
+        self._trials = self._pairs = 0
+        self._offered = []
+        self.known = known = self._known(self._first, settled=False, rechecks=rechecks)
+        return known
 
     @property
     def busy(self) -> bool:
         return self._learning.locked()
 
-    def teaches(self, shapes: tuple[Shape, ...]) -> bool:
-        """Whether a request of these shapes is to be compared."""
-        known = self.known
-        if not known.open:
-            return False
-        key = (known.number, shapes)
+    def teaches(self, known: Known, shapes: tuple[Shape, ...]) -> bool:
+        """Whether a request of these shapes is to be compared; `known` is what was known when it came."""
+        now = self.known
+        if known.rechecks != now.rechecks:
+            return False  # it is from before an update of the weights
+        key = (now.number, shapes)
         found = self._teaching.get(key)
         if found is None:
             if len(self._teaching) >= _MAX_SHAPES:
                 self._teaching.clear()
-            found = not known.settled or not known.split.covers(self._by_name(shapes))
+            by_name = self._by_name(shapes)
+            rows = rows_of(by_name, now.split.inputs) or 0
+            found = not now.settled or rows > now.most_rows
+            found = found or (now.open and not now.split.covers(by_name))
             found = found and next(iter(self._candidates(shapes)), None) is not None
             self._teaching[key] = found
         return found
 
     def answer(
-        self, arrays: Inputs, pieces: int, run: Runs, split_run: Callable[[Known], Arrays]
+        self,
+        known: Known,
+        arrays: Inputs,
+        pieces: int,
+        run: Runs,
+        split_run: Callable[[Known], Arrays],
     ) -> Arrays:
         """Answer a request by a whole run, and learn from it.
 
         Args:
+            known: What was known when it came.
             arrays: Its inputs.
             pieces: In how many it is cut; two at least.
             run: Runs requests.
@@ -299,15 +398,17 @@ class Splitter:
             mine = self._learning.acquire(blocking=False)
             (whole,) = run([arrays])
             if isinstance(whole, McinferError):
-                return self._without_whole(whole, split_run)
-            if mine and self.teaches(tuple(array.shape for array in arrays)):
-                self.learn(arrays, whole, pieces, run)
+                return self._without_whole(known, whole, split_run)
+            if mine and self.teaches(known, tuple(array.shape for array in arrays)):
+                self._learn(_Pieces(self._names, arrays, whole, pieces, run), known.rechecks)
             return whole
         finally:
             if mine:
                 self._learning.release()
 
-    def relearn(self, arrays: Inputs, pieces: int, run: Runs, timeout: float) -> Split:
+    def relearn(
+        self, rechecks: int, arrays: Inputs, pieces: int, run: Runs, timeout: float
+    ) -> Split:
         """Forget what was learned, and learn from this request, unless there is nothing to learn.
 
         Raises:
@@ -324,10 +425,12 @@ class Splitter:
             (whole,) = run([arrays])
             if isinstance(whole, McinferError):
                 raise whole
-            self._set(self._first, settled=self._verify == "never")
-            self._warned = self._warned_open = False
-            self._trials = self._pairs = 0
-            self.learn(arrays, whole, pieces, run)
+            self.known = self._known(
+                self._first, settled=self._verify == "never", rechecks=rechecks
+            )
+            self._warned = self._warned_open = self._is_withdrawn = False
+            self._trials = self._pairs = self._changes = self._unshown = 0
+            self._learn(_Pieces(self._names, arrays, whole, pieces, run), rechecks)
             return self.known.split
         finally:
             if mine:
@@ -345,54 +448,80 @@ class Splitter:
 
     @property
     def _has_nothing_to_learn(self) -> bool:
-        """Whether all inputs go whole as the user says, or runs take one number of rows only."""
-        return self._said_whole or is_fixed(self._model, self._first)
+        """Whether nothing can be compared, all go whole as the user says, or runs take one number of rows."""
+        return bool(self._whole) or self._said_whole or is_fixed(self._model, self._first)
 
-    def learn(self, arrays: Inputs, whole: Arrays, pieces: int, run: Runs) -> None:
-        """Compare pieces of a request with its whole answer."""
-        self._learn(_Pieces(self._names, arrays, whole, pieces, run))
+    def offer(
+        self, known: Known, version: int, arrays: Inputs, answer: "Future[Arrays]"
+    ) -> "list[Offer] | None":
+        """Note a request that may be joined with others if that is right; copies its inputs.
 
-    def offer(self, arrays: Inputs, answer: "Future[Arrays]") -> "Pair | None":
-        """Note a request that runs apart and may be joined with others if that is right; copies its inputs.
+        Args:
+            known: What was known when it came.
+            version: Of its weights.
+            arrays: Its inputs.
+            answer: What comes of it; while nothing is settled, it runs apart from others.
 
         Returns:
-            This request and one before it, for `learn_from_pair`, if they may show it.
+            Some requests, this one among them, for `learn_from_offers`, once they may show it.
         """
-        if self.known.settled or self._gives_up or self.busy:
+        if known.most_joined == math.inf or known.rechecks != self.known.rechecks:
             return None
-        other = self._offered
-        if other is not None and all(map(np.array_equal, other[0], arrays)):
+        if self._gives_up or self.busy:
+            return None
+        first = self._offered[0] if self._offered else None
+        if first is not None and not (first.version == version and first.fits(arrays, known)):
+            self._offered, first = [], None
+        if not known.settled and first is not None and all(map(_equal, first.arrays, arrays)):
             return None  # the one before serves as well, and is copied already
-        mine = ([np.array(array) for array in arrays], answer)
-        self._offered = mine
-        if other is None or any(a.ndim != b.ndim for a, b in zip(other[0], arrays, strict=True)):
+        offered = self._offered
+        offered.append(Offer([np.array(array) for array in arrays], answer, version))
+        if self._rows_of(offered, known) <= known.most_joined:
             return None
-        self._offered = None
-        return other, mine
+        self._offered = []
+        return offered
 
-    def learn_from_pair(self, pair: "Pair", timeout: float, run: Runs) -> None:
-        """Compare two requests that ran apart with one run of both, within so many seconds."""
+    def learn_from_offers(
+        self, known: Known, offered: "Sequence[Offer]", timeout: float, run: Runs
+    ) -> None:
+        """Compare requests, each by itself, with one run of all, within so many seconds."""
         if not self._learning.acquire(blocking=False):
             return
         try:
             self._pairs += 1
-            if not self.known.settled:
-                answers = [answer.result(timeout) for _, answer in pair]
-                trial = _Members(self._names, [arrays for arrays, _ in pair], answers, run)
-                self._trials += 1
-                self._learn(trial)
-                self._trials -= not trial.ran
+            if known.number != self.known.number:
+                return
+            requests = [offer.arrays for offer in offered]
+            if known.settled:  # they may have been joined already
+                answers = _successes(run(requests))
+            else:
+                answers = [offer.answer.result(timeout) for offer in offered]
+            trial = _Members(self._names, requests, answers, run)
+            self._trials += 1
+            self._learn(trial, known.rechecks)
+            self._trials -= not trial.ran
         except (McinferError, TimeoutError, CancelledError):
             return  # they failed by themselves
         finally:
             self._learning.release()
 
+    def _rows_of(self, offered: "Sequence[Offer]", known: Known) -> int:
+        """Their rows together; one each while nothing is settled."""
+        if not known.settled:
+            return len(offered)
+        shapes = [self._by_name([a.shape for a in offer.arrays]) for offer in offered]
+        return sum(max(1, rows_of(by_name, known.split.inputs) or 1) for by_name in shapes)
+
     def withdraw(self, reason: str) -> None:
         """A split request has shown that the split is wrong: from now on requests run whole."""
-        if self.known.split.splits:
-            self._set(replace(self.known.split, reason=reason, checked=False), settled=True)
-            self._record(None)
-            self._warn(reason)
+        known = self.known
+        if known.split.splits:
+            self._is_withdrawn = True
+            split = replace(known.split, reason=reason, checked=False)
+            self.known = self._known(split, settled=True, rechecks=known.rechecks)
+            if not known.rechecks:
+                self._record(None)
+            self.warn(reason)
 
     def warn_if_whole(self) -> None:
         """Say once why a request that may have rows is not split."""
@@ -400,14 +529,12 @@ class Splitter:
         if self._warned or not known.settled or known.splits:
             return
         if not is_fixed(self._model, split):
-            self._warn(split.reason or f"output {split.unjoined[0]!r}: its axis is not known")
+            self.warn(split.reason or f"output {split.unjoined[0]!r}: its axis is not known")
 
     # How.
 
-    def _set(self, split: Split, *, settled: bool) -> None:
-        self.known = _known(split, settled=settled)
-
-    def _warn(self, reason: str) -> None:
+    def warn(self, reason: str) -> None:
+        """Say once why requests run whole, unless the user says so."""
         if self._warned:
             return
         self._warned = True
@@ -419,6 +546,16 @@ class Splitter:
         )
 
     def _leave_open(self, trial: "_Pieces | _Members", reason: str) -> None:
+        now = self.known
+        if (
+            sum(trial.rows(now.split.inputs)) > now.most_rows
+        ):  # what fewer rows have shown still holds
+            self._unshown += 1
+            if self._unshown >= _MAX_TRIALS:
+                self.known = self._known(
+                    now.split, settled=True, rechecks=now.rechecks, trusted=True
+                )
+            return
         if self._warned_open or (isinstance(trial, _Members) and not self._gives_up):
             return
         self._warned_open = True
@@ -433,27 +570,46 @@ class Splitter:
             reason,
         )
 
-    def _without_whole(self, failure: McinferError, split_run: Callable[[Known], Arrays]) -> Arrays:
+    def _without_whole(
+        self, known: Known, failure: McinferError, split_run: Callable[[Known], Arrays]
+    ) -> Arrays:
         """The whole run failed, but pieces may fit into the devices' memory."""
-        may = isinstance(failure, (PredictError, WorkerDiedError))
-        if not may or not self._first.splits or self.known.split.checked:
+        now = self.known
+        if (
+            not isinstance(failure, (PredictError, WorkerDiedError))
+            or now.rechecks != known.rechecks
+        ):
             raise failure
-        believed = _known(self._first, settled=True)
+        if now.splits:  # it was learned from fewer rows
+            believed = self._known(now.split, settled=True, rechecks=now.rechecks, trusted=True)
+        elif self._first.splits and not now.split.checked:
+            believed = self._known(self._first, settled=True, rechecks=now.rechecks)
+        else:
+            raise failure
         try:
             answer = split_run(believed)
         except McinferError:
             raise failure from None
-        self._believe(f"a run of the whole batch failed, its pieces did not ({failure})")
+        if now.splits:
+            self.known = believed
+        else:
+            reason = f"a run of the whole batch failed, its pieces did not ({failure})"
+            self._believe(reason, now.rechecks)
         return answer
 
-    def _believe(self, reason: str) -> None:
+    def _believe(self, reason: str, rechecks: int) -> None:
         """Nothing can be compared: trust the user's axes or the model's symbols, or run whole."""
         if self._first.splits:
-            self._set(self._first, settled=True)
+            self.known = self._known(self._first, settled=True, rechecks=rechecks)
             _log.warning("requests are split without a check: %s", reason)
             return
-        self._set(replace(self._first, reason=reason), settled=True)
-        self._warn(reason)
+        self._give_up(reason, rechecks)
+
+    def _give_up(self, reason: str, rechecks: int) -> None:
+        """Requests run whole, since nothing can be compared."""
+        split = replace(self._first, reason=reason)
+        self.known = self._known(split, settled=True, rechecks=rechecks)
+        self.warn(reason)
 
     def _by_name(self, shapes: Sequence[Shape]) -> dict[str, Shape]:
         return dict(zip(self._names, shapes, strict=True))
@@ -461,13 +617,13 @@ class Splitter:
     def _candidates(self, shapes: Sequence[Shape], least_rows: int = 2) -> Iterator[Axes]:
         """The axes along which a request of these shapes may be cut."""
         by_name, split = self._by_name(shapes), self.known.split
-        if split.checked and split.covers(by_name):  # verify="always"
+        if split.checked and split.covers(by_name):  # it has more rows, or verify="always"
             if (rows_of(by_name, split.inputs) or 0) >= least_rows:
                 yield split.inputs
             return
         yield from candidates(self._model, by_name, self._first, self._said, least_rows)
 
-    def _learn(self, trial: "_Pieces | _Members") -> None:
+    def _learn(self, trial: "_Pieces | _Members", rechecks: int) -> None:
         try:
             split = self._decide(trial)
             random = not split.splits and trial.is_random()
@@ -476,15 +632,47 @@ class Splitter:
             return
         except McinferError:  # the check is lost, not the request
             return
+        now = self.known
+        if now.rechecks != rechecks:
+            return  # an update came meanwhile, and this is of the weights before
         if random:
-            self._believe("two runs of the same inputs differ, so there is nothing to compare with")
+            reason = "two runs of the same inputs differ"
+            if self._first.known == "said":
+                self._believe(f"{reason}, so there is nothing to compare with", rechecks)
+            else:
+                self._give_up(reason, rechecks)
             return
-        before = self.known.split
-        self._set(split, settled=self._verify != "always" or not split.splits)
-        if not before.checked or as_record(split) != as_record(before):
+        before, split = now.split, self._agreed(now.split, split)
+        settled = self._verify != "always" or not split.splits
+        self._unshown = 0
+        self.known = self._known(split, settled=settled, rechecks=rechecks)
+        if not rechecks and (not before.checked or as_record(split) != as_record(before)):
             self._record(as_record(split))
         if not split.splits:
-            self._warn(split.reason)
+            self.warn(split.reason)
+
+    def _agreed(self, before: Split, split: Split) -> Split:
+        """What holds for this request, and for those that have shown another split, or the same one."""
+        if not (before.checked and before.splits and split.splits):
+            return split
+        if before.inputs == split.inputs and before.outputs == split.outputs:
+            sizes = {(name, axis): size for name, axis, size in before.narrow}
+            narrow = [
+                (name, axis, max(size, sizes[name, axis]))
+                for name, axis, size in split.narrow
+                if (name, axis) in sizes
+            ]
+            return replace(
+                split,
+                rows=max(split.rows, before.rows),
+                difference=max(split.difference, before.difference),
+                narrow=tuple(narrow),
+            )
+        self._changes += 1
+        if self._changes <= _MAX_CHANGES:
+            return split
+        reason = "requests of different shapes show different axes"
+        return replace(split, inputs=dict.fromkeys(self._names), reason=reason, narrow=())
 
     def _decide(self, trial: "_Pieces | _Members") -> Split:
         """What a request shows.
@@ -586,6 +774,13 @@ class Splitter:
         if all(joint.kind == "same" for joint in joints.values()):
             text = "is the same for the whole batch and for each piece"
             return {name: Joint(kind="mixed", text=text) for name in joints}
+        alike = [n for n, joint in joints.items() if joint.kind == "axis" and not joint.decides]
+        if len(alike) < len(
+            joints
+        ):  # what the user, or the model's symbols, say of it is enough then
+            alike = [n for n in alike if joints[n].axis != self._first.outputs[n]]
+        if any(name not in self._said.outputs for name in alike):
+            raise _CannotTellError(f"the rows of output {alike[0]!r} are equal")
         return joints
 
     def _unsure(self, axes: Axes, alike: Sequence[str]) -> list[str]:
@@ -647,12 +842,7 @@ class _Trial:
         self._names, self._arrays, self._answer, self._run = names, arrays, answer, run
 
     def answers(self, requests: Sequence[Inputs]) -> list[Arrays]:
-        answers = []
-        for outcome in self._run(requests):
-            if isinstance(outcome, McinferError):
-                raise outcome
-            answers.append(outcome)
-        return answers
+        return _successes(self._run(requests))
 
     def is_random(self) -> bool:
         """Whether two runs of the same inputs differ."""
@@ -704,7 +894,7 @@ class _Members(_Trial):
         for i, name in enumerate(self._names):
             parts, axis = [member[i] for member in self._members], axes[name]
             if axis is None:
-                if not all(np.array_equal(part, parts[0]) for part in parts[1:]):
+                if not all(_equal(part, parts[0]) for part in parts[1:]):
                     raise _CannotTellError(f"input {name!r} differs between two requests")
                 whole.append(parts[0])
                 continue
@@ -714,6 +904,16 @@ class _Members(_Trial):
                 raise _CannotTellError(f"input {name!r} has other sizes in two requests") from None
         self.ran = True
         return self.answers([whole])[0], self._apart
+
+
+def _successes(outcomes: "Sequence[Arrays | McinferError]") -> list[Arrays]:
+    """The answers of runs; raises the first failure."""
+    answers = []
+    for outcome in outcomes:
+        if isinstance(outcome, McinferError):
+            raise outcome
+        answers.append(outcome)
+    return answers
 
 
 def _differ(one: Arrays, other: Arrays) -> bool:

@@ -40,6 +40,11 @@ class WeightVersion:
     slots: Mapping[str, Slot] = field(default_factory=dict)
     blocks: frozenset[int] = frozenset()
 
+    @property
+    def rechecks(self) -> int:
+        """How often a split is checked again by then: after 1, 2, 4, 8 … updates."""
+        return self.number.bit_length()
+
 
 class WeightStore:
     """The versions of one model's replaceable weights. Any thread may call it.

@@ -138,6 +138,7 @@ class Loop:
         trace: TraceHook | None = None,
         transport: TransportKind = "zeromq",
         balance: Balance | None = None,
+        seeds_on_one: bool = False,
     ) -> None:
         self._groups = (
             groups  # for each worker, the builds of its ranks: one, unless a model is cut
@@ -157,6 +158,7 @@ class Loop:
             max_delay=max_delay,
             tracing=trace is not None,
             balance=balance,
+            seeds_on_one=seeds_on_one,
         )
         self._table = self._scheduler.table
         self._block_numbers = count()

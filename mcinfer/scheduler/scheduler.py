@@ -279,7 +279,8 @@ class Scheduler:
     """The state of a pool and its requests. Methods return the actions to carry out, in order.
 
     `now` is float seconds on any monotonic clock, the same for all calls. With `tracing`, settled requests
-    carry a `RequestTrace`. With a `balance`, it learns from them how fast workers are.
+    carry a `RequestTrace`. With a `balance`, it learns from them how fast workers are. `seeds_on_one` is for
+    `WorkerLives`.
     """
 
     def __init__(
@@ -293,8 +294,11 @@ class Scheduler:
         max_delay: float = 0.0,
         tracing: bool = False,
         balance: Balance | None = None,
+        seeds_on_one: bool = False,
     ) -> None:
-        self.lives = WorkerLives(builds, timeouts=timeouts, restart=restart)
+        self.lives = WorkerLives(
+            builds, timeouts=timeouts, restart=restart, seeds_on_one=seeds_on_one
+        )
         self.workers = self.lives.workers
         self._overlaps = any(w.depth > 1 for w in self.workers)
         self._timeouts = timeouts
@@ -666,6 +670,8 @@ class Scheduler:
         """Whether it may get one more run: not behind a run that it may be killed, or die, for."""
         runs = len(w.runs)
         if runs >= w.capacity or w.doomed or w.retiring or w.alone or w.kill_at is not None:
+            return False
+        if w.spare:
             return False
         state = w.conversation.state
         if runs == 0:

@@ -115,6 +115,7 @@ class Worker:
         has_slab: Whether its process was given the leader's slab.
         bereft: It is killed because its leader has died.
         answers: How many requests this process of it has answered.
+        spare: It serves, and gets no runs as long as another worker does: see `WorkerLives`.
     """
 
     index: int
@@ -147,6 +148,7 @@ class Worker:
     has_slab: bool = False
     bereft: bool = False
     answers: int = 0
+    spare: bool = False
     restarts: int = 0
     runs_done: int = 0
     completed: int = 0
@@ -178,7 +180,7 @@ class Worker:
     @property
     def is_free(self) -> bool:
         free = self.conversation.state is WorkerState.READY
-        return free and not (self.doomed or self.retiring)
+        return free and not (self.doomed or self.retiring or self.spare)
 
     @property
     def name(self) -> str:
@@ -208,14 +210,11 @@ def _agree(one: BuildFinish, other: BuildFinish) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
-def _prepared_for(device: str) -> str:
-    """What models are prepared for: the CPU, or one card, since a pool may have different ones."""
-    kind, _, _ = device.partition(":")
-    return kind if kind == "cpu" else device
-
-
 class WorkerLives:
     """All workers of a pool. Methods that return actions return them in order.
+
+    Each process draws the numbers of a seed from the first on. So with `seeds_on_one`, one worker runs a
+    model that has such nodes, as a single session would, and another takes its place if it ends.
 
     Attributes:
         calm: Whether an answer changes nothing here: all workers were well in the last report, and none is
@@ -226,8 +225,14 @@ class WorkerLives:
     """
 
     def __init__(
-        self, builds: Sequence[Build], *, timeouts: Timeouts, restart: RestartPolicy
+        self,
+        builds: Sequence[Build],
+        *,
+        timeouts: Timeouts,
+        restart: RestartPolicy,
+        seeds_on_one: bool = False,
     ) -> None:
+        self._seeds_on_one = seeds_on_one
         self.workers = [
             Worker(i, build.device, build, capacity=build.depth, depth=build.depth)
             for i, build in enumerate(builds)
@@ -238,7 +243,6 @@ class WorkerLives:
                 leader = leaders.setdefault(w.device, w)
                 w.leader = None if leader is w else leader
         self.specs: BuildFinish | None = None
-        self._prepared: dict[str, str] = {}  # keys of prepared models, by what they are for
         self.started = False
         self.closing = False
         self._timeouts = timeouts
@@ -386,20 +390,18 @@ class WorkerLives:
         w.providers = message.providers
         if self.specs is None:
             self.specs = message
-        elif not _agree(message, self.specs) or self._prepared_otherwise(w, message):
+        elif not _agree(message, self.specs):
             w.build_failure = (
                 f"{w.name}: its model's content, inputs, outputs or weights are not those of the "
                 "others"
             )
             return [self.kill(w, w.build_failure), *self.finish_start()]
-        elif not self.specs.prepared:
-            self.specs = message
-        if message.prepared:
-            self._prepared[_prepared_for(w.device)] = message.prepared
         if w.spent:
             self._renew_budget(w)
             w.trial_end = now + self._probe_delay
         w.started_before = True
+        w.spare = self._seeds_on_one and message.seeded
+        self._fill_in()
         w.slab = message.slab
         followers = self._followers(w)
         if w.leader is None and w.slab is None:
@@ -410,11 +412,6 @@ class WorkerLives:
             if follower.state is WorkerState.CONNECTED and not (follower.doomed or self.closing):
                 actions += self.build(follower, now)
         return actions
-
-    def _prepared_otherwise(self, w: Worker, message: BuildFinish) -> bool:
-        """Whether another worker has the model prepared from other content; one may run it unprepared."""
-        known = self._prepared.get(_prepared_for(w.device))
-        return bool(message.prepared) and known not in (None, message.prepared)
 
     def fail_build(self, w: Worker, message: Error, now: float) -> list[Action]:
         """The model does not load: final in the first start, later a death like others."""
@@ -508,10 +505,11 @@ class WorkerLives:
         w.conversation = Conversation(state=WorkerState.GONE)
         w.usual_seconds, w.capacity, w.alone = math.inf, w.depth, False
         w.pid = w.ready_by = w.kill_at = None
-        w.retiring = w.has_slab = False
+        w.retiring = w.has_slab = w.spare = False
         w.slab = None
         if self.closing:
             return story
+        self._fill_in()
         if planned:
             w.restart_at = now
             return story
@@ -655,7 +653,14 @@ class WorkerLives:
             w.restarts += 1
             return self.start(w, now)
         w.retiring = True
+        self._fill_in()
         return []
+
+    def _fill_in(self) -> None:
+        """If no other worker gets runs, have a spare one get them."""
+        if not any(w.serves and not w.spare for w in self.workers):
+            for w in [w for w in self.workers if w.serves][:1]:
+                w.spare = False
 
     def hasten_close(self, now: float, seconds: float) -> None:
         """Shorten the time that `close` gave the workers to at most so many seconds."""

@@ -270,7 +270,7 @@ class CardEngine(Engine):
         self.card = card
         self.slab = slab
         self.spec, self.providers, self.weights = engine.spec, engine.providers, engine.weights
-        self.notes, self.prepared = engine.notes, engine.prepared
+        self.notes, self.prepared, self.version = engine.notes, engine.prepared, engine.version
         self.description = engine.description
         self.on_card = engine.on_card
         # TensorRT wants bound addresses "aligned to at least 256 bytes" (setTensorAddress).

@@ -24,7 +24,7 @@ import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,7 +40,9 @@ from mcinfer.engines.base import (
     RunCancelledError,
     Strings,
 )
+from mcinfer.engines.preparation import content_of, identity
 from mcinfer.errors import (
+    BuildError,
     CardLostError,
     ClosedError,
     CollectiveTimeoutError,
@@ -51,7 +53,7 @@ from mcinfer.errors import (
     ProtocolError,
     RankDiedError,
 )
-from mcinfer.model_cache.keys import model_identity
+from mcinfer.model_cache.keys import Source
 from mcinfer.process import LEFT_ALONE, ORPHANED
 from mcinfer.protocol import (
     MAX_STRINGS,
@@ -349,7 +351,8 @@ class Server:
         offered = self._offered_slab(message)
         try:
             request = _pinned_request(message)
-            identity = model_identity(message.model)
+            source = content_of(request)
+            request = replace(request, source=source)
             if message.ranks > 1:
                 from mcinfer.engines.ranks import lead
 
@@ -368,6 +371,9 @@ class Server:
                 for fd in (self._connection.fd, self._engine.fd):
                     self._poll.register(fd, select.POLLIN)
             self._joined = JoinedRuns(self._engine)
+            if source is not None and not source.unchanged():
+                raise BuildError(f"{message.model} was changed while it was loaded")
+            content = {} if source is None else _content(request, source, self._engine.version)
         except _BROKEN:  # no fault of the model: as if this process had died
             raise
         except Exception as exc:  # of any class: it is the runtime's
@@ -380,8 +386,7 @@ class Server:
             outputs=_fields(self._engine.spec.outputs),
             weights=_fields(self._engine.weights),
             notes=self._engine.notes,
-            model=identity,
-            prepared=self._engine.prepared,
+            **content,
             providers=self._engine.providers,
             seconds=time.perf_counter() - start,
             slab=slab,
@@ -760,6 +765,15 @@ class Server:
             if 0 < layout[0] < oldest or (block is not None and block in blocks):
                 del self._runs[layout]
                 self._layout_bytes -= len(layout[2])
+
+
+def _content(request: EngineRequest, source: Source, runtime: str) -> dict[str, Any]:
+    """What BUILD_FINISH says of the model's content."""
+    return {
+        "model": identity(request, source, runtime),
+        "random": source.random,
+        "seeded": source.seeded,
+    }
 
 
 def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:

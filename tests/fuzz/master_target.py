@@ -6,6 +6,7 @@ where its reply says, which other code here reads again.
 """
 
 import logging
+import math
 import random
 from collections import deque
 from contextlib import suppress
@@ -75,6 +76,9 @@ _SPLIT = Known(
     settled=True,
     splits=True,
     open=False,
+    most_rows=math.inf,
+    most_joined=math.inf,
+    rechecks=0,
     number=1,
 )
 """How requests of the model with known outputs are cut in two."""
