@@ -232,6 +232,16 @@ def test_request_beyond_the_queue_limit_is_refused_and_changes_nothing() -> None
     assert pool.handle_request(1.0, 3, (1,), 10.0) == []
 
 
+def test_request_without_a_limit_needs_no_room_and_counts_for_others() -> None:
+    pool = ready_pool(1, limits=Limits(queue=1, queue_bytes=8))
+    pool.handle_request(0.0, 1, (1,), 10.0, size=8)
+    assert pool.handle_request(0.0, 2, (1, 1), 10.0, size=8, limited=False) == []
+    assert (pool.table.in_flight, pool.table.in_flight_bytes) == (2, 16)
+    pool.handle_message(1.0, 0, reply(1))
+    with pytest.raises(QueueFullError):
+        pool.handle_request(1.0, 3, (1,), 10.0)
+
+
 # Bad requests.
 
 
@@ -1556,7 +1566,9 @@ class Pools(RuleBasedStateMachine):
         taken = sum(self.requests[n].size for n in self.open())
         ends = self.is_closing or self.is_draining
         most = math.inf if self.limits.queue_bytes is None else self.limits.queue_bytes
-        full = len(self.open()) == self.limits.queue or (taken and taken + size > most)
+        limited = number % 4 > 0
+        full = len(self.open()) >= self.limits.queue or (taken and taken + size > most)
+        full = full and limited
         asked = _Asked(self.now + timeout, rows, join, due, self.now, size)
         balance = self.twins.balances[0]
         if balance is not None and number % 3 and join is None:
@@ -1571,7 +1583,13 @@ class Pools(RuleBasedStateMachine):
                 asked.until.append(self.now + wait if measured else -math.inf)
                 asked.thieves.append({*others} - {worker})
         self.requests[number] = asked
-        options = {"size": size, "priority": priority, "join": join, "preferred": asked.preferred}
+        options = {
+            "size": size,
+            "priority": priority,
+            "join": join,
+            "preferred": asked.preferred,
+            "limited": limited,
+        }
         try:
             actions = self.twins.request(self.now, number, rows, timeout, **options)
         except ClosedError:

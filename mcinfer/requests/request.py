@@ -242,6 +242,7 @@ class Request(Outcome[Arrays]):
         called: When the call came, of `time.monotonic`.
         timeout: Seconds from then on.
         waits: Whether it may wait for a place in the queue.
+        limited: Whether there must be one for it; False for a part of what was accepted already.
         join: The key that it shares with requests that may join one run with it, and its rows; None for
             one that runs alone.
         context: Context of the call, if the request is traced.
@@ -274,6 +275,7 @@ class Request(Outcome[Arrays]):
         self.called = self.timeout = 0.0
         self.priority = 0
         self.waits = False
+        self.limited = True
         self.join: tuple[Hashable, int] | None = None
         self.context: Context | None = None
         self.weights = weights

@@ -668,7 +668,7 @@ class Loop:
         request.number = number
         now = monotonic()
         called, timeout = request.called, request.timeout
-        if self._line and request is not self._line[0]:
+        if self._line and request is not self._line[0] and request.limited:
             self._wait_for_place(request)
             return
         given = None
@@ -707,6 +707,7 @@ class Loop:
                 priority=request.priority,
                 join=request.join,
                 preferred=request.preferred,
+                limited=request.limited,
             )
         except QueueFullError as exc:
             del self._requests[number]

@@ -381,6 +381,7 @@ class Scheduler:
         priority: int = 0,
         join: tuple[Hashable, int] | None = None,
         preferred: Sequence[int] = (),
+        limited: bool = True,
     ) -> list[Action]:
         """A request came.
 
@@ -394,6 +395,7 @@ class Scheduler:
             priority: Higher ones go first.
             join: For one shard that may be joined with others of the same key: the key, and its rows.
             preferred: By shard, the index of its preferred worker; empty if there is none.
+            limited: Whether there must be room for it (`check_room`).
 
         Raises:
             ClosedError: The pool is closed.
@@ -403,7 +405,8 @@ class Scheduler:
             raise ClosedError("the master is closed")
         if self._draining is not None:
             raise ClosedError("the master is closing: it finishes what it has, and takes no more")
-        self.check_room(size)
+        if limited:
+            self.check_room(size)
         called = now if called is None else called
         entry = self.table.accept(request, rows, called, now, timeout, size)
         if self.lives.circuit_open:
