@@ -342,8 +342,8 @@ class Master:
                 self._whole = f"{built.random} draws random numbers"
             self._splitter = self._new_splitter(model, self._said)
             if built.seeded and not self._said.inputs:
-                seeds = "a node has a seed, and each worker would draw the same numbers"
-                self._splitter.warn(f"{self._whole}; {seeds}")
+                seeds = "from a seed with which each worker would draw the same ones"
+                self._splitter.warn(f"{self._whole}, {seeds}")
             self._model = model
             loop = self._loop
             self._planner = Planner(
@@ -850,7 +850,9 @@ class Master:
         while True:
             self.predict(example, timeout=max(0.0, end - monotonic()))
             left = max(0.0, end - monotonic())
-            for future in [self.submit(example, timeout=left) for _ in before]:
+            call = self._call(example, left, None, None, 1, 0, None)
+            parts = replace(call, limited=False)  # or only one at a time might have a place
+            for future in [self._submit(parts) for _ in before]:
                 future.result()
             workers = self.statistics().workers
             serving = [w for w in workers if w.state in ("ready", "busy")]
@@ -1059,7 +1061,13 @@ class Master:
 
         def split_run(known: Known) -> Arrays:
             in_pieces = replace(
-                call, known=known, pieces=pieces, balance=None, outputs=None, outputs_on=None
+                call,
+                known=known,
+                pieces=pieces,
+                balance=None,
+                outputs=None,
+                outputs_on=None,
+                limited=False,
             )
             outcome = _outcome(runs.begin(in_pieces))  # which does not begin what was cancelled
             if isinstance(outcome, McinferError):
@@ -1086,6 +1094,7 @@ class Master:
         self, call: "_Call", failure: PredictError, runs: "_CheckRuns | None" = None
     ) -> Arrays:
         """Run a request whole after its pieces failed, or raise the failure again."""
+        call.limited = False
         runs = runs or _CheckRuns(self, call)
         (whole,) = runs([self._ready().host_arrays(call.inputs, call.timeout)])
         if isinstance(whole, McinferError):
@@ -1163,6 +1172,7 @@ class Master:
             request.want(call.outputs)
         request.contradicted = call.splitter.withdraw
         request.waits = may_wait and limits.when_queue_full == "wait"
+        request.limited = call.limited
         if self._traces and call.traced:
             request.context = copy_context()
         return request
@@ -1182,6 +1192,7 @@ class _Call:
         outputs_on: The card for the outputs; None is the host.
         apart: Whether it is a run of a check: whole, and not joined with others.
         traced: Whether to call the trace hook.
+        limited: Whether there must be a place in the queue for it; not for a part of an accepted request.
     """
 
     inputs: Inputs
@@ -1199,6 +1210,7 @@ class _Call:
     balance: Balance | None = None
     apart: bool = False
     traced: bool = True
+    limited: bool = True
 
 
 class _CheckRuns:
@@ -1236,6 +1248,7 @@ class _CheckRuns:
             timeout=timeout,
             apart=True,
             traced=first and not self._late,
+            limited=first and not self._late and self._call.limited,
         )
         outcomes: list[Arrays | McinferError] = []
         try:

@@ -429,8 +429,8 @@ class Request(Outcome[Arrays]):
     def taken(self) -> list[NDArray[Any] | None]:
         """By input, an array over the memory to which it was copied as a whole; the array keeps that memory.
 
-        None for one that was not copied so. What is there for a borrowed one means nothing. To be called before
-        the request is queued.
+        None for one that was not copied so. What is there for a borrowed one means nothing. To be called
+        before the request is queued.
         """
         held = next((one for one in self._inputs if type(one) is Lease), None)
         side = self._plan.inputs

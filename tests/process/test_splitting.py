@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ import numpy as np
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
+from onnx import TensorProto, helper, parser
 
 from mcinfer import (
+    EngineOptions,
     InvalidInputError,
+    Limits,
     Master,
     RequestTrace,
     RestartPolicy,
@@ -29,6 +32,8 @@ from tests.process.scripts import ROOT, run_documented
 from tests.process.waiting import pids, wait_until
 
 Arrays = Mapping[str, NDArray[Any]]
+
+FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 GENEROUS = RestartPolicy(budget=1000, backoff=0.01, backoff_limit=0.05)
 
@@ -135,6 +140,14 @@ def test_model_that_mixes_its_rows_runs_whole(
     assert "output 'y'" in warnings()[0]
 
 
+def test_queue_of_one_place_does_not_keep_a_split_from_being_learned(onnx_model: OnnxModel) -> None:
+    limits = Limits(queue=1, when_queue_full="raise")
+    with Master(onnx_model(SILERO), 2, limits=limits) as master:
+        master.warm_up(silero(4))
+        assert master.split.checked
+        assert min(runs(master)) > 0
+
+
 def test_what_was_learned_is_recorded_for_the_next_master(onnx_model: OnnxModel) -> None:
     path = onnx_model(SILERO)
     with Master(path, 1) as master:  # also with one worker
@@ -158,21 +171,20 @@ def test_what_was_learned_is_recorded_for_the_next_master(onnx_model: OnnxModel)
         assert master.split.known == "said"  # another question
 
 
+NEEDS_TWO_ROWS = onnx("""(float[batch, 4] x) => (float[batch, 4] y)
+<int64[1] two = {2}, int64[1] zero = {0}, float none = {0.0}> {
+    most, at = TopK <axis = 0> (x, two)
+    some = ReduceSum <keepdims = 0> (most)
+    nothing = Mul(some, none)
+    y = Add(x, nothing)
+}""")
+"""Which the pieces of a first request of four rows do not show."""
+
+
 def test_piece_that_fails_where_the_whole_runs_is_answered_by_the_whole(
     onnx_model: OnnxModel, warnings: Callable[[], list[str]]
 ) -> None:
-    """The model needs two rows, which the pieces of the first request have not shown."""
-    path = onnx_model(
-        onnx("""(float[batch, 4] x) => (float[batch, 4] y)
-        <int64[1] two = {2}, int64[1] zero = {0}, float none = {0.0}> {
-            most, at = TopK <axis = 0> (x, two)
-            some = ReduceSum <keepdims = 0> (most)
-            nothing = Mul(some, none)
-            y = Add(x, nothing)
-        }""")
-    )
-
-    with Master(path, 2) as master:
+    with Master(onnx_model(NEEDS_TWO_ROWS), 2) as master:
         for count in (4, 2):
             assert_equal(master.predict(rows(count)), {"y": rows(count)["x"]})
         answer = asyncio.run(master.predict_async(rows(4)))
@@ -180,6 +192,156 @@ def test_piece_that_fails_where_the_whole_runs_is_answered_by_the_whole(
         assert not master.split.splits
     assert len(warnings()) == 1
     assert "a piece of a batch fails where the whole runs" in warnings()[0]
+
+
+# More rows than the split was learned from.
+
+NEIGHBOURS = onnx("""(float[batch, 4] x) => (float[batch, 4] y)
+<int64[4] places = {4, 0, 0, 0}, int64[1] zero = {0}> {
+    later = Pad(x, places)
+    size = Shape <end = 1> (x)
+    before = Slice(later, zero, size, zero)
+    y = Add(x, before)
+}""")
+"""Each row, and the fourth before it."""
+
+
+def ask_async(master: Master, inputs: Arrays) -> Arrays:
+    return asyncio.run(master.predict_async(inputs))
+
+
+@pytest.mark.parametrize("ask", [Master.predict, ask_async])
+def test_rows_that_are_further_apart_than_the_first_request_was_long_are_found_to_depend(
+    onnx_model: OnnxModel, ask: Callable[[Master, Arrays], Arrays]
+) -> None:
+    path = onnx_model(NEIGHBOURS)
+    with Master(path, 2) as master:
+        ask(master, rows(4))
+        assert is_split(master, rows(4))
+        for _ in range(2):
+            assert_equal(ask(master, rows(16)), alone(path, rows(16)))
+        assert not master.split.splits
+    with Master(path, 2) as master:
+        assert (master.split.known, master.split.splits) == ("recorded", False)
+
+
+# What the caller does with its arrays meanwhile.
+
+
+def test_arrays_that_change_after_the_first_wait_are_not_read_again(onnx_model: OnnxModel) -> None:
+    """Pieces fail, so the request runs as a whole, from the inputs as they came."""
+
+    async def ask(master: Master) -> Arrays:
+        inputs = rows(2)
+        task = asyncio.create_task(master.predict_async(inputs))
+        await asyncio.sleep(0)  # until its first wait
+        inputs["x"][:] = -1
+        return await task
+
+    with Master(onnx_model(NEEDS_TWO_ROWS), 2) as master:
+        master.predict(rows(4))
+        assert master.split.splits
+        assert_equal(asyncio.run(ask(master)), {"y": rows(2)["x"]})
+        assert not master.split.splits
+
+
+# Content that lies elsewhere.
+
+
+def mixing(folder: Path, share: float) -> Path:
+    """A model of rows less a share of their mean, which lies in a file of this folder."""
+    folder.mkdir(exist_ok=True)
+    graph = parser.parse_graph(
+        """m (float[batch, 4] x) => (float[batch, 4] y) <float[1] share> {
+            mean = ReduceMean <axes = [0], keepdims = 1> (x)
+            some = Mul(mean, share)
+            y = Sub(x, some)
+        }"""
+    )
+    del graph.value_info[:]
+    tensor = TensorProto(name="share", data_type=TensorProto.FLOAT, dims=[1])
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="share.bin")
+    graph.initializer.append(tensor)
+    path = folder.parent / "mixing.onnx"
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    path.write_bytes(model.SerializeToString())
+    (folder / "new.bin").write_bytes(np.float32(share).tobytes())
+    (folder / "new.bin").replace(folder / "share.bin")  # sessions map the one that they have opened
+    return path
+
+
+def data_in(folder: Path) -> EngineOptions:
+    return EngineOptions(session_config={FOLDER_KEY: str(folder)})
+
+
+def test_split_that_was_learned_with_other_external_data_is_not_believed(tmp_path: Path) -> None:
+    x = {"x": random((4, 4))}
+    for name, share in (("none", 0.0), ("all", 1.0), ("none", 0.0)):
+        path = mixing(tmp_path / name, share)
+        with Master(path, 2, options=data_in(tmp_path / name)) as master:
+            want = x["x"] - share * x["x"].mean(0)
+            assert_equal(master.predict(x), {"y": want})
+            assert_equal(master.predict(x), {"y": want})
+            assert master.split.splits is (share == 0)
+
+
+def test_worker_that_finds_other_external_data_at_a_restart_serves_nobody(tmp_path: Path) -> None:
+    path = mixing(tmp_path / "data", 0.0)
+    with Master(path, 2, options=data_in(tmp_path / "data"), restart=GENEROUS) as master:
+        master.predict(rows(4))
+        mixing(tmp_path / "data", 1.0)
+        os.kill(pids(master)[1], signal.SIGKILL)
+        wait_until(lambda: "are not those of the others" in str(master.health()))
+        for seed in range(8):
+            x = random((4, 4), seed)
+            assert_equal(master.predict({"x": x}), {"y": x})
+        assert runs(master)[0] >= 8
+        mixing(tmp_path / "data", 0.0)
+        assert master.wait_ready(30.0).state == "ready"
+
+
+# Random models.
+
+
+def noise(seed: str) -> str:
+    return onnx(f"""(float[batch, 4] x) => (float[batch, 4] y) {{
+        n = RandomNormalLike <{seed}> (x)
+        y = Add(x, n)
+    }}""")
+
+
+def test_seeded_model_draws_the_numbers_of_one_session(
+    onnx_model: OnnxModel, warnings: Callable[[], list[str]]
+) -> None:
+    path, zero = onnx_model(noise("seed = 1.0")), np.zeros((4, 4), np.float32)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    want = [session.run(None, {"x": zero})[0] for _ in range(8)]
+    with Master(path, 2, verify="never") as master:
+        got = [master.predict({"x": zero})["y"] for _ in range(4)]
+        got += [future.result()["y"] for future in [master.submit({"x": zero}) for _ in range(4)]]
+        assert_equal(dict(enumerate_text(got)), dict(enumerate_text(want)))
+        assert sorted(runs(master)) == [0, 8]
+        os.kill(pids(master)[runs(master).index(8)], signal.SIGKILL)
+        master.predict({"x": zero})
+        assert sorted(runs(master)) == [1, 8]
+    assert len(warnings()) == 1
+    assert "node" in warnings()[0]
+    assert "RandomNormalLike" in warnings()[0]
+
+
+def enumerate_text(arrays: Sequence[NDArray[Any]]) -> Iterator[tuple[str, NDArray[Any]]]:
+    return ((str(number), array) for number, array in enumerate(arrays))
+
+
+def test_random_model_is_split_only_if_the_user_says_so(onnx_model: OnnxModel) -> None:
+    path, x = onnx_model(noise("mean = 0.0")), {"x": random((4, 4))}
+    with Master(path, 2) as master:
+        assert not is_split(master, x)
+        y = [future.result()["y"] for future in [master.submit(x) for _ in range(4)]]
+        assert len({array.tobytes() for array in y}) == 4
+    with Master(path, 2, batch_axes={"x": 0}) as master:
+        assert is_split(master, x)
 
 
 def test_worker_that_is_killed_in_the_check_costs_no_request(fake_model: FakeModel) -> None:

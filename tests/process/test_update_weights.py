@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from mcinfer import BuildError, EngineOptions, Limits, Master, QueueFullError, RestartPolicy
-from tests.process.models import FakeModel, Inputs, act, fake_master, rows
+from tests.process.models import FakeModel, Inputs, OnnxModel, act, fake_master, rows
 from tests.process.waiting import (
     HeldPipe,
     busy_pid,
@@ -194,6 +194,70 @@ def test_future_callback_may_update(fake_model: FakeModel) -> None:
         master.submit(rows(1)).add_done_callback(update)
         assert updated.result(timeout=20.0) == 1
         assert ask(master) == 3
+
+
+# How a batch is split.
+
+MIXING = """<ir_version: 8, opset_import: ["": 17]>
+m (float[batch, 4] x) => (float[batch, 4] y) <float share = {0.0}> {
+    mean = ReduceMean <axes = [0], keepdims = 1> (x)
+    some = Mul(mean, share)
+    y = Sub(x, some)
+}"""
+"""Rows less a share of their mean."""
+
+
+def renew(master: Master, share: float) -> None:
+    """Replace the share until its version is one with which the split is checked again: 1, 2, 4, 8 …"""
+    while master.update_weights({"share": np.float32(share)}).bit_count() > 1:
+        continue
+
+
+def test_split_is_checked_again_with_new_weights_and_never_recorded_for_them(
+    onnx_model: OnnxModel,
+) -> None:
+    path, options = onnx_model(MIXING), EngineOptions(variable_weights=["share"])
+    x = np.random.default_rng(0).standard_normal((4, 4), np.float32)
+
+    def check(master: Master, share: float) -> None:
+        for _ in range(2):
+            y = master.predict({"x": x})["y"]
+            np.testing.assert_allclose(y, x - share * x.mean(0), rtol=1e-5, atol=1e-6)
+        assert master.split.splits is (share == 0)
+
+    with Master(path, 2, options=options) as master:
+        check(master, 0)
+        for share in (1, 0, 1):
+            renew(master, share)
+            check(master, share)
+    with Master(path, 2, options=options) as master:
+        assert master.split.known == "recorded"
+        renew(master, 1)
+        check(master, 1)
+    with Master(path, 2) as master:
+        assert master.split.known == "recorded"
+        check(master, 0)
+
+
+def test_update_in_the_middle_of_a_check_neither_spoils_it_nor_is_judged_by_it(
+    fake_model: FakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outputs = (["y", "float32", ["batch", 4], {"from": "x", "scale": 2, "add": "w"}],)
+    weights = [["w", "float32", [4], 0.0]]
+    model = fake_model(outputs=outputs, weights=weights, run=f"told:{tmp_path}/run")
+    pipe = HeldPipe(tmp_path / "run0")
+    options = EngineOptions(variable_weights=["w"])
+    with (
+        Master(model, 2, engine="fake", options=options) as master,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answer = pool.submit(master.predict, rows(4))
+        pipe.wait()  # the whole run has begun
+        master.update_weights({"w": np.full(4, 5, np.float32)})
+        pipe.tell("")
+        np.testing.assert_array_equal(answer.result(timeout=20.0)["y"], 2 * rows(4)["x"])
+        assert not master.split.settled  # of the new weights nothing is known
+    assert not [record for record in caplog.records if "requests" in record.getMessage()]
 
 
 # Memory.
