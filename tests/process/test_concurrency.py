@@ -72,14 +72,18 @@ def test_task_that_is_cancelled_stops_its_run_and_no_other(pool_of_two: Master) 
     assert master.statistics().cancelled == cancelled + 1
 
 
-def test_task_that_waits_for_memory_leaves_the_loop_free(fake_model: FakeModel) -> None:
+def test_task_that_waits_for_memory_leaves_the_loop_free_and_has_its_inputs_already(
+    fake_model: FakeModel,
+) -> None:
     limits = Limits(memory_bytes=4096)
 
     async def ask() -> Arrays:
-        waiting = asyncio.create_task(master.predict_async(rows(100)))
+        inputs = rows(100)
+        waiting = asyncio.create_task(master.predict_async(inputs))
         for _ in range(20):  # the loop goes on
             await asyncio.sleep(0.01)
         assert not waiting.done()
+        inputs["x"][:] = -1
         held.clear()
         return await waiting
 
