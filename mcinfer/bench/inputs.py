@@ -419,7 +419,8 @@ def _likely_axes(
 
 
 def _rows_differ(array: Array, axis: int) -> bool:
-    return not np.array_equal(array, np.broadcast_to(array.take([0], axis), array.shape))
+    first = np.broadcast_to(array.take([0], axis), array.shape)
+    return not np.array_equal(array, first, equal_nan=array.dtype.kind in "fc")
 
 
 def look_at(
