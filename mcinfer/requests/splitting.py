@@ -339,9 +339,8 @@ class Splitter:
         known = self.known
         if known.rechecks == rechecks:
             return known
-        if (
-            known.rechecks > rechecks
-        ):  # a request from before an update runs whole, and shows nothing
+        if known.rechecks > rechecks:
+            # A request from before an update runs whole, and shows nothing.
             return replace(known, settled=False, splits=False, open=False, rechecks=rechecks)
         if self._is_withdrawn or self._verify == "never" or self._has_nothing_to_learn:
             self.known = known = replace(known, rechecks=rechecks)
