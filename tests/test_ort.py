@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import numpy as np
@@ -421,13 +421,28 @@ def test_value_has_the_elements_of_an_array_and_keeps_its_memory(element_type: s
     del filler
 
 
-def test_value_of_strings_and_of_nothing() -> None:
+def test_array_over_a_value_keeps_what_owns_its_memory() -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    held = ref(array)
+    tensor = values.fed(ort.OrtValue.ortvalue_from_numpy(array), SPECS["x"])
+    del array
+    gc.collect()
+    assert held() is not None
+    assert np.array_equal(cast(Any, tensor), np.arange(6).reshape(2, 3))
+    del tensor
+    gc.collect()
+    assert held() is None
+
+
+def test_value_of_strings_of_nothing_and_of_one_number() -> None:
     texts = np.array([["ä", ""], ["b", "c\0d"]], object)
     value = values.value_of(texts, spec("t", "string", (2, 2)))
     assert value.data_type() == "tensor(string)"
     assert np.array_equal(value.numpy(), texts)
     empty = values.value_of(np.zeros((0, 3), np.float32), spec("y"))
     assert values.tensor_of(empty, spec("y")).shape == (0, 3)
+    number = values.value_of(np.array(7, np.float32), spec("y", shape=()))
+    assert number.numpy().shape == ()
 
 
 def test_outputs_are_left_on_the_first_card_if_cupy_has_their_types() -> None:

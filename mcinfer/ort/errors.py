@@ -85,6 +85,11 @@ _NO_TENSOR = re.compile(
 _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : ([A-Z_]+) : ")
 
 
+def words(exc: Exception) -> str:
+    """What an error says, as the runtime says it where no exception carries its number and name."""
+    return _CODE.sub("", str(exc), 1)
+
+
 def invalid_argument(text: str) -> InvalidArgument:
     """The error that a plain session raises for an argument, with the runtime's words."""
     return InvalidArgument(f"[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : {text}")
