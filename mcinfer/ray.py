@@ -36,19 +36,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mcinfer.config import Device, EngineOptions, Parallel, parse_devices, share_cores
-from mcinfer.errors import ClosedError, InvalidInputError, MissingDependencyError, QueueFullError
+from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError, requires
 from mcinfer.machine import usable_cpus, whole_cpus
 from mcinfer.master import Master, SerializableModel
 from mcinfer.requests.request import Arrays, Inputs
 from mcinfer.sharding import Axes
 from mcinfer.statistics import Health, Statistics
 
-try:
+with requires("mcinfer.ray needs the package ray: pip install 'mcinfer[ray]'", "ray"):
     import ray
-except ImportError as exc:
-    raise MissingDependencyError(
-        "mcinfer.ray needs the package ray: pip install 'mcinfer[ray]'"
-    ) from exc
 
 _log = logging.getLogger("mcinfer.ray")
 
@@ -637,12 +633,9 @@ def deployment(
         MissingDependencyError: Ray Serve is not installed.
         InvalidInputError, TypeError: An option is invalid.
     """
-    try:
+    needs = "mcinfer.ray.deployment needs Ray Serve: pip install 'mcinfer[ray]'"
+    with requires(needs, "ray", "fastapi", "starlette", "uvicorn"):
         from ray import serve
-    except ImportError as exc:
-        raise MissingDependencyError(
-            "mcinfer.ray.deployment needs Ray Serve: pip install 'mcinfer[ray]'"
-        ) from exc
     _names("outputs", outputs)
     _check_options({"batch_axes": batch_axes, **master_options})
     chosen = {"name": "mcinfer", **(serve_options or {})}

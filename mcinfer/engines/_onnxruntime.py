@@ -60,9 +60,9 @@ from mcinfer.errors import (
     EngineError,
     InvalidInputError,
     McinferError,
-    MissingDependencyError,
     PredictError,
     quotable,
+    requires,
     shortened,
 )
 from mcinfer.model_cache.building import MODEL_FILE, Progress
@@ -75,6 +75,7 @@ from mcinfer.model_cache.onnx_files import (
     open_regular,
     scan,
 )
+from mcinfer.process import without_telemetry
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,
@@ -85,13 +86,13 @@ from mcinfer.specs import (
     tensor_bytes,
 )
 
-try:
+with requires(
+    "engine onnxruntime needs ONNX Runtime: pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs",
+    "onnxruntime",
+):
+    without_telemetry()
     import onnxruntime as ort
     from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
-except ImportError as exc:
-    raise MissingDependencyError(
-        "engine onnxruntime needs ONNX Runtime: pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs"
-    ) from exc
 
 _BLAMES_INPUTS = re.compile(
     r"(Invalid rank|[Ii]nvalid dimensions) for input|Unexpected input data type|"

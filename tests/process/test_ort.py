@@ -621,6 +621,25 @@ def test_unchanged_program_runs_over_workers_and_ends_as_it_does_alone(
     assert "mcinfer" not in as_module.stderr.replace(str(tmp_path), "")
 
 
+FORKED = """
+import os, signal, sys
+import mcinfer.ort
+child = os.fork()
+if not child:
+    sys.exit(7)
+signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
+signal.alarm(20)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_child_that_a_program_forks_ends_though_the_runtime_would_wait_for_its_telemetry(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
+    assert run_program("-c", FORKED, cwd=tmp_path).stdout == "7\n"
+
+
 @pytest.mark.parametrize("arguments", [("broken.py",), ("-m", "no_such_package.module")])
 def test_program_that_cannot_begin_fails_as_it_does_alone(
     tmp_path: Path, arguments: tuple[str, ...]
