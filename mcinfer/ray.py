@@ -85,7 +85,8 @@ class Predictor:
 
     Args:
         model: Path of the model on each node, the model as bytes or `onnx.ModelProto`, or what ``ray.put``
-            returned for its bytes: then no node needs the file.
+            returned for its bytes: then no node needs the file. A relative path is taken from the working
+            folder of the process that starts the workers, which Ray may set (``working_dir``).
         devices: As in `Master`. None is what Ray assigned to the actor or task: ``cuda:i`` for its GPUs;
             else its CPUs, in as many shares as `Master` would make of so many. Without either, all CPUs as
             in `Master`. CPU devices share the cores that the process claims, one for each whole CPU. The

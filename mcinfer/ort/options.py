@@ -21,6 +21,7 @@ from onnxruntime.capi.onnxruntime_inference_collection import OrtValue
 
 from mcinfer.config import EngineOptions
 from mcinfer.errors import InvalidInputError
+from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.ort.errors import Unsupported
 
 Call = tuple[str, tuple[Any, ...]]
@@ -51,10 +52,25 @@ def _noting(
     @wraps(method)
     def noting(self: Any, *arguments: Any) -> Any:
         result = method(self, *arguments)
+        if name == "register_custom_ops_library":  # the runtime has loaded it from there
+            arguments = (_under(working_folder(), os.fspath(arguments[0])),)
         notes.setdefault(self, []).append((name, arguments))
         return result
 
     return noting
+
+
+def working_folder() -> str:
+    """Empty if it is gone: then paths have to be absolute."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+def _under(folder: str, library: str) -> str:
+    """The path of a library; one without a folder is the dynamic linker's to find."""
+    return os.path.join(folder, library) if os.sep in library else library
 
 
 def calls(options: Any) -> list[Call]:
@@ -160,12 +176,13 @@ class Passed:
     optimised: str = ""
 
 
-def passed(options: Any, base: EngineOptions, cores: int) -> Passed:
+def passed(options: Any, base: EngineOptions, folder: str, cores: int) -> Passed:
     """What the workers get of a program's options.
 
     Args:
         options: The program's ``SessionOptions``.
         base: Options of mcinfer, which those of the program override.
+        folder: The folder of relative paths.
         cores: The cores of one worker: so many operators run at once in the parallel mode, unless the
             program says a number.
 
@@ -185,7 +202,8 @@ def passed(options: Any, base: EngineOptions, cores: int) -> Passed:
             raise Unsupported(
                 f"SessionOptions.{name}: got {value!r}, {_REFUSED.get(name, _NO_ACT)}"
             )
-    config, libraries = dict(base.session_config), [*base.custom_operators]
+    config = dict(base.session_config)
+    libraries = [_under(folder, library) for library in base.custom_operators]
     sizes = {"name": dict(base.free_dimensions), "denotation": dict(base.free_denotations)}
     weights: dict[str, NDArray[Any]] = {}
     files: dict[str, bytes] = {}
@@ -194,8 +212,7 @@ def passed(options: Any, base: EngineOptions, cores: int) -> Passed:
             case "add_session_config_entry":
                 config[arguments[0]] = arguments[1]
             case "register_custom_ops_library":
-                library = os.fspath(arguments[0])
-                libraries.append(os.path.abspath(library) if os.sep in library else library)
+                libraries.append(arguments[0])
             case "add_free_dimension_override_by_name":
                 sizes["name"][arguments[0]] = int(arguments[1])
             case "add_free_dimension_override_by_denotation":
@@ -211,6 +228,8 @@ def passed(options: Any, base: EngineOptions, cores: int) -> Passed:
                 pass  # `named_providers`
             case _:
                 raise Unsupported(f"SessionOptions.{name}(): {_REFUSED.get(name, _NO_ACT)}")
+    if config.get(FOLDER_KEY):
+        config[FOLDER_KEY] = os.path.join(folder, config[FOLDER_KEY])
     try:
         engine = replace(
             base,
@@ -225,6 +244,7 @@ def passed(options: Any, base: EngineOptions, cores: int) -> Passed:
     except InvalidInputError as exc:
         raise InvalidInputError(f"sess_options: {exc}") from exc
     target = str(options.optimized_model_filepath)
+    target = os.path.join(folder, target) if target else ""
     return Passed(engine=engine, weights=weights, files=files, optimised=target)
 
 

@@ -57,6 +57,9 @@ _FROM_MODEL = "ORT_LOAD_CONFIG_FROM_MODEL"
 
 _MASTER_OPTIONS = frozenset(inspect.signature(Master).parameters) - {"model", "engine"}
 
+_FOLDER = "_folder"
+"""A session's argument for one that is opened again: the folder of its relative paths."""
+
 _RECORDS_ASSIGNMENT = "session.record_ep_graph_assignment_info"
 
 PlainSession = collection.InferenceSession
@@ -394,8 +397,11 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             raise TypeError(
                 f"sess_options: got {type(sess_options).__name__}, expected onnxruntime.SessionOptions"
             )
+        self._folder = given.pop(_FOLDER, None) or noted.working_folder()
         self._given = given
         self._chosen = (providers, provider_options)
+        if isinstance(path_or_bytes, str | os.PathLike):
+            path_or_bytes = os.path.join(self._folder, path_or_bytes)
         try:
             super().__init__(
                 path_or_bytes, sess_options, providers, provider_options, enable_fallback=0
@@ -430,12 +436,12 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A session is opened again from its path or bytes, with the same options."""
+        """A session is opened again from its path or bytes, with the same options and relative paths."""
         options = self._sess_options_initial
         set_options = None if options is None else noted.packed(options)
-        model = self._model_bytes if self._model_path is None else os.path.abspath(self._model_path)
-        fallback = {"enable_fallback": int(self._wants_fallback)}
-        return _reopened, (model, set_options, *self._chosen, {**self._given, **fallback})
+        model = self._model_bytes if self._model_path is None else self._model_path
+        more = {"enable_fallback": int(self._wants_fallback), _FOLDER: self._folder}
+        return _reopened, (model, set_options, *self._chosen, {**self._given, **more})
 
     # As the plain class calls them.
 
@@ -457,8 +463,8 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             passed = self._passed(choice, options)
             if passed.files:
                 folder = _folder_of(passed.files)
-            place = folder or (os.getcwd() if self._model_path is None else None)
-            if place is not None:  # of the files of a model that is given as bytes
+            place = folder or (self._folder if self._model_path is None else "")
+            if place:  # of the files of a model that is given as bytes
                 entries = {FOLDER_KEY: place, **passed.engine.session_config}
                 passed = replace(passed, engine=replace(passed.engine, session_config=entries))
             master = self._started(choice, passed)
@@ -494,7 +500,8 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
                 allow_fallback=engine.allow_fallback or choice.may_fall_back,
             )
         default = native.SessionOptions() if options is None else options
-        return noted.passed(default, engine, _cores_of_a_worker(self._given.get("devices")))
+        cores = _cores_of_a_worker(self._given.get("devices"))
+        return noted.passed(default, engine, self._folder, cores)
 
     def _started(self, choice: Choice, passed: noted.Passed) -> Master:
         given = dict(self._given)

@@ -530,6 +530,45 @@ def test_providers_are_set_anew_and_a_pickled_session_is_opened_again_from_its_p
         session.run(None, feed(2))
 
 
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_session_is_opened_again_from_where_it_was_opened_first(
+    as_bytes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import onnx
+
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for number, folder in enumerate(folders):
+        (folder / "data").mkdir(parents=True)
+        weight = onnx.numpy_helper.from_array(np.full(3, number, np.float32), "w")
+        onnx.external_data_helper.set_external_data(weight, "w.bin")
+        (folder / "data" / "w.bin").write_bytes(weight.raw_data)
+        weight.ClearField("raw_data")
+        model = onnx.parser.parse_model(
+            '<ir_version: 8, opset_import: ["": 17]> m (float[n, 3] x) => (float[n, 3] y) {y = Add(x, w)}'
+        )
+        model.graph.initializer.append(weight)
+        (folder / "data" / "model.onnx").write_bytes(model.SerializeToString())
+    given = ort.SessionOptions()
+    given.optimized_model_filepath = "optimised.onnx"
+    given.add_session_config_entry("session.model_external_initializers_file_folder_path", "data")
+    monkeypatch.chdir(folders[1])
+    path = Path("data", "model.onnx")
+    one = np.zeros((1, 3), np.float32)
+    session = ort.InferenceSession(path.read_bytes() if as_bytes else path, given, CPU, devices=1)
+    try:
+        monkeypatch.chdir(folders[0])
+        pickled = pickle.dumps(session)
+        monkeypatch.chdir(folders[2])
+        session.set_providers(CPU)
+        assert session.run(None, {"x": one})[0].tolist() == [[1, 1, 1]]
+    finally:
+        session.close()
+    (folders[1] / "optimised.onnx").unlink()
+    with pickle.loads(pickled) as again:  # noqa: S301 our own
+        assert again.run(None, {"x": one})[0].tolist() == [[1, 1, 1]]
+    assert [folder for folder in folders if (folder / "optimised.onnx").exists()] == [folders[1]]
+
+
 def test_session_that_is_let_go_ends_its_workers(onnx_model: OnnxModel) -> None:
     given = ort.SessionOptions()
     given.add_initializer("w", ort.OrtValue.ortvalue_from_numpy(np.full(3, 5, np.float32)))
