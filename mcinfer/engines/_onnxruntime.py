@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -122,6 +122,9 @@ _LACKS_COLLECTIVE = re.compile(
     r"No Op registered for DistCollective"
 )
 """Its message if a model has collective nodes, for which its packages have no kernels (1.32)."""
+
+_FORMAT = "session.load_model_format"
+_OWN_FORMAT = b"ORTM"
 
 _SHARED_ARENA = "session.use_env_allocators"
 """The runtime's option for sessions that share one arena, which must exist before."""
@@ -769,15 +772,20 @@ def _session_options(
 
 
 def _set_attributes(options: Any, given: Mapping[str, str]) -> None:
-    """Set the attributes of the runtime's options that the request names; `BuildError` for others."""
+    """Set the attributes of the runtime's options, or of its default logger, that the request names.
+
+    `BuildError` for other names.
+    """
     for name, text in given.items():
-        kind = _ATTRIBUTES.get(name)
-        if kind is None:
-            raise BuildError(
-                f"session_options: got the name {name!r}, expected some of {[*_ATTRIBUTES]}"
-            )
+        kind, of_process = _ATTRIBUTES.get(name), _DEFAULT_LOGGER.get(name)
+        if kind is None and of_process is None:
+            names = [*_ATTRIBUTES, *_DEFAULT_LOGGER]
+            raise BuildError(f"session_options: got the name {name!r}, expected some of {names}")
         try:
-            setattr(options, name, kind(text))
+            if of_process is not None:
+                of_process(int(text))
+            elif kind is not None:
+                setattr(options, name, kind(text))
         except (ValueError, KeyError, TypeError, OverflowError) as exc:
             raise BuildError(
                 f"session_options: got {text!r} for {name}, which the runtime does not take: {exc!r}"
@@ -800,6 +808,12 @@ _ATTRIBUTES: Mapping[str, Callable[[str], Any]] = {
     "logid": str,
 }
 """How `EngineRequest.session_options` are read, by name."""
+
+_DEFAULT_LOGGER: Mapping[str, Callable[[int], None]] = {
+    "default_logger_severity": ort.set_default_logger_severity,
+    "default_logger_verbosity": ort.set_default_logger_verbosity,
+}
+"""Those that are for all sessions of the process."""
 
 
 def _description(session: Any) -> ModelDescription:
@@ -826,6 +840,8 @@ def _source(request: EngineRequest, options: Any) -> Iterator[str]:
     Constant weights that are inputs too are defaults (onnx.proto, GraphProto.initializer, from IR version 4
     on). Protobuf joins the parts of a message, so inputs are added by writing them after the model's bytes.
     """
+    if _FORMAT not in request.session_config and _is_in_own_format(request.model):
+        options.add_session_config_entry(_FORMAT, "ORT")
     if not request.variable_weights:
         yield request.model
         return
@@ -841,6 +857,16 @@ def _source(request: EngineRequest, options: Any) -> Iterator[str]:
         if not request.session_config.get(FOLDER_KEY):
             _add_external_data(request, options, found.external, opened)
         yield f"/proc/self/fd/{fd}"
+
+
+def _is_in_own_format(model: str) -> bool:
+    """Whether a file is in the runtime's format of models (fbs::utils::IsOrtFormatModelBytes).
+
+    The runtime tells by the content only for models that are given as bytes, and by the name for files.
+    """
+    with suppress(OSError, BuildError), open_regular(model) as (descriptor, _):
+        return os.pread(descriptor, len(_OWN_FORMAT), 4) == _OWN_FORMAT
+    return False
 
 
 def _add_external_data(

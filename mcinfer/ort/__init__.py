@@ -13,7 +13,7 @@ with requires(
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as _native
 
-from mcinfer.ort.options import note_calls
+from mcinfer.ort.options import note_calls, note_default_logger
 from mcinfer.ort.session import (
     InferenceSession,
     WorkerSession,
@@ -25,6 +25,7 @@ from mcinfer.ort.values import note_bindings
 
 note_calls(_native.SessionOptions)
 note_calls(_native.RunOptions)
+note_default_logger()
 note_bindings(WorkerSession)
 note_terminations()
 

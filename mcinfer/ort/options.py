@@ -3,7 +3,8 @@
 ONNX Runtime's options can be set, and for the most part not be read: not the names of the configuration
 entries, not the sizes of free dimensions, not the libraries of operators. So importing mcinfer.ort replaces
 the methods of these two classes that set something by methods that do the same, and note the call beside the
-object. The notes go with the object. Options that were set before mcinfer.ort was imported are not noted.
+object. The notes go with the object. Options that were set before mcinfer.ort was imported are not noted. The
+same holds for the level of the default logger, which a process has once.
 """
 
 import os
@@ -15,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import onnxruntime
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 from onnxruntime.capi.onnxruntime_inference_collection import OrtValue
@@ -44,6 +46,30 @@ def note_calls(kind: Any) -> None:
             if callable(getattr(kind, name)) and not name.startswith(_READS):
                 setattr(kind, name, _noting(name, getattr(kind, name), notes))
         setattr(kind, _NOTES, notes)
+
+
+def note_default_logger() -> None:
+    """Have ONNX Runtime's functions that set the level of its default logger note it; once."""
+    with _WRAPPING:
+        if hasattr(native, _NOTES):
+            return
+        notes: dict[str, str] = {}
+        for name in ("default_logger_severity", "default_logger_verbosity"):
+            setter = getattr(native, f"set_{name}")
+            for module in (native, onnxruntime):
+                setattr(module, setter.__name__, _noting_level(name, setter, notes))
+        setattr(native, _NOTES, notes)
+
+
+def _noting_level(
+    name: str, setter: Callable[[int], None], notes: MutableMapping[str, str]
+) -> Callable[[int], None]:
+    @wraps(setter)
+    def noting(level: int) -> None:
+        setter(level)
+        notes[name] = str(int(level))
+
+    return noting
 
 
 def _noting(
@@ -196,7 +222,8 @@ def passed(options: Any, base: EngineOptions, folder: str, cores: int) -> Passed
     if options.execution_mode == native.ExecutionMode.ORT_PARALLEL:
         found["inter_op_threads"] = max(1, options.inter_op_num_threads or cores)
     given = {name: _text(differing[name]) for name in _AS_TEXT if name in differing}
-    found["session_options"] = {**base.session_options, **given}
+    default_logger: Mapping[str, str] = getattr(native, _NOTES)
+    found["session_options"] = {**default_logger, **base.session_options, **given}
     for name, value in differing.items():
         if name not in (*_AS_TEXT, *_READ_ELSEWHERE):
             raise Unsupported(

@@ -17,7 +17,15 @@ import pytest
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer import ClosedError, EngineOptions, InvalidInputError, McinferError, PredictError, ort
+from mcinfer import (
+    ClosedError,
+    EngineOptions,
+    InvalidInputError,
+    Master,
+    McinferError,
+    PredictError,
+    ort,
+)
 from mcinfer.ort.session import PlainSession
 from tests.process.models import OnnxModel
 from tests.process.waiting import all_gone, pids, wait_until
@@ -569,6 +577,23 @@ def test_session_is_opened_again_from_where_it_was_opened_first(
     assert [folder for folder in folders if (folder / "optimised.onnx").exists()] == [folders[1]]
 
 
+def test_model_in_the_runtimes_own_format_opens_from_its_bytes(
+    model: Path, plain: Any, tmp_path: Path
+) -> None:
+    given = onnxruntime.SessionOptions()
+    given.optimized_model_filepath = str(tmp_path / "model.ort")
+    given.add_session_config_entry("session.save_model_format", "ORT")
+    given.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    PlainSession(model, given, CPU)
+    content = (tmp_path / "model.ort").read_bytes()
+    with ort.InferenceSession(content, providers=CPU, devices=1) as session:
+        assert_same(session.run(None, feed()), plain.run(None, feed()))
+    with Master(content, 1) as master:
+        assert_same([*master.predict(feed()).values()], plain.run(None, feed()))
+    with pytest.raises(native.InvalidProtobuf):
+        ort.InferenceSession(b"no " + content, providers=CPU, devices=1)
+
+
 def test_session_that_is_let_go_ends_its_workers(onnx_model: OnnxModel) -> None:
     given = ort.SessionOptions()
     given.add_initializer("w", ort.OrtValue.ortvalue_from_numpy(np.full(3, 5, np.float32)))
@@ -658,6 +683,37 @@ def test_unchanged_program_runs_over_workers_and_ends_as_it_does_alone(
     first, *_, last = as_module.stderr.splitlines()
     assert (first, last) == ("Traceback (most recent call last):", "KeyError: 'of the program'")
     assert "mcinfer" not in as_module.stderr.replace(str(tmp_path), "")
+
+
+QUIETED = """
+import sys
+import mcinfer.ort as ort
+from mcinfer import EngineOptions
+from mcinfer.ort.options import passed
+import onnxruntime
+
+for severity in (2, 3):
+    if severity == 3:
+        onnxruntime.set_default_logger_severity(3)
+        ort.set_default_logger_verbosity(1)
+    with ort.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"], devices=1):
+        pass
+print(dict(passed(ort.SessionOptions(), EngineOptions(), "/", 1).engine.session_options))
+"""
+
+
+def test_severity_of_the_default_logger_is_that_of_workers(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    """ONNX Runtime warns of the initialiser that no node uses."""
+    model = onnx_model(
+        '<ir_version: 8, opset_import: ["": 17]> m (float[n] x) => (float[n] y)'
+        "<float[1] unused = {1.0}> { y = Neg(x) }"
+    )
+    run = run_program("-c", QUIETED, str(model), cwd=tmp_path)
+    given = {"default_logger_severity": "3", "default_logger_verbosity": "1"}
+    assert run.stdout == f"{given}\n"
+    assert run.stderr.count("Removing initializer 'unused'") == 1
 
 
 FORKED = """
