@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,7 @@ from mcinfer.model_cache.onnx_files import (
     external_files,
     node_inputs,
     open_regular,
+    operator_beside,
     scan,
 )
 from mcinfer.process import without_telemetry
@@ -249,12 +250,14 @@ class OnnxRuntimeEngine(Engine):
             # A model that is not prepared is small, or its notes say why.
             self.notes += (f"{OWN_COPY}: {self._why_not_shared()}",)
         self.spec = ModelSpec(
-            inputs=tuple(_spec(arg, "input") for arg in self.session.get_inputs()),
-            outputs=tuple(_spec(arg, "output") for arg in self.session.get_outputs()),
+            inputs=tuple(_spec(arg, "input", request.model) for arg in self.session.get_inputs()),
+            outputs=tuple(
+                _spec(arg, "output", request.model) for arg in self.session.get_outputs()
+            ),
         )
         self.weights = self._replaceable(request)
         if request.describe:
-            self.description = _description(self.session)
+            self.description = _description(self.session, request.model)
         self.binds_host = not (self.on_card and captures_graphs(request))
         self.on_host = self._tensors_on_host()
         self.concurrent = self.binds_host
@@ -284,7 +287,8 @@ class OnnxRuntimeEngine(Engine):
     def _replaceable(self, request: EngineRequest) -> tuple[TensorSpec, ...]:
         """The specifications of the requested weights; a model prepared before may lack some."""
         found = {
-            arg.name: _spec(arg, "weight") for arg in self.session.get_overridable_initializers()
+            arg.name: _spec(arg, "input", request.model)
+            for arg in self.session.get_overridable_initializers()
         }
         given = {spec.name for spec in self.spec.outputs} & {*request.variable_weights}
         if given:  # the runtime would return the model's own weights
@@ -531,15 +535,41 @@ def _element_type(text: str) -> str:
     return _TYPES.get(inner, inner)
 
 
-def _spec(arg: Any, role: str) -> TensorSpec:
+def _spec(arg: Any, role: Literal["input", "output"], model: str) -> TensorSpec:
     element_type = _element_type(arg.type)
-    if not arg.type.startswith("tensor(") or element_type not in ELEMENT_TYPES:
+    if not arg.type.startswith("tensor("):
+        raise BuildError(_no_tensor(arg, role, model))
+    if element_type not in ELEMENT_TYPES:
         raise BuildError(
             f"{role} {arg.name!r} is of type {arg.type}, expected a tensor of one of "
             f"{[*ELEMENT_TYPES]}"
         )
     shape = tuple(None if size in _NAMELESS else size for size in arg.shape)
     return TensorSpec(name=arg.name, dtype=numpy_dtype(element_type), shape=shape)
+
+
+def _no_tensor(arg: Any, role: Literal["input", "output"], model: str) -> str:
+    """Why a model cannot be run whose input or output is a sequence, a map or optional, and what to do."""
+    operator = ""
+    with suppress(OSError, BuildError):  # the runtime has formats of its own
+        operator = operator_beside(model, role, arg.name)
+    by = operator and f", which operator {operator} {'reads' if role == 'input' else 'makes'}"
+    cure = next(cure for begin, cure in _CURES[role] if arg.type.startswith(begin))
+    return f"{role} {arg.name!r} is of type {arg.type}{by}, expected a tensor: {cure}"
+
+
+_CURES = {
+    "input": (
+        ("seq(tensor(", "let the model take its tensors, and join them by SequenceConstruct"),
+        ("", "let the model take tensors in its place"),
+    ),
+    "output": (
+        ("seq(map(", "export the model without ZipMap (skl2onnx: options={'zipmap': False})"),
+        ("seq(tensor(", "let the model give its tensors, or one of them all by ConcatFromSequence"),
+        ("", "let the model give tensors in its place"),
+    ),
+}
+"""By the beginning of the runtime's name of the type."""
 
 
 # Errors; opening sessions; preparing a model.
@@ -816,7 +846,7 @@ _DEFAULT_LOGGER: Mapping[str, Callable[[int], None]] = {
 """Those that are for all sessions of the process."""
 
 
-def _description(session: Any) -> ModelDescription:
+def _description(session: Any, model: str) -> ModelDescription:
     """What the session says of its model, beside the inputs and outputs."""
     about = session.get_modelmeta()
     names = ("producer_name", "graph_name", "domain", "description", "graph_description", "version")
@@ -824,7 +854,7 @@ def _description(session: Any) -> ModelDescription:
         about={name: str(getattr(about, name)) for name in names},
         properties={str(key): str(text) for key, text in about.custom_metadata_map.items()},
         overridable=tuple(
-            _spec(arg, "initialiser") for arg in session.get_overridable_initializers()
+            _spec(arg, "input", model) for arg in session.get_overridable_initializers()
         ),
         provider_options={
             name: {str(key): str(text) for key, text in options.items()}
