@@ -23,8 +23,8 @@
     └── MissingDependencyError (ImportError)  an optional package is missing; says which
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import collections.abc
+import contextlib
 
 
 class McinferError(Exception):
@@ -114,8 +114,8 @@ class MissingDependencyError(McinferError, ImportError):
     """An optional package is needed and not installed; the text says what to install."""
 
 
-@contextmanager
-def requires(text: str, *packages: str) -> Iterator[None]:
+@contextlib.contextmanager
+def requires(text: str, *packages: str) -> collections.abc.Iterator[None]:
     """Raise `MissingDependencyError` with this text if an import within finds one of these packages missing.
 
     Other errors pass as they are: a package that is there and broken, one that lacks another package, or a

@@ -7,7 +7,7 @@ from typing import Any
 
 from mcinfer.collectives.base import Group
 from mcinfer.engines.base import Engine, EngineRequest, memory_limit
-from mcinfer.errors import BuildError, EngineError, McinferError, quotable, shortened
+from mcinfer.errors import BuildError, EngineError, MissingDependencyError, quotable, shortened
 from mcinfer.model_cache.building import Progress
 from mcinfer.model_cache.onnx_files import check_regular
 
@@ -22,9 +22,9 @@ def _adapter(name: str) -> Any:
         raise BuildError(f"engine: got {name!r}, expected one of {[*_ENGINES]}")
     try:
         return import_module(f"mcinfer.engines._{name}")
-    except McinferError:
+    except MissingDependencyError:
         raise
-    except Exception as exc:  # of any class: the runtime is there, and broken
+    except (ImportError, AttributeError) as exc:  # the runtime is there, and broken
         raise BuildError(f"engine {name} cannot be imported: {exc}") from exc
 
 

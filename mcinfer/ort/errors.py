@@ -78,7 +78,7 @@ _CLASSES = {
 """By the word that the runtime's messages have after the number of the error."""
 
 _NO_TENSOR = re.compile(
-    r"(input|output) '.*?' is of type .*?, expected a tensor.*?(?=; worker \d|$)"
+    r"(input|output) '.*?' is of type .*?, expected a tensor.*?(?=; workers? \d|$)"
 )
 """What an engine says of a model whose inputs or outputs are sequences, maps or others."""
 
