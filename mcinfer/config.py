@@ -253,7 +253,8 @@ class EngineOptions:
             text: ``graph_optimization_level`` (``"ORT_ENABLE_BASIC"``), ``execution_order``,
             ``enable_cpu_mem_arena``, ``enable_mem_pattern``, ``enable_mem_reuse``,
             ``use_deterministic_compute`` (``"0"`` or ``"1"``), ``log_severity_level``,
-            ``log_verbosity_level``, ``logid``.
+            ``log_verbosity_level``, ``logid``; and ``default_logger_severity`` and
+            ``default_logger_verbosity`` for all that a worker's process logs.
         custom_operators: Paths of libraries with operators of your own, which each worker loads
             (``SessionOptions.register_custom_ops_library``).
         free_dimensions: Sizes of symbolic dimensions of the inputs, by name.

@@ -39,22 +39,23 @@ from mcinfer.errors import (
     InvalidInputError,
     MissingDependencyError,
     quotable,
+    requires,
     shortened,
 )
 from mcinfer.master import Master, SerializableModel
 from mcinfer.specs import TensorSpec
 
-try:
+with requires(
+    "mcinfer.diffusers needs the packages diffusers and torch: pip install 'mcinfer[diffusers]'",
+    "diffusers",
+    "torch",
+):
     import diffusers
     import torch
     from diffusers.configuration_utils import ConfigMixin, FrozenDict
     from diffusers.models.autoencoders.vae import DecoderOutput
     from diffusers.models.modeling_outputs import Transformer2DModelOutput
     from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
-except ImportError as exc:
-    raise MissingDependencyError(
-        f"mcinfer.diffusers needs the packages diffusers and torch: pip install 'mcinfer[diffusers]' ({exc})"
-    ) from exc
 
 __all__ = ["Component", "TextEncoder", "Transformer2D", "UNet", "VaeDecoder", "export"]
 
@@ -711,8 +712,9 @@ def _write(traced: _Traced, module: Any, folder: Path) -> Path:
     training = module.training
     with tempfile.TemporaryDirectory(prefix=".mcinfer-", dir=folder) as name:
         new = Path(name)
+        needs = "export needs the packages onnx and onnxscript: pip install 'mcinfer[diffusers]'"
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), requires(needs, "onnx", "onnx_ir", "onnxscript"):
                 # Inputs share names of dimensions, as they should; and a warning within PyTorch itself.
                 warnings.filterwarnings("ignore", ".*axis name: .* will not be used", UserWarning)
                 warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
@@ -726,10 +728,8 @@ def _write(traced: _Traced, module: Any, folder: Path) -> Path:
                     verbose=False,
                 )
                 program.save(new / _MODEL_FILE)
-        except ImportError as exc:
-            raise MissingDependencyError(
-                f"export needs the packages onnx and onnxscript: pip install 'mcinfer[diffusers]' ({exc})"
-            ) from exc
+        except MissingDependencyError:
+            raise
         except Exception as exc:
             raise EngineError(
                 f"PyTorch cannot export {folder.name}: {shortened(str(exc))}"

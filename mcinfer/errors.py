@@ -23,6 +23,9 @@
     └── MissingDependencyError (ImportError)  an optional package is missing; says which
 """
 
+import collections.abc
+import contextlib
+
 
 class McinferError(Exception):
     """Base of every exception that mcinfer raises on purpose."""
@@ -109,6 +112,21 @@ class WeightAccessError(McinferError, PermissionError):
 
 class MissingDependencyError(McinferError, ImportError):
     """An optional package is needed and not installed; the text says what to install."""
+
+
+@contextlib.contextmanager
+def requires(text: str, *packages: str) -> collections.abc.Iterator[None]:
+    """Raise `MissingDependencyError` with this text if an import within finds one of these packages missing.
+
+    Other errors pass as they are: a package that is there and broken, one that lacks another package, or a
+    file of the program's with the name of a module that the package imports.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        if (exc.name or "").partition(".")[0] not in packages:
+            raise
+        raise MissingDependencyError(text if len(packages) == 1 else f"{text} ({exc})") from exc
 
 
 # Texts of errors.

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -1276,8 +1277,9 @@ class _CheckRuns:
     def cancel(self, *, for_good: bool = True) -> None:
         """Stop the current runs, and with `for_good` all later ones."""
         self.cancelled = self.cancelled or for_good
-        while self._futures:
-            self._futures.pop().cancel()
+        with suppress(IndexError):  # the thread of the runs and another one may be here at once
+            while True:
+                self._futures.pop().cancel()
 
 
 def _outcome(begun: "Future[Arrays] | McinferError") -> Arrays | McinferError:

@@ -36,19 +36,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mcinfer.config import Device, EngineOptions, Parallel, parse_devices, share_cores
-from mcinfer.errors import ClosedError, InvalidInputError, MissingDependencyError, QueueFullError
+from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError, requires
 from mcinfer.machine import usable_cpus, whole_cpus
 from mcinfer.master import Master, SerializableModel
 from mcinfer.requests.request import Arrays, Inputs
 from mcinfer.sharding import Axes
 from mcinfer.statistics import Health, Statistics
 
-try:
+with requires("mcinfer.ray needs the package ray: pip install 'mcinfer[ray]'", "ray"):
     import ray
-except ImportError as exc:
-    raise MissingDependencyError(
-        "mcinfer.ray needs the package ray: pip install 'mcinfer[ray]'"
-    ) from exc
 
 _log = logging.getLogger("mcinfer.ray")
 
@@ -89,7 +85,8 @@ class Predictor:
 
     Args:
         model: Path of the model on each node, the model as bytes or `onnx.ModelProto`, or what ``ray.put``
-            returned for its bytes: then no node needs the file.
+            returned for its bytes: then no node needs the file. A relative path is taken from the working
+            folder of the process that starts the workers, which Ray may set (``working_dir``).
         devices: As in `Master`. None is what Ray assigned to the actor or task: ``cuda:i`` for its GPUs;
             else its CPUs, in as many shares as `Master` would make of so many. Without either, all CPUs as
             in `Master`. CPU devices share the cores that the process claims, one for each whole CPU. The
@@ -637,12 +634,9 @@ def deployment(
         MissingDependencyError: Ray Serve is not installed.
         InvalidInputError, TypeError: An option is invalid.
     """
-    try:
+    needs = "mcinfer.ray.deployment needs Ray Serve: pip install 'mcinfer[ray]'"
+    with requires(needs, "ray", "fastapi", "starlette", "uvicorn"):
         from ray import serve
-    except ImportError as exc:
-        raise MissingDependencyError(
-            "mcinfer.ray.deployment needs Ray Serve: pip install 'mcinfer[ray]'"
-        ) from exc
     _names("outputs", outputs)
     _check_options({"batch_axes": batch_axes, **master_options})
     chosen = {"name": "mcinfer", **(serve_options or {})}

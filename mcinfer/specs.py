@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mcinfer.errors import InvalidInputError, MissingDependencyError
+from mcinfer.errors import InvalidInputError, requires
 
 Dimension = int | str | None
 """A fixed size, a symbol whose size a run decides, or None: free and without a name."""
@@ -69,12 +69,9 @@ def numpy_dtype(name: str) -> "np.dtype[Any]":
         return np.dtype(object)
     with suppress(TypeError):
         return np.dtype(name)
-    try:
+    needs = f"element type {name} needs the package ml_dtypes: pip install 'mcinfer[ml-dtypes]'"
+    with requires(needs, "ml_dtypes"):
         import ml_dtypes
-    except ImportError as exc:
-        raise MissingDependencyError(
-            f"element type {name} needs the package ml_dtypes: pip install 'mcinfer[ml-dtypes]'"
-        ) from exc
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
     return dtype
 

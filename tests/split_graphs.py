@@ -299,8 +299,8 @@ class InProcess:
     def __init__(self, session: Any) -> None:
         self._session = session
         self.model = ModelSpec(
-            inputs=tuple(_spec(one, "input") for one in session.get_inputs()),
-            outputs=tuple(_spec(one, "output") for one in session.get_outputs()),
+            inputs=tuple(_spec(one, "input", "") for one in session.get_inputs()),
+            outputs=tuple(_spec(one, "output", "") for one in session.get_outputs()),
         )
         self.splitter = Splitter(self.model, SaidAxes())
         self.split_runs = 0

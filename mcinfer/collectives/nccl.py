@@ -35,16 +35,19 @@ from mcinfer.errors import (
     EngineError,
     InvalidInputError,
     MissingDependencyError,
+    requires,
 )
 
-try:
+_NEEDS = (
+    "collectives of the backend nccl need CuPy with NCCL: pip install 'mcinfer[cupy]', or CuPy's package for "
+    "another version of CUDA, and NCCL as its installation guide says"
+)
+with requires(_NEEDS, "cupy"):
     import cupy
+try:
     from cupy.cuda import nccl
-except ImportError as exc:
-    raise MissingDependencyError(
-        "collectives of the backend nccl need CuPy with NCCL: pip install 'mcinfer[cupy]', or CuPy's package "
-        "for another version of CUDA, and NCCL as its installation guide says"
-    ) from exc
+except ImportError as exc:  # CuPy finds no library of NCCL's
+    raise MissingDependencyError(_NEEDS) from exc
 
 _TYPES = (
     *("int8", "uint8", "int32", "uint32", "int64", "uint64"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from mcinfer.collectives.base import Group
 from mcinfer.engines.base import Engine, EngineRequest, memory_limit
-from mcinfer.errors import BuildError, EngineError, quotable, shortened
+from mcinfer.errors import BuildError, EngineError, MissingDependencyError, quotable, shortened
 from mcinfer.model_cache.building import Progress
 from mcinfer.model_cache.onnx_files import check_regular
 
@@ -20,7 +20,12 @@ _ENGINES = ("onnxruntime", "mindspore", "mindspore_lite", "fake")
 def _adapter(name: str) -> Any:
     if name not in _ENGINES:
         raise BuildError(f"engine: got {name!r}, expected one of {[*_ENGINES]}")
-    return import_module(f"mcinfer.engines._{name}")
+    try:
+        return import_module(f"mcinfer.engines._{name}")
+    except MissingDependencyError:
+        raise
+    except (ImportError, AttributeError) as exc:  # the runtime is there, and broken
+        raise BuildError(f"engine {name} cannot be imported: {exc}") from exc
 
 
 def open_engine(

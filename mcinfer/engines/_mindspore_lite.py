@@ -14,16 +14,15 @@ from typing import Any
 from numpy.typing import NDArray
 
 from mcinfer.engines.base import ArrayEngine, EngineRequest, check_request
-from mcinfer.errors import BuildError, MissingDependencyError, PredictError
+from mcinfer.errors import BuildError, PredictError, requires
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 
-try:
+with requires(
+    "engine mindspore_lite needs the package mindspore_lite of MindSpore Lite for this device: "
+    "https://www.mindspore.cn/lite",
+    "mindspore_lite",
+):
     import mindspore_lite as mslite
-except ImportError as exc:
-    raise MissingDependencyError(
-        "engine mindspore_lite needs the package mindspore_lite of MindSpore Lite for this device: "
-        "https://www.mindspore.cn/lite"
-    ) from exc
 
 _TARGETS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "ascend": "ascend"}
 """By kind of device."""

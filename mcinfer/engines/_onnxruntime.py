@@ -11,11 +11,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,9 +60,9 @@ from mcinfer.errors import (
     EngineError,
     InvalidInputError,
     McinferError,
-    MissingDependencyError,
     PredictError,
     quotable,
+    requires,
     shortened,
 )
 from mcinfer.model_cache.building import MODEL_FILE, Progress
@@ -73,8 +73,10 @@ from mcinfer.model_cache.onnx_files import (
     external_files,
     node_inputs,
     open_regular,
+    operator_beside,
     scan,
 )
+from mcinfer.process import without_telemetry
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,
@@ -85,13 +87,13 @@ from mcinfer.specs import (
     tensor_bytes,
 )
 
-try:
+with requires(
+    "engine onnxruntime needs ONNX Runtime: pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs",
+    "onnxruntime",
+):
+    without_telemetry()
     import onnxruntime as ort
     from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
-except ImportError as exc:
-    raise MissingDependencyError(
-        "engine onnxruntime needs ONNX Runtime: pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs"
-    ) from exc
 
 _BLAMES_INPUTS = re.compile(
     r"(Invalid rank|[Ii]nvalid dimensions) for input|Unexpected input data type|"
@@ -121,6 +123,9 @@ _LACKS_COLLECTIVE = re.compile(
     r"No Op registered for DistCollective"
 )
 """Its message if a model has collective nodes, for which its packages have no kernels (1.32)."""
+
+_FORMAT = "session.load_model_format"
+_OWN_FORMAT = b"ORTM"
 
 _SHARED_ARENA = "session.use_env_allocators"
 """The runtime's option for sessions that share one arena, which must exist before."""
@@ -247,12 +252,14 @@ class OnnxRuntimeEngine(Engine):
             # A model that is not prepared is small, or its notes say why.
             self.notes += (f"{OWN_COPY}: {self._why_not_shared()}",)
         self.spec = ModelSpec(
-            inputs=tuple(_spec(arg, "input") for arg in self.session.get_inputs()),
-            outputs=tuple(_spec(arg, "output") for arg in self.session.get_outputs()),
+            inputs=tuple(_spec(arg, "input", request.model) for arg in self.session.get_inputs()),
+            outputs=tuple(
+                _spec(arg, "output", request.model) for arg in self.session.get_outputs()
+            ),
         )
         self.weights = self._replaceable(request)
         if request.describe:
-            self.description = _description(self.session)
+            self.description = _description(self.session, request.model)
         self.binds_host = not (self.on_card and captures_graphs(request))
         self.on_host = self._tensors_on_host()
         self.concurrent = self.binds_host
@@ -282,7 +289,8 @@ class OnnxRuntimeEngine(Engine):
     def _replaceable(self, request: EngineRequest) -> tuple[TensorSpec, ...]:
         """The specifications of the requested weights; a model prepared before may lack some."""
         found = {
-            arg.name: _spec(arg, "weight") for arg in self.session.get_overridable_initializers()
+            arg.name: _spec(arg, "input", request.model)
+            for arg in self.session.get_overridable_initializers()
         }
         given = {spec.name for spec in self.spec.outputs} & {*request.variable_weights}
         if given:  # the runtime would return the model's own weights
@@ -529,15 +537,41 @@ def _element_type(text: str) -> str:
     return _TYPES.get(inner, inner)
 
 
-def _spec(arg: Any, role: str) -> TensorSpec:
+def _spec(arg: Any, role: Literal["input", "output"], model: str) -> TensorSpec:
     element_type = _element_type(arg.type)
-    if not arg.type.startswith("tensor(") or element_type not in ELEMENT_TYPES:
+    if not arg.type.startswith("tensor("):
+        raise BuildError(_no_tensor(arg, role, model))
+    if element_type not in ELEMENT_TYPES:
         raise BuildError(
             f"{role} {arg.name!r} is of type {arg.type}, expected a tensor of one of "
             f"{[*ELEMENT_TYPES]}"
         )
     shape = tuple(None if size in _NAMELESS else size for size in arg.shape)
     return TensorSpec(name=arg.name, dtype=numpy_dtype(element_type), shape=shape)
+
+
+def _no_tensor(arg: Any, role: Literal["input", "output"], model: str) -> str:
+    """Why a model cannot be run whose input or output is a sequence, a map or optional, and what to do."""
+    operator = ""
+    with suppress(OSError, BuildError):  # the runtime has formats of its own
+        operator = operator_beside(model, role, arg.name)
+    by = operator and f", which operator {operator} {'reads' if role == 'input' else 'makes'}"
+    cure = next(cure for begin, cure in _CURES[role] if arg.type.startswith(begin))
+    return f"{role} {arg.name!r} is of type {arg.type}{by}, expected a tensor: {cure}"
+
+
+_CURES = {
+    "input": (
+        ("seq(tensor(", "let the model take its tensors, and join them by SequenceConstruct"),
+        ("", "let the model take tensors in its place"),
+    ),
+    "output": (
+        ("seq(map(", "export the model without ZipMap (skl2onnx: options={'zipmap': False})"),
+        ("seq(tensor(", "let the model give its tensors, or one of them all by ConcatFromSequence"),
+        ("", "let the model give tensors in its place"),
+    ),
+}
+"""By the beginning of the runtime's name of the type."""
 
 
 # Errors; opening sessions; preparing a model.
@@ -770,15 +804,20 @@ def _session_options(
 
 
 def _set_attributes(options: Any, given: Mapping[str, str]) -> None:
-    """Set the attributes of the runtime's options that the request names; `BuildError` for others."""
+    """Set the attributes of the runtime's options, or of its default logger, that the request names.
+
+    `BuildError` for other names.
+    """
     for name, text in given.items():
-        kind = _ATTRIBUTES.get(name)
-        if kind is None:
-            raise BuildError(
-                f"session_options: got the name {name!r}, expected some of {[*_ATTRIBUTES]}"
-            )
+        kind, of_process = _ATTRIBUTES.get(name), _DEFAULT_LOGGER.get(name)
+        if kind is None and of_process is None:
+            names = [*_ATTRIBUTES, *_DEFAULT_LOGGER]
+            raise BuildError(f"session_options: got the name {name!r}, expected some of {names}")
         try:
-            setattr(options, name, kind(text))
+            if of_process is not None:
+                of_process(int(text))
+            elif kind is not None:
+                setattr(options, name, kind(text))
         except (ValueError, KeyError, TypeError, OverflowError) as exc:
             raise BuildError(
                 f"session_options: got {text!r} for {name}, which the runtime does not take: {exc!r}"
@@ -802,8 +841,14 @@ _ATTRIBUTES: Mapping[str, Callable[[str], Any]] = {
 }
 """How `EngineRequest.session_options` are read, by name."""
 
+_DEFAULT_LOGGER: Mapping[str, Callable[[int], None]] = {
+    "default_logger_severity": ort.set_default_logger_severity,
+    "default_logger_verbosity": ort.set_default_logger_verbosity,
+}
+"""Those that are for all sessions of the process."""
 
-def _description(session: Any) -> ModelDescription:
+
+def _description(session: Any, model: str) -> ModelDescription:
     """What the session says of its model, beside the inputs and outputs."""
     about = session.get_modelmeta()
     names = ("producer_name", "graph_name", "domain", "description", "graph_description", "version")
@@ -811,7 +856,7 @@ def _description(session: Any) -> ModelDescription:
         about={name: str(getattr(about, name)) for name in names},
         properties={str(key): str(text) for key, text in about.custom_metadata_map.items()},
         overridable=tuple(
-            _spec(arg, "initialiser") for arg in session.get_overridable_initializers()
+            _spec(arg, "input", model) for arg in session.get_overridable_initializers()
         ),
         provider_options={
             name: {str(key): str(text) for key, text in options.items()}
@@ -827,6 +872,8 @@ def _source(request: EngineRequest, options: Any) -> Iterator[str]:
     Constant weights that are inputs too are defaults (onnx.proto, GraphProto.initializer, from IR version 4
     on). Protobuf joins the parts of a message, so inputs are added by writing them after the model's bytes.
     """
+    if _FORMAT not in request.session_config and _is_in_own_format(request.model):
+        options.add_session_config_entry(_FORMAT, "ORT")
     if not request.variable_weights:
         yield request.model
         return
@@ -842,6 +889,16 @@ def _source(request: EngineRequest, options: Any) -> Iterator[str]:
         if not request.session_config.get(FOLDER_KEY):
             _add_external_data(request, options, found.external, opened)
         yield f"/proc/self/fd/{fd}"
+
+
+def _is_in_own_format(model: str) -> bool:
+    """Whether a file is in the runtime's format of models (fbs::utils::IsOrtFormatModelBytes).
+
+    The runtime tells by the content only for models that are given as bytes, and by the name for files.
+    """
+    with suppress(OSError, BuildError), open_regular(model) as (descriptor, _):
+        return os.pread(descriptor, len(_OWN_FORMAT), 4) == _OWN_FORMAT
+    return False
 
 
 def _add_external_data(

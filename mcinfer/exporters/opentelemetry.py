@@ -8,17 +8,16 @@ import time
 from collections.abc import Iterator
 
 from mcinfer import __version__
-from mcinfer.errors import InvalidInputError, MissingDependencyError
+from mcinfer.errors import InvalidInputError, requires
 from mcinfer.statistics import RequestTrace, ShardTrace, TraceHook
 
-try:
+with requires(
+    "mcinfer.exporters.opentelemetry needs the package opentelemetry-api: "
+    "pip install 'mcinfer[opentelemetry]'",
+    "opentelemetry",
+):
     from opentelemetry import trace
     from opentelemetry.util.types import AttributeValue
-except ImportError as exc:
-    raise MissingDependencyError(
-        "mcinfer.exporters.opentelemetry needs the package opentelemetry-api: "
-        "pip install 'mcinfer[opentelemetry]'"
-    ) from exc
 
 _Attributes = dict[str, AttributeValue]
 

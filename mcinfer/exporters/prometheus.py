@@ -13,12 +13,16 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import get_args
 
-from mcinfer.errors import ClosedError, InvalidInputError, MissingDependencyError
+from mcinfer.errors import ClosedError, InvalidInputError, requires
 from mcinfer.master import Master
 from mcinfer.protocol import WorkerState
 from mcinfer.statistics import HealthState, Histogram, Statistics
 
-try:
+with requires(
+    "mcinfer.exporters.prometheus needs the package prometheus_client: "
+    "pip install 'mcinfer[prometheus]'",
+    "prometheus_client",
+):
     from prometheus_client.core import (
         CounterMetricFamily,
         GaugeMetricFamily,
@@ -26,11 +30,6 @@ try:
     )
     from prometheus_client.metrics_core import Metric
     from prometheus_client.registry import Collector
-except ImportError as exc:
-    raise MissingDependencyError(
-        "mcinfer.exporters.prometheus needs the package prometheus_client: "
-        "pip install 'mcinfer[prometheus]'"
-    ) from exc
 
 Values = tuple[str, ...]
 """Values of labels, in the order of their names."""

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.protobuf import MalformedError, Message, encode_field, read_varint
@@ -301,6 +301,21 @@ def node_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[str, ...]]:
     with _mapped(path) as data:
         nodes = Message(data, 0, len(data)).messages(_GRAPH_OF_MODEL, 1)
         return {node.text(3): tuple(node.texts(1)) for node in nodes if node.text(3)}
+
+
+def operator_beside(
+    path: str | os.PathLike[str], role: Literal["input", "output"], name: str
+) -> str:
+    """The type of a node that reads an input of the main graph, or makes an output; empty if none does.
+
+    Raises as `scan`.
+    """
+    field_number = 1 if role == "input" else 2
+    with _mapped(path) as data:
+        for node in Message(data, 0, len(data)).messages(_GRAPH_OF_MODEL, 1):
+            if name in node.texts(field_number):
+                return node.text(4, "replace")
+    return ""
 
 
 def _scan(model: Message) -> OnnxFile:

@@ -31,7 +31,7 @@ from mcinfer import sharding
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import open_engine, prepared_facts
 from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, Slab, Strings
-from mcinfer.errors import BuildError, MissingDependencyError
+from mcinfer.errors import BuildError, requires
 from mcinfer.machine import whole_cpus
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import scan
@@ -417,13 +417,9 @@ def _with_dims(source: str | bytes, dims: Dims) -> bytes:
     Sizes that are open, and sizes that the graph itself fixes, stay as they are. If these do not go with the
     new ones, the engine refuses the model, except for a Reshape to a constant, which is refused here.
     """
-    try:
+    with requires("changing a model takes the package onnx: pip install 'mcinfer[onnx]'", "onnx"):
         import onnx
         import onnx.shape_inference
-    except ImportError as exc:
-        raise MissingDependencyError(
-            "changing a model takes the package onnx: pip install 'mcinfer[onnx]'"
-        ) from exc
     try:
         if isinstance(source, bytes):
             model = onnx.load_model_from_string(source)

@@ -2,17 +2,18 @@
 
 from typing import Any
 
-from mcinfer.errors import MissingDependencyError
+from mcinfer.errors import requires
+from mcinfer.process import without_telemetry
 
-try:
+with requires(
+    "mcinfer.ort needs ONNX Runtime: pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs",
+    "onnxruntime",
+):
+    without_telemetry()
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as _native
-except ImportError as exc:
-    raise MissingDependencyError(
-        "mcinfer.ort needs ONNX Runtime: pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs"
-    ) from exc
 
-from mcinfer.ort.options import note_calls
+from mcinfer.ort.options import note_calls, note_default_logger
 from mcinfer.ort.session import (
     InferenceSession,
     WorkerSession,
@@ -24,6 +25,7 @@ from mcinfer.ort.values import note_bindings
 
 note_calls(_native.SessionOptions)
 note_calls(_native.RunOptions)
+note_default_logger()
 note_bindings(WorkerSession)
 note_terminations()
 

@@ -78,11 +78,16 @@ _CLASSES = {
 """By the word that the runtime's messages have after the number of the error."""
 
 _NO_TENSOR = re.compile(
-    r"(input|output|initialiser) '.*?' is of type .*?, expected a tensor of one of \[[^\]]*\]"
+    r"(input|output) '.*?' is of type .*?, expected a tensor.*?(?=; workers? \d|$)"
 )
 """What an engine says of a model whose inputs or outputs are sequences, maps or others."""
 
 _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : ([A-Z_]+) : ")
+
+
+def words(exc: Exception) -> str:
+    """What an error says, as the runtime says it where no exception carries its number and name."""
+    return _CODE.sub("", str(exc), 1)
 
 
 def invalid_argument(text: str) -> InvalidArgument:

@@ -3,7 +3,8 @@
 ONNX Runtime's options can be set, and for the most part not be read: not the names of the configuration
 entries, not the sizes of free dimensions, not the libraries of operators. So importing mcinfer.ort replaces
 the methods of these two classes that set something by methods that do the same, and note the call beside the
-object. The notes go with the object. Options that were set before mcinfer.ort was imported are not noted.
+object. The notes go with the object. Options that were set before mcinfer.ort was imported are not noted. The
+same holds for the level of the default logger, which a process has once.
 """
 
 import os
@@ -15,12 +16,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import onnxruntime
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 from onnxruntime.capi.onnxruntime_inference_collection import OrtValue
 
 from mcinfer.config import EngineOptions
 from mcinfer.errors import InvalidInputError
+from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.ort.errors import Unsupported
 
 Call = tuple[str, tuple[Any, ...]]
@@ -45,16 +48,55 @@ def note_calls(kind: Any) -> None:
         setattr(kind, _NOTES, notes)
 
 
+def note_default_logger() -> None:
+    """Have ONNX Runtime's functions that set the level of its default logger note it; once."""
+    with _WRAPPING:
+        if hasattr(native, _NOTES):
+            return
+        notes: dict[str, str] = {}
+        for name in ("default_logger_severity", "default_logger_verbosity"):
+            setter = getattr(native, f"set_{name}")
+            for module in (native, onnxruntime):
+                setattr(module, setter.__name__, _noting_level(name, setter, notes))
+        setattr(native, _NOTES, notes)
+
+
+def _noting_level(
+    name: str, setter: Callable[[int], None], notes: MutableMapping[str, str]
+) -> Callable[[int], None]:
+    @wraps(setter)
+    def noting(level: int) -> None:
+        setter(level)
+        notes[name] = str(int(level))
+
+    return noting
+
+
 def _noting(
     name: str, method: Callable[..., Any], notes: MutableMapping[Any, list[Call]]
 ) -> Callable[..., Any]:
     @wraps(method)
     def noting(self: Any, *arguments: Any) -> Any:
         result = method(self, *arguments)
+        if name == "register_custom_ops_library":  # the runtime has loaded it from there
+            arguments = (_under(working_folder(), os.fspath(arguments[0])),)
         notes.setdefault(self, []).append((name, arguments))
         return result
 
     return noting
+
+
+def working_folder() -> str:
+    """Empty if it is gone: then paths have to be absolute."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+def _under(folder: str, library: str) -> str:
+    """The path of a library; one without a folder is the dynamic linker's to find."""
+    return os.path.join(folder, library) if os.sep in library else library
 
 
 def calls(options: Any) -> list[Call]:
@@ -160,12 +202,13 @@ class Passed:
     optimised: str = ""
 
 
-def passed(options: Any, base: EngineOptions, cores: int) -> Passed:
+def passed(options: Any, base: EngineOptions, folder: str, cores: int) -> Passed:
     """What the workers get of a program's options.
 
     Args:
         options: The program's ``SessionOptions``.
         base: Options of mcinfer, which those of the program override.
+        folder: The folder of relative paths.
         cores: The cores of one worker: so many operators run at once in the parallel mode, unless the
             program says a number.
 
@@ -179,13 +222,15 @@ def passed(options: Any, base: EngineOptions, cores: int) -> Passed:
     if options.execution_mode == native.ExecutionMode.ORT_PARALLEL:
         found["inter_op_threads"] = max(1, options.inter_op_num_threads or cores)
     given = {name: _text(differing[name]) for name in _AS_TEXT if name in differing}
-    found["session_options"] = {**base.session_options, **given}
+    default_logger: Mapping[str, str] = getattr(native, _NOTES)
+    found["session_options"] = {**default_logger, **base.session_options, **given}
     for name, value in differing.items():
         if name not in (*_AS_TEXT, *_READ_ELSEWHERE):
             raise Unsupported(
                 f"SessionOptions.{name}: got {value!r}, {_REFUSED.get(name, _NO_ACT)}"
             )
-    config, libraries = dict(base.session_config), [*base.custom_operators]
+    config = dict(base.session_config)
+    libraries = [_under(folder, library) for library in base.custom_operators]
     sizes = {"name": dict(base.free_dimensions), "denotation": dict(base.free_denotations)}
     weights: dict[str, NDArray[Any]] = {}
     files: dict[str, bytes] = {}
@@ -194,8 +239,7 @@ def passed(options: Any, base: EngineOptions, cores: int) -> Passed:
             case "add_session_config_entry":
                 config[arguments[0]] = arguments[1]
             case "register_custom_ops_library":
-                library = os.fspath(arguments[0])
-                libraries.append(os.path.abspath(library) if os.sep in library else library)
+                libraries.append(arguments[0])
             case "add_free_dimension_override_by_name":
                 sizes["name"][arguments[0]] = int(arguments[1])
             case "add_free_dimension_override_by_denotation":
@@ -211,6 +255,8 @@ def passed(options: Any, base: EngineOptions, cores: int) -> Passed:
                 pass  # `named_providers`
             case _:
                 raise Unsupported(f"SessionOptions.{name}(): {_REFUSED.get(name, _NO_ACT)}")
+    if config.get(FOLDER_KEY):
+        config[FOLDER_KEY] = os.path.join(folder, config[FOLDER_KEY])
     try:
         engine = replace(
             base,
@@ -225,6 +271,7 @@ def passed(options: Any, base: EngineOptions, cores: int) -> Passed:
     except InvalidInputError as exc:
         raise InvalidInputError(f"sess_options: {exc}") from exc
     target = str(options.optimized_model_filepath)
+    target = os.path.join(folder, target) if target else ""
     return Passed(engine=engine, weights=weights, files=files, optimised=target)
 
 

@@ -22,7 +22,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar, Self
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from weakref import WeakKeyDictionary, finalize
 
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_inference_collection as collection
@@ -38,10 +38,12 @@ from mcinfer.ort import options as noted
 from mcinfer.ort import values
 from mcinfer.ort.errors import (
     InvalidBinding,
+    InvalidValue,
     Unsupported,
     invalid_argument,
     native_error,
     terminated,
+    words,
 )
 from mcinfer.ort.face import face
 from mcinfer.ort.providers import Choice, UnknownProviderError, choose
@@ -54,6 +56,9 @@ _FROM_MODEL = "ORT_LOAD_CONFIG_FROM_MODEL"
 """The runtime's variable for options that lie in a model's metadata."""
 
 _MASTER_OPTIONS = frozenset(inspect.signature(Master).parameters) - {"model", "engine"}
+
+_FOLDER = "_folder"
+"""A session's argument for one that is opened again: the folder of its relative paths."""
 
 _RECORDS_ASSIGNMENT = "session.record_ep_graph_assignment_info"
 
@@ -107,8 +112,8 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
     def run(
         self, output_names: Iterable[str], input_feed: Mapping[str, Any], run_options: Any = None
     ) -> list[NDArray[Any]]:
-        names = self._wanted(output_names)
-        answer = self._answer(self._fed(input_feed), names, run_options)
+        names, feed = self._wanted(output_names), self._fed(input_feed)
+        answer = self._answer(feed, names, _begun(run_options))
         return [answer[name] for name in names]
 
     def run_async(
@@ -119,14 +124,30 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         user_data: Any,
         run_options: Any = None,
     ) -> None:
-        names, feed = self._wanted(output_names), self._fed(input_feed)
+        """Run in another thread, which reads the arrays then.
+
+        As in the runtime, what is no tensor at all raises here, and the callback hears of all else.
+        """
+        names: list[str] = []
+        feed: Tensors = {}
+        unfit = ""
+        try:
+            names, feed = self._wanted(output_names), self._fed(input_feed)
+        except InvalidValue:
+            raise
+        except McinferError as exc:
+            unfit = words(exc)
+        begun = None if unfit else _begun(run_options)
 
         def run() -> None:
+            results: list[Any] = []
+            failure = unfit
             try:
-                answer = self._answer(feed, names, run_options)
-                results, failure = [answer[name] for name in names], ""
+                if not unfit:
+                    answer = self._answer(feed, names, begun)
+                    results = [answer[name] for name in names]
             except Exception as exc:  # the callback gets it
-                results, failure = [], str(exc)
+                failure = words(exc)
             callback(results, user_data, failure)
 
         self._threads.submit(run).add_done_callback(_report)
@@ -134,8 +155,8 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
     def run_with_ort_values(
         self, input_feed: Mapping[str, Any], output_names: Iterable[str], run_options: Any = None
     ) -> Any:
-        names = self._wanted(output_names)
-        answer = self._answer(self._fed(input_feed), names, run_options)
+        names, feed = self._wanted(output_names), self._fed(input_feed)
+        answer = self._answer(feed, names, _begun(run_options))
         return self._vector(answer, names, native.OrtValueVector())
 
     def run_with_ortvaluevector(
@@ -161,22 +182,22 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
                     "fetch_devices: got several devices, expected one for all outputs"
                 )
         feed = self._fed({name: feeds[i] for i, name in enumerate(feed_names)})
-        self._vector(self._answer(feed, names, run_options, place), names, fetches)
+        self._vector(self._answer(feed, names, _begun(run_options), place), names, fetches)
 
     def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
         bound = values.bound_to(iobinding)
         if not bound.outputs:
             raise InvalidBinding("At least one output should be requested.")
-        devices = values.output_devices(bound, self.outputs)
-        place = values.outputs_on(devices, [self.outputs[name] for name in bound.outputs])
         try:
+            devices = values.output_devices(bound, self.outputs)
+            place = values.outputs_on(devices, [self.outputs[name] for name in bound.outputs])
             feed = {
                 name: values.bound_tensor(what, self._input(name))
                 for name, what in bound.inputs.items()
             }
-            answer = self._answer(feed, [*bound.outputs], run_options, place)
+            answer = self._answer(feed, [*bound.outputs], _begun(run_options), place)
         except InvalidInputError as exc:
-            raise InvalidBinding(f"Error in execution: {exc}") from exc
+            raise InvalidBinding(f"Error in execution: {words(exc)}") from exc
         values.deliver(iobinding, answer, self.outputs)
 
     # What a session of workers cannot say or do.
@@ -231,22 +252,16 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         return vector
 
     def _answer(
-        self, feed: Tensors, names: list[str], run_options: Any, outputs_on: str = "host"
+        self, feed: Tensors, names: list[str], begun: "_Run | None", outputs_on: str = "host"
     ) -> dict[str, Any]:
         outputs = None if names == self._all else [*dict.fromkeys(names)]
         try:
-            if run_options is None:
+            if begun is None:
                 return self.master.predict(feed, outputs=outputs, outputs_on=outputs_on)
-            if not isinstance(run_options, native.RunOptions):
-                raise TypeError(
-                    f"run_options: got {run_options!r}, expected onnxruntime.RunOptions"
-                )
-            noted.check_run_options(run_options)
-            run = _Run(run_options)
-            try:
+            with begun as run:
                 return self.master._predict_cancellable(feed, outputs, outputs_on, run.offer)
-            except CancelledError:
-                raise terminated() from None
+        except CancelledError:
+            raise terminated() from None
         except McinferError as exc:
             raised = native_error(exc)
             if raised is exc:
@@ -274,32 +289,53 @@ def note_terminations() -> None:
     if hasattr(kind, _RUNNING):
         return
     terminate = kind.terminate
-    running: WeakKeyDictionary[Any, WeakSet[_Run]] = WeakKeyDictionary()
+    running: WeakKeyDictionary[Any, set[_Run]] = WeakKeyDictionary()
 
     def assign(options: Any, value: bool) -> None:
         terminate.fset(options, value)
         if value:
-            for run in [*running.get(options, ())]:
+            # Other threads add and take away runs. The interpreter copies a set in one step.
+            for run in running.get(options, set()).copy():
                 run.end()
 
     setattr(kind, _RUNNING, running)
     kind.terminate = property(terminate.fget, assign, None, terminate.__doc__)
 
 
+def _begun(run_options: Any) -> "_Run | None":
+    """What ends a run with these options; None without options."""
+    if run_options is None:
+        return None
+    if not isinstance(run_options, native.RunOptions):
+        raise TypeError(f"run_options: got {run_options!r}, expected onnxruntime.RunOptions")
+    noted.check_run_options(run_options)
+    return _Run(run_options)
+
+
 class _Run:
-    """A run that its options end, at any moment.
+    """A run that its options end, at any moment from this object's making to the end of its ``with``.
 
     Each of two threads first writes what the other one reads then, so that one of them cancels.
     """
 
-    __slots__ = ("__weakref__", "_cancel", "_ended")
+    __slots__ = ("_cancel", "_ended", "_others")
 
     def __init__(self, options: Any) -> None:
         self._cancel: Callable[[], object] | None = None
         self._ended = False
-        getattr(native.RunOptions, _RUNNING).setdefault(options, WeakSet()).add(self)
+        self._others: set[_Run] = getattr(native.RunOptions, _RUNNING).setdefault(options, set())
+        self._others.add(self)
         if options.terminate:
-            raise terminated()
+            self._ended = True
+
+    def __enter__(self) -> Self:
+        if self._ended:
+            self._others.discard(self)
+            raise CancelledError
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._others.discard(self)
 
     def offer(self, cancel: Callable[[], object]) -> None:
         """Take what cancels the run from now on."""
@@ -361,8 +397,11 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             raise TypeError(
                 f"sess_options: got {type(sess_options).__name__}, expected onnxruntime.SessionOptions"
             )
+        self._folder = given.pop(_FOLDER, None) or noted.working_folder()
         self._given = given
         self._chosen = (providers, provider_options)
+        if isinstance(path_or_bytes, str | os.PathLike):
+            path_or_bytes = os.path.join(self._folder, path_or_bytes)
         try:
             super().__init__(
                 path_or_bytes, sess_options, providers, provider_options, enable_fallback=0
@@ -397,12 +436,12 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A session is opened again from its path or bytes, with the same options."""
+        """A session is opened again from its path or bytes, with the same options and relative paths."""
         options = self._sess_options_initial
         set_options = None if options is None else noted.packed(options)
-        model = self._model_bytes if self._model_path is None else os.path.abspath(self._model_path)
-        fallback = {"enable_fallback": int(self._wants_fallback)}
-        return _reopened, (model, set_options, *self._chosen, {**self._given, **fallback})
+        model = self._model_bytes if self._model_path is None else self._model_path
+        more = {"enable_fallback": int(self._wants_fallback), _FOLDER: self._folder}
+        return _reopened, (model, set_options, *self._chosen, {**self._given, **more})
 
     # As the plain class calls them.
 
@@ -424,8 +463,8 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             passed = self._passed(choice, options)
             if passed.files:
                 folder = _folder_of(passed.files)
-            place = folder or (os.getcwd() if self._model_path is None else None)
-            if place is not None:  # of the files of a model that is given as bytes
+            place = folder or (self._folder if self._model_path is None else "")
+            if place:  # of the files of a model that is given as bytes
                 entries = {FOLDER_KEY: place, **passed.engine.session_config}
                 passed = replace(passed, engine=replace(passed.engine, session_config=entries))
             master = self._started(choice, passed)
@@ -461,7 +500,8 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
                 allow_fallback=engine.allow_fallback or choice.may_fall_back,
             )
         default = native.SessionOptions() if options is None else options
-        return noted.passed(default, engine, _cores_of_a_worker(self._given.get("devices")))
+        cores = _cores_of_a_worker(self._given.get("devices"))
+        return noted.passed(default, engine, self._folder, cores)
 
     def _started(self, choice: Choice, passed: noted.Passed) -> Master:
         given = dict(self._given)

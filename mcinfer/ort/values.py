@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from math import prod
-from typing import Any, cast
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,12 +23,21 @@ from mcinfer.config import Device
 from mcinfer.dlpack import DlpackTensor
 from mcinfer.errors import PredictTimeoutError
 from mcinfer.model_cache.protobuf import encode_field
-from mcinfer.ort.errors import InvalidBinding, InvalidValue, Unsupported, invalid_argument
+from mcinfer.ort.errors import (
+    InvalidArgument,
+    InvalidBinding,
+    InvalidValue,
+    RunFailed,
+    Unsupported,
+    invalid_argument,
+)
 from mcinfer.shm.cuda import Card
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, numpy_dtype, tensor_bytes
 
 Tensor = NDArray[Any] | DlpackTensor
 """On the host, or on a card."""
+
+_Side = Literal["input", "output"]
 
 _RUNTIME_NAMES = {
     "float32": "float",
@@ -65,13 +74,13 @@ def fed(value: Any, spec: TensorSpec) -> Tensor:
     return value  # type: ignore[no-any-return] # narrowed above
 
 
-def _as_tensor(value: Any, spec: TensorSpec) -> Tensor:
+def _as_tensor(value: Any, spec: TensorSpec, side: _Side = "input") -> Tensor:
     if isinstance(value, OrtValue):
-        value = value._get_c_value()
+        return tensor_of(value._get_c_value(), spec, side, value)
     if isinstance(value, native.OrtValue):
-        return tensor_of(value, spec)
+        return tensor_of(value, spec, side)
     if value is None:
-        raise InvalidValue(f"Missing Input: {spec.name}")
+        raise RunFailed(f"Missing Input: {spec.name}")
     if isinstance(value, list):
         try:
             value = np.array(value, None if spec.element_type == STRING else spec.dtype)
@@ -87,10 +96,14 @@ def _as_tensor(value: Any, spec: TensorSpec) -> Tensor:
         return np.array([*texts, ""], dtype=object)[:-1].reshape(value.shape)
     if value.dtype == spec.dtype or value.dtype.newbyteorder("=") == spec.dtype:
         return value
-    actual = next((n for n in ELEMENT_TYPES if n == value.dtype.name), value.dtype.name)
-    raise invalid_argument(
-        f"Unexpected input data type. Actual: ({runtime_type(actual)}) , expected: "
-        f"({runtime_type(spec.element_type)})"
+    actual = STRING if value.dtype.kind in _TEXT_KINDS else value.dtype.name
+    raise _wrong_type(runtime_type(actual), spec)
+
+
+def _wrong_type(actual: str, spec: TensorSpec, side: _Side = "input") -> InvalidArgument:
+    """The runtime's error for another type than the model's; `actual` is in the runtime's words."""
+    return invalid_argument(
+        f"Unexpected {side} data type. Actual: ({actual}) , expected: ({runtime_type(spec.element_type)})"
     )
 
 
@@ -99,13 +112,13 @@ def _text(item: Any, kind: str) -> str:
     return item.decode() if kind in "SV" else str(item)
 
 
-def _check_shape(shape: tuple[int, ...], spec: TensorSpec) -> None:
+def _check_shape(shape: tuple[int, ...], spec: TensorSpec, side: _Side = "input") -> None:
     """Raise what the runtime raises for a shape; where the model says none, the worker checks it."""
     if not spec.shape or spec.admits(shape):
         return
     if len(shape) != len(spec.shape):
         raise invalid_argument(
-            f"Invalid rank for input: {spec.name} Got: {len(shape)} Expected: {len(spec.shape)} Please fix "
+            f"Invalid rank for {side}: {spec.name} Got: {len(shape)} Expected: {len(spec.shape)} Please fix "
             "either the inputs/outputs or the model."
         )
     wrong = "".join(
@@ -114,32 +127,33 @@ def _check_shape(shape: tuple[int, ...], spec: TensorSpec) -> None:
         if isinstance(size, int) and size != got
     )
     raise invalid_argument(
-        f"Got invalid dimensions for input: {spec.name} for the following indices\n{wrong} Please fix either "
-        "the inputs/outputs or the model."
+        f"Got invalid dimensions for {side}: {spec.name} for the following indices\n{wrong} Please fix "
+        "either the inputs/outputs or the model."
     )
 
 
 # The runtime's values.
 
 
-def tensor_of(value: Any, spec: TensorSpec) -> Tensor:
-    """The elements of a ``C.OrtValue``, in place; on the host, the value must outlive the array.
+def tensor_of(value: Any, spec: TensorSpec, side: _Side = "input", owner: object = None) -> Tensor:
+    """The elements of a ``C.OrtValue``, in place.
+
+    The tensor keeps the `owner` of the memory, None for the value itself. An ``OrtValue`` over an array of
+    NumPy's keeps that array, and its ``C.OrtValue`` does not.
 
     Raises:
-        InvalidArgument: It is of another type than the input.
+        InvalidArgument: It is of another type than the input or output.
         Unsupported: It is no tensor, or lies on a device that is neither the host nor an NVIDIA card.
     """
+    owner = value if owner is None else owner
     if not value.is_tensor():
         raise Unsupported(f"OrtValue of {value.data_type()} for {spec.name!r}: expected a tensor")
     if value.data_type() != runtime_type(spec.element_type):
-        raise invalid_argument(
-            f"Unexpected input data type. Actual: ({value.data_type()}) , expected: "
-            f"({runtime_type(spec.element_type)})"
-        )
+        raise _wrong_type(value.data_type(), spec, side)
     shape = tuple(value.shape())
     if is_on_card(value):
         index = value.__dlpack_device__()[1]
-        return _tensor_at(value.data_ptr(), shape, spec, Device("cuda", index), value)
+        return _tensor_at(value.data_ptr(), shape, spec, Device("cuda", index), owner)
     if value.device_name().lower() != "cpu":
         raise Unsupported(
             f"OrtValue on {value.device_name()} for {spec.name!r}: expected one in the memory of the host "
@@ -148,7 +162,7 @@ def tensor_of(value: Any, spec: TensorSpec) -> Tensor:
     if spec.element_type == STRING:
         texts: NDArray[Any] = value.numpy()
         return texts
-    return array_at(value.data_ptr(), shape, spec)
+    return array_at(value.data_ptr(), shape, spec, owner)
 
 
 def is_on_card(value: Any) -> bool:
@@ -182,14 +196,15 @@ def _check_bytes(spec: TensorSpec) -> None:
         )
 
 
-def array_at(address: int, shape: tuple[int, ...], spec: TensorSpec) -> NDArray[Any]:
-    """An array over memory that belongs to others."""
+def array_at(address: int, shape: tuple[int, ...], spec: TensorSpec, owner: object) -> NDArray[Any]:
+    """An array over memory that belongs to others; it keeps the owner, if there is one."""
     _check_bytes(spec)
     size = tensor_bytes(spec.element_type, prod(shape))
     if not size:
         return np.empty(shape, spec.dtype)
-    memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-    return np.ndarray(shape, spec.dtype, memory)
+    memory = (ctypes.c_char * size).from_address(address)
+    vars(memory)["owner"] = owner
+    return np.ndarray(shape, spec.dtype, memoryview(memory).cast("B"))
 
 
 def value_of(array: Any, spec: TensorSpec) -> Any:
@@ -203,7 +218,7 @@ def value_of(array: Any, spec: TensorSpec) -> Any:
         raise Unsupported(
             f"an OrtValue of {spec.element_type} for {spec.name!r}: call run() for it"
         )
-    array = np.ascontiguousarray(array)
+    array = np.asarray(array, order="C")
     if array.size and hasattr(OrtValue, "from_dlpack"):
         tensor = DlpackTensor(
             address=array.ctypes.data,
@@ -329,12 +344,18 @@ def _noting(method: Any, notes: MutableMapping[Any, Bound], side: str, place: An
 
 
 def _what(first: Any, *rest: Any) -> Any:
-    """What a method of a binding got after the name: a value, a device alone, or a place."""
+    """What a method of a binding got after the name: a value, a device alone, or a place.
+
+    Of an array that is not contiguous the runtime binds a copy.
+    """
+    if isinstance(first, np.ndarray):
+        return np.asarray(first, order="C")
     if not rest:
         return _Device(first) if isinstance(first, native.OrtDevice) else first
     onnx_type, shape, address = rest
     if not isinstance(onnx_type, int):
-        name = np.dtype(onnx_type).name
+        dtype = np.dtype(onnx_type)
+        name = STRING if dtype.kind in _TEXT_KINDS else dtype.name
         onnx_type = ELEMENT_TYPES[name].onnx if name in ELEMENT_TYPES else 0
     return Place(
         device=first, onnx_type=int(onnx_type), shape=tuple(map(int, shape)), address=int(address)
@@ -382,19 +403,18 @@ def bound_to(binding: Any) -> Bound:
     return bound
 
 
-def bound_tensor(what: Any, spec: TensorSpec) -> Tensor:
-    """What is bound, in place."""
+def bound_tensor(what: Any, spec: TensorSpec, side: _Side = "input") -> Tensor:
+    """What is bound, in place; the program owns the memory of a `Place`."""
     if not isinstance(what, Place):
-        return _as_tensor(what, spec)
+        return _as_tensor(what, spec, side)
     if what.onnx_type != ELEMENT_TYPES[spec.element_type].onnx:
-        raise invalid_argument(
-            f"Unexpected data type of what is bound to {spec.name!r}: got ONNX's type number "
-            f"{what.onnx_type}, expected {runtime_type(spec.element_type)}"
-        )
+        names = {element.onnx: name for name, element in ELEMENT_TYPES.items()}
+        actual = names.get(what.onnx_type, f"type {what.onnx_type}")
+        raise _wrong_type(runtime_type(actual), spec, side)
     card = card_of(what.device, spec.name)
     if card is not None:
         return _tensor_at(what.address, what.shape, spec, card, None)
-    return array_at(what.address, what.shape, spec)
+    return array_at(what.address, what.shape, spec, None)
 
 
 def deliver(binding: Any, answer: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
@@ -415,7 +435,7 @@ def deliver(binding: Any, answer: Mapping[str, Any], specs: Mapping[str, TensorS
                 )
             bind_value(binding, name, value_of(found, spec))
             continue
-        place = bound_tensor(target, spec)
+        place = bound_tensor(target, spec, "output")
         if place.shape != found.shape:
             raise InvalidBinding(
                 f"OrtValue shape verification failed for output {name!r}. Current shape:"
@@ -453,7 +473,10 @@ def output_devices(bound: Bound, specs: Mapping[str, TensorSpec]) -> list[Any]:
         if isinstance(target, _Device):
             alone.append(target.device)
             card_of(target.device, name)
-        elif isinstance(bound_tensor(target, specs[name]), DlpackTensor):
+            continue
+        place = bound_tensor(target, specs[name], "output")
+        _check_shape(place.shape, specs[name], "output")
+        if isinstance(place, DlpackTensor):
             others.append(_device_of(target))
     return [*alone, *others]
 

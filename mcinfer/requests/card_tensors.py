@@ -36,9 +36,9 @@ from mcinfer.errors import (
     CardError,
     ClosedError,
     InvalidInputError,
-    MissingDependencyError,
     PredictTimeoutError,
     QueueFullError,
+    requires,
 )
 from mcinfer.requests.request import Arrays, Lease, Part, Request
 from mcinfer.shm.arena import Arena, Slot
@@ -414,12 +414,8 @@ def cupy() -> Any:
     Raises:
         MissingDependencyError: It is not installed.
     """
-    try:
+    with requires("arrays on a card need the package cupy: pip install 'mcinfer[cupy]'", "cupy"):
         import cupy as found
-    except ImportError as exc:
-        raise MissingDependencyError(
-            "arrays on a card need the package cupy: pip install 'mcinfer[cupy]'"
-        ) from exc
     return found
 
 

@@ -53,8 +53,8 @@ from mcinfer.errors import (
     CardMemoryError,
     ClosedError,
     InvalidInputError,
-    MissingDependencyError,
     ProtocolError,
+    requires,
 )
 
 MEMORY_VARIABLE = "MCINFER_CARD_MEMORY"
@@ -760,12 +760,10 @@ class Card:
 
 
 def _driver() -> Any:
-    try:
+    with requires(
+        "NVIDIA cards need the package cuda-bindings: pip install 'mcinfer[gpu]'", "cuda"
+    ):
         return import_module("cuda.bindings.driver")
-    except ImportError as exc:
-        raise MissingDependencyError(
-            "NVIDIA cards need the package cuda-bindings: pip install 'mcinfer[gpu]'"
-        ) from exc
 
 
 def _handle_bytes(handle: Any) -> bytes:

@@ -41,6 +41,7 @@ from mcinfer.errors import (
     MissingDependencyError,
     ProtocolError,
     WeightAccessError,
+    requires,
 )
 from mcinfer.model_cache.building import MODEL_FILE, ensure_prepared
 from mcinfer.model_cache.cache import CacheUnusableError, Held
@@ -452,10 +453,8 @@ class SharedWeights:
             raise ClosedError(f"the shared weights {self.folder} are closed")
         if self.slab is None:
             return
-        try:
+        with requires(_NEEDS_RUNTIME, "onnxruntime"):
             import onnxruntime as ort
-        except ImportError as exc:
-            raise MissingDependencyError(_NEEDS_RUNTIME) from exc
         tensors: Mapping[str, DlpackTensor] | None = self.tensors
         if "CUDAExecutionProvider" not in ort.get_available_providers():
             tensors = self.slab.tensors_on_host()

@@ -25,18 +25,14 @@ from mcinfer.config import Parallel
 from mcinfer.errors import (
     BuildError,
     InvalidInputError,
-    MissingDependencyError,
     ModelNotFoundError,
+    requires,
 )
 from mcinfer.machine import usable_memory
 from mcinfer.model_cache.building import ChildFailedError, Progress, run_child
 
-try:
+with requires("cutting a model needs the package onnx: pip install 'mcinfer[onnx]'", "onnx"):
     from onnx import ModelProto
-except ImportError as exc:
-    raise MissingDependencyError(
-        "cutting a model needs the package onnx: pip install 'mcinfer[onnx]'"
-    ) from exc
 
 from mcinfer.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, drop_false_shapes, infer
 from mcinfer.slicing.graphs import is_collective, label, tensor_bytes, tensor_spec

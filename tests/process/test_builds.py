@@ -96,7 +96,7 @@ def test_missing_package_is_told_as_such(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The workers have this process's import path, and find this in the place of the package.
-    (tmp_path / "ml_dtypes.py").write_text("raise ImportError('not here')")
+    (tmp_path / "ml_dtypes.py").write_text("raise ModuleNotFoundError(name='ml_dtypes')")
     monkeypatch.syspath_prepend(str(tmp_path))
     model = fake_model(
         inputs=[["x", "bfloat16", ["batch", 4]]],
@@ -109,3 +109,13 @@ def test_missing_package_is_told_as_such(
     assert "worker 0" in str(caught.value)
     assert "worker 1" in str(caught.value)
     assert str(caught.value).count("pip install") == 1
+
+
+def test_package_that_is_there_and_broken_is_a_build_error_with_its_words(
+    fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "onnxruntime.py").write_text("from inspect import of_the_program")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = failure_to_start(Master(fake_model(), 1))
+    assert "engine onnxruntime cannot be imported: cannot import name 'of_the_program'" in text
+    assert "pip install" not in text

@@ -17,7 +17,15 @@ import pytest
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer import ClosedError, EngineOptions, InvalidInputError, McinferError, PredictError, ort
+from mcinfer import (
+    ClosedError,
+    EngineOptions,
+    InvalidInputError,
+    Master,
+    McinferError,
+    PredictError,
+    ort,
+)
 from mcinfer.ort.session import PlainSession
 from tests.process.models import OnnxModel
 from tests.process.waiting import all_gone, pids, wait_until
@@ -88,7 +96,7 @@ def assert_same(got: list[Any], wanted: list[Any]) -> None:
     assert len(got) == len(wanted)
     for one, other in zip(got, wanted, strict=True):
         assert type(one) is type(other) is np.ndarray
-        assert one.dtype == other.dtype
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
         np.testing.assert_array_equal(one, other)
 
 
@@ -195,9 +203,83 @@ def test_run_async_calls_back_with_results_and_with_an_error(session: Any, plain
     assert (data, nothing, none) == ("data", "", [])
     assert "has 3 rows" in failure
     assert_same(results, plain.run(None, feed()))
-    with pytest.raises(native.InvalidArgument):
-        session.run_async(["other"], feed(), callback, None)
     wait_until(lambda: held() is None)
+
+
+@pytest.mark.parametrize(
+    ("names", "change"),
+    [
+        (["other"], {}),
+        ("sum", {}),
+        ([3], {}),
+        (None, {"other": np.zeros(1)}),
+        (None, {"x": np.zeros((4, 3))}),
+        (None, {"x": np.zeros(3, np.float32)}),
+        (None, {"x": np.zeros((4, 2), np.float32)}),
+        (None, {"x": [1.0]}),
+        (None, {"x": np.array([["a"]])}),
+        (None, {"x": "text"}),
+        (None, {"x": 3.0}),
+        (None, {"x": [[1.0], [2.0, 3.0]]}),
+    ],
+)
+def test_run_async_of_what_does_not_fit_ends_as_in_a_plain_session(
+    session: Any, model: Path, names: Any, change: dict[str, Any]
+) -> None:
+    threads = onnxruntime.SessionOptions()
+    threads.intra_op_num_threads = 2  # a plain session runs so in its threads
+    said: list[Any] = []
+    for each in (PlainSession(model, threads, CPU), session):
+        came = threading.Event()
+
+        def callback(
+            results: list[Any], user_data: Any, failure: str, came: threading.Event = came
+        ) -> None:
+            said.append((results, user_data, failure.split(":")[0]))
+            came.set()
+
+        try:
+            each.run_async(names, feed() | change, callback, "data")
+        except Exception as exc:
+            said.append(exc)
+        else:
+            assert came.wait(PATIENCE)
+    wanted, got = said
+    if isinstance(wanted, Exception):
+        assert isinstance(got, type(wanted))
+    else:
+        assert got == wanted
+        assert wanted[:2] == ([], "data")
+        assert wanted[2]
+
+
+@pytest.mark.parametrize("owns", [False, True])
+def test_run_async_reads_values_that_the_program_has_let_go(session: Any, owns: bool) -> None:
+    came: dict[int, Any] = {}
+    all_came = threading.Event()
+
+    def callback(results: list[Any], number: int, failure: str) -> None:
+        came[number] = failure or results[0].sum()
+        if len(came) == 8:
+            all_came.set()
+
+    def value(array: NDArray[Any]) -> Any:
+        if not owns:  # its memory is the array's
+            return ort.OrtValue.ortvalue_from_numpy(array)
+        kept = ort.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype)
+        kept.update_inplace(array)
+        return kept
+
+    shape, turns = (9000, 3), np.array(1)
+    for number in range(8):
+        x, y = (value(np.full(shape, n, np.float32)) for n in (number, 0))
+        session.run_async(["sum"], {"x": x, "y": y, "turns": turns}, callback, number)
+        del x, y
+        gc.collect()
+        others = [np.full(shape, 7, np.float32) for _ in range(4)]
+        del others
+    assert all_came.wait(PATIENCE)
+    assert came == {number: 27000 * number for number in range(8)}
 
 
 def end_by_options(session: Any, options: Any) -> None:
@@ -230,6 +312,33 @@ def test_terminate_ends_a_run_from_another_thread(session: Any, plain: Any) -> N
         session.run(None, feed(), options)
     options.terminate = False
     assert_same(session.run(None, feed(), options), plain.run(None, feed()))
+
+
+def test_terminate_ends_every_run_while_others_begin(session: Any) -> None:
+    interval = sys.getswitchinterval()
+    options = ort.RunOptions()
+    ended: list[str] = []
+
+    def run(turns: int) -> None:
+        for _ in range(turns):
+            with pytest.raises(native.Fail) as raised:
+                session.run(None, feed(1, turns=2**62), options)
+            ended.append(str(raised.value))
+
+    threads = [threading.Thread(target=run, args=(100,), daemon=True) for _ in range(8)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: session.master.statistics().in_flight > 0)
+        while any(thread.is_alive() for thread in threads):
+            options.terminate = True
+    finally:
+        sys.setswitchinterval(interval)
+        options.terminate = True
+    assert len(ended) == 800
+    assert all("Exiting due to terminate flag being set to true" in text for text in ended)
+    wait_until(lambda: session.master.statistics().in_flight == 0)
 
 
 def test_terminate_ends_what_learns_and_close_ends_runs_of_every_kind(
@@ -315,6 +424,63 @@ def test_bound_tensors_are_read_and_written_in_place(
     assert_same(second, wanted[1])
 
 
+def test_bound_array_that_is_not_contiguous_is_copied_when_it_is_bound(
+    session: Any, plain: Any
+) -> None:
+    for each in (session, plain):
+        binding, inputs = each.io_binding(), feed()
+        inputs["x"] = np.asfortranarray(inputs["x"])
+        wanted = plain.run(["sum"], inputs)
+        for name, array in inputs.items():
+            binding.bind_cpu_input(name, array)
+        binding.bind_output("sum")
+        inputs["x"][:] = 0
+        each.run_with_iobinding(binding)
+        assert_same(binding.copy_outputs_to_cpu(), wanted)
+
+
+def double(shape: tuple[int, ...]) -> Any:
+    return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape))
+
+
+SPACE = np.zeros(64)
+"""Memory that outputs are bound to."""
+
+
+@pytest.mark.parametrize(
+    "bind",
+    [
+        lambda binding: binding.bind_ortvalue_output("sum", double((4, 3))),
+        *(
+            lambda b, kind=kind: b.bind_output("sum", "cpu", 0, kind, (4, 3), SPACE.ctypes.data)
+            for kind in (np.float64, np.int32, np.dtype("O"), 16)
+        ),
+        lambda b: b.bind_output("sum", "cpu", 0, np.float32, (12,), SPACE.ctypes.data),
+        lambda b: b.bind_output("sum", "cpu", 0, np.float32, (4, 2), SPACE.ctypes.data),
+        lambda b: (b.bind_output("sum"), b.bind_ortvalue_input("x", double((4, 3)))),
+        lambda b: (b.bind_output("sum"), b.bind_cpu_input("x", np.zeros((4, 3)))),
+        lambda b: (b.bind_output("sum"), b.bind_cpu_input("x", np.array([["a"]]))),
+        lambda b: (
+            b.bind_output("sum"),
+            b.bind_input("x", "cpu", 0, 16, (4, 3), SPACE.ctypes.data),
+        ),
+    ],
+)
+def test_bound_tensor_of_another_type_or_shape_is_the_error_of_a_plain_session(
+    session: Any, plain: Any, bind: Callable[[Any], object]
+) -> None:
+    said = []
+    for each in (plain, session):
+        binding = each.io_binding()
+        for name, array in feed().items():
+            binding.bind_cpu_input(name, np.ascontiguousarray(array))
+        bind(binding)
+        with pytest.raises(RuntimeError) as raised:
+            each.run_with_iobinding(binding)
+        said.append(str(raised.value))
+    assert said[0] == said[1]
+
+
 def test_binding_that_does_not_fit_is_refused(session: Any, plain: Any) -> None:
     binding = session.io_binding()
     with pytest.raises(RuntimeError, match="other"):
@@ -370,6 +536,65 @@ def test_providers_are_set_anew_and_a_pickled_session_is_opened_again_from_its_p
     session.close()
     with pytest.raises(ClosedError):
         session.run(None, feed(2))
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_session_is_opened_again_from_where_it_was_opened_first(
+    as_bytes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import onnx
+
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for number, folder in enumerate(folders):
+        (folder / "data").mkdir(parents=True)
+        weight = onnx.numpy_helper.from_array(np.full(3, number, np.float32), "w")
+        onnx.external_data_helper.set_external_data(weight, "w.bin")
+        (folder / "data" / "w.bin").write_bytes(weight.raw_data)
+        weight.ClearField("raw_data")
+        model = onnx.parser.parse_model(
+            '<ir_version: 8, opset_import: ["": 17]> m (float[n, 3] x) => (float[n, 3] y) {y = Add(x, w)}'
+        )
+        model.graph.initializer.append(weight)
+        (folder / "data" / "model.onnx").write_bytes(model.SerializeToString())
+    given = ort.SessionOptions()
+    given.optimized_model_filepath = "" if as_bytes else "optimised.onnx"
+    given.add_session_config_entry("session.model_external_initializers_file_folder_path", "data")
+    monkeypatch.chdir(folders[1])
+    path = Path("data", "model.onnx")
+    one = np.zeros((1, 3), np.float32)
+    session = ort.InferenceSession(path.read_bytes() if as_bytes else path, given, CPU, devices=1)
+    try:
+        monkeypatch.chdir(folders[0])
+        pickled = pickle.dumps(session)
+        monkeypatch.chdir(folders[2])
+        session.set_providers(CPU)
+        assert session.run(None, {"x": one})[0].tolist() == [[1, 1, 1]]
+    finally:
+        session.close()
+    written = [*tmp_path.glob("**/optimised.onnx")]
+    assert written == ([] if as_bytes else [folders[1] / "optimised.onnx"])
+    for path in written:
+        path.unlink()
+    with pickle.loads(pickled) as again:  # noqa: S301 our own
+        assert again.run(None, {"x": one})[0].tolist() == [[1, 1, 1]]
+    assert [*tmp_path.glob("**/optimised.onnx")] == written
+
+
+def test_model_in_the_runtimes_own_format_opens_from_its_bytes(
+    model: Path, plain: Any, tmp_path: Path
+) -> None:
+    given = onnxruntime.SessionOptions()
+    given.optimized_model_filepath = str(tmp_path / "model.ort")
+    given.add_session_config_entry("session.save_model_format", "ORT")
+    given.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    PlainSession(model, given, CPU)
+    content = (tmp_path / "model.ort").read_bytes()
+    with ort.InferenceSession(content, providers=CPU, devices=1) as session:
+        assert_same(session.run(None, feed()), plain.run(None, feed()))
+    with Master(content, 1) as master:
+        assert_same([*master.predict(feed()).values()], plain.run(None, feed()))
+    with pytest.raises(native.InvalidProtobuf):
+        ort.InferenceSession(b"no " + content, providers=CPU, devices=1)
 
 
 def test_session_that_is_let_go_ends_its_workers(onnx_model: OnnxModel) -> None:
@@ -461,6 +686,56 @@ def test_unchanged_program_runs_over_workers_and_ends_as_it_does_alone(
     first, *_, last = as_module.stderr.splitlines()
     assert (first, last) == ("Traceback (most recent call last):", "KeyError: 'of the program'")
     assert "mcinfer" not in as_module.stderr.replace(str(tmp_path), "")
+
+
+QUIETED = """
+import sys
+import mcinfer.ort as ort
+from mcinfer import EngineOptions
+from mcinfer.ort.options import passed
+import onnxruntime
+
+for severity in (2, 3):
+    if severity == 3:
+        onnxruntime.set_default_logger_severity(3)
+        ort.set_default_logger_verbosity(1)
+    with ort.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"], devices=1):
+        pass
+print(dict(passed(ort.SessionOptions(), EngineOptions(), "/", 1).engine.session_options))
+"""
+
+
+def test_severity_of_the_default_logger_is_that_of_workers(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    """ONNX Runtime warns of the initialiser that no node uses."""
+    model = onnx_model(
+        '<ir_version: 8, opset_import: ["": 17]> m (float[n] x) => (float[n] y)'
+        "<float[1] unused = {1.0}> { y = Neg(x) }"
+    )
+    run = run_program("-c", QUIETED, str(model), cwd=tmp_path)
+    given = {"default_logger_severity": "3", "default_logger_verbosity": "1"}
+    assert run.stdout == f"{given}\n"
+    assert run.stderr.count("Removing initializer 'unused'") == 1
+
+
+FORKED = """
+import os, signal, sys
+import mcinfer.ort
+child = os.fork()
+if not child:
+    sys.exit(7)
+signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
+signal.alarm(20)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_child_that_a_program_forks_ends_though_the_runtime_would_wait_for_its_telemetry(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
+    assert run_program("-c", FORKED, cwd=tmp_path).stdout == "7\n"
 
 
 @pytest.mark.parametrize("arguments", [("broken.py",), ("-m", "no_such_package.module")])
