@@ -155,7 +155,7 @@ def _open_to_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # Every way of serving it.
 
 
-@pytest.mark.parametrize("way", ["as it is", "prepared", "replaceable", "cut"])
+@pytest.mark.parametrize("way", ["prepared", "replaceable", "cut"])
 def test_model_given_as_bytes_is_served_in_every_way(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str
 ) -> None:
