@@ -13,9 +13,13 @@ NO_CARD ?= fail
 REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3
 
 # Versions that fit each other: Optimum's package for ONNX Runtime takes no later one of transformers.
-DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 torch==2.13.0 transformers==4.57.6
+DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 transformers==4.57.6
 
-.PHONY: demo test test-diffusers test-gpu test-mindspore test-ort-suite test-programs test-ray test-real-models test-thorough check bench bench-gpu bench-memory bench-parts bench-peers bench-programs bench-ranks bench-ray faults soak fuzz docs clean format
+# PyTorch from PyPI has CUDA with it, some 3 GB. An index or a folder of its CPU packages may be named by
+# PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, where pip prefers `2.13.0+cpu` to this version without a mark.
+TORCH := torch==2.13.0
+
+.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-ort-suite test-programs test-ray test-real-models test-thorough check bench bench-gpu bench-memory bench-parts bench-peers bench-programs bench-ranks bench-ray faults soak fuzz docs clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -49,8 +53,7 @@ test-gpu bench-gpu:
 test-mindspore: .venv-mindspore/installed
 	.venv-mindspore/bin/python -m pytest tests/test_engines_mindspore.py tests/process/test_mindspore.py
 
-# Pipelines of diffusers with mcinfer's components. PyTorch from PyPI has CUDA with it, some 3 GB; an index of
-# its CPU packages may be named by PIP_EXTRA_INDEX_URL.
+# Pipelines of diffusers with mcinfer's components.
 test-diffusers: .venv-diffusers/installed
 	.venv-diffusers/bin/python -m pytest -c tests/diffusers/diffusers.ini --rootdir . --confcutdir tests/diffusers tests/diffusers
 
@@ -58,9 +61,11 @@ test-diffusers: .venv-diffusers/installed
 test-ray: .venv-ray/installed
 	.venv-ray/bin/python -m pytest -c tests/ray/on_ray.ini --rootdir . --confcutdir tests/ray tests/ray
 
-# Models as they are published, split with no option set: the tables of docs/splitting.md.
+# Models as they are published, split with no option set. With WRITE=yes the tables of docs/splitting.md are
+# written anew.
+WRITE ?=
 test-real-models: .venv-real-models/installed
-	.venv-real-models/bin/python benchmarks/real_models.py --write docs/splitting.md
+	.venv-real-models/bin/python benchmarks/real_models.py $(if $(WRITE),--write docs/splitting.md)
 
 # Programs that hold a session, as they are and below `python -m mcinfer ort`; docs/programs.md has their times.
 test-programs: .venv-programs/installed
@@ -72,7 +77,6 @@ bench-programs: .venv-programs/installed
 # ONNX Runtime's own tests, which are not here: ORT_TESTS names onnxruntime/test/python of a checkout of it.
 # With WRITE=yes the table of docs/ort_suite.md is written anew.
 ORT_TESTS ?=
-WRITE ?=
 test-ort-suite:
 	@if test -z "$(ORT_TESTS)"; then \
 	    echo "$@: skipped; name the folder onnxruntime/test/python of a checkout of ONNX Runtime: make $@ ORT_TESTS=..."; \
@@ -80,6 +84,16 @@ test-ort-suite:
 	    $(MAKE) .venv-programs/installed && .venv-programs/bin/python -m tests.programs.ort_suite "$(ORT_TESTS)" \
 	        $(if $(WRITE),--write docs/ort_suite.md); \
 	fi
+
+# Each suite that has an environment of its own, one after the other; then a line for each.
+SUITES := mindspore diffusers ray programs real-models ort-suite
+test-all:
+	@failed=0; lines=; for suite in $(SUITES); do \
+	    begin=$$(date +%s); result=passed; \
+	    $(MAKE) --no-print-directory test-$$suite || { result=failed; failed=1; }; \
+	    if test "$$suite$(ORT_TESTS)" = ort-suite; then result=skipped; fi; \
+	    lines="$$lines$$suite: $$result, $$(( $$(date +%s) - begin )) s\n"; \
+	done; printf "\n$$lines"; exit $$failed
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
@@ -172,7 +186,7 @@ format: .venv/installed
 .venv-diffusers/installed: $(DEPENDENCIES) Makefile
 	$(PYTHON) -m venv .venv-diffusers
 	.venv-diffusers/bin/$(PIP) 'pip>=25.1' # earlier ones take very long to find what fits
-	.venv-diffusers/bin/$(PIP) --editable '.[cli,cpu,diffusers]' $(DIFFUSERS) matplotlib pillow pytest pytest-timeout scikit-learn
+	.venv-diffusers/bin/$(PIP) --editable '.[cli,cpu,diffusers]' $(DIFFUSERS) $(TORCH) matplotlib pillow pytest pytest-timeout scikit-learn
 	touch $@
 
 .venv-mindspore/installed: $(DEPENDENCIES)
@@ -181,10 +195,10 @@ format: .venv/installed
 	.venv-mindspore/bin/$(PIP) --editable '.[bench,cpu,mindspore]' --group test
 	touch $@
 
-# silero-vad needs PyTorch, which takes some GB.
+# silero-vad needs PyTorch.
 .venv-programs/installed: $(DEPENDENCIES) Makefile
 	$(PYTHON) -m venv .venv-programs
-	.venv-programs/bin/$(PIP) --editable '.[bench,cpu,onnx]' pytest pytest-timeout $(REAL_MODELS)
+	.venv-programs/bin/$(PIP) --editable '.[bench,cpu,onnx]' pytest pytest-timeout $(REAL_MODELS) $(TORCH)
 	touch $@
 
 # Without what the packages depend on, PyTorch among it.

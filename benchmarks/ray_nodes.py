@@ -322,6 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build = runpy.run_path(str(ROOT / "examples" / "quick_start" / "build_mobilenet.py"))
     with tempfile.TemporaryDirectory(prefix="mcr-", ignore_cleanup_errors=True) as folder:
         os.environ["MCINFER_CACHE"] = str(Path(folder) / "cache")  # not the user's
+        os.environ["RAY_TMPDIR"] = folder  # Ray notes its address in the folder `ray` there
         classifier = Path(folder) / "mobilenet.onnx"
         build["build_mobilenet"](classifier, batch=None, size=SIZE)
         large = products_model(Path(folder) / "products.onnx")

@@ -43,6 +43,7 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.master import Master, SerializableModel
+from mcinfer.private import opened_folder
 from mcinfer.specs import TensorSpec
 
 with requires(
@@ -708,9 +709,11 @@ def _encoder(module: Any, call: Mapping[str, Any]) -> _Traced:
 
 def _write(traced: _Traced, module: Any, folder: Path) -> Path:
     """Export to the folder, in which there is never half of a model."""
-    folder.mkdir(parents=True, exist_ok=True)
     training = module.training
-    with tempfile.TemporaryDirectory(prefix=".mcinfer-", dir=folder) as name:
+    with (
+        opened_folder(folder, guarded=False, make=0o777) as place,
+        tempfile.TemporaryDirectory(prefix=".mcinfer-", dir=place) as name,
+    ):
         new = Path(name)
         needs = "export needs the packages onnx and onnxscript: pip install 'mcinfer[diffusers]'"
         try:
@@ -741,11 +744,11 @@ def _write(traced: _Traced, module: Any, folder: Path) -> Path:
         else:  # of transformers, whose own files lack what has its default
             text = module.config.to_json_string(use_diff=False)
             (new / _CONFIG_FILE).write_text(text)
-        with _alone(folder):
+        with _alone(place):
             # Without the old model, an interruption leaves none rather than one with another's weights.
-            (folder / _MODEL_FILE).unlink(missing_ok=True)
+            (place / _MODEL_FILE).unlink(missing_ok=True)
             for file in sorted(new.iterdir(), key=lambda file: file.name == _MODEL_FILE):
-                file.replace(folder / file.name)
+                file.replace(place / file.name)
     return folder / _MODEL_FILE
 
 

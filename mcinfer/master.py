@@ -4,9 +4,6 @@ import asyncio
 import logging
 import math
 import os
-import secrets
-import shutil
-import tempfile
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +51,7 @@ from mcinfer.errors import (
 )
 from mcinfer.machine import cores_near, usable_memory, whole_cpus
 from mcinfer.model_cache.split_records import SplitRecord
+from mcinfer.private import IN_MEMORY, ModelInMemory
 from mcinfer.protocol import Build
 from mcinfer.requests.card_tensors import CardMemory, card_of, check_types, cupy
 from mcinfer.requests.future import OutcomeFuture
@@ -97,7 +95,7 @@ class Master:
 
     Args:
         model: Path of the model; or the ONNX model itself, as bytes or `onnx.ModelProto`. The master keeps
-            such a model in a private file in the temporary folder until it is closed.
+            such a model in memory until it is closed, and writes it to no disk.
         devices: How many, or which: ``2``, ``["cpu:0", "cpu:1"]``, ``[0, 1]``, ``"cuda:0"``. ``"cpu:i"`` of
             n is the i-th equal share of the usable cores; its worker is pinned to these cores. Under a CPU
             quota, as in containers, each worker gets its part of the quota as threads. ``"cpu"`` or None:
@@ -158,7 +156,8 @@ class Master:
     ) -> None:
         self._timeouts = timeouts
         self._limits = limits
-        self._given: bytes | None = None
+        self._given = b""
+        self._in_memory: ModelInMemory | None = None
         path = self._path_of(model)
         self._path = path
         for name, value, kind in (
@@ -263,6 +262,7 @@ class Master:
             )
         except OSError as exc:  # no descriptor is left
             raise BuildError(f"no pool can be opened: {exc}") from exc
+        self._loop.model = self._in_memory  # for as long as workers may be started
         self._devices = [build.device for build in builds]
         self._workers = len(groups)
         self._engine = engine
@@ -278,10 +278,9 @@ class Master:
         self._waiting = WaitingThreads()
         self._finalizer = weakref.finalize(self, _abandon, self._loop, self._waiting)
         self._finalizer.atexit = False
-        self._remove_given: weakref.finalize[..., Master] | None = None
 
     def _path_of(self, model: "str | os.PathLike[str] | bytes | SerializableModel") -> str:
-        """The path of the model's file, which may not be written yet."""
+        """The path of the model, which may not be written yet."""
         if isinstance(model, (str, os.PathLike)):
             try:
                 return str(Path(model).absolute())
@@ -298,13 +297,13 @@ class Master:
                 f"model: got {type(model).__name__}, expected a path, bytes or an onnx.ModelProto"
             )
         try:
-            place = tempfile.gettempdir()
-        except FileNotFoundError as exc:
-            raise BuildError(f"no folder for a model that was given as bytes: {exc}") from exc
-        return os.path.join(place, f"mcinfer-model-{secrets.token_hex(8)}", "model.onnx")
+            self._in_memory = ModelInMemory()
+        except OSError as exc:  # no descriptor is left
+            raise BuildError(f"{IN_MEMORY} cannot be kept: {exc}") from exc
+        return self._in_memory.path
 
     def __repr__(self) -> str:
-        model = os.path.basename(self._path) if self._given is None else "given as bytes"
+        model = "given as bytes" if self._in_memory else os.path.basename(self._path)
         return f"<Master {model} on {', '.join(self._devices)}: {self._loop.state}>"
 
     # Life.
@@ -323,8 +322,8 @@ class Master:
             self._finalizer.detach()  # it would hold the error, whose traceback holds this
             reasons = (f"worker {i}: {reason}" for i, reason in self._absent.items())
             self._loop.refuse_start(BuildError("; ".join(reasons)))
-        if self._given is not None:
-            self._keep_given(self._given)
+        if self._in_memory is not None:
+            self._keep_given(self._in_memory)
         elif not os.path.lexists(self._path):
             self._finalizer.detach()
             self._loop.refuse_start(ModelNotFoundError(f"model: there is no file {self._path!r}"))
@@ -356,19 +355,14 @@ class Master:
             raise
         return self
 
-    def _keep_given(self, model: bytes) -> None:
-        """Write a model that came as bytes to a file, for all workers and later restarts."""
-        folder = os.path.dirname(self._path)
+    def _keep_given(self, place: ModelInMemory) -> None:
+        """Write a model that came as bytes to where all workers find it, those that are restarted too."""
         try:
-            os.mkdir(folder, 0o700)
-            self._remove_given = weakref.finalize(self, remove_own_folder, folder, os.getpid())
-            with open(self._path, "xb") as file:
-                file.write(model)
+            place.write(self._given)
             self._given = b""
         except OSError as exc:
             self._finalizer.detach()
-            failure = BuildError(f"the model cannot be kept in {folder}: {exc}")
-            self._loop.refuse_start(failure)
+            self._loop.refuse_start(BuildError(f"{IN_MEMORY} cannot be kept: {exc}"))
 
     def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
         """End all workers. Requests in flight fail with `ClosedError`. Safe to call again.
@@ -397,8 +391,8 @@ class Master:
                 self._planner.close()
             # It holds the loop, which holds the error of a failed start, whose traceback holds this.
             self._finalizer.detach()
-            if self._remove_given is not None:
-                self._remove_given()
+            if self._in_memory is not None:
+                self._in_memory.close()
 
     # Health.
 
@@ -1341,12 +1335,6 @@ def _abandon(loop: Loop, waiting: WaitingThreads) -> None:
 def _cancel_late(waiting: "Future[OutcomeFuture[Arrays]]") -> None:
     if not waiting.cancelled() and waiting.exception() is None:
         waiting.result().cancel()
-
-
-def remove_own_folder(folder: str, pid: int) -> None:
-    """Remove a folder, unless this process was forked from the one that made it."""
-    if os.getpid() == pid:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _specs(fields: Sequence[TensorFields]) -> tuple[TensorSpec, ...]:

@@ -146,19 +146,6 @@ def _wait_status(pid: int, pidfd: int) -> int | None:
     return status if mask & _INFO_EXIT else None
 
 
-def is_own_user_known() -> bool:
-    """Whether this process's user has a number in its user namespace (user_namespaces(7)).
-
-    All users without a number appear as the same overflow user.
-    """
-    uid = os.geteuid()
-    for line in Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines():
-        first, _, count = map(int, line.split())
-        if first <= uid < first + count:
-            return True
-    return False
-
-
 # Ending with the parent.
 
 ORPHANED = 70

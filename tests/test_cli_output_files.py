@@ -9,8 +9,9 @@ import typer
 
 from mcinfer.bench.report import load
 from mcinfer.cli import main
+from mcinfer.cli.batch_files import PartialResults
 from mcinfer.cli.output_files import check_outputs, parse_png, write_output
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import InvalidInputError, McinferError
 from tests.command_line import COMMAND, Capture, files, only_line, save_double
 from tests.process.scripts import Program
 from tests.process.waiting import all_gone, wait_until
@@ -47,6 +48,22 @@ def test_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
     for path in (theirs, tmp_path / "link.json"):
         assert refused(path) == f"--json: {theirs} is a link of another user"
     assert (tmp_path / "mine").read_bytes() == b"precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
+def test_link_of_another_user_among_the_folders_above_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "deep").mkdir(parents=True)
+    theirs = tmp_path / "theirs"
+    theirs.symlink_to("mine")
+    (tmp_path / "link").symlink_to("theirs/deep")
+    write_output("--json", tmp_path / "link" / "x.json", b"mine")
+    os.chown(theirs, 12345, -1, follow_symlinks=False)
+    for path in (theirs / "x.json", theirs / "deep" / "x.json", tmp_path / "link" / "x.json"):
+        assert refused(path) == f"--json: {theirs} is a link of another user"
+    assert (tmp_path / "mine" / "deep" / "x.json").read_bytes() == b"mine"
+    with pytest.raises(McinferError, match=f"{theirs} is a link of another user"):
+        PartialResults(theirs / "x.npz", {})
+    assert files(tmp_path / "mine") == ["deep"]
 
 
 def test_only_writable_files_are_replaced(

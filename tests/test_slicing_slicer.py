@@ -402,6 +402,27 @@ def test_folder_with_other_files_is_never_replaced(model: Path, folder: Path) ->
         slice_model(model, folder / "deep" / "er", pipeline=2)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
+def test_link_of_another_user_is_not_followed(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    theirs = tmp_path / "theirs"
+    theirs.symlink_to("mine")
+    os.chown(theirs, 12345, -1, follow_symlinks=False)
+    for place in (theirs, theirs / "slices"):
+        text = f"folder: {theirs} is a link of another user"
+        with pytest.raises(InvalidInputError, match=text):
+            slice_model(model, place, pipeline=2, check=False)
+    assert files(tmp_path / "mine") == []
+
+
+def test_folder_at_the_end_of_a_link_of_mine_is_written(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "near").symlink_to("far/slices")
+    slice_model(model, tmp_path / "near", pipeline=2)
+    assert len(files(tmp_path / "far" / "slices")) == 5
+    assert files(tmp_path / "far") == ["slices"]
+
+
 @pytest.mark.parametrize("phase", ["slicing", "checking"])
 def test_interrupt_leaves_what_was_there(model: Path, folder: Path, phase: str) -> None:
     slice_model(model, folder, pipeline=2, check=False)

@@ -67,7 +67,9 @@ def with_images(batch: Batch) -> Batch:
 @contextmanager
 def cluster_of(nodes: int) -> Iterator[Cluster]:
     """A head without actors and so many nodes; no process of it is left behind."""
-    with tempfile.TemporaryDirectory(prefix="mcr-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="mcr-", ignore_cleanup_errors=True) as place:
+        os.environ["RAY_TMPDIR"] = place  # Ray notes its address in the folder `ray` there
+        folder = os.path.join(place, "ray")
         common = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
         cluster = Cluster(
             initialize_head=True, head_node_args={**common, "num_cpus": 0, "temp_dir": folder}

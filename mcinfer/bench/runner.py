@@ -17,7 +17,6 @@ Ownership: a `Benchmark` ends all processes that it has started before `run` ret
 
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -54,6 +53,7 @@ from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
 from mcinfer.model_cache.onnx_files import scan
 from mcinfer.model_cache.split_records import records_in
+from mcinfer.private import PrivateFolder
 from mcinfer.sharding import Axes, Split
 from mcinfer.specs import ModelSpec
 
@@ -156,16 +156,17 @@ def prepared(
         InvalidInputError: The options do not fit the model.
         BuildError: mcinfer cannot load the model.
     """
-    with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name, ExitStack() as stack:
+    with PrivateFolder() as private, ExitStack() as stack:
+        folder = Path(private.path)
         # What is learned is kept apart: it is learned from random inputs.
-        records = Path(name) / "splits"
+        records = folder / "splits"
         records.mkdir(mode=0o700)
         stack.enter_context(records_in(records))
         show("loading the model")
         with Master(model, **axes, **options) as master:
             show("learning how its batch is split")
             spec, split = look_at(master, batches, inputs, **axes)
-        files = {batch: Path(name) / f"{batch}.request" for batch in batches}
+        files = {batch: folder / f"{batch}.request" for batch in batches}
         for batch, path in files.items():
             write_request(path, make_inputs(spec, split, batch, inputs))
         yield Prepared(path=model, model=spec, split=split, files=files, **axes)

@@ -17,7 +17,6 @@ import hashlib
 import json
 import mmap
 import os
-import stat
 import struct
 import sys
 import zipfile
@@ -37,6 +36,7 @@ from numpy.typing import NDArray
 from mcinfer.cli.progress import showing_work
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, printable
 from mcinfer.model_cache.onnx_files import open_regular
+from mcinfer.private import OthersError, open_private, opened_folder
 from mcinfer.requests.tensors import as_input, difference
 from mcinfer.sharding import Axes, JoinError
 from mcinfer.specs import ModelSpec
@@ -227,7 +227,8 @@ class PartialResults:
         self._saved = 0
         with ExitStack() as stack:
             try:
-                self._parent = os.open(output.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                parent = stack.enter_context(opened_folder(output.parent, guarded=False))
+                self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 stack.callback(os.close, self._parent)
                 self._folder = self._take(stack)
                 stack.callback(self._tidy)
@@ -241,20 +242,16 @@ class PartialResults:
 
     def _take(self, stack: ExitStack) -> int:
         """The locked folder's descriptor; the stack closes it."""
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
             with ExitStack() as tried, suppress(FileNotFoundError):  # another run has removed it
                 with suppress(FileExistsError):
                     os.mkdir(self.path.name, 0o700, dir_fd=self._parent)
-                folder = os.open(self.path.name, flags, dir_fd=self._parent)
+                try:
+                    folder = open_private(self.path.name, self._parent)
+                except OthersError as exc:
+                    text = f"--output: {exc}: remove it, or write to another folder"
+                    raise McinferError(text) from exc
                 tried.callback(os.close, folder)
-                info = os.fstat(folder)
-                if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                    raise McinferError(
-                        f"--output: {self.path} is of user {info.st_uid} and has mode "
-                        f"{stat.S_IMODE(info.st_mode):04o}, expected user {os.geteuid()} and 0700: "
-                        "remove it, or write to another folder"
-                    )
                 # A file, open for writing: NFS has no such lock of a folder.
                 lock_flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
                 lock = os.open(_LOCK, lock_flags, 0o600, dir_fd=folder)

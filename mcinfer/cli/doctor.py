@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryFile
 from time import monotonic
 from typing import NamedTuple
 
@@ -285,7 +285,7 @@ def look_at_runtime_folder() -> Iterator[Finding]:
 
 def look_at_cache() -> Iterator[Finding]:
     """The folder of prepared models; if it cannot be used, models are loaded as they are."""
-    from mcinfer.model_cache.cache import Cache, CacheUnusableError, make_folder
+    from mcinfer.model_cache.cache import Cache, CacheUnusableError
     from mcinfer.model_cache.entries import opened_root, unusable
 
     missing: list[Path] = []  # made as for the first model, and removed again
@@ -294,10 +294,12 @@ def look_at_cache() -> Iterator[Finding]:
         path = cache.folder
         mode = path.stat().st_mode & 0o7777 if path.exists() else None
         missing += [folder for folder in (path, *path.parents) if not folder.exists()]
-        with unusable(path):
-            make_folder(path)
-            with opened_root(path) as folder, TemporaryFile(dir=folder):
-                pass
+        with (
+            unusable(path),
+            opened_root(path, make=True) as folder,
+            TemporaryFile(dir=folder),
+        ):
+            pass
         used = sum(info.bytes for info in cache.entries())
         yield judge_cache(path, mode, cache.limit_bytes, used, shutil.disk_usage(path).free)
     except InvalidInputError as exc:
@@ -507,12 +509,10 @@ def look_at_pool() -> Iterator[Finding]:
 
     start = monotonic()
     try:
-        with TemporaryDirectory(prefix="mcinfer-doctor-") as folder:
-            model = Path(folder) / "model.json"
-            model.write_text(json.dumps(_MODEL), encoding="utf-8")
-            with Master(model, 1, engine="fake", timeouts=_TIMEOUTS) as master:
-                ready = monotonic() - start
-                answer = master.predict({"x": [[1.0, 2.0, 3.0, 4.0]]})["y"].tolist()
+        model = json.dumps(_MODEL).encode()
+        with Master(model, 1, engine="fake", timeouts=_TIMEOUTS) as master:
+            ready = monotonic() - start
+            answer = master.predict({"x": [[1.0, 2.0, 3.0, 4.0]]})["y"].tolist()
         if answer != [[3.0, 5.0, 7.0, 9.0]]:
             raise EngineError(f"the answer is wrong: {answer}")
     except (McinferError, OSError) as exc:

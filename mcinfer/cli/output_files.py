@@ -2,21 +2,21 @@
 
 They are checked before the work, which may take long. A file is written under another name beside its place
 and then moved there, so it is whole or not there. Unfinished results never replace finished ones. Links are
-followed, except those of other users, who could choose the file that is replaced (``/tmp`` is open to all).
+followed, except those of other users, who could choose the file that is replaced (``/tmp`` is open to all);
+those in the folders above, too.
 """
 
 import os
 import secrets
-import stat
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import typer
 
 from mcinfer.errors import InvalidInputError
+from mcinfer.private import OthersError, opened_folder, opened_place
 
 _OTHER_IMAGES = {".jpg", ".jpeg", ".svg", ".pdf", ".gif", ".webp", ".tif", ".tiff", ".bmp", ".eps"}
 
@@ -48,12 +48,13 @@ def write_output(option: str, path: Path, content: bytes, *, finished: bool = Tr
     """
     target = path if finished else path.with_name(f"{path.stem}.partial{path.suffix}")
     place = output_place(option, target)
-    beside = place.with_name(f".mcinfer-{secrets.token_hex(8)}")
-    try:
-        beside.write_bytes(content)
-        beside.replace(place)
-    finally:
-        beside.unlink(missing_ok=True)
+    with opened_folder(place.parent, guarded=False) as folder:
+        beside = folder / f".mcinfer-{secrets.token_hex(8)}"
+        try:
+            beside.write_bytes(content)
+            beside.replace(folder / place.name)
+        finally:
+            beside.unlink(missing_ok=True)
     if not finished:
         print(f"mcinfer: {option}: what is known so far is in {target}", file=sys.stderr)
 
@@ -64,23 +65,17 @@ def output_place(option: str, path: Path) -> Path:
     `InvalidInputError`: it cannot be written, is no regular file, or another user's link leads there.
     """
     try:
-        mode = stat.S_IFREG
-        with suppress(FileNotFoundError):
-            mode = path.stat().st_mode
-        place = path.absolute()
-        while place.is_symlink():  # no loop, or stat would have failed
-            if place.lstat().st_uid not in (0, os.geteuid()):
-                raise InvalidInputError(f"{option}: {place} is a link of another user")
-            place = place.parent / place.readlink()
-        if not stat.S_ISREG(mode):
-            raise InvalidInputError(f"{option}: {path} is there and is no regular file")
-        place = place.parent.resolve() / place.name
-        if not place.parent.is_dir():
-            raise InvalidInputError(f"{option}: there is no folder {place.parent}")
-        if place.exists() and not os.access(place, os.W_OK):
-            raise InvalidInputError(f"{option}: {path} cannot be written: it is write-protected")
-        with tempfile.TemporaryFile(dir=place.parent):
-            pass
+        with opened_place(path) as place:
+            if place.exists() and not place.is_file():
+                raise InvalidInputError(f"{option}: {path} is there and is no regular file")
+            if place.exists() and not os.access(place, os.W_OK):
+                raise InvalidInputError(
+                    f"{option}: {path} cannot be written: it is write-protected"
+                )
+            with tempfile.TemporaryFile(dir=place.parent):
+                pass
+            return place.parent.readlink() / place.name
+    except OthersError as exc:
+        raise InvalidInputError(f"{option}: {exc}") from exc
     except OSError as exc:
         raise InvalidInputError(f"{option}: {path} cannot be written: {exc.strerror}") from exc
-    return place

@@ -20,7 +20,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from numpy.typing import NDArray
 
 from mcinfer.engines.base import ArrayEngine, EngineRequest, check_cpu, check_request
 from mcinfer.errors import BuildError, McinferError, MissingDependencyError, PredictError
+from mcinfer.private import PrivateFolder
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 
 _TYPES = {
@@ -176,9 +176,8 @@ def _mindir_file(model: str) -> Iterator[str]:
     if model.endswith(".mindir"):
         yield model
         return
-    with tempfile.NamedTemporaryFile(suffix=".mindir") as copy:
-        shutil.copyfile(model, copy.name)
-        yield copy.name
+    with PrivateFolder() as folder:
+        yield shutil.copyfile(model, f"{folder.path}/model.mindir")
 
 
 def _read(path: str) -> Any:

@@ -127,6 +127,9 @@ _LACKS_COLLECTIVE = re.compile(
 _FORMAT = "session.load_model_format"
 _OWN_FORMAT = b"ORTM"
 
+_LACKS_FOLDER = re.compile(r"weakly canonical path: /proc/self/fd/\d+\b")
+"""Its message if a model in memory has external data (1.32)."""
+
 _SHARED_ARENA = "session.use_env_allocators"
 """The runtime's option for sessions that share one arena, which must exist before."""
 
@@ -588,6 +591,8 @@ def _map_error(exc: Exception, base: type[EngineError]) -> McinferError:
             "; the model is one rank's slice, with collectives: run all ranks together, or give the whole "
             "model to Master(model, parallel=Parallel(…)), which cuts it"
         )
+    if _LACKS_FOLDER.search(text):
+        text += f"; its external data are in no folder: give the model's path, or name theirs as {FOLDER_KEY}"
     if isinstance(exc, MemoryError) or _SHORT_OF_MEMORY.search(text):
         text += memory_limit()
     return base(text)

@@ -48,6 +48,7 @@ from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
 from mcinfer.model_cache.entries import MANIFEST, disk_bytes
 from mcinfer.model_cache.keys import FOLDER_KEY, Source, read_source
 from mcinfer.model_cache.onnx_files import check_regular, model_files
+from mcinfer.private import in_words, inherited
 
 _LEAST_BYTES = 16 << 20
 """Least size of a model that ``"auto"`` prepares."""
@@ -61,7 +62,6 @@ _LEAST_SECONDS = 600.0
 _LEAST_BYTES_PER_SECOND = 5e6
 """Time limit of preparing, for models whose constants compute for ever."""
 
-_OWN_PROC = "/proc/self/"
 DRAFT = re.compile(r"tmp-[0-9a-f]{32}-\w+(/\w+)?|/proc/self/fd/\d+")
 
 FELL_BACK = "the runtime fell back"
@@ -459,7 +459,8 @@ def _fill_in_child(work: Work, folder: Path, lock: int, report: Callable[[int], 
     """Fill an entry's folder. The child holds the lock as well, in case this process ends."""
     start, warned = monotonic(), False
     request, source = work.request, work.source
-    size = f"{request.model} ({source.size / 1e6:.0f} MB)"
+    model = in_words(request.model, request.model)
+    size = f"{model} ({source.size / 1e6:.0f} MB)"
     before: object = None
 
     def tick(state: Mapping[str, Any]) -> None:
@@ -481,7 +482,7 @@ def _fill_in_child(work: Work, folder: Path, lock: int, report: Callable[[int], 
             # The child has the folder by the same number.
             [work.argument, _plain(request), f"/proc/self/fd/{opened}", most_file_bytes],
             tick,
-            pass_fds=(lock, opened),
+            pass_fds=(lock, opened, *inherited(request.model)),
             most_seconds=_LEAST_SECONDS + source.size / _LEAST_BYTES_PER_SECOND,
         )
     except BuildError as exc:
@@ -493,8 +494,7 @@ def _fill_in_child(work: Work, folder: Path, lock: int, report: Callable[[int], 
         raise ChildFailedError(f"{request.model} was changed meanwhile")
     if error:
         work.failed(work, folder, error)
-    in_memory = request.model.startswith("/proc/")
-    name = "(in memory)" if in_memory else os.path.basename(request.model)
+    name = "(in memory)" if inherited(request.model) else os.path.basename(request.model)
     about = {"name": f"{name}{work.kind}", "bytes": source.size, "seconds": seconds}
     (folder / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
     tick({})
@@ -543,8 +543,6 @@ def _plain(request: EngineRequest) -> dict[str, Any]:
     plain["device"] = str(request.device)
     for name in _MAPPINGS:
         plain[name] = dict(plain[name])
-    if request.model.startswith(_OWN_PROC):  # a memfd, which the child would look for among its own
-        plain["model"] = f"/proc/{os.getpid()}/{request.model.removeprefix(_OWN_PROC)}"
     return plain
 
 

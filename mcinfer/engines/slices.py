@@ -22,7 +22,6 @@ caller's, but an error that is not of one run alone closes that, too.
 """
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -61,6 +60,7 @@ from mcinfer.errors import BuildError, ClosedError, PredictError
 from mcinfer.model_cache.building import MODEL_FILE
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import check_regular
+from mcinfer.private import PrivateFolder
 from mcinfer.slicing.plans import Exchange, RankPlan, Segment
 from mcinfer.specs import element_type_name
 
@@ -121,8 +121,8 @@ def _segments(request: EngineRequest, folder: Path | None) -> Iterator[tuple[Ran
     if folder is not None:
         yield RankPlan.read(folder), folder
         return
-    with tempfile.TemporaryDirectory(prefix="mcinfer-segments-") as temporary:
-        yield _cut(request, Path(temporary)), Path(temporary)
+    with PrivateFolder() as private:
+        yield _cut(request, Path(private.path)), Path(private.path)
 
 
 class RankEngine(Engine):

@@ -22,6 +22,7 @@ from typing import Any
 from mcinfer.config import EngineOptions
 from mcinfer.errors import BuildError, McinferError, shortened
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
+from mcinfer.private import inherited
 from mcinfer.process import ORPHANED, command, cpu_time, environment, import_path, watch_parent
 
 MODEL_FILE = "model.onnx"
@@ -86,7 +87,8 @@ def ensure_prepared(
 
     try:
         arguments = ["onnxruntime", request, progress is not None]
-        key = run_child("mcinfer.engines.preparation:ensure", arguments, tick)
+        function = "mcinfer.engines.preparation:ensure"
+        key = run_child(function, arguments, tick, pass_fds=inherited(str(path)))
         held = Cache.default().open(key)
     except ChildFailedError as exc:
         raise BuildError(f"{path}: it could not be prepared: {exc}") from exc
@@ -117,7 +119,8 @@ def save_optimised(
     path = Path(model).absolute()
     try:
         arguments = [_request(path, options, device), str(Path(target).absolute())]
-        run_child("mcinfer.engines._onnxruntime:save", arguments, lambda _: None)
+        function = "mcinfer.engines._onnxruntime:save"
+        run_child(function, arguments, lambda _: None, pass_fds=inherited(str(path)))
     except ChildFailedError as exc:
         raise BuildError(f"{path}: its optimised form could not be saved: {exc}") from exc
 

@@ -50,7 +50,7 @@ from mcinfer.model_cache.entries import (
     write_manifest,
 )
 
-__all__ = ["Cache", "CacheUnusableError", "EntryInfo", "Held", "entry_key", "is_key", "make_folder"]
+__all__ = ["Cache", "CacheUnusableError", "EntryInfo", "Held", "entry_key", "is_key"]
 
 _log = logging.getLogger("mcinfer.model_cache")
 
@@ -78,13 +78,6 @@ _Identity = tuple[int, int]
 def is_key(text: str) -> bool:
     """Whether a text can be the key of an entry."""
     return _KEY.fullmatch(text) is not None
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder for this user alone, and those above it that are missing."""
-    for folder in reversed((path, *path.parents)):
-        if not folder.exists():  # one by one: `parents` would make those of the umask's mode
-            folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _remove(folder: Path) -> None:
@@ -285,10 +278,8 @@ class Cache:
         """The folder ``sources`` or ``splits``, by its descriptor while the context lasts."""
         with ExitStack() as opened:
             with unusable(self.folder):
-                make_folder(self.folder)
-                root = opened.enter_context(opened_root(self.folder))
-                (root / name).mkdir(mode=0o700, exist_ok=True)
-                path = opened.enter_context(opened_root(self.folder / name))
+                opened.enter_context(opened_root(self.folder, make=True))
+                path = opened.enter_context(opened_root(self.folder / name, make=True))
             yield path
 
     def engine_folder(self, key: str) -> Path:
@@ -299,12 +290,10 @@ class Cache:
         Args:
             key: `entry_key` of what the files depend on, beside what their names say.
         """
-        with self.notes(_ENGINES) as engines:
+        with self.notes(f"{_ENGINES}/{key}") as folder:
             with unusable(self.folder):
-                (engines / key).mkdir(mode=0o700, exist_ok=True)
-                os.utime(engines / key)
-            with self.notes(f"{_ENGINES}/{key}"):  # which checks it
-                return self.folder / _ENGINES / key
+                os.utime(folder)
+            return self.folder / _ENGINES / key
 
     @contextmanager
     def _existing(self) -> Iterator[Root | None]:
@@ -366,8 +355,7 @@ class Cache:
         """
         with ExitStack() as opened:
             with unusable(self.folder):
-                make_folder(self.folder)
-                root = Root(opened.enter_context(opened_root(self.folder)), self.folder)
+                root = Root(opened.enter_context(opened_root(self.folder, make=True)), self.folder)
             damaged: _Identity | None = None
             seen: object = None
             since = time.monotonic()

@@ -16,11 +16,9 @@ by descriptors as well (``/proc/self/fd/N``), so a folder that replaces one afte
 """
 
 import fcntl
-import grp
 import hashlib
 import json
 import os
-import pwd
 import re
 import stat
 import weakref
@@ -30,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import InvalidInputError, McinferError
-from mcinfer.process import is_own_user_known
+from mcinfer.private import OthersError, access_fault, opened_folder
 
 MANIFEST = "manifest.json"
 
@@ -73,15 +71,6 @@ def entry_key(facts: Mapping[str, Any]) -> str:
 
 def _to_json(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-def access_fault(info: os.stat_result) -> str | None:
-    """The reason why others could change a file or folder; None if they cannot."""
-    if info.st_uid != os.geteuid():
-        return f"belongs to user {info.st_uid}, expected {os.geteuid()}"
-    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"is writable by others (mode {stat.S_IMODE(info.st_mode):04o})"
-    return None
 
 
 def seal(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -241,7 +230,6 @@ def disk_bytes(folder: Path) -> int:
 
 # Holding an entry.
 
-_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BY_DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")
 
 
@@ -252,6 +240,8 @@ def unusable(place: Path) -> Iterator[None]:
         yield
     except (OSError, UnsoundEntryError) as exc:
         reason = _BY_DESCRIPTOR.sub(lambda _: str(place), str(exc))
+        if isinstance(exc, OthersError):
+            reason += ", or name another cache in MCINFER_CACHE"
         raise CacheUnusableError(f"the cache at {place} cannot be used: {reason}") from exc
 
 
@@ -341,72 +331,21 @@ def lock_path(folder: Path) -> Path:
 
 
 @contextmanager
-def opened_root(root: Path) -> Iterator[Path]:
-    """The path of a folder by its descriptor, for as long as the context lasts.
+def opened_root(root: Path, *, make: bool = False) -> Iterator[Path]:
+    """The path of a folder of this user's by its descriptor, for as long as the context lasts.
 
-    Only this user may be able to change or replace the folder. So neither a group nor others may write to a
-    folder above it, as with OpenSSH's StrictModes, unless that folder is sticky: there only owners rename. A
-    group that is certainly the user's own counts as the user, as in Debian's OpenSSH: under a umask of 002,
-    which goes with such groups, ``~/.cache`` often has the mode 0775.
+    Args:
+        root: The folder.
+        make: Whether to make it, and those above it that are missing, for this user alone.
 
     Raises:
-        CacheUnusableError: Others could change it.
-        OSError: It does not exist, or cannot be reached.
+        OthersError: It is not this user's, or others can change or replace it.
+        OSError: It cannot be reached.
     """
-    if not is_own_user_known():
-        raise CacheUnusableError(
-            "this user has no number in its user namespace, as others have none"
-        )
-    real = Path(os.path.realpath(root))
-    fd = os.open("/", _FOLDER)
-    try:
-        # Downwards: each is opened in one that was checked, so it cannot have been swapped.
-        for folder, name in zip(reversed(real.parents), real.parts[1:], strict=True):
-            _check_above(fd, folder, root)
-            below = os.open(name, _FOLDER, dir_fd=fd)
-            os.close(fd)
-            fd = below
-        if fault := access_fault(os.fstat(fd)):
-            raise CacheUnusableError(f"the cache {root} {fault}")
-        yield _path_of(fd)
-    finally:
-        os.close(fd)
-
-
-def _check_above(fd: int, folder: Path, root: Path) -> None:
-    info = os.fstat(fd)
-    writable = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    shared = (
-        writable
-        and not info.st_mode & stat.S_ISVTX
-        and (writable & stat.S_IWOTH or not _is_private(fd, info.st_gid))
-    )
-    if shared or info.st_uid not in (0, os.geteuid()):
-        raise CacheUnusableError(
-            f"the cache {root} lies in {folder}, which others can change (user {info.st_uid}, group "
-            f"{info.st_gid}, mode {stat.S_IMODE(info.st_mode):04o}): run `chmod go-w` on that folder "
-            "if it is yours, or name another cache in MCINFER_CACHE"
-        )
-
-
-def _is_private(fd: int, gid: int) -> bool:
-    """Whether a folder's group has this user as its only member, and an access list admits no others.
-
-    The group has the user's name and is the user's first one, as distributions make it. The name is what
-    counts for users that are not listed (LDAP): their common group has another one.
-    """
-    try:
-        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
-        lists = [name for name in os.listxattr(_path_of(fd)) if "acl" in name]
-    except (KeyError, OSError):
-        return False
-    return (
-        not lists
-        and user.pw_gid == gid
-        and group.gr_name == user.pw_name
-        and {*group.gr_mem} <= {user.pw_name}
-        and all(one.pw_uid == user.pw_uid for one in pwd.getpwall() if one.pw_gid == gid)
-    )
+    with opened_folder(root, make=0o700 if make else None) as path:
+        if fault := access_fault(path.stat()):
+            raise OthersError(f"it {fault}")
+        yield path
 
 
 def is_locked(folder: Path) -> bool:

@@ -16,12 +16,11 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from mcinfer import sharding
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import open_engine, prepared_facts
 from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, Slab, Strings
-from mcinfer.errors import BuildError, requires
+from mcinfer.errors import BuildError, EngineError, requires
 from mcinfer.machine import whole_cpus
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import scan
@@ -39,6 +38,7 @@ from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._ranks import Membership, is_slice, place_of
 from mcinfer.mslite._targets import Attempt, ModelType, attempts, open_first, pinned_cores
 from mcinfer.mslite.context import Context
+from mcinfer.private import ModelInMemory, PrivateFolder, in_words, inherited
 from mcinfer.requests.tensors import as_input, string_rows
 from mcinfer.requests.weights import check_weights
 from mcinfer.sharding import Shape
@@ -249,8 +249,9 @@ def _membership(source: Source) -> Membership | None:
     if source.context.device_infos[0] == "gpu":
         with ExitStack() as opened:
             model = source.model
-            path = model if isinstance(model, str) else opened.enter_context(_in_memory(model))
-            if not is_slice(path):
+            if isinstance(model, bytes):
+                model = opened.enter_context(closing(ModelInMemory(model))).path
+            if not is_slice(model):
                 return None
     return Membership(ranks)
 
@@ -279,11 +280,11 @@ def _load(
         model = _with_dims(model, dims)
     with ExitStack() as opened:
         if isinstance(model, bytes):
-            model = opened.enter_context(_in_memory(model))
+            model = opened.enter_context(closing(ModelInMemory(model))).path
         if source.weights is not None:
             if source.model_type is not ModelType.ONNX:
                 raise BuildError("weight_bytes: only ONNX models have their weights in such a file")
-            folder = opened.enter_context(TemporaryDirectory(prefix="mcinfer-weights-"))
+            folder = opened.enter_context(PrivateFolder()).path
             _put_weights(model, source.weights, Path(folder))
         if workspace and onnx_runtime:
             config["session.use_env_allocators"] = "1"
@@ -311,10 +312,15 @@ def _load(
             _check_same(shared.facts, here)
             request = _with_weights(request, shared)
         ranks = None if membership is None else membership.group()
-        with _pinned(cores):
-            engine = open_engine(attempt.engine, request, group=ranks)
+        try:
+            with _pinned(cores):
+                engine = open_engine(attempt.engine, request, group=ranks)
+        except EngineError as exc:
+            if not inherited(request.model):
+                raise
+            raise type(exc)(in_words(str(exc), request.model)) from exc.__cause__
     for note in engine.notes:
-        _log.warning("%s: %s", source.name, note)
+        _log.warning("%s: %s", source.name, in_words(note, request.model))
     return Session(engine, cores, owner)
 
 
@@ -383,18 +389,6 @@ def _identity(source: Source, dims: Dims | None, attempt: Attempt) -> object:
 
 
 # Models in memory, and of other sizes.
-
-
-@contextmanager
-def _in_memory(content: bytes) -> Iterator[str]:
-    """A path of the content: a memfd, which ends with this process."""
-    fd = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC)
-    try:
-        with open(fd, "wb", closefd=False) as file:
-            file.write(content)
-        yield f"/proc/{os.getpid()}/fd/{fd}"
-    finally:
-        os.close(fd)
 
 
 def _put_weights(model: str, weights: bytes, folder: Path) -> None:

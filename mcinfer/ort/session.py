@@ -15,14 +15,13 @@ it is garbage-collected, and at the interpreter's end.
 import inspect
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, ClassVar, Self
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary
 
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_inference_collection as collection
@@ -31,7 +30,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 from mcinfer.config import EngineOptions, parse_devices
 from mcinfer.errors import BuildError, InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
-from mcinfer.master import Master, remove_own_folder
+from mcinfer.master import Master
 from mcinfer.model_cache.building import save_optimised
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.ort import options as noted
@@ -47,6 +46,7 @@ from mcinfer.ort.errors import (
 )
 from mcinfer.ort.face import face
 from mcinfer.ort.providers import Choice, UnknownProviderError, choose
+from mcinfer.private import ModelInMemory, PrivateFolder
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.specs import ModelDescription
 
@@ -72,10 +72,12 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
     Args:
         master: A started master; this session closes it.
         options: The program's ``SessionOptions``, if any.
-        folder: A folder with files of the model, which goes with this session; None if there is none.
+        folder: Has files of the model, and goes with this session; None if there is none.
     """
 
-    def __init__(self, master: Master, options: Any = None, folder: str | None = None) -> None:
+    def __init__(
+        self, master: Master, options: Any = None, folder: PrivateFolder | None = None
+    ) -> None:
         described = master.description
         own = native.SessionOptions()
         own.graph_optimization_level = native.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -85,9 +87,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         super().__init__(own, face(master.inputs, master.outputs, described), False, False)
         self.initialize_session([], [], set())
         self.master = master
-        self._remove = (
-            None if folder is None else finalize(self, remove_own_folder, folder, os.getpid())
-        )
+        self._folder = folder
         self._records_assignment = options is not None and any(
             name == "add_session_config_entry" and given == (_RECORDS_ASSIGNMENT, "1")
             for name, given in noted.calls(options)
@@ -104,8 +104,8 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
             self.master.close()
         finally:
             self._threads.close(wait=False)
-            if self._remove is not None:
-                self._remove()
+            if self._folder is not None:
+                self._folder.close()
 
     # Runs, as the native class has them.
 
@@ -456,14 +456,16 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         if options is not None and not providers:
             providers = noted.named_providers(options) or providers
         choice = choose(providers, provider_options)
-        folder: str | None = None
+        folder: PrivateFolder | None = None
         master: Master | None = None
         passed: noted.Passed | None = None
         try:
             passed = self._passed(choice, options)
             if passed.files:
                 folder = _folder_of(passed.files)
-            place = folder or (self._folder if self._model_path is None else "")
+            place = self._folder if self._model_path is None else ""
+            if folder is not None:
+                place = folder.path
             if place:  # of the files of a model that is given as bytes
                 entries = {FOLDER_KEY: place, **passed.engine.session_config}
                 passed = replace(passed, engine=replace(passed.engine, session_config=entries))
@@ -530,10 +532,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         with ExitStack() as opened:
             model = self._model_path
             if model is None:
-                file = opened.enter_context(tempfile.NamedTemporaryFile(suffix=".onnx"))
-                file.write(self._model_bytes)
-                file.flush()
-                model = file.name
+                model = opened.enter_context(closing(ModelInMemory(self._model_bytes))).path
             save_optimised(model, passed.optimised, passed.engine, device)
 
     def _describe(self, session: WorkerSession, master: Master) -> None:
@@ -573,13 +572,13 @@ def _reopened(
     return InferenceSession(model, options, providers, provider_options, **given)
 
 
-def _folder_of(files: Mapping[str, bytes]) -> str:
-    """A new folder with the model's external data; the caller removes it."""
-    folder = tempfile.mkdtemp(prefix="mcinfer-data-")
+def _folder_of(files: Mapping[str, bytes]) -> PrivateFolder:
+    """A new folder with the model's external data."""
+    folder = PrivateFolder()
     try:
         for name, content in files.items():
-            path = os.path.join(folder, name)
-            if os.path.isabs(name) or not os.path.normpath(path).startswith(folder + os.sep):
+            path = os.path.join(folder.opened, name)
+            if os.path.isabs(name) or not os.path.normpath(path).startswith(f"{folder.opened}/"):
                 raise InvalidInputError(
                     f"add_external_initializers_from_files_in_memory: got the file {name!r}, expected a "
                     "relative path that stays within the model's folder"
@@ -588,17 +587,17 @@ def _folder_of(files: Mapping[str, bytes]) -> str:
             with open(path, "xb") as file:
                 file.write(content)
     except BaseException:
-        remove_own_folder(folder, os.getpid())
+        folder.close()
         raise
     return folder
 
 
-def _abandon(master: Master | None, folder: str | None) -> None:
+def _abandon(master: Master | None, folder: PrivateFolder | None) -> None:
     """Close what a session that could not be opened has begun."""
     if master is not None:
         master.close()
     if folder is not None:
-        remove_own_folder(folder, os.getpid())
+        folder.close()
 
 
 def _node_arguments(described: ModelDescription) -> list[Any]:

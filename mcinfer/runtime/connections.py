@@ -16,6 +16,7 @@ from dataclasses import replace
 from mcinfer.config import Limits, TransportKind
 from mcinfer.errors import ProtocolError
 from mcinfer.machine import usable_memory
+from mcinfer.private import inherited
 from mcinfer.process import Inherited
 from mcinfer.protocol import (
     MAX_HELLO_BYTES,
@@ -149,6 +150,7 @@ class Connections:
                 hello_token=secrets.token_hex(16),
                 build_token=secrets.token_hex(16),
                 ranks=[ours for ours, _ in pairs],
+                model=inherited(builds[0].model),
                 output=self.output,
                 inherited=self._inherited,
                 most_memory=self._limit(builds[0]),
@@ -164,7 +166,7 @@ class Connections:
                 follower = ChildProcess(
                     self.label(index, rank),
                     greeting,
-                    [theirs],
+                    [theirs, *inherited(build.model)],
                     output=self.output,
                     inherited=self._inherited,
                     most_memory=self._limit(build),

@@ -44,6 +44,7 @@ from mcinfer.errors import (
     QueueFullError,
     ReadyTimeoutError,
 )
+from mcinfer.private import ModelInMemory, in_words
 from mcinfer.process import LEFT_ALONE, ORPHANED
 from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Preparing, Reply
 from mcinfer.requests.card_tensors import ALIGNMENT_ON_CARD, CardMemory, make_block
@@ -120,6 +121,7 @@ class Loop:
 
     Attributes:
         arena: The shared memory of tensors.
+        model: The model, if it is in memory.
         frames: Has memory of it that is not in use; set after the start.
         finished: Whether no worker is left, and none will be started.
         serving: How many workers are ready or busy.
@@ -165,6 +167,7 @@ class Loop:
         self.arena = Arena(memory_bytes, dropped=self._detach, numbers=self._block_numbers)
         self._connections = Connections(groups, self._block, limits, transport)
         self._delivery = Delivery()
+        self.model: ModelInMemory | None = None
         self.frames: Planner | None = None
         self._bell = WakeUp()
         self._ended = WakeUp()
@@ -1127,7 +1130,8 @@ class Loop:
             return
         if isinstance(message, Preparing):
             size = f"{message.written / 1e6:.0f} MB"
-            name = os.path.basename(self._builds[index].model)
+            model = self._builds[index].model
+            name = os.path.basename(in_words(model, model))
             text = f"preparing {name}: {size} written, {message.seconds:.0f} s"
             self._connections.output.show(text)
         elif isinstance(message, BuildFinish | Error):
@@ -1148,7 +1152,8 @@ class Loop:
         for note in notes:
             if note not in self._notes and len(self._notes) < _MAX_NOTES:
                 self._notes.add(note)
-                self._delivery.log(logging.WARNING, "%s: %s", self._builds[index].model, note)
+                model = self._builds[index].model
+                self._delivery.log(logging.WARNING, "%s: %s", in_words(model, model), note)
 
     def _take_slab(self, index: int, message: BuildFinish, slab: tuple[int, int]) -> BuildFinish:
         """Get the weights on a card that a worker has made for others; none without a descriptor left."""

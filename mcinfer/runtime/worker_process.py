@@ -188,6 +188,7 @@ class WorkerProcess(ChildProcess):
         hello_token: str,
         build_token: str,
         ranks: Sequence[int] = (),
+        model: Sequence[int] = (),
         output: "OutputForwarder",
         inherited: Inherited,
         most_memory: int | None = None,
@@ -202,6 +203,7 @@ class WorkerProcess(ChildProcess):
             hello_token: As the attribute.
             build_token: As the attribute.
             ranks: Descriptors of sockets, one to each follower.
+            model: The descriptor of the model, if it is in memory.
             output: As for every child, and so are the others.
             inherited: See there.
             most_memory: See there.
@@ -235,7 +237,7 @@ class WorkerProcess(ChildProcess):
                 super().__init__(
                     label,
                     greeting,
-                    [connection, listening.fd, *ranks],
+                    [connection, listening.fd, *ranks, *model],
                     output=output,
                     inherited=inherited,
                     most_memory=most_memory,

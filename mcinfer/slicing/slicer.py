@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from mcinfer.errors import (
 )
 from mcinfer.machine import usable_memory
 from mcinfer.model_cache.building import ChildFailedError, Progress, run_child
+from mcinfer.private import OthersError, in_words, inherited, opened_place
 
 with requires("cutting a model needs the package onnx: pip install 'mcinfer[onnx]'", "onnx"):
     from onnx import ModelProto
@@ -151,24 +152,31 @@ def slice_model(
     """
     tick = progress or (lambda _: None)
     _check_ranks(tensor, pipeline)
-    place = Path(os.path.realpath(folder))
-    _check_place(place, force)
-    draft = place.with_name(f".{place.name}.{secrets.token_hex(8)}.partial")
-    try:
-        draft.mkdir()
-        tick({"phase": "slicing"})
-        report = write_slices(model, draft, tensor=tensor, pipeline=pipeline)
-        if check:
-            tick({"phase": "checking"})
-            report = replace(report, check=_checked(Path(model), draft, report, tick))
-            _write_report(draft, report)
-        _move(draft, place, force)
-    except OSError as exc:
-        if exc.filename is None and exc.errno:  # of a write, such as to a full disk
-            raise OSError(exc.errno, exc.strerror, str(place)) from exc
-        raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    with ExitStack() as opened:
+        try:
+            place = opened.enter_context(opened_place(folder))
+        except OthersError as exc:
+            raise InvalidInputError(f"folder: {exc}") from exc
+        except FileNotFoundError as exc:
+            raise InvalidInputError(f"folder: there is no folder {Path(folder).parent}") from exc
+        shown = place.parent.readlink() / place.name
+        _check_place(place, shown, force)
+        draft = place.with_name(f".{place.name}.{secrets.token_hex(8)}.partial")
+        opened.callback(shutil.rmtree, draft, ignore_errors=True)
+        try:
+            draft.mkdir()
+            tick({"phase": "slicing"})
+            report = write_slices(model, draft, tensor=tensor, pipeline=pipeline)
+            if check:
+                tick({"phase": "checking"})
+                report = replace(report, check=_checked(Path(model), draft, report, tick))
+                _write_report(draft, report)
+            _check_place(place, shown, force)
+            _move(draft, place)
+        except OSError as exc:  # such as of a full disk; by the descriptor, its name says nothing
+            if exc.errno and str(exc.filename or place).startswith(f"{place.parent}/"):
+                raise OSError(exc.errno, exc.strerror, str(shown)) from exc
+            raise
     return report
 
 
@@ -220,7 +228,7 @@ def write_slices(
                 ranks.append(_write_rank(target, weights, stage, slices.graph, recipes, plan))
         total = sum(map(tensor_bytes, whole.graph.initializer))
     report = Report(
-        model=path.name,
+        model=Path(in_words(str(path), str(path))).name,
         tensor=tensor,
         pipeline=pipeline,
         weight_bytes=total,
@@ -288,25 +296,23 @@ def _write_report(folder: Path, report: Report) -> None:
 # The folder.
 
 
-def _check_place(place: Path, force: bool) -> None:
-    if not place.parent.is_dir():
-        raise InvalidInputError(f"folder: there is no folder {place.parent}")
+def _check_place(place: Path, shown: Path, force: bool) -> None:
     if not place.exists():
         return
     if not place.is_dir():
-        raise InvalidInputError(f"folder: {place} is there and is no folder")
+        raise InvalidInputError(f"folder: {shown} is there and is no folder")
     names = {entry.name for entry in place.iterdir()}
     if not names:
         return
     others = sorted(name for name in names if not _is_ours(name))
     if others or REPORT_FILE not in names:
         raise InvalidInputError(
-            f"folder: {place} is there, and not all in it is slices"
+            f"folder: {shown} is there, and not all in it is slices"
             + (f": {others[0]!r}" if others else "")
         )
     if not force:
         raise InvalidInputError(
-            f"folder: {place} has slices already, expected a new folder, or force (--force)"
+            f"folder: {shown} has slices already, expected a new folder, or force (--force)"
         )
 
 
@@ -317,9 +323,8 @@ def _is_ours(name: str) -> bool:
     )
 
 
-def _move(draft: Path, place: Path, force: bool) -> None:
-    """Give the folder its name; slices that are there go if this is forced."""
-    _check_place(place, force)
+def _move(draft: Path, place: Path) -> None:
+    """Give the folder its name; slices that are there go."""
     before = draft.with_suffix(".before")
     if place.exists() and any(place.iterdir()):
         place.rename(before)
@@ -348,6 +353,7 @@ def _checked(model: Path, folder: Path, report: Report, tick: Progress) -> Check
             "mcinfer.engines.check_slices:check",
             arguments,
             lambda state: tick({"phase": "checking", **state}),
+            pass_fds=(*inherited(str(model)), *inherited(str(folder.parent))),
         )
     except ChildFailedError as exc:
         raise BuildError(f"{model}: its slices could not be checked: {exc}") from exc

@@ -54,6 +54,7 @@ from mcinfer.errors import (
     RankDiedError,
 )
 from mcinfer.model_cache.keys import Source
+from mcinfer.private import in_words
 from mcinfer.process import LEFT_ALONE, ORPHANED
 from mcinfer.protocol import (
     MAX_STRINGS,
@@ -378,14 +379,15 @@ class Server:
             raise
         except Exception as exc:  # of any class: it is the runtime's
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
-            return _error(kind, exc)
+            error = _error(kind, exc)
+            return replace(error, text=in_words(error.text, message.model))
         slab, reaches = self._hand_over_slab(message)
         described = self._engine.description
         return BuildFinish(
             inputs=_fields(self._engine.spec.inputs),
             outputs=_fields(self._engine.spec.outputs),
             weights=_fields(self._engine.weights),
-            notes=self._engine.notes,
+            notes=tuple(in_words(note, message.model) for note in self._engine.notes),
             **content,
             providers=self._engine.providers,
             seconds=time.perf_counter() - start,

@@ -5,6 +5,7 @@ These tests need PyTorch and diffusers: `make test-diffusers`.
 
 import logging
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ import pytest
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # of a shell that runs the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that are not needed
 
 

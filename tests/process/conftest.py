@@ -101,8 +101,6 @@ def _check_nothing_is_left(runtime_dir: Path, before: set[str]) -> None:
 def _possessions(runtime_dir: Path) -> set[str]:
     """The processes, threads, descriptors and folders of this process, in words."""
     found = {f"folder {path}" for path in runtime_dir.glob("mcinfer-*")}
-    for place in {tempfile.gettempdir(), "/tmp"}:  # noqa: S108 where folders lie at last resort
-        found |= {f"folder {path}" for path in Path(place).glob(f"mcinfer-*-{os.getpid()}-*")}
     for process in psutil.Process().children(recursive=True):
         found.add(f"process {process.pid}{'' if is_alive(process.pid) else ' (not waited for)'}")
     known = {thread.native_id for thread in threading.enumerate()}

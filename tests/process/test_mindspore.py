@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer import BuildError, EngineOptions, Master, PredictError
+from mcinfer import BuildError, EngineOptions, InvalidInputError, Master, PredictError
+from mcinfer.statistics import RequestTrace
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mindspore") is None, reason="MindSpore is not installed"
@@ -70,25 +71,31 @@ def rows(count: int) -> NDArray[np.float32]:
 
 FIRST = np.array([0], np.int32)
 NOWHERE = np.array([99], np.int32)
-AXES = {"x": 0, "row": None}
+AXES: dict[str, int | None] = {"x": 0, "row": None}
 
 
 def test_batch_is_cut_over_two_workers_where_the_caller_says_so(models: Path) -> None:
-    with Master(models / "dynamic.mindir", devices=2, engine="mindspore") as master:
+    path, traces = models / "dynamic.mindir", list[RequestTrace]()
+    with Master(path, devices=2, engine="mindspore", trace=traces.append) as master:
         assert [worker.providers for worker in master.statistics().workers] == [("CPU",)] * 2
         for count in (6, 5, 2, 1):
             x = rows(count)
             outputs = master.predict({"x": x, "row": FIRST}, batch_axes=AXES)
             assert [*outputs] == ["output_0"]
             np.testing.assert_array_equal(outputs["output_0"], 2 * x + 1)
-        assert all(worker.completed >= 3 for worker in master.statistics().workers)
+    # The first one runs whole, and in pieces that are compared with it: it shows how outputs are joined.
+    assert [len({shard.worker for shard in trace.shards}) for trace in traces] == [1, 2, 2, 1]
 
 
-def test_fixed_batch_is_cut_in_as_many_pieces_as_it_takes(models: Path) -> None:
+def test_fixed_batch_is_cut_in_as_many_pieces_as_it_takes_where_the_caller_says_so(
+    models: Path,
+) -> None:
     with Master(models / "fixed.mindir", devices=2, engine="mindspore") as master:
-        x = rows(10)
-        outputs = master.predict({"x": x, "row": FIRST})
-        np.testing.assert_array_equal(outputs["output_0"], 2 * x + 1)
+        inputs = {"x": rows(10), "row": FIRST}
+        with pytest.raises(InvalidInputError, match="'x' has size 10 in dimension 0, expected 2"):
+            master.predict(inputs)
+        outputs = master.predict(inputs, batch_axes=AXES, output_axes={"output_0": 0})
+        np.testing.assert_array_equal(outputs["output_0"], 2 * inputs["x"] + 1)
         assert sum(worker.completed for worker in master.statistics().workers) == 5
 
 

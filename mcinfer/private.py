@@ -1,0 +1,349 @@
+"""What no other user can change or redirect: folders that are held by descriptors, and files in memory.
+
+::
+
+    opened_folder(path)      a folder that is there, or is made; guarded: no other user can replace it
+    opened_place(path)       where a file or a folder is to be written: no link of another user leads there
+    PrivateFolder()          a new folder of this process's, where no other user can replace it
+    ModelInMemory(content)   no folder at all: a sealed memfd that children inherit
+
+Links are followed one by one, from the root on, and each folder is opened in one that was looked at. From
+then on the folder is used through its descriptor (``/proc/self/fd/N``), so that no other takes its place.
+
+A private folder goes with its owner. If that is killed, the lock on the folder goes, and the next process
+that makes one removes what is not locked. A lock also shows the owners in other containers, as pids do not.
+"""
+
+import errno
+import fcntl
+import grp
+import os
+import pwd
+import re
+import secrets
+import stat
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Self
+
+IN_MEMORY = "the model given as bytes"
+"""What messages call a model that has no path."""
+
+_UNFOLLOWED = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_NAME = re.compile(r"mcinfer-[0-9a-f]{16}")
+_MAX_LINKS = 40
+"""As many as the kernel follows in one path (path_resolution(7))."""
+
+_BY_DESCRIPTOR = re.compile(r"/proc/self/fd/(\d+)")
+
+
+class OthersError(PermissionError):
+    """Another user could change a folder, or made the link to it; the text says which."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(errno.EACCES, text)
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+@contextmanager
+def opened_folder(
+    path: str | os.PathLike[str], *, guarded: bool = True, make: int | None = None
+) -> Iterator[Path]:
+    """The path of a folder by its descriptor, for as long as the context lasts.
+
+    Args:
+        path: The folder. Links on the way must be this user's or root's.
+        guarded: Whether only this user, and root, may be able to change or replace the folder. So neither a
+            group nor others may write to it, or to a folder above it, as with OpenSSH's StrictModes, unless
+            that folder is sticky: there only owners rename. A group that is certainly the user's own counts
+            as the user, as in Debian's OpenSSH: under a umask of 002, which goes with such groups,
+            ``~/.cache`` often has the mode 0775.
+        make: The mode of what is missing, which is made; None: it is not made.
+
+    Raises:
+        OthersError: Others could change it, or made a link that leads there.
+        OSError: It does not exist, or cannot be reached.
+    """
+    fd, _ = _walk(Path(path).absolute(), guarded=guarded, make=make)
+    try:
+        yield _path_of(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def opened_place(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """The path of a file or a folder to write, by the descriptor of the folder that it is in.
+
+    The last part of `path` may be a link, and need not exist. Raises as `opened_folder` does.
+    """
+    fd, name = _walk(Path(path).absolute(), entry=True)
+    try:
+        yield _path_of(fd) / name
+    finally:
+        os.close(fd)
+
+
+def _walk(
+    path: Path, *, guarded: bool = False, make: int | None = None, entry: bool = False
+) -> tuple[int, str]:
+    """The descriptor of a folder; or, of an `entry`, that of the folder which has it, and its name."""
+    if guarded and not _is_own_user_known():
+        raise OthersError("this user has no number in its user namespace, as others have none")
+    rest, links = [*reversed(path.parts)], 0
+    fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while rest:
+            name = rest.pop()
+            try:
+                try:  # as a folder, or autofs does not mount it
+                    found = os.open(name, _UNFOLLOWED | os.O_DIRECTORY, dir_fd=fd)
+                except NotADirectoryError:
+                    found = os.open(name, _UNFOLLOWED, dir_fd=fd)
+            except FileNotFoundError:
+                if entry and not rest:
+                    break
+                if make is None:
+                    raise
+                with suppress(FileExistsError):
+                    os.mkdir(name, make, dir_fd=fd)
+                rest.append(name)
+                continue
+            info = os.fstat(found)
+            if stat.S_ISLNK(info.st_mode):
+                target = os.readlink("", dir_fd=found)
+                os.close(found)
+                if info.st_uid not in (0, os.geteuid()):
+                    raise OthersError(f"{_real(fd) / name} is a link of another user")
+                links += 1
+                if links > _MAX_LINKS:
+                    raise _error(errno.ELOOP, path)
+                rest += reversed(Path(target).parts)
+            elif entry and not rest:
+                os.close(found)
+                break
+            else:
+                os.close(fd)
+                fd = found
+                if not stat.S_ISDIR(info.st_mode):
+                    raise _error(errno.ENOTDIR, path)
+                if guarded:
+                    _check_guarded(fd, info)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, name
+
+
+def _error(number: int, path: Path) -> OSError:
+    return OSError(number, os.strerror(number), str(path))
+
+
+def _path_of(fd: int) -> Path:
+    return Path(f"/proc/self/fd/{fd}")
+
+
+def _real(fd: int) -> Path:
+    return Path(os.readlink(_path_of(fd)))
+
+
+def _check_guarded(fd: int, info: os.stat_result) -> None:
+    """Raise `OthersError` unless only this user, and root, can rename what this user has in a folder."""
+    writable = info.st_mode & _OTHERS_WRITE
+    shared = (
+        writable
+        and not info.st_mode & stat.S_ISVTX
+        and (writable & stat.S_IWOTH or not _is_private(fd, info.st_gid))
+    )
+    if shared or info.st_uid not in (0, os.geteuid()):
+        raise OthersError(
+            f"others can change {_real(fd)} (user {info.st_uid}, group {info.st_gid}, mode "
+            f"{stat.S_IMODE(info.st_mode):04o}): run `chmod go-w` on that folder if it is yours"
+        )
+
+
+def _is_private(fd: int, gid: int) -> bool:
+    """Whether a folder's group has this user as its only member, and an access list admits no others.
+
+    The group has the user's name and is the user's first one, as distributions make it. The name is what
+    counts for users that are not listed (LDAP): their common group has another one.
+    """
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+        lists = [name for name in os.listxattr(_path_of(fd)) if "acl" in name]
+    except (KeyError, OSError):
+        return False
+    return (
+        not lists
+        and user.pw_gid == gid
+        and group.gr_name == user.pw_name
+        and {*group.gr_mem} <= {user.pw_name}
+        and all(one.pw_uid == user.pw_uid for one in pwd.getpwall() if one.pw_gid == gid)
+    )
+
+
+def _is_own_user_known() -> bool:
+    """Whether this process's user has a number in its user namespace (user_namespaces(7)).
+
+    All users without a number appear as the same overflow user.
+    """
+    uid = os.geteuid()
+    for line in Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines():
+        first, _, count = map(int, line.split())
+        if first <= uid < first + count:
+            return True
+    return False
+
+
+def access_fault(info: os.stat_result) -> str | None:
+    """The reason why others could change a file or folder of this user's own; None if they cannot."""
+    if info.st_uid != os.geteuid():
+        return f"belongs to user {info.st_uid}, expected {os.geteuid()}"
+    if info.st_mode & _OTHERS_WRITE:
+        return f"is writable by others (mode {stat.S_IMODE(info.st_mode):04o})"
+    return None
+
+
+class PrivateFolder:
+    """A new folder of mode 0700 in the temporary folder, or elsewhere if others can change that.
+
+    A context manager; at its end, and at that of the interpreter, the folder goes with all that is in it.
+
+    Args:
+        first: A place to try before the temporary folders.
+
+    Attributes:
+        place: The folder that it is in.
+        path: Its own path, for processes that cannot have it by its descriptor.
+        opened: Its path by its descriptor, for this process.
+
+    Raises:
+        OSError: No place can be used; the text says for each place why.
+    """
+
+    def __init__(self, first: str | None = None) -> None:
+        import tempfile  # not at every worker's start
+
+        places = [first]
+        with suppress(FileNotFoundError):  # it finds no folder to write to
+            places.append(tempfile.gettempdir())
+        places.append("/tmp")  # noqa: S108 the last resort; its owner and mode are checked
+        faults: list[str] = []
+        failure = OSError()
+        for place in dict.fromkeys(filter(None, places)):
+            with ExitStack() as made:
+                try:
+                    fd = _claim(Path(place), made)
+                except OSError as exc:
+                    failure = exc
+                    faults.append(f"{place}: {exc.strerror}")
+                    continue
+                self.place = Path(place)
+                self.path = str(_real(fd))
+                self.opened = _path_of(fd)
+                self._end = weakref.finalize(self, _end, os.getpid(), made.pop_all())
+                return
+        raise OSError(failure.errno, f"no place for a private folder: {'; '.join(faults)}")
+
+    def close(self) -> None:
+        """Remove the folder with all that is in it, unless this process was forked from its owner."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _claim(place: Path, made: ExitStack) -> int:
+    """The descriptor of a new folder, which holds its lock; `made` removes the folder."""
+    import shutil  # not at every worker's start
+
+    above, _ = _walk(place.absolute(), guarded=True)
+    made.callback(os.close, above)
+    _sweep(above)
+    while True:
+        name = f"mcinfer-{secrets.token_hex(8)}"
+        os.mkdir(name, 0o700, dir_fd=above)
+        with ExitStack() as tried, suppress(FileNotFoundError):  # it was swept before it was locked
+            tried.callback(shutil.rmtree, name, ignore_errors=True, dir_fd=above)
+            fd = open_private(name, above)
+            tried.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os.stat(name, dir_fd=above)
+            made.push(tried.pop_all())
+            return fd
+
+
+def open_private(name: str, above: int) -> int:
+    """The descriptor of a folder, which the caller closes; `OthersError` if it is not this user's alone."""
+    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+    info = os.fstat(fd)
+    if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        text = f"{_real(fd)} is of user {info.st_uid} and has mode {stat.S_IMODE(info.st_mode):04o}"
+        os.close(fd)
+        raise OthersError(f"{text}, expected user {os.geteuid()} and 0700")
+    return fd
+
+
+def _sweep(place: int) -> None:
+    """Remove the private folders in a place whose owners are gone."""
+    import shutil
+
+    with suppress(OSError):  # it cannot be listed
+        for name in filter(_NAME.fullmatch, os.listdir(_path_of(place))):
+            with suppress(OSError), ExitStack() as opened:  # its owner lives, or is another user
+                fd = open_private(name, place)
+                opened.callback(os.close, fd)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(name, dir_fd=place)
+
+
+def _end(pid: int, made: ExitStack) -> None:
+    if os.getpid() == pid:
+        made.close()
+
+
+class ModelInMemory:
+    """A model's file in no folder: a memfd, sealed when it is written, which ends with its last user.
+
+    Attributes:
+        path: Leads there in this process, and in children that inherit the descriptor (`inherited`).
+    """
+
+    def __init__(self, content: bytes | None = None) -> None:
+        """Without `content`, `write` is to follow."""
+        low = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:  # children have streams of their own at 0 to 2, which a daemon may have closed
+            self._fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3)
+        finally:
+            os.close(low)
+        self.path = str(_path_of(self._fd))
+        self.close = weakref.finalize(self, os.close, self._fd)
+        self.close.atexit = False
+        if content is not None:
+            self.write(content)
+
+    def write(self, content: bytes) -> None:
+        """Write what the file is to hold; nothing can change it from then on."""
+        with open(self._fd, "wb", closefd=False) as file:
+            file.write(content)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+
+
+def inherited(path: str) -> tuple[int, ...]:
+    """The descriptors that a child must inherit, by the same numbers, to open a path of this process."""
+    found = _BY_DESCRIPTOR.fullmatch(path)
+    return (int(found[1]),) if found else ()
+
+
+def in_words(text: str, path: str) -> str:
+    """A text for people, in which a model in memory has no path."""
+    return re.sub(rf"{path}(?!\d)", IN_MEMORY, text) if inherited(path) else text
