@@ -177,6 +177,41 @@ def share_cores(
     return dict(sorted(shares.items()))
 
 
+MAX_WORKERS_PER_CORE = 8
+"""Fewer CPU workers than that for each core they may use; more are a mistake."""
+
+
+def check_cores(devices: Sequence[Device], shares: Mapping[int, object], cpus: int) -> str:
+    """Compare the CPU workers of a pool with the cores that they may use.
+
+    Args:
+        devices: Those of the pool.
+        shares: The cores of each worker, of `share_cores`.
+        cpus: Number of cores that this process may use (`mcinfer.machine.whole_cpus`).
+
+    Returns:
+        A warning that some workers share a core; empty if none do.
+
+    Raises:
+        InvalidInputError: So many share one that the number must be a mistake.
+    """
+    own = [
+        w.cores for i, w in shares.items() if isinstance(w, CoreShare) and devices[i].kind == "cpu"
+    ]
+    count = min(cpus, len({core for cores in own for core in cores}))
+    if len(own) >= max(1, count) * MAX_WORKERS_PER_CORE:
+        raise InvalidInputError(
+            f"devices: got {len(own)} workers for {count} usable CPU cores, expected at most {count}, "
+            f"one for each core (fewer than {MAX_WORKERS_PER_CORE} for each are possible)"
+        )
+    if len(own) <= count:
+        return ""
+    return (
+        f"devices: {len(own)} workers share {count} usable CPU cores, and slow each other down; "
+        f"expected at most {count}"
+    )
+
+
 def _chosen_error(
     worker: int, workers: int, cores: Sequence[int], chosen: Sequence[Sequence[int]]
 ) -> str:

@@ -36,6 +36,7 @@ from mcinfer.config import (
     RestartPolicy,
     Timeouts,
     TransportKind,
+    check_cores,
     check_count,
     check_seconds,
     parse_devices,
@@ -99,7 +100,8 @@ class Master:
         devices: How many, or which: ``2``, ``["cpu:0", "cpu:1"]``, ``[0, 1]``, ``"cuda:0"``. ``"cpu:i"`` of
             n is the i-th equal share of the usable cores; its worker is pinned to these cores. Under a CPU
             quota, as in containers, each worker gets its part of the quota as threads. ``"cpu"`` or None:
-            the whole CPU, in as many shares as `mcinfer.config.automatic_workers` says.
+            the whole CPU, in as many shares as `mcinfer.config.automatic_workers` says. More workers than
+            cores are warned of, eight or more for each core are refused.
         engine: ``"onnxruntime"``; ``"mindspore"`` and ``"mindspore_lite"`` for MindIR models, if these
             packages are installed; ``"fake"`` is for tests.
         options: Options of the engine.
@@ -204,6 +206,8 @@ class Master:
             _check_cut(cut, engine, options)
         near = {} if options.cores else cores_near(chosen)
         shares = share_cores(chosen, cores, options.cores, cpus, near)
+        if crowded := check_cores(chosen, shares, cpus):
+            _log.warning("%s", crowded)
         self._absent = {i: why for i, why in shares.items() if not isinstance(why, CoreShare)}
         # For a worker on another device, which is not pinned.
         nowhere = CoreShare(cores=(), shared=False, threads=cpus if cpus < len(cores) else None)
