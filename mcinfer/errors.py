@@ -23,6 +23,14 @@
     └── MissingDependencyError (ImportError)  an optional package is missing; says which
 """
 
+import re
+from collections.abc import Iterable, Sequence
+
+_ABOUT_ONE = re.compile(
+    r"(worker|group) (\d+)((?: of \d+ ranks)?)((?: \([^()]*\))?)(:? )(.*)", re.DOTALL
+)
+"""A sentence about a worker: what it is, its number, ranks, device and pid, and the rest."""
+
 
 class McinferError(Exception):
     """Base of every exception that mcinfer raises on purpose."""
@@ -134,3 +142,42 @@ def shortened(text: str) -> str:
 def quotable(exc: Exception) -> Exception | None:
     """The exception as a cause for another one; None if its text is too long for a traceback."""
     return exc if len(str(exc)) <= _MAX_CHARACTERS else None
+
+
+def say_once(sentences: Iterable[str]) -> str:
+    """Sentences about workers as one text: what several workers say is in it once, with all their numbers."""
+    said: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+    for sentence in sentences:
+        found = _ABOUT_ONE.fullmatch(sentence)
+        if found is None:
+            said.setdefault((sentence,), []).append((0, sentence))
+            continue
+        kind, number, ranks, _, joint, rest = found.groups()
+        # What has the worker's own name in it again, as in the story of a second death, is the same, too.
+        rest = re.sub(rf"{kind} {number}{ranks}(?: \([^()]*\))?:? ", "", rest)
+        said.setdefault((kind, ranks, joint, rest), []).append((int(number), sentence))
+    texts = []
+    for key, each in said.items():
+        if len(each) == 1 or len(key) == 1:
+            texts += [sentence for _, sentence in each]
+            continue
+        kind, ranks, joint, rest = key
+        each_of = "each of " if joint == " " else ""
+        texts.append(f"{each_of}{kind}s {_numbers([n for n, _ in each])}{ranks}{joint}{rest}")
+    return "; ".join(texts)
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Numbers in words: ``0 to 3, 5 and 7``."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    texts = []
+    for first, last in ranges:
+        texts += [str(first)] if first == last else [f"{first} to {last}"]
+        if last == first + 1:
+            texts[-1:] = [str(first), str(last)]
+    return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))

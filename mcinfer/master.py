@@ -51,6 +51,7 @@ from mcinfer.errors import (
     PredictError,
     PredictTimeoutError,
     QueueFullError,
+    say_once,
 )
 from mcinfer.machine import cores_near, usable_memory, whole_cpus
 from mcinfer.model_cache.split_records import SplitRecord
@@ -322,7 +323,7 @@ class Master:
         if self._absent:
             self._finalizer.detach()  # it would hold the error, whose traceback holds this
             reasons = (f"worker {i}: {reason}" for i, reason in self._absent.items())
-            self._loop.refuse_start(BuildError("; ".join(reasons)))
+            self._loop.refuse_start(BuildError(say_once(reasons)))
         if self._given is not None:
             self._keep_given(self._given)
         elif not os.path.lexists(self._path):

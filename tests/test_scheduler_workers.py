@@ -127,7 +127,7 @@ def test_missing_package_is_named_once_though_one_worker_has_ended_already() -> 
     assert end(lives, lives.workers[0], 1.0) == []
     _, started = fail(lives, lives.workers[1], "install it", "missing")
     assert isinstance(started, PoolStarted)
-    assert str(started.error) == "worker 0 (cpu:0), worker 1 (cpu:1, pid 101): install it"
+    assert str(started.error) == "workers 0 and 1: install it"
 
 
 def test_worker_that_does_not_get_on_has_no_more_time() -> None:
@@ -226,7 +226,7 @@ def test_circuit_is_open_while_a_probe_starts_and_closed_by_the_first_that_is_re
     assert lives.health(2.0).state == "failed"
     assert str(lives.outage(2.0)) == (
         "no worker serves, the restart budget is spent, and a start is under way: "
-        "worker 0 (cpu:0, pid 100) killed by SIGKILL; worker 1 (cpu:1, pid 101) killed by SIGKILL"
+        "each of workers 0 and 1 killed by SIGKILL"
     )
     finish(lives, first, 2.5)
     assert not lives.circuit_open

@@ -37,6 +37,7 @@ from mcinfer.errors import (
     MissingDependencyError,
     RankDiedError,
     WorkerDiedError,
+    say_once,
 )
 from mcinfer.protocol import (
     Build,
@@ -109,7 +110,7 @@ class Worker:
         trial_end: Until when a death makes it `spent` at once: a probe of it has just had the model.
         retiring: Whether it ends after its last answer, to be replaced.
         starts: When it was started again, within the policy's window.
-        lacks: The error of its build if a package is missing, else empty.
+        lacks: Whether its build failed because a package is missing.
         leader: The worker that makes the slab that this one opens; None without one.
         slab: Number and bytes of the slab that its process has made.
         has_slab: Whether its process was given the leader's slab.
@@ -141,7 +142,7 @@ class Worker:
     started_before: bool = False
     build_deaths: list[str] = field(default_factory=list)
     build_failure: str | None = None
-    lacks: str = ""
+    lacks: bool = False
     leader: "Worker | None" = None
     slab: tuple[int, int] | None = None
     has_slab: bool = False
@@ -264,7 +265,7 @@ class WorkerLives:
             probe = f"the next start is in {max(0.0, min(dues) - now):.1f} s"
         else:
             probe = "a start is under way"
-        stories = "; ".join(w.last_error for w in spent)
+        stories = say_once(w.last_error for w in spent)
         return self.workers[0].death_error(
             f"no worker serves, the restart budget is spent, and {probe}: {stories}"
         )
@@ -421,7 +422,7 @@ class WorkerLives:
         w.ready_by = None
         w.last_error = message.text[:MAX_TEXT]
         w.build_failure = f"{w.name}: {w.last_error}"
-        w.lacks = w.last_error if message.kind == "missing" else ""
+        w.lacks = message.kind == "missing"
         w.kill_at = now + self._timeouts.cancel_grace
         return [w.send(Exit()), *self.finish_start()]
 
@@ -443,17 +444,10 @@ class WorkerLives:
         if not all(ended):
             return []
         failed = [w for w in self.workers if w.build_failure is not None]
-        failures = [w.build_failure or "" for w in failed]
-        if failures:
-            lacking = all(w.lacks for w in failed)
-            kind = MissingDependencyError if lacking else BuildError
-            if lacking:  # what to install, once
-                failures = [
-                    f"{', '.join(w.name for w in failed if w.lacks == text)}: {text}"
-                    for text in dict.fromkeys(w.lacks for w in failed)
-                ]
+        if failed:
+            kind = MissingDependencyError if all(w.lacks for w in failed) else BuildError
             self.closing = True
-            return [PoolStarted(error=kind("; ".join(failures)))]
+            return [PoolStarted(error=kind(say_once(w.build_failure or "" for w in failed)))]
         self.started = True
         return [PoolStarted()]
 
@@ -643,7 +637,7 @@ class WorkerLives:
                 failures = [w.last_error for w in replaced if w.is_given_up]
                 if failures:
                     self.forget_replacing()
-                    actions.append(WorkersRestarted(WorkerDiedError("; ".join(failures))))
+                    actions.append(WorkersRestarted(WorkerDiedError(say_once(failures))))
                 elif not self._asked_for:
                     actions.append(WorkersRestarted())
         return actions

@@ -220,6 +220,10 @@ def test_more_workers_than_cores_are_warned_of_and_many_more_are_refused(
 
 
 def test_cores_that_cannot_be_had_fail_the_start_and_are_named(fake_model: FakeModel) -> None:
+    options = EngineOptions(cores=[[0]])
+    expected = "workers 0 to 2: cores: got 1 lists, expected one for each of 3 workers"
+    with pytest.raises(BuildError, match=f"^{expected}$"):
+        fake_master(fake_model(), 3, options=options).start()
     options = EngineOptions(cores=[[100_000]])
     with pytest.raises(BuildError, match=r"worker 0: cores: got \[100000\], expected some of"):
         fake_master(fake_model(), 1, options=options).start()

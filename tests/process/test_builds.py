@@ -44,14 +44,11 @@ def test_device_that_does_not_exist_is_named_and_the_others_are_not_blamed(
     assert "worker 0" not in text
 
 
-def test_build_that_raises_everywhere_names_every_worker_and_closes_the_master(
+def test_build_that_raises_everywhere_names_every_worker_once_and_closes_the_master(
     fake_model: FakeModel,
 ) -> None:
     master = Master(fake_model(build="fail"), 3, engine="fake", verify="never")
-    text = failure_to_start(master)
-    for index in range(3):
-        assert f"worker {index} (cpu:{index}" in text
-    assert text.count("fake: asked to fail") == 3
+    assert failure_to_start(master) == "workers 0 to 2: fake: asked to fail"
     with pytest.raises(ClosedError):
         master.predict({})
     with pytest.raises(ClosedError):
@@ -106,6 +103,5 @@ def test_missing_package_is_told_as_such(
         MissingDependencyError, match=r"pip install 'mcinfer\[ml-dtypes\]"
     ) as caught:
         Master(model, 2, engine="fake", verify="never").start()
-    assert "worker 0" in str(caught.value)
-    assert "worker 1" in str(caught.value)
+    assert str(caught.value).startswith("workers 0 and 1: ")
     assert str(caught.value).count("pip install") == 1
