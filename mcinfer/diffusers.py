@@ -39,6 +39,7 @@ from mcinfer.errors import (
     InvalidInputError,
     MissingDependencyError,
     quotable,
+    raised_by_handler,
     shortened,
 )
 from mcinfer.master import Master, SerializableModel
@@ -604,6 +605,8 @@ def _seen_calls(
     except _Reached:
         pass
     except Exception as exc:
+        if raised_by_handler(exc):
+            raise
         raise InvalidInputError(
             f"call: the pipeline needs other arguments than {[*given]}: {exc}"
         ) from exc
@@ -731,6 +734,8 @@ def _write(traced: _Traced, module: Any, folder: Path) -> Path:
                 f"export needs the packages onnx and onnxscript: pip install 'mcinfer[diffusers]' ({exc})"
             ) from exc
         except Exception as exc:
+            if raised_by_handler(exc):
+                raise
             raise EngineError(
                 f"PyTorch cannot export {folder.name}: {shortened(str(exc))}"
             ) from quotable(exc)

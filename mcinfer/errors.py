@@ -23,8 +23,10 @@
     └── MissingDependencyError (ImportError)  an optional package is missing; says which
 """
 
+import collections.abc
+import functools
 import re
-from collections.abc import Iterable, Sequence
+import signal
 
 _ABOUT_ONE = re.compile(
     r"(worker|group) (\d+)((?: of \d+ ranks)?)((?: \([^()]*\))?)(:? )(.*)", re.DOTALL
@@ -144,7 +146,29 @@ def quotable(exc: Exception) -> Exception | None:
     return exc if len(str(exc)) <= _MAX_CHARACTERS else None
 
 
-def say_once(sentences: Iterable[str]) -> str:
+def raised_by_handler(exc: BaseException) -> bool:
+    """Whether a signal's handler raised this exception, in the middle of what the main thread was at.
+
+    Such an exception says nothing of what it came out of, and must not be turned into an error about it.
+    """
+    codes = []
+    for number in signal.valid_signals():
+        handler: object = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        handler = getattr(handler, "__func__", handler)  # of a method
+        if callable(handler) and not hasattr(handler, "__code__"):
+            handler = type(handler).__call__
+        codes.append(getattr(handler, "__code__", None))
+    trace = exc.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def say_once(sentences: collections.abc.Iterable[str]) -> str:
     """Sentences about workers as one text: what several workers say is in it once, with all their numbers."""
     said: dict[tuple[str, ...], list[tuple[int, str]]] = {}
     for sentence in sentences:
@@ -167,7 +191,7 @@ def say_once(sentences: Iterable[str]) -> str:
     return "; ".join(texts)
 
 
-def _numbers(numbers: Sequence[int]) -> str:
+def _numbers(numbers: list[int]) -> str:
     """Numbers in words: ``0 to 3, 5 and 7``."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):

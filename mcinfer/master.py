@@ -51,6 +51,7 @@ from mcinfer.errors import (
     PredictError,
     PredictTimeoutError,
     QueueFullError,
+    raised_by_handler,
     say_once,
 )
 from mcinfer.machine import cores_near, usable_memory, whole_cpus
@@ -761,7 +762,8 @@ class Master:
         except BaseException as exc:
             # A thread cannot be cancelled: what it still queues is to be cancelled then.
             waiting.add_done_callback(_cancel_late)
-            if isinstance(exc, TimeoutError) and not isinstance(exc, McinferError):
+            is_over = isinstance(exc, TimeoutError) and not isinstance(exc, McinferError)
+            if is_over and not raised_by_handler(exc):
                 raise QueueFullError(
                     "the queue or the memory was full until the time was over"
                 ) from exc

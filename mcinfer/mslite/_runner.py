@@ -15,7 +15,13 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from mcinfer.config import Limits, Timeouts, check_count, check_seconds
-from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictError
+from mcinfer.errors import (
+    BuildError,
+    ClosedError,
+    InvalidInputError,
+    PredictError,
+    raised_by_handler,
+)
 from mcinfer.master import Master
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.mslite._checks import (
@@ -444,6 +450,8 @@ def _call(
     try:
         answer = callback(inputs, outputs, what)
     except Exception as exc:
+        if raised_by_handler(exc):
+            raise
         raise PredictError(f"the callback {name!r} raised {type(exc).__name__}: {exc}") from exc
     if answer is False:
         raise PredictError(f"the callback {name!r} returned False")

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import sharding
-from mcinfer.errors import PredictError, ProtocolError
+from mcinfer.errors import PredictError, ProtocolError, raised_by_handler
 from mcinfer.protocol import PREDICT, PREDICT_HEAD, encode_references
 from mcinfer.requests.tensors import Layout, join_parts, unpack
 from mcinfer.requests.weights import WeightVersion
@@ -458,6 +458,8 @@ class Request(Outcome[Arrays]):
                     raise self.error
                 value = self._join(parts or {}, outputs)
             except Exception as exc:
+                if raised_by_handler(exc):  # which is not the request's
+                    raise
                 self.error = exc
                 self._outputs = None
                 self._parts = {}
