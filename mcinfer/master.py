@@ -93,8 +93,10 @@ class SerializableModel(Protocol):
 class Master:
     """One model on several devices: a worker process for each, one batch split over them.
 
-    Use it in a ``with`` statement, or call `start` and `close`. Any number of threads may call its methods
-    at once. An open master closes at interpreter exit, and when it is garbage-collected.
+    Use it in a ``with`` statement, or call `start` and `close`. A ``with`` statement that ends without an
+    exception answers what was accepted, each request within its own time-out; Ctrl-C ends that, and with an
+    exception the master is closed at once. Any number of threads may call its methods at once. An open master
+    closes at interpreter exit, and when it is garbage-collected.
 
     Args:
         model: Path of the model; or the ONNX model itself, as bytes or `onnx.ModelProto`. The master keeps
@@ -458,8 +460,8 @@ class Master:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(drain=kind is None)
 
     async def __aenter__(self) -> Self:
         try:
@@ -468,8 +470,12 @@ class Master:
             await asyncio.to_thread(self.close)
             raise
 
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            await asyncio.to_thread(self.close, drain=kind is None)
+        except BaseException:  # cancelled, as Ctrl-C does: its thread would wait on
+            await asyncio.to_thread(self.close)
+            raise
 
     # What the model is like.
 

@@ -171,8 +171,8 @@ CallBack = Callable[[list[TensorLike], list[Tensor], CallBackParam], bool | None
 class ModelParallelRunner:
     """Serves one model with several worker processes; any number of threads may call it.
 
-    A context manager; also closed at interpreter exit, and when it is garbage. If a worker dies, its request
-    runs on another one, and the worker is started again.
+    A context manager, whose end answers what was accepted; also closed at interpreter exit, and when it is
+    garbage. If a worker dies, its request runs on another one, and the worker is started again.
     """
 
     def __init__(self) -> None:
@@ -233,8 +233,12 @@ class ModelParallelRunner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and self._master is not None:
+                self._master.close(drain=True)
+        finally:
+            self.close()
 
     def _build(self, what: str, model: str | bytes, config: RunnerConfig) -> None:
         with failures(what):
