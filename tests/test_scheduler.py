@@ -902,6 +902,18 @@ def test_shard_never_waits_for_a_worker_that_is_gone_or_is_replaced() -> None:
     ]
 
 
+def test_requests_of_one_piece_run_on_all_workers_and_on_the_fastest_that_is_free() -> None:
+    pool, balance = balanced_pool(3.0, 1.0, 2.0)
+    assert balance.shares is not None
+    _, preferred = balance.shares.cut(1)
+    for number, worker in ((1, 1), (2, 2), (3, 0)):
+        actions = pool.handle_request(100.0, number, (1,), 1000.0, preferred=preferred)
+        assert actions == [predict(worker, (number, 0))]
+    pool.handle_request(100.0, 4, (1,), 1000.0, preferred=preferred)
+    actions = pool.handle_message(103.0, 0, reply(3, 0, 3.0))
+    assert actions == [Settle(request=3), Release(request=3), predict(0, (4, 0))]
+
+
 def test_worker_that_was_never_measured_is_not_waited_for() -> None:
     balance = Balance(2)
     pool = ready_pool(2, balance=balance)

@@ -60,6 +60,7 @@ from mcinfer.scheduler.actions import (
 from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.queue import Affinity, Joinable, ShardId, ShardQueue
 from mcinfer.scheduler.workers import MAX_DEATHS, MAX_TEXT, Run, Worker, WorkerLives
+from mcinfer.sharding import Shares
 from mcinfer.statistics import (
     LATENCY_BOUNDS,
     ROW_BOUNDS,
@@ -306,6 +307,8 @@ class Scheduler:
         self._joins = max_batch_size > 1
         self._tracing = tracing
         self._balance = balance
+        self._shares: Shares | None = None
+        self._order = self.workers  # the fastest first, as far as that is known
         self._keeps_runs = tracing or balance is not None
         self._wears = restart.max_requests is not None
         self.table = RequestTable(max_batch_size)
@@ -595,14 +598,14 @@ class Scheduler:
     # Requests.
 
     def dispatch(self, now: float) -> list[Action]:
-        """Give queued shards to ready workers, the lowest index first so that pages stay warm."""
+        """Give queued shards to ready workers, always in the same order so that pages stay warm."""
         actions: list[Action] = []
         queue = self.table.queue
         if not queue.items:
             return actions
         if queue.reserved:
             actions += self._give_reserved(now)
-        for w in self.workers:
+        for w in self._order:
             if w.is_free and not w.runs and not queue.reserved:
                 members = self.table.take_run(now)
                 if not members:
@@ -620,7 +623,7 @@ class Scheduler:
             if not self.workers[index].serves:
                 queue.release(index)
         # Workers without reserved shards go first, so that others have time for theirs. Stealing is the last.
-        order = sorted(self.workers, key=lambda w: w.index in queue.reserved)
+        order = sorted(self._order, key=lambda w: w.index in queue.reserved)
         for steal in (False, True):
             for w in order:
                 if w.is_free and not w.runs:
@@ -649,7 +652,7 @@ class Scheduler:
         idle: set[int] = set()  # those for which nothing waits
         while queue.items:
             w = min(
-                (w for w in self.workers if w.index not in idle and self._takes(w, now)),
+                (w for w in self._order if w.index not in idle and self._takes(w, now)),
                 key=_load,
                 default=None,
             )
@@ -735,7 +738,7 @@ class Scheduler:
         elif count == 1:
             best = None
             least = MAX_RUNS
-            for w in self.workers:
+            for w in self._order:
                 runs = len(w.runs)
                 sooner = runs < least or (0 < runs == least and best and w.began < best.began)
                 if sooner and self._takes(w, now):
@@ -771,15 +774,16 @@ class Scheduler:
 
     def _choose(self, count: int, now: float) -> list[Worker]:
         """The workers that `dispatch` would give so many shards to; fewer if they have no more room."""
-        loads = [(*_load(w), w.index) for w in self.workers if self._takes(w, now)]
+        order = self._order
+        loads = [(*_load(w), place) for place, w in enumerate(order) if self._takes(w, now)]
         heapq.heapify(loads)
         chosen: list[Worker] = []
         while loads and len(chosen) < count:
-            load, began, index = loads[0]
-            w = self.workers[index]
+            load, began, place = loads[0]
+            w = order[place]
             chosen.append(w)
             if load + 1 < self._room(w, now):
-                heapq.heapreplace(loads, (load + 1, began if load else now, index))
+                heapq.heapreplace(loads, (load + 1, began if load else now, place))
             else:
                 heapq.heappop(loads)
         return chosen
@@ -855,6 +859,11 @@ class Scheduler:
             found[worker] = before[0] + rows, before[1] + seconds
         if len(found) > 1:
             balance.learn(found, now)
+            shares = balance.shares
+            if shares is not None and shares is not self._shares:
+                self._shares = shares
+                weights = dict(zip(shares.workers, shares.weights, strict=True))
+                self._order = sorted(self.workers, key=lambda w: -weights.get(w.index, 0.0))
 
     # Answers.
 
