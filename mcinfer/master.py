@@ -117,7 +117,7 @@ class Master:
             and every output has it. A request that fails never spoils the others.
         max_delay: Seconds that a request may wait for others to join while a worker is free.
         trace: Called with a `RequestTrace` after each queued request, in a thread of mcinfer's own, one
-            call at a time. It should be quick.
+            call at a time. It should be quick. It does not keep the master alive, whatever it holds.
         batch_axes: By input name, the axis along which to split a batch, or None for an input that goes to
             every worker whole. The model's symbols and `verify` decide about inputs that are not named.
         output_axes: By output name, the axis along which to join its parts, or None for an output that is
@@ -195,7 +195,8 @@ class Master:
         check_count("max_batch_size", max_batch_size, 1)
         check_seconds("max_delay", max_delay)
         self._max_batch_size = max_batch_size
-        self._traces = trace is not None
+        # The loop holds this weakly: what the hook holds may hold the master.
+        self._trace = None if trace is None else partial(trace)
         cores = sorted(os.sched_getaffinity(0))
         cpus = whole_cpus()
         cut = Parallel() if parallel is None else parallel
@@ -262,7 +263,7 @@ class Master:
                 memory_bytes=memory,
                 max_batch_size=max_batch_size,
                 max_delay=max_delay,
-                trace=trace,
+                trace=None if self._trace is None else weakref.ref(self._trace),
                 transport=transport,
                 balance=self._balance,
             )
@@ -1140,7 +1141,7 @@ class Master:
             request.want(call.outputs)
         request.contradicted = call.splitter.withdraw
         request.waits = may_wait and limits.when_queue_full == "wait"
-        if self._traces and call.traced:
+        if self._trace is not None and call.traced:
             request.context = copy_context()
         return request
 

@@ -135,7 +135,7 @@ class Loop:
         memory_bytes: int,
         max_batch_size: int = 1,
         max_delay: float = 0.0,
-        trace: TraceHook | None = None,
+        trace: "ref[TraceHook] | None" = None,
         transport: TransportKind = "zeromq",
         balance: Balance | None = None,
     ) -> None:
@@ -920,9 +920,11 @@ class Loop:
 
     def _forget_restart(self, restarted: "Promise[None]") -> None:
         """The caller of the restart does not wait any more: replace no further workers."""
-        if restarted is self._restarted and not restarted.settled:
-            self._scheduler.handle_restart_abandoned()
-            restarted.settle()
+        if restarted is self._restarted:
+            self._restarted = None  # its error's traceback leads to the master
+            if not restarted.settled:
+                self._scheduler.handle_restart_abandoned()
+                restarted.settle()
 
     # How it is.
 
@@ -1247,15 +1249,14 @@ class Loop:
         request.copies = self.arena.crowded
         request.settle(error, cancelled=cancelled)
         if self._trace is not None:
-            if trace is not None and (context := request.context) is not None:
+            hook, context = self._trace(), request.context
+            if hook is not None and trace is not None and context is not None:
                 # A queued call must not hold a result, unless its parts are still to be joined: here, or
                 # by a caller without a future.
                 is_bare = request.error is not None or request.is_simple
                 held = request.error if is_bare else request
                 joins = not is_bare and future is not None
-                call = partial(
-                    _call_trace_hook, self._trace, context, trace, monotonic(), held, joins
-                )
+                call = partial(_call_trace_hook, hook, context, trace, monotonic(), held, joins)
                 (self._delivery.put if joins else self._delivery.trace)(call)
         elif future is not None and error is None and (self.arena.crowded or not request.is_simple):
             # What it holds must not wait until its user asks for it.
