@@ -195,6 +195,41 @@ def test_restarts_are_counted_within_the_window_alone() -> None:
     )
 
 
+def test_worker_that_has_answered_is_started_again_at_once_without_limit() -> None:
+    lives = ready_lives(1, restart=replace(RESTART, budget=0))
+    [w] = lives.workers
+    for now in range(100):
+        w.answers = 1
+        lives.bury(w, "killed by SIGKILL", now)
+        assert lives.due_times() == [now]
+        assert not lives.circuit_open
+        come_back(lives, w, now)
+    # One that is killed again while it starts, or before it has answered, uses its budget.
+    lives.bury(w, "killed by SIGKILL", 100.0)
+    assert lives.due_times() == [100.0 + RESTART.backoff_limit]
+    assert lives.circuit_open
+
+
+def test_worker_that_dies_after_an_answer_gives_all_a_fresh_budget() -> None:
+    lives = ready_lives(2, restart=replace(RESTART, budget=1))
+    first, second = lives.workers
+    for now in (1.0, 2.0):
+        lives.bury(first, "killed by SIGKILL", now)
+        lives.handle_time(first, now)
+    assert first.spent
+    second.answers = 1
+    lives.bury(second, "killed by SIGKILL", 2.5)
+    assert not lives.circuit_open
+    assert sorted(lives.due_times()) == [2.5, 3.0]
+    lives.handle_time(second, 2.5)
+    for w in lives.workers:
+        lives.bury(w, "killed by SIGKILL", 3.0)
+        assert not w.spent
+        lives.handle_time(w, 3.0)
+        lives.bury(w, "killed by SIGKILL", 3.0)
+    assert lives.circuit_open
+
+
 def kill_all(lives: WorkerLives, now: float) -> None:
     for w in lives.workers:
         lives.bury(w, "killed by SIGKILL", now)

@@ -4,8 +4,9 @@ The loop reports events (a request or a message came, a worker died, time passed
 returned actions, in order. The rules:
 
 * Every request settles exactly once.
-* A shard whose worker died goes to another; one that has killed two workers fails. The death of a worker that
-  was ended because it shared memory with one that died does not count.
+* A shard whose worker died goes to another; one that has killed two workers fails, or five while idle workers
+  are killed, too. The death of a worker that was ended because it shared memory with one that died does not
+  count.
 * A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
   again apart.
 * With measured speeds, a shard is reserved for its preferred worker while that one serves. If it waits long,
@@ -21,6 +22,7 @@ returned actions, in order. The rules:
 
 import heapq
 import math
+import signal
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
@@ -59,7 +61,14 @@ from mcinfer.scheduler.actions import (
 )
 from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.queue import Affinity, Joinable, ShardId, ShardQueue
-from mcinfer.scheduler.workers import MAX_DEATHS, MAX_TEXT, Run, Worker, WorkerLives
+from mcinfer.scheduler.workers import (
+    MAX_DEATHS,
+    MAX_TEXT,
+    Run,
+    Worker,
+    WorkerLives,
+    describe_exit,
+)
 from mcinfer.sharding import Shares
 from mcinfer.statistics import (
     LATENCY_BOUNDS,
@@ -79,6 +88,14 @@ MAX_ATTEMPTS = 8  # runs of a shard that are answered as cancelled, though they 
 LONG_WAIT = 2.0
 """Times what a worker needs for its part of a request, after which others may steal a shard that waits for
 it; but none that would need longer than that itself."""
+
+KILLED = describe_exit(-signal.SIGKILL)
+
+MAX_KILLS = 5
+"""Workers killed by SIGKILL that a shard may meet while others are killed that have nothing to do."""
+
+KILLS_SECONDS = 60.0
+"""Seconds after such a kill in which others are taken to come from outside as well."""
 
 _FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
 
@@ -300,6 +317,7 @@ class Scheduler:
         self._overlaps = any(w.depth > 1 for w in self.workers)
         self._timeouts = timeouts
         self._limits = limits
+        self._killed_idle = -math.inf  # when a worker without a run was, last
         self._draining: float | None = None
         self._closing: float | None = None
         self._closed = False
@@ -517,8 +535,11 @@ class Scheduler:
         """The worker's process ended, or could not be started; `how`, in words."""
         w = self.workers[worker]
         runs, w.runs = w.runs, deque()
+        killed_idle = KILLED in how and not (w.doomed or w.state is WorkerState.EXITING)
         story = self.lives.bury(w, how, now)
         actions: list[Action] = []
+        if not runs and killed_idle:
+            self._killed_idle = now
         blames = not w.bereft and bool(runs) and not runs[0].late
         if blames and all(run.late for run in [*runs][1:]):
             w.failed += len(runs[0].members)
@@ -1013,7 +1034,8 @@ class Scheduler:
     def _handle_lost_run(self, w: Worker, run: Run, story: str, now: float) -> list[Action]:
         """A worker died in a run: give it to another, or give up a shard that has killed two workers.
 
-        Joined shards run again apart, and none of them is blamed yet.
+        Joined shards run again apart, and none of them is blamed yet. Where workers with nothing to do are
+        killed as well, kills come from outside: then a shard is given up only after more of them.
         """
         if len(run.members) != 1:
             return self._run_again(run)
@@ -1024,12 +1046,13 @@ class Scheduler:
             return self._release_if_done(entry)
         stories = entry.deaths.setdefault(shard, [])
         stories.append(story)
-        if len(stories) < MAX_DEATHS:
+        kills = now < self._killed_idle + KILLS_SECONDS and all(KILLED in text for text in stories)
+        if len(stories) < (MAX_KILLS if kills else MAX_DEATHS):
             self.table.queue.add_first((request, shard))
             return []
         deaths = "; ".join(stories)
         error = w.death_error(
-            f"shard {shard} of {len(entry.answered)} was given up after {MAX_DEATHS} workers died "
+            f"shard {shard} of {len(entry.answered)} was given up after {len(stories)} workers died "
             f"on it: {deaths}"
         )
         return self._fail(entry, error, now)

@@ -2,10 +2,11 @@
 
 * In the first start a build error is final, and a worker that dies is started once more; all failures are
   reported together.
-* A worker that dies later is started again, the first time at once, then with back-off, within a budget per
-  window of time. Past the budget, each start is a probe, at the longest back-off. A probe that is ready
-  serves, with a fresh budget; if it dies within the longest back-off from then on, the next is a probe
-  again.
+* A worker that dies after an answer is started again at once, without limit, and all have a fresh budget. One
+  that dies before it was ready, or without an answer, is started again the first time at once, then with
+  back-off, within a budget per window of time. Past the budget, each start is a probe, at the longest
+  back-off. A probe that is ready serves, with a fresh budget; if it dies without an answer within the longest
+  back-off from then on, the next is a probe again.
 * While every worker is past its budget, the pool's circuit is open: requests fail at once, with the cause.
 * The master asks a worker that hangs for its stacks and kills it a moment later.
 * Workers are replaced one at a time, while all others serve or are past their budget.
@@ -555,6 +556,12 @@ class WorkerLives:
         return [f for f in self._followers(w) if f.has_slab and f.state is not WorkerState.GONE]
 
     def _plan_restart(self, w: Worker, now: float) -> None:
+        if w.answers:
+            # The model loads and runs: what ended the others may be what ended this one, from outside.
+            for each in self.workers:
+                self._renew_budget(each)
+            w.restart_at = now
+            return
         while w.starts and w.starts[0] <= now - self._restart.window:
             w.starts.popleft()
         earlier = len(w.starts)

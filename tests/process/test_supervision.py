@@ -227,6 +227,27 @@ def test_log_has_the_stack_of_a_crash(
     assert "in _act" in death
 
 
+# Restarts.
+
+
+def test_worker_that_is_killed_after_each_answer_costs_no_request(fake_model: FakeModel) -> None:
+    with fake_master(fake_model(), 1, restart=NO_BUDGET) as master:
+        for _ in range(3):
+            assert_answers(master.predict(rows(1)), rows(1))
+            os.kill(pids(master)[0], signal.SIGKILL)
+        assert_answers(master.predict(rows(1)), rows(1))
+        assert master.statistics().workers[0].restarts == 3
+
+
+def test_model_that_crashes_in_its_first_run_opens_the_circuit(fake_model: FakeModel) -> None:
+    restart = replace(NO_BUDGET, budget=1)
+    with fake_master(fake_model(run="abort"), 1, restart=restart) as master:
+        with pytest.raises(WorkerDiedError, match="given up after 2 workers died on it"):
+            master.predict(rows(1))
+        with pytest.raises(WorkerDiedError, match="no worker serves, the restart budget is spent"):
+            master.predict(rows(1))
+
+
 # Draining.
 
 
