@@ -221,6 +221,19 @@ class Planner:
         for idle in self._idle():
             idle.clear()
 
+    def unused(self, now: float) -> "list[tuple[deque[Ticket], Ticket]]":
+        """The frames that have been idle since an earlier call: where each is, the longest idle last."""
+        found = []
+        for idle in self._idle():
+            for ticket in idle.copy():
+                since = getattr(ticket, "idle_since", None)
+                if since is None:
+                    ticket.idle_since = now
+                else:
+                    found.append((since, idle, ticket))
+        found.sort(key=lambda item: item[0], reverse=True)
+        return [(idle, ticket) for _, idle, ticket in found]
+
     def _idle(self) -> "list[deque[Ticket]]":
         """Where idle frames are, also those of forgotten plans."""
         plans = [*self._plans.values()]

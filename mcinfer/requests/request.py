@@ -71,11 +71,15 @@ class Frame:
 
 
 class Ticket(ref["Lease"]):
-    """Notices the end of a lease, and knows the frame."""
+    """Notices the end of a lease, and knows the frame.
 
-    __slots__ = ("frame",)
+    `idle_since` is set when it is first seen among idle ones: each lease has a new ticket.
+    """
+
+    __slots__ = ("frame", "idle_since")
 
     frame: Frame
+    idle_since: float
 
 
 class Lease:

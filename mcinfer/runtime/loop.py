@@ -51,7 +51,7 @@ from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Follower, Outcome, Promise, Request
 from mcinfer.runtime.connections import Connections, UnreachableError
 from mcinfer.runtime.delivery import Delivery
-from mcinfer.runtime.memory import ROOM_INTERVAL, Allocation, MemoryLine
+from mcinfer.runtime.memory import ROOM_INTERVAL, Allocation, IdleMemory, MemoryLine
 from mcinfer.runtime.worker_process import ChildProcess
 from mcinfer.scheduler.actions import (
     Action,
@@ -176,6 +176,7 @@ class Loop:
         self._admitting = False
         self._memory = MemoryLine(self.arena, self._release_idle, self._requests)
         self._lines = [self._memory]  # and one for each card
+        self._idle = IdleMemory(self.arena)
         self._cards: dict[Device, CardMemory] = {}
         self._reached: dict[int, frozenset[str]] = {}  # by worker, the cards that it reaches
         self._due = 0.0
@@ -622,8 +623,9 @@ class Loop:
 
     def _plan(self) -> None:
         """Note when the next thing is due."""
+        self._idle.note_growth(monotonic())
         due = self._scheduler.next_time()
-        due = min(self._memory_look, math.inf if due is None else due)
+        due = min(self._memory_look, self._idle.due, math.inf if due is None else due)
         now = monotonic()
         if any(line.waiting for line in self._lines):
             due = min(due, now + ROOM_INTERVAL)
@@ -638,6 +640,8 @@ class Loop:
         for line in self._lines:
             if line.waiting:
                 line.serve(now)
+        if self._idle.due <= now:
+            self._give_back(now)
         if self._line_due <= now:
             self._refuse_late(now)
         self._admit()
@@ -807,6 +811,14 @@ class Loop:
     def _allocate(self, wanted: Allocation) -> None:
         if not wanted.settled and wanted.line.take(wanted):
             self._due = min(self._due, monotonic() + ROOM_INTERVAL)
+        self._idle.note_growth(monotonic())
+        self._due = min(self._due, self._idle.due)
+
+    def _give_back(self, now: float) -> None:
+        """Give memory that was not in use for a while back to the system."""
+        table = self._table
+        self._idle.look(now, self.frames, table.in_flight_bytes, table.most_bytes)
+        table.most_bytes = table.in_flight_bytes
 
     def _release_idle(self) -> bool:
         """Free the memory of frames that are not in use; whether there was any."""

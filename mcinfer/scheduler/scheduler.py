@@ -167,6 +167,7 @@ class RequestTable:
 
     Attributes:
         accepted: Requests so far: always the sum of the four counts after it.
+        most_bytes: The most that `in_flight_bytes` was; whoever reads it may set it back.
         not_begun: Open requests of which no worker has got a shard yet.
         latency: Seconds from a call to its answer, for results.
     """
@@ -178,6 +179,7 @@ class RequestTable:
         self.cancelled = 0
         self.in_flight = 0
         self.in_flight_bytes = 0
+        self.most_bytes = 0
         self.not_begun = 0
         self.latency = Tally(LATENCY_BOUNDS)
         self.queue = ShardQueue(max_rows)
@@ -217,7 +219,9 @@ class RequestTable:
         self.entries[number] = entry
         self.accepted += 1
         self.in_flight += 1
-        self.in_flight_bytes += size
+        self.in_flight_bytes = taken = self.in_flight_bytes + size
+        if taken > self.most_bytes:
+            self.most_bytes = taken
         self.not_begun += 1
         if len(self._deadlines) > 2 * self.in_flight + 64:
             # The answered ones must not outnumber the open ones: a long time-out keeps them for long.
