@@ -50,13 +50,14 @@ from mcinfer.errors import (
     ModelNotFoundError,
     PredictError,
     PredictTimeoutError,
+    ProtocolError,
     QueueFullError,
     raised_by_handler,
     say_once,
 )
 from mcinfer.machine import cores_near, usable_memory, whole_cpus
 from mcinfer.model_cache.split_records import SplitRecord
-from mcinfer.protocol import Build
+from mcinfer.protocol import Build, encode
 from mcinfer.requests.card_tensors import CardMemory, card_of, check_types, cupy
 from mcinfer.requests.future import OutcomeFuture
 from mcinfer.requests.planner import Planner
@@ -249,6 +250,7 @@ class Master:
                     pipeline=cut.pipeline,
                 )
             )
+        _check_build(builds[0])
         groups = [builds[i : i + cut.ranks] for i in range(0, len(builds), cut.ranks)]
         memory = self._limits.memory_bytes or usable_memory() // 2
         # A pipeline is idle in part while its first and its last pieces pass, so it gets many.
@@ -1282,6 +1284,14 @@ def _check_cut(cut: Parallel, engine: str, options: EngineOptions) -> None:
             f"variable_weights: got {[*options.variable_weights]}, but the weights of a model that is cut "
             f"over devices ({cut}) cannot be replaced"
         )
+
+
+def _check_build(build: Build) -> None:
+    """Raise `InvalidInputError` for options that do not fit the message to a worker."""
+    try:
+        encode(replace(build, token="0" * 64))  # as long as one, or longer
+    except ProtocolError as exc:
+        raise InvalidInputError(f"options: they do not fit a message to a worker: {exc}") from exc
 
 
 def _said(batch_axes: Axes | None, output_axes: Axes | None) -> SaidAxes:

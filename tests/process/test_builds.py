@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 
 from mcinfer import (
     BuildError,
     ClosedError,
+    EngineOptions,
+    InvalidInputError,
     Master,
     MissingDependencyError,
     ParallelPredictUtils,
@@ -87,6 +91,37 @@ def test_parallel_utils_pass_the_build_error_on(tmp_path: Path) -> None:
     utils.finalize()
     with pytest.raises(ClosedError):
         utils.run_predict([])
+
+
+def test_options_that_no_message_can_carry_are_refused_by_their_name(
+    fake_model: FakeModel,
+) -> None:
+    for given in (dict.fromkeys(map(str, range(70_000)), ""), {"key": "x" * (17 << 20)}):
+        options = EngineOptions(session_config=given)
+        with pytest.raises(InvalidInputError, match=r"^options: they do not fit a message to a w"):
+            Master(fake_model(), 1, engine="fake", options=options)
+
+
+def test_model_with_thousands_of_properties_and_initialisers_is_described() -> None:
+    names = [f"weight {number}" for number in range(20_000)]
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", ["x"], ["y"])],
+        "wide",
+        [
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1])
+            for name in ("x", *names)
+        ],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])],
+        [onnx.helper.make_tensor(name, onnx.TensorProto.FLOAT, [1], [0.0]) for name in names],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    model.ir_version = 8
+    properties = {f"property {number}": "about this model" for number in range(5_000)}
+    onnx.helper.set_model_props(model, properties)
+    with Master(model, 1, options=EngineOptions(describe=True), verify="never") as master:
+        assert master.description.properties == properties
+        assert {spec.name for spec in master.description.overridable} == {*names}
+        assert master.predict([np.ones(1, np.float32)])["y"] == 1
 
 
 def test_missing_package_is_told_as_such(
