@@ -133,9 +133,7 @@ def test_update_whose_places_no_message_can_carry_is_refused_and_changes_nothing
     before, used = store.current, arena.used
     for name in ("MAX_MESSAGE_BYTES", "_UNCOUNTED_BYTES"):
         monkeypatch.setattr(f"mcinfer.protocol.{name}", 40)
-    with pytest.raises(
-        InvalidInputError, match=r"^weights: .* got \d+ bytes, expected at most 40"
-    ):
+    with pytest.raises(InvalidInputError, match=r"^weights: .* got \d+ bytes, expected at most 40"):
         store.update(GOOD, 0.0)
     assert store.current is before
     gc.collect()

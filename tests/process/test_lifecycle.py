@@ -119,6 +119,8 @@ def test_master_that_is_garbage_ends_though_its_workers_could_not_be_replaced(
     once = RestartPolicy(budget=0, backoff_limit=3600.0)
     master = fake_master(model, 1, restart=once).start()
     model.write_text("no model any more", encoding="utf-8")
+    thread = master._loop._thread
+    assert thread is not None
     try:
         master.restart_workers(20.0)
     except WorkerDiedError:
@@ -126,7 +128,7 @@ def test_master_that_is_garbage_ends_though_its_workers_could_not_be_replaced(
 
     def ended() -> bool:
         gc.collect()
-        return "mcinfer-loop" not in [thread.name for thread in threading.enumerate()]
+        return not thread.is_alive()
 
     wait_until(ended)
 
