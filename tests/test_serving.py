@@ -600,13 +600,17 @@ def test_answer_that_no_message_can_carry_fails_its_run_and_the_next_is_served(
     assert peer.ask([("x", STRING, (1,), None, ("a",))]).outputs[0][4] == ("a",)
 
 
-def test_model_of_which_too_much_is_to_be_said_is_a_build_error(peer: Peer, tmp_path: Path) -> None:
-    inputs = [[f"{number}", "int8", []] for number in range((1 << 16) + 1)]
+def test_model_of_which_too_much_is_to_be_said_is_a_build_error(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("validators", "worker.server"):
+        monkeypatch.setattr(f"mcinfer.{module}.MAX_SPECS", 100)
+    inputs = [[f"{number}", "int8", []] for number in range(101)]
     path = fake(tmp_path, inputs=inputs, outputs=[["y", "int8", [], {"from": "0"}]])
     error = peer.fail_build(path)
     assert error.kind == "build"
-    assert "BuildFinish.inputs does not fit: got 65537 items" in error.text
-    assert "at most 65536" in error.text
+    assert "(at most 100 inputs" in error.text
+    assert "BuildFinish.inputs does not fit: got 101 items" in error.text
 
 
 def test_block_that_is_attached_twice_ends_the_worker(peer: Peer, tmp_path: Path) -> None:
