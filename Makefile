@@ -133,8 +133,9 @@ bench-ray: .venv-ray/installed
 faults: .venv/installed
 	$(BIN)/python -m tests.process.fault_page
 
-# Ten minutes of mixed traffic; `make test` has some seconds of it.
+# Kills alone against a pool as it comes, then ten minutes of mixed traffic; `make test` has some seconds of both.
 soak: .venv/installed
+	$(BIN)/python benchmarks/soak.py --kills --seconds 25
 	$(BIN)/python benchmarks/soak.py
 
 # A million inputs for the codec and for what master and worker make of messages; `make test` has some thousands.

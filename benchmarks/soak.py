@@ -1,11 +1,12 @@
 """Mixed traffic against a pool whose workers are killed all the time: nothing lost, wrong or left.
 
-    python benchmarks/soak.py [--seconds N] [--engine fake|onnxruntime] [--seed N] [--json FILE]
+    python benchmarks/soak.py [--seconds N] [--engine fake|onnxruntime] [--seed N] [--json FILE] [--kills]
 
 Threads and asyncio tasks send requests of 0 rows to 64 MiB (traffic.py), others kill, stop and restart
 workers, replace weights and ask for the figures (disturbances.py), and all of it is written down and
 compared (books.py). What the pool has after a first warm-up, it may have at the end. The exit status is 1
-where anything was not as promised.
+where anything was not as promised. With ``--kills``, a pool with default options is under kills alone, and
+no request may fail.
 """
 
 import argparse
@@ -21,12 +22,15 @@ import tempfile
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from time import monotonic, sleep
 
+import numpy as np
 import psutil
-from books import MAX_ROWS, ROW_BYTES, SLACK, Books, Harm, Request, Sample
+from books import COLUMNS, MAX_ROWS, ROW_BYTES, SLACK, Books, Harm, Request, Sample
 from disturbances import kill_at_random, restart_workers, update_weights, watch
 from holdings import Holdings, holdings, keep_no_freed_memory, tidy
 from measuring import Record, table
@@ -57,6 +61,11 @@ MEMORY = 256 << 20
 
 LIMIT = 100
 """Seconds beside the traffic, after which something hangs."""
+
+KILLED_WORKERS = 2
+KILLED_CLIENTS = 24
+KILL_PAUSE = (0.3, 0.9)
+"""Seconds between two kills."""
 
 _WARM_UP = 5.0
 _SETTLING = 30.0
@@ -252,6 +261,54 @@ def _soak(options: argparse.Namespace, model: Path, books: Books, sample: Sample
     )
 
 
+# Kills alone, of a pool as it comes.
+
+
+def _under_kills(options: argparse.Namespace, model: Path, books: Books) -> Record:
+    """Clients of a pool with default options while a random worker is killed again and again."""
+    stop, lock = threading.Event(), threading.Lock()
+    ends, texts = Counter[str](), dict[str, str]()
+
+    def ask(number: int) -> None:
+        chance = Random(f"{options.seed}/{number}")  # noqa: S311 no secret
+        while not stop.is_set():
+            x = np.full((chance.randint(1, 4), COLUMNS), chance.randint(0, 99), np.float32)
+            try:
+                y = master.predict([x])["y"]
+                end = "right" if np.array_equal(y, 2 * x) else "wrong"
+            except McinferError as exc:
+                end = type(exc).__name__
+                texts[end] = str(exc)
+                stop.wait(0.001)  # a pool that refuses all is not to be flooded
+            with lock:
+                ends[end] += 1
+
+    def kill() -> None:
+        chance = Random(f"{options.seed}/killer")  # noqa: S311 no secret
+        while not stop.wait(chance.uniform(*KILL_PAUSE)):
+            pids = [worker.pid for worker in master.statistics().workers if worker.pid]
+            if pids:
+                with suppress(ProcessLookupError):
+                    os.kill(chance.choice(pids), signal.SIGKILL)
+                    books.count("kills")
+
+    with Master(model, KILLED_WORKERS, engine=options.engine) as master:
+        clients = [threading.Thread(target=ask, args=(n,)) for n in range(KILLED_CLIENTS)]
+        for thread in (*clients, killer := threading.Thread(target=kill)):
+            thread.start()
+        sleep(options.seconds)
+        stop.set()
+        for thread in (*clients, killer):
+            thread.join()
+        restarts = sum(worker.restarts for worker in master.statistics().workers)
+    kills = books.events["kills"]
+    _say(f"{kills} kills, {restarts} restarts")
+    _say(table(("answers", ""), [[end, str(n)] for end, n in ends.most_common()]))
+    for end in {*ends} - {"right"}:
+        books.find(f"{ends[end]} answers were {end}: {texts.get(end, '')[:300]}")
+    return {"requests": dict(ends), "events": {"kills": kills, "restarts": restarts}}
+
+
 # What is printed.
 
 
@@ -352,6 +409,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="of traffic (default: 600)")
     parser.add_argument("--engine", choices=("fake", "onnxruntime"), default="fake")
     parser.add_argument("--max-batch-size", type=int, default=1, help="rows of a joined run")
+    parser.add_argument(
+        "--kills",
+        action="store_true",
+        help=f"instead: {KILLED_CLIENTS} clients of a pool of {KILLED_WORKERS} workers with default options; "
+        "every %g to %g s one of the workers is killed, and no request may fail" % KILL_PAUSE,
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what the clients choose")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
     options = parser.parse_args(arguments)
@@ -372,9 +435,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["XDG_RUNTIME_DIR"] = str(folder)
         os.environ["MCINFER_CACHE"] = str(folder / "cache")  # not the user's
         before = holdings(None)
-        seen = _soak(options, write_model(folder, options.engine), books, sample)
-        _check_end(books, before, folder)
-        record = _report(books, seen, options.seconds)
+        model = write_model(folder, options.engine)
+        if options.kills:
+            record = _under_kills(options, model, books)
+            _check_end(books, before, folder)
+        else:
+            seen = _soak(options, model, books, sample)
+            _check_end(books, before, folder)
+            record = _report(books, seen, options.seconds)
     except McinferError as exc:
         books.find(f"the soak ended early: {exc!r}")
     finally:

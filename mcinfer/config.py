@@ -177,6 +177,41 @@ def share_cores(
     return dict(sorted(shares.items()))
 
 
+MAX_WORKERS_PER_CORE = 8
+"""Fewer CPU workers than that for each core they may use; more are a mistake."""
+
+
+def check_cores(devices: Sequence[Device], shares: Mapping[int, object], cpus: int) -> str:
+    """Compare the CPU workers of a pool with the cores that they may use.
+
+    Args:
+        devices: Those of the pool.
+        shares: The cores of each worker, of `share_cores`.
+        cpus: Number of cores that this process may use (`mcinfer.machine.whole_cpus`).
+
+    Returns:
+        A warning that some workers share a core; empty if none do.
+
+    Raises:
+        InvalidInputError: So many share one that the number must be a mistake.
+    """
+    own = [
+        w.cores for i, w in shares.items() if isinstance(w, CoreShare) and devices[i].kind == "cpu"
+    ]
+    count = min(cpus, len({core for cores in own for core in cores}))
+    if len(own) >= max(1, count) * MAX_WORKERS_PER_CORE:
+        raise InvalidInputError(
+            f"devices: got {len(own)} workers for {count} usable CPU cores, expected at most {count}, "
+            f"one for each core (fewer than {MAX_WORKERS_PER_CORE} for each are possible)"
+        )
+    if len(own) <= count:
+        return ""
+    return (
+        f"devices: {len(own)} workers share {count} usable CPU cores, and slow each other down; "
+        f"expected at most {count}"
+    )
+
+
 def _chosen_error(
     worker: int, workers: int, cores: Sequence[int], chosen: Sequence[Sequence[int]]
 ) -> str:
@@ -394,11 +429,14 @@ class Timeouts:
 class RestartPolicy:
     """When a worker that died is started again. Restarts never stop; the policy says how soon they come.
 
+    A worker that has answered a request since it was ready is started again at once, without limit: what
+    ended it came from outside, or from one request. The policy is for those that die before.
+
     Attributes:
         budget: How many restarts one worker gets within `window`, the first at once, the others after
             `backoff`. A worker past its budget is started `backoff_limit` seconds after each death. It gets
-            a new budget once it has been ready for `backoff_limit` seconds. While all workers are past
-            their budget, requests fail at once.
+            a new budget once it has been ready for `backoff_limit` seconds, and all get one when a worker
+            dies that has answered. While all workers are past their budget, requests fail at once.
         window: Seconds.
         backoff: Seconds before the second restart within the window, doubled for each further one. The
             first restart is at once.

@@ -25,6 +25,14 @@
 
 import collections.abc
 import contextlib
+import functools
+import re
+import signal
+
+_ABOUT_ONE = re.compile(
+    r"(worker|group) (\d+)((?: of \d+ ranks)?)((?: \([^()]*\))?)(:? )(.*)", re.DOTALL
+)
+"""A sentence about a worker: what it is, its number, ranks, device and pid, and the rest."""
 
 
 class McinferError(Exception):
@@ -152,3 +160,64 @@ def shortened(text: str) -> str:
 def quotable(exc: Exception) -> Exception | None:
     """The exception as a cause for another one; None if its text is too long for a traceback."""
     return exc if len(str(exc)) <= _MAX_CHARACTERS else None
+
+
+def raised_by_handler(exc: BaseException) -> bool:
+    """Whether a signal's handler raised this exception, in the middle of what the main thread was at.
+
+    Such an exception says nothing of what it came out of, and must not be turned into an error about it.
+    """
+    codes = []
+    for number in signal.valid_signals():
+        handler: object = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        handler = getattr(handler, "__func__", handler)  # of a method
+        if callable(handler) and not hasattr(handler, "__code__"):
+            handler = type(handler).__call__
+        codes.append(getattr(handler, "__code__", None))
+    trace = exc.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def say_once(sentences: collections.abc.Iterable[str]) -> str:
+    """Sentences about workers as one text: what several workers say is in it once, with all their numbers."""
+    said: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+    for sentence in sentences:
+        found = _ABOUT_ONE.fullmatch(sentence)
+        if found is None:
+            said.setdefault((sentence,), []).append((0, sentence))
+            continue
+        kind, number, ranks, _, joint, rest = found.groups()
+        # What has the worker's own name in it again, as in the story of a second death, is the same, too.
+        rest = re.sub(rf"{kind} {number}{ranks}(?: \([^()]*\))?:? ", "", rest)
+        said.setdefault((kind, ranks, joint, rest), []).append((int(number), sentence))
+    texts = []
+    for key, each in said.items():
+        if len(each) == 1 or len(key) == 1:
+            texts += [sentence for _, sentence in each]
+            continue
+        kind, ranks, joint, rest = key
+        each_of = "each of " if joint == " " else ""
+        texts.append(f"{each_of}{kind}s {_numbers([n for n, _ in each])}{ranks}{joint}{rest}")
+    return "; ".join(texts)
+
+
+def _numbers(numbers: list[int]) -> str:
+    """Numbers in words: ``0 to 3, 5 and 7``."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    texts = []
+    for first, last in ranges:
+        texts += [str(first)] if first == last else [f"{first} to {last}"]
+        if last == first + 1:
+            texts[-1:] = [str(first), str(last)]
+    return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))

@@ -34,6 +34,7 @@ from mcinfer.config import (
     RestartPolicy,
     Timeouts,
     TransportKind,
+    check_cores,
     check_count,
     check_seconds,
     parse_devices,
@@ -47,12 +48,15 @@ from mcinfer.errors import (
     ModelNotFoundError,
     PredictError,
     PredictTimeoutError,
+    ProtocolError,
     QueueFullError,
+    raised_by_handler,
+    say_once,
 )
 from mcinfer.machine import cores_near, usable_memory, whole_cpus
 from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.private import IN_MEMORY, ModelInMemory
-from mcinfer.protocol import Build
+from mcinfer.protocol import Build, encode
 from mcinfer.requests.card_tensors import CardMemory, card_of, check_types, cupy
 from mcinfer.requests.future import OutcomeFuture
 from mcinfer.requests.planner import Planner
@@ -90,8 +94,10 @@ class SerializableModel(Protocol):
 class Master:
     """One model on several devices: a worker process for each, one batch split over them.
 
-    Use it in a ``with`` statement, or call `start` and `close`. Any number of threads may call its methods
-    at once. An open master closes at interpreter exit, and when it is garbage-collected.
+    Use it in a ``with`` statement, or call `start` and `close`. A ``with`` statement that ends without an
+    exception answers what was accepted, each request within its own time-out; Ctrl-C ends that, and with an
+    exception the master is closed at once. Any number of threads may call its methods at once. An open master
+    closes at interpreter exit, and when it is garbage-collected.
 
     Args:
         model: Path of the model; or the ONNX model itself, as bytes or `onnx.ModelProto`. The master keeps
@@ -99,7 +105,8 @@ class Master:
         devices: How many, or which: ``2``, ``["cpu:0", "cpu:1"]``, ``[0, 1]``, ``"cuda:0"``. ``"cpu:i"`` of
             n is the i-th equal share of the usable cores; its worker is pinned to these cores. Under a CPU
             quota, as in containers, each worker gets its part of the quota as threads. ``"cpu"`` or None:
-            the whole CPU, in as many shares as `mcinfer.config.automatic_workers` says.
+            the whole CPU, in as many shares as `mcinfer.config.automatic_workers` says. More workers than
+            cores are warned of, eight or more for each core are refused.
         engine: ``"onnxruntime"``; ``"mindspore"`` and ``"mindspore_lite"`` for MindIR models, if these
             packages are installed; ``"fake"`` is for tests.
         options: Options of the engine.
@@ -111,7 +118,7 @@ class Master:
             and every output has it. A request that fails never spoils the others.
         max_delay: Seconds that a request may wait for others to join while a worker is free.
         trace: Called with a `RequestTrace` after each queued request, in a thread of mcinfer's own, one
-            call at a time. It should be quick.
+            call at a time. It should be quick. It does not keep the master alive, whatever it holds.
         batch_axes: By input name, the axis along which to split a batch, or None for an input that goes to
             every worker whole. The model's symbols and `verify` decide about inputs that are not named.
         output_axes: By output name, the axis along which to join its parts, or None for an output that is
@@ -190,7 +197,8 @@ class Master:
         check_count("max_batch_size", max_batch_size, 1)
         check_seconds("max_delay", max_delay)
         self._max_batch_size = max_batch_size
-        self._traces = trace is not None
+        # The loop holds this weakly: what the hook holds may hold the master.
+        self._trace = None if trace is None else partial(trace)
         cores = sorted(os.sched_getaffinity(0))
         cpus = whole_cpus()
         cut = Parallel() if parallel is None else parallel
@@ -205,6 +213,8 @@ class Master:
             _check_cut(cut, engine, options)
         near = {} if options.cores else cores_near(chosen)
         shares = share_cores(chosen, cores, options.cores, cpus, near)
+        if crowded := check_cores(chosen, shares, cpus):
+            _log.warning("%s", crowded)
         self._absent = {i: why for i, why in shares.items() if not isinstance(why, CoreShare)}
         # For a worker on another device, which is not pinned.
         nowhere = CoreShare(cores=(), shared=False, threads=cpus if cpus < len(cores) else None)
@@ -241,6 +251,7 @@ class Master:
                     pipeline=cut.pipeline,
                 )
             )
+        _check_build(builds[0])
         groups = [builds[i : i + cut.ranks] for i in range(0, len(builds), cut.ranks)]
         memory = self._limits.memory_bytes or usable_memory() // 2
         # A pipeline is idle in part while its first and its last pieces pass, so it gets many.
@@ -255,7 +266,7 @@ class Master:
                 memory_bytes=memory,
                 max_batch_size=max_batch_size,
                 max_delay=max_delay,
-                trace=trace,
+                trace=None if self._trace is None else weakref.ref(self._trace),
                 transport=transport,
                 balance=self._balance,
                 seeds_on_one=not self._said.inputs,
@@ -321,7 +332,7 @@ class Master:
         if self._absent:
             self._finalizer.detach()  # it would hold the error, whose traceback holds this
             reasons = (f"worker {i}: {reason}" for i, reason in self._absent.items())
-            self._loop.refuse_start(BuildError("; ".join(reasons)))
+            self._loop.refuse_start(BuildError(say_once(reasons)))
         if self._in_memory is not None:
             self._keep_given(self._in_memory)
         elif not os.path.lexists(self._path):
@@ -455,8 +466,8 @@ class Master:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(drain=kind is None)
 
     async def __aenter__(self) -> Self:
         try:
@@ -465,8 +476,12 @@ class Master:
             await asyncio.to_thread(self.close)
             raise
 
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            await asyncio.to_thread(self.close, drain=kind is None)
+        except BaseException:  # cancelled, as Ctrl-C does: its thread would wait on
+            await asyncio.to_thread(self.close)
+            raise
 
     # What the model is like.
 
@@ -771,7 +786,8 @@ class Master:
         except BaseException as exc:
             # A thread cannot be cancelled: what it still queues is to be cancelled then.
             waiting.add_done_callback(_cancel_late)
-            if isinstance(exc, TimeoutError) and not isinstance(exc, McinferError):
+            is_over = isinstance(exc, TimeoutError) and not isinstance(exc, McinferError)
+            if is_over and not raised_by_handler(exc):
                 raise QueueFullError(
                     "the queue or the memory was full until the time was over"
                 ) from exc
@@ -1168,7 +1184,7 @@ class Master:
         request.contradicted = call.splitter.withdraw
         request.waits = may_wait and limits.when_queue_full == "wait"
         request.limited = call.limited
-        if self._traces and call.traced:
+        if self._trace is not None and call.traced:
             request.context = copy_context()
         return request
 
@@ -1316,6 +1332,14 @@ def _check_cut(cut: Parallel, engine: str, options: EngineOptions) -> None:
             f"variable_weights: got {[*options.variable_weights]}, but the weights of a model that is cut "
             f"over devices ({cut}) cannot be replaced"
         )
+
+
+def _check_build(build: Build) -> None:
+    """Raise `InvalidInputError` for options that do not fit the message to a worker."""
+    try:
+        encode(replace(build, token="0" * 64))  # as long as one, or longer
+    except ProtocolError as exc:
+        raise InvalidInputError(f"options: they do not fit a message to a worker: {exc}") from exc
 
 
 def _said(batch_axes: Axes | None, output_axes: Axes | None) -> SaidAxes:

@@ -151,8 +151,8 @@ class ParallelPredictUtils:
         self.build_model()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.finalize()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._master.close(drain=kind is None)
 
     def _check_built(self) -> None:
         if not self._built:

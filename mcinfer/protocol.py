@@ -65,15 +65,15 @@ MAX_VALUES = 1 << 20
 MAX_STRINGS = MAX_VALUES - (1 << 16)
 """Most strings in the tensors of one message; the rest is for the other values."""
 
-_MAX_KEYS = 1 << 12  # most keys of one map
+_MAX_KEYS = 1 << 16  # most keys of one map
 
 _MAX_ERROR = (1 << 20) + (1 << 10)
 """Characters of what an engine said, which a worker cuts at 2²⁰, and of what is put before it."""
 
 _MAX_NAME = 200
 _MAX_PROVIDERS = 64
-_MAX_NOTE = 5000
-_MAX_NOTES = 16
+MAX_NOTE = 5000
+MAX_NOTES = 16
 _MAX_CARDS = 1024
 
 MAX_HELLO_BYTES = 512  # largest HELLO: from an unknown peer, nothing larger is read
@@ -133,9 +133,10 @@ class Message:
         for name, check in self.CHECKS.items():
             value = getattr(self, name)
             if not check(value):
+                count = f"{len(value)} items, " if isinstance(value, (tuple, dict)) else ""
                 # Not repr: it fails on what is nested too deep, as an intruder's value may be.
                 raise ProtocolError(
-                    f"{type(self).__name__}.{name} does not fit: got {reprlib.repr(value)}"
+                    f"{type(self).__name__}.{name} does not fit: got {count}{reprlib.repr(value)}"
                 )
 
 
@@ -225,7 +226,7 @@ class BuildFinish(Message):
     random: Annotated[str, is_text_to(_MAX_NAME)] = ""
     seeded: _Flag = False
     providers: Annotated[tuple[str, ...], is_texts_to(_MAX_PROVIDERS, _MAX_NAME)]
-    notes: Annotated[tuple[str, ...], is_texts_to(_MAX_NOTES, _MAX_NOTE)] = ()
+    notes: Annotated[tuple[str, ...], is_texts_to(MAX_NOTES, MAX_NOTE)] = ()
     seconds: _Seconds
     slab: Annotated[tuple[int, int] | None, or_none(is_slab)] = None
     reaches: Annotated[tuple[str, ...], is_texts_to(_MAX_CARDS, _MAX_NAME)] = ()
@@ -380,29 +381,49 @@ _FIELD_SETS = {message: frozenset(names) for message, names in _FIELDS.items()}
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message, for `decode`.
+    """The bytes of a message, which `decode` takes.
 
     Raises:
-        ProtocolError: They are more than a message may have.
+        ProtocolError: The message holds more than `decode` takes.
     """
     if isinstance(message, Predict):
+        parts: tuple[Any, ...] = (message.inputs, message.outputs)
         inputs, outputs = _pack(message.inputs), _pack(message.outputs)
         data = encode_predict(
             message.request, message.shard, message.weights, len(inputs), inputs + outputs
         )
     elif isinstance(message, Reply):
+        parts = (message.outputs,)
         data = REPLY_HEAD.pack(REPLY, message.request, message.shard, message.seconds)
         data += _pack(message.outputs) if message.outputs else b""
     else:
         content: dict[str, Any] = {"id": message.ID}
         for name in _FIELDS[type(message)]:
             content[name] = getattr(message, name)
+        parts = (content,)
         data = _pack(content)
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(
-            f"{type(message).__name__}: got {len(data)} bytes, expected at most {MAX_MESSAGE_BYTES}"
-        )
+    if len(data) > _UNCOUNTED_BYTES:
+        values, keys = map(max, zip(*map(_count, parts), strict=True))
+        for what, count, most in (
+            ("bytes", len(data), MAX_MESSAGE_BYTES),
+            ("keys of a map", keys, _MAX_KEYS),
+            ("values", values, MAX_VALUES),
+        ):
+            if count > most:
+                name = type(message).__name__
+                raise ProtocolError(f"{name}: got {count} {what}, expected at most {most}")
     return data
+
+
+def _count(value: Any) -> tuple[int, int]:
+    """The values in all arrays and maps, as `decode` counts them, and the keys of the largest map."""
+    is_map = type(value) is dict
+    values, keys = len(value) + 1, len(value) if is_map else 0
+    for item in value.values() if is_map else value:
+        if type(item) is tuple or type(item) is dict:
+            more, most = _count(item)
+            values, keys = values + more, max(keys, most)
+    return values, keys
 
 
 def count_strings(references: Iterable[TensorRef]) -> int:
@@ -424,19 +445,38 @@ def encode_references(references: tuple[TensorRef, ...]) -> bytes:
 
     Raises:
         ProtocolError: A reference does not fit.
-        InvalidInputError: The inputs' strings are more than one message may carry.
+        InvalidInputError: They are more than one message may carry, such as the strings of a large batch.
     """
     if not is_references(references):
         raise ProtocolError(f"references do not fit: got {reprlib.repr(references)}")
     data = _pack(references)
     if len(data) > _UNCOUNTED_BYTES:
-        strings, most = count_strings(references), MAX_MESSAGE_BYTES // 2
-        if len(data) > most or strings > MAX_STRINGS:
+        strings, most = count_strings(references), (MAX_MESSAGE_BYTES - PREDICT_HEAD.size) // 2
+        too_many = strings > MAX_STRINGS or _count(references)[0] > MAX_VALUES
+        if len(data) > most or too_many:
             raise InvalidInputError(
-                f"inputs: got {strings} strings in a message of {len(data)} bytes for a worker, "
-                f"expected at most {MAX_STRINGS} and {most}; a batch of fewer rows has fewer"
+                f"got {strings} strings in {len(references)} tensors in {len(data)} bytes of a message "
+                f"for a worker, expected at most {MAX_STRINGS} strings in {most} bytes, and {MAX_VALUES} "
+                "values in all; a batch of fewer rows has fewer"
             )
     return data
+
+
+def part_of_joined(inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...]) -> float:
+    """How much of a PREDICT_JOINED a member with such references takes, wherever they lie; 1 is all of it."""
+    far = [
+        tuple((name, kind, shape, _FARTHEST, _FARTHEST) for name, kind, shape, _, _ in references)
+        for references in (inputs, outputs)
+    ]
+    member = {"inputs": far[0], "outputs": far[1]}
+    rest = len(inputs) + len(outputs) + _HEAD  # the axes, and the head
+    values = _count((member,))[0]
+    return max(len(_pack(member)) / (MAX_MESSAGE_BYTES - rest), values / (MAX_VALUES - rest))
+
+
+_FARTHEST = 2**63 - 1  # the number of a block, or the offset, with the most bytes
+_HEAD = 256
+"""Bytes, and values, of a PREDICT_JOINED beside its members and axes, at most."""
 
 
 def encode_predict(request: int, shard: int, weights: int, inputs: int, body: bytes) -> bytes:
@@ -468,7 +508,10 @@ def encode_predict_joined(
     members: Sequence[tuple[bytes, bytes]],
     axes: tuple[tuple[int | None, ...], tuple[int, ...]],
 ) -> bytes:
-    """A PREDICT_JOINED, from the members' inputs and outputs as `encode_references` gave them."""
+    """A PREDICT_JOINED, from the members' inputs and outputs as `encode_references` gave them.
+
+    They fit one message if no more of them are joined than `part_of_joined` allows.
+    """
     head = {"id": PREDICT_JOINED, "request": request, "shard": shard, "weights": weights}
     parts = [b"\x87", *(_pack(item) for pair in head.items() for item in pair)]
     parts += (_pack("members"), _packer().pack_array_header(len(members)))

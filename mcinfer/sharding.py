@@ -130,6 +130,9 @@ class Split:
         return f"{how} (largest difference {self.difference:.2g})"
 
 
+MUCH_FASTER = 10.0
+"""A worker that is so many times as fast as any other is worth waiting for, even with others free."""
+
 _WHOLE = Split(inputs={}, outputs={}, known="unknown")
 
 
@@ -162,7 +165,11 @@ class Shares:
         return len(self.workers) * self.pieces
 
     def cut(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows of each shard of a batch of so many rows, and the preferred worker of each."""
+        """Rows of each shard of a batch of so many rows, and the preferred worker of each.
+
+        One piece alone has none: else all small requests would wait for the fastest worker. But a piece does
+        wait for a worker that is much faster than all others.
+        """
         rows = [*split_by_weights(count, self.weights)]
         if self.probe is not None and count > 1 and not rows[self.probe]:
             # From the one with the most, and of several the slowest: a second one still has rows then.
@@ -174,7 +181,9 @@ class Shares:
             for worker, own in zip(self.workers, rows, strict=True)
             for part in split_evenly(own, self.pieces)
         ]
-        return tuple(part for part, _ in shards), tuple(worker for _, worker in shards)
+        parts, preferred = tuple(part for part, _ in shards), tuple(worker for _, worker in shards)
+        near = sum(weight * MUCH_FASTER > max(self.weights) for weight in self.weights)
+        return parts, preferred if len(parts) > 1 or near == 1 else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.errors import InvalidInputError, McinferError, say_once
 
 LATENCY_BOUNDS = tuple(m * 10.0**e for e in range(-4, 3) for m in (1.0, 2.5, 5.0))
 """Upper bounds of the latency buckets in seconds, from 0.1 ms to 500 s."""
@@ -42,7 +42,7 @@ class Health:
 
     def __str__(self) -> str:
         text = f"{self.state}: {self.serving} of {self.workers} workers serve"
-        return "; ".join([text, *self.reasons])
+        return "; ".join(filter(None, (text, say_once(self.reasons))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ TensorFields = tuple[str, str, tuple[Dimension, ...]]
 _MOST = 2**63
 _MAX_SHARDS = 2**32
 _MAX_DIMENSIONS = 64
-_MAX_SPECS = 1 << 14
+MAX_SPECS = 1 << 16
 _MAX_RANKS = 1024
 
 Check = Callable[[Any], bool]
@@ -128,7 +128,7 @@ def is_specs(value: Any) -> bool:
     """Tensor specifications with different names."""
     return (
         type(value) is tuple
-        and len(value) <= _MAX_SPECS
+        and len(value) <= MAX_SPECS
         and all(map(is_spec, value))
         and len({name for name, _, _ in value}) == len(value)
     )

@@ -20,6 +20,7 @@ from mcinfer.config import (
     RestartPolicy,
     Timeouts,
     automatic_workers,
+    check_cores,
     parse_devices,
     share_cores,
 )
@@ -133,6 +134,29 @@ def test_more_workers_than_cores_share_and_are_told_so(cores: int, more: int) ->
     for share in shares.values():
         assert isinstance(share, CoreShare)
         assert share.shared is (taken[share.cores] > 1)
+
+
+@given(cores=st.integers(1, 64), workers=st.integers(1, 1024), quota=st.integers(1, 64))
+def test_more_workers_than_cores_are_warned_of_and_many_more_are_refused(
+    cores: int, workers: int, quota: int
+) -> None:
+    devices = parse_devices(workers, cores)
+    shares = share_cores(devices, range(cores), cpus=quota)
+    few = min(cores, quota, workers)
+    if workers >= 8 * few:
+        with pytest.raises(InvalidInputError, match=f"^devices: got {workers} workers for {few} "):
+            check_cores(devices, shares, quota)
+    else:
+        warning = check_cores(devices, shares, quota)
+        assert warning.startswith(f"devices: {workers} workers share {few} ") == (workers > few)
+
+
+def test_workers_are_counted_against_the_cores_that_were_chosen_and_cards_have_none() -> None:
+    devices = parse_devices(["cpu:0", "cpu:1", "cuda:0"], 4)
+    assert check_cores(devices, share_cores(devices, range(4), near={0: [0]}), 4) == ""
+    assert check_cores(devices[2:], share_cores(devices[2:], range(4)), 4) == ""
+    chosen = share_cores(devices, range(4), [[3], [3], [3]])
+    assert check_cores(devices, chosen, 4).startswith("devices: 2 workers share 1 usable CPU cores")
 
 
 def test_device_that_does_not_exist_gets_an_error_and_the_others_their_cores() -> None:

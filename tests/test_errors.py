@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcinfer.errors import MissingDependencyError, printable, quotable, requires, shortened
+from mcinfer.errors import (
+    MissingDependencyError,
+    printable,
+    quotable,
+    requires,
+    say_once,
+    shortened,
+)
 
 
 @pytest.mark.parametrize(
@@ -59,3 +66,25 @@ def test_cause_that_is_too_long_is_left_out() -> None:
     short, long = ValueError("no"), ValueError("no" * 10_000)
     assert quotable(short) is short
     assert quotable(long) is None
+
+
+def test_what_several_workers_say_is_in_the_text_once_with_their_numbers() -> None:
+    def name(index: int, pid: int = 100) -> str:
+        return f"worker {index} (cpu:{index}, pid {pid + index})"
+
+    assert say_once([]) == ""
+    assert say_once([f"{name(3)}: no memory"]) == f"{name(3)}: no memory"
+    same = [f"{name(i)}: no memory" for i in (0, 1, 2, 4, 6, 7)]
+    assert say_once(same) == "workers 0 to 2, 4, 6 and 7: no memory"
+    assert say_once([*same[:2], f"{name(5)}: no file"]) == (
+        f"workers 0 and 1: no memory; {name(5)}: no file"
+    )
+    deaths = [f"{name(i)} killed by SIGKILL; {name(i, 200)} exited with status 1" for i in range(9)]
+    assert say_once(deaths) == "each of workers 0 to 8 killed by SIGKILL; exited with status 1"
+    # One that speaks of another worker is not mistaken for one that speaks of itself.
+    others = [f"{name(i)} shares memory with worker {i + 1} (cuda:0)" for i in range(2)]
+    assert say_once(others) == "; ".join(others)
+    groups = [f"group {i} of 2 ranks (cpu:{i}): no file" for i in range(2)]
+    assert say_once([*groups, "2 requests are left"]) == (
+        "groups 0 and 1 of 2 ranks: no file; 2 requests are left"
+    )

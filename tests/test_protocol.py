@@ -49,6 +49,7 @@ from mcinfer.protocol import (
     encode_predict,
     encode_predict_joined,
     encode_references,
+    part_of_joined,
 )
 from mcinfer.specs import ELEMENT_TYPES, STRING
 from mcinfer.validators import TensorRef
@@ -349,8 +350,8 @@ SPEC = ("x", "float32", ("batch", 4))
         (
             BuildFinish,
             "weights",
-            tuple((str(i), "int8", ()) for i in range(1 << 14)),
-            tuple((str(i), "int8", ()) for i in range((1 << 14) + 1)),
+            tuple((str(i), "int8", ()) for i in range(1 << 16)),
+            tuple((str(i), "int8", ()) for i in range((1 << 16) + 1)),
         ),
     ],
 )
@@ -377,13 +378,66 @@ def test_strings_up_to_the_limits_come_through() -> None:
 
 @pytest.mark.parametrize("inputs", [strings(MAX_STRINGS + 1, 2), strings(1000, 8_400)])
 def test_strings_past_a_limit_are_the_callers_mistake(inputs: tuple[TensorRef, ...]) -> None:
-    with pytest.raises(InvalidInputError, match=r"inputs: got \d+ strings"):
+    with pytest.raises(InvalidInputError, match=r"^got \d+ strings in 1 tensors"):
         encode_references(inputs)
 
 
-def test_message_past_the_limit_cannot_be_encoded() -> None:
-    with pytest.raises(ProtocolError, match=r"Reply: got \d+ bytes, expected at most"):
-        encode(Reply(request=0, shard=0, outputs=strings(1000, 17_000), seconds=0.0))
+def many_tensors(count: int) -> tuple[TensorRef, ...]:
+    return tuple((str(i), "int8", (1,) * 8, 0, i) for i in range(count))
+
+
+def many_texts(count: int) -> dict[str, str]:
+    return {f"key {i}": "" for i in range(count)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "most", "more", "what"),
+    [
+        (Reply, "outputs", strings(1000, 16_000), strings(1000, 17_000), "bytes"),
+        (Reply, "outputs", many_tensors(65_000), many_tensors(66_000), "values"),
+        (Predict, "inputs", many_tensors(65_000), many_tensors(66_000), "values"),
+        (Predict, "outputs", many_tensors(65_000), many_tensors(66_000), "values"),
+        (UpdateWeights, "tensors", many_tensors(65_000), many_tensors(66_000), "values"),
+        (Build, "session_config", many_texts(1 << 16), many_texts((1 << 16) + 1), "keys of a map"),
+        (
+            BuildFinish,
+            "properties",
+            many_texts(1 << 16),
+            many_texts((1 << 16) + 1),
+            "keys of a map",
+        ),
+    ],
+)
+def test_sender_refuses_what_the_receiver_would(
+    kind: type[Message], field: str, most: object, more: object, what: str
+) -> None:
+    message = dataclasses.replace(SAMPLES[kind], **{field: most})
+    assert decode(encode(message)) == message
+    too_much = dataclasses.replace(SAMPLES[kind], **{field: more})
+    with pytest.raises(ProtocolError, match=rf"{kind.__name__}: got \d+ {what}, expected at most"):
+        encode(too_much)
+
+
+@pytest.mark.parametrize("references", [many_tensors(70_000), strings(1, 9 << 20)])
+def test_references_that_no_message_can_carry_are_the_callers_mistake(
+    references: tuple[TensorRef, ...],
+) -> None:
+    with pytest.raises(InvalidInputError, match=r"tensors in \d+ bytes of a message"):
+        encode_references(references)
+
+
+@pytest.mark.parametrize(("tensors", "length"), [(400, 4), (10, 4000), (2, 1)])
+def test_as_many_members_as_fit_make_a_joined_run_that_is_read(tensors: int, length: int) -> None:
+    def references(block: int) -> tuple[TensorRef, ...]:
+        return tuple((f"{i:0{length}}", "int8", (1, 4), block, block) for i in range(tensors))
+
+    part = part_of_joined(references(0), references(0))
+    body = encode_references(references(2**63 - 1))
+    members = [(body, body)] * int(1 / part)
+    axes = (0,) * tensors
+    message = decode(encode_predict_joined(1, 0, 0, members, (axes, axes)))
+    assert isinstance(message, PredictJoined)
+    assert len(message.members) > 100
 
 
 ANYTHING = st.recursive(

@@ -554,6 +554,19 @@ def encoder_inputs(
     return {"x": np.zeros((rows, width), np.float32), "w": np.array(w), "t": t}
 
 
+def test_request_counts_as_more_rows_where_its_references_take_more_of_a_message(
+    arena: Arena,
+) -> None:
+    names = [f"{number:03}" for number in range(300)]
+    wide = model({name: ("int8", ["batch"]) for name in names}, {"y": ("int8", ["batch"])})
+    for most, expected in ((8, 1), (100_000, range(200, 1000))):
+        planner = planner_of(wide, arena, most)
+        inputs = dict.fromkeys(names, np.zeros(1, np.int8))
+        request = planner.request(inputs, 1, known(wide), 0.0, joinable=True)
+        assert request.join is not None
+        assert request.join[1] in (expected if isinstance(expected, range) else (expected,))
+
+
 def test_values_of_the_batch_do_not_matter_nor_how_inputs_are_given(arena: Arena) -> None:
     inputs = encoder_inputs()
     planner = planner_of(ENCODER, arena, 8)

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -331,14 +332,15 @@ def test_error_of_a_join_keeps_no_memory_and_comes_again(arena: Arena, worker: W
 
 
 class Interfering:
-    """A plan, at whose first look another thread makes the result."""
+    """A plan, at whose first look at something this happens."""
 
-    def __init__(self, request: Request) -> None:
-        self.plan, self.request = request._plan, request
+    def __init__(self, request: Request, happens: Callable[[], object], at: str) -> None:
+        self.plan, self.request, self.happens, self.at = request._plan, request, happens, at
 
     def __getattr__(self, name: str) -> object:
-        self.request._plan = self.plan
-        self.request.value()
+        if name == self.at:
+            self.request._plan = self.plan
+            self.happens()
         return getattr(self.plan, name)
 
 
@@ -349,6 +351,29 @@ def test_result_that_another_thread_makes_in_the_middle_is_there_all_the_same(
     for shard in (0, 1):
         request.take(shard, answer(request, worker, shard, 2), worker.fetch, shard, LIMIT)
     request.settle()
-    request._plan = Interfering(request)  # type: ignore[assignment]
+    interfering: Any = Interfering(request, request.value, "simple_outputs")
+    request._plan = interfering
     assert request.result()["t"].tolist() == ["0-0", "0-1", "1-0", "1-1"]
     assert request.error is None
+
+
+def test_exception_of_a_signals_handler_in_a_join_is_not_the_requests_error(
+    arena: Arena, worker: Worker
+) -> None:
+    request = stage_open(arena)
+    for shard in (0, 1):
+        request.take(shard, answer(request, worker, shard, 2), worker.fetch, shard, LIMIT)
+    request.settle()
+
+    def handle(*_: object) -> None:
+        raise RuntimeError("late")
+
+    interfering: Any = Interfering(request, lambda: os.kill(os.getpid(), signal.SIGUSR1), "cut")
+    request._plan = interfering
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(RuntimeError, match="late"):
+            request.result()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert request.result()["t"].tolist() == ["0-0", "0-1", "1-0", "1-1"]

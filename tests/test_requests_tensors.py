@@ -1,8 +1,11 @@
 """Tests of mcinfer/requests/tensors.py: where parts of tensors lie, and how data gets in and out of there."""
 
+import os
+import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -13,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from mcinfer.errors import InvalidInputError
 from mcinfer.requests.tensors import (
     TOLERANCES,
     Copier,
+    as_input,
     copy_in,
     difference,
     join_parts,
@@ -31,6 +36,8 @@ from tests.planned_requests import FIXED_SIZE, FOUR_BITS, in_order, random_array
 Array = NDArray[Any]
 
 COPIER = Copier(1)
+
+NUMBER = signal.SIGUSR1
 
 
 def spec(element_type: str, name: str = "x") -> TensorSpec:
@@ -303,3 +310,71 @@ def test_copy_is_whole(copier: Copier, shape: Shape, order: str, closed: bool) -
     target = np.zeros(shape, np.uint32)
     copier.copy(target, in_order(source, order))
     assert np.array_equal(target, source)
+
+
+# What an object's own conversion raises, and what a signal's handler raises meanwhile.
+
+
+class Converting:
+    """Converts itself by this function."""
+
+    def __init__(self, convert: Callable[[], object]) -> None:
+        self.convert = convert
+
+    def __array__(self, *_: object, **__: object) -> object:
+        return self.convert()
+
+
+class Handler:
+    """Raises an exception where a signal comes: as a function, a method, an object or in part."""
+
+    def __init__(self, exc: Exception) -> None:
+        self.exc = exc
+
+    def __call__(self, *_: object) -> None:
+        raise self.exc
+
+    def function(self) -> Callable[..., object]:
+        def handle(*_: object) -> None:
+            raise self.exc
+
+        return handle
+
+
+@pytest.fixture
+def handled() -> Iterator[None]:
+    before = signal.getsignal(NUMBER)
+    yield
+    signal.signal(NUMBER, before)
+
+
+@pytest.mark.usefixtures("handled")
+@pytest.mark.parametrize("exc", [Exception("late"), TimeoutError("late"), RuntimeError("late")])
+@pytest.mark.parametrize("form", ["function", "method", "object", "part"])
+def test_exception_of_a_signals_handler_comes_out_as_it_is(exc: Exception, form: str) -> None:
+    handler = Handler(exc)
+    forms: dict[str, Callable[..., object]] = {
+        "function": handler.function(),
+        "method": handler.__call__,
+        "object": handler,
+        "part": partial(handler.function(), 1),
+    }
+    signal.signal(NUMBER, forms[form])
+
+    def convert() -> object:
+        os.kill(os.getpid(), NUMBER)
+        return [1.0] * 3
+
+    with pytest.raises(type(exc)) as caught:
+        as_input(Converting(convert), spec("float32"), "float32")
+    assert caught.value is exc
+
+
+@pytest.mark.parametrize("exc", [TypeError("on a card"), RuntimeError("needs grad"), KeyError("x")])
+def test_exception_of_an_objects_own_conversion_names_the_input(exc: Exception) -> None:
+    def convert() -> object:
+        raise exc
+
+    with pytest.raises(InvalidInputError, match=r"^input 'x' is not an array") as caught:
+        as_input(Converting(convert), spec("float32"), "float32")
+    assert caught.value.__cause__ is exc

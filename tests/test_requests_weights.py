@@ -127,6 +127,19 @@ def test_update_that_does_not_fit_is_refused_by_its_name_and_changes_nothing(
     assert store.update(GOOD, 0.0) == 2
 
 
+def test_update_whose_places_no_message_can_carry_is_refused_and_changes_nothing(
+    arena: Arena, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, used = store.current, arena.used
+    for name in ("MAX_MESSAGE_BYTES", "_UNCOUNTED_BYTES"):
+        monkeypatch.setattr(f"mcinfer.protocol.{name}", 40)
+    with pytest.raises(InvalidInputError, match=r"^weights: .* got \d+ bytes, expected at most 40"):
+        store.update(GOOD, 0.0)
+    assert store.current is before
+    gc.collect()
+    assert arena.used == used
+
+
 def test_model_without_replaceable_weights_says_how_to_have_some(arena: Arena) -> None:
     with pytest.raises(InvalidInputError, match=r"none .* can be replaced.*variable_weights"):
         new_store(arena, ()).update({"w": 1}, 0.0)

@@ -70,13 +70,14 @@ from mcinfer.scheduler.scheduler import (
     LONG_RUN,
     LONG_WAIT,
     MAX_ATTEMPTS,
+    MAX_KILLS,
     SHORT_RUN,
     UNBOUNDED_RUN,
     RequestTable,
     Scheduler,
     trace_of,
 )
-from mcinfer.scheduler.workers import STACKS_SECONDS, describe_exit
+from mcinfer.scheduler.workers import MAX_DEATHS, STACKS_SECONDS, describe_exit
 from mcinfer.statistics import Health, RequestTrace
 
 TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
@@ -278,6 +279,33 @@ def test_shard_that_killed_two_workers_is_given_up() -> None:
         "worker 2 (cpu:2, pid 102) exited with status 3"
     )
     assert pool.handle_message(3.0, 0, reply(1, 0)) == [Release(request=1)]
+
+
+@pytest.mark.parametrize("idle_death", [SIGKILL, SIGSEGV, None])
+def test_shard_is_not_to_blame_for_kills_that_hit_idle_workers_too(idle_death: str | None) -> None:
+    """As it would be for two, which it meets alone where runs take long."""
+    pool = ready_pool(2)
+    if idle_death is not None:
+        pool.handle_died(1.0, 1, idle_death)
+        restarted(pool, 1, 1.0)
+    pool.handle_request(2.0, 1, (1,), 1000.0)
+    deaths, now = 0, 2.0
+    while 1 in pool.table.entries:
+        now += 1.0
+        [w] = [w for w in pool.workers if w.runs]
+        pool.handle_died(now, w.index, SIGKILL)
+        deaths += 1
+        if w.restart_at is not None:
+            restarted(pool, w.index, max(now, w.restart_at))
+    assert deaths == (MAX_KILLS if idle_death == SIGKILL else MAX_DEATHS)
+
+
+def test_shard_on_which_a_worker_crashed_is_given_up_after_two_amid_kills_from_outside() -> None:
+    pool = ready_pool(3)
+    pool.handle_died(0.5, 2, SIGKILL)
+    pool.handle_request(1.0, 1, (1,), 10.0)
+    assert pool.handle_died(1.5, 0, SIGKILL) == [predict(1, (1, 0))]
+    assert outline(pool.handle_died(2.0, 1, SIGSEGV))[0] == Failed(1, WorkerDiedError)
 
 
 # Deadlines.
@@ -767,15 +795,12 @@ def test_replacing_ends_with_an_error_when_a_fresh_worker_fails_and_the_rest_sta
 
 
 def test_worn_worker_that_crashes_has_no_new_budget() -> None:
-    pool = ready_pool(2, restart=replace(RESTART, budget=0, max_requests=1))
-    pool.handle_request(0.0, 1, (1, 1), 10.0)
-    pool.handle_request(0.0, 2, (1,), 10.0)
-    pool.handle_message(1.0, 0, reply(1, 0))
-    pool.handle_message(1.0, 1, reply(1, 1))  # it is to be replaced next, and at a run till then
-    assert pool.running(1) == ((2, 0),)
+    pool = ready_pool(2, restart=replace(RESTART, budget=0, max_memory_bytes=1000))
+    assert pool.handle_own_memory(1.0, 0, 1001) == [Send(worker=0, message=Exit())]
+    assert pool.handle_own_memory(1.0, 1, 1001) == []  # it is to be replaced next
     assert pool.handle_died(2.0, 1, SIGSEGV) == []
     pool.handle_died(2.0, 0, describe_exit(0))
-    assert restarted(pool, 0, 2.0) == [predict(0, (2, 0))]
+    assert restarted(pool, 0, 2.0) == []
     assert pool.next_time() == 2.0 + RESTART.backoff_limit
 
 
@@ -892,6 +917,18 @@ def test_shard_never_waits_for_a_worker_that_is_gone_or_is_replaced() -> None:
         predict(1, (3, 0)),
         predict(2, (3, 1)),
     ]
+
+
+def test_requests_of_one_piece_run_on_all_workers_and_on_the_fastest_that_is_free() -> None:
+    pool, balance = balanced_pool(3.0, 1.0, 2.0)
+    assert balance.shares is not None
+    _, preferred = balance.shares.cut(1)
+    for number, worker in ((1, 1), (2, 2), (3, 0)):
+        actions = pool.handle_request(100.0, number, (1,), 1000.0, preferred=preferred)
+        assert actions == [predict(worker, (number, 0))]
+    pool.handle_request(100.0, 4, (1,), 1000.0, preferred=preferred)
+    actions = pool.handle_message(103.0, 0, reply(3, 0, 3.0))
+    assert actions == [Settle(request=3), Release(request=3), predict(0, (4, 0))]
 
 
 def test_worker_that_was_never_measured_is_not_waited_for() -> None:

@@ -127,7 +127,7 @@ def test_missing_package_is_named_once_though_one_worker_has_ended_already() -> 
     assert end(lives, lives.workers[0], 1.0) == []
     _, started = fail(lives, lives.workers[1], "install it", "missing")
     assert isinstance(started, PoolStarted)
-    assert str(started.error) == "worker 0 (cpu:0), worker 1 (cpu:1, pid 101): install it"
+    assert str(started.error) == "workers 0 and 1: install it"
 
 
 def test_worker_that_does_not_get_on_has_no_more_time() -> None:
@@ -195,6 +195,41 @@ def test_restarts_are_counted_within_the_window_alone() -> None:
     )
 
 
+def test_worker_that_has_answered_is_started_again_at_once_without_limit() -> None:
+    lives = ready_lives(1, restart=replace(RESTART, budget=0))
+    [w] = lives.workers
+    for now in range(100):
+        w.answers = 1
+        lives.bury(w, "killed by SIGKILL", now)
+        assert lives.due_times() == [now]
+        assert not lives.circuit_open
+        come_back(lives, w, now)
+    # One that is killed again while it starts, or before it has answered, uses its budget.
+    lives.bury(w, "killed by SIGKILL", 100.0)
+    assert lives.due_times() == [100.0 + RESTART.backoff_limit]
+    assert lives.circuit_open
+
+
+def test_worker_that_dies_after_an_answer_gives_all_a_fresh_budget() -> None:
+    lives = ready_lives(2, restart=replace(RESTART, budget=1))
+    first, second = lives.workers
+    for now in (1.0, 2.0):
+        lives.bury(first, "killed by SIGKILL", now)
+        lives.handle_time(first, now)
+    assert first.spent
+    second.answers = 1
+    lives.bury(second, "killed by SIGKILL", 2.5)
+    assert not lives.circuit_open
+    assert sorted(lives.due_times()) == [2.5, 3.0]
+    lives.handle_time(second, 2.5)
+    for w in lives.workers:
+        lives.bury(w, "killed by SIGKILL", 3.0)
+        assert not w.spent
+        lives.handle_time(w, 3.0)
+        lives.bury(w, "killed by SIGKILL", 3.0)
+    assert lives.circuit_open
+
+
 def kill_all(lives: WorkerLives, now: float) -> None:
     for w in lives.workers:
         lives.bury(w, "killed by SIGKILL", now)
@@ -226,7 +261,7 @@ def test_circuit_is_open_while_a_probe_starts_and_closed_by_the_first_that_is_re
     assert lives.health(2.0).state == "failed"
     assert str(lives.outage(2.0)) == (
         "no worker serves, the restart budget is spent, and a start is under way: "
-        "worker 0 (cpu:0, pid 100) killed by SIGKILL; worker 1 (cpu:1, pid 101) killed by SIGKILL"
+        "each of workers 0 and 1 killed by SIGKILL"
     )
     finish(lives, first, 2.5)
     assert not lives.circuit_open

@@ -137,6 +137,13 @@ class Peer:
         assert isinstance(built, BuildFinish)
         return built
 
+    def fail_build(self, model: str) -> Error:
+        """Have it load a model, and expect an error."""
+        self.send(Build(model=model, engine="fake", device="cpu:0", token=BUILD_TOKEN))
+        error = self.receive()
+        assert isinstance(error, Error)
+        return error
+
     def attach(self, number: int) -> None:
         block = Block.create(number, BLOCK_BYTES)
         self.blocks[number] = block
@@ -591,6 +598,19 @@ def test_answer_that_no_message_can_carry_fails_its_run_and_the_next_is_served(
     assert error.kind == "predict"
     assert "does not fit a message" in error.text
     assert peer.ask([("x", STRING, (1,), None, ("a",))]).outputs[0][4] == ("a",)
+
+
+def test_model_of_which_too_much_is_to_be_said_is_a_build_error(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("validators", "worker.server"):
+        monkeypatch.setattr(f"mcinfer.{module}.MAX_SPECS", 100)
+    inputs = [[f"{number}", "int8", []] for number in range(101)]
+    path = fake(tmp_path, inputs=inputs, outputs=[["y", "int8", [], {"from": "0"}]])
+    error = peer.fail_build(path)
+    assert error.kind == "build"
+    assert "(at most 100 inputs" in error.text
+    assert "BuildFinish.inputs does not fit: got 101 items" in error.text
 
 
 def test_block_that_is_attached_twice_ends_the_worker(peer: Peer, tmp_path: Path) -> None:

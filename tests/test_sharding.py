@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import (
+    MUCH_FASTER,
     Axes,
     InputCut,
     JoinError,
@@ -131,7 +132,12 @@ def test_shares_give_every_row_to_a_shard_that_is_meant_for_a_worker(
     rows, preferred = shares.cut(count)
     assert sum(rows) == count
     assert all(rows)
-    assert len(rows) == len(preferred) <= shares.most
+    assert len(rows) <= shares.most
+    if len(rows) == 1 and not preferred:
+        fast, second, *_ = sorted(weights, reverse=True)
+        assert second * MUCH_FASTER > fast, "it is worth waiting for"
+        return
+    assert len(rows) == len(preferred)
     assert list(preferred) == sorted(preferred)
     ideal = split_by_weights(count, weights)
     got = [
@@ -143,6 +149,14 @@ def test_shares_give_every_row_to_a_shard_that_is_meant_for_a_worker(
         assert got[probe] == 1
         assert sum(map(bool, got)) >= 2, "nothing to compare it with"
         assert sum(abs(a - b) for a, b in zip(got, ideal, strict=True)) == 2
+
+
+def test_one_piece_is_for_any_worker_unless_one_is_much_faster_than_all_others() -> None:
+    def preferred(*weights: float) -> tuple[int, ...]:
+        return Shares(workers=(4, 5, 6)[: len(weights)], weights=weights).cut(1)[1]
+
+    assert preferred(1, 1) == preferred(1, 9) == preferred(1, 9, 10) == preferred(1, 90, 100) == ()
+    assert preferred(1, 11) == preferred(1, 11, 1) == (5,)
 
 
 def test_plan_by_shares_has_the_rows_of_each_worker_and_whom_they_are_meant_for() -> None:

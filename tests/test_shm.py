@@ -240,6 +240,13 @@ class ArenaMachine(RuleBasedStateMachine):
     def reclaim(self) -> None:
         self.arena.reclaim()
 
+    @rule(most=st.integers(0, LIMIT))
+    def trim(self, most: int) -> None:
+        self.arena.trim(most)
+        in_use = {held.block for held in self.held.values()}
+        blocks = [number for number in range(1000) if self.arena.block(number) is not None]
+        assert self.arena.size <= most or {*blocks} <= in_use
+
     @invariant()
     def slots_never_overlap(self) -> None:
         places = sorted((h.block, h.offset, h.offset + h.space) for h in self.held.values())

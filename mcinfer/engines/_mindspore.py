@@ -32,7 +32,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.engines.base import ArrayEngine, EngineRequest, check_cpu, check_request
-from mcinfer.errors import BuildError, McinferError, MissingDependencyError, PredictError
+from mcinfer.errors import (
+    BuildError,
+    McinferError,
+    MissingDependencyError,
+    PredictError,
+    raised_by_handler,
+)
 from mcinfer.private import PrivateFolder
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 
@@ -71,6 +77,8 @@ def load(request: EngineRequest) -> "MindSporeEngine":
     except McinferError:
         raise
     except Exception as exc:  # MindSpore has no exceptions of its own, it raises any of Python's
+        if raised_by_handler(exc):
+            raise
         raise BuildError(f"mindspore: {request.model}: {_message(exc)}") from exc
 
 
@@ -108,6 +116,8 @@ class MindSporeEngine(ArrayEngine):
         except Exception as exc:  # see `load`
             # After a run that failed, MindSpore (2.10) refuses all others of what it had compiled.
             self._cell = None
+            if raised_by_handler(exc):
+                raise
             raise PredictError(f"mindspore: {_message(exc)}") from exc
         for spec, output in zip(self.spec.outputs, outputs, strict=True):
             if output.dtype != spec.dtype or output.ndim != len(spec.shape):

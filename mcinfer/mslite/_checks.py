@@ -17,6 +17,7 @@ from mcinfer.errors import (
     MissingDependencyError,
     PredictTimeoutError,
     WeightAccessError,
+    raised_by_handler,
 )
 
 T = TypeVar("T")
@@ -168,4 +169,6 @@ def failures(what: str) -> Iterator[None]:
     try:
         yield
     except (McinferError, OSError, ValueError) as exc:
+        if raised_by_handler(exc):
+            raise
         raise failure(what, exc) from exc

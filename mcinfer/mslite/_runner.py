@@ -15,7 +15,13 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from mcinfer.config import Limits, Timeouts, check_count, check_seconds
-from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictError
+from mcinfer.errors import (
+    BuildError,
+    ClosedError,
+    InvalidInputError,
+    PredictError,
+    raised_by_handler,
+)
 from mcinfer.master import Master
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.mslite._checks import (
@@ -165,8 +171,8 @@ CallBack = Callable[[list[TensorLike], list[Tensor], CallBackParam], bool | None
 class ModelParallelRunner:
     """Serves one model with several worker processes; any number of threads may call it.
 
-    A context manager; also closed at interpreter exit, and when it is garbage. If a worker dies, its request
-    runs on another one, and the worker is started again.
+    A context manager, whose end answers what was accepted; also closed at interpreter exit, and when it is
+    garbage. If a worker dies, its request runs on another one, and the worker is started again.
     """
 
     def __init__(self) -> None:
@@ -227,8 +233,12 @@ class ModelParallelRunner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and self._master is not None:
+                self._master.close(drain=True)
+        finally:
+            self.close()
 
     def _build(self, what: str, model: str | bytes, config: RunnerConfig) -> None:
         with failures(what):
@@ -444,6 +454,8 @@ def _call(
     try:
         answer = callback(inputs, outputs, what)
     except Exception as exc:
+        if raised_by_handler(exc):
+            raise
         raise PredictError(f"the callback {name!r} raised {type(exc).__name__}: {exc}") from exc
     if answer is False:
         raise PredictError(f"the callback {name!r} returned False")

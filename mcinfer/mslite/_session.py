@@ -30,7 +30,7 @@ from mcinfer import sharding
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import open_engine, prepared_facts
 from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, Slab, Strings
-from mcinfer.errors import BuildError, EngineError, requires
+from mcinfer.errors import BuildError, EngineError, raised_by_handler, requires
 from mcinfer.machine import whole_cpus
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import scan
@@ -434,6 +434,8 @@ def _with_dims(source: str | bytes, dims: Dims) -> bytes:
         model = onnx.shape_inference.infer_shapes(model)
         content = bytes(model.SerializeToString())
     except Exception as exc:  # protobuf and onnx raise many kinds
+        if raised_by_handler(exc):
+            raise
         raise BuildError(f"onnx: {type(exc).__name__}: {exc}") from exc
     _check_reshapes(model.graph)
     return content

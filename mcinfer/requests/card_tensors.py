@@ -38,6 +38,7 @@ from mcinfer.errors import (
     InvalidInputError,
     PredictTimeoutError,
     QueueFullError,
+    raised_by_handler,
     requires,
 )
 from mcinfer.requests.request import Arrays, Lease, Part, Request
@@ -323,6 +324,8 @@ def is_on_card(value: object, spec: TensorSpec) -> bool:
     try:
         return where is not None and where()[0] in _ON_CARD
     except Exception as exc:  # an object raises what it likes
+        if raised_by_handler(exc):
+            raise
         raise InvalidInputError(f"input {spec.name!r} is not an array: {exc}") from exc
 
 
@@ -344,6 +347,8 @@ def read_input(value: Any, spec: TensorSpec, cards: Cards) -> CardTensor:
         with memory.card.current():  # PyTorch gives tensors of the current card alone
             tensor = dlpack.read(value, memory.card.stream)
     except Exception as exc:  # a producer raises what it likes
+        if raised_by_handler(exc):
+            raise
         raise InvalidInputError(f"input {spec.name!r}: {exc}") from exc
     if tensor.element_type != spec.element_type:
         raise InvalidInputError(

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any, Protocol, TypeVar
 from weakref import ref
 
+from mcinfer.errors import raised_by_handler
 from mcinfer.requests.request import Outcome
 
 T = TypeVar("T")
@@ -186,6 +187,8 @@ class OutcomeFuture(Future[T]):
             try:
                 outcome.result()  # joining the parts may fail
             except Exception as exc:
+                if raised_by_handler(exc):
+                    raise
                 return exc.with_traceback(None)  # which would hold this, and the outcome
         return outcome.error
 

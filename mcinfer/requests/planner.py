@@ -11,6 +11,7 @@ short (`Planner.release_idle`). Any thread may call a planner: each access to sh
 the interpreter.
 """
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.errors import InvalidInputError, QueueFullError
-from mcinfer.protocol import encode_references
+from mcinfer.protocol import encode_references, part_of_joined
 from mcinfer.requests.card_tensors import (
     CardMemory,
     CardRequest,
@@ -225,6 +226,19 @@ class Planner:
         """Free the frames that are not in use: memory is short."""
         for idle in self._idle():
             idle.clear()
+
+    def unused(self, now: float) -> "list[tuple[deque[Ticket], Ticket]]":
+        """The frames that have been idle since an earlier call: where each is, the longest idle last."""
+        found = []
+        for idle in self._idle():
+            for ticket in idle.copy():
+                since = getattr(ticket, "idle_since", None)
+                if since is None:
+                    ticket.idle_since = now
+                else:
+                    found.append((since, idle, ticket))
+        found.sort(key=lambda item: item[0], reverse=True)
+        return [(idle, ticket) for _, idle, ticket in found]
 
     def _idle(self) -> "list[deque[Ticket]]":
         """Where idle frames are, also those of forgotten plans."""
@@ -446,6 +460,7 @@ class Planner:
             outputs=writes,
             size=sum(layout.size for layout in (*laid, *outputs) if layout is not None),
             cost=_REFERENCE_BYTES * frames * max(len(inputs), len(outputs)) * max(1, shards),
+            part=self._part(cut) if self._max_rows > 1 and shards == 1 else 1.0,
             lays_all=None not in outputs,
             simple_inputs=all(layout is not None and layout.contiguous for layout in laid),
             simple_outputs=tuple(simple) if len(simple) == len(outputs) else None,
@@ -619,10 +634,21 @@ class Planner:
 
     # Dynamic batching.
 
+    def _part(self, cut: sharding.Plan) -> float:
+        """How much of the message of a joined run a request takes."""
+        inputs, outputs = (
+            tuple((s.name, s.element_type, c.shapes[0] if c.shapes else (), 0, 0) for s, c in rows)
+            for rows in (
+                zip(self._model.inputs, cut.inputs, strict=True),
+                zip(self._model.outputs, cut.outputs, strict=True),
+            )
+        )
+        return part_of_joined(inputs, outputs)
+
     def _join(
         self, arrays: Sequence[NDArray[Any]], plan: Plan, weights: WeightVersion
     ) -> tuple[Hashable, int] | None:
-        """The key of requests that one run can answer together, and the rows of this one.
+        """The key of requests that one run can answer together, and what this one counts for.
 
         These requests agree in all sizes but the batch's, in the values of inputs that all rows share, and
         in the version of the weights.
@@ -635,7 +661,9 @@ class Planner:
         if why:
             self.apart = self.apart or why
             return None
-        if cut.rows[0] >= self._max_rows:
+        # So that as many as are joined fit one message to a worker.
+        rows = max(cut.rows[0], math.ceil(plan.part * self._max_rows))
+        if rows >= self._max_rows:
             return None
         common = [a for a, part in zip(arrays, cut.inputs, strict=True) if part.axis is None]
         if sum(array.nbytes for array in common) > _MAX_COMMON_BYTES:
@@ -645,7 +673,7 @@ class Planner:
             for shape, axis in zip((a.shape for a in arrays), cut.input_axes, strict=True)
         )
         values = tuple(array.astype(array.dtype.newbyteorder("=")).tobytes() for array in common)
-        return (sizes, cut.input_axes, values, weights.number), cut.rows[0]
+        return (sizes, cut.input_axes, values, weights.number), rows
 
 
 def _side(layouts: tuple[Layout | None, ...], laid: Sequence[Layout | None], shards: int) -> Side:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import sharding
-from mcinfer.errors import PredictError, ProtocolError
+from mcinfer.errors import PredictError, ProtocolError, raised_by_handler
 from mcinfer.protocol import PREDICT, PREDICT_HEAD, encode_references
 from mcinfer.requests.tensors import Layout, join_parts, unpack
 from mcinfer.requests.weights import WeightVersion
@@ -71,11 +71,15 @@ class Frame:
 
 
 class Ticket(ref["Lease"]):
-    """Notices the end of a lease, and knows the frame."""
+    """Notices the end of a lease, and knows the frame.
 
-    __slots__ = ("frame",)
+    `idle_since` is set when it is first seen among idle ones: each lease has a new ticket.
+    """
+
+    __slots__ = ("frame", "idle_since")
 
     frame: Frame
+    idle_since: float
 
 
 class Lease:
@@ -127,6 +131,7 @@ class Plan:
         cut: Rows of each shard, and how inputs and outputs are cut and joined.
         size: Bytes of all tensors.
         cost: Estimated bytes of this process's memory for it and its idle frames.
+        part: How much of the message of a joined run it takes.
         lays_all: Whether all outputs lie in their frame.
         simple_inputs: Whether each input is one array in its frame.
         simple_outputs: Name, shape, type and start of each output, if each is one array in its frame.
@@ -138,6 +143,7 @@ class Plan:
     outputs: Side
     size: int
     cost: int
+    part: float
     lays_all: bool
     simple_inputs: bool
     simple_outputs: tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] | None
@@ -243,8 +249,8 @@ class Request(Outcome[Arrays]):
         timeout: Seconds from then on.
         waits: Whether it may wait for a place in the queue.
         limited: Whether there must be one for it; False for a part of what was accepted already.
-        join: The key that it shares with requests that may join one run with it, and its rows; None for
-            one that runs alone.
+        join: The key that it shares with requests that may join one run with it, and its rows, or more
+            where it takes more of the run's message; None for one that runs alone.
         context: Context of the call, if the request is traced.
         weights: The version of the weights that it runs with.
         blocks: Numbers of the blocks of its references.
@@ -475,6 +481,8 @@ class Request(Outcome[Arrays]):
                     raise self.error
                 value = self._join(parts or {}, outputs)
             except Exception as exc:
+                if raised_by_handler(exc):  # which is not the request's
+                    raise
                 self.error = exc
                 self._outputs = None
                 self._parts = {}

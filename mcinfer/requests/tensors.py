@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import sharding
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import InvalidInputError, raised_by_handler
 from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
 from mcinfer.shm.arena import align
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, element_type_name, tensor_bytes
@@ -103,7 +103,8 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
     (numbers, lists) take it if no kind of value is lost.
 
     Raises:
-        InvalidInputError: It is no such array; names the input.
+        InvalidInputError: It is no such array; names the input. What a signal's handler raises meanwhile
+            comes out as it is.
     """
     if type(value) is np.ndarray and value.dtype is spec.dtype and element_type != STRING:
         return value
@@ -115,9 +116,9 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
             )  # https://dmlc.github.io/dlpack; memory of a card is refused
         # NumPy's own types of text take zeros off the end.
         array = np.asarray(value, object if element_type == STRING and not typed else None)
-    except (
-        Exception
-    ) as exc:  # an object's own conversion raises what it likes, as PyTorch's tensors do
+    except Exception as exc:  # an object's own conversion raises what it likes
+        if raised_by_handler(exc):
+            raise
         raise InvalidInputError(f"{role} {spec.name!r} is not an array: {exc}") from exc
     if element_type == STRING:
         if array.dtype.kind in "US" or all(isinstance(v, (str, bytes)) for v in array.flat):

@@ -19,7 +19,8 @@ from weakref import WeakValueDictionary
 
 from numpy.typing import NDArray
 
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import InvalidInputError, ProtocolError
+from mcinfer.protocol import UpdateWeights, encode
 from mcinfer.requests.tensors import Copier, Layout, as_input, copy_in, lay_input
 from mcinfer.sharding import InputCut
 from mcinfer.shm.arena import Slot
@@ -31,11 +32,13 @@ from mcinfer.validators import TensorRef
 class WeightVersion:
     """All replaced weights at one moment, by name; version 0 is the model's own weights.
 
-    `oldest` is the lowest version that requests could still run with when this one was made.
+    `message` is its UPDATE_WEIGHTS, which names the lowest version, `oldest`, that requests could still run
+    with when this one was made.
     """
 
     number: int
     oldest: int = 0
+    message: bytes = b""
     tensors: Mapping[str, TensorRef] = field(default_factory=dict)
     slots: Mapping[str, Slot] = field(default_factory=dict)
     blocks: frozenset[int] = frozenset()
@@ -70,7 +73,7 @@ class WeightStore:
         """Replace some weights with copies of these; return the number of the new version.
 
         Raises:
-            InvalidInputError: One does not fit; nothing was changed.
+            InvalidInputError: One does not fit, or they are too many for a message; nothing was changed.
             QueueFullError: No shared memory was free in time; likewise.
         """
         arrays = check_weights(weights, self._by_name)
@@ -98,11 +101,21 @@ class WeightStore:
     def _commit(self, slots: Mapping[str, Slot], tensors: Mapping[str, TensorRef]) -> int:
         """Make the next version of the current one and these; the lock is held."""
         before = self.current
-        slots = {**before.slots, **slots}
+        slots, tensors = {**before.slots, **slots}, {**before.tensors, **tensors}
+        number = before.number + 1
+        oldest = min([*self._alive.keys()], default=before.number)  # none is, after `close`
+        message = UpdateWeights(version=number, oldest=oldest, tensors=tuple(tensors.values()))
+        try:
+            data = encode(message)
+        except ProtocolError as exc:
+            raise InvalidInputError(
+                f"weights: the places of {len(tensors)} do not fit a message to a worker: {exc}"
+            ) from exc
         version = WeightVersion(
-            number=before.number + 1,
-            oldest=min([*self._alive.keys()], default=before.number),  # none is, after `close`
-            tensors={**before.tensors, **tensors},
+            number=number,
+            oldest=oldest,
+            message=data,
+            tensors=tensors,
             slots=slots,
             blocks=frozenset(slot.block for slot in slots.values()),
         )

@@ -27,7 +27,6 @@ from mcinfer.protocol import (
     Detach,
     Hello,
     Message,
-    UpdateWeights,
     decode,
     encode,
     encode_predict_joined,
@@ -286,6 +285,12 @@ class Connections:
         except OSError as exc:
             raise UnreachableError(f"cannot be reached: {exc}") from exc
 
+    def _send(self, peer: bytes, data: bytes) -> None:
+        try:
+            self.transport.send(peer, data)
+        except SendError as exc:
+            raise UnreachableError(f"cannot be reached: {exc}") from exc
+
     def send_run(
         self, index: int, members: Sequence[tuple[Request, int]], *, fresh: bool = False
     ) -> None:
@@ -311,10 +316,7 @@ class Connections:
         else:
             tensors = [request.tensors(shard) for request, shard in members]
             data = encode_predict_joined(first.number, shard, weights.number, tensors, first.axes)
-        try:
-            self.transport.send(process.peer, data)
-        except SendError as exc:
-            raise UnreachableError(f"cannot be reached: {exc}") from exc
+        self._send(process.peer, data)
 
     def share_slab(self, index: int, leader: int) -> None:
         """Give a worker the slab of another one.
@@ -356,10 +358,8 @@ class Connections:
     def _give_weights(self, index: int, process: WorkerProcess, version: WeightVersion) -> None:
         self._attach(index, process, version.blocks)
         process.weights = {n for n in process.weights if n >= version.oldest} | {version.number}
-        tensors = tuple(version.tensors.values())
-        self.send(
-            index, UpdateWeights(version=version.number, oldest=version.oldest, tensors=tensors)
-        )
+        if process.peer is not None:
+            self._send(process.peer, version.message)
 
 
 def _check_descriptors(count: int) -> None:

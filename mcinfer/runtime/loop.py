@@ -52,7 +52,7 @@ from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Follower, Outcome, Promise, Request
 from mcinfer.runtime.connections import Connections, UnreachableError
 from mcinfer.runtime.delivery import Delivery
-from mcinfer.runtime.memory import ROOM_INTERVAL, Allocation, MemoryLine
+from mcinfer.runtime.memory import ROOM_INTERVAL, Allocation, IdleMemory, MemoryLine
 from mcinfer.runtime.worker_process import ChildProcess
 from mcinfer.scheduler.actions import (
     Action,
@@ -137,7 +137,7 @@ class Loop:
         memory_bytes: int,
         max_batch_size: int = 1,
         max_delay: float = 0.0,
-        trace: TraceHook | None = None,
+        trace: "ref[TraceHook] | None" = None,
         transport: TransportKind = "zeromq",
         balance: Balance | None = None,
         seeds_on_one: bool = False,
@@ -181,6 +181,7 @@ class Loop:
         self._admitting = False
         self._memory = MemoryLine(self.arena, self._release_idle, self._requests)
         self._lines = [self._memory]  # and one for each card
+        self._idle = IdleMemory(self.arena)
         self._cards: dict[Device, CardMemory] = {}
         self._reached: dict[int, frozenset[str]] = {}  # by worker, the cards that it reaches
         self._due = 0.0
@@ -627,8 +628,9 @@ class Loop:
 
     def _plan(self) -> None:
         """Note when the next thing is due."""
+        self._idle.note_growth(monotonic())
         due = self._scheduler.next_time()
-        due = min(self._memory_look, math.inf if due is None else due)
+        due = min(self._memory_look, self._idle.due, math.inf if due is None else due)
         now = monotonic()
         if any(line.waiting for line in self._lines):
             due = min(due, now + ROOM_INTERVAL)
@@ -643,6 +645,8 @@ class Loop:
         for line in self._lines:
             if line.waiting:
                 line.serve(now)
+        if self._idle.due <= now:
+            self._give_back(now)
         if self._line_due <= now:
             self._refuse_late(now)
         self._admit()
@@ -812,6 +816,14 @@ class Loop:
     def _allocate(self, wanted: Allocation) -> None:
         if not wanted.settled and wanted.line.take(wanted):
             self._due = min(self._due, monotonic() + ROOM_INTERVAL)
+        self._idle.note_growth(monotonic())
+        self._due = min(self._due, self._idle.due)
+
+    def _give_back(self, now: float) -> None:
+        """Give memory that was not in use for a while back to the system."""
+        table = self._table
+        self._idle.look(now, self.frames, table.in_flight_bytes, table.most_bytes)
+        table.most_bytes = table.in_flight_bytes
 
     def _release_idle(self) -> bool:
         """Free the memory of frames that are not in use; whether there was any."""
@@ -925,9 +937,11 @@ class Loop:
 
     def _forget_restart(self, restarted: "Promise[None]") -> None:
         """The caller of the restart does not wait any more: replace no further workers."""
-        if restarted is self._restarted and not restarted.settled:
-            self._scheduler.handle_restart_abandoned()
-            restarted.settle()
+        if restarted is self._restarted:
+            self._restarted = None  # its error's traceback leads to the master
+            if not restarted.settled:
+                self._scheduler.handle_restart_abandoned()
+                restarted.settle()
 
     # How it is.
 
@@ -1254,15 +1268,14 @@ class Loop:
         request.copies = self.arena.crowded
         request.settle(error, cancelled=cancelled)
         if self._trace is not None:
-            if trace is not None and (context := request.context) is not None:
+            hook, context = self._trace(), request.context
+            if hook is not None and trace is not None and context is not None:
                 # A queued call must not hold a result, unless its parts are still to be joined: here, or
                 # by a caller without a future.
                 is_bare = request.error is not None or request.is_simple
                 held = request.error if is_bare else request
                 joins = not is_bare and future is not None
-                call = partial(
-                    _call_trace_hook, self._trace, context, trace, monotonic(), held, joins
-                )
+                call = partial(_call_trace_hook, hook, context, trace, monotonic(), held, joins)
                 (self._delivery.put if joins else self._delivery.trace)(call)
         elif future is not None and error is None and (self.arena.crowded or not request.is_simple):
             # What it holds must not wait until its user asks for it.

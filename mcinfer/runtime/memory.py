@@ -1,14 +1,20 @@
-"""Who gets memory next: callers wait in one line for each arena, first come, first served.
+"""Who gets memory next, and which memory goes back to the system; the loop's thread owns both.
 
-The loop's thread owns the arenas and their lines. A caller makes an `Allocation`, puts it into the loop's
-inbox and waits for it there.
+Callers wait in one line for each arena, first come, first served. A caller makes an `Allocation`, puts it
+into the loop's inbox and waits for it there.
+
+Idle frames keep memory for the next requests of their shapes: warm, but for shapes that may never come
+again. So the memory of an arena is bounded by the most that was in use lately, and a margin.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
+from contextlib import suppress
 from time import monotonic
 
 from mcinfer.errors import ClosedError, McinferError, PredictError, QueueFullError
+from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Promise
 from mcinfer.shm.arena import Arena, BlockNeededError, SharedBlock, Slot
 
@@ -16,6 +22,15 @@ ROOM_INTERVAL = 0.001
 """Seconds between two checks for freed memory, while a caller waits for it."""
 
 _PATIENCE = 10.0  # seconds without freed memory before others pass the first waiting caller
+
+
+SPARE_BYTES = 64 << 20
+"""Bytes of an arena beyond those in use that are kept without a time limit."""
+
+_LOOK_INTERVAL = 1.0  # seconds between two looks while there is idle memory to give back
+_REST_INTERVAL = 30.0  # and while users hold all of it, whose end sends no event
+_PERIOD = 15.0
+"""What was in use counts for one to two periods of so many seconds."""
 
 
 class Allocation(Promise[list[Slot]]):
@@ -133,3 +148,56 @@ class MemoryLine:
         """Whether others may pass the first caller that waits, because users keep that memory."""
         quiet = monotonic() - max(self._line[0].since, self._last_release)
         return quiet > _PATIENCE or not self._requests
+
+
+class IdleMemory:
+    """Gives memory that is not in use back to the system: for the loop's thread, which calls it now and then.
+
+    A frame that was in use since the last look stays, so a program that goes on as before pays nothing.
+
+    Attributes:
+        due: When to look next; infinite while there is nothing that could be given back.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.due = math.inf
+        self._arena = arena
+        self._most = [0, 0]  # bytes in use, in this period and in the one before
+        self._period_end = 0.0
+
+    def note_growth(self, now: float) -> None:
+        """The arena may have more blocks than before."""
+        if self.due == math.inf and self._arena.size > SPARE_BYTES:
+            self.due = now + _LOOK_INTERVAL
+
+    def look(self, now: float, frames: Planner | None, in_flight: int, most_in_flight: int) -> None:
+        """Give back what was not in use for a while.
+
+        Args:
+            now: The time.
+            frames: Has the idle frames.
+            in_flight: Bytes of the requests in flight.
+            most_in_flight: The most that these had since the last look.
+        """
+        arena = self._arena
+        idle_bytes = 0 if frames is None else frames.idle_bytes
+        in_use = arena.used - idle_bytes
+        if now >= self._period_end:
+            self._most = [0, self._most[0] if now < self._period_end + _PERIOD else 0]
+            self._period_end = now + _PERIOD
+        self._most[0] = max(self._most[0], in_use, in_use - in_flight + most_in_flight)
+        most = max(self._most) + SPARE_BYTES
+        arena.trim(most)
+        unused = frames.unused(now) if frames is not None and arena.size > most else []
+        while unused and arena.size > most:
+            idle, ticket = unused.pop()
+            with suppress(ValueError):  # it is in use again
+                idle.remove(ticket)
+            del ticket
+            arena.trim(most)
+        size = arena.size
+        if size <= SPARE_BYTES:
+            self.due = math.inf
+            return
+        is_idle = size > in_use + SPARE_BYTES and (size <= most or idle_bytes > 0)
+        self.due = now + (_LOOK_INTERVAL if is_idle or in_flight else _REST_INTERVAL)

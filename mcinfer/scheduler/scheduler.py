@@ -4,8 +4,9 @@ The loop reports events (a request or a message came, a worker died, time passed
 returned actions, in order. The rules:
 
 * Every request settles exactly once.
-* A shard whose worker died goes to another; one that has killed two workers fails. The death of a worker that
-  was ended because it shared memory with one that died does not count.
+* A shard whose worker died goes to another; one that has killed two workers fails, or five while idle workers
+  are killed, too. The death of a worker that was ended because it shared memory with one that died does not
+  count.
 * A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
   again apart.
 * With measured speeds, a shard is reserved for its preferred worker while that one serves. If it waits long,
@@ -21,6 +22,7 @@ returned actions, in order. The rules:
 
 import heapq
 import math
+import signal
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
@@ -59,7 +61,15 @@ from mcinfer.scheduler.actions import (
 )
 from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.queue import Affinity, Joinable, ShardId, ShardQueue
-from mcinfer.scheduler.workers import MAX_DEATHS, MAX_TEXT, Run, Worker, WorkerLives
+from mcinfer.scheduler.workers import (
+    MAX_DEATHS,
+    MAX_TEXT,
+    Run,
+    Worker,
+    WorkerLives,
+    describe_exit,
+)
+from mcinfer.sharding import Shares
 from mcinfer.statistics import (
     LATENCY_BOUNDS,
     ROW_BOUNDS,
@@ -78,6 +88,14 @@ MAX_ATTEMPTS = 8  # runs of a shard that are answered as cancelled, though they 
 LONG_WAIT = 2.0
 """Times what a worker needs for its part of a request, after which others may steal a shard that waits for
 it; but none that would need longer than that itself."""
+
+KILLED = describe_exit(-signal.SIGKILL)
+
+MAX_KILLS = 5
+"""Workers killed by SIGKILL that a shard may meet while others are killed that have nothing to do."""
+
+KILLS_SECONDS = 60.0
+"""Seconds after such a kill in which others are taken to come from outside as well."""
 
 _FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
 
@@ -149,6 +167,7 @@ class RequestTable:
 
     Attributes:
         accepted: Requests so far: always the sum of the four counts after it.
+        most_bytes: The most that `in_flight_bytes` was; whoever reads it may set it back.
         not_begun: Open requests of which no worker has got a shard yet.
         latency: Seconds from a call to its answer, for results.
     """
@@ -160,6 +179,7 @@ class RequestTable:
         self.cancelled = 0
         self.in_flight = 0
         self.in_flight_bytes = 0
+        self.most_bytes = 0
         self.not_begun = 0
         self.latency = Tally(LATENCY_BOUNDS)
         self.queue = ShardQueue(max_rows)
@@ -199,7 +219,9 @@ class RequestTable:
         self.entries[number] = entry
         self.accepted += 1
         self.in_flight += 1
-        self.in_flight_bytes += size
+        self.in_flight_bytes = taken = self.in_flight_bytes + size
+        if taken > self.most_bytes:
+            self.most_bytes = taken
         self.not_begun += 1
         if len(self._deadlines) > 2 * self.in_flight + 64:
             # The answered ones must not outnumber the open ones: a long time-out keeps them for long.
@@ -303,6 +325,7 @@ class Scheduler:
         self._overlaps = any(w.depth > 1 for w in self.workers)
         self._timeouts = timeouts
         self._limits = limits
+        self._killed_idle = -math.inf  # when a worker without a run was, last
         self._draining: float | None = None
         self._closing: float | None = None
         self._closed = False
@@ -310,6 +333,8 @@ class Scheduler:
         self._joins = max_batch_size > 1
         self._tracing = tracing
         self._balance = balance
+        self._shares: Shares | None = None
+        self._order = self.workers  # the fastest first, as far as that is known
         self._keeps_runs = tracing or balance is not None
         self._wears = restart.max_requests is not None
         self.table = RequestTable(max_batch_size)
@@ -518,8 +543,11 @@ class Scheduler:
         """The worker's process ended, or could not be started; `how`, in words."""
         w = self.workers[worker]
         runs, w.runs = w.runs, deque()
+        killed_idle = KILLED in how and not (w.doomed or w.state is WorkerState.EXITING)
         story = self.lives.bury(w, how, now)
         actions: list[Action] = []
+        if not runs and killed_idle:
+            self._killed_idle = now
         blames = not w.bereft and bool(runs) and not runs[0].late
         if blames and all(run.late for run in [*runs][1:]):
             w.failed += len(runs[0].members)
@@ -599,14 +627,14 @@ class Scheduler:
     # Requests.
 
     def dispatch(self, now: float) -> list[Action]:
-        """Give queued shards to ready workers, the lowest index first so that pages stay warm."""
+        """Give queued shards to ready workers, always in the same order so that pages stay warm."""
         actions: list[Action] = []
         queue = self.table.queue
         if not queue.items:
             return actions
         if queue.reserved:
             actions += self._give_reserved(now)
-        for w in self.workers:
+        for w in self._order:
             if w.is_free and not w.runs and not queue.reserved:
                 members = self.table.take_run(now)
                 if not members:
@@ -624,7 +652,7 @@ class Scheduler:
             if not self.workers[index].serves:
                 queue.release(index)
         # Workers without reserved shards go first, so that others have time for theirs. Stealing is the last.
-        order = sorted(self.workers, key=lambda w: w.index in queue.reserved)
+        order = sorted(self._order, key=lambda w: w.index in queue.reserved)
         for steal in (False, True):
             for w in order:
                 if w.is_free and not w.runs:
@@ -653,7 +681,7 @@ class Scheduler:
         idle: set[int] = set()  # those for which nothing waits
         while queue.items:
             w = min(
-                (w for w in self.workers if w.index not in idle and self._takes(w, now)),
+                (w for w in self._order if w.index not in idle and self._takes(w, now)),
                 key=_load,
                 default=None,
             )
@@ -741,7 +769,7 @@ class Scheduler:
         elif count == 1:
             best = None
             least = MAX_RUNS
-            for w in self.workers:
+            for w in self._order:
                 runs = len(w.runs)
                 sooner = runs < least or (0 < runs == least and best and w.began < best.began)
                 if sooner and self._takes(w, now):
@@ -777,15 +805,16 @@ class Scheduler:
 
     def _choose(self, count: int, now: float) -> list[Worker]:
         """The workers that `dispatch` would give so many shards to; fewer if they have no more room."""
-        loads = [(*_load(w), w.index) for w in self.workers if self._takes(w, now)]
+        order = self._order
+        loads = [(*_load(w), place) for place, w in enumerate(order) if self._takes(w, now)]
         heapq.heapify(loads)
         chosen: list[Worker] = []
         while loads and len(chosen) < count:
-            load, began, index = loads[0]
-            w = self.workers[index]
+            load, began, place = loads[0]
+            w = order[place]
             chosen.append(w)
             if load + 1 < self._room(w, now):
-                heapq.heapreplace(loads, (load + 1, began if load else now, index))
+                heapq.heapreplace(loads, (load + 1, began if load else now, place))
             else:
                 heapq.heappop(loads)
         return chosen
@@ -861,6 +890,11 @@ class Scheduler:
             found[worker] = before[0] + rows, before[1] + seconds
         if len(found) > 1:
             balance.learn(found, now)
+            shares = balance.shares
+            if shares is not None and shares is not self._shares:
+                self._shares = shares
+                weights = dict(zip(shares.workers, shares.weights, strict=True))
+                self._order = sorted(self.workers, key=lambda w: -weights.get(w.index, 0.0))
 
     # Answers.
 
@@ -1010,7 +1044,8 @@ class Scheduler:
     def _handle_lost_run(self, w: Worker, run: Run, story: str, now: float) -> list[Action]:
         """A worker died in a run: give it to another, or give up a shard that has killed two workers.
 
-        Joined shards run again apart, and none of them is blamed yet.
+        Joined shards run again apart, and none of them is blamed yet. Where workers with nothing to do are
+        killed as well, kills come from outside: then a shard is given up only after more of them.
         """
         if len(run.members) != 1:
             return self._run_again(run)
@@ -1021,12 +1056,13 @@ class Scheduler:
             return self._release_if_done(entry)
         stories = entry.deaths.setdefault(shard, [])
         stories.append(story)
-        if len(stories) < MAX_DEATHS:
+        kills = now < self._killed_idle + KILLS_SECONDS and all(KILLED in text for text in stories)
+        if len(stories) < (MAX_KILLS if kills else MAX_DEATHS):
             self.table.queue.add_first((request, shard))
             return []
         deaths = "; ".join(stories)
         error = w.death_error(
-            f"shard {shard} of {len(entry.answered)} was given up after {MAX_DEATHS} workers died "
+            f"shard {shard} of {len(entry.answered)} was given up after {len(stories)} workers died "
             f"on it: {deaths}"
         )
         return self._fail(entry, error, now)

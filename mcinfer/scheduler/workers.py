@@ -2,10 +2,11 @@
 
 * In the first start a build error is final, and a worker that dies is started once more; all failures are
   reported together.
-* A worker that dies later is started again, the first time at once, then with back-off, within a budget per
-  window of time. Past the budget, each start is a probe, at the longest back-off. A probe that is ready
-  serves, with a fresh budget; if it dies within the longest back-off from then on, the next is a probe
-  again.
+* A worker that dies after an answer is started again at once, without limit, and all have a fresh budget. One
+  that dies before it was ready, or without an answer, is started again the first time at once, then with
+  back-off, within a budget per window of time. Past the budget, each start is a probe, at the longest
+  back-off. A probe that is ready serves, with a fresh budget; if it dies without an answer within the longest
+  back-off from then on, the next is a probe again.
 * While every worker is past its budget, the pool's circuit is open: requests fail at once, with the cause.
 * The master asks a worker that hangs for its stacks and kills it a moment later.
 * Workers are replaced one at a time, while all others serve or are past their budget.
@@ -37,6 +38,7 @@ from mcinfer.errors import (
     MissingDependencyError,
     RankDiedError,
     WorkerDiedError,
+    say_once,
 )
 from mcinfer.protocol import (
     Build,
@@ -109,7 +111,7 @@ class Worker:
         trial_end: Until when a death makes it `spent` at once: a probe of it has just had the model.
         retiring: Whether it ends after its last answer, to be replaced.
         starts: When it was started again, within the policy's window.
-        lacks: The error of its build if a package is missing, else empty.
+        lacks: Whether its build failed because a package is missing.
         leader: The worker that makes the slab that this one opens; None without one.
         slab: Number and bytes of the slab that its process has made.
         has_slab: Whether its process was given the leader's slab.
@@ -142,7 +144,7 @@ class Worker:
     started_before: bool = False
     build_deaths: list[str] = field(default_factory=list)
     build_failure: str | None = None
-    lacks: str = ""
+    lacks: bool = False
     leader: "Worker | None" = None
     slab: tuple[int, int] | None = None
     has_slab: bool = False
@@ -268,7 +270,7 @@ class WorkerLives:
             probe = f"the next start is in {max(0.0, min(dues) - now):.1f} s"
         else:
             probe = "a start is under way"
-        stories = "; ".join(w.last_error for w in spent)
+        stories = say_once(w.last_error for w in spent)
         return self.workers[0].death_error(
             f"no worker serves, the restart budget is spent, and {probe}: {stories}"
         )
@@ -418,7 +420,7 @@ class WorkerLives:
         w.ready_by = None
         w.last_error = message.text[:MAX_TEXT]
         w.build_failure = f"{w.name}: {w.last_error}"
-        w.lacks = w.last_error if message.kind == "missing" else ""
+        w.lacks = message.kind == "missing"
         w.kill_at = now + self._timeouts.cancel_grace
         return [w.send(Exit()), *self.finish_start()]
 
@@ -440,17 +442,10 @@ class WorkerLives:
         if not all(ended):
             return []
         failed = [w for w in self.workers if w.build_failure is not None]
-        failures = [w.build_failure or "" for w in failed]
-        if failures:
-            lacking = all(w.lacks for w in failed)
-            kind = MissingDependencyError if lacking else BuildError
-            if lacking:  # what to install, once
-                failures = [
-                    f"{', '.join(w.name for w in failed if w.lacks == text)}: {text}"
-                    for text in dict.fromkeys(w.lacks for w in failed)
-                ]
+        if failed:
+            kind = MissingDependencyError if all(w.lacks for w in failed) else BuildError
             self.closing = True
-            return [PoolStarted(error=kind("; ".join(failures)))]
+            return [PoolStarted(error=kind(say_once(w.build_failure or "" for w in failed)))]
         self.started = True
         return [PoolStarted()]
 
@@ -559,6 +554,12 @@ class WorkerLives:
         return [f for f in self._followers(w) if f.has_slab and f.state is not WorkerState.GONE]
 
     def _plan_restart(self, w: Worker, now: float) -> None:
+        if w.answers:
+            # The model loads and runs: what ended the others may be what ended this one, from outside.
+            for each in self.workers:
+                self._renew_budget(each)
+            w.restart_at = now
+            return
         while w.starts and w.starts[0] <= now - self._restart.window:
             w.starts.popleft()
         earlier = len(w.starts)
@@ -641,7 +642,7 @@ class WorkerLives:
                 failures = [w.last_error for w in replaced if w.is_given_up]
                 if failures:
                     self.forget_replacing()
-                    actions.append(WorkersRestarted(WorkerDiedError("; ".join(failures))))
+                    actions.append(WorkersRestarted(WorkerDiedError(say_once(failures))))
                 elif not self._asked_for:
                     actions.append(WorkersRestarted())
         return actions

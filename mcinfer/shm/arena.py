@@ -261,6 +261,17 @@ class Arena:
             self.crowded = self._taken > self.limit // 2
         return some
 
+    def trim(self, most: int) -> None:
+        """Close blocks without slots, the largest first, while all together have more than `most` bytes."""
+        self.reclaim()
+        total = self.size
+        free = [e.block for e in self._blocks.values() if e.free == e.block.size]
+        for block in sorted(free, key=lambda block: block.size, reverse=True):
+            if total <= most:
+                return
+            total -= block.size
+            self._drop(block)
+
     def close(self) -> None:
         """Close all blocks; views that are still held keep their memory."""
         self._closed = True
@@ -296,6 +307,11 @@ class Arena:
                     return extents.block, offset
         return None
 
+    def _drop(self, block: SharedBlock) -> None:
+        del self._blocks[block.number]
+        self._close(block)
+        self._dropped(block.number)
+
     def _slot(self, block: SharedBlock, offset: int, space: int, size: int) -> Slot:
         memory = block.memory(offset, size)
         self._generation += 1
@@ -317,9 +333,7 @@ class Arena:
             if total + wanted <= self.limit:
                 break
             total -= block.size
-            del self._blocks[block.number]
-            self._close(block)
-            self._dropped(block.number)
+            self._drop(block)
         rounded = (wanted + _BLOCK_ROUNDING - 1) // _BLOCK_ROUNDING * _BLOCK_ROUNDING
         room = self.limit - total
         size = min(max(rounded, _BLOCK_BYTES), room)

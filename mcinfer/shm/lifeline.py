@@ -4,6 +4,7 @@ All messages but the first go over the transport (`mcinfer.runtime.transport`). 
 its end for hang-up and never reads it: a read would consume descriptors.
 """
 
+import errno
 import os
 import select
 import socket
@@ -48,7 +49,14 @@ class Lifeline:
         return self._socket.fileno()
 
     def greet(self, text: bytes) -> None:
-        """Send the first message: what the worker needs to know before its imports."""
+        """Send the first message: what the worker needs to know before its imports.
+
+        Raises:
+            OSError: It is too long; or the other side is gone.
+        """
+        if len(text) > _GREETING_BYTES:
+            what = f"a greeting of {len(text)} bytes, expected at most {_GREETING_BYTES}"
+            raise OSError(errno.EMSGSIZE, what)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _GREETING_BYTES)
         self._socket.send(text, socket.MSG_DONTWAIT)
 

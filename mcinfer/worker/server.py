@@ -57,6 +57,8 @@ from mcinfer.model_cache.keys import Source
 from mcinfer.private import in_words
 from mcinfer.process import LEFT_ALONE, ORPHANED
 from mcinfer.protocol import (
+    MAX_NOTE,
+    MAX_NOTES,
     MAX_STRINGS,
     PREDICT,
     PREDICT_HEAD,
@@ -88,7 +90,7 @@ from mcinfer.shm.arena import SharedBlock, align
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec, tensor_bytes
-from mcinfer.validators import TensorFields, TensorRef
+from mcinfer.validators import MAX_SPECS, TensorFields, TensorRef
 from mcinfer.worker.joined_runs import JoinedRun, JoinedRuns, Member
 
 if TYPE_CHECKING:  # at a run, workers of cards alone import it
@@ -382,24 +384,28 @@ class Server:
             error = _error(kind, exc)
             return replace(error, text=in_words(error.text, message.model))
         slab, reaches = self._hand_over_slab(message)
-        described = self._engine.description
-        return BuildFinish(
-            inputs=_fields(self._engine.spec.inputs),
-            outputs=_fields(self._engine.spec.outputs),
-            weights=_fields(self._engine.weights),
-            notes=tuple(in_words(note, message.model) for note in self._engine.notes),
-            **content,
-            providers=self._engine.providers,
-            seconds=time.perf_counter() - start,
-            slab=slab,
-            reaches=reaches,
-            about=dict(described.about),
-            properties=dict(described.properties),
-            overridable=_fields(described.overridable),
-            provider_options={
-                name: dict(options) for name, options in described.provider_options.items()
-            },
-        )
+        engine, described = self._engine, self._engine.description
+        notes = (in_words(note, message.model)[:MAX_NOTE] for note in engine.notes[:MAX_NOTES])
+        options = described.provider_options.items()
+        try:
+            return BuildFinish(
+                inputs=_fields(engine.spec.inputs),
+                outputs=_fields(engine.spec.outputs),
+                weights=_fields(engine.weights),
+                notes=tuple(notes),
+                **content,
+                providers=engine.providers,
+                seconds=time.perf_counter() - start,
+                slab=slab,
+                reaches=reaches,
+                about=dict(described.about),
+                properties=dict(described.properties),
+                overridable=_fields(described.overridable),
+                provider_options={name: dict(given) for name, given in options},
+            )
+        except ProtocolError as exc:
+            text = f"what is to be said of the model does not fit a message (at most {MAX_SPECS}"
+            return _error("build", BuildError(f"{text} inputs, outputs, …): {exc}"))
 
     def _offered_slab(self, message: Build) -> "Offered | None":
         """The block of the weights that BUILD names, as it was attached."""
@@ -793,11 +799,13 @@ def _failure(exc: Exception, request: int, shard: int) -> Error:
 def _error(
     kind: str, exc: Exception, request: int | None = None, shard: int | None = None
 ) -> Error:
-    text = str(exc)[:_MAX_TEXT]
+    text = str(exc)
     return Error(
         request=request,
         shard=shard,
         kind=kind,
-        text=text if isinstance(exc, McinferError) else f"{type(exc).__name__}: {text}",
+        text=(text if isinstance(exc, McinferError) else f"{type(exc).__name__}: {text}")[
+            :_MAX_TEXT
+        ],
         traceback="".join(traceback.format_exception(exc))[:_MAX_TEXT],
     )

@@ -1,5 +1,6 @@
 """Rows by the measured speed of workers, with real processes."""
 
+import asyncio
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -99,6 +100,21 @@ def test_worker_that_dies_is_not_waited_for_and_keeps_its_speed(
         (trace,) = slowed.predict(master, 1)
         assert 0 < rows_by_worker(trace)[1] <= MOST_OF_SLOW
         assert master.statistics().workers[1].restarts == 1
+
+
+def test_requests_of_one_row_do_not_wait_for_one_worker_while_the_other_is_free(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    slowed = Slowed(fake_model, tmp_path, 0.05, 0.05)
+
+    async def ask(master: Master) -> None:
+        await asyncio.gather(*(master.predict_async(rows(1, i)) for i in range(2)))
+
+    with fake_master(slowed.path, 2, balance="measured", trace=slowed.traces.append) as master:
+        master.predict(rows(2))
+        asyncio.run(ask(master))
+        wait_until(lambda: len(slowed.traces) == 3)
+    assert {run.worker for trace in slowed.traces[1:] for run in trace.shards} == {0, 1}
 
 
 def test_unknown_balance_is_refused(fake_model: FakeModel) -> None:

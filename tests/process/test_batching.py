@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 from mcinfer import (
@@ -18,6 +19,7 @@ from mcinfer import (
     RestartPolicy,
     WorkerDiedError,
 )
+from mcinfer.machine import whole_cpus
 from mcinfer.requests.request import Arrays
 from mcinfer.statistics import WorkerStatistics
 from tests.process.models import (
@@ -94,6 +96,34 @@ def test_requests_that_waited_for_the_worker_go_as_one_run(batching: Master) -> 
     )
     assert (statistics.in_flight, statistics.queued_shards) == (0, 0)
     wait_until(lambda: batching.statistics().memory_used_bytes == 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "requests"), [(400, 4, 330), (20, 4000, 330)], ids=["values", "bytes"]
+)
+def test_run_that_no_message_could_carry_is_joined_of_fewer_requests(
+    fake_model: FakeModel, count: int, length: int, requests: int
+) -> None:
+    names = [f"{number:0{length}}" for number in range(count)]
+    model = fake_model(
+        inputs=[[name, "float32", ["batch", 1]] for name in names],
+        outputs=[["y", "float32", ["batch", 1], {"from": names[0], "scale": 2, "add": 1}]],
+        when={"-1": "sleep:600"},
+    )
+
+    def given(value: float) -> Inputs:
+        return dict.fromkeys(names, np.full((1, 1), value, np.float32))
+
+    with fake_master(model, 1, max_batch_size=4096) as master:
+        busy = master.submit(given(BUSY))
+        busy_pid(master)
+        futures = [master.submit(given(value)) for value in range(requests)]
+        busy.cancel()
+        for value, future in enumerate(futures):
+            assert future.result(20.0)["y"] == 2 * value + 1
+        worker = the_worker(master)
+        assert (worker.restarts, worker.completed) == (0, requests)
+        assert worker.runs < 10
 
 
 # Those that fail.
@@ -206,7 +236,23 @@ def test_workers_are_pinned_to_the_cores_that_were_chosen(fake_model: FakeModel)
         assert_answers(master.predict(rows(3)), rows(3))
 
 
+def test_more_workers_than_cores_are_warned_of_and_many_more_are_refused(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, cores = fake_model(), whole_cpus()
+    fake_master(model, cores)
+    assert not caplog.records
+    fake_master(model, cores + 1)
+    assert f"devices: {cores + 1} workers share {cores} usable CPU cores" in caplog.text
+    with pytest.raises(InvalidInputError, match=rf"^devices: got {8 * cores} workers for {cores} "):
+        fake_master(model, 8 * cores)
+
+
 def test_cores_that_cannot_be_had_fail_the_start_and_are_named(fake_model: FakeModel) -> None:
+    options = EngineOptions(cores=[[0]])
+    expected = "workers 0 to 2: cores: got 1 lists, expected one for each of 3 workers"
+    with pytest.raises(BuildError, match=f"^{expected}$"):
+        fake_master(fake_model(), 3, options=options).start()
     options = EngineOptions(cores=[[100_000]])
     with pytest.raises(BuildError, match=r"worker 0: cores: got \[100000\], expected some of"):
         fake_master(fake_model(), 1, options=options).start()

@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 
 from mcinfer import (
     BuildError,
     ClosedError,
+    EngineOptions,
+    InvalidInputError,
     Master,
     MissingDependencyError,
     ParallelPredictUtils,
@@ -44,14 +48,11 @@ def test_device_that_does_not_exist_is_named_and_the_others_are_not_blamed(
     assert "worker 0" not in text
 
 
-def test_build_that_raises_everywhere_names_every_worker_and_closes_the_master(
+def test_build_that_raises_everywhere_names_every_worker_once_and_closes_the_master(
     fake_model: FakeModel,
 ) -> None:
     master = Master(fake_model(build="fail"), 3, engine="fake", verify="never")
-    text = failure_to_start(master)
-    for index in range(3):
-        assert f"worker {index} (cpu:{index}" in text
-    assert text.count("fake: asked to fail") == 3
+    assert failure_to_start(master) == "workers 0 to 2: fake: asked to fail"
     with pytest.raises(ClosedError):
         master.predict({})
     with pytest.raises(ClosedError):
@@ -92,6 +93,37 @@ def test_parallel_utils_pass_the_build_error_on(tmp_path: Path) -> None:
         utils.run_predict([])
 
 
+def test_options_that_no_message_can_carry_are_refused_by_their_name(
+    fake_model: FakeModel,
+) -> None:
+    for given in (dict.fromkeys(map(str, range(70_000)), ""), {"key": "x" * (17 << 20)}):
+        options = EngineOptions(session_config=given)
+        with pytest.raises(InvalidInputError, match=r"^options: they do not fit a message to a w"):
+            Master(fake_model(), 1, engine="fake", options=options)
+
+
+def test_model_with_thousands_of_properties_and_initialisers_is_described() -> None:
+    names = [f"weight {number}" for number in range(20_000)]
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", ["x"], ["y"])],
+        "wide",
+        [
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1])
+            for name in ("x", *names)
+        ],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])],
+        [onnx.helper.make_tensor(name, onnx.TensorProto.FLOAT, [1], [0.0]) for name in names],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    model.ir_version = 8
+    properties = {f"property {number}": "about this model" for number in range(5_000)}
+    onnx.helper.set_model_props(model, properties)
+    with Master(model, 1, options=EngineOptions(describe=True), verify="never") as master:
+        assert master.description.properties == properties
+        assert {spec.name for spec in master.description.overridable} == {*names}
+        assert master.predict([np.ones(1, np.float32)])["y"] == 1
+
+
 def test_missing_package_is_told_as_such(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,8 +138,7 @@ def test_missing_package_is_told_as_such(
         MissingDependencyError, match=r"pip install 'mcinfer\[ml-dtypes\]"
     ) as caught:
         Master(model, 2, engine="fake", verify="never").start()
-    assert "worker 0" in str(caught.value)
-    assert "worker 1" in str(caught.value)
+    assert str(caught.value).startswith("workers 0 and 1: ")
     assert str(caught.value).count("pip install") == 1
 
 

@@ -8,14 +8,16 @@ import signal
 import sys
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 
 import msgpack
 import pytest
 import zmq
 
-from mcinfer import ClosedError
+from mcinfer import ClosedError, RestartPolicy, WorkerDiedError
 from mcinfer.protocol import VERSION, BuildFinish, Error, Hello, Reply, encode
 from mcinfer.requests.request import Arrays
+from mcinfer.statistics import RequestTrace
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.waiting import all_gone, pids, wait_until
 
@@ -81,6 +83,67 @@ def test_master_that_is_garbage_ends_its_workers_and_its_requests(fake_model: Fa
     assert isinstance(future.exception(timeout=20.0), ClosedError)
     wait_until(lambda: all_gone(workers))
     assert_answers(outputs, rows(2))
+
+
+class Owner:
+    """Owns a pool, and hears of its requests by a method of its own."""
+
+    def __init__(self, model: Path) -> None:
+        self.traces: list[RequestTrace] = []
+        self.answered: list[object] = []
+        self.master = fake_master(model, 1, trace=self.hear).start()
+
+    def hear(self, trace: RequestTrace) -> None:
+        self.traces.append(trace)
+
+    def ask(self) -> None:
+        self.master.submit(rows(1)).add_done_callback(self.answered.append)
+        wait_until(lambda: self.answered and self.traces)
+
+
+def test_pool_whose_owner_is_garbage_ends_though_it_hears_of_requests(
+    fake_model: FakeModel,
+) -> None:
+    owner = Owner(fake_model())
+    workers = pids(owner.master)
+    owner.ask()
+    del owner
+    gc.collect()
+    wait_until(lambda: all_gone(workers))
+
+
+def test_master_that_is_garbage_ends_though_its_workers_could_not_be_replaced(
+    fake_model: FakeModel,
+) -> None:
+    model = fake_model()
+    once = RestartPolicy(budget=0, backoff_limit=3600.0)
+    master = fake_master(model, 1, restart=once).start()
+    model.write_text("no model any more", encoding="utf-8")
+    thread = master._loop._thread
+    assert thread is not None
+    try:
+        master.restart_workers(20.0)
+    except WorkerDiedError:
+        del master
+
+    def ended() -> bool:
+        gc.collect()
+        return not thread.is_alive()
+
+    wait_until(ended)
+
+
+def test_hook_that_only_the_master_holds_is_called_as_long_as_that_lives(
+    fake_model: FakeModel,
+) -> None:
+    traces: list[RequestTrace] = []
+    with fake_master(fake_model(), 1, trace=lambda trace: traces.append(trace)) as master:
+        for count in range(1, 4):
+            master.predict(rows(1))
+            gc.collect()
+            wait_until(lambda count=count: len(traces) == count)  # type: ignore[misc]
+        master.predict(rows(1))
+    assert len(traces) == 4
 
 
 def test_two_masters_do_not_know_each_other(fake_model: FakeModel) -> None:

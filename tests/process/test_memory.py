@@ -181,6 +181,35 @@ def test_memory_of_a_request_is_free_again_however_it_ends(fake_model: FakeModel
         wait_until(lambda: gc.collect() >= 0 and master.statistics().memory_used_bytes == 0)
 
 
+def test_memory_that_is_not_in_use_any_more_goes_back_to_the_system(
+    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each set of shapes keeps frames for the next request, of which the pool has none in use."""
+    monkeypatch.setattr("mcinfer.runtime.memory._LOOK_INTERVAL", 0.1)
+    model = fake_model(
+        inputs=(["x", "uint8", ["batch", 1 << 20]],),
+        outputs=(["y", "uint8", ["batch", 1 << 20], {"from": "x", "add": 1}],),
+    )
+
+    def mapped(pid: int) -> int:
+        """Bytes of blocks that a process has mapped."""
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+        ends = [line.split()[0].split("-") for line in maps if "memfd:mcinfer " in line]
+        return sum(int(end, 16) - int(begin, 16) for begin, end in ends)
+
+    before = mapped(os.getpid())
+    with fake_master(model, 1) as master:
+        for count in range(8, 16):
+            inputs = {"x": np.full((count, 1 << 20), count, np.uint8)}
+            assert_answers(master.predict(inputs), inputs, lambda x: x + np.uint8(1))
+        used = 30 << 20  # by the largest of them
+        wait_until(lambda: master.statistics().memory_bytes <= used + (64 << 20))
+        kept = master.statistics().memory_bytes
+        wait_until(lambda: mapped(os.getpid()) <= before + kept)
+        wait_until(lambda: all(mapped(pid) <= kept for pid in pids(master)))
+        assert_answers(master.predict(inputs), inputs, lambda x: x + np.uint8(1))
+
+
 def test_tensors_of_80_mib_need_no_dev_shm(fake_model: FakeModel) -> None:
     """Containers often have 64 MiB there; nothing of ours may lie in it."""
     model = fake_model(

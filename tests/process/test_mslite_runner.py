@@ -205,6 +205,14 @@ def test_closed_runner_refuses_all_and_is_closed_again(onnx_model: OnnxModel) ->
     assert runner.statistics().succeeded == 1
 
 
+def test_leaving_the_runner_answers_what_was_accepted(onnx_model: OnnxModel) -> None:
+    with built(onnx_model(LOOP)) as runner:
+        answers = [runner.submit([np.array(50_001), floats(1, 4)]) for _ in range(3)]
+    for answer in answers:
+        [output] = answer.result(0.0)
+        np.testing.assert_array_equal(output.get_data_to_numpy(), -floats(1, 4))
+
+
 def fake_attempts(*_: object) -> list[list[Attempt]]:
     return [[Attempt(target="cpu", engine="fake", kind="cpu")]] * 2
 

@@ -1,5 +1,6 @@
 """Health, draining, restarts and recycling of workers, and traces of requests."""
 
+import asyncio
 import logging
 import math
 import os
@@ -226,6 +227,27 @@ def test_log_has_the_stack_of_a_crash(
     assert "in _act" in death
 
 
+# Restarts.
+
+
+def test_worker_that_is_killed_after_each_answer_costs_no_request(fake_model: FakeModel) -> None:
+    with fake_master(fake_model(), 1, restart=NO_BUDGET) as master:
+        for _ in range(3):
+            assert_answers(master.predict(rows(1)), rows(1))
+            os.kill(pids(master)[0], signal.SIGKILL)
+        assert_answers(master.predict(rows(1)), rows(1))
+        assert master.statistics().workers[0].restarts == 3
+
+
+def test_model_that_crashes_in_its_first_run_opens_the_circuit(fake_model: FakeModel) -> None:
+    restart = replace(NO_BUDGET, budget=1)
+    with fake_master(fake_model(run="abort"), 1, restart=restart) as master:
+        with pytest.raises(WorkerDiedError, match="given up after 2 workers died on it"):
+            master.predict(rows(1))
+        with pytest.raises(WorkerDiedError, match="no worker serves, the restart budget is spent"):
+            master.predict(rows(1))
+
+
 # Draining.
 
 
@@ -250,6 +272,56 @@ def test_draining_answers_all_that_was_accepted_and_takes_nothing_more(
         assert f"pid {pid}) exited with status 0" in caplog.text
 
 
+async def _submit_within(master: Master) -> list["Future[Arrays]"]:
+    async with master:
+        return [master.submit(rows(1, first=float(n))) for n in range(10)]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_leaving_the_with_statement_answers_what_was_accepted(
+    fake_model: FakeModel, is_async: bool
+) -> None:
+    master = fake_master(fake_model(run="sleep:0.02"), 2)
+    if is_async:
+        futures = asyncio.run(_submit_within(master))
+    else:
+        with master:
+            futures = [master.submit(rows(1, first=float(n))) for n in range(10)]
+    for number, future in enumerate(futures):
+        assert_answers(future.result(0.0), rows(1, first=float(number)))
+    assert master.health().state == "closed"
+
+
+def test_leaving_the_with_statement_waits_for_each_request_as_long_as_it_has(
+    fake_model: FakeModel,
+) -> None:
+    with fake_master(fake_model(when={"-1": "sleep:60"}), 1) as master:
+        hung, waiting = master.submit(act(SLOW), timeout=0.2), master.submit(rows(1))
+    assert isinstance(hung.exception(0.0), PredictTimeoutError)
+    assert_answers(waiting.result(0.0), rows(1))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_leaving_the_with_statement_by_an_exception_ends_it_at_once(
+    fake_model: FakeModel, is_async: bool
+) -> None:
+    master = fake_master(fake_model(run="sleep:60"), 1)
+    futures = []
+
+    async def leave() -> None:
+        async with master:
+            futures.append(master.submit(rows(1)))
+            raise KeyError
+
+    with pytest.raises(KeyError):  # noqa: PT012 it comes out of the with statement
+        if is_async:
+            asyncio.run(leave())
+        with master:
+            futures.append(master.submit(rows(1)))
+            raise KeyError
+    assert isinstance(futures[0].exception(0.0), ClosedError)
+
+
 def test_what_is_not_drained_in_time_fails(fake_model: FakeModel) -> None:
     with fake_master(fake_model(when={"-1": "sleep:60"}), 1) as master:
         futures = [master.submit(act(SLOW)) for _ in range(3)]
@@ -264,23 +336,37 @@ def test_what_is_not_drained_in_time_fails(fake_model: FakeModel) -> None:
                 future.result(0.0)
 
 
-def test_ctrl_c_ends_the_draining(fake_model: FakeModel) -> None:
+@pytest.mark.parametrize("way", ["close(drain=True)", "with", "async with"])
+def test_ctrl_c_ends_the_draining(fake_model: FakeModel, way: str) -> None:
     text = """
-master = mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never").start()
-say_pids(master)
-futures = [master.submit(X) for _ in range(5)]
-import threading
+import asyncio, threading
+master = mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never")
+def begin():
+    global futures
+    say_pids(master)
+    futures = [master.submit(X) for _ in range(5)]
+    threading.Thread(target=tell).start()
 def tell():
     while master.health().state != "closing":
         time.sleep(0.005)
     say("draining")
-threading.Thread(target=tell).start()
+async def in_loop():
+    async with master:
+        begin()
 try:
-    master.close(drain=True)
+    if sys.argv[2] == "with":
+        with master:
+            begin()
+    elif sys.argv[2] == "async with":
+        asyncio.run(in_loop())
+    else:
+        master.start()
+        begin()
+        master.close(drain=True)
 except KeyboardInterrupt:
     say(*{type(future.exception(0)).__name__ for future in futures}, master.health().state)
 """
-    with Program(PREAMBLE + text, fake_model(run="sleep:60")) as program:
+    with Program(PREAMBLE + text, fake_model(run="sleep:60"), way) as program:
         workers = program.pids()
         assert program.line() == "draining"
         program.interrupt()
