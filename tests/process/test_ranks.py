@@ -77,11 +77,16 @@ def test_cut_model_answers_as_the_whole_one(model: Path, parallel: Parallel) -> 
 def test_pipeline_joins_requests_to_one_run_and_a_bad_one_fails_alone(model: Path) -> None:
     with Master(model, parallel=Parallel(pipeline=2), max_batch_size=8, max_delay=0.05) as master:
         before = pids(master)
-        futures = [master.submit(inputs(2)) for _ in range(32)]
+        assert_serves(master, model)
+        stop(before[1])  # the first stage begins runs, and none of them finishes
+        futures = [master.submit(inputs(1)) for _ in range(2)]
+        wait_until(lambda: "busy" in states(master))
+        futures += [master.submit(inputs(2)) for _ in range(32)]  # at once one larger run
+        os.kill(before[1], signal.SIGCONT)
         with pytest.raises(InvalidInputError):
             master.predict({"x": np.zeros((2, WIDTH + 1), np.float32)})
-        for future in futures:
-            assert_close(future.result(timeout=120.0), expected(model, inputs(2)))
+        for rows, future in zip([1] * 2 + [2] * 32, futures, strict=True):
+            assert_close(future.result(timeout=120.0), expected(model, inputs(rows)))
         assert pids(master) == before
 
 
