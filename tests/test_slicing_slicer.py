@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mcinfer.engines.check_slices import check, difference, made_up_inputs, tolerance
 from mcinfer.errors import BuildError, InvalidInputError, ModelNotFoundError
@@ -344,6 +344,13 @@ def test_ranks_that_do_not_fit_are_refused(
     assert files(folder.parent) == ["mlp.onnx"]
 
 
+def test_output_that_is_declared_twice_is_refused(tmp_path: Path, folder: Path) -> None:
+    whole = mlp()
+    whole.graph.output.append(whole.graph.output[0])
+    with pytest.raises(BuildError, match=r"declares the outputs \['y'\] more than once"):
+        slice_model(saved(whole, tmp_path), folder, tensor=2)
+
+
 def test_file_that_is_no_model_is_refused(tmp_path: Path, folder: Path) -> None:
     path = tmp_path / "text.onnx"
     for content in (b"", b"this is no model", mlp().SerializeToString()[:-100]):
@@ -460,6 +467,34 @@ def test_wrong_weight_is_found(model: Path, folder: Path, ranks: dict[str, int])
     content *= 1.01
     data.write_bytes(content.tobytes())
     with pytest.raises(BuildError, match=r"output 'y' differs by .* expected at most 1e-05"):
+        check(lambda _: None, str(model), str(folder))
+
+
+def test_slice_that_is_wrong_only_in_a_later_run_is_found(model: Path, folder: Path) -> None:
+    """It adds a random number that is 0 in its first five runs, and 1 in the sixth."""
+    more = helper.make_tensor_value_info("more", TensorProto.FLOAT, [1])
+
+    def draw(seed: int) -> list[NodeProto]:
+        uniform = helper.make_node(
+            "RandomUniform", [], ["u"], shape=[1], high=2.0, seed=float(seed)
+        )
+        return [uniform, helper.make_node("Floor", ["u"], ["more"])]
+
+    def drawn(seed: int) -> list[float]:
+        graph = helper.make_graph(draw(seed), "draw", [], [more])
+        alone = helper.make_model(graph, opset_imports=whole.opset_import, ir_version=8)
+        session = ort.InferenceSession(alone.SerializeToString())
+        return [session.run(None, {})[0][0] for _ in range(6)]
+
+    whole = onnx.load(model, load_external_data=False)
+    seed = next(seed for seed in range(10_000) if drawn(seed) == [0, 0, 0, 0, 0, 1])
+    written(model, folder, pipeline=2)
+    late = onnx.load(folder / "model1.onnx", load_external_data=False)
+    for node in late.graph.node:
+        node.output[:] = ["first" if name == "y" else name for name in node.output]
+    late.graph.node.extend([*draw(seed), helper.make_node("Add", ["first", "more"], ["y"])])
+    onnx.save(late, folder / "model1.onnx")
+    with pytest.raises(BuildError, match="output 'y' differs by"):
         check(lambda _: None, str(model), str(folder))
 
 

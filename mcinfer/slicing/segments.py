@@ -312,9 +312,11 @@ class _Cut:
         types = _infer(self._model, self._collectives)
         steps: list[Segment | Exchange] = []
         exchanged = {item.output for phase in self._phases for item in phase.exchanges}
-        # Outputs that no node of any phase makes: constants, and inputs that are passed on.
+        # Outputs that no node of any phase makes. Those that are inputs need no segment: the rank has them.
         made = {name for phase in self._phases for node in phase.nodes for name in node.output}
-        passed_on = [name for name in self._outputs if name not in made | exchanged]
+        constant = [
+            name for name in self._outputs if name not in made | exchanged | self._inputs.keys()
+        ]
         later: list[set[str]] = [{*self._outputs}]
         for phase in reversed(self._phases[1:]):
             needed = {name for node in phase.nodes for name in self._variables(node)}
@@ -330,7 +332,7 @@ class _Cut:
             ]
             outputs += sorted(given & self._constants - own)
             if number == 0:
-                outputs += passed_on
+                outputs += constant
             if outputs:
                 outputs = [*dict.fromkeys(outputs)]
                 steps.append(self._write_segment(folder, number, phase.nodes, outputs, types))
