@@ -520,6 +520,25 @@ def test_model_that_takes_no_made_up_inputs_is_not_checked(tmp_path: Path, folde
     assert report.check.reason.startswith("no made-up inputs fit the model: ")
 
 
+def test_random_numbers_are_drawn_by_one_rank_of_a_pipeline_alone(
+    tmp_path: Path, folder: Path
+) -> None:
+    whole = mlp()
+    whole.graph.node.extend(
+        [
+            helper.make_node("RandomNormalLike", ["y"], ["noise"], name="noise"),
+            helper.make_node("Add", ["y", "noise"], ["z"]),
+        ]
+    )
+    whole.graph.output[0].name = "z"
+    path = saved(whole, tmp_path)
+    with pytest.raises(InvalidInputError, match=r"node noise .* draws random numbers"):
+        slice_model(path, folder, tensor=2, pipeline=2)
+    report = slice_model(path, folder, pipeline=2)
+    assert report.check.state == "left out"
+    assert report.check.reason.startswith("node noise (RandomNormalLike) draws random numbers")
+
+
 def test_made_up_inputs_fit_the_model() -> None:
     kinds = {"float32": (None, "side", "side"), "int64": ("batch", 3), "bool": (), "object": (2,)}
     inputs = tuple(

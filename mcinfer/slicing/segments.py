@@ -35,7 +35,7 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from mcinfer.errors import BuildError
 from mcinfer.slicing.graphs import (
-    RANDOM,
+    drawing,
     inferred,
     known_stand_ins,
     like_input,
@@ -184,8 +184,9 @@ class _Cut:
     def __init__(self, model: ModelProto) -> None:
         self._model = model
         graph = model.graph
+        self._tensors = {tensor.name: tensor for tensor in graph.initializer}
         self._initialisers = {
-            *(tensor.name for tensor in graph.initializer),
+            *self._tensors,
             *(sparse.values.name for sparse in graph.sparse_initializer),
         }
         self._inputs = {
@@ -279,7 +280,7 @@ class _Cut:
             if collective is not None:
                 self._phase(phase).exchanges += self._exchanges(node, collective, phase)
                 phase += 1
-            elif node.op_type not in RANDOM and self._constants.issuperset(reads):
+            elif self._constants.issuperset(reads) and drawing([node], self._tensors) is None:
                 self._constants.update(node.output)
             else:
                 self._phase(phase).nodes.append(node)

@@ -156,8 +156,8 @@ def slice_tensor(model: ModelProto, size: int, values: Values | None = None) -> 
         values: What `infer` found for it, or for a model of which it is a part, if that is known already.
 
     Raises:
-        InvalidInputError: `size` does not fit, or the model draws random numbers without a seed, or has
-            collectives already; names the node.
+        InvalidInputError: `size` does not fit, or the model draws random numbers, or has collectives
+            already; names the node.
         BuildError: The graph is not sound.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
