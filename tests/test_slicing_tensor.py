@@ -203,6 +203,66 @@ def test_precision_is_kept(dtype: str) -> None:
     assert operators(check(mlp(dtype=dtype))) == {"AllReduce": 2}
 
 
+def opposite(net: Net, *shape: int) -> str:
+    """A weight that takes the first half of its rows and the second one almost away from each other."""
+    weight = np.full(shape, 4.0) + net.rng.standard_normal(shape) * 0.01
+    weight[shape[0] // 2 :] *= -1
+    return net.constant(weight.astype(net.dtype))
+
+
+@pytest.mark.parametrize("kind", ["MatMul", "Gemm", "chain", "ReduceSum", "Conv"])
+def test_terms_that_float16_cannot_hold_give_their_sum(kind: str) -> None:
+    image = (3, 3) if kind == "Conv" else ()
+    kernel = (1, 1) if kind == "Conv" else ()
+    net = Net(2, 128, *image, dtype="float16")
+    up = np.eye(128, dtype=np.float16).reshape(128, 128, *kernel)
+    h = net.op("Relu", net.op("Conv" if image else "MatMul", "x", net.constant(up)))
+    bias = net.weight(128, std=0.1)
+    if kind == "Conv":
+        down = opposite(net, 128, 128, *kernel)
+        turned = net.op("Transpose", down, perm=[1, 0, 2, 3])
+        y = net.op("Conv", h, turned, bias)
+    elif kind == "Gemm":
+        y = net.op("Gemm", h, opposite(net, 128, 128), bias, beta=2.0)
+    elif kind == "ReduceSum":
+        y = net.op("ReduceSum", net.op("Mul", h, opposite(net, 128)), net.ints(-1))
+    else:
+        y = net.op("MatMul", h, opposite(net, 128, 128))
+    if kind == "chain":
+        y = net.op("Neg", net.op("Add", y, net.op("MatMul", h, opposite(net, 128, 128))))
+        y = net.op("Add", net.op("Mul", y, net.number(0.5)), bias)
+    model = net.model(y)
+    feeds = {"x": np.full((2, 128, *image), 300, np.float16)}
+    slices = slice_tensor(model, 2)
+    assert operators(slices.report) == {"AllReduce": 1}
+    expected = run_whole(model, feeds)[y]
+    for found in run_slices(models_of(slices), feeds):
+        assert found[y].dtype == np.float16
+        np.testing.assert_allclose(found[y], expected, rtol=2e-2, atol=0.5)
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("Div", 0.0), ("Mul", np.inf)])
+@pytest.mark.parametrize("given", ["input", "constant"])
+def test_sum_that_becomes_infinite_is_made_before(kind: str, factor: float, given: str) -> None:
+    """Its terms would be infinities of both signs, which have no sum."""
+    net = Net("batch", 128)
+    h = net.op("Relu", net.linear("x", 128, 128))
+    factors = np.array([[factor]] * 2, np.float32)
+    other = net.input("z", 2, 1) if given == "input" else net.constant(factors)
+    y = net.op(kind, net.op("MatMul", h, opposite(net, 128, 128)), other)
+    y = net.op("Add", y, net.op("MatMul", h, net.weight(128, 128)))
+    model = net.model(y)
+    feeds = {"x": net.rng.standard_normal((2, 128)).astype(np.float32)}
+    if given == "input":
+        feeds["z"] = factors
+    slices = slice_tensor(model, 2)
+    assert slices.report.sharded
+    expected = run_whole(model, feeds)[y]
+    assert np.isinf(expected).all()
+    for found in run_slices(models_of(slices), feeds):
+        np.testing.assert_array_equal(found[y], expected)
+
+
 def test_weight_of_a_type_that_numpy_lacks_is_cut() -> None:
     net = Net("batch", 128)
     table = net.weight(128, 128)

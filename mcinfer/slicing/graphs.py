@@ -417,6 +417,10 @@ class Graph:
             return int(self.constants[name].data_type)
         return int(self._types[name].type.tensor_type.elem_type) if name in self._types else 0
 
+    def is_narrow(self, name: str) -> bool:
+        """Whether it is of floats of 16 bits: terms of a sum may be larger than these, if it is not."""
+        return self.element_type(name) in (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
     def integers(self, name: str) -> tuple[int, ...] | None:
         """The elements of a small constant of integers, flat; None for any other value."""
         tensor = self.constants.get(name)
