@@ -470,6 +470,58 @@ def test_wrong_weight_is_found(model: Path, folder: Path, ranks: dict[str, int])
         check(lambda _: None, str(model), str(folder))
 
 
+def quantised(*, output: str = "y") -> ModelProto:
+    """The layers of `mlp`, each with an input of eight bits."""
+    whole = mlp()
+    nodes = [*whole.graph.node]
+    del whole.graph.node[:]
+    step, zero = (np.array(4 / 127, np.float32), np.array(0, np.int8))
+    whole.graph.initializer.extend(
+        [numpy_helper.from_array(step, "step"), numpy_helper.from_array(zero, "zero")]
+    )
+
+    def rounded(given: str, to: str) -> list[NodeProto]:
+        return [
+            helper.make_node("QuantizeLinear", [given, "step", "zero"], [f"{to}q"]),
+            helper.make_node("DequantizeLinear", [f"{to}q", "step", "zero"], [to]),
+        ]
+
+    for at, node in enumerate(nodes):
+        if node.op_type == "MatMul":
+            whole.graph.node.extend(rounded(node.input[0], f"d{at}"))
+            node.input[0] = f"d{at}"
+        whole.graph.node.append(node)
+    if output != "y":
+        whole.graph.node.extend(rounded("y", output.removesuffix("q")))
+        whole.graph.output[0].CopyFrom(
+            helper.make_tensor_value_info(output, TensorProto.INT8, ["batch", WIDTH])
+        )
+    return whole
+
+
+@pytest.mark.parametrize("output", ["y", "zq"])
+def test_quantised_model_is_compared_as_it_is_written(
+    tmp_path: Path, folder: Path, output: str
+) -> None:
+    """The runtime's optimisations quantise weights too, and others in slices than in the whole model."""
+    path = saved(quantised(output=output), tmp_path)
+    report = slice_model(path, folder, tensor=2)
+    assert report.check.state == "passed"
+    assert report.check.tolerance[output] == 4 / 2**7
+    assert any(stage.sharded for stage in report.stages)
+
+
+def test_quantised_model_that_differs_is_refused_with_the_node(
+    tmp_path: Path, folder: Path
+) -> None:
+    path = saved(quantised(), tmp_path)
+    written(path, folder, pipeline=2)
+    data = folder / "model1.data"
+    data.write_bytes((np.fromfile(data, np.float32) * 2).tobytes())
+    with pytest.raises(BuildError, match=r"at most 3e-02; .*QuantizeLinear\) quantises to 8 bits"):
+        check(lambda _: None, str(path), str(folder))
+
+
 def test_slice_that_is_wrong_only_in_a_later_run_is_found(model: Path, folder: Path) -> None:
     """It adds a random number that is 0 in its first five runs, and 1 in the sixth."""
     more = helper.make_tensor_value_info("more", TensorProto.FLOAT, [1])

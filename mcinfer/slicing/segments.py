@@ -35,9 +35,11 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from mcinfer.errors import BuildError
 from mcinfer.slicing.graphs import (
+    BITS,
     drawing,
     inferred,
     known_stand_ins,
+    label,
     like_input,
     resized_input,
     subgraphs,
@@ -66,15 +68,30 @@ def cut_segments(model_path: str | Path, folder: str | Path) -> RankPlan:
     Raises:
         BuildError: The file is no ONNX model, or has a collective that cannot be run; with the node's name.
     """
-    path = Path(model_path)
-    try:
-        model = onnx.load(str(path), load_external_data=False)
-    except (OSError, DecodeError) as exc:
-        raise BuildError(f"{path}: {exc}") from exc
+    model = _loaded(model_path)
     try:
         return _Cut(model).write(Path(folder))
     except BuildError as exc:
-        raise BuildError(f"{path}: {exc}") from None
+        raise BuildError(f"{model_path}: {exc}") from None
+
+
+def _loaded(path: str | Path) -> ModelProto:
+    try:
+        return onnx.load(str(path), load_external_data=False)
+    except (OSError, DecodeError) as exc:
+        raise BuildError(f"{path}: {exc}") from exc
+
+
+def rounding(slices: Iterable[Path]) -> tuple[str, int] | None:
+    """The first node of some slices that quantises values, and to how many bits; None if there is none."""
+    for path in slices:
+        model = _loaded(path)
+        kinds = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+        for node in with_inner(model.graph.node):
+            if "Quantize" in node.op_type or node.op_type.startswith("QLinear"):
+                zero_point = "".join(node.input[2:3]) if node.op_type == "QuantizeLinear" else ""
+                return label(node), BITS.get(kinds.get(zero_point, TensorProto.UINT8), 8)
+    return None
 
 
 # Nodes.
