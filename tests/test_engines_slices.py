@@ -314,6 +314,27 @@ def test_output_that_is_an_input_is_that_of_its_own_run(
     run_ranks(size, rank)
 
 
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_input_whose_number_of_axes_the_model_does_not_say_may_have_any(
+    tmp_path: Path, tensor: int, pipeline: int
+) -> None:
+    nodes = [helper.make_node("Neg", ["x"], ["h"]), helper.make_node("Abs", ["h"], ["y"])]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy")
+    whole = save(tmp_path / "whole.onnx", nodes, [x], [y], {})
+    folder = tmp_path / "slices"
+    folder.mkdir()
+    write_slices(whole, folder, tensor=tensor, pipeline=pipeline)
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, folder / f"model{group.rank}.onnx")
+        for shape in ((3, 2), (4,), (1, 2, 3), (3, 2)):
+            given = {"x": -normal(1, *shape)}
+            for _ in range(2):
+                np.testing.assert_array_equal(Bound(engine, given, {})(given)["y"], abs(given["x"]))
+
+    run_ranks(2, rank)
+
+
 def test_strings_pass_beside_the_collectives(tmp_path: Path) -> None:
     text = [helper.make_tensor_value_info(name, TensorProto.STRING, [2]) for name in "st"]
     nodes = [helper.make_node("Identity", ["s"], ["t"]), all_reduce("x", "y")]
