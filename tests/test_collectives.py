@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mcinfer.collectives import join
 from mcinfer.collectives.base import Group
-from mcinfer.collectives.memory import Area
+from mcinfer.collectives.memory import RING, Area
 from mcinfer.collectives.rendezvous import meet
 from mcinfer.collectives.shm import join_sockets
 from mcinfer.errors import (
@@ -135,6 +135,24 @@ def test_one_array_can_wait_while_the_sender_goes_on_to_other_operations() -> No
         group.barrier()
         if group.rank == 1:
             assert group.recv((3,), "float64", 0).tolist() == [1, 1, 1]
+
+    results(2, body)
+
+
+def test_array_that_is_received_is_not_overwritten_by_the_next_one() -> None:
+    """Also where it is the message by which the receiver makes room for more: it says so after it has read."""
+    arrays = [np.full(1 << 20, number) for number in range(2)]
+
+    def body(group: Group) -> None:
+        transfer = group.prepare_transfer([1], np.uint8, 0, 1)
+        for _ in range(10):
+            for _ in range(RING // 2 - 1):
+                transfer.run()
+            for array in arrays:
+                if group.rank == 0:
+                    group.send(array, 1)
+                else:
+                    np.testing.assert_array_equal(group.recv(array.shape, array.dtype, 0), array)
 
     results(2, body)
 
