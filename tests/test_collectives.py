@@ -140,7 +140,7 @@ def test_one_array_can_wait_while_the_sender_goes_on_to_other_operations() -> No
 
 
 def test_array_that_is_received_is_not_overwritten_by_the_next_one() -> None:
-    """Also where it is the message by which the receiver makes room for more: it says so after it has read."""
+    """Also where the receiver makes room for more messages with it: it says so after it has read."""
     arrays = [np.full(1 << 20, number) for number in range(2)]
 
     def body(group: Group) -> None:

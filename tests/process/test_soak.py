@@ -14,16 +14,26 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
 @pytest.mark.timeout(150)
-def test_some_seconds_of_mixed_traffic_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--seconds", "1", "--max-batch-size", "8"], id="workers"),
+        pytest.param(
+            ["--seconds", "20", "--max-batch-size", "64", "--parallel", "pipeline=2"],
+            id="ranks",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_some_seconds_of_mixed_traffic_lose_nothing_and_leave_nothing(
+    tmp_path: Path, options: list[str]
+) -> None:
     record_file = tmp_path / "soak.json"
     done = subprocess.run(
         [
             sys.executable,
             str(SOAK),
-            "--seconds",
-            "1",
-            "--max-batch-size",
-            "8",
+            *options,
             "--json",
             str(record_file),
         ],
