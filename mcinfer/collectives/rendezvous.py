@@ -43,7 +43,8 @@ def meet(key: str, rank: int, size: int, timeout: float) -> list[socket.socket]:
         return []
     deadline = Deadline(timeout)
     if rank == 0:
-        return _gather(key, size, deadline)
+        with _listening(key, size, deadline) as listener:
+            return _gather(listener, key, size, deadline)
     end = _connect(key, deadline)
     if end is None:
         raise CollectiveTimeoutError(
@@ -143,44 +144,45 @@ def _listening(key: str, size: int, deadline: Deadline) -> Iterator[socket.socke
             f"no folder for the group's socket: {'; '.join(faults)}; XDG_RUNTIME_DIR can name one"
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        while second := _take_name(listener, folder, key, size):
-            # Either a second group has this key, or another one has just come together.
-            with second:
-                call_second_hub(second, size, deadline)
+        while not _take_name(listener, folder, key, size, deadline):
             if not deadline.milliseconds():
                 raise InvalidInputError(f"key: got {key!r}, which another group uses")
+            time.sleep(_PAUSE)
         try:
             yield listener
         finally:
-            with _locked(folder) as fd:
+            with _locked(folder) as fd, contextlib.suppress(OSError):  # other groups use the folder
                 os.unlink(_path(fd, key))
-                with contextlib.suppress(OSError):  # other groups use it
-                    os.rmdir(folder)
+                os.rmdir(folder)
 
 
-def _take_name(listener: socket.socket, folder: str, key: str, size: int) -> socket.socket | None:
-    """Have it listen; or a socket to the one that listens there already."""
+def _take_name(
+    listener: socket.socket, folder: str, key: str, size: int, deadline: Deadline
+) -> bool:
+    """Have it listen; False if another one has the name."""
     with _locked(folder) as fd:
         path = _path(fd, key)
-        if end := _connected(path):
-            return end
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of a rank 0 that was killed
-        listener.bind(path)
-        listener.listen(size)
-        listener.setblocking(False)
-    return None
+        try:
+            end = _connected(path)
+        except BlockingIOError:  # too many wait to be accepted there
+            return False
+        if end is None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of a rank 0 that was killed
+            listener.bind(path)
+            listener.listen(size)
+            listener.setblocking(False)
+            return True
+    # Either a second group has this key, or another one has just come together.
+    with end:
+        call_second_hub(end, size, deadline)
+    return False
 
 
-def _gather(key: str, size: int, deadline: Deadline) -> list[socket.socket]:
-    """In rank 0, the sockets of ranks 1, 2, …, once all have connected."""
-    with _listening(key, size, deadline) as listener:
-        return _accept_all(listener, key, size, deadline)
-
-
-def _accept_all(
+def _gather(
     listener: socket.socket, key: str, size: int, deadline: Deadline
 ) -> list[socket.socket]:
+    """In rank 0, the sockets of ranks 1, 2, …, once all have connected."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     ends: dict[int, socket.socket] = {}  # what has connected, by descriptor
