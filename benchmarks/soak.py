@@ -134,7 +134,9 @@ def _settle(master: Master, books: Books) -> Holdings:
 
     def quiet() -> bool:
         now = master.statistics()
-        if any(worker.state != "ready" for worker in now.workers):  # one may hang, and be killed yet
+        if any(
+            worker.state != "ready" for worker in now.workers
+        ):  # one may hang, and be killed yet
             return False
         return not (now.in_flight or now.queued_shards or now.in_flight_bytes)
 
