@@ -38,7 +38,9 @@ Harm = Literal["none", "cancel", "time-out", "bad", "fail", "crash", "hang"]
 """What is done to a request: nothing; it is cancelled; it has next to no time; it does not fit the model;
 its run raises; its run ends the worker; its run does not end."""
 
-_MISFORTUNE = frozenset({"WorkerDiedError", "PredictTimeoutError", "QueueFullError"})
+_MISFORTUNE = frozenset(
+    {"WorkerDiedError", "RankDiedError", "PredictTimeoutError", "QueueFullError"}
+)
 """What may happen to any request: two workers killed, no answer until its deadline, no room."""
 
 ALLOWED: dict[Harm, frozenset[str]] = {
@@ -237,6 +239,9 @@ class Books:
     def judge(self, request: Request, outputs: Arrays) -> None:
         """Compare an answer, now or again, with what is right."""
         fault = self._sample.fault(outputs["y"], request, self.updating)
+        given = self._sample.rows(request.first, request.rows)
+        if not fault and not np.array_equal(outputs.get("x", given), given):
+            fault = "an answer whose output x is not its input"
         if fault:
             self.find(f"{request}: {fault}")
 

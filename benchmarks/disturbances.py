@@ -15,10 +15,6 @@ from traffic import Scene
 
 from mcinfer import QueueFullError, ReadyTimeoutError, Statistics, WorkerDiedError
 
-KILL_PERIOD = 0.2
-_CONTINUE_SHARE = 0.5
-"""Of the workers that are stopped; the others stay so until they are killed, or the traffic ends."""
-
 _SIGNALS = {signal.SIGKILL: 60, signal.SIGSTOP: 20, signal.SIGSEGV: 10, signal.SIGABRT: 10}
 """And of a hundred acts, how many."""
 
@@ -30,21 +26,23 @@ _ALIVE = ("ready", "degraded")
 
 
 def kill_at_random(scene: Scene) -> None:
-    """Every 200 ms one act against one worker; in the end whoever is stopped goes on."""
+    """Now and then one act against one worker; in the end all that are stopped go on."""
     chance = Random(f"{scene.seed}/killer")  # noqa: S311 no secret
     stopped: list[tuple[float, int]] = []
-    while not scene.stop.wait(KILL_PERIOD):
+    while not scene.stop.wait(scene.kill_period):
         due = [pid for at, pid in stopped if at <= monotonic()]
         stopped = [item for item in stopped if item[1] not in due]
         for pid in due:
             _send(scene, pid, signal.SIGCONT)
-        pids = [worker.pid for worker in scene.master.statistics().workers if worker.pid]
-        if not pids:
+        workers = [worker for worker in scene.master.statistics().workers if worker.pid]
+        if not workers:
             continue
-        pid = chance.choice(pids)
+        worker = chance.choice(workers)
+        pid = worker.pid or 0
         [number] = chance.choices([*_SIGNALS], [*_SIGNALS.values()])
         _send(scene, pid, number)
-        if number == signal.SIGSTOP and chance.random() < _CONTINUE_SHARE:
+        scene.books.count(f"acts against rank {worker.rank}")
+        if number == signal.SIGSTOP and chance.random() < scene.continue_share:
             stopped.append((monotonic() + chance.uniform(0.0, 1.0), pid))
     for worker in scene.master.statistics().workers:
         if worker.pid:

@@ -1,12 +1,14 @@
 """Mixed traffic against a pool whose workers are killed all the time: nothing lost, wrong or left.
 
     python benchmarks/soak.py [--seconds N] [--engine fake|onnxruntime] [--seed N] [--json FILE] [--kills]
+    python benchmarks/soak.py --parallel tensor=2,pipeline=2 --max-batch-size 64
 
 Threads and asyncio tasks send requests of 0 rows to 64 MiB (traffic.py), others kill, stop and restart
 workers, replace weights and ask for the figures (disturbances.py), and all of it is written down and
 compared (books.py). What the pool has after a first warm-up, it may have at the end. The exit status is 1
 where anything was not as promised. With ``--kills``, a pool with default options is under kills alone, and
-no request may fail.
+no request may fail. With ``--parallel``, a model that passes its input on is cut over groups of ranks:
+requests have 1 to 8 rows, and a kill, which costs a whole group, comes every few seconds.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from time import monotonic, sleep
+from typing import Any
 
 import numpy as np
 import psutil
@@ -34,13 +37,14 @@ from books import COLUMNS, MAX_ROWS, ROW_BYTES, SLACK, Books, Harm, Request, Sam
 from disturbances import kill_at_random, restart_workers, update_weights, watch
 from holdings import Holdings, holdings, keep_no_freed_memory, tidy
 from measuring import Record, table
-from traffic import PATIENCE, clients, daemons, new_scene, write_model
+from traffic import PATIENCE, Scene, clients, daemons, new_scene, write_cut_model, write_model
 
 from mcinfer import (
     EngineOptions,
     Limits,
     Master,
     McinferError,
+    Parallel,
     RestartPolicy,
     Statistics,
     Timeouts,
@@ -58,6 +62,10 @@ QUEUE = 48
 
 MEMORY = 256 << 20
 """Bytes of shared memory: not enough for two of the largest requests and anything else."""
+
+GROUP_ROWS = 8
+GROUP_KILL_PERIOD = 4.0
+KILL_PERIOD = 0.2
 
 LIMIT = 100
 """Seconds beside the traffic, after which something hangs."""
@@ -106,15 +114,13 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 # The run.
 
 
-def _traffic(
-    master: Master, books: Books, sample: Sample, seconds: float, *, acts: bool, seed: int
-) -> None:
+def _traffic(scene: Scene, seconds: float) -> None:
     """All clients and all that disturbs them, for so long; a line every ten seconds."""
-    scene = new_scene(master, books, sample, acts=acts, seed=seed)
-    disturbers = [
-        (work.__name__, lambda work=work: work(scene))
-        for work in (kill_at_random, update_weights, restart_workers, watch)
-    ]
+    master, books = scene.master, scene.books
+    works = [kill_at_random, restart_workers, watch]
+    if master.weights:
+        works.append(update_weights)
+    disturbers = [(work.__name__, lambda work=work: work(scene)) for work in works]
     threads = [*clients(scene, THREADS, TASKS), *daemons(books, disturbers)]
     began = monotonic()
     for thread in threads:
@@ -137,6 +143,10 @@ def _settle(master: Master, books: Books) -> Holdings:
 
     def quiet() -> bool:
         now = master.statistics()
+        if any(
+            worker.state != "ready" for worker in now.workers
+        ):  # one may hang, and be killed yet
+            return False
         return not (now.in_flight or now.queued_shards or now.in_flight_bytes)
 
     if not _wait_until(quiet, _SETTLING):
@@ -225,12 +235,21 @@ class _Seen:
 
 def _soak(options: argparse.Namespace, model: Path, books: Books, sample: Sample) -> _Seen:
     """The whole life of a pool."""
-    acts = options.engine == "fake"
+    groups = options.parallel
+    settings: dict[str, Any] = {
+        "acts": options.engine == "fake" and groups is None,
+        "most_rows": GROUP_ROWS if groups else MAX_ROWS,
+        "kill_period": GROUP_KILL_PERIOD if groups else KILL_PERIOD,
+        # One that is stopped while it starts keeps its whole group from starting.
+        "continue_share": 1.0 if groups else 0.5,
+    }
+    weights = [] if groups else ["w"]
     master = Master(
         model,
-        [f"cpu:{i}" for i in range(WORKERS)],
-        engine=options.engine,
-        options=EngineOptions(threads=1, variable_weights=["w"]),
+        [f"cpu:{i}" for i in range(groups.devices if groups else WORKERS)],
+        parallel=groups,
+        engine="onnxruntime" if groups else options.engine,
+        options=EngineOptions(threads=1, variable_weights=weights),
         timeouts=Timeouts(start=60.0, predict=PATIENCE, cancel_grace=0.3),
         restart=RestartPolicy(budget=1_000_000, backoff=0.01, backoff_limit=0.05),
         limits=Limits(queue=QUEUE, memory_bytes=MEMORY),
@@ -240,12 +259,14 @@ def _soak(options: argparse.Namespace, model: Path, books: Books, sample: Sample
     )
     with master:
         _say(f"warming up for {_WARM_UP:g} s")
-        _ask(master, books, sample, MAX_ROWS)  # the threads and the memory for it are there then
-        _traffic(master, books, sample, _WARM_UP, acts=acts, seed=options.seed + 1)
+        _ask(
+            master, books, sample, settings["most_rows"]
+        )  # threads and memory for it are there then
+        _traffic(new_scene(master, books, sample, seed=options.seed + 1, **settings), _WARM_UP)
         start, first = _settle(master, books), master.statistics()
         _say(f"{options.seconds:g} s of traffic, seed {options.seed}")
         outcomes, events = books.outcomes.copy(), books.events.copy()
-        _traffic(master, books, sample, options.seconds, acts=acts, seed=options.seed)
+        _traffic(new_scene(master, books, sample, seed=options.seed, **settings), options.seconds)
         end, last = _settle(master, books), master.statistics()
         _check_growth(books, start, end)
         kept, outputs = _ask(master, books, sample, 3)
@@ -403,11 +424,19 @@ def _difference(first: Histogram, last: Histogram) -> Histogram:
     return Histogram(bounds=last.bounds, counts=counts, total=last.total - first.total)
 
 
+def _parallel(text: str) -> Parallel:
+    parts = dict(part.split("=") for part in text.split(","))
+    return Parallel(**{name: int(number) for name, number in parts.items()})
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     parser = argparse.ArgumentParser(description="Mixed traffic against a pool that is disturbed.")
     parser.add_argument("--seconds", type=float, default=600.0, help="of traffic (default: 600)")
     parser.add_argument("--engine", choices=("fake", "onnxruntime"), default="fake")
+    parser.add_argument(
+        "--parallel", type=_parallel, metavar="tensor=2,pipeline=2", help="a model cut over ranks"
+    )
     parser.add_argument("--max-batch-size", type=int, default=1, help="rows of a joined run")
     parser.add_argument(
         "--kills",
@@ -435,7 +464,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["XDG_RUNTIME_DIR"] = str(folder)
         os.environ["MCINFER_CACHE"] = str(folder / "cache")  # not the user's
         before = holdings(None)
-        model = write_model(folder, options.engine)
+        cut = options.parallel is not None
+        model = write_cut_model(folder) if cut else write_model(folder, options.engine)
         if options.kills:
             record = _under_kills(options, model, books)
             _check_end(books, before, folder)

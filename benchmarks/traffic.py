@@ -48,6 +48,9 @@ _MAX_TASK_ROWS = 4096
 _STEEPNESS = 6.0
 """Of the sizes: the median request has one row, one in thirteen a megabyte and more, the mean is 1 MB."""
 
+_FEW_ROWS = 64
+"""Up to so many, all sizes come alike often."""
+
 _MAX_BURST = 8
 _MAX_KEPT = 6
 _MODEST_ROWS = 1024
@@ -85,6 +88,9 @@ class Scene:
         hangs: Likewise, not to end.
         stop: Set when they are to finish what they have and ask no more.
         seed: Of all generators.
+        most_rows: Of a request.
+        kill_period: Seconds between two acts against a worker.
+        continue_share: Of the workers that are stopped; others stay so until they are killed, or the end.
     """
 
     master: Master
@@ -95,9 +101,22 @@ class Scene:
     hangs: Ration
     stop: threading.Event
     seed: int
+    most_rows: int
+    kill_period: float
+    continue_share: float
 
 
-def new_scene(master: Master, books: Books, sample: Sample, *, acts: bool, seed: int) -> Scene:
+def new_scene(
+    master: Master,
+    books: Books,
+    sample: Sample,
+    *,
+    acts: bool,
+    seed: int,
+    most_rows: int,
+    kill_period: float,
+    continue_share: float,
+) -> Scene:
     """A scene that goes on until its `stop` is set."""
     return Scene(
         master=master,
@@ -108,6 +127,9 @@ def new_scene(master: Master, books: Books, sample: Sample, *, acts: bool, seed:
         hangs=Ration(_HANG_PERIOD),
         stop=threading.Event(),
         seed=seed,
+        most_rows=most_rows,
+        kill_period=kill_period,
+        continue_share=continue_share,
     )
 
 
@@ -141,6 +163,29 @@ def write_model(folder: Path, engine: str) -> Path:
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
     model.ir_version = 8
+    onnx.save(model, path)
+    return path
+
+
+def write_cut_model(folder: Path) -> Path:
+    """Write a model to be cut over ranks: y = 2x, in products of whole numbers, and x itself."""
+    shape: list[str | int | None] = ["batch", COLUMNS]
+    factors = (2, 1, 1, 1)
+    nodes = []
+    for layer in range(len(factors)):
+        product, made = f"product{layer}", "y" if layer == len(factors) - 1 else f"h{layer + 1}"
+        given = f"h{layer}" if layer else "x"
+        nodes.append(helper.make_node("MatMul", [given, f"w{layer}"], [product]))
+        nodes.append(helper.make_node("Abs", [product], [made]))
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "xy")
+    weights = [
+        numpy_helper.from_array(np.eye(COLUMNS, dtype=np.float32) * factor, f"w{layer}")
+        for layer, factor in enumerate(factors)
+    ]
+    graph = helper.make_graph(nodes, "chain", [x], [y, x], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    model.ir_version = 8
+    path = folder / "cut.onnx"
     onnx.save(model, path)
     return path
 
@@ -183,6 +228,8 @@ class _Client:
         return harm if possible.get(harm, True) else "none"
 
     def _choose_rows(self) -> int:
+        if self._most_rows <= _FEW_ROWS:
+            return self._chance.randint(1, self._most_rows)
         share: float = self._chance.random() ** _STEEPNESS
         return min(self._most_rows, int((MAX_ROWS + 1) ** share))
 
@@ -242,7 +289,7 @@ class ThreadClient(_Client):
 
     def __init__(self, scene: Scene, index: int) -> None:
         """Of that number among its like."""
-        super().__init__(scene, f"thread {index}", MAX_ROWS)
+        super().__init__(scene, f"thread {index}", scene.most_rows)
 
     def run(self) -> None:
         """Ask until the scene ends."""
@@ -316,7 +363,7 @@ class TaskClient(_Client):
 
     def __init__(self, scene: Scene, index: int) -> None:
         """Of that number among its like."""
-        super().__init__(scene, f"task {index}", _MAX_TASK_ROWS)
+        super().__init__(scene, f"task {index}", min(scene.most_rows, _MAX_TASK_ROWS))
 
     async def run(self) -> None:
         """Ask until the scene ends."""

@@ -4,6 +4,7 @@ The element types and their numbers are those of ONNX (``onnx.TensorProto.DataTy
 the numbers for types that NumPy lacks.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mcinfer.errors import InvalidInputError, requires
+from mcinfer.errors import BuildError, InvalidInputError, requires
 
 Dimension = int | str | None
 """A fixed size, a symbol whose size a run decides, or None: free and without a name."""
@@ -133,6 +134,16 @@ class ModelSpec:
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        """Raise `BuildError` if inputs, or outputs, share a name: answers are by name."""
+        for role, specs in (("inputs", self.inputs), ("outputs", self.outputs)):
+            names = Counter(spec.name for spec in specs)
+            twice = [name for name, number in names.items() if number > 1]
+            if twice:
+                raise BuildError(
+                    f"model: it declares the {role} {twice} more than once, expected different names"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

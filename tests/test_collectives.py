@@ -1,11 +1,14 @@
 """Tests of the collectives in shared memory, with ranks as threads; no second process."""
 
+import os
 import resource
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 
 from mcinfer.collectives import join
 from mcinfer.collectives.base import Group
-from mcinfer.collectives.memory import Area
+from mcinfer.collectives.memory import RING, Area
 from mcinfer.collectives.rendezvous import meet
 from mcinfer.collectives.shm import join_sockets
 from mcinfer.errors import (
@@ -132,6 +135,24 @@ def test_one_array_can_wait_while_the_sender_goes_on_to_other_operations() -> No
         group.barrier()
         if group.rank == 1:
             assert group.recv((3,), "float64", 0).tolist() == [1, 1, 1]
+
+    results(2, body)
+
+
+def test_array_that_is_received_is_not_overwritten_by_the_next_one() -> None:
+    """Also where the receiver makes room for more messages with it: it says so after it has read."""
+    arrays = [np.full(1 << 20, number) for number in range(2)]
+
+    def body(group: Group) -> None:
+        transfer = group.prepare_transfer([1], np.uint8, 0, 1)
+        for _ in range(10):
+            for _ in range(RING // 2 - 1):
+                transfer.run()
+            for array in arrays:
+                if group.rank == 0:
+                    group.send(array, 1)
+                else:
+                    np.testing.assert_array_equal(group.recv(array.shape, array.dtype, 0), array)
 
     results(2, body)
 
@@ -353,6 +374,56 @@ def joined(*ranks: tuple[str, int, int], timeout: float = 30.0) -> list[object]:
 def test_ranks_join_by_key() -> None:
     assert joined(("a", 0, 3), ("a", 1, 3), ("a", 2, 3)) == [[3, 3]] * 3
     assert joined(("a", 0, 1)) == [[1, 1]]
+
+
+def test_group_meets_in_a_folder_of_its_user_alone_and_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first place others can enter such a folder, and in the last one, too, the second time."""
+    name = f"mcinfer-groups-{os.geteuid()}"
+    entered, private = (tmp_path / place / name for place in ("entered", "private"))
+    for folder in (entered, private):
+        folder.parent.mkdir()
+    entered.mkdir()
+    entered.chmod(0o777)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(entered.parent))
+    monkeypatch.setattr(tempfile, "tempdir", str(private.parent))
+    sockets = met("a", lambda: [private.stat().st_mode & 0o777, *private.iterdir()])
+    assert sockets[0] == 0o700
+    assert len(sockets) == 2
+    assert not [*entered.iterdir()]
+    assert not private.exists()
+
+    # A rank 0 that was killed leaves its name, which the next one takes.
+    private.mkdir(0o700)
+    fd = os.open(private, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(f"/proc/self/fd/{fd}/{sockets[1].name}")
+    os.close(fd)
+    assert met("a", lambda: [*private.iterdir()]) == sockets[1:]
+    assert not private.exists()
+
+    private.mkdir()
+    private.chmod(0o755)
+    (exc,) = joined(("a", 0, 2))
+    assert isinstance(exc, OSError)
+    assert f"{private}: it is of user {os.geteuid()} and has mode 0755, expected" in str(exc)
+
+
+def met(key: str, look: Callable[[], list[Any]]) -> list[Any]:
+    """What there is to be seen when rank 1 has connected, and rank 0 still waits for it to say so."""
+    seen = []
+
+    def body(rank: int) -> None:
+        (end,) = meet(key, rank, 2, 30.0)
+        with end:
+            if rank:
+                seen.extend(look())
+                end.send(b'{"rank": 1, "size": 2}')
+
+    with no_descriptor_left():
+        assert in_threads(2, body) == [None, None]
+    return seen
 
 
 def test_groups_of_different_keys_do_not_meet() -> None:

@@ -20,6 +20,7 @@ from mcinfer.engines.base import Engine, EngineRequest, Run, RunCancelledError, 
 from mcinfer.engines.rank_layouts import MAX_LAYOUTS
 from mcinfer.engines.slices import RankEngine, prepare
 from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictError
+from mcinfer.slicing.slicer import write_slices
 from mcinfer.specs import numpy_dtype
 from tests.engine_tensors import buffer, content
 from tests.sliced_models import (
@@ -276,6 +277,60 @@ def test_layouts_beyond_the_limit_get_new_memory(tmp_path: Path) -> None:
             arenas.add(id(engine.arena))
             assert len(engine.arena.layouts) <= MAX_LAYOUTS
         assert len(arenas) == 2
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def test_output_that_is_an_input_is_that_of_its_own_run(
+    tmp_path: Path, tensor: int, pipeline: int, everywhere: bool
+) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w0"], ["h"]), helper.make_node("Relu", ["h"], ["r"])]
+    nodes.append(helper.make_node("MatMul", ["r", "w1"], ["y"]))
+    weights = {name: normal(seed, 32, 32) for seed, name in enumerate(("w0", "w1"))}
+    x, y = (value(name, "batch", 32) for name in "xy")
+    whole = save(tmp_path / "whole.onnx", nodes, [x], [x, y], weights)
+    folder = tmp_path / "slices"
+    folder.mkdir()
+    write_slices(whole, folder, tensor=tensor, pipeline=pipeline)
+    size = tensor * pipeline
+    given = [{"x": normal(seed, 3, 32)} for seed in range(8)]
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        path = folder / f"model{group.rank}.onnx"
+        engine = opened(stack, group, path, deliver_everywhere=everywhere)
+        kept = Bound(engine, given[0], {"x": (3, 32), "y": (3, 32)})
+        for inputs in given:
+            for run in (kept, Bound(engine, inputs, {}), Bound(engine, inputs, {"x": (3, 32)})):
+                found = run(inputs)
+                run.inputs["x"][...] = 0  # it is the caller's again
+                group.barrier()  # runs do not overlap
+                if everywhere or group.rank >= size - tensor:  # the last stage
+                    np.testing.assert_array_equal(found["x"], inputs["x"])
+                    wanted = np.maximum(inputs["x"] @ weights["w0"], 0) @ weights["w1"]
+                    np.testing.assert_allclose(found["y"], wanted, rtol=1e-3, atol=1e-3)
+
+    run_ranks(size, rank)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_input_whose_number_of_axes_the_model_does_not_say_may_have_any(
+    tmp_path: Path, tensor: int, pipeline: int
+) -> None:
+    nodes = [helper.make_node("Neg", ["x"], ["h"]), helper.make_node("Abs", ["h"], ["y"])]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy")
+    whole = save(tmp_path / "whole.onnx", nodes, [x], [y], {})
+    folder = tmp_path / "slices"
+    folder.mkdir()
+    write_slices(whole, folder, tensor=tensor, pipeline=pipeline)
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, folder / f"model{group.rank}.onnx")
+        for shape in ((3, 2), (4,), (1, 2, 3), (3, 2)):
+            given = {"x": -normal(1, *shape)}
+            for _ in range(2):
+                np.testing.assert_array_equal(Bound(engine, given, {})(given)["y"], abs(given["x"]))
 
     run_ranks(2, rank)
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mcinfer.engines.check_slices import check, difference, made_up_inputs, tolerance
 from mcinfer.errors import BuildError, InvalidInputError, ModelNotFoundError
@@ -344,6 +344,13 @@ def test_ranks_that_do_not_fit_are_refused(
     assert files(folder.parent) == ["mlp.onnx"]
 
 
+def test_output_that_is_declared_twice_is_refused(tmp_path: Path, folder: Path) -> None:
+    whole = mlp()
+    whole.graph.output.append(whole.graph.output[0])
+    with pytest.raises(BuildError, match=r"declares the outputs \['y'\] more than once"):
+        slice_model(saved(whole, tmp_path), folder, tensor=2)
+
+
 def test_file_that_is_no_model_is_refused(tmp_path: Path, folder: Path) -> None:
     path = tmp_path / "text.onnx"
     for content in (b"", b"this is no model", mlp().SerializeToString()[:-100]):
@@ -484,6 +491,86 @@ def test_wrong_weight_is_found(model: Path, folder: Path, ranks: dict[str, int])
         check(lambda _: None, str(model), str(folder))
 
 
+def quantised(*, output: str = "y") -> ModelProto:
+    """The layers of `mlp`, each with an input of eight bits."""
+    whole = mlp()
+    nodes = [*whole.graph.node]
+    del whole.graph.node[:]
+    step, zero = (np.array(4 / 127, np.float32), np.array(0, np.int8))
+    whole.graph.initializer.extend(
+        [numpy_helper.from_array(step, "step"), numpy_helper.from_array(zero, "zero")]
+    )
+
+    def rounded(given: str, to: str) -> list[NodeProto]:
+        return [
+            helper.make_node("QuantizeLinear", [given, "step", "zero"], [f"{to}q"]),
+            helper.make_node("DequantizeLinear", [f"{to}q", "step", "zero"], [to]),
+        ]
+
+    for at, node in enumerate(nodes):
+        if node.op_type == "MatMul":
+            whole.graph.node.extend(rounded(node.input[0], f"d{at}"))
+            node.input[0] = f"d{at}"
+        whole.graph.node.append(node)
+    if output != "y":
+        whole.graph.node.extend(rounded("y", output.removesuffix("q")))
+        whole.graph.output[0].CopyFrom(
+            helper.make_tensor_value_info(output, TensorProto.INT8, ["batch", WIDTH])
+        )
+    return whole
+
+
+@pytest.mark.parametrize("output", ["y", "zq"])
+def test_quantised_model_is_compared_as_it_is_written(
+    tmp_path: Path, folder: Path, output: str
+) -> None:
+    """The runtime's optimisations quantise weights too, and others in slices than in the whole model."""
+    path = saved(quantised(output=output), tmp_path)
+    report = slice_model(path, folder, tensor=2)
+    assert report.check.state == "passed"
+    assert report.check.tolerance[output] == 4 / 2**7
+    assert any(stage.sharded for stage in report.stages)
+
+
+def test_quantised_model_that_differs_is_refused_with_the_node(
+    tmp_path: Path, folder: Path
+) -> None:
+    path = saved(quantised(), tmp_path)
+    written(path, folder, pipeline=2)
+    data = folder / "model1.data"
+    data.write_bytes((np.fromfile(data, np.float32) * 2).tobytes())
+    with pytest.raises(BuildError, match=r"at most 3e-02; .*QuantizeLinear\) quantises to 8 bits"):
+        check(lambda _: None, str(path), str(folder))
+
+
+def test_slice_that_is_wrong_only_in_a_later_run_is_found(model: Path, folder: Path) -> None:
+    """It adds a random number that is 0 in its first five runs, and 1 in the sixth."""
+    more = helper.make_tensor_value_info("more", TensorProto.FLOAT, [1])
+
+    def draw(seed: int) -> list[NodeProto]:
+        uniform = helper.make_node(
+            "RandomUniform", [], ["u"], shape=[1], high=2.0, seed=float(seed)
+        )
+        return [uniform, helper.make_node("Floor", ["u"], ["more"])]
+
+    def drawn(seed: int) -> list[float]:
+        graph = helper.make_graph(draw(seed), "draw", [], [more])
+        alone = helper.make_model(graph, opset_imports=whole.opset_import, ir_version=8)
+        session = ort.InferenceSession(alone.SerializeToString())
+        return [session.run(None, {})[0][0] for _ in range(6)]
+
+    whole = onnx.load(model, load_external_data=False)
+    seed = next(seed for seed in range(10_000) if drawn(seed) == [0, 0, 0, 0, 0, 1])
+    written(model, folder, pipeline=2)
+    late = onnx.load(folder / "model1.onnx", load_external_data=False)
+    for node in late.graph.node:
+        node.output[:] = ["first" if name == "y" else name for name in node.output]
+    late.graph.node.extend([*draw(seed), helper.make_node("Add", ["first", "more"], ["y"])])
+    onnx.save(late, folder / "model1.onnx")
+    with pytest.raises(BuildError, match="output 'y' differs by"):
+        check(lambda _: None, str(model), str(folder))
+
+
 def test_slice_that_cannot_be_loaded_is_named(model: Path, folder: Path) -> None:
     written(model, folder, pipeline=2)
     (folder / "model1.data").unlink()
@@ -504,6 +591,25 @@ def test_model_that_takes_no_made_up_inputs_is_not_checked(tmp_path: Path, folde
     report = slice_model(saved(whole, tmp_path), folder, pipeline=2)
     assert report.check.state == "left out"
     assert report.check.reason.startswith("no made-up inputs fit the model: ")
+
+
+def test_random_numbers_are_drawn_by_one_rank_of_a_pipeline_alone(
+    tmp_path: Path, folder: Path
+) -> None:
+    whole = mlp()
+    whole.graph.node.extend(
+        [
+            helper.make_node("RandomNormalLike", ["y"], ["noise"], name="noise"),
+            helper.make_node("Add", ["y", "noise"], ["z"]),
+        ]
+    )
+    whole.graph.output[0].name = "z"
+    path = saved(whole, tmp_path)
+    with pytest.raises(InvalidInputError, match=r"node noise .* draws random numbers"):
+        slice_model(path, folder, tensor=2, pipeline=2)
+    report = slice_model(path, folder, pipeline=2)
+    assert report.check.state == "left out"
+    assert report.check.reason.startswith("node noise (RandomNormalLike) draws random numbers")
 
 
 def test_made_up_inputs_fit_the_model() -> None:

@@ -203,6 +203,66 @@ def test_precision_is_kept(dtype: str) -> None:
     assert operators(check(mlp(dtype=dtype))) == {"AllReduce": 2}
 
 
+def opposite(net: Net, *shape: int) -> str:
+    """A weight that takes the first half of its rows and the second one almost away from each other."""
+    weight = np.full(shape, 4.0) + net.rng.standard_normal(shape) * 0.01
+    weight[shape[0] // 2 :] *= -1
+    return net.constant(weight.astype(net.dtype))
+
+
+@pytest.mark.parametrize("kind", ["MatMul", "Gemm", "chain", "ReduceSum", "Conv"])
+def test_terms_that_float16_cannot_hold_give_their_sum(kind: str) -> None:
+    image = (3, 3) if kind == "Conv" else ()
+    kernel = (1, 1) if kind == "Conv" else ()
+    net = Net(2, 128, *image, dtype="float16")
+    up = np.eye(128, dtype=np.float16).reshape(128, 128, *kernel)
+    h = net.op("Relu", net.op("Conv" if image else "MatMul", "x", net.constant(up)))
+    bias = net.weight(128, std=0.1)
+    if kind == "Conv":
+        down = opposite(net, 128, 128, *kernel)
+        turned = net.op("Transpose", down, perm=[1, 0, 2, 3])
+        y = net.op("Conv", h, turned, bias)
+    elif kind == "Gemm":
+        y = net.op("Gemm", h, opposite(net, 128, 128), bias, beta=2.0)
+    elif kind == "ReduceSum":
+        y = net.op("ReduceSum", net.op("Mul", h, opposite(net, 128)), net.ints(-1))
+    else:
+        y = net.op("MatMul", h, opposite(net, 128, 128))
+    if kind == "chain":
+        y = net.op("Neg", net.op("Add", y, net.op("MatMul", h, opposite(net, 128, 128))))
+        y = net.op("Add", net.op("Mul", y, net.number(0.5)), bias)
+    model = net.model(y)
+    feeds = {"x": np.full((2, 128, *image), 300, np.float16)}
+    slices = slice_tensor(model, 2)
+    assert operators(slices.report) == {"AllReduce": 1}
+    expected = run_whole(model, feeds)[y]
+    for found in run_slices(models_of(slices), feeds):
+        assert found[y].dtype == np.float16
+        np.testing.assert_allclose(found[y], expected, rtol=2e-2, atol=0.5)
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("Div", 0.0), ("Mul", np.inf)])
+@pytest.mark.parametrize("given", ["input", "constant"])
+def test_sum_that_becomes_infinite_is_made_before(kind: str, factor: float, given: str) -> None:
+    """Its terms would be infinities of both signs, which have no sum."""
+    net = Net("batch", 128)
+    h = net.op("Relu", net.linear("x", 128, 128))
+    factors = np.array([[factor]] * 2, np.float32)
+    other = net.input("z", 2, 1) if given == "input" else net.constant(factors)
+    y = net.op(kind, net.op("MatMul", h, opposite(net, 128, 128)), other)
+    y = net.op("Add", y, net.op("MatMul", h, net.weight(128, 128)))
+    model = net.model(y)
+    feeds = {"x": net.rng.standard_normal((2, 128)).astype(np.float32)}
+    if given == "input":
+        feeds["z"] = factors
+    slices = slice_tensor(model, 2)
+    assert slices.report.sharded
+    expected = run_whole(model, feeds)[y]
+    assert np.isinf(expected).all()
+    for found in run_slices(models_of(slices), feeds):
+        np.testing.assert_array_equal(found[y], expected)
+
+
 def test_weight_of_a_type_that_numpy_lacks_is_cut() -> None:
     net = Net("batch", 128)
     table = net.weight(128, 128)
@@ -662,11 +722,60 @@ def test_one_rank_has_the_whole_model() -> None:
     assert report.rank_bytes == report.weight_bytes
 
 
-def test_random_numbers_without_a_seed_are_refused_with_the_node() -> None:
-    net = Net("batch", 64)
-    x = net.op("Add", "x", net.op("RandomNormalLike", "x"))
-    with pytest.raises(InvalidInputError, match=r"node RandomNormalLike_0 .* seed"):
-        slice_tensor(net.model(x), 2)
+DRAWS = """
+    <ir_version: 10, opset_import: ["": 17, "com.microsoft": 1, "own": 1]>
+    g (float[batch, 64] x, bool train) => (float[batch, 64] y)
+    <bool yes = {{1}}, bool no = {{0}}, float half = {{0.5}}, float[64] bias = {{{bias}}}>
+    {{ never = Constant <value = bool {{0}}> ()  r = Relu(x)  {body} }}
+"""
+FUNCTION = """
+    <domain: "own", opset_import: ["": 17]> drawn (a) => (b) { b = RandomUniformLike(a) }
+"""
+
+
+def drawing_model(body: str) -> ModelProto:
+    text = DRAWS.format(body=body, bias=", ".join(["0"] * 64))
+    return onnx.parser.parse_model(text + FUNCTION * ("own" in body))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "y = RandomNormalLike(r)",
+        "y = RandomNormalLike <seed = 1.0> (r)",
+        "y = Bernoulli <seed = 1.0> (r)",
+        "m = Multinomial <sample_size = 64, seed = 1.0> (r)  y = Cast <to = 1> (m)",
+        "y = Dropout(r, half, yes)",
+        "y = Dropout(r, half, train)",
+        "y = com.microsoft.BitmaskDropout(r, half, yes)",
+        "y = com.microsoft.BiasDropout(r, bias, , half, yes)",
+        "y = com.microsoft.BitmaskBiasDropout(r, bias, , half, train)",
+        """y = If(train) <then_branch = t () => (float[batch, 64] p) { p = Relu(r) },
+                          else_branch = e () => (float[batch, 64] q) { q = Dropout(r, half, yes) }>""",
+        "y = own.drawn(r)",
+    ],
+)
+def test_model_that_draws_random_numbers_is_refused_with_the_node(body: str) -> None:
+    """Also with a seed: a run that one rank skips, such as a cancelled one, sets it apart for good."""
+    with pytest.raises(InvalidInputError, match=r"node [bmqy] \(.*\) draws random numbers"):
+        slice_tensor(drawing_model(body), 2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "y = Dropout(r)",
+        "y = Dropout(r, half)",
+        "y = Dropout(r, half, no)",
+        "y = Dropout(r, half, never)",
+        "y = com.microsoft.BiasDropout(r, bias, , half)",
+        """y = If(train) <then_branch = t () => (float[batch, 64] p) { p = Relu(r) },
+                          else_branch = e () => (float[batch, 64] q)
+                          { off = Constant <value = bool {0}> ()  q = Dropout(r, half, off) }>""",
+    ],
+)
+def test_dropout_that_does_not_train_draws_nothing(body: str) -> None:
+    assert slice_tensor(drawing_model(body), 2).graph.graph.node
 
 
 def test_slice_is_not_sliced_again() -> None:

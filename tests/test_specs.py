@@ -8,10 +8,11 @@ import ml_dtypes  # noqa: F401 NumPy knows its types by name once it is imported
 import numpy as np
 import pytest
 
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,
+    ModelSpec,
     TensorSpec,
     element_type_name,
     numpy_dtype,
@@ -50,6 +51,15 @@ def test_other_numpy_types_of_an_element_type_have_its_name() -> None:
     assert tensor_bytes(STRING, 7) == 0
     spec = TensorSpec(name="sample", dtype=np.dtype(np.float16), shape=("batch", 4, None))
     assert str(spec) == "sample: float16[batch, 4, ?]"
+
+
+def test_model_with_one_name_for_two_outputs_is_refused() -> None:
+    x, y = (TensorSpec(name=name, dtype=np.dtype(np.float32), shape=()) for name in "xy")
+    assert ModelSpec(inputs=(x, y), outputs=(y, x)).outputs == (y, x)
+    with pytest.raises(BuildError, match=r"declares the outputs \['y'\] more than once"):
+        ModelSpec(inputs=(x,), outputs=(y, x, y))
+    with pytest.raises(BuildError, match=r"declares the inputs \['x'\] more than once"):
+        ModelSpec(inputs=(x, x), outputs=())
 
 
 @pytest.mark.parametrize("name", ["", "object", "float8_e3m4", "datetime64"])

@@ -28,9 +28,9 @@ def join(
             groups have one key. All ranks get this error.
         CollectiveTimeoutError: A rank did not come in time; names it.
         RankDiedError: A rank ended before all had come.
-        ProtocolError: Another program or another user has the group's address.
+        ProtocolError: Another program has the group's address.
         MissingDependencyError: The backend's package is not installed; says what to install.
-        OSError: No descriptor is left.
+        OSError: No descriptor is left, or no folder for the group's address is this user's alone.
     """
     check_count("size", size, 1)
     check_count("rank", rank, 0)

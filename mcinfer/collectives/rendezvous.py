@@ -1,21 +1,24 @@
 """How ranks of one machine that were started apart find each other: by a key that all have.
 
-Rank 0 listens at an abstract address (unix(7)) that is made from the key and the user, and the others
-connect. The kernel says which user each side is of (`SO_PEERCRED`). What connects says what rank it is by
-the packet that begins `mcinfer.collectives.bootstrap`, which is only looked at here.
+Rank 0 listens at a socket whose name is made from the key, in a folder that is this user's alone, so that
+another user who knows the key cannot take the name. The others connect. The kernel says which user each side
+is of (`SO_PEERCRED`). What connects says what rank it is by the packet that begins
+`mcinfer.collectives.bootstrap`, which is only looked at here.
 
-Ownership: the caller closes the sockets. The address is free again when all have connected, so the next group
-may have the same key.
+Ownership: the caller closes the sockets. Rank 0 removes the name when all have connected, so the next group
+may have the same key; the name of a rank 0 that was killed goes when the next one comes.
 """
 
 import contextlib
-import errno
+import fcntl
 import hashlib
 import os
 import select
 import socket
+import stat
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from mcinfer.collectives.bootstrap import Deadline, call_second_hub, peek_join, send_error
 from mcinfer.errors import (
@@ -40,7 +43,8 @@ def meet(key: str, rank: int, size: int, timeout: float) -> list[socket.socket]:
         return []
     deadline = Deadline(timeout)
     if rank == 0:
-        return _gather(key, size, deadline)
+        with _listening(key, size, deadline) as listener:
+            return _gather(listener, key, size, deadline)
     end = _connect(key, deadline)
     if end is None:
         raise CollectiveTimeoutError(
@@ -49,60 +53,136 @@ def meet(key: str, rank: int, size: int, timeout: float) -> list[socket.socket]:
     return [end]
 
 
-def _address(key: str) -> str:
-    digest = hashlib.sha256(f"{os.geteuid()} {key}".encode()).hexdigest()
-    return f"\0mcinfer-group-{digest[:32]}"
+def _folders() -> list[str]:
+    """Where the sockets of this user's groups may be, first choice first."""
+    user = os.geteuid()
+    places = (os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{user}", tempfile.gettempdir())
+    return [f"{place}/mcinfer-groups-{user}" for place in dict.fromkeys(filter(None, places))]
+
+
+def _opened(folder: str) -> int:
+    """A descriptor of a folder; `PermissionError` unless it is this user's, and closed to others."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    info = os.fstat(fd)
+    if info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return fd
+    os.close(fd)
+    raise PermissionError(
+        1,
+        f"it is of user {info.st_uid} and has mode {stat.S_IMODE(info.st_mode):04o}, expected user "
+        f"{os.geteuid()} and mode 0700",
+    )
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[int]:
+    """A descriptor of a folder in which no other process takes or removes a name; it is made if need be."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        try:
+            fd = _opened(folder)
+        except FileNotFoundError:  # another process has removed it
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:  # else likewise
+                yield fd
+                return
+        finally:
+            os.close(fd)
+
+
+def _path(fd: int, key: str) -> str:
+    """Of a group's socket in an open folder, whose own path may be too long for one."""
+    return f"/proc/self/fd/{fd}/{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+
+
+def _connected(path: str) -> socket.socket | None:
+    """A socket to the rank 0 that listens there; None if there is none."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        end.setblocking(False)
+        end.connect(path)
+    except BaseException as exc:
+        end.close()
+        if isinstance(exc, ConnectionRefusedError | FileNotFoundError):
+            return None
+        raise
+    return end
 
 
 def _connect(key: str, deadline: Deadline) -> socket.socket | None:
     """A socket to the rank 0 that listens; None if there is none in time."""
     while True:
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            end.setblocking(False)
-            end.connect(_address(key))
-            pid, uid = peer_credentials(end)
-            if uid != os.geteuid():
-                raise ProtocolError(
-                    f"the group {key!r} is of user {uid} (pid {pid}), and this rank of user {os.geteuid()}"
-                )
-        except (BlockingIOError, ConnectionRefusedError):
-            end.close()  # too many wait to be accepted, or no process listens
-        except BaseException:
-            end.close()
-            raise
-        else:
-            return end
+        for folder in _folders():
+            # There may be no such folder of ours; or too many wait to be accepted.
+            with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
+                fd = _opened(folder)
+                try:
+                    if end := _connected(_path(fd, key)):
+                        return end
+                finally:
+                    os.close(fd)
         if not deadline.milliseconds():
             return None
         time.sleep(_PAUSE)
 
 
-def _listen(key: str, size: int, deadline: Deadline) -> socket.socket:
-    while True:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+@contextlib.contextmanager
+def _listening(key: str, size: int, deadline: Deadline) -> Iterator[socket.socket]:
+    """A socket that listens in the first folder that can be used; its name ends before it does."""
+    faults = []
+    for folder in _folders():
         try:
-            listener.bind(_address(key))
+            with _locked(folder):
+                break
+        except OSError as exc:
+            faults.append(f"{folder}: {exc.strerror}")
+    else:
+        raise OSError(
+            f"no folder for the group's socket: {'; '.join(faults)}; XDG_RUNTIME_DIR can name one"
+        )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        while not _take_name(listener, folder, key, size, deadline):
+            if not deadline.milliseconds():
+                raise InvalidInputError(f"key: got {key!r}, which another group uses")
+            time.sleep(_PAUSE)
+        try:
+            yield listener
+        finally:
+            with _locked(folder) as fd, contextlib.suppress(OSError):  # other groups use the folder
+                os.unlink(_path(fd, key))
+                os.rmdir(folder)
+
+
+def _take_name(
+    listener: socket.socket, folder: str, key: str, size: int, deadline: Deadline
+) -> bool:
+    """Have it listen; False if another one has the name."""
+    with _locked(folder) as fd:
+        path = _path(fd, key)
+        try:
+            end = _connected(path)
+        except BlockingIOError:  # too many wait to be accepted there
+            return False
+        if end is None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of a rank 0 that was killed
+            listener.bind(path)
             listener.listen(size)
             listener.setblocking(False)
-        except OSError as exc:
-            listener.close()
-            if exc.errno != errno.EADDRINUSE:
-                raise
-        else:
-            return listener
-        # Either a second group has this key, or another one has just come together.
-        with contextlib.ExitStack() as stack:
-            if end := _connect(key, Deadline(0.0)):
-                stack.enter_context(end)
-                call_second_hub(end, size, deadline)
-        if not deadline.milliseconds():
-            raise InvalidInputError(f"key: got {key!r}, which another group uses")
+            return True
+    # Either a second group has this key, or another one has just come together.
+    with end:
+        call_second_hub(end, size, deadline)
+    return False
 
 
-def _gather(key: str, size: int, deadline: Deadline) -> list[socket.socket]:
+def _gather(
+    listener: socket.socket, key: str, size: int, deadline: Deadline
+) -> list[socket.socket]:
     """In rank 0, the sockets of ranks 1, 2, …, once all have connected."""
-    listener = _listen(key, size, deadline)
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     ends: dict[int, socket.socket] = {}  # what has connected, by descriptor
@@ -134,7 +214,6 @@ def _gather(key: str, size: int, deadline: Deadline) -> list[socket.socket]:
         send_error([*ends.values()], exc)
         raise
     finally:
-        listener.close()
         for end in ends.values():
             end.close()
 

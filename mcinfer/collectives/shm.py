@@ -227,7 +227,10 @@ class _Transfer(Collective):
             group._await_room(self._peer, self._signature, 0)
             group._post(self._peer, self._cell)
         else:
-            group._take(self._peer, self._cell)
+            peer = self._peer
+            group._take(peer, self._cell)
+            if peer.taken - peer.reported >= RING // 2:
+                group._acknowledge(peer)
 
 
 class ShmGroup(Group):
@@ -383,7 +386,7 @@ class ShmGroup(Group):
 
     @closing
     def _take(self, peer: _Peer, packed: bytes) -> None:
-        """Return when the peer's next message has come, if it has this cell."""
+        """Return when the peer's next message has come, if it has this cell; it is not acknowledged yet."""
         self._check_open()
         if peer.messages == peer.taken:
             deadline = time.monotonic() + self.timeout
@@ -395,8 +398,6 @@ class ShmGroup(Group):
         if got != packed:
             raise difference({peer.rank: got, self.rank: packed})
         peer.taken += 1
-        if peer.taken - peer.reported >= RING // 2:
-            self._acknowledge(peer)
 
     def _next_message(self, peer: _Peer) -> bytes:
         """The cell of the peer's next message."""

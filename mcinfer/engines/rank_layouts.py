@@ -75,10 +75,14 @@ def side_by_side(sizes: Mapping[str, int], start: int = 0) -> tuple[dict[str, sl
 
 
 def check_inputs(spec: ModelSpec, inputs: Sequence[Buffer | Strings]) -> None:
-    """Raise `InvalidInputError` for an input that does not fit the model's."""
+    """Raise `InvalidInputError` for an input that does not fit the model's.
+
+    A shape without axes says nothing: it also stands for one that the model does not declare.
+    """
     for tensor, item in zip(spec.inputs, inputs, strict=True):
         given = STRING if isinstance(item, Strings) else item.element_type
-        if given != tensor.element_type or not tensor.admits(item.shape):
+        fits = not tensor.shape or tensor.admits(item.shape)
+        if given != tensor.element_type or not fits:
             raise InvalidInputError(
                 f"input {tensor.name!r}: got {given}{[*item.shape]}, expected {tensor}"
             )

@@ -126,9 +126,9 @@ class _Member:
 
     @classmethod
     def of(cls, engine: RankEngine) -> "_Member":
-        """All ranks of a stage make the same outputs; the first of them gives them."""
+        """All ranks of a stage make the same outputs, some of inputs; the first rank gives them."""
         plan, rank = engine.plan, engine.group.rank
-        reads = {name for step in plan.steps for name in step.inputs}
+        reads = {*plan.made, *(name for step in plan.steps for name in step.inputs)}
         return cls(
             rank=rank,
             takes=frozenset(spec.name for spec in plan.spec.inputs if spec.name in reads),

@@ -21,6 +21,7 @@ Ownership: the engine owns its sessions and its arena of groups. The group that 
 caller's, but an error that is not of one run alone closes that, too.
 """
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -214,8 +215,9 @@ class RankEngine(Engine):
             )
 
     def _roots(self) -> dict[str, int]:
-        """For each output of the whole model, the first rank that makes it; waits for all ranks."""
-        names = [spec.name for spec in self.spec.outputs]
+        """For each output that is no input, the first rank that makes it; waits for all ranks."""
+        given = {spec.name for spec in self.spec.inputs}
+        names = [spec.name for spec in self.spec.outputs if spec.name not in given]
         made = np.array([[name in self.plan.made for name in names]], np.uint8)
         try:
             makers = self.group.all_gather(made)
@@ -283,6 +285,15 @@ def _open(request: EngineRequest, folder: Path, segment: Segment) -> Engine:
     prepared = _prepared_form(folder, segment)
     preparation = Preparation(path=prepared if prepared.exists() else None)
     return _onnxruntime.load(_segment_request(request, folder, segment), preparation)
+
+
+def _copied(value: Buffer | Strings) -> Produced | Strings:
+    """An output that is an input, which may change after the run."""
+    if isinstance(value, Strings):
+        return value
+    copy = owned(value.name, value.element_type, value.shape)
+    ctypes.memmove(copy.address, value.address, value.size)
+    return copy
 
 
 def _array(name: str, values: Values) -> NDArray[np.generic]:
@@ -462,7 +473,7 @@ class _RankRun(Run):
             self._outputs = {}
             for name in self._engine.given:
                 like = layout.values[name]
-                if isinstance(like, Buffer):
+                if isinstance(like, Buffer) and name not in self._inputs:
                     place = self._bound.get(name)
                     if place is None or place.shape != like.shape:
                         place = owned(name, like.element_type, like.shape)
@@ -511,7 +522,10 @@ class _RankRun(Run):
         return self._results(values)
 
     def _results(self, values: Values) -> Sequence[Produced | Strings]:
-        found = [values[name] for name in self._engine.given]
+        found = [
+            _copied(self._inputs[name]) if name in self._inputs else values[name]
+            for name in self._engine.given
+        ]
         # A buffer of the caller's has its value already.
         return delivered(
             [item for item in found if isinstance(item, Produced | Strings)], self._bound

@@ -39,8 +39,14 @@ RANDOM = frozenset(
         "RandomNormalLike",
         "RandomUniform",
         "RandomUniformLike",
+        "Sampling",
     ]
 )
+"""Operators that draw random numbers in each run, whatever their domain."""
+
+_TRAINING = {"Dropout": 2, "BitmaskDropout": 2, "BiasDropout": 4, "BitmaskBiasDropout": 4}
+"""Operators that draw in training alone, and the input that says so."""
+
 _COLLECTIVES = ("AllReduce", "AllGather", "AllToAll", "DistCollective", "Distributed", "Nccl")
 
 # Operators whose outputs ONNX's shape inference does not know: those with the first input's shape, and, by
@@ -71,6 +77,35 @@ def operator(node: NodeProto) -> str:
 def label(node: NodeProto) -> str:
     """How a message names a node."""
     return f"{node.name or node.output[0]} ({operator(node)})"
+
+
+def drawing(nodes: Iterable[NodeProto], constants: Mapping[str, TensorProto]) -> NodeProto | None:
+    """The first of some nodes, or of those inside them, that may draw random numbers.
+
+    Args:
+        nodes: Of one graph.
+        constants: Initialisers that they can take.
+    """
+    listed = [*nodes]
+    made = [tensor for tensor in map(_constant, listed) if tensor is not None]
+    known = {**constants, **{tensor.name: tensor for tensor in made}}
+    for node in listed:
+        place = _TRAINING.get(node.op_type, len(node.input))
+        trains = "".join(node.input[place : place + 1])
+        if node.op_type in RANDOM or (trains and not _is_false(known.get(trains))):
+            return node
+        for graph in subgraphs(node):
+            inner = {**known, **{tensor.name: tensor for tensor in graph.initializer}}
+            found = drawing(graph.node, inner)
+            if found is not None:
+                return found
+    return None
+
+
+def _is_false(tensor: TensorProto | None) -> bool:
+    if tensor is None or tensor.data_location == TensorProto.EXTERNAL:
+        return False
+    return not numpy_helper.to_array(tensor).any()
 
 
 def is_collective(node: NodeProto) -> bool:
@@ -361,8 +396,7 @@ class Graph:
         self.inputs = [x.name for x in model.graph.input if x.name not in self.constants]
         self.outputs = [x.name for x in model.graph.output]
         for nodes in (self.nodes, *(function.node for function in model.functions)):
-            for node in with_inner(nodes):
-                _check(node)
+            _check(nodes, self.constants)
         self._numbers: dict[str, tuple[float, ...] | None] = {}
         self.derived: dict[str, Derived] = {}
         self._derive()
@@ -382,6 +416,10 @@ class Graph:
         if name in self.constants:
             return int(self.constants[name].data_type)
         return int(self._types[name].type.tensor_type.elem_type) if name in self._types else 0
+
+    def is_narrow(self, name: str) -> bool:
+        """Whether it is of floats of 16 bits: terms of a sum may be larger than these, if it is not."""
+        return self.element_type(name) in (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
     def integers(self, name: str) -> tuple[int, ...] | None:
         """The elements of a small constant of integers, flat; None for any other value."""
@@ -510,14 +548,15 @@ def _constant(node: NodeProto) -> TensorProto | None:
     return tensor
 
 
-def _check(node: NodeProto) -> None:
+def _check(nodes: Sequence[NodeProto], constants: Mapping[str, TensorProto]) -> None:
     """Refuse what would differ between ranks, and models that are slices already."""
-    if node.op_type in RANDOM and all(attribute.name != "seed" for attribute in node.attribute):
+    random = drawing(nodes, constants)
+    if random is not None:
         raise InvalidInputError(
-            f"model: node {label(node)} draws random numbers, which would differ between ranks; "
-            "expected an attribute seed"
+            f"model: node {label(random)} draws random numbers, which would differ between the ranks of "
+            "tensor; expected a model that draws none, or a pipeline alone, where one rank draws them"
         )
-    if is_collective(node):
+    for node in filter(is_collective, with_inner(nodes)):
         raise InvalidInputError(
             f"model: node {label(node)} is a collective, expected a model that is not sliced yet"
         )

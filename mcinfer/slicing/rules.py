@@ -7,7 +7,7 @@ their own. What has no rule here runs whole in every rank.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 from onnx import TensorProto
@@ -100,6 +100,8 @@ def _undivided(view: View, form: Sharded) -> str:
 
 def partial(view: View, forms: Forms) -> Iterator[Choice]:
     """Ways to run the node on partial sums, where it is linear."""
+    if not all(view.graph.element_type(name) for name in view.outputs if name):
+        return  # the terms' type follows from it
     there = [form is not None and PARTIAL in form for form in forms]
     if view.operator in ("Shape", "Size") and there[0]:
         yield Choice(needs=(PARTIAL,), gives=(REPLICATED,))
@@ -108,8 +110,22 @@ def partial(view: View, forms: Forms) -> Iterator[Choice]:
     if view.operator == "Div" and view.graph.element_type(view.outputs[0]) not in _FLOATS:
         return  # a division of integers rounds
     for index in _LINEAR_IN_ONE.get(view.operator, ()):
-        if index < len(view.inputs) and there[index]:
+        if index < len(view.inputs) and there[index] and _keeps_finite(view, index):
             yield _linear(view, [index])
+
+
+def _keeps_finite(view: View, index: int) -> bool:
+    """Whether no finite input becomes infinite: infinite terms of different signs have no sum.
+
+    A product's other factor is to be a constant, and a divisor one that is not 0.
+    """
+    if view.operator not in ("Div", "Mul"):
+        return True
+    other = view.inputs[1 - index]
+    numbers = view.graph.numbers(other)
+    if view.operator == "Div":
+        return numbers is not None and all(numbers)
+    return view.graph.is_constant(other) and all(map(isfinite, numbers or ()))
 
 
 def _linear(view: View, indices: Sequence[int]) -> Choice:

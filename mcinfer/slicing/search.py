@@ -95,7 +95,11 @@ class Costs:
 
     def collective(self, name: str, placement: Placement) -> float:
         """The cost of making a value whole."""
-        times = 2 if isinstance(placement, Partial) else 1
+        times = 1
+        if isinstance(placement, Partial):
+            times = (
+                4 if self._graph.is_narrow(name) else 2
+            )  # terms of narrow floats are sent as float32
         sent = times * self._values.bytes(name) * (self.ranks - 1) / self.ranks
         return SENT_WEIGHT * (sent + COLLECTIVE_BYTES)
 

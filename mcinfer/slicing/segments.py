@@ -35,9 +35,11 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from mcinfer.errors import BuildError
 from mcinfer.slicing.graphs import (
-    RANDOM,
+    BITS,
+    drawing,
     inferred,
     known_stand_ins,
+    label,
     like_input,
     resized_input,
     subgraphs,
@@ -66,15 +68,30 @@ def cut_segments(model_path: str | Path, folder: str | Path) -> RankPlan:
     Raises:
         BuildError: The file is no ONNX model, or has a collective that cannot be run; with the node's name.
     """
-    path = Path(model_path)
-    try:
-        model = onnx.load(str(path), load_external_data=False)
-    except (OSError, DecodeError) as exc:
-        raise BuildError(f"{path}: {exc}") from exc
+    model = _loaded(model_path)
     try:
         return _Cut(model).write(Path(folder))
     except BuildError as exc:
-        raise BuildError(f"{path}: {exc}") from None
+        raise BuildError(f"{model_path}: {exc}") from None
+
+
+def _loaded(path: str | Path) -> ModelProto:
+    try:
+        return onnx.load(str(path), load_external_data=False)
+    except (OSError, DecodeError) as exc:
+        raise BuildError(f"{path}: {exc}") from exc
+
+
+def rounding(slices: Iterable[Path]) -> tuple[str, int] | None:
+    """The first node of some slices that quantises values, and to how many bits; None if there is none."""
+    for path in slices:
+        model = _loaded(path)
+        kinds = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+        for node in with_inner(model.graph.node):
+            if "Quantize" in node.op_type or node.op_type.startswith("QLinear"):
+                zero_point = "".join(node.input[2:3]) if node.op_type == "QuantizeLinear" else ""
+                return label(node), BITS.get(kinds.get(zero_point, TensorProto.UINT8), 8)
+    return None
 
 
 # Nodes.
@@ -184,8 +201,9 @@ class _Cut:
     def __init__(self, model: ModelProto) -> None:
         self._model = model
         graph = model.graph
+        self._tensors = {tensor.name: tensor for tensor in graph.initializer}
         self._initialisers = {
-            *(tensor.name for tensor in graph.initializer),
+            *self._tensors,
             *(sparse.values.name for sparse in graph.sparse_initializer),
         }
         self._inputs = {
@@ -279,7 +297,7 @@ class _Cut:
             if collective is not None:
                 self._phase(phase).exchanges += self._exchanges(node, collective, phase)
                 phase += 1
-            elif node.op_type not in RANDOM and self._constants.issuperset(reads):
+            elif self._constants.issuperset(reads) and drawing([node], self._tensors) is None:
                 self._constants.update(node.output)
             else:
                 self._phase(phase).nodes.append(node)
@@ -312,9 +330,11 @@ class _Cut:
         types = _infer(self._model, self._collectives)
         steps: list[Segment | Exchange] = []
         exchanged = {item.output for phase in self._phases for item in phase.exchanges}
-        # Outputs that no node of any phase makes: constants, and inputs that are passed on.
+        # Outputs that no node of any phase makes. Those that are inputs need no segment: the rank has them.
         made = {name for phase in self._phases for node in phase.nodes for name in node.output}
-        passed_on = [name for name in self._outputs if name not in made | exchanged]
+        constant = [
+            name for name in self._outputs if name not in made | exchanged | self._inputs.keys()
+        ]
         later: list[set[str]] = [{*self._outputs}]
         for phase in reversed(self._phases[1:]):
             needed = {name for node in phase.nodes for name in self._variables(node)}
@@ -330,7 +350,7 @@ class _Cut:
             ]
             outputs += sorted(given & self._constants - own)
             if number == 0:
-                outputs += passed_on
+                outputs += constant
             if outputs:
                 outputs = [*dict.fromkeys(outputs)]
                 steps.append(self._write_segment(folder, number, phase.nodes, outputs, types))

@@ -36,7 +36,7 @@ with requires("cutting a model needs the package onnx: pip install 'mcinfer[onnx
     from onnx import ModelProto
 
 from mcinfer.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, drop_false_shapes, infer
-from mcinfer.slicing.graphs import is_collective, label, tensor_bytes, tensor_spec
+from mcinfer.slicing.graphs import drawing, is_collective, label, tensor_bytes, tensor_spec
 from mcinfer.slicing.pipeline import Stage, cut_stages
 from mcinfer.slicing.plans import METADATA_KEY, REPORT_FILE, VERSION, RankPlan
 from mcinfer.slicing.tensor import StageReport, slice_tensor
@@ -140,7 +140,8 @@ def slice_model(
         tensor: Over how many ranks the weights of each stage are cut.
         pipeline: How many stages run one after another.
         check: Run the slices on made-up inputs, in a child process, and compare with the whole model. A model
-            whose weights do not fit into memory twice is not checked, and the report says so.
+            that draws random numbers, or whose weights do not fit into memory twice, is not checked, and the
+            report says so.
         force: Replace slices that are in the folder.
         progress: Called with ``{"phase": "slicing"}`` or ``{"phase": "checking"}``.
 
@@ -167,7 +168,7 @@ def slice_model(
             draft.mkdir()
             tick({"phase": "slicing"})
             report = write_slices(model, draft, tensor=tensor, pipeline=pipeline)
-            if check:
+            if check and report.check is _UNCHECKED:
                 tick({"phase": "checking"})
                 report = replace(report, check=_checked(Path(model), draft, report, tick))
                 _write_report(draft, report)
@@ -200,9 +201,10 @@ def write_slices(
         _check_unsliced(whole)
         drop_false_shapes(whole)
         values = infer(whole)
-        weight_names = {tensor.name for tensor in whole.graph.initializer}
+        initialisers = {tensor.name: tensor for tensor in whole.graph.initializer}
+        random = drawing(whole.graph.node, initialisers)
         spec = ModelSpec(
-            inputs=tuple(tensor_spec(v) for v in whole.graph.input if v.name not in weight_names),
+            inputs=tuple(tensor_spec(v) for v in whole.graph.input if v.name not in initialisers),
             outputs=tuple(tensor_spec(values.types.get(v.name, v)) for v in whole.graph.output),
         )
         ranks: list[RankReport] = []
@@ -226,7 +228,11 @@ def write_slices(
                     steps=(),
                 )
                 ranks.append(_write_rank(target, weights, stage, slices.graph, recipes, plan))
-        total = sum(map(tensor_bytes, whole.graph.initializer))
+        total = sum(map(tensor_bytes, initialisers.values()))
+        check = _UNCHECKED
+        if random is not None:
+            reason = f"node {label(random)} draws random numbers, so no two runs are alike"
+            check = replace(check, reason=reason)
     report = Report(
         model=Path(in_words(str(path), str(path))).name,
         tensor=tensor,
@@ -234,7 +240,7 @@ def write_slices(
         weight_bytes=total,
         ranks=ranks,
         stages=reports,
-        check=_UNCHECKED,
+        check=check,
     )
     _write_report(target, report)
     return report

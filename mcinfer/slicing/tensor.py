@@ -7,11 +7,13 @@
                                                                  └──► a recipe for each weight of each rank
 
 The graphs of the ranks have the same nodes and differ in initialisers alone. A value keeps its name where it
-is whole; parts and terms of a sum have names of their own. Weights are not copied here: a recipe says which
-rows of which initialiser a rank has, and `mcinfer.slicing.weights` copies them.
+is whole; parts and terms of a sum have names of their own. Terms of float16 and bfloat16 are computed and
+summed in float32, since they may be larger than these types allow where the sum is not. Weights are not
+copied here: a recipe says which rows of which initialiser a rank has, and `mcinfer.slicing.weights` copies
+them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -156,8 +158,8 @@ def slice_tensor(model: ModelProto, size: int, values: Values | None = None) -> 
         values: What `infer` found for it, or for a model of which it is a part, if that is known already.
 
     Raises:
-        InvalidInputError: `size` does not fit, or the model draws random numbers without a seed, or has
-            collectives already; names the node.
+        InvalidInputError: `size` does not fit, or the model draws random numbers, or has collectives
+            already; names the node.
         BuildError: The graph is not sound.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -197,6 +199,7 @@ class _Writer:
         added: Constants that slicing adds, for each rank.
         types: Types and shapes of the values in the ranks' graph.
         collectives: For the report.
+        wide: Narrow floats as float32, by their names.
     """
 
     graph: Graph
@@ -211,6 +214,7 @@ class _Writer:
     types: dict[str, tuple[int, Dims]] = field(default_factory=dict)
     collectives: list[CollectiveNode] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
+    wide: dict[str, str] = field(default_factory=dict)
 
     def write(self) -> TensorSlices:
         graph = self.graph
@@ -229,11 +233,16 @@ class _Writer:
 
     def _write_node(self, view: View, choice: Choice) -> None:
         inputs = []
+        has_terms = choice.bias is not None or PARTIAL in choice.gives
         for index, name in enumerate(view.inputs):
             if not name or index in choice.vectors or index == choice.bias:
                 inputs.append("")
-            else:
-                inputs.append(self._fetch(name, choice.needs[index], view))
+                continue
+            need = choice.needs[index]
+            fetched = self._fetch(name, need, view)
+            inputs.append(
+                self._widened(fetched, name) if has_terms and need != PARTIAL else fetched
+            )
         for index, vector in choice.vectors.items():
             inputs += [""] * (index + 1 - len(inputs))
             kind = self.graph.element_type(view.inputs[index]) if view.has(index) else 0
@@ -290,12 +299,12 @@ class _Writer:
             return
         self._type(partial, name, PARTIAL)
         total = self._unique(f"{name}.sum")
-        self._type(total, name, REPLICATED)
+        self._type(total, name, PARTIAL)
         self._collective("AllReduce", name, partial, total, view, "")
-        bias = self._fetch(view.inputs[index], REPLICATED, view)
+        bias = self._widened(self._fetch(view.inputs[index], REPLICATED, view), view.inputs[index])
         beta = view.attribute("beta", 1.0)
         if view.operator == "Gemm" and beta != 1.0:
-            kind = helper.tensor_dtype_to_np_dtype(self.graph.element_type(view.inputs[index]))
+            kind = helper.tensor_dtype_to_np_dtype(self._kind_of_terms(name))
             factor = self._constant(f"{name}.beta", np.array(beta, kind))
             bias = self._node("Mul", [bias, factor], self._unique(f"{name}.bias"))
         if choice.bias_axis is not None:
@@ -303,7 +312,35 @@ class _Writer:
             shape = [-1 if axis == choice.bias_axis else 1 for axis in range(rank)]
             wanted = self._constant(f"{name}.bias_shape", np.array(shape, np.int64))
             bias = self._node("Reshape", [bias, wanted], self._unique(f"{name}.bias"))
-        self._node("Add", [total, bias], name)
+        self._narrowed(name, lambda written: self._node("Add", [total, bias], written))
+
+    # Terms of narrow floats.
+
+    def _kind_of_terms(self, name: str) -> int:
+        """The type of a value's terms; 0 if it is unknown."""
+        return TensorProto.FLOAT if self.graph.is_narrow(name) else self.graph.element_type(name)
+
+    def _widened(self, written: str, name: str) -> str:
+        """A value for a node that gives terms: narrow floats as float32."""
+        if not self.graph.is_narrow(name):
+            return written
+        if written not in self.wide:
+            wide = self._unique(f"{written}.float32")
+            self.wide[written] = self._node("Cast", [written], wide, to=TensorProto.FLOAT)
+        return self.wide[written]
+
+    def _is_widened(self, collective: str, name: str) -> bool:
+        return collective == "AllReduce" and self.graph.is_narrow(name)
+
+    def _narrowed(self, name: str, make: Callable[[str], object]) -> None:
+        """Make a value of its terms, by its own name; narrow floats by another one, and then narrow."""
+        if not self.graph.is_narrow(name):
+            make(name)
+            return
+        wide = self._unique(f"{name}.float32")
+        self._type(wide, name, PARTIAL)
+        make(wide)
+        self._node("Cast", [wide], name, to=self.graph.element_type(name))
 
     def _patched(self, written: str, view: View, index: int, patch: Mapping[int, int]) -> str:
         """A vector that a run makes, with other elements at some positions."""
@@ -347,7 +384,9 @@ class _Writer:
         part = self.there[name, placement]
         reason = self._reason(name, placement, view)
         if not isinstance(placement, Sharded):
-            self._collective("AllReduce", name, part, name, view, reason)
+            self._narrowed(
+                name, lambda sum_: self._collective("AllReduce", name, part, sum_, view, reason)
+            )
         elif len(placement.blocks) == 1:
             self._collective("AllGather", name, part, name, view, reason, axis=placement.axis)
         else:
@@ -389,6 +428,8 @@ class _Writer:
             axis = {"group_size": self.size, **axis}
         self._node(op, [part], whole, COLLECTIVE_DOMAIN, **axis)
         dims, kind = self.graph.dims(name), self.graph.element_type(name)
+        if self._is_widened(op, name):
+            kind = TensorProto.FLOAT
         sizes = [dim for dim in dims or () if isinstance(dim, int)]
         known = dims is not None and len(sizes) == len(dims) and kind
         count = tensor_bytes(TensorProto(dims=sizes, data_type=kind)) if known else None
@@ -408,6 +449,8 @@ class _Writer:
 
     def _type(self, written: str, name: str, placement: Placement) -> None:
         dims, kind = self.graph.dims(name), self.graph.element_type(name)
+        if isinstance(placement, Partial):
+            kind = self._kind_of_terms(name)
         if dims is not None and kind:
             self.types[written] = (kind, local_dims(dims, placement, self.size))
 
@@ -506,7 +549,9 @@ class _Writer:
                 reason = self._why_whole(users.get(source, []))
                 whole.append(WholeWeight(name=source, bytes=size, reason=reason))
         sizes = (
-            self.values.bytes(node.value) if node.bytes is None else node.bytes
+            self.values.bytes(node.value) * (1 + self._is_widened(node.operator, node.value))
+            if node.bytes is None
+            else node.bytes
             for node in self.collectives
         )
         return StageReport(

@@ -1,8 +1,9 @@
 """Several requests as one run of the engine: gather their rows, run, scatter the answers.
 
 Ownership: the joined tensors lie in one scratch block of the worker, as large as the largest joined run
-needs, and runs are bound onto it (cached by shapes). The members' tensors belong to the master; this code
-reads and writes them only during a call.
+needs, and runs are bound onto it (cached by shapes). Each run holds its block: if a larger one takes its
+place, it lives until the runs that are begun on it are finished. The members' tensors belong to the master;
+this code reads and writes them only during a call.
 """
 
 import ctypes
@@ -36,6 +37,7 @@ class JoinedRun:
     """A run bound onto scratch memory, with the joined inputs and outputs."""
 
     run: Run
+    scratch: Block
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
 
@@ -86,6 +88,7 @@ class JoinedRuns:
         if self._scratch is None or self._scratch.size < total:
             self.close()
             self._scratch = Block.create(0, max(total, 1))
+            self._scratch.close()  # the mapping stays
         scratch = self._scratch
         buffers, at = [], 0
         for (name, kind, shape), size in zip(parts, sizes, strict=True):
@@ -97,6 +100,7 @@ class JoinedRuns:
         inputs, outputs = buffers[: len(tensors[0])], buffers[len(tensors[0]) :]
         joined = JoinedRun(
             run=self._engine.bind([*inputs, *weights], outputs),
+            scratch=scratch,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
         )
@@ -112,11 +116,9 @@ class JoinedRuns:
                 del self._runs[version, parts]
 
     def close(self) -> None:
-        """Drop the bound runs, then the memory that they are bound to."""
+        """Drop the bound runs, and with the last of them the memory that they are bound to."""
         self._runs.clear()
-        if self._scratch is not None:
-            self._scratch.close()
-            self._scratch = None
+        self._scratch = None
 
 
 def _joined(

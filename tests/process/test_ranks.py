@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from mcinfer import (
@@ -25,7 +26,7 @@ from mcinfer import (
 )
 from mcinfer.requests.request import Arrays
 from tests.process.models import OnnxModel
-from tests.process.rank_group import assert_close, expected, write_mlp
+from tests.process.rank_group import assert_close, expected, rows, write_mlp
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, pids, running, states, stop, wait_until
 
@@ -77,12 +78,35 @@ def test_cut_model_answers_as_the_whole_one(model: Path, parallel: Parallel) -> 
 def test_pipeline_joins_requests_to_one_run_and_a_bad_one_fails_alone(model: Path) -> None:
     with Master(model, parallel=Parallel(pipeline=2), max_batch_size=8, max_delay=0.05) as master:
         before = pids(master)
-        futures = [master.submit(inputs(2)) for _ in range(32)]
+        assert_serves(master, model)
+        stop(before[1])  # the first stage begins runs, and none of them finishes
+        futures = [master.submit(inputs(1)) for _ in range(2)]
+        wait_until(lambda: "busy" in states(master))
+        futures += [master.submit(inputs(2)) for _ in range(32)]  # at once one larger run
+        os.kill(before[1], signal.SIGCONT)
         with pytest.raises(InvalidInputError):
             master.predict({"x": np.zeros((2, WIDTH + 1), np.float32)})
-        for future in futures:
-            assert_close(future.result(timeout=120.0), expected(model, inputs(2)))
+        for count, future in zip([1] * 2 + [2] * 32, futures, strict=True):
+            assert_close(future.result(timeout=120.0), expected(model, inputs(count)))
         assert pids(master) == before
+
+
+@pytest.mark.parametrize("parallel", [Parallel(tensor=2), Parallel(pipeline=2)], ids=str)
+def test_output_that_is_an_input_is_that_of_its_own_request(
+    tmp_path: Path, parallel: Parallel
+) -> None:
+    path = write_mlp(tmp_path / "passing.onnx")
+    passing = onnx.load(path, load_external_data=False)
+    passing.graph.output.append(passing.graph.input[0])
+    onnx.save(passing, path)
+    given = [{"x": rows(2, seed=seed)} for seed in range(12)]
+    with Master(path, parallel=parallel) as master:
+        for each in given[
+            :6
+        ]:  # the group has seen no such shapes, has memory for them, has it again
+            assert_close(master.predict(each, timeout=120.0), expected(path, each))
+        for each, future in [(each, master.submit(each)) for each in given[6:]]:
+            assert_close(future.result(timeout=120.0), expected(path, each))
 
 
 @pytest.mark.parametrize(

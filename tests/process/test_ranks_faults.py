@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from mcinfer import EngineOptions, Master, Parallel, RestartPolicy
 from mcinfer.collectives import join
-from mcinfer.collectives.rendezvous import _address
+from mcinfer.collectives.rendezvous import meet
 from mcinfer.engines import ranks
 from mcinfer.engines.base import Buffer
 from mcinfer.engines.rank_messages import Channel, Hello
@@ -272,14 +272,14 @@ def own_bytes(pid: int) -> int:
 @pytest.mark.parametrize("rank", [-1, 2, 7])
 def test_number_that_no_rank_has_is_refused(rank: int) -> None:
     key = f"{os.getpid()} {rank}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
 
-        def call() -> None:
-            wait_until(lambda: not end.connect_ex(_address(key)))
+    def call() -> None:
+        (end,) = meet(key, 1, 2, SECONDS)
+        with end:
             end.send(json.dumps({"rank": rank, "size": 2}).encode())
 
-        caller = threading.Thread(target=call)
-        caller.start()
-        with pytest.raises(ProtocolError, match=rf"pid {os.getpid()} says it is rank {rank} of 2"):
-            join(key, 0, 2, timeout=SECONDS)
-        caller.join()
+    caller = threading.Thread(target=call)
+    caller.start()
+    with pytest.raises(ProtocolError, match=rf"pid {os.getpid()} says it is rank {rank} of 2"):
+        join(key, 0, 2, timeout=SECONDS)
+    caller.join()
