@@ -117,9 +117,13 @@ def test_split_that_no_row_shows_is_not_used(case: Case) -> None:
     assert case.run(DOUBLE, inputs, "--batch", "20") == ""
 
 
-def test_random_model_is_split_where_its_symbols_say_so(case: Case) -> None:
+def test_random_model_is_split_where_the_user_says_so_alone(case: Case) -> None:
     x = np.arange(400, dtype=np.float32).reshape(100, 4)
-    line = only_line(case.run(NOISY, {"x": x}, "--batch", "10", equal=False))
+    line = case.fail(NOISY, {"x": x}, "--batch", "10")
+    assert "--batch: got 10, but the file cannot be cut: a node RandomUniformLike draws" in line
+    assert "--batch-axis and --output-axis say" in line
+    axes = ["--batch-axis", "x=0", "--output-axis", "y=0"]
+    line = only_line(case.run(NOISY, {"x": x}, "--batch", "10", *axes, equal=False))
     assert line == "mcinfer: requests are split without a check: two runs of the same rows differ"
     np.testing.assert_allclose(loaded(case.output)["y"], x + 0.5, atol=0.5)
 

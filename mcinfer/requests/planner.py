@@ -299,12 +299,14 @@ class Planner:
 
         What a new request has taken is not copied again: an array over its memory keeps that.
         """
-        arrays = self.arrays(inputs)
-        taken = [None] * len(arrays) if request is None else request.taken()
-        return [
-            array if _is_leased(array) else np.array(array) if mine is None else mine
-            for array, mine in zip(arrays, taken, strict=True)
-        ]
+
+        def copy(i: int, array: Any) -> Any:
+            if _is_leased(array):
+                return array
+            mine = None if request is None else request.taken(i)
+            return np.array(array) if mine is None else mine
+
+        return [copy(i, array) for i, array in enumerate(self.arrays(inputs))]
 
     def arrays(self, inputs: Inputs) -> list[Any]:
         """The inputs of a request as arrays of the model's types, in its order; shapes are not checked.

@@ -432,22 +432,20 @@ class Request(Outcome[Arrays]):
 
     # For callers.
 
-    def taken(self) -> list[NDArray[Any] | None]:
-        """By input, an array over the memory to which it was copied as a whole; the array keeps that memory.
+    def taken(self, index: int) -> NDArray[Any] | None:
+        """An array over the memory to which this input was copied as a whole; it keeps that memory.
 
-        None for one that was not copied so. What is there for a borrowed one means nothing. To be called
-        before the request is queued.
+        None where it was not copied so. Not for an input that is borrowed or on a card; to be called before
+        the request is queued.
         """
-        held = next((one for one in self._inputs if type(one) is Lease), None)
+        lease = next((one for one in self._inputs if type(one) is Lease), None)
         side = self._plan.inputs
-        memory: Any = None if held is None else np.asarray(cast("Any", held))
-        rows = zip(self._model.inputs, self._plan.shapes, side.layouts, side.starts, strict=True)
-        return [
-            np.ndarray(shape, spec.dtype, memory, start)
-            if memory is not None and layout is not None and layout.contiguous
-            else None
-            for spec, shape, layout, start in rows
-        ]
+        layout = side.layouts[index]
+        if lease is None or layout is None or not layout.contiguous:
+            return None
+        memory: Any = np.asarray(cast("Any", lease))
+        dtype = self._model.inputs[index].dtype
+        return np.ndarray(self._plan.shapes[index], dtype, memory, side.starts[index])
 
     def let_go(self) -> None:
         """Drop the result: the caller has it."""
