@@ -209,6 +209,17 @@ def access_fault(info: os.stat_result) -> str | None:
     return None
 
 
+def temporary_places(*first: str | None) -> list[str]:
+    """Where processes may have their folders, the first choice first; not looked at (see `opened_folder`)."""
+    import tempfile  # not at every worker's start
+
+    places = [*first]
+    with suppress(FileNotFoundError):  # it finds no folder to write to
+        places.append(tempfile.gettempdir())
+    places.append("/tmp")  # noqa: S108 the last resort; its owner and mode are checked
+    return [*dict.fromkeys(filter(None, places))]
+
+
 class PrivateFolder:
     """A new folder of mode 0700 in the temporary folder, or elsewhere if others can change that.
 
@@ -227,15 +238,9 @@ class PrivateFolder:
     """
 
     def __init__(self, first: str | None = None) -> None:
-        import tempfile  # not at every worker's start
-
-        places = [first]
-        with suppress(FileNotFoundError):  # it finds no folder to write to
-            places.append(tempfile.gettempdir())
-        places.append("/tmp")  # noqa: S108 the last resort; its owner and mode are checked
         faults: list[str] = []
         failure = OSError()
-        for place in dict.fromkeys(filter(None, places)):
+        for place in temporary_places(first):
             with ExitStack() as made:
                 try:
                     fd = _claim(Path(place), made)
@@ -273,7 +278,7 @@ def _claim(place: Path, made: ExitStack) -> int:
         os.mkdir(name, 0o700, dir_fd=above)
         with ExitStack() as tried, suppress(FileNotFoundError):  # it was swept before it was locked
             tried.callback(shutil.rmtree, name, ignore_errors=True, dir_fd=above)
-            fd = open_private(name, above)
+            fd = open_private(_path_of(above) / name)
             tried.callback(os.close, fd)
             fcntl.flock(fd, fcntl.LOCK_EX)
             os.stat(name, dir_fd=above)
@@ -281,9 +286,12 @@ def _claim(place: Path, made: ExitStack) -> int:
             return fd
 
 
-def open_private(name: str, above: int) -> int:
-    """The descriptor of a folder, which the caller closes; `OthersError` if it is not this user's alone."""
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+def open_private(path: Path) -> int:
+    """The descriptor of a folder, which the caller closes; `OthersError` if it is not this user's alone.
+
+    `path` leads through the descriptor of the folder that it is in, as `opened_folder` gives it.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     info = os.fstat(fd)
     if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         text = f"{_real(fd)} is of user {info.st_uid} and has mode {stat.S_IMODE(info.st_mode):04o}"
@@ -299,7 +307,7 @@ def _sweep(place: int) -> None:
     with suppress(OSError):  # it cannot be listed
         for name in filter(_NAME.fullmatch, os.listdir(_path_of(place))):
             with suppress(OSError), ExitStack() as opened:  # its owner lives, or is another user
-                fd = open_private(name, place)
+                fd = open_private(_path_of(place) / name)
                 opened.callback(os.close, fd)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(name, dir_fd=place)

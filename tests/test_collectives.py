@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcinfer.collectives import join
+from mcinfer.collectives import join, rendezvous
 from mcinfer.collectives.base import Group
 from mcinfer.collectives.memory import RING, Area
 from mcinfer.collectives.rendezvous import meet
@@ -405,9 +405,11 @@ def test_group_meets_in_a_folder_of_its_user_alone_and_leaves_none(
 
     private.mkdir()
     private.chmod(0o755)
+    places = [str(private.parent)]  # without the last resort
+    monkeypatch.setattr(rendezvous, "temporary_places", lambda *_: places)
     (exc,) = joined(("a", 0, 2))
     assert isinstance(exc, OSError)
-    assert f"{private}: it is of user {os.geteuid()} and has mode 0755, expected" in str(exc)
+    assert f"{private} is of user {os.geteuid()} and has mode 0755, expected" in str(exc)
 
 
 def met(key: str, look: Callable[[], list[Any]]) -> list[Any]:

@@ -230,7 +230,7 @@ class PartialResults:
                 parent = stack.enter_context(opened_folder(output.parent, guarded=False))
                 self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 stack.callback(os.close, self._parent)
-                self._folder = self._take(stack)
+                self._folder = self._take(parent / self.path.name, stack)
                 stack.callback(self._tidy)
                 if restart:
                     self._clear()
@@ -240,14 +240,14 @@ class PartialResults:
                 raise McinferError(f"--output: {self.path}: {exc.strerror}") from exc
             self._stack = stack.pop_all()
 
-    def _take(self, stack: ExitStack) -> int:
-        """The locked folder's descriptor; the stack closes it."""
+    def _take(self, own: Path, stack: ExitStack) -> int:
+        """The descriptor of the folder, which leads through its parent's; locked, and closed by the stack."""
         while True:
             with ExitStack() as tried, suppress(FileNotFoundError):  # another run has removed it
                 with suppress(FileExistsError):
-                    os.mkdir(self.path.name, 0o700, dir_fd=self._parent)
+                    own.mkdir(0o700)
                 try:
-                    folder = open_private(self.path.name, self._parent)
+                    folder = open_private(own)
                 except OthersError as exc:
                     text = f"--output: {exc}: remove it, or write to another folder"
                     raise McinferError(text) from exc

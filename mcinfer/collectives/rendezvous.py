@@ -15,8 +15,6 @@ import hashlib
 import os
 import select
 import socket
-import stat
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 
@@ -28,6 +26,7 @@ from mcinfer.errors import (
     ProtocolError,
     RankDiedError,
 )
+from mcinfer.private import open_private, opened_folder, temporary_places
 from mcinfer.shm.descriptors import peer_credentials
 
 _PAUSE = 0.02
@@ -56,41 +55,40 @@ def meet(key: str, rank: int, size: int, timeout: float) -> list[socket.socket]:
 def _folders() -> list[str]:
     """Where the sockets of this user's groups may be, first choice first."""
     user = os.geteuid()
-    places = (os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{user}", tempfile.gettempdir())
-    return [f"{place}/mcinfer-groups-{user}" for place in dict.fromkeys(filter(None, places))]
+    places = temporary_places(os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{user}")
+    return [f"{place}/mcinfer-groups-{user}" for place in places]
 
 
-def _opened(folder: str) -> int:
-    """A descriptor of a folder; `PermissionError` unless it is this user's, and closed to others."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    info = os.fstat(fd)
-    if info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        return fd
-    os.close(fd)
-    raise PermissionError(
-        1,
-        f"it is of user {info.st_uid} and has mode {stat.S_IMODE(info.st_mode):04o}, expected user "
-        f"{os.geteuid()} and mode 0700",
-    )
+@contextlib.contextmanager
+def _opened(folder: str, *, make: bool = False) -> Iterator[int]:
+    """A descriptor of a folder that no other user can enter or replace; else `PermissionError`."""
+    with opened_folder(os.path.dirname(folder)) as place:
+        own = place / os.path.basename(folder)
+        while True:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    own.mkdir(0o700)
+            try:
+                fd = open_private(own)
+                break
+            except FileNotFoundError:
+                if not make:  # else another process has removed it
+                    raise
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[int]:
     """A descriptor of a folder in which no other process takes or removes a name; it is made if need be."""
     while True:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
-        try:
-            fd = _opened(folder)
-        except FileNotFoundError:  # another process has removed it
-            continue
-        try:
+        with _opened(folder, make=True) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            if os.fstat(fd).st_nlink:  # else likewise
+            if os.fstat(fd).st_nlink:  # else another process has removed it
                 yield fd
                 return
-        finally:
-            os.close(fd)
 
 
 def _path(fd: int, key: str) -> str:
@@ -117,13 +115,10 @@ def _connect(key: str, deadline: Deadline) -> socket.socket | None:
     while True:
         for folder in _folders():
             # There may be no such folder of ours; or too many wait to be accepted.
-            with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
-                fd = _opened(folder)
-                try:
-                    if end := _connected(_path(fd, key)):
-                        return end
-                finally:
-                    os.close(fd)
+            absent = contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError)
+            with absent, _opened(folder) as fd:
+                if end := _connected(_path(fd, key)):
+                    return end
         if not deadline.milliseconds():
             return None
         time.sleep(_PAUSE)

@@ -20,6 +20,7 @@ from onnx import (
 )
 
 from mcinfer.errors import BuildError, InvalidInputError
+from mcinfer.model_cache.onnx_files import RANDOM_OPERATORS, TRAINING_INPUT
 from mcinfer.slicing.placements import REPLICATED, Dims, Placement, Sharded
 from mcinfer.specs import ELEMENT_TYPES, TensorSpec, numpy_dtype
 
@@ -30,22 +31,6 @@ BITS = {kind.onnx: kind.bits for kind in ELEMENT_TYPES.values()}
 
 _SMALL = 1024
 """Constants of at most so many elements may be shapes, so their values are read."""
-
-RANDOM = frozenset(
-    [
-        "Bernoulli",
-        "Multinomial",
-        "RandomNormal",
-        "RandomNormalLike",
-        "RandomUniform",
-        "RandomUniformLike",
-        "Sampling",
-    ]
-)
-"""Operators that draw random numbers in each run, whatever their domain."""
-
-_TRAINING = {"Dropout": 2, "BitmaskDropout": 2, "BiasDropout": 4, "BitmaskBiasDropout": 4}
-"""Operators that draw in training alone, and the input that says so."""
 
 _COLLECTIVES = ("AllReduce", "AllGather", "AllToAll", "DistCollective", "Distributed", "Nccl")
 
@@ -74,6 +59,11 @@ def operator(node: NodeProto) -> str:
     return str(node.op_type) if node.domain in MAIN_DOMAINS else f"{node.domain}::{node.op_type}"
 
 
+def qualified(node: NodeProto) -> tuple[str, str]:
+    """The operator's domain, by which tables name it, and its type."""
+    return node.domain or MAIN_DOMAINS[-1], node.op_type
+
+
 def label(node: NodeProto) -> str:
     """How a message names a node."""
     return f"{node.name or node.output[0]} ({operator(node)})"
@@ -90,9 +80,9 @@ def drawing(nodes: Iterable[NodeProto], constants: Mapping[str, TensorProto]) ->
     made = [tensor for tensor in map(_constant, listed) if tensor is not None]
     known = {**constants, **{tensor.name: tensor for tensor in made}}
     for node in listed:
-        place = _TRAINING.get(node.op_type, len(node.input))
+        place = TRAINING_INPUT.get(qualified(node), len(node.input))
         trains = "".join(node.input[place : place + 1])
-        if node.op_type in RANDOM or (trains and not _is_false(known.get(trains))):
+        if qualified(node) in RANDOM_OPERATORS or (trains and not _is_false(known.get(trains))):
             return node
         for graph in subgraphs(node):
             inner = {**known, **{tensor.name: tensor for tensor in graph.initializer}}

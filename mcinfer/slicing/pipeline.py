@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto
 
 from mcinfer.errors import InvalidInputError
+from mcinfer.model_cache.onnx_files import RANDOM_OPERATORS, TRAINING_INPUT
 from mcinfer.slicing.estimates import Values, infer, operations
 from mcinfer.slicing.graphs import (
     MAIN_DOMAINS,
-    RANDOM,
     ordered_nodes,
+    qualified,
     subgraphs,
     tensor_bytes,
     values_used,
@@ -173,7 +174,8 @@ class _Graph:
 
 def _is_repeatable(node: NodeProto) -> bool:
     """Whether a node gives the same each time, and is simple enough to be in several stages."""
-    known = node.domain in MAIN_DOMAINS and node.op_type not in RANDOM | {"Dropout"}
+    draws = qualified(node) in RANDOM_OPERATORS or qualified(node) in TRAINING_INPUT
+    known = node.domain in MAIN_DOMAINS and not draws
     return known and not any(True for _ in subgraphs(node))
 
 
