@@ -116,9 +116,9 @@ def examine() -> Iterator[Finding]:
     for name, look in looks.items():
         try:
             yield from look()
-        except ImportError as exc:
+        except ModuleNotFoundError as exc:
             yield Finding(name, str(exc), problem="pip install 'mcinfer[cli]'")
-        except OSError as exc:  # such as no descriptor to look with
+        except (ImportError, OSError) as exc:  # such as no descriptor to look with
             yield Finding(name, f"cannot be looked at: {exc}", problem="see the checks before")
 
 
