@@ -226,7 +226,7 @@ FAULTS = {
         words="an outside process kills the worker",
         cells=dict.fromkeys(MOMENTS, _DIES) | {"exiting": _CLOSING},
         thorough=("building", "idle"),
-        socketpair=("busy", "being restarted"),
+        socketpair=("busy",),
         inflict=_kill,
     ),
     "worker: SIGSTOP": Fault(
@@ -234,7 +234,6 @@ FAULTS = {
         cells=dict.fromkeys(("importing", "building"), _NOT_READY)
         | {"idle": _HANGS, "busy": _HANGS, "exiting": _CLOSING, "being restarted": _DIES},
         thorough=("importing", "being restarted"),
-        socketpair=("busy",),
         inflict=_stop,
     ),
     "worker: SIGSTOP, late SIGCONT": Fault(
@@ -300,7 +299,6 @@ FAULTS = {
         "garbage",
         cells={"exiting": _CLOSING},
         thorough=("exiting",),
-        socketpair=("busy",),
     ),
     "master: SIGKILL": Fault(
         words="killed",

@@ -108,7 +108,9 @@ def assert_gives(engine: LeaderEngine, model: Path) -> None:
                 assert_close(bound.execute(), expected(model, inputs))
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(  # both at once: tests/process/test_ranks.py
+    ("tensor", "pipeline"), [(2, 1), (1, 2)]
+)
 def test_a_group_gives_what_the_whole_model_gives(
     shared: Groups, mlp: Path, tensor: int, pipeline: int
 ) -> None:
