@@ -60,7 +60,7 @@ from mcinfer.protocol import Build, encode
 from mcinfer.requests.card_tensors import CardMemory, card_of, check_types, cupy
 from mcinfer.requests.future import OutcomeFuture
 from mcinfer.requests.planner import Planner
-from mcinfer.requests.request import Arrays, Inputs, Request, pick
+from mcinfer.requests.request import NO_WEIGHTS, Arrays, Inputs, Request, pick
 from mcinfer.requests.splitting import Known, OutgrownError, Splitter, Verify
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.requests.weights import WeightVersion
@@ -573,30 +573,34 @@ class Master:
         call = self._call(
             inputs, timeout, batch_axes, output_axes, shards, priority, outputs, outputs_on
         )
-        if call.known.open and self._learns_from(call):
-            return self._learn_from(call, _CheckRuns(self, call))
-        if self._max_batch_size > 1 and call.joins and not call.known.settled:
-            return self._predict_offered(call)
+        request: Request | None = None
         try:
-            request = self._request(call, may_wait=True)
-        except OutgrownError:
-            return self._learn_from(call, _CheckRuns(self, call))
-        try:
+            if call.known.open and self._learns_from(call):
+                return self._learn_from(call, _CheckRuns(self, call))
+            if self._max_batch_size > 1 and call.joins and not call.known.settled:
+                return self._predict_offered(call)
+            try:
+                request = self._request(call, may_wait=True)
+            except OutgrownError:
+                request = None
+            if request is None:
+                return self._learn_from(call, _CheckRuns(self, call))
             self._loop.enter(request, wait=False)
             self._loop.await_answer(request)
             answer = request.result()
             request.let_go()  # a trace hook may still have to hear of it
             return answer
         except PredictError as exc:
-            if not _may_run_whole(len(request.rows), call, exc):
+            if request is None or not _may_run_whole(len(request.rows), call, exc):
                 raise
             return self._run_whole(call, exc)
         except BaseException:
             # Ctrl-C while waiting: the workers need not go on.
-            if not request.settled:
+            if request is not None and not request.settled:
                 self._loop.forget(request)
             raise
         finally:
+            call.weights = NO_WEIGHTS
             del request  # the error that this may raise must not hold what holds it
 
     def _predict_cancellable(
@@ -620,6 +624,8 @@ class Master:
             try:
                 future = self._submit(call)
             except OutgrownError:
+                future = None
+            if future is None:
                 offer(runs.cancel)
                 return self._learn_from(call, runs)
             offer(future.cancel)
@@ -639,6 +645,7 @@ class Master:
                 future.cancel()
             raise
         finally:
+            call.weights = NO_WEIGHTS
             del future  # as in `predict`
 
     def submit(
@@ -656,7 +663,7 @@ class Master:
 
         For many small requests: each runs whole on the next free worker. (With a model of a fixed batch, a
         multiple of the batch runs as that many pieces.) With `max_batch_size`, several requests may go as
-        one run, once two of them have run apart and as one with the same result; one with tensors on a card
+        one run, once two of them have run, apart and as one, with the same result; one with tensors on a card
         runs by itself. The arguments are those of `predict`.
 
         Returns:
@@ -672,7 +679,10 @@ class Master:
         call = self._call(
             inputs, timeout, batch_axes, output_axes, 1, priority, outputs, outputs_on
         )
-        return self._submit(call)
+        try:
+            return self._submit(call)
+        finally:
+            call.weights = NO_WEIGHTS
 
     def map(
         self,
@@ -734,35 +744,36 @@ class Master:
         call = self._call(
             inputs, timeout, batch_axes, output_axes, shards, priority, outputs, outputs_on
         )
-        if call.known.open and self._learns_from(call):
-            return await self._learn_async(call)
+        future: OutcomeFuture[Arrays] | None = None
         try:
-            future = self._submit(call, wait=False, keep=True)
-        except OutgrownError:
-            return await self._learn_async(call)
-        except QueueFullError:
-            if "wait" not in (self._limits.when_full, self._limits.when_queue_full):
-                raise
-            # Waiting for room would stop the event loop.
-            call.inputs = call.planner.copies(call.inputs)
-            future = await self._wait_for_room(
-                partial(self._submit, call), call.start + call.timeout
-            )
-        answer = asyncio.wrap_future(future)
-        try:
-            return await answer
+            if call.known.open and self._learns_from(call):
+                return await self._learn_async(call)
+            try:
+                future = self._submit(call, wait=False, keep=True)
+            except QueueFullError:
+                if "wait" not in (self._limits.when_full, self._limits.when_queue_full):
+                    raise
+                # Waiting for room would stop the event loop; and not with memory in hand.
+                call.inputs = call.planner.copies(inputs)
+                submit = partial(self._submit, call)
+                future = await self._wait_for_room(submit, call.start + call.timeout)
+            except OutgrownError:
+                future = None
+            if future is None:
+                return await self._learn_async(call)
+            return await asyncio.wrap_future(future)
         except PredictError as exc:
-            shards = len(cast("Request", future.outcome).rows)
-            if not _may_run_whole(shards, call, exc):
+            request = None if future is None else cast("Request", future.outcome)
+            if request is None or not _may_run_whole(len(request.rows), call, exc):
                 raise
-            return await asyncio.wrap_future(
-                self._waiting.submit(partial(self._run_whole, call, exc))
-            )
+            run_whole = partial(self._run_whole, call, exc)
+            return await asyncio.wrap_future(self._waiting.submit(run_whole))
         finally:
-            del answer, future, call  # as in `predict`
+            call.weights = NO_WEIGHTS
+            request = future = None  # as in `predict`
 
     async def _learn_async(self, call: "_Call") -> Arrays:
-        """Learn from a request in a thread, which gets copies of its inputs."""
+        """`_learn_from` in a thread, which gets copies of the inputs."""
         call.inputs = [*map(np.array, call.planner.host_arrays(call.inputs, call.timeout))]
         runs = _CheckRuns(self, call)
         learned = self._waiting.submit(partial(copy_context().run, self._learn_from, call, runs))
@@ -837,7 +848,10 @@ class Master:
         call = self._call(example, timeout, batch_axes, output_axes, None, 0, None)
         runs, arrays = _CheckRuns(self, call), self._ready().host_arrays(example, call.timeout)
         rechecks, pieces = call.weights.rechecks, max(2, call.pieces)
-        return call.splitter.relearn(rechecks, arrays, pieces, runs, call.timeout)
+        try:
+            return call.splitter.relearn(rechecks, arrays, pieces, runs, call.timeout)
+        finally:
+            call.weights = NO_WEIGHTS
 
     def warm_up(self, example: Inputs, *, timeout: float | None = None) -> None:
         """Run an example on every worker, so that the first real request of its shapes is not slower.
@@ -983,12 +997,14 @@ class Master:
         splitter = self._splitter
         if splitter is None or batch_axes is not None or output_axes is not None:
             splitter = self._splitter_for(batch_axes, output_axes)
-        weights = planner.weights.current
+        weights, known = planner.weights.current, splitter.known
+        if known.rechecks != weights.rechecks:
+            known = splitter.known_for(weights.rechecks)
         return _Call(
             inputs,
             planner,
             splitter,
-            splitter.known_for(weights.rechecks),
+            known,
             weights,
             pieces,
             joins,
@@ -1062,31 +1078,24 @@ class Master:
         """Whether this request will show how its batch is split."""
         if call.pieces <= 1:
             return False
-        arrays = self._ready().arrays(call.inputs)
+        arrays = call.planner.arrays(call.inputs)
         call.inputs = arrays
         shapes = tuple(array.shape for array in arrays)
         return not call.splitter.busy and call.splitter.teaches(call.known, shapes)
 
     def _learn_from(self, call: "_Call", runs: "_CheckRuns") -> Arrays:
         """Answer a request by a whole run, and learn from it."""
+        pieces = max(2, call.pieces)  # as many as later requests have
 
         def split_run(known: Known) -> Arrays:
-            in_pieces = replace(
-                call,
-                known=known,
-                pieces=pieces,
-                balance=None,
-                outputs=None,
-                outputs_on=None,
-                limited=False,
-            )
-            outcome = _outcome(runs.begin(in_pieces))  # which does not begin what was cancelled
+            outcome = runs.in_pieces(known, pieces)
             if isinstance(outcome, McinferError):
                 raise outcome
             return outcome
 
-        pieces = max(2, call.pieces)  # as many as later requests have
-        arrays = self._ready().host_arrays(call.inputs, call.timeout)
+        # If it has outgrown a split, there is to be time for its pieces, too.
+        runs.share = 0.5 if call.known.splits else 1.0
+        arrays = call.planner.host_arrays(call.inputs, call.timeout)
         answer = call.splitter.answer(call.known, arrays, pieces, runs, split_run)
         return self._as_wanted(call, answer)
 
@@ -1107,7 +1116,7 @@ class Master:
         """Run a request whole after its pieces failed, or raise the failure again."""
         call.limited = False
         runs = runs or _CheckRuns(self, call)
-        (whole,) = runs([self._ready().host_arrays(call.inputs, call.timeout)])
+        (whole,) = runs([call.planner.host_arrays(call.inputs, call.timeout)])
         if isinstance(whole, McinferError):
             raise failure
         call.splitter.withdraw(f"a piece of a batch fails where the whole runs ({failure})")
@@ -1132,19 +1141,23 @@ class Master:
         if not request.settled:  # a batch of no rows is answered already
             self._loop.enter(request, wait=wait)
         if call.joins and call.known.most_joined < self._max_batch_size:
-            self._offer(call, request, future)
+            self._offer(call, request)
         return future
 
-    def _offer(self, call: "_Call", request: Request, future: "OutcomeFuture[Arrays]") -> None:
+    def _offer(self, call: "_Call", request: Request) -> None:
         """Compare requests, each by itself, with one joined run of all."""
+        most = self._max_batch_size
         on_host = call.outputs_on is None
-        if request.rows and on_host and not call.apart and self._verify == "first":
-            arrays = call.planner.host_arrays(call.inputs, call.timeout)
-            offered = call.splitter.offer(call.known, call.weights.number, arrays, future)
-            if offered is not None:
-                runs = _CheckRuns(self, call, late=True)
-                learn = partial(call.splitter.learn_from_offers, call.known, offered)
-                self._waiting.submit(partial(learn, 2 * call.timeout, runs))
+        if not request.rows or not on_host or call.apart or self._verify != "first":
+            return
+        if sum(request.rows) >= most:  # which is never joined
+            return
+        arrays = call.planner.host_arrays(call.inputs, call.timeout)
+        offered = call.splitter.offer(call.known, call.weights.number, arrays, most)
+        if offered is not None:
+            runs = _CheckRuns(self, replace(call), late=True)
+            learn = call.splitter.learn_from_offers
+            self._waiting.submit(partial(learn, call.known, offered, runs))
 
     def _request(self, call: "_Call", *, wait: bool = True, may_wait: bool) -> Request:
         """The request, with its inputs in shared memory."""
@@ -1159,16 +1172,21 @@ class Master:
         if call.balance is not None and pieces > 1:
             shares = call.balance.take_shares()
         joinable = call.joins and known.splits and not call.apart
-        request = planner.request(
-            call.inputs,
-            shares or pieces,
-            None if call.apart else known,
-            memory_wait,
-            weights=call.weights,
-            joinable=joinable,
-            outputs_on=call.outputs_on,
-            card_timeout=call.timeout,
-        )
+        try:
+            request = planner.request(
+                call.inputs,
+                shares or pieces,
+                None if call.apart else known,
+                memory_wait,
+                weights=call.weights,
+                joinable=joinable,
+                outputs_on=call.outputs_on,
+                card_timeout=call.timeout,
+            )
+        except BaseException:
+            if call.balance is not None and shares is not None:
+                call.balance.give_back(shares)
+            raise
         if call.balance is not None and shares is not None and len(request.preferred) < 2:
             call.balance.give_back(shares)
         if self._max_batch_size > 1 and call.joins and known.settled and not call.apart:
@@ -1195,7 +1213,7 @@ class _Call:
 
     Attributes:
         known: What is known of the split, for these weights.
-        weights: The version that it runs with.
+        weights: The version that it runs with; none after the call, since errors that are kept hold it.
         pieces: Most shards that it is cut into.
         balance: Says what each worker is to get of it; None if all are to get the same.
         joins: Whether it may go in one run with others.
@@ -1227,8 +1245,9 @@ class _Call:
 class _CheckRuns:
     """Runs requests whole, for one check of `call`, all at once.
 
-    The first run is the answer to `call` and has its time; its duration limits the others, which are not
-    traced. With `late`, the call has its answer already, and its time counts from the first run on.
+    The first run is the answer to `call` and has its time, or that `share` of it; its duration limits the
+    others, which are not traced. With `late`, the call has its answer already, and its time counts from the
+    first run on.
     """
 
     def __init__(self, master: Master, call: _Call, *, late: bool = False) -> None:
@@ -1237,6 +1256,7 @@ class _CheckRuns:
         self._late = late
         self._first_seconds: float | None = None
         self._futures: list[Future[Arrays]] = []
+        self.share = 1.0
         self.cancelled = False
 
     def __call__(self, requests: Sequence[Sequence[NDArray[Any]]]) -> list[Arrays | McinferError]:
@@ -1246,8 +1266,10 @@ class _CheckRuns:
         if first and self._late:
             self._call = replace(self._call, start=began)
         start, timeout = self._call.start, self._call.timeout
-        if self._first_seconds is not None:
-            most = _CHECK_SECONDS + _CHECK_FACTOR * self._first_seconds
+        if first:
+            timeout *= self.share
+        else:
+            most = _CHECK_SECONDS + _CHECK_FACTOR * (self._first_seconds or 0.0)
             start, timeout = began, min(max(0.0, start + timeout - began), most)
         call = replace(
             self._call,
@@ -1270,6 +1292,19 @@ class _CheckRuns:
         if first:
             self._first_seconds = monotonic() - began
         return outcomes
+
+    def in_pieces(self, known: Known, pieces: int) -> Arrays | McinferError:
+        """Run the request split, in the time that is left."""
+        parts = replace(
+            self._call,
+            known=known,
+            pieces=pieces,
+            balance=None,
+            outputs=None,
+            outputs_on=None,
+            limited=False,
+        )
+        return _outcome(self.begin(parts))  # which does not begin what was cancelled
 
     def begin(self, call: _Call) -> "Future[Arrays] | McinferError":
         """Begin a run that `cancel` stops."""

@@ -644,9 +644,11 @@ def test_all_shards_run_with_the_version_of_the_moment_when_they_were_staged(are
     inputs = [np.zeros((4, 3), np.float32), [0, 0]]
     requests = []
     for number in range(3):
-        requests.append(planner.request(inputs, 2, DECLARED, 0.0))
+        now = planner.weights.current
+        requests.append(planner.request(inputs, 2, DECLARED, 0.0, weights=now))
         assert planner.weights.update({"m": [0, 0, 0]}, 0.0) == number + 1
-    requests.append(planner.request(inputs, 2, DECLARED, 0.0))
+    now = planner.weights.current
+    requests.append(planner.request(inputs, 2, DECLARED, 0.0, weights=now))
     assert [[version_of(request, shard) for shard in range(2)] for request in requests] == [
         [number] * 2 for number in range(4)
     ]
@@ -656,7 +658,8 @@ def test_requests_with_another_version_of_the_weights_have_another_key(arena: Ar
     planner, how = planner_of(ENCODER, arena, 8, WEIGHTS), known(ENCODER)
 
     def key() -> Any:
-        request = planner.request(encoder_inputs(), 1, how, 0.0, joinable=True)
+        now = planner.weights.current
+        request = planner.request(encoder_inputs(), 1, how, 0.0, weights=now, joinable=True)
         assert request.join is not None
         return request.join[0]
 

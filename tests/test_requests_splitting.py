@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from mcinfer.errors import (
     PredictTimeoutError,
     WorkerDiedError,
 )
+from mcinfer.requests import splitting
 from mcinfer.requests.splitting import (
     _MAX_PAIRS,
     Inputs,
@@ -755,6 +755,85 @@ def test_check_that_an_update_overtakes_says_nothing_of_the_new_weights() -> Non
     assert not model.splitter.known.settled
 
 
+def test_more_rows_refute_a_split_also_where_an_input_has_one_row_and_nothing_is_declared() -> None:
+    def shifted(x: Array, s: Array) -> Mapping[str, Array]:
+        return {"y": x + np.concatenate([np.zeros_like(x[:4]), x[:-4]])[: len(x)] + s}
+
+    free = (None, 3)
+    model = Model(spec_of({"x": free, "s": free}, {"y": free}), shifted)
+    model.ask(random(4, 3), np.ones((1, 3), np.float32))
+    assert model.splitter.known.splits
+    model.ask(random(16, 3), np.ones((1, 3), np.float32))
+    assert not model.splitter.known.splits
+
+
+def test_output_that_is_the_same_for_all_does_not_decide() -> None:
+    def late(x: Array) -> Mapping[str, Array]:
+        return {"y": np.maximum(np.cumsum(x, 0) - 100, 0), "c": np.ones(2, np.float32)}
+
+    model = Model(spec_of({"x": ("batch", 3)}, {"y": ("batch", 3), "c": (2,)}), late)
+    for axes in ({}, {"y": 0, "c": None}):
+        model = Model(model._spec, late, outputs=axes)
+        model.ask(random(4, 3))
+        assert not model.splitter.known.settled
+        assert not model.records
+
+
+def test_split_that_was_withdrawn_while_it_was_checked_again_stays_so() -> None:
+    model = Model(DECLARED, double)
+    model.ask(random(4, 3))
+
+    def withdraw(number: int, _: Inputs) -> None:
+        if number == model.runs == 5:  # the pieces of a request with more rows
+            model.splitter.withdraw("a piece failed")
+
+    model.before = withdraw
+    model.ask(random(16, 3))
+    assert model.runs > 5
+    assert not model.splitter.known.splits
+    assert not model.splitter.known_for(1).splits
+    assert model.records[-1] is None
+
+
+def test_split_that_is_withdrawn_after_an_update_is_not_recorded_any_more() -> None:
+    model = Model(DECLARED, double)
+    model.ask(random(4, 3))
+    model.ask(random(4, 3), rechecks=1)
+    model.splitter.withdraw("a request from before the update shows it")
+    assert model.records[-1] is None
+
+
+@pytest.mark.parametrize("kind", [PredictTimeoutError, PredictError, WorkerDiedError])
+def test_whole_run_of_more_rows_that_fails_is_split_and_the_next_check_put_off(
+    kind: type[McinferError],
+) -> None:
+    def fail(_number: int, arrays: Inputs) -> None:
+        if len(arrays[0]) > 10:
+            raise kind("it takes too much")
+
+    model = Model(DECLARED, double)
+    model.ask(random(4, 3))
+    model.before = fail
+    x = random(20, 3)
+    for runs in (3, 2):
+        before = model.runs
+        assert np.array_equal(model.ask(x)["y"], double(x)["y"])
+        assert model.runs - before == runs
+    assert model.splitter.known.most_rows == 79
+    assert model.split.rows == 4  # that was shown
+
+
+def test_checks_that_show_nothing_are_put_off_and_not_given_up() -> None:
+    model = Model(DECLARED, neighbours)
+    model.ask(random(4, 3))
+    for _ in range(8):
+        assert model.splitter.known.most_rows == 15
+        model.ask(np.ones((16, 3), np.float32))
+    assert model.splitter.known.most_rows == 63
+    model.ask(random(64, 3))
+    assert not model.splitter.known.splits
+
+
 def test_split_that_was_withdrawn_stays_so_with_new_weights() -> None:
     model = Model(DECLARED, double)
     model.ask(random(4, 3))
@@ -766,22 +845,17 @@ def test_split_that_was_withdrawn_stays_so_with_new_weights() -> None:
 # Requests that may be joined to one run.
 
 
-def done(answer: Arrays | Exception) -> "Future[Arrays]":
-    future: Future[Arrays] = Future()
-    if isinstance(answer, Exception):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)
-    return future
+MOST = 64
+"""Rows of a joined run."""
 
 
 def offer(model: Model, *arrays: Array) -> bool:
-    """A request that runs apart; whether two of them were compared with a run of both."""
+    """A request; whether it was compared, with those before it, with a run of all."""
     known = model.splitter.known
-    offered = model.splitter.offer(known, 0, arrays, done(model.run(arrays)))
+    offered = model.splitter.offer(known, 0, arrays, MOST)
     if offered is None:
         return False
-    model.splitter.learn_from_offers(known, offered, 0.0, model.run_all)
+    model.splitter.learn_from_offers(known, offered, model.run_all)
     return True
 
 
@@ -813,23 +887,17 @@ def test_requests_whose_rows_meet_are_not_joined(
     assert len(warnings()) == 1
 
 
-@pytest.mark.parametrize(
-    "failure", [PredictError("it failed"), TimeoutError("late")], ids=["failed", "late"]
-)
-def test_requests_that_fail_by_themselves_show_nothing(failure: Exception) -> None:
+@pytest.mark.parametrize("kind", [PredictError, PredictTimeoutError, WorkerDiedError])
+def test_requests_that_fail_by_themselves_show_nothing(kind: type[McinferError]) -> None:
+    def fail(_number: int, _arrays: Inputs) -> None:
+        raise kind("it failed")
+
     model = Model(DECLARED, double)
-    for first in (done(failure), cancelled()):
-        model.splitter.offer(model.splitter.known, 0, [random(1, 3)], first)
-        assert offer(model, random(1, 3, seed=1))
-        assert not model.splitter.known.settled
-        assert not model.splitter.busy
-    assert model.runs == 2
-
-
-def cancelled() -> "Future[Arrays]":
-    future: Future[Arrays] = Future()
-    future.cancel()
-    return future
+    model.before = fail
+    offer(model, random(1, 3))
+    assert offer(model, random(1, 3, seed=1))
+    assert not model.splitter.known.settled
+    assert not model.splitter.busy
 
 
 def test_joining_is_checked_again_with_more_rows_than_two_requests_had() -> None:
@@ -842,10 +910,10 @@ def test_joining_is_checked_again_with_more_rows_than_two_requests_had() -> None
 
 def test_requests_of_other_weights_or_sizes_are_not_compared_with_each_other() -> None:
     model = Model(spec_of({"x": ("batch", None)}, {"y": ("batch", None)}), double)
-    known, answer = model.splitter.known, done({})
-    assert model.splitter.offer(known, 1, [random(1, 3)], answer) is None
-    assert model.splitter.offer(known, 2, [random(1, 3, seed=1)], answer) is None
-    assert model.splitter.offer(known, 2, [random(1, 3, seed=2)], answer) is not None
+    known = model.splitter.known
+    assert model.splitter.offer(known, 1, [random(1, 3)], MOST) is None
+    assert model.splitter.offer(known, 2, [random(1, 3, seed=1)], MOST) is None
+    assert model.splitter.offer(known, 2, [random(1, 3, seed=2)], MOST) is not None
     offer(model, random(1, 3))
     offer(model, random(1, 3, seed=1))
     for size in (3, 4):
@@ -866,9 +934,68 @@ def test_joining_is_given_up_after_some_trials_and_says_why(
     assert len(warnings()) == 1
     assert "requests are not joined" in warnings()[0]
     assert "input 'scale' differs between two requests" in warnings()[0]
+    assert model.splitter.known.most_joined == np.inf
     # A request that is split may still show it.
     model.ask(random(4, 3), scalar(2))
     assert model.splitter.known.splits
+
+
+def test_offer_of_another_thread_while_one_is_copied_does_not_change_its_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Model(DECLARED, double)
+    known, copy = model.splitter.known, np.array
+    first, second, third = (random(1, 3, seed=seed) for seed in range(3))
+    others = []
+
+    def array(source: Array) -> Array:
+        monkeypatch.setattr(np, "array", copy)
+        others.append(model.splitter.offer(known, 0, [third], MOST))
+        return copy(source)
+
+    assert model.splitter.offer(known, 0, [first], MOST) is None
+    monkeypatch.setattr(np, "array", array)
+    model.splitter.offer(known, 0, [second], MOST)
+    (other,) = others
+    assert other is not None
+    assert [len(one.arrays[0]) for one in other] == [1, 1]
+
+
+def test_one_request_is_not_compared_with_itself_nor_more_than_a_joined_run_has() -> None:
+    model = Model(DECLARED, double)
+    model.ask(random(4, 3))
+    for number in range(10):
+        assert not offer(model, random(33, 3, seed=number))
+    assert model.splitter.known.most_joined == 15
+    assert offer(model, random(8, 3))
+    assert model.split.rows == 33 + 8
+
+
+def test_requests_that_are_kept_until_they_are_compared_have_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(splitting, "_MAX_OFFERED_BYTES", 100)
+    model = Model(DECLARED, double)
+    model.ask(random(4, 3))
+    for number in range(40):
+        assert not offer(model, random(1, 3, seed=number))
+    assert len(model.splitter._offered) == 8  # of 12 bytes
+    assert not offer(model, random(8, 3))
+    assert offer(model, random(8, 3, seed=1))  # two are kept, whatever they have
+
+
+def test_joined_run_that_fails_leaves_what_fewer_rows_have_shown() -> None:
+    def fail(_number: int, arrays: Inputs) -> None:
+        if len(arrays[0]) > 8:
+            raise PredictError("too many rows")
+
+    model = Model(DECLARED, double)
+    model.ask(random(4, 3))
+    model.before = fail
+    for number in range(64):
+        offer(model, random(8, 3, seed=number))
+    assert model.splitter.known.splits
+    assert model.splitter.known.most_joined == 63  # it was put off
 
 
 # Records.

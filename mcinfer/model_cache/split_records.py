@@ -20,7 +20,7 @@ from mcinfer.model_cache.cache import Cache
 from mcinfer.model_cache.entries import opened_root
 from mcinfer.model_cache.keys import write_atomically
 
-_VERSION = 1
+_VERSION = 2
 """Version of the record's form and of the learning: increase it when either changes."""
 
 _MAX_BYTES = 1 << 20

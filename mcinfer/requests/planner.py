@@ -41,6 +41,7 @@ from mcinfer.requests.card_tensors import (
 )
 from mcinfer.requests.forks import forks
 from mcinfer.requests.request import (
+    NO_WEIGHTS,
     Arrays,
     Frame,
     Inputs,
@@ -135,7 +136,7 @@ class Planner:
         known: Known | None,
         timeout: float,
         *,
-        weights: WeightVersion | None = None,
+        weights: WeightVersion = NO_WEIGHTS,
         joinable: bool = False,
         outputs_on: CardMemory | None = None,
         card_timeout: float = 0.0,
@@ -147,7 +148,7 @@ class Planner:
             pieces: Most shards, or the rows of each worker.
             known: How to cut it; None is whole.
             timeout: Seconds to wait for memory.
-            weights: What it runs with; None is the present version.
+            weights: What it runs with.
             joinable: Whether a request of one shard may join one run with others.
             outputs_on: The card for its outputs; None is the host.
             card_timeout: Seconds to wait for each tensor that goes through the host.
@@ -158,7 +159,6 @@ class Planner:
             PredictTimeoutError: What is queued on a card before such a tensor took longer.
             OutgrownError: It would be cut, and has more rows than `known.most_rows`.
         """
-        weights = weights or self.weights.current
         arrays = self.arrays(inputs)
         if outputs_on is not None:
             return self._card_request(

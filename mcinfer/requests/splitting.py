@@ -16,7 +16,9 @@ What is known belongs to what the model computes: to its content and options, an
 weights. It is looked at again with the first request that has four times as many rows, and with new weights
 (`WeightVersion.rechecks`).
 
-A `Splitter` has no thread. One caller learns at a time; requests of other threads run whole meanwhile.
+A `Splitter` has no thread. One caller learns at a time; other requests that could be compared run whole
+meanwhile. What is known may be withdrawn, or belong to older weights, by the time that a comparison ends:
+then its outcome is dropped.
 """
 
 import itertools
@@ -24,7 +26,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -62,7 +63,10 @@ Verify = Literal["first", "always", "never"]
 _MAX_TRIALS = 8
 _MAX_CHANGES = 4  # how often requests of different shapes may show different axes
 _MORE_ROWS = 4  # a split that so many times its rows may refute is checked again
-_MAX_PAIRS = 64  # joined runs, and pairs of requests, that may show nothing before the search ends
+_MAX_PAIRS = 64  # pairs of requests that may not be comparable before the search ends
+_MAX_OFFERED_BYTES = (
+    64 << 20
+)  # of requests that are kept until they are compared as one; or two requests
 _MAX_SHOWN = 4  # pieces whose shapes a message shows
 _MAX_SHAPES = 256  # shapes in the cache of `teaches`
 
@@ -76,10 +80,9 @@ Runs = Callable[[Sequence[Inputs]], "Sequence[Arrays | McinferError]"]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A request that may be joined with others: copies of its inputs, what comes of it, its weights."""
+    """A request that may be joined with others: copies of its inputs, and the version of its weights."""
 
     arrays: Inputs
-    answer: "Future[Arrays]"
     version: int
 
     def fits(self, arrays: Inputs, known: "Known") -> bool:
@@ -226,6 +229,12 @@ def _tells(parts: Sequence[NDArray[Any]], axis: int) -> bool:
     return not all(_equal(part, first) for part in parts[1:])
 
 
+def _rows_of(names: Sequence[str], arrays: Inputs, axes: Axes) -> int:
+    """The rows of a request; one if nothing of it is cut."""
+    shapes = dict(zip(names, (array.shape for array in arrays), strict=True))
+    return rows_of(shapes, axes) or 1
+
+
 def _other_sizes(shape: Shape, axis: int) -> Shape:
     return (*shape[:axis], *shape[axis + 1 :])
 
@@ -240,7 +249,7 @@ class Known:
     Attributes:
         settled: Whether it is final.
         splits: Whether requests are split: it is settled, and `Split.splits`.
-        open: Whether some requests may show something: it is not settled, or not for all sizes.
+        open: Whether requests of few rows may show something: it is not settled, or not for all sizes.
         most_rows: A request of more rows is to be compared before it is split.
         most_joined: If a joined run may have more rows, requests are to be offered (`Splitter.offer`).
         rechecks: `WeightVersion.rechecks` of the weights for which it holds.
@@ -301,7 +310,7 @@ class Splitter:
         self._names = tuple(spec.name for spec in model.inputs)
         self._first = first_split(model, said)
         self._whole = whole
-        if whole and self._first.known != "said" and not is_fixed(model, self._first):
+        if whole and not said.inputs and not is_fixed(model, self._first):
             self._first = replace(self._first, reason=whole)
         self._learning = threading.Lock()
         self._teaching: dict[tuple[int, tuple[Shape, ...]], bool] = {}
@@ -313,16 +322,15 @@ class Splitter:
         if found is not None:
             split, settled = found, verify != "always" or not found.splits
         self.known = self._known(split, settled=settled)
-        if whole and self.known.splits and split.known == "said":
+        if whole and self.known.splits and said.inputs:
             _log.warning("requests are split as batch_axes says, without a check: %s", whole)
 
-    def _known(
-        self, split: Split, *, settled: bool, rechecks: int = 0, trusted: bool = False
-    ) -> Known:
+    def _known(self, split: Split, *, settled: bool, rechecks: int = 0, rows: int = 0) -> Known:
+        """What is known from now on; requests of up to four times so many rows need no further check."""
         split = replace(split, settled=settled)
         splits = settled and split.splits
-        shown = splits and split.checked and split.rows and self._verify == "first" and not trusted
-        most_rows = _MORE_ROWS * split.rows - 1 if shown else math.inf
+        shown = splits and split.checked and split.rows and self._verify == "first"
+        most_rows = _MORE_ROWS * max(split.rows, rows) - 1 if shown else math.inf
         return Known(
             split=split,
             settled=settled,
@@ -390,16 +398,18 @@ class Splitter:
             split_run: Runs this request split.
 
         Raises:
-            McinferError: The whole run failed, and so did a run split by the axes of the user or the model.
+            McinferError: The whole run failed, and so did a run that is split as it was, or as the user or
+                the model says.
         """
         mine = False
         try:
             mine = self._learning.acquire(blocking=False)
             (whole,) = run([arrays])
             if isinstance(whole, McinferError):
-                return self._without_whole(known, whole, split_run)
+                return self._without_whole(known, arrays, whole, split_run, mine=mine)
+            now = self.known
             if mine and self.teaches(known, tuple(array.shape for array in arrays)):
-                self._learn(_Pieces(self._names, arrays, whole, pieces, run), known.rechecks)
+                self._learn(_Pieces(self._names, arrays, whole, pieces, run), now)
             return whole
         finally:
             if mine:
@@ -429,7 +439,7 @@ class Splitter:
             )
             self._warned = self._warned_open = self._is_withdrawn = False
             self._trials = self._pairs = self._changes = self._unshown = 0
-            self._learn(_Pieces(self._names, arrays, whole, pieces, run), rechecks)
+            self._learn(_Pieces(self._names, arrays, whole, pieces, run), self.known)
             return self.known.split
         finally:
             if mine:
@@ -437,7 +447,7 @@ class Splitter:
 
     @property
     def _gives_up(self) -> bool:
-        """Whether pairs of requests have shown nothing for too long."""
+        """Whether pairs of requests have shown nothing for too long, while nothing is settled."""
         return self._trials >= _MAX_TRIALS or self._pairs >= _MAX_PAIRS
 
     @property
@@ -450,66 +460,59 @@ class Splitter:
         """Whether nothing can be compared, all go whole as the user says, or runs take one number of rows."""
         return bool(self._whole) or self._said_whole or is_fixed(self._model, self._first)
 
-    def offer(
-        self, known: Known, version: int, arrays: Inputs, answer: "Future[Arrays]"
-    ) -> "list[Offer] | None":
+    def offer(self, known: Known, version: int, arrays: Inputs, most: int) -> list[Offer] | None:
         """Note a request that may be joined with others if that is right; copies its inputs.
 
         Args:
             known: What was known when it came.
             version: Of its weights.
             arrays: Its inputs.
-            answer: What comes of it; while nothing is settled, it runs apart from others.
+            most: Most rows of a joined run.
 
         Returns:
             Some requests, this one among them, for `learn_from_offers`, once they may show it.
         """
-        if known.most_joined == math.inf or known.rechecks != self.known.rechecks:
+        if known.most_joined == math.inf or known.rechecks != self.known.rechecks or self.busy:
             return None
-        if self._gives_up or self.busy:
-            return None
-        first = self._offered[0] if self._offered else None
-        if first is not None and not (first.version == version and first.fits(arrays, known)):
-            self._offered, first = [], None
-        if not known.settled and first is not None and all(map(_equal, first.arrays, arrays)):
-            return None  # the one before serves as well, and is copied already
+        # Other threads may be here at once: a list that is there for all is never changed.
         offered = self._offered
-        offered.append(Offer([np.array(array) for array in arrays], answer, version))
-        if self._rows_of(offered, known) <= known.most_joined:
-            return None
-        self._offered = []
-        return offered
+        if offered and not (offered[0].version == version and offered[0].fits(arrays, known)):
+            offered = []
+        if not known.settled and offered and all(map(_equal, offered[0].arrays, arrays)):
+            return None  # the one before serves as well, and is copied already
+        offered = [*offered, Offer([np.array(array) for array in arrays], version)]
+        rows = [1] * len(offered)
+        if known.settled:
+            axes = known.split.inputs
+            rows = [_rows_of(self._names, offer.arrays, axes) for offer in offered]
+            sizes = [sum(array.nbytes for array in offer.arrays) for offer in offered]
+            while sum(rows) > most or (len(rows) > 2 and sum(sizes) > _MAX_OFFERED_BYTES):
+                del offered[0], rows[0], sizes[0]
+        enough = len(offered) > 1 and sum(rows) > known.most_joined
+        self._offered = [] if enough else offered
+        return offered if enough else None
 
-    def learn_from_offers(
-        self, known: Known, offered: "Sequence[Offer]", timeout: float, run: Runs
-    ) -> None:
-        """Compare requests, each by itself, with one run of all, within so many seconds."""
+    def learn_from_offers(self, known: Known, offered: Sequence[Offer], run: Runs) -> None:
+        """Compare requests, each by itself, with one run of all."""
         if not self._learning.acquire(blocking=False):
             return
         try:
-            self._pairs += 1
-            if known.number != self.known.number:
+            now = self.known
+            if known.number != now.number:
                 return
+            self._pairs += 1
             requests = [offer.arrays for offer in offered]
-            if known.settled:  # they may have been joined already
-                answers = _successes(run(requests))
-            else:
-                answers = [offer.answer.result(timeout) for offer in offered]
-            trial = _Members(self._names, requests, answers, run)
+            trial = _Members(self._names, requests, _successes(run(requests)), run)
             self._trials += 1
-            self._learn(trial, known.rechecks)
+            self._learn(trial, now)
             self._trials -= not trial.ran
-        except (McinferError, TimeoutError, CancelledError):
-            return  # they failed by themselves
+        except McinferError:
+            pass  # they failed by themselves
         finally:
+            now = self.known
+            if not now.settled and self._gives_up:
+                self.known = replace(now, most_joined=math.inf)  # with its number: plans hold
             self._learning.release()
-
-    def _rows_of(self, offered: "Sequence[Offer]", known: Known) -> int:
-        """Their rows together; one each while nothing is settled."""
-        if not known.settled:
-            return len(offered)
-        shapes = [self._by_name([a.shape for a in offer.arrays]) for offer in offered]
-        return sum(max(1, rows_of(by_name, known.split.inputs) or 1) for by_name in shapes)
 
     def withdraw(self, reason: str) -> None:
         """A split request has shown that the split is wrong: from now on requests run whole."""
@@ -518,8 +521,7 @@ class Splitter:
             self._is_withdrawn = True
             split = replace(known.split, reason=reason, checked=False)
             self.known = self._known(split, settled=True, rechecks=known.rechecks)
-            if not known.rechecks:
-                self._record(None)
+            self._record(None)  # it may be by the model's own weights, whatever the version is now
             self.warn(reason)
 
     def warn_if_whole(self) -> None:
@@ -544,17 +546,18 @@ class Splitter:
             reason,
         )
 
+    def _puts_off(self, trial: "_Pieces | _Members", now: Known) -> bool:
+        """Whether it was a check with more rows, which has shown nothing: what fewer have shown holds."""
+        rows = sum(trial.rows(now.split.inputs))
+        if not (now.splits and rows > now.most_rows):
+            return False
+        self._unshown += 1
+        if self._unshown >= _MAX_TRIALS:
+            self._settle(now.split, now, rows)
+        return True
+
     def _leave_open(self, trial: "_Pieces | _Members", reason: str) -> None:
-        now = self.known
-        if (
-            sum(trial.rows(now.split.inputs)) > now.most_rows
-        ):  # what fewer rows have shown still holds
-            self._unshown += 1
-            if self._unshown >= _MAX_TRIALS:
-                self.known = self._known(
-                    now.split, settled=True, rechecks=now.rechecks, trusted=True
-                )
-            return
+        """Say once that a request has not shown how its batch is split."""
         if self._warned_open or (isinstance(trial, _Members) and not self._gives_up):
             return
         self._warned_open = True
@@ -570,44 +573,59 @@ class Splitter:
         )
 
     def _without_whole(
-        self, known: Known, failure: McinferError, split_run: Callable[[Known], Arrays]
+        self,
+        known: Known,
+        arrays: Inputs,
+        failure: McinferError,
+        split_run: Callable[[Known], Arrays],
+        *,
+        mine: bool,
     ) -> Arrays:
-        """The whole run failed, but pieces may fit into the devices' memory."""
+        """The whole run failed, but pieces may fit into the devices' memory, or into the time."""
         now = self.known
-        if (
-            not isinstance(failure, (PredictError, WorkerDiedError))
-            or now.rechecks != known.rechecks
-        ):
+        if now.rechecks != known.rechecks:
             raise failure
-        if now.splits:  # it was learned from fewer rows
-            believed = self._known(now.split, settled=True, rechecks=now.rechecks, trusted=True)
-        elif self._first.splits and not now.split.checked:
+        late = isinstance(failure, PredictTimeoutError)
+        if now.splits and (late or isinstance(failure, (PredictError, WorkerDiedError))):
+            # It was learned from fewer rows: the next check is for those that have many more than this one.
+            rows = _rows_of(self._names, arrays, now.split.inputs)
+            believed = self._known(now.split, settled=True, rechecks=now.rechecks, rows=rows)
+            if mine and self.known is now:
+                self.known = believed
+        elif (
+            isinstance(failure, (PredictError, WorkerDiedError))
+            and self._first.splits
+            and not now.split.checked
+        ):
             believed = self._known(self._first, settled=True, rechecks=now.rechecks)
         else:
             raise failure
         try:
             answer = split_run(believed)
-        except McinferError:
-            raise failure from None
-        if now.splits:
-            self.known = believed
-        else:
+        except McinferError as exc:
+            raise (exc if late else failure) from None
+        if not now.splits and self.known is now:
             reason = f"a run of the whole batch failed, its pieces did not ({failure})"
-            self._believe(reason, now.rechecks)
+            self._believe(reason, now)
         return answer
 
-    def _believe(self, reason: str, rechecks: int) -> None:
+    def _settle(self, split: Split, now: Known, rows: int = 0) -> None:
+        """From now on this is known, for the weights that what was known until `now` is for."""
+        self._unshown = 0
+        settled = self._verify != "always" or not split.splits or not split.checked
+        self.known = self._known(split, settled=settled, rechecks=now.rechecks, rows=rows)
+
+    def _believe(self, reason: str, now: Known) -> None:
         """Nothing can be compared: trust the user's axes or the model's symbols, or run whole."""
         if self._first.splits:
-            self.known = self._known(self._first, settled=True, rechecks=rechecks)
+            self._settle(self._first, now)
             _log.warning("requests are split without a check: %s", reason)
             return
-        self._give_up(reason, rechecks)
+        self._give_up(reason, now)
 
-    def _give_up(self, reason: str, rechecks: int) -> None:
+    def _give_up(self, reason: str, now: Known) -> None:
         """Requests run whole, since nothing can be compared."""
-        split = replace(self._first, reason=reason)
-        self.known = self._known(split, settled=True, rechecks=rechecks)
+        self._settle(replace(self._first, reason=reason), now)
         self.warn(reason)
 
     def _by_name(self, shapes: Sequence[Shape]) -> dict[str, Shape]:
@@ -622,30 +640,32 @@ class Splitter:
             return
         yield from candidates(self._model, by_name, self._first, self._said, least_rows)
 
-    def _learn(self, trial: "_Pieces | _Members", rechecks: int) -> None:
+    def _learn(self, trial: "_Pieces | _Members", now: Known) -> None:
+        """Learn from a comparison, if `now` is what is known until it ends."""
         try:
             split = self._decide(trial)
             random = not split.splits and trial.is_random()
         except _CannotTellError as exc:
-            self._leave_open(trial, str(exc))
+            if self.known is now and not self._puts_off(trial, now):
+                self._leave_open(trial, str(exc))
             return
         except McinferError:  # the check is lost, not the request
+            if self.known is now:
+                self._puts_off(trial, now)
             return
-        now = self.known
-        if now.rechecks != rechecks:
-            return  # an update came meanwhile, and this is of the weights before
+        if self.known is not now:
+            return  # an update came meanwhile, or a request has shown that the split is wrong
+        self._trials = self._pairs = 0
         if random:
             reason = "two runs of the same inputs differ"
             if self._first.known == "said":
-                self._believe(f"{reason}, so there is nothing to compare with", rechecks)
+                self._believe(f"{reason}, so there is nothing to compare with", now)
             else:
-                self._give_up(reason, rechecks)
+                self._give_up(reason, now)
             return
         before, split = now.split, self._agreed(now.split, split)
-        settled = self._verify != "always" or not split.splits
-        self._unshown = 0
-        self.known = self._known(split, settled=settled, rechecks=rechecks)
-        if not rechecks and (not before.checked or as_record(split) != as_record(before)):
+        self._settle(split, now)
+        if not now.rechecks and (not before.checked or as_record(split) != as_record(before)):
             self._record(as_record(split))
         if not split.splits:
             self.warn(split.reason)
@@ -716,7 +736,8 @@ class Splitter:
             raise unclear[1]
         if not refuted:
             raise _CannotTellError("it has no two rows")
-        if self._first.known == "unknown" and has_single_rows(self._model, shapes):
+        is_guess = self._first.known == "unknown" and not self.known.splits
+        if is_guess and has_single_rows(self._model, shapes):
             self._teaching[self.known.number, tuple(trial.shapes)] = False
             raise _CannotTellError("an input of a single row may be the batch")
         return Split(
@@ -773,13 +794,12 @@ class Splitter:
         if all(joint.kind == "same" for joint in joints.values()):
             text = "is the same for the whole batch and for each piece"
             return {name: Joint(kind="mixed", text=text) for name in joints}
-        alike = [n for n, joint in joints.items() if joint.kind == "axis" and not joint.decides]
-        if len(alike) < len(
-            joints
-        ):  # what the user, or the model's symbols, say of it is enough then
-            alike = [n for n in alike if joints[n].axis != self._first.outputs[n]]
-        if any(name not in self._said.outputs for name in alike):
-            raise _CannotTellError(f"the rows of output {alike[0]!r} are equal")
+        dull = [n for n, joint in joints.items() if joint.kind == "axis" and not joint.decides]
+        if any(joint.decides for joint in joints.values()):
+            # Another output shows that it is right; how these join, the user or the model's symbols may say.
+            dull = [n for n in dull if joints[n].axis != self._first.outputs[n]]
+        if dull:
+            raise _CannotTellError(f"the rows of output {dull[0]!r} are equal")
         return joints
 
     def _unsure(self, axes: Axes, alike: Sequence[str]) -> list[str]:
@@ -803,6 +823,9 @@ class Splitter:
             rows = trial.rows(axes)
             whole, answers = trial.run(axes)
         except (PredictError, InvalidInputError) as exc:
+            if isinstance(trial, _Members) and self.known.splits:
+                # Fewer rows are right, and such a run is taken apart where it fails.
+                raise _CannotTellError(f"they do not run as one ({exc})") from exc
             text = f"cannot be had from pieces and from the whole batch alike ({exc})"
             return {spec.name: Joint(kind="mixed", text=text) for spec in self._model.outputs}
         joints = {
@@ -882,8 +905,7 @@ class _Members(_Trial):
         self.ran = False
 
     def rows(self, axes: Axes) -> tuple[int, ...]:
-        shapes = [[array.shape for array in member] for member in self._members]
-        return tuple(rows_of(dict(zip(self._names, s, strict=True)), axes) or 1 for s in shapes)
+        return tuple(_rows_of(self._names, member, axes) for member in self._members)
 
     def parts(self, axes: Axes) -> Sequence[Inputs]:  # noqa: ARG002 the same for all axes
         return self._members

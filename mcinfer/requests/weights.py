@@ -33,20 +33,17 @@ class WeightVersion:
     """All replaced weights at one moment, by name; version 0 is the model's own weights.
 
     `message` is its UPDATE_WEIGHTS, which names the lowest version, `oldest`, that requests could still run
-    with when this one was made.
+    with when this one was made. `rechecks` says how often a split is checked again by then: after 1, 2, 4, 8
+    … updates.
     """
 
     number: int
+    rechecks: int = 0
     oldest: int = 0
     message: bytes = b""
     tensors: Mapping[str, TensorRef] = field(default_factory=dict)
     slots: Mapping[str, Slot] = field(default_factory=dict)
     blocks: frozenset[int] = frozenset()
-
-    @property
-    def rechecks(self) -> int:
-        """How often a split is checked again by then: after 1, 2, 4, 8 … updates."""
-        return self.number.bit_length()
 
 
 class WeightStore:
@@ -113,6 +110,7 @@ class WeightStore:
             ) from exc
         version = WeightVersion(
             number=number,
+            rechecks=number.bit_length(),
             oldest=oldest,
             message=data,
             tensors=tensors,
@@ -126,7 +124,8 @@ class WeightStore:
     def close(self) -> None:
         """Free the memory of replaced weights."""
         # Not under the lock: a signal's handler, or a finalizer, may come while its own thread holds it.
-        self.current = WeightVersion(number=self.current.number)
+        now = self.current
+        self.current = WeightVersion(number=now.number, rechecks=now.rechecks)
 
 
 def check_weights(

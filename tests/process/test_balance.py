@@ -4,9 +4,11 @@ import asyncio
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
 
 from mcinfer import InvalidInputError, Master
@@ -115,6 +117,24 @@ def test_requests_of_one_row_do_not_wait_for_one_worker_while_the_other_is_free(
         asyncio.run(ask(master))
         wait_until(lambda: len(slowed.traces) == 3)
     assert {run.worker for trace in slowed.traces[1:] for run in trace.shards} == {0, 1}
+
+
+def test_request_that_does_not_fit_leaves_what_measures_a_worker_to_the_next(
+    fake_model: FakeModel,
+) -> None:
+    with fake_master(fake_model(), 2, balance="measured") as master:
+        for i in range(3):
+            master.predict(rows(ROWS, float(i)))
+        balance = master._balance
+        assert balance is not None
+        wait_until(lambda: balance.shares is not None)
+        assert balance.shares is not None
+        balance.give_back(replace(balance.shares, probe=0))
+        with pytest.raises(InvalidInputError):
+            master.predict({"x": np.zeros((ROWS, 1, 1), np.float32)})
+        shares = balance.take_shares()
+        assert shares is not None
+        assert shares.probe == 0
 
 
 def test_unknown_balance_is_refused(fake_model: FakeModel) -> None:

@@ -16,7 +16,15 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from mcinfer import BuildError, EngineOptions, Limits, Master, QueueFullError, RestartPolicy
+from mcinfer import (
+    BuildError,
+    EngineOptions,
+    InvalidInputError,
+    Limits,
+    Master,
+    QueueFullError,
+    RestartPolicy,
+)
 from tests.process.models import FakeModel, Inputs, OnnxModel, act, fake_master, rows
 from tests.process.waiting import (
     HeldPipe,
@@ -281,9 +289,14 @@ def test_memory_does_not_grow_with_updates(fake_model: FakeModel) -> None:
     model = fake_model(**ONE_LARGE)
     # Room for two versions and an answer; where more were held, it would be refused.
     limits = Limits(memory_bytes=3 * 4 * LARGE + 4096, when_full="raise")
+    kept = []  # errors, which hold the frames of their calls
     with fake_master(model, 1, options=ONE, limits=limits) as master:
         for value in range(1, 20):
             master.update_weights(large(value))
+            for call in (master.predict, master.submit):
+                with pytest.raises(InvalidInputError) as wrong:
+                    call({"x": np.zeros((1, 1, 1), np.float32)})
+                kept.append(wrong)
             y = master.predict({"x": np.zeros((1, 1), np.float32)})["y"]
             assert (y == value).all()
             del y
