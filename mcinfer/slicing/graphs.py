@@ -69,24 +69,25 @@ def label(node: NodeProto) -> str:
     return f"{node.name or node.output[0]} ({operator(node)})"
 
 
-def drawing(nodes: Iterable[NodeProto], constants: Mapping[str, TensorProto]) -> NodeProto | None:
+def drawing(nodes: Iterable[NodeProto], *constants: Mapping[str, TensorProto]) -> NodeProto | None:
     """The first of some nodes, or of those inside them, that may draw random numbers.
 
     Args:
         nodes: Of one graph.
-        constants: Initialisers that they can take.
+        constants: Initialisers that they can take, those of inner graphs first.
     """
     listed = [*nodes]
-    made = [tensor for tensor in map(_constant, listed) if tensor is not None]
-    known = {**constants, **{tensor.name: tensor for tensor in made}}
+    made = {tensor.name: tensor for tensor in map(_constant, listed) if tensor is not None}
+    known = (made, *constants)
     for node in listed:
         place = TRAINING_INPUT.get(qualified(node), len(node.input))
         trains = "".join(node.input[place : place + 1])
-        if qualified(node) in RANDOM_OPERATORS or (trains and not _is_false(known.get(trains))):
+        given = next((tensors[trains] for tensors in known if trains in tensors), None)
+        if qualified(node) in RANDOM_OPERATORS or (trains and not _is_false(given)):
             return node
         for graph in subgraphs(node):
-            inner = {**known, **{tensor.name: tensor for tensor in graph.initializer}}
-            found = drawing(graph.node, inner)
+            own = {tensor.name: tensor for tensor in graph.initializer}
+            found = drawing(graph.node, own, *known)
             if found is not None:
                 return found
     return None
