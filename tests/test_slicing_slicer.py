@@ -532,6 +532,29 @@ def test_quantised_model_is_compared_as_it_is_written(
     assert any(stage.sharded for stage in report.stages)
 
 
+def test_coarsest_quantisation_of_all_slices_is_allowed_for_up_to_a_tenth(
+    tmp_path: Path, folder: Path
+) -> None:
+    whole = quantised()
+    whole.graph.initializer.extend(
+        [
+            helper.make_tensor("coarse", TensorProto.INT4, [], [0]),
+            numpy_helper.from_array(np.array(4 / 7, np.float32), "wide"),
+        ]
+    )
+    last = [node for node in whole.graph.node if node.op_type.endswith("QuantizeLinear")][-1].output
+    for node in whole.graph.node:
+        if {*last} & {*node.input, *node.output} and "uantize" in node.op_type:
+            node.input[1:] = ["wide", "coarse"]
+    path = saved(whole, tmp_path)
+    report = slice_model(path, folder, pipeline=2)
+    assert report.check.tolerance["y"] == 0.1
+    data = folder / "model1.data"
+    data.write_bytes((np.fromfile(data, np.float32) * 1.5).tobytes())
+    with pytest.raises(BuildError, match=r"at most 1e-01; .*QuantizeLinear\) quantises to 4 bits"):
+        check(lambda _: None, str(path), str(folder))
+
+
 def test_quantised_model_that_differs_is_refused_with_the_node(
     tmp_path: Path, folder: Path
 ) -> None:
