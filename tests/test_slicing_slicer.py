@@ -405,8 +405,11 @@ def test_folder_with_other_files_is_never_replaced(model: Path, folder: Path) ->
     assert files(folder) == ["thesis.txt"]
     with pytest.raises(InvalidInputError, match=r"mlp\.onnx is there and is no folder"):
         slice_model(model, model, pipeline=2, force=True)
-    with pytest.raises(InvalidInputError, match="there is no folder"):
-        slice_model(model, folder / "deep" / "er", pipeline=2)
+    for place in (folder / "deep" / "er", model / "slices", model / "deep" / "er"):
+        with pytest.raises(InvalidInputError, match=f"folder: there is no folder {place.parent}$"):
+            slice_model(model, place, pipeline=2)
+    with pytest.raises(InvalidInputError, match="folder: got /, expected a folder in another one"):
+        slice_model(model, "/", pipeline=2, force=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
