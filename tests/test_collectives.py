@@ -494,7 +494,7 @@ def test_lock_that_another_process_takes_while_ranks_meet_does_not_cost_the_grou
 ) -> None:
     folder = tmp_path / f"mcinfer-groups-{os.geteuid()}"
     groups_meet_in(monkeypatch, tmp_path)
-    timers = []
+    held = []
 
     def body(rank: int) -> object:
         (end,) = meet("a", rank, 2, 1.0)
@@ -502,16 +502,16 @@ def test_lock_that_another_process_takes_while_ranks_meet_does_not_cost_the_grou
             if rank:
                 fd = os.open(folder, os.O_RDONLY)
                 fcntl.flock(fd, fcntl.LOCK_EX)
-                timers.append(threading.Timer(10.0, os.close, (fd,)))
-                timers[0].start()
+                held.append((fd, threading.Timer(10.0, fcntl.flock, (fd, fcntl.LOCK_UN))))
+                held[0][1].start()
                 end.send(b'{"rank": 1, "size": 2}')
         return time.monotonic()
 
     start = time.monotonic()
     outcomes = in_threads(2, body)
-    for timer in timers:
+    for fd, timer in held:
         timer.cancel()
-        os.close(timer.args[0])
+        os.close(fd)
     assert [type(end) for end in outcomes] == [float, float]
     assert all(isinstance(end, float) and end - start < 8.0 for end in outcomes)
 

@@ -563,7 +563,7 @@ def test_constant_of_an_unknown_type_is_no_input_in_the_error(
     <double[2] w = {1, 2}> { y = Neg(x) z = Neg(w) }"""
     path = tmp_path / "model.onnx"
     onnx.save(parser.parse_model(text), path)
-    types = dict(_onnxruntime.ELEMENT_TYPES)
+    types = dict(ELEMENT_TYPES)
     monkeypatch.setattr(_onnxruntime, "ELEMENT_TYPES", types)
     specs = _onnxruntime._spec
 

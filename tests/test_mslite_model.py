@@ -616,7 +616,7 @@ def test_error_about_a_model_in_memory_keeps_what_it_has(
     source = Source(
         name="model", model=content, model_type=ModelType.ONNX, context=context, sections={}
     )
-    with pytest.raises(type(error), match="^the model given as bytes: ") as raised:
+    with pytest.raises(type(error), match=r"^the model given as bytes: ") as raised:
         open_session(source, None, None, stacklevel=1)
     assert getattr(raised.value, attributes) == expected
 

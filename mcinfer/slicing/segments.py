@@ -66,8 +66,8 @@ def cut_segments(model_path: str | Path, folder: str | Path) -> RankPlan:
     """Cut a slice; write its segments and its plan (`PLAN_FILE`) into a folder that exists.
 
     Raises:
-        BuildError: The file is no ONNX model, or has a collective that cannot be run, or random numbers beside
-            collectives; with the node's name.
+        BuildError: The file is no ONNX model, or has a collective that cannot be run, or collectives and
+            random numbers; with the node's name.
     """
     model = _loaded(model_path)
     try:
