@@ -1,11 +1,14 @@
 """Tests of the collectives in shared memory, with ranks as threads; no second process."""
 
+import errno
+import fcntl
 import os
 import resource
 import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -386,8 +389,7 @@ def test_group_meets_in_a_folder_of_its_user_alone_and_leaves_none(
         folder.parent.mkdir()
     entered.mkdir()
     entered.chmod(0o777)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(entered.parent))
-    monkeypatch.setattr(tempfile, "tempdir", str(private.parent))
+    groups_meet_in(monkeypatch, entered.parent, private.parent)
     sockets = met("a", lambda: [private.stat().st_mode & 0o777, *private.iterdir()])
     assert sockets[0] == 0o700
     assert len(sockets) == 2
@@ -405,11 +407,113 @@ def test_group_meets_in_a_folder_of_its_user_alone_and_leaves_none(
 
     private.mkdir()
     private.chmod(0o755)
-    places = [str(private.parent)]  # without the last resort
-    monkeypatch.setattr(rendezvous, "temporary_places", lambda *_: places)
     (exc,) = joined(("a", 0, 2))
     assert isinstance(exc, OSError)
+    assert f"{entered} is of user" in str(exc)
     assert f"{private} is of user {os.geteuid()} and has mode 0755, expected" in str(exc)
+
+
+def groups_meet_in(monkeypatch: pytest.MonkeyPatch, *places: Path) -> None:
+    found = [str(place) for place in places]
+    monkeypatch.setattr(rendezvous, "temporary_places", lambda *_: found)
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link", "below a file"])
+def test_place_that_cannot_be_used_is_passed_over_by_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    taken, private = tmp_path / "taken", tmp_path / "private"
+    name = f"mcinfer-groups-{os.geteuid()}"
+    private.mkdir()
+    if kind == "below a file":
+        taken.touch()
+    else:
+        taken.mkdir()
+        if kind == "a file":
+            (taken / name).touch()
+        else:
+            (taken / name).symlink_to("nowhere")
+    groups_meet_in(monkeypatch, taken, private)
+    outcomes = joined(("a", 0, 2), ("a", 1, 2))
+    assert outcomes == [[2, 2]] * 2
+    (exc,) = joined(("a", 1, 2), timeout=0.1)
+    assert isinstance(exc, CollectiveTimeoutError)
+    assert "no rank 0 of the group" in str(exc)
+    assert f"({taken / name}: Not a directory)" in str(exc)
+
+
+def test_rank_that_has_no_descriptor_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(rendezvous, "open_private", refuse)
+    for exc in joined(("a", 0, 2), ("a", 1, 2)):
+        assert isinstance(exc, OSError)
+        assert exc.errno == errno.EMFILE
+
+
+def test_ranks_with_other_temporary_folders_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    own = threading.local()
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: own.folder)
+
+    def body(rank: int) -> object:
+        own.folder = str(tmp_path / str(rank))
+        (tmp_path / str(rank)).mkdir()
+        with join(f"test {tmp_path}", rank, 2, timeout=10.0) as group:
+            return group.all_reduce(np.ones(2)).tolist()
+
+    assert in_threads(2, body) == [[2, 2]] * 2
+
+
+def test_lock_that_another_process_does_not_let_go_ends_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / f"mcinfer-groups-{os.geteuid()}"
+    folder.mkdir(0o700)
+    groups_meet_in(monkeypatch, tmp_path)
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    timer = threading.Timer(10.0, fcntl.flock, (fd, fcntl.LOCK_UN))
+    timer.start()
+    try:
+        start = time.monotonic()
+        (exc,) = joined(("a", 0, 2), timeout=0.2)
+        assert time.monotonic() - start < 5.0
+    finally:
+        timer.cancel()
+        os.close(fd)
+    assert isinstance(exc, CollectiveTimeoutError)
+    assert str(exc).startswith(f"{folder}: another process did not let its lock go within 0.2 s")
+
+
+def test_lock_that_another_process_takes_while_ranks_meet_does_not_cost_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / f"mcinfer-groups-{os.geteuid()}"
+    groups_meet_in(monkeypatch, tmp_path)
+    held = []
+
+    def body(rank: int) -> object:
+        (end,) = meet("a", rank, 2, 1.0)
+        with end:
+            if rank:
+                fd = os.open(folder, os.O_RDONLY)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                held.append((fd, threading.Timer(10.0, fcntl.flock, (fd, fcntl.LOCK_UN))))
+                held[0][1].start()
+                end.send(b'{"rank": 1, "size": 2}')
+        return time.monotonic()
+
+    start = time.monotonic()
+    outcomes = in_threads(2, body)
+    for fd, timer in held:
+        timer.cancel()
+        os.close(fd)
+    assert [type(end) for end in outcomes] == [float, float]
+    assert all(isinstance(end, float) and end - start < 8.0 for end in outcomes)
 
 
 def met(key: str, look: Callable[[], list[Any]]) -> list[Any]:

@@ -554,6 +554,29 @@ def test_model_is_described_on_demand(tmp_path: Path) -> None:
     assert described.provider_options == {"CPUExecutionProvider": {}}
 
 
+@pytest.mark.parametrize(("weights", "role"), [((), "initializer"), (("w",), "weight")])
+def test_constant_of_an_unknown_type_is_no_input_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: tuple[str, ...], role: str
+) -> None:
+    text = """<ir_version: 8, opset_import: ["": 17]>
+    graph (float[n] x, double[2] w) => (float[n] y, double[2] z)
+    <double[2] w = {1, 2}> { y = Neg(x) z = Neg(w) }"""
+    path = tmp_path / "model.onnx"
+    onnx.save(parser.parse_model(text), path)
+    types = dict(ELEMENT_TYPES)
+    monkeypatch.setattr(_onnxruntime, "ELEMENT_TYPES", types)
+    specs = _onnxruntime._spec
+
+    def spec(arg: Any, *rest: Any) -> Any:
+        if arg.name == "w":
+            types.pop("float64", None)
+        return specs(arg, *rest)
+
+    monkeypatch.setattr(_onnxruntime, "_spec", spec)
+    with pytest.raises(BuildError, match=f"^(onnxruntime: )?{role} 'w' is of type"):
+        open_ort(str(path), variable_weights=weights)
+
+
 def negation(path: Path, shape: Sequence[Dimension] | None) -> Engine:
     """A model with a shape that ONNX's text format cannot write."""
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "xy"]

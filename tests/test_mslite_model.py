@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from onnx import numpy_helper, parser
 
 import mcinfer
+from mcinfer.collectives.base import PeerFailedError
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import Engine, EngineRequest
+from mcinfer.errors import CardMemoryError, ModelNotFoundError
 from mcinfer.mslite import (
     Context,
     DataType,
@@ -30,7 +32,7 @@ from mcinfer.mslite import (
     TensorMeta,
     _session,
 )
-from mcinfer.mslite._session import Session
+from mcinfer.mslite._session import Session, Source, open_session
 from tests import mindspore_lite_stand_in as stand_in
 from tests.process.models import AFFINE, OnnxModel
 
@@ -585,6 +587,38 @@ def test_models_of_a_groups_paths_share_the_workspace_and_no_others_do(
     gc.collect()
     built(late)
     assert shared[3:] == [False]
+
+
+@pytest.mark.parametrize(
+    ("error", "attributes"),
+    [
+        (CardMemoryError("{}: no memory", "CUDA_ERROR_OUT_OF_MEMORY"), "status"),
+        (PeerFailedError("{}: cancelled", cancelled=True), "cancelled"),
+        (ModelNotFoundError("{}: there is none"), "errno"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_error_about_a_model_in_memory_keeps_what_it_has(
+    onnx_model: OnnxModel,
+    monkeypatch: pytest.MonkeyPatch,
+    error: mcinfer.EngineError,
+    attributes: str,
+) -> None:
+    def refuse(_name: str, request: EngineRequest, **_: Any) -> Engine:
+        error.args = (str(error).format(request.model),)
+        raise error
+
+    expected = getattr(error, attributes)
+    monkeypatch.setattr(_session, "open_engine", refuse)
+    context = Context()
+    context.target = ["cpu"]
+    content = onnx_model(FIXED).read_bytes()
+    source = Source(
+        name="model", model=content, model_type=ModelType.ONNX, context=context, sections={}
+    )
+    with pytest.raises(type(error), match=r"^the model given as bytes: ") as raised:
+        open_session(source, None, None, stacklevel=1)
+    assert getattr(raised.value, attributes) == expected
 
 
 def test_flags_and_the_use_of_a_group_are_checked() -> None:

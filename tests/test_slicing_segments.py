@@ -204,25 +204,31 @@ def test_constants_are_copied_and_not_carried(tmp_path: Path) -> None:
     assert [step.inputs for step in segments] == [("x",), ("sum",)]
 
 
-def test_random_numbers_inside_a_node_are_drawn_once(tmp_path: Path) -> None:
+def test_random_numbers_beside_collectives_are_refused_with_the_node(tmp_path: Path) -> None:
+    """Ranks that draw them would not agree."""
     branches = {
         f"{name}_branch": helper.make_graph(
-            [helper.make_node("RandomUniform", [], [name], shape=[2])], name, [], [value(name, 2)]
+            [helper.make_node("RandomUniform", [], [name], name="noise", shape=[2])],
+            name,
+            [],
+            [value(name, 2)],
         )
         for name in ("then", "else")
     }
     nodes = [
         helper.make_node("If", ["yes"], ["drawn"], **branches),
         helper.make_node("Add", ["x", "drawn"], ["part"]),
-        all_reduce("part", "sum"),
-        helper.make_node("Sub", ["sum", "drawn"], ["y"]),
+        all_reduce("part", "y"),
     ]
     yes = {"yes": np.array(True)}
     path = save(tmp_path / "model0.onnx", nodes, [value("x", 2)], [value("y", 2)], yes)
-    plan = cut_segments(path, tmp_path)
-    segments = [step for step in plan.steps if isinstance(step, Segment)]
-    assert [step.outputs for step in segments] == [("drawn", "part"), ("y",)]
-    assert segments[1].inputs == ("drawn", "sum")
+    with pytest.raises(BuildError, match=r"node noise \(RandomUniform\) draws random numbers"):
+        cut_segments(path, tmp_path)
+
+    path = save(tmp_path / "model0.onnx", nodes[:2], [value("x", 2)], [value("part", 2)], yes)
+    (segment,) = cut_segments(path, tmp_path).steps
+    assert isinstance(segment, Segment)
+    assert segment.outputs == ("part",)
 
 
 def test_subgraph_reads_values_of_an_earlier_phase(tmp_path: Path) -> None:

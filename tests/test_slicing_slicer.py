@@ -405,8 +405,11 @@ def test_folder_with_other_files_is_never_replaced(model: Path, folder: Path) ->
     assert files(folder) == ["thesis.txt"]
     with pytest.raises(InvalidInputError, match=r"mlp\.onnx is there and is no folder"):
         slice_model(model, model, pipeline=2, force=True)
-    with pytest.raises(InvalidInputError, match="there is no folder"):
-        slice_model(model, folder / "deep" / "er", pipeline=2)
+    for place in (folder / "deep" / "er", model / "slices", model / "deep" / "er"):
+        with pytest.raises(InvalidInputError, match=f"folder: there is no folder {place.parent}$"):
+            slice_model(model, place, pipeline=2)
+    with pytest.raises(InvalidInputError, match="folder: got /, expected a folder in another one"):
+        slice_model(model, "/", pipeline=2, force=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
@@ -530,6 +533,29 @@ def test_quantised_model_is_compared_as_it_is_written(
     assert report.check.state == "passed"
     assert report.check.tolerance[output] == 4 / 2**7
     assert any(stage.sharded for stage in report.stages)
+
+
+def test_coarsest_quantisation_of_all_slices_is_allowed_for_up_to_a_tenth(
+    tmp_path: Path, folder: Path
+) -> None:
+    whole = quantised()
+    whole.graph.initializer.extend(
+        [
+            helper.make_tensor("coarse", TensorProto.INT4, [], [0]),
+            numpy_helper.from_array(np.array(4 / 7, np.float32), "wide"),
+        ]
+    )
+    last = [node for node in whole.graph.node if node.op_type.endswith("QuantizeLinear")][-1].output
+    for node in whole.graph.node:
+        if {*last} & {*node.input, *node.output} and "uantize" in node.op_type:
+            node.input[1:] = ["wide", "coarse"]
+    path = saved(whole, tmp_path)
+    report = slice_model(path, folder, pipeline=2)
+    assert report.check.tolerance["y"] == 0.1
+    data = folder / "model1.data"
+    data.write_bytes((np.fromfile(data, np.float32) * 1.5).tobytes())
+    with pytest.raises(BuildError, match=r"at most 1e-01; .*QuantizeLinear\) quantises to 4 bits"):
+        check(lambda _: None, str(path), str(folder))
 
 
 def test_quantised_model_that_differs_is_refused_with_the_node(

@@ -242,15 +242,17 @@ def test_terms_that_float16_cannot_hold_give_their_sum(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("Div", 0.0), ("Mul", np.inf)])
-@pytest.mark.parametrize("given", ["input", "constant"])
+@pytest.mark.parametrize("given", ["input", "constant", "large constant"])
 def test_sum_that_becomes_infinite_is_made_before(kind: str, factor: float, given: str) -> None:
     """Its terms would be infinities of both signs, which have no sum."""
+    is_large = given == "large constant"
+    size, width = (4096, 2048) if is_large else (128, 128)
     net = Net("batch", 128)
-    h = net.op("Relu", net.linear("x", 128, 128))
-    factors = np.array([[factor]] * 2, np.float32)
+    h = net.op("Relu", net.linear("x", 128, size))
+    factors = np.full(width if is_large else (2, 1), factor, np.float32)
     other = net.input("z", 2, 1) if given == "input" else net.constant(factors)
-    y = net.op(kind, net.op("MatMul", h, opposite(net, 128, 128)), other)
-    y = net.op("Add", y, net.op("MatMul", h, net.weight(128, 128)))
+    y = net.op(kind, net.op("MatMul", h, opposite(net, size, width)), other)
+    y = net.op("Add", y, net.op("MatMul", h, net.weight(size, width)))
     model = net.model(y)
     feeds = {"x": net.rng.standard_normal((2, 128)).astype(np.float32)}
     if given == "input":
@@ -261,6 +263,18 @@ def test_sum_that_becomes_infinite_is_made_before(kind: str, factor: float, give
     assert np.isinf(expected).all()
     for found in run_slices(models_of(slices), feeds):
         np.testing.assert_array_equal(found[y], expected)
+
+
+@pytest.mark.parametrize(("rows", "sums"), [(128, 1), (144, 2)])
+def test_sum_is_made_before_a_product_with_a_constant_that_is_too_large_to_be_read(
+    rows: int, sums: int
+) -> None:
+    net = Net(rows, 64)
+    h = net.op("Relu", net.linear("x", 64, 4096))
+    factors = net.constant(np.ones((rows, 512), np.float32))
+    y = net.op("Mul", net.op("MatMul", h, net.weight(4096, 512)), factors)
+    y = net.op("Add", y, net.op("MatMul", h, net.weight(4096, 512)))
+    assert operators(check(net.model(y))) == {"AllReduce": sums}
 
 
 def test_weight_of_a_type_that_numpy_lacks_is_cut() -> None:

@@ -6,10 +6,11 @@ is of (`SO_PEERCRED`). What connects says what rank it is by the packet that beg
 `mcinfer.collectives.bootstrap`, which is only looked at here.
 
 Ownership: the caller closes the sockets. Rank 0 removes the name when all have connected, so the next group
-may have the same key; the name of a rank 0 that was killed goes when the next one comes.
+may have the same key; the name of a rank 0 that was killed stays until the next one with this key comes.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -30,7 +31,11 @@ from mcinfer.private import open_private, opened_folder, temporary_places
 from mcinfer.shm.descriptors import peer_credentials
 
 _PAUSE = 0.02
-"""Seconds between two attempts to connect: the system does not show when a process begins to listen."""
+"""Seconds between two attempts to connect: the system does not show when a process begins to listen,
+or lets a lock go."""
+
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What another folder would not change."""
 
 
 def meet(key: str, rank: int, size: int, timeout: float) -> list[socket.socket]:
@@ -44,18 +49,17 @@ def meet(key: str, rank: int, size: int, timeout: float) -> list[socket.socket]:
     if rank == 0:
         with _listening(key, size, deadline) as listener:
             return _gather(listener, key, size, deadline)
-    end = _connect(key, deadline)
-    if end is None:
-        raise CollectiveTimeoutError(
-            f"no rank 0 of the group {key!r} was there within {timeout:g} s"
-        )
-    return [end]
+    return [_connect(key, deadline)]
 
 
 def _folders() -> list[str]:
-    """Where the sockets of this user's groups may be, first choice first."""
+    """Where the sockets of this user's groups may be, first choice first.
+
+    Ranks may have different variables: what all have comes before TMPDIR.
+    """
     user = os.geteuid()
-    places = temporary_places(os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{user}")
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    places = temporary_places(runtime, f"/run/user/{user}", "/tmp")  # noqa: S108 it is checked
     return [f"{place}/mcinfer-groups-{user}" for place in places]
 
 
@@ -81,14 +85,32 @@ def _opened(folder: str, *, make: bool = False) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _locked(folder: str) -> Iterator[int]:
-    """A descriptor of a folder in which no other process takes or removes a name; it is made if need be."""
+def _locked(folder: str, deadline: Deadline) -> Iterator[int]:
+    """A descriptor of a folder in which no other process takes or removes a name; it is made if need be.
+
+    A process that is stopped may hold the lock for ever.
+    """
     while True:
         with _opened(folder, make=True) as fd:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if os.fstat(fd).st_nlink:  # else another process has removed it
+            is_locked = _lock(fd)
+            if is_locked and os.fstat(fd).st_nlink:  # else another process has removed it
                 yield fd
                 return
+        if not is_locked:
+            if not deadline.milliseconds():
+                raise CollectiveTimeoutError(
+                    f"{folder}: another process did not let its lock go within {deadline.timeout:g} s"
+                )
+            time.sleep(_PAUSE)
+
+
+def _lock(fd: int) -> bool:
+    """Lock a folder; False if another process has it locked."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _path(fd: int, key: str) -> str:
@@ -110,18 +132,35 @@ def _connected(path: str) -> socket.socket | None:
     return end
 
 
-def _connect(key: str, deadline: Deadline) -> socket.socket | None:
-    """A socket to the rank 0 that listens; None if there is none in time."""
+def _connect(key: str, deadline: Deadline) -> socket.socket:
+    """A socket to the rank 0 that listens, once there is one.
+
+    A place that cannot be used has none: rank 0 passes over it too.
+    """
     while True:
+        faults = []
         for folder in _folders():
-            # There may be no such folder of ours; or too many wait to be accepted.
-            absent = contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError)
-            with absent, _opened(folder) as fd:
-                if end := _connected(_path(fd, key)):
-                    return end
+            try:
+                with _opened(folder) as fd:
+                    if end := _connected(_path(fd, key)):
+                        return end
+            except FileNotFoundError:
+                continue
+            except OSError as exc:
+                faults.append(_fault(folder, exc))
         if not deadline.milliseconds():
-            return None
+            raise CollectiveTimeoutError(
+                f"no rank 0 of the group {key!r} was there within {deadline.timeout:g} s"
+                + (f" ({'; '.join(faults)})" if faults else "")
+            )
         time.sleep(_PAUSE)
+
+
+def _fault(folder: str, exc: OSError) -> str:
+    """Why a folder cannot be used; raises what is not the folder's."""
+    if exc.errno in _EXHAUSTED or isinstance(exc, McinferError):
+        raise exc
+    return f"{folder}: {exc.strerror}"
 
 
 @contextlib.contextmanager
@@ -130,10 +169,10 @@ def _listening(key: str, size: int, deadline: Deadline) -> Iterator[socket.socke
     faults = []
     for folder in _folders():
         try:
-            with _locked(folder):
+            with _locked(folder, deadline):
                 break
         except OSError as exc:
-            faults.append(f"{folder}: {exc.strerror}")
+            faults.append(_fault(folder, exc))
     else:
         raise OSError(
             f"no folder for the group's socket: {'; '.join(faults)}; XDG_RUNTIME_DIR can name one"
@@ -146,7 +185,8 @@ def _listening(key: str, size: int, deadline: Deadline) -> Iterator[socket.socke
         try:
             yield listener
         finally:
-            with _locked(folder) as fd, contextlib.suppress(OSError):  # other groups use the folder
+            # Other groups use the folder, or the time is over: the next group of this key tidies up.
+            with contextlib.suppress(OSError), _locked(folder, deadline) as fd:
                 os.unlink(_path(fd, key))
                 os.rmdir(folder)
 
@@ -155,7 +195,7 @@ def _take_name(
     listener: socket.socket, folder: str, key: str, size: int, deadline: Deadline
 ) -> bool:
     """Have it listen; False if another one has the name."""
-    with _locked(folder) as fd:
+    with _locked(folder, deadline) as fd:
         path = _path(fd, key)
         try:
             end = _connected(path)

@@ -292,7 +292,11 @@ class OnnxRuntimeEngine(Engine):
     def _replaceable(self, request: EngineRequest) -> tuple[TensorSpec, ...]:
         """The specifications of the requested weights; a model prepared before may lack some."""
         found = {
-            arg.name: _spec(arg, "input", request.model)
+            arg.name: _spec(
+                arg,
+                "weight" if arg.name in request.variable_weights else "initializer",
+                request.model,
+            )
             for arg in self.session.get_overridable_initializers()
         }
         given = {spec.name for spec in self.spec.outputs} & {*request.variable_weights}
@@ -540,7 +544,10 @@ def _element_type(text: str) -> str:
     return _TYPES.get(inner, inner)
 
 
-def _spec(arg: Any, role: Literal["input", "output"], model: str) -> TensorSpec:
+_Role = Literal["input", "output", "weight", "initializer"]
+
+
+def _spec(arg: Any, role: _Role, model: str) -> TensorSpec:
     element_type = _element_type(arg.type)
     if not arg.type.startswith("tensor("):
         raise BuildError(_no_tensor(arg, role, model))
@@ -553,13 +560,14 @@ def _spec(arg: Any, role: Literal["input", "output"], model: str) -> TensorSpec:
     return TensorSpec(name=arg.name, dtype=numpy_dtype(element_type), shape=shape)
 
 
-def _no_tensor(arg: Any, role: Literal["input", "output"], model: str) -> str:
+def _no_tensor(arg: Any, role: _Role, model: str) -> str:
     """Why a model cannot be run whose input or output is a sequence, a map or optional, and what to do."""
     operator = ""
+    side: Literal["input", "output"] = "output" if role == "output" else "input"
     with suppress(OSError, BuildError):  # the runtime has formats of its own
-        operator = operator_beside(model, role, arg.name)
-    by = operator and f", which operator {operator} {'reads' if role == 'input' else 'makes'}"
-    cure = next(cure for begin, cure in _CURES[role] if arg.type.startswith(begin))
+        operator = operator_beside(model, side, arg.name)
+    by = operator and f", which operator {operator} {'reads' if side == 'input' else 'makes'}"
+    cure = next(cure for begin, cure in _CURES[side] if arg.type.startswith(begin))
     return f"{role} {arg.name!r} is of type {arg.type}{by}, expected a tensor: {cure}"
 
 
@@ -861,7 +869,7 @@ def _description(session: Any, model: str) -> ModelDescription:
         about={name: str(getattr(about, name)) for name in names},
         properties={str(key): str(text) for key, text in about.custom_metadata_map.items()},
         overridable=tuple(
-            _spec(arg, "input", model) for arg in session.get_overridable_initializers()
+            _spec(arg, "initializer", model) for arg in session.get_overridable_initializers()
         ),
         provider_options={
             name: {str(key): str(text) for key, text in options.items()}

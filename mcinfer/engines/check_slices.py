@@ -65,6 +65,9 @@ _QUANTISED = ("int8", "uint8", "int16", "uint16")
 _STEPS = 4
 """How many quantisation steps an answer may be off: a sum in another order may end on another step."""
 
+_MOST_OFF = 0.1
+"""However large the steps are; relative to the largest magnitude."""
+
 _PACKED_BITS = 4
 
 _FOLLOWED = (PeerFailedError, WorkerDiedError, ClosedError)
@@ -258,7 +261,7 @@ def _compared(
     steps, why = 0.0, ""
     if rounded is not None:
         node, bits = rounded
-        steps = _STEPS / 2 ** (bits - 1)
+        steps = min(_STEPS / 2 ** (bits - 1), _MOST_OFF)
         why = (
             f"; {node} quantises to {bits} bits, so a sum in another order may end on another step, "
             "which later nodes may enlarge"

@@ -509,9 +509,13 @@ def _is_of_another_rank(exc: Exception) -> bool:
 
 
 def _check_spec(spec: ModelSpec, members: Sequence[_Member]) -> None:
-    strings = [item.name for item in (*spec.inputs, *spec.outputs) if item.element_type == STRING]
+    # A name may be an input and an output.
+    both = (*spec.inputs, *spec.outputs)
+    strings = dict.fromkeys(item.name for item in both if item.element_type == STRING)
     if strings:
-        raise BuildError(f"{strings} are strings, which a model that is cut over ranks cannot have")
+        raise BuildError(
+            f"{[*strings]} are strings, which a model that is cut over ranks cannot have"
+        )
     made = {name for member in members for name in member.makes}
     missing = [item.name for item in spec.outputs if item.name not in made]
     if missing:

@@ -316,9 +316,9 @@ def _load(
             with _pinned(cores):
                 engine = open_engine(attempt.engine, request, group=ranks)
         except EngineError as exc:
-            if not inherited(request.model):
-                raise
-            raise type(exc)(in_words(str(exc), request.model)) from exc.__cause__
+            if inherited(request.model):
+                exc.args = (in_words(str(exc), request.model),)
+            raise
     for note in engine.notes:
         _log.warning("%s: %s", source.name, in_words(note, request.model))
     return Session(engine, cores, owner)

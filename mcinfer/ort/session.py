@@ -60,6 +60,9 @@ _MASTER_OPTIONS = frozenset(inspect.signature(Master).parameters) - {"model", "e
 _FOLDER = "_folder"
 """A session's argument for one that is opened again: the folder of its relative paths."""
 
+_WIDE_COLON = ": "
+"""Before an unknown output in the runtime's texts of `run_async` and bindings; elsewhere it has no space."""
+
 _RECORDS_ASSIGNMENT = "session.record_ep_graph_assignment_info"
 
 PlainSession = collection.InferenceSession
@@ -132,7 +135,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         feed: Tensors = {}
         unfit = ""
         try:
-            names, feed = self._wanted(output_names), self._fed(input_feed)
+            names, feed = self._wanted(output_names, _WIDE_COLON), self._fed(input_feed)
         except InvalidValue:
             raise
         except McinferError as exc:
@@ -150,7 +153,13 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
                 failure = words(exc)
             callback(results, user_data, failure)
 
-        self._threads.submit(run).add_done_callback(_report)
+        try:
+            done = self._threads.submit(run)
+        except BaseException:  # no thread can be started
+            if begun is not None:
+                begun.leave()
+            raise
+        done.add_done_callback(_report)
 
     def run_with_ort_values(
         self, input_feed: Mapping[str, Any], output_names: Iterable[str], run_options: Any = None
@@ -189,13 +198,14 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         if not bound.outputs:
             raise InvalidBinding("At least one output should be requested.")
         try:
+            names = self._wanted(bound.outputs, _WIDE_COLON)
             devices = values.output_devices(bound, self.outputs)
-            place = values.outputs_on(devices, [self.outputs[name] for name in bound.outputs])
+            place = values.outputs_on(devices, [self.outputs[name] for name in names])
             feed = {
                 name: values.bound_tensor(what, self._input(name))
                 for name, what in bound.inputs.items()
             }
-            answer = self._answer(feed, [*bound.outputs], _begun(run_options), place)
+            answer = self._answer(feed, names, _begun(run_options), place)
         except InvalidInputError as exc:
             raise InvalidBinding(f"Error in execution: {words(exc)}") from exc
         values.deliver(iobinding, answer, self.outputs)
@@ -219,7 +229,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
 
     # A run.
 
-    def _wanted(self, output_names: Iterable[str]) -> list[str]:
+    def _wanted(self, output_names: Iterable[str], colon: str = ":") -> list[str]:
         if output_names is self._all:
             return self._all
         if isinstance(output_names, str | bytes) or not isinstance(output_names, Iterable):
@@ -229,7 +239,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
             if not isinstance(name, str):
                 raise TypeError(f"output_names: got {name!r}, expected a list of names")
             if name not in self.outputs:
-                raise invalid_argument(f"Invalid output name:{name}")
+                raise invalid_argument(f"Invalid output name{colon}{name}")
         return names
 
     def _input(self, name: str) -> Any:
@@ -313,7 +323,7 @@ def _begun(run_options: Any) -> "_Run | None":
 
 
 class _Run:
-    """A run that its options end, at any moment from this object's making to the end of its ``with``.
+    """A run that its options end, at any moment from its making to the end of its ``with``, or `leave`.
 
     Each of two threads first writes what the other one reads then, so that one of them cancels.
     """
@@ -330,11 +340,15 @@ class _Run:
 
     def __enter__(self) -> Self:
         if self._ended:
-            self._others.discard(self)
+            self.leave()
             raise CancelledError
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Be no run of the options any more."""
         self._others.discard(self)
 
     def offer(self, cancel: Callable[[], object]) -> None:

@@ -32,6 +32,9 @@ BITS = {kind.onnx: kind.bits for kind in ELEMENT_TYPES.values()}
 _SMALL = 1024
 """Constants of at most so many elements may be shapes, so their values are read."""
 
+_SEARCHED = 1 << 16
+"""Constants of at most so many elements are searched for infinities."""
+
 _COLLECTIVES = ("AllReduce", "AllGather", "AllToAll", "DistCollective", "Distributed", "Nccl")
 
 # Operators whose outputs ONNX's shape inference does not know: those with the first input's shape, and, by
@@ -69,24 +72,25 @@ def label(node: NodeProto) -> str:
     return f"{node.name or node.output[0]} ({operator(node)})"
 
 
-def drawing(nodes: Iterable[NodeProto], constants: Mapping[str, TensorProto]) -> NodeProto | None:
+def drawing(nodes: Iterable[NodeProto], *constants: Mapping[str, TensorProto]) -> NodeProto | None:
     """The first of some nodes, or of those inside them, that may draw random numbers.
 
     Args:
         nodes: Of one graph.
-        constants: Initialisers that they can take.
+        constants: Initialisers that they can take, those of inner graphs first.
     """
     listed = [*nodes]
-    made = [tensor for tensor in map(_constant, listed) if tensor is not None]
-    known = {**constants, **{tensor.name: tensor for tensor in made}}
+    made = {tensor.name: tensor for tensor in map(_constant, listed) if tensor is not None}
+    known = (made, *constants)
     for node in listed:
         place = TRAINING_INPUT.get(qualified(node), len(node.input))
         trains = "".join(node.input[place : place + 1])
-        if qualified(node) in RANDOM_OPERATORS or (trains and not _is_false(known.get(trains))):
+        given = next((tensors[trains] for tensors in known if trains in tensors), None)
+        if qualified(node) in RANDOM_OPERATORS or (trains and not _is_false(given)):
             return node
         for graph in subgraphs(node):
-            inner = {**known, **{tensor.name: tensor for tensor in graph.initializer}}
-            found = drawing(graph.node, inner)
+            own = {tensor.name: tensor for tensor in graph.initializer}
+            found = drawing(graph.node, own, *known)
             if found is not None:
                 return found
     return None
@@ -388,6 +392,7 @@ class Graph:
         for nodes in (self.nodes, *(function.node for function in model.functions)):
             _check(nodes, self.constants)
         self._numbers: dict[str, tuple[float, ...] | None] = {}
+        self._finite: dict[str, bool] = {}
         self.derived: dict[str, Derived] = {}
         self._derive()
         self.uses: dict[str, list[int]] = {}
@@ -434,6 +439,19 @@ class Graph:
             else:
                 self._numbers[name] = tuple(numpy_helper.to_array(tensor).flat)
         return self._numbers[name]
+
+    def is_finite(self, name: str) -> bool:
+        """Whether a constant has finite elements alone; False if these are not in the model, or too many."""
+        if name not in self._finite:
+            tensor = self.constants.get(name)
+            self._finite[name] = (
+                tensor is not None
+                and prod(tensor.dims) <= _SEARCHED
+                and BITS.get(tensor.data_type, 0) >= 8
+                and tensor.data_location != TensorProto.EXTERNAL
+                and bool(np.isfinite(numpy_helper.to_array(tensor)).all())
+            )
+        return self._finite[name]
 
     def is_constant(self, name: str) -> bool:
         return name in self.constants or name in self.derived

@@ -7,7 +7,7 @@ their own. What has no rule here runs whole in every rank.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import isfinite, prod
+from math import prod
 from typing import Any
 
 from onnx import TensorProto
@@ -117,15 +117,15 @@ def partial(view: View, forms: Forms) -> Iterator[Choice]:
 def _keeps_finite(view: View, index: int) -> bool:
     """Whether no finite input becomes infinite: infinite terms of different signs have no sum.
 
-    A product's other factor is to be a constant, and a divisor one that is not 0.
+    A product's other factor is to be a constant of finite elements, and a divisor one that is not 0.
     """
     if view.operator not in ("Div", "Mul"):
         return True
     other = view.inputs[1 - index]
+    if view.operator == "Mul":
+        return view.graph.is_finite(other)
     numbers = view.graph.numbers(other)
-    if view.operator == "Div":
-        return numbers is not None and all(numbers)
-    return view.graph.is_constant(other) and all(map(isfinite, numbers or ()))
+    return numbers is not None and all(numbers)
 
 
 def _linear(view: View, indices: Sequence[int]) -> Choice:

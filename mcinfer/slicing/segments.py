@@ -66,7 +66,8 @@ def cut_segments(model_path: str | Path, folder: str | Path) -> RankPlan:
     """Cut a slice; write its segments and its plan (`PLAN_FILE`) into a folder that exists.
 
     Raises:
-        BuildError: The file is no ONNX model, or has a collective that cannot be run; with the node's name.
+        BuildError: The file is no ONNX model, or has a collective that cannot be run, or collectives and
+            random numbers; with the node's name.
     """
     model = _loaded(model_path)
     try:
@@ -83,15 +84,17 @@ def _loaded(path: str | Path) -> ModelProto:
 
 
 def rounding(slices: Iterable[Path]) -> tuple[str, int] | None:
-    """The first node of some slices that quantises values, and to how many bits; None if there is none."""
+    """The node of some slices that quantises values to the fewest bits, and these; None if there is none."""
+    found = []
     for path in slices:
         model = _loaded(path)
         kinds = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
         for node in with_inner(model.graph.node):
             if "Quantize" in node.op_type or node.op_type.startswith("QLinear"):
                 zero_point = "".join(node.input[2:3]) if node.op_type == "QuantizeLinear" else ""
-                return label(node), BITS.get(kinds.get(zero_point, TensorProto.UINT8), 8)
-    return None
+                bits = BITS.get(kinds.get(zero_point, TensorProto.UINT8), 8)
+                found.append((label(node), bits))
+    return min(found, key=lambda item: item[1], default=None)
 
 
 # Nodes.
@@ -201,9 +204,8 @@ class _Cut:
     def __init__(self, model: ModelProto) -> None:
         self._model = model
         graph = model.graph
-        self._tensors = {tensor.name: tensor for tensor in graph.initializer}
         self._initialisers = {
-            *self._tensors,
+            *(tensor.name for tensor in graph.initializer),
             *(sparse.values.name for sparse in graph.sparse_initializer),
         }
         self._inputs = {
@@ -217,6 +219,7 @@ class _Cut:
             id(node): _collective(node) for node in graph.node if _is_collective(node)
         }
         self._tensor = self._ranks_of_a_stage()
+        self._refuse_random_numbers()
         self._constants = {*self._initialisers}
         self._phases: list[_Phase] = [_Phase()]
         self._sort_into_phases()
@@ -235,6 +238,20 @@ class _Cut:
             if _is_collective(inner):
                 raise BuildError(
                     f"{_described(inner)} is in {where}, expected collectives in the main graph alone"
+                )
+
+    def _refuse_random_numbers(self) -> None:
+        """Ranks with collectives would draw different ones, with a seed too once one rank missed a run."""
+        if not self._collectives:
+            return
+        tensors = {tensor.name: tensor for tensor in self._model.graph.initializer}
+        functions = (function.node for function in self._model.functions)
+        for nodes in (self._live_nodes(), *functions):
+            random = drawing(nodes, tensors)
+            if random is not None:
+                raise BuildError(
+                    f"node {label(random)} draws random numbers, which would differ between the ranks; "
+                    "expected none in a slice with collectives"
                 )
 
     def _metadata(self) -> RankPlan | None:
@@ -297,7 +314,7 @@ class _Cut:
             if collective is not None:
                 self._phase(phase).exchanges += self._exchanges(node, collective, phase)
                 phase += 1
-            elif self._constants.issuperset(reads) and drawing([node], self._tensors) is None:
+            elif self._constants.issuperset(reads):
                 self._constants.update(node.output)
             else:
                 self._phase(phase).nodes.append(node)

@@ -158,8 +158,10 @@ def slice_model(
             place = opened.enter_context(opened_place(folder))
         except OthersError as exc:
             raise InvalidInputError(f"folder: {exc}") from exc
-        except FileNotFoundError as exc:
+        except (FileNotFoundError, NotADirectoryError) as exc:
             raise InvalidInputError(f"folder: there is no folder {Path(folder).parent}") from exc
+        if not place.name:
+            raise InvalidInputError(f"folder: got {folder}, expected a folder in another one")
         shown = place.parent.readlink() / place.name
         _check_place(place, shown, force)
         draft = place.with_name(f".{place.name}.{secrets.token_hex(8)}.partial")

@@ -199,6 +199,7 @@ class _Writer:
         added: Constants that slicing adds, for each rank.
         types: Types and shapes of the values in the ranks' graph.
         collectives: For the report.
+        collective_bytes: For the report.
         wide: Narrow floats as float32, by their names.
     """
 
@@ -213,6 +214,7 @@ class _Writer:
     added: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
     types: dict[str, tuple[int, Dims]] = field(default_factory=dict)
     collectives: list[CollectiveNode] = field(default_factory=list)
+    collective_bytes: int = 0
     names: set[str] = field(default_factory=set)
     wide: dict[str, str] = field(default_factory=dict)
 
@@ -329,9 +331,6 @@ class _Writer:
             self.wide[written] = self._node("Cast", [written], wide, to=TensorProto.FLOAT)
         return self.wide[written]
 
-    def _is_widened(self, collective: str, name: str) -> bool:
-        return collective == "AllReduce" and self.graph.is_narrow(name)
-
     def _narrowed(self, name: str, make: Callable[[str], object]) -> None:
         """Make a value of its terms, by its own name; narrow floats by another one, and then narrow."""
         if not self.graph.is_narrow(name):
@@ -427,12 +426,13 @@ class _Writer:
         if axis:
             axis = {"group_size": self.size, **axis}
         self._node(op, [part], whole, COLLECTIVE_DOMAIN, **axis)
-        dims, kind = self.graph.dims(name), self.graph.element_type(name)
-        if self._is_widened(op, name):
-            kind = TensorProto.FLOAT
+        dims, own = self.graph.dims(name), self.graph.element_type(name)
+        kind = own if axis else self._kind_of_terms(name)
         sizes = [dim for dim in dims or () if isinstance(dim, int)]
         known = dims is not None and len(sizes) == len(dims) and kind
         count = tensor_bytes(TensorProto(dims=sizes, data_type=kind)) if known else None
+        wider = 1 + (kind != own)
+        self.collective_bytes += self.values.bytes(name) * wider if count is None else count
         self.collectives.append(
             CollectiveNode(
                 operator=op,
@@ -548,17 +548,11 @@ class _Writer:
             elif prod(tensor.dims) >= _MANY:
                 reason = self._why_whole(users.get(source, []))
                 whole.append(WholeWeight(name=source, bytes=size, reason=reason))
-        sizes = (
-            self.values.bytes(node.value) * (1 + self._is_widened(node.operator, node.value))
-            if node.bytes is None
-            else node.bytes
-            for node in self.collectives
-        )
         return StageReport(
             sharded=tuple(sharded),
             whole=tuple(whole),
             collectives=tuple(self.collectives),
-            collective_bytes=sum(sizes),
+            collective_bytes=self.collective_bytes,
         )
 
     def _why_whole(self, users: list[tuple[View, int]]) -> str:

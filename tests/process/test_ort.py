@@ -481,6 +481,57 @@ def test_bound_tensor_of_another_type_or_shape_is_the_error_of_a_plain_session(
     assert said[0] == said[1]
 
 
+def test_unknown_output_is_the_error_of_a_plain_session(session: Any, model: Path) -> None:
+    threads = onnxruntime.SessionOptions()
+    threads.intra_op_num_threads = 2  # a plain session runs so in its threads
+    said: list[list[str]] = []
+    for each in (PlainSession(model, threads, CPU), session):
+        texts: list[str] = []
+        came = threading.Event()
+
+        def callback(
+            _results: list[Any],
+            _data: Any,
+            failure: str,
+            texts: list[str] = texts,
+            came: threading.Event = came,
+        ) -> None:
+            texts.append(failure)
+            came.set()
+
+        each.run_async(["sum", "other"], feed(), callback, None)
+        assert came.wait(PATIENCE)
+        for names in (["other"], ["sum", "other"]):
+            binding = each.io_binding()
+            for name, array in feed().items():
+                binding.bind_cpu_input(name, np.ascontiguousarray(array))
+            for name in names:
+                binding.bind_output(name)
+            with pytest.raises(RuntimeError) as raised:
+                each.run_with_iobinding(binding)
+            texts.append(str(raised.value))
+        with pytest.raises(native.InvalidArgument) as invalid:
+            each.run(["other"], feed())
+        texts.append(str(invalid.value))
+        said.append(texts)
+    assert said[0] == said[1]
+
+
+def test_run_that_no_thread_can_take_is_not_held_by_its_options(
+    session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    options = ort.RunOptions()
+    session.run(None, feed(), options)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(session._sess._threads, "submit", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            session.run_async(None, feed(), lambda *_: None, None, options)
+    assert not native.RunOptions._mcinfer_running[options]
+
+
 def test_binding_that_does_not_fit_is_refused(session: Any, plain: Any) -> None:
     binding = session.io_binding()
     with pytest.raises(RuntimeError, match="other"):

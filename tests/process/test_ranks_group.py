@@ -52,6 +52,14 @@ texts (string[batch] x) => (string[batch] y) {
 }
 """
 
+STRINGS_BESIDE = """
+<ir_version: 8, opset_import: ["": 17]>
+texts (float[batch, 4] x, string[batch] s) => (float[batch, 4] y, string[batch] s) {
+    a = Neg(x)
+    y = Abs(a)
+}
+"""
+
 
 Groups = Callable[[int, int], LeaderEngine]
 
@@ -288,9 +296,14 @@ def test_replaceable_weights_are_refused(mlp: Path) -> None:
 
 
 def test_a_model_of_strings_is_refused(onnx_model: OnnxModel) -> None:
-    model = onnx_model(STRINGS)
-    with followers(2, model) as others, pytest.raises(BuildError, match="string"):
-        lead(request(model), (1, 2), others.sockets)
+    between, beside = onnx_model(STRINGS), onnx_model(STRINGS_BESIDE)
+    with followers(2, between) as others, pytest.raises(BuildError, match="such as strings"):
+        lead(request(between), (1, 2), others.sockets)
+    with (
+        followers(2, beside) as others,
+        pytest.raises(BuildError, match=r"^\['s'\] are strings"),
+    ):
+        lead(request(beside), (1, 2), others.sockets)
 
 
 def test_a_cache_that_cannot_be_used_is_an_error(
