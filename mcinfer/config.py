@@ -177,8 +177,8 @@ def share_cores(
     return dict(sorted(shares.items()))
 
 
-MAX_WORKERS_PER_CORE = 8
-"""Fewer CPU workers than that for each core they may use; more are a mistake."""
+TOO_MANY_PER_CORE = 8
+"""So many CPU workers for each core that they may use are a mistake."""
 
 
 def check_cores(devices: Sequence[Device], shares: Mapping[int, object], cpus: int) -> str:
@@ -199,10 +199,10 @@ def check_cores(devices: Sequence[Device], shares: Mapping[int, object], cpus: i
         w.cores for i, w in shares.items() if isinstance(w, CoreShare) and devices[i].kind == "cpu"
     ]
     count = min(cpus, len({core for cores in own for core in cores}))
-    if len(own) >= max(1, count) * MAX_WORKERS_PER_CORE:
+    if len(own) >= max(1, count) * TOO_MANY_PER_CORE:
         raise InvalidInputError(
             f"devices: got {len(own)} workers for {count} usable CPU cores, expected at most {count}, "
-            f"one for each core (fewer than {MAX_WORKERS_PER_CORE} for each are possible)"
+            f"one for each core (fewer than {TOO_MANY_PER_CORE} for each are possible)"
         )
     if len(own) <= count:
         return ""
