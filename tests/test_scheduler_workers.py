@@ -672,6 +672,7 @@ def test_one_worker_runs_a_model_with_seeds_and_another_takes_its_place() -> Non
         come(w)
         assert busy() == [0]
     assert all(w.serves for w in lives.workers)
+    assert [w.spare for w in lives.statistics()] == [False, True, True]
     lives.bury(lives.workers[0], "killed", 1.0)
     assert busy() == [1]
     come(lives.workers[0])

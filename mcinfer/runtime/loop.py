@@ -121,7 +121,7 @@ class Loop:
 
     Attributes:
         arena: The shared memory of tensors.
-        model: The model, if it is in memory.
+        model: The model, if it is in memory; closed when no worker is started any more.
         frames: Has memory of it that is not in use; set after the start.
         finished: Whether no worker is left, and none will be started.
         serving: How many workers are ready or busy.
@@ -895,6 +895,8 @@ class Loop:
         with ExitStack() as last:  # what was entered last comes first
             last.callback(self._delivery.close)
             last.callback(self._leave_cards)
+            if self.model is not None:
+                last.callback(self.model.close)
             last.callback(self._refuse_all)
             last.callback(self._connections.close, _LAST_OUTPUT)
             for line in self._lines:

@@ -290,6 +290,7 @@ class WorkerLives:
                 busy_seconds=w.busy_seconds,
                 providers=w.providers,
                 last_error=w.last_error,
+                spare=w.spare,
             )
             for w in self.workers
         )

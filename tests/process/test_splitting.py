@@ -325,6 +325,7 @@ def test_seeded_model_draws_the_numbers_of_one_session(
         os.kill(pids(master)[runs(master).index(8)], signal.SIGKILL)
         master.predict({"x": zero})
         assert sorted(runs(master)) == [1, 8]
+        master.warm_up({"x": zero}, timeout=5.0)
     assert len(warnings()) == 1
     assert "node" in warnings()[0]
     assert "RandomNormalLike" in warnings()[0]
