@@ -46,7 +46,17 @@ from mcinfer.errors import (
 )
 from mcinfer.private import ModelInMemory, in_words
 from mcinfer.process import LEFT_ALONE, ORPHANED
-from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Preparing, Reply
+from mcinfer.protocol import (
+    MAX_NOTES,
+    REPLY,
+    REPLY_HEAD,
+    Build,
+    BuildFinish,
+    Error,
+    Message,
+    Preparing,
+    Reply,
+)
 from mcinfer.requests.card_tensors import ALIGNMENT_ON_CARD, CardMemory, make_block
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Follower, Outcome, Promise, Request
@@ -628,7 +638,6 @@ class Loop:
 
     def _plan(self) -> None:
         """Note when the next thing is due."""
-        self._idle.note_growth(monotonic())
         due = self._scheduler.next_time()
         due = min(self._memory_look, self._idle.due, math.inf if due is None else due)
         now = monotonic()
@@ -645,6 +654,7 @@ class Loop:
         for line in self._lines:
             if line.waiting:
                 line.serve(now)
+        self._idle.note_growth(now)
         if self._idle.due <= now:
             self._give_back(now)
         if self._line_due <= now:
@@ -822,8 +832,7 @@ class Loop:
     def _give_back(self, now: float) -> None:
         """Give memory that was not in use for a while back to the system."""
         table = self._table
-        self._idle.look(now, self.frames, table.in_flight_bytes, table.most_bytes)
-        table.most_bytes = table.in_flight_bytes
+        self._idle.look(now, self.frames, table.in_flight_bytes, table.take_peak())
 
     def _release_idle(self) -> bool:
         """Free the memory of frames that are not in use; whether there was any."""
@@ -1177,7 +1186,7 @@ class Loop:
             self._connections.take_slab(index, slab)
         except OSError as exc:
             note = f"the workers of a card do not share its weights: {exc}"
-            return replace(message, slab=None, notes=(*message.notes, note))
+            return replace(message, slab=None, notes=(*message.notes, note)[-MAX_NOTES:])
         return message
 
     def _take(self, index: int, reply: Reply) -> Message:

@@ -28,7 +28,7 @@ ShardId = tuple[int, int]  # request and shard
 class Joinable:
     """What lets a shard go together with others of the same key; at `due` it goes, alone if need be.
 
-    `rows` is what the shard adds to the batch of the joined run.
+    `rows` is the shard's weight: its rows, or more where so many of its kind would not fit one message.
     """
 
     key: Hashable

@@ -167,7 +167,6 @@ class RequestTable:
 
     Attributes:
         accepted: Requests so far: always the sum of the four counts after it.
-        most_bytes: The most that `in_flight_bytes` was; whoever reads it may set it back.
         not_begun: Open requests of which no worker has got a shard yet.
         latency: Seconds from a call to its answer, for results.
     """
@@ -179,7 +178,7 @@ class RequestTable:
         self.cancelled = 0
         self.in_flight = 0
         self.in_flight_bytes = 0
-        self.most_bytes = 0
+        self._most_bytes = 0
         self.not_begun = 0
         self.latency = Tally(LATENCY_BOUNDS)
         self.queue = ShardQueue(max_rows)
@@ -220,8 +219,8 @@ class RequestTable:
         self.accepted += 1
         self.in_flight += 1
         self.in_flight_bytes = taken = self.in_flight_bytes + size
-        if taken > self.most_bytes:
-            self.most_bytes = taken
+        if taken > self._most_bytes:
+            self._most_bytes = taken
         self.not_begun += 1
         if len(self._deadlines) > 2 * self.in_flight + 64:
             # The answered ones must not outnumber the open ones: a long time-out keeps them for long.
@@ -248,6 +247,11 @@ class RequestTable:
                 entry.begun = True
                 self.not_begun -= 1
         return members
+
+    def take_peak(self) -> int:
+        """The most that `in_flight_bytes` was since the last call."""
+        peak, self._most_bytes = self._most_bytes, self.in_flight_bytes
+        return peak
 
     # Deadlines.
 
@@ -418,9 +422,11 @@ class Scheduler:
             called: When these begin; None is `now`.
             size: Bytes of its tensors.
             priority: Higher ones go first.
-            join: For one shard that may be joined with others of the same key: the key, and its rows.
+            join: For one shard that may be joined with others of the same key: the key, and its weight (see
+                `Joinable`).
             preferred: By shard, the index of its preferred worker; empty if there is none.
-            limited: Whether there must be room for it (`check_room`).
+            limited: Whether there must be room for it (`check_room`), and the pool may not be draining; not
+                for a part of a request that was accepted.
 
         Raises:
             ClosedError: The pool is closed.
@@ -700,9 +706,14 @@ class Scheduler:
     def _takes(self, w: Worker, now: float) -> bool:
         """Whether it may get one more run: not behind a run that it may be killed, or die, for."""
         runs = len(w.runs)
-        if runs >= w.capacity or w.doomed or w.retiring or w.alone or w.kill_at is not None:
-            return False
-        if w.spare:
+        if (
+            runs >= w.capacity
+            or w.doomed
+            or w.retiring
+            or w.spare
+            or w.alone
+            or w.kill_at is not None
+        ):
             return False
         state = w.conversation.state
         if runs == 0:

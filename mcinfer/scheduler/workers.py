@@ -116,7 +116,7 @@ class Worker:
         slab: Number and bytes of the slab that its process has made.
         has_slab: Whether its process was given the leader's slab.
         bereft: It is killed because its leader has died.
-        answers: How many requests this process of it has answered.
+        answers: How many shards this process of it has answered, with a result or an error.
         spare: It serves, and gets no runs as long as another worker does: see `WorkerLives`.
     """
 
