@@ -435,8 +435,8 @@ class RestartPolicy:
     Attributes:
         budget: How many restarts one worker gets within `window`, the first at once, the others after
             `backoff`. A worker past its budget is started `backoff_limit` seconds after each death. It gets
-            a new budget once it has been ready for `backoff_limit` seconds, and all get one when a worker
-            dies that has answered. While all workers are past their budget, requests fail at once.
+            a new budget once it has been ready for `backoff_limit` seconds, or dies after an answer. While
+            all workers are past their budget, requests fail at once.
         window: Seconds.
         backoff: Seconds before the second restart within the window, doubled for each further one. The
             first restart is at once.

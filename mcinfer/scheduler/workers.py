@@ -2,8 +2,8 @@
 
 * In the first start a build error is final, and a worker that dies is started once more; all failures are
   reported together.
-* A worker that dies after an answer is started again at once, without limit, and all have a fresh budget. One
-  that dies before it was ready, or without an answer, is started again the first time at once, then with
+* A worker that dies after an answer is started again at once, without limit, and has a fresh budget. One that
+  dies before it was ready, or without an answer, is started again the first time at once, then with
   back-off, within a budget per window of time. Past the budget, each start is a probe, at the longest
   back-off. A probe that is ready serves, with a fresh budget; if it dies without an answer within the longest
   back-off from then on, the next is a probe again.
@@ -556,9 +556,8 @@ class WorkerLives:
 
     def _plan_restart(self, w: Worker, now: float) -> None:
         if w.answers:
-            # The model loads and runs: what ended the others may be what ended this one, from outside.
-            for each in self.workers:
-                self._renew_budget(each)
+            # It loads and runs the model. Another worker that cannot, keeps its back-off.
+            self._renew_budget(w)
             w.restart_at = now
             return
         while w.starts and w.starts[0] <= now - self._restart.window:
