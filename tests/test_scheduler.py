@@ -67,6 +67,7 @@ from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import (
     KILLED_ENDS,
+    KILLS_SECONDS,
     LONG_RUN,
     LONG_WAIT,
     MAX_ATTEMPTS,
@@ -286,14 +287,14 @@ def test_shard_is_not_to_blame_for_kills_that_hit_idle_workers_too(idle_death: s
     """As it would be for two, which it meets alone where runs take long."""
     pool = ready_pool(2)
     if idle_death is not None:
-        pool.handle_died(1.0, 1, idle_death)
+        pool.handle_died(1.0, 1, idle_death, killed=idle_death == SIGKILL)
         restarted(pool, 1, 1.0)
     pool.handle_request(2.0, 1, (1,), 1000.0)
     deaths, now = 0, 2.0
     while 1 in pool.table.entries:
         now += 1.0
         [w] = [w for w in pool.workers if w.runs]
-        pool.handle_died(now, w.index, SIGKILL)
+        pool.handle_died(now, w.index, SIGKILL, killed=True)
         deaths += 1
         if w.restart_at is not None:
             restarted(pool, w.index, max(now, w.restart_at))
@@ -302,10 +303,44 @@ def test_shard_is_not_to_blame_for_kills_that_hit_idle_workers_too(idle_death: s
 
 def test_shard_on_which_a_worker_crashed_is_given_up_after_two_amid_kills_from_outside() -> None:
     pool = ready_pool(3)
-    pool.handle_died(0.5, 2, SIGKILL)
+    pool.handle_died(0.5, 2, SIGKILL, killed=True)
     pool.handle_request(1.0, 1, (1,), 10.0)
-    assert pool.handle_died(1.5, 0, SIGKILL) == [predict(1, (1, 0))]
+    assert pool.handle_died(1.5, 0, SIGKILL, killed=True) == [predict(1, (1, 0))]
     assert outline(pool.handle_died(2.0, 1, SIGSEGV))[0] == Failed(1, WorkerDiedError)
+
+
+@pytest.mark.parametrize(
+    ("other", "pause", "is_given_up"), [(2, 1.0, False), (1, 1.0, True), (2, KILLS_SECONDS, True)]
+)
+def test_kills_that_hit_different_requests_in_one_minute_come_from_outside(
+    other: int, pause: float, is_given_up: bool
+) -> None:
+    pool = ready_pool(3)
+    pool.handle_request(0.0, 1, (1, 1) if other == 1 else (1,), 1000.0)
+    if other == 2:
+        pool.handle_request(0.0, 2, (1,), 1000.0)
+    pool.handle_died(1.0, 1, SIGKILL, killed=True)  # the other shard of request 1, or request 2
+    assert pool.workers[2].runs
+    pool.handle_died(1.0 + pause, 0, SIGKILL, killed=True)
+    pool.handle_time(1.0 + pause)
+    for worker in (0, 1):
+        pool.handle_started(worker, 200 + worker)
+        finish_build(pool, worker, 1.0 + pause)
+    [w] = [w for w in pool.workers if w.runs and (1, 0) in w.runs[0].members]
+    actions = pool.handle_died(2.0 + pause, w.index, SIGKILL, killed=True)
+    assert (Failed(1, WorkerDiedError) in outline(actions)) == is_given_up
+
+
+def test_worker_that_is_killed_while_it_loads_the_model_was_not_idle() -> None:
+    pool = ready_pool(2)
+    pool.handle_died(1.0, 1, SIGSEGV)
+    pool.handle_time(1.0)
+    pool.handle_message(1.0, 1, hello(1))
+    pool.handle_died(1.5, 1, SIGKILL, killed=True)
+    pool.handle_request(1.6, 1, (1,), 10.0)
+    pool.handle_died(1.6, 0, SIGKILL, killed=True)
+    restarted(pool, 0, 1.6)
+    assert outline(pool.handle_died(1.7, 0, SIGKILL, killed=True))[0] == Failed(1, WorkerDiedError)
 
 
 # Deadlines.

@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import select
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -1047,7 +1048,7 @@ class Loop:
                 is_asked = status == 0 and self._scheduler.is_exiting(index)
                 if not is_asked and status not in _FOLLOWED:
                     where = f"rank {rank} ({child.label[1]}, pid {child.pid})"
-                    process.deaths.append(f"{where} {describe_exit(status)}")
+                    process.deaths.append((where, status))
         if left and not (process.pidfd in self._pidfds and self._scheduler.is_exiting(index)):
             if not self._scheduler.workers[index].doomed:
                 self._scheduler.handle_killed(index, "")
@@ -1079,14 +1080,18 @@ class Loop:
         self._connections.remove(index)
         stacks = process.stacks()
         status = process.reap()
-        how = f"ended: {'; '.join(process.deaths)}" if process.deaths else describe_exit(status)
+        how, statuses = describe_exit(status), {status}
+        if process.deaths:
+            deaths = "; ".join(f"{rank} {describe_exit(status)}" for rank, status in process.deaths)
+            how, statuses = f"ended: {deaths}", {status for _, status in process.deaths}
         if process.peer is None and self._limits.worker_memory_bytes is not None:
             how += f" (it may have {self._limits.worker_memory_bytes} bytes of memory of its own)"
         expected = self._scheduler.is_exiting(index)
         level = logging.INFO if expected and not stacks else logging.WARNING
         where = f"; where it was:\n{stacks}" if stacks else ""
         self._delivery.log(level, "%s %s%s", self._scheduler.workers[index].name, how, where)
-        self._carry_out(self._scheduler.handle_died(now, index, how))
+        killed = statuses == {-signal.SIGKILL}
+        self._carry_out(self._scheduler.handle_died(now, index, how, killed=killed))
 
     # What comes.
 

@@ -4,9 +4,9 @@ The loop reports events (a request or a message came, a worker died, time passed
 returned actions, in order. The rules:
 
 * Every request settles exactly once.
-* A shard whose worker died goes to another; one that has killed two workers fails, or five while idle workers
-  are killed, too. The death of a worker that was ended because it shared memory with one that died does not
-  count.
+* A shard whose worker died goes to another; one that has killed two workers fails, or five while kills come
+  from outside: they hit idle workers, too, or workers that run different requests. The death of a worker that
+  was ended because it shared memory with one that died does not count.
 * A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
   again apart.
 * With measured speeds, a shard is reserved for its preferred worker while that one serves. If it waits long,
@@ -22,7 +22,6 @@ returned actions, in order. The rules:
 
 import heapq
 import math
-import signal
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
@@ -67,7 +66,6 @@ from mcinfer.scheduler.workers import (
     Run,
     Worker,
     WorkerLives,
-    describe_exit,
 )
 from mcinfer.sharding import Shares
 from mcinfer.statistics import (
@@ -89,13 +87,12 @@ LONG_WAIT = 2.0
 """Times what a worker needs for its part of a request, after which others may steal a shard that waits for
 it; but none that would need longer than that itself."""
 
-KILLED = describe_exit(-signal.SIGKILL)
-
 MAX_KILLS = 5
-"""Workers killed by SIGKILL that a shard may meet while others are killed that have nothing to do."""
+"""Workers killed by SIGKILL that a shard may meet while kills come from outside."""
 
 KILLS_SECONDS = 60.0
-"""Seconds after such a kill in which others are taken to come from outside as well."""
+"""Seconds after a kill that came from outside in which others are taken to come from there as well; and
+between two kills that hit different requests, so that no single one can be to blame."""
 
 _FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
 
@@ -134,7 +131,8 @@ class Entry:
         answered: By shard, whether its reply came.
         attempts: By shard, how often a worker got it.
         unanswered: How many shards have no reply yet.
-        deaths: By shard, how each worker ended that died on it, or may have.
+        deaths: By shard, how each worker ended that died on it, or may have; in words.
+        crashes: By shard, how many of these were not killed by SIGKILL.
         late: By shard, how many workers still have it although it was queued again.
         closed: When it was settled.
         begun: Whether a worker got any shard of it.
@@ -154,6 +152,7 @@ class Entry:
     attempts: list[int]
     unanswered: int
     deaths: dict[int, list[str]] = field(default_factory=dict)
+    crashes: dict[int, int] = field(default_factory=dict)
     late: dict[int, int] = field(default_factory=dict)
     closed: float = 0.0
     settled: bool = False
@@ -329,7 +328,8 @@ class Scheduler:
         self._overlaps = any(w.depth > 1 for w in self.workers)
         self._timeouts = timeouts
         self._limits = limits
-        self._killed_idle = -math.inf  # when a worker without a run was, last
+        self._killed_outside = -math.inf  # when a worker was last, by no request's fault
+        self._last_kill: tuple[float, set[int]] = (-math.inf, set())  # and the requests that it hit
         self._draining: float | None = None
         self._closing: float | None = None
         self._closed = False
@@ -545,21 +545,22 @@ class Scheduler:
         actions += [*self.lives.advance(now), *self.dispatch(now)]
         return [*actions, *self.lives.announce(now), *self._finish_draining(now)]
 
-    def handle_died(self, now: float, worker: int, how: str) -> list[Action]:
-        """The worker's process ended, or could not be started; `how`, in words."""
+    def handle_died(
+        self, now: float, worker: int, how: str, *, killed: bool = False
+    ) -> list[Action]:
+        """The worker's process ended, or could not be started; `how`, in words; `killed`: by SIGKILL."""
         w = self.workers[worker]
         runs, w.runs = w.runs, deque()
-        killed_idle = KILLED in how and not (w.doomed or w.state is WorkerState.EXITING)
+        if killed and not w.doomed and w.state in (WorkerState.READY, WorkerState.BUSY):
+            self._note_kill(now, {request for run in runs for request, _ in run.members})
         story = self.lives.bury(w, how, now)
         actions: list[Action] = []
-        if not runs and killed_idle:
-            self._killed_idle = now
         blames = not w.bereft and bool(runs) and not runs[0].late
         if blames and all(run.late for run in [*runs][1:]):
             w.failed += len(runs[0].members)
             for run in [*runs][1:]:
                 actions += self._forget_late(run)
-            actions += self._handle_lost_run(w, runs[0], story, now)
+            actions += self._handle_lost_run(w, runs[0], story, now, killed=killed)
         else:
             # It is not known which it was at, since an answer may have been lost with it: none is blamed, and
             # each runs apart from the others.
@@ -573,6 +574,13 @@ class Scheduler:
         actions += self.lives.advance(now)
         actions += [*self.dispatch(now), *self.lives.announce(now)]
         return [*actions, *self._finish_draining(now), *self._finish_closing()]
+
+    def _note_kill(self, now: float, hit: set[int]) -> None:
+        """Kills come from outside if they hit idle workers, or different requests within a short time."""
+        before, hit_before = self._last_kill
+        self._last_kill = now, hit
+        if not hit or (now < before + KILLS_SECONDS and hit.isdisjoint(hit_before)):
+            self._killed_outside = now
 
     def handle_time(self, now: float) -> list[Action]:
         """Act on everything that was due by `now`."""
@@ -1052,11 +1060,13 @@ class Scheduler:
     def _release_if_done(self, entry: Entry) -> list[Action]:
         return [Release(request=entry.number)] if self.table.strike(entry) else []
 
-    def _handle_lost_run(self, w: Worker, run: Run, story: str, now: float) -> list[Action]:
+    def _handle_lost_run(
+        self, w: Worker, run: Run, story: str, now: float, *, killed: bool
+    ) -> list[Action]:
         """A worker died in a run: give it to another, or give up a shard that has killed two workers.
 
-        Joined shards run again apart, and none of them is blamed yet. Where workers with nothing to do are
-        killed as well, kills come from outside: then a shard is given up only after more of them.
+        Joined shards run again apart, and none of them is blamed yet. While kills come from outside, a shard
+        that has met nothing else is given up only after more of them.
         """
         if len(run.members) != 1:
             return self._run_again(run)
@@ -1067,8 +1077,9 @@ class Scheduler:
             return self._release_if_done(entry)
         stories = entry.deaths.setdefault(shard, [])
         stories.append(story)
-        kills = now < self._killed_idle + KILLS_SECONDS and all(KILLED in text for text in stories)
-        if len(stories) < (MAX_KILLS if kills else MAX_DEATHS):
+        crashes = entry.crashes[shard] = entry.crashes.get(shard, 0) + (not killed)
+        from_outside = not crashes and now < self._killed_outside + KILLS_SECONDS
+        if len(stories) < (MAX_KILLS if from_outside else MAX_DEATHS):
             self.table.queue.add_first((request, shard))
             return []
         deaths = "; ".join(stories)
