@@ -776,6 +776,36 @@ def test_pool_that_drains_takes_nothing_more_and_ends_with_its_last_answer() -> 
     assert pool.health(4.0).state == "closed"
 
 
+def test_pool_that_drains_takes_further_parts_of_what_it_accepted() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, (1,), 10.0)
+    pool.handle_drain(1.0, math.inf)
+    assert pool.handle_request(1.0, 2, (1,), 10.0, limited=False) == []
+    actions = pool.handle_message(2.0, 0, reply(1))
+    assert actions == [Settle(request=1), Release(request=1), predict(0, (2, 0))]
+
+
+def test_pool_that_drains_holds_no_request() -> None:
+    pool = ready_pool(2, max_batch_size=8, max_delay=4.0)
+    for request in (1, 2):
+        assert pool.handle_request(0.0, request, (1,), 100.0, join=JOIN) == []
+    assert pool.handle_drain(1.0, math.inf) == [predict(0, (1, 0), (2, 0))]
+    actions = pool.handle_request(1.0, 3, (1,), 100.0, join=JOIN, limited=False)
+    assert actions == [predict(1, (3, 0))]
+
+
+def test_worker_that_hangs_has_no_more_time_because_the_pool_closes() -> None:
+    pool = ready_pool(2)
+    pool.handle_request(0.0, 1, (1, 1), 10.0)
+    pool.handle_time(10.0)
+    pool.handle_close(10.5, 60.0)
+    assert pool.next_time() == 10.0 + TIMEOUTS.cancel_grace
+    # One that stops in time has all the time to end.
+    pool.handle_message(10.6, 1, error(1, 1, "cancelled"))
+    assert pool.handle_time(11.0) == [DumpStacks(worker=0)]
+    assert pool.workers[1].kill_at == 10.5 + 60.0
+
+
 def test_what_is_not_answered_in_the_time_for_draining_fails() -> None:
     pool = ready_pool(1)
     pool.handle_request(0.0, 1, (1,), 100.0)
@@ -972,6 +1002,12 @@ def test_worker_that_was_never_measured_is_not_waited_for() -> None:
     balance.serve([0, 1])
     pool.handle_request(0.0, 1, (1,), 1000.0)
     assert pool.handle_request(0.0, 2, (1,), 1000.0, preferred=(0,)) == [predict(1, (2, 0))]
+
+
+def test_worker_that_gets_no_runs_is_not_waited_for() -> None:
+    pool, _ = balanced_pool(1.0, 1.0)
+    pool.workers[0].spare = True
+    assert pool.handle_request(100.0, 1, (1,), 1000.0, preferred=(0,)) == [predict(1, (1, 0))]
 
 
 def test_shards_for_one_worker_each_are_given_to_them_without_the_queue() -> None:
@@ -1636,9 +1672,9 @@ class Pools(RuleBasedStateMachine):
         rows = (2,) * shards if join is None else (join[1],)
         due = self.now + min(self.max_delay, timeout / 2)
         taken = sum(self.requests[n].size for n in self.open())
-        ends = self.is_closing or self.is_draining
         most = math.inf if self.limits.queue_bytes is None else self.limits.queue_bytes
         limited = number % 4 > 0
+        ends = self.is_closing or (self.is_draining and limited)
         full = len(self.open()) >= self.limits.queue or (taken and taken + size > most)
         full = full and limited
         asked = _Asked(self.now + timeout, rows, join, due, self.now, size)

@@ -168,6 +168,14 @@ class ShardQueue:
             self._passed_over.pop(worker, None)
         return tuple(member.shard for member in members)
 
+    def end_holding(self, now: float) -> None:
+        """The held shards are due now: there is nothing to wait for."""
+        self._dues = [
+            (due if item.join is None else min(due, now), place, item)
+            for due, place, item in self._dues
+        ]
+        heapq.heapify(self._dues)
+
     def next_due(self) -> float:
         """When a held shard becomes due, or a reserved one overdue; infinite without one."""
         while self._dues:

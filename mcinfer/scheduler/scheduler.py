@@ -434,7 +434,7 @@ class Scheduler:
         """
         if self._closing is not None or self._closed or not self.lives.started:
             raise ClosedError("the master is closed")
-        if self._draining is not None:
+        if self._draining is not None and limited:
             raise ClosedError("the master is closing: it finishes what it has, and takes no more")
         if limited:
             self.check_room(size)
@@ -455,7 +455,8 @@ class Scheduler:
     ) -> Affinity | None:
         """That a shard is reserved for its preferred worker; None if that one is away or never measured."""
         balance, worker = self._balance, preferred[shard]
-        if balance is None or not self.workers[worker].serves:
+        preferred_one = self.workers[worker]
+        if balance is None or preferred_one.spare or not preferred_one.serves:
             return None
         if balance.rows_per_second(worker) is None:
             return None
@@ -537,8 +538,8 @@ class Scheduler:
             case Error(request=None):
                 actions += self.lives.fail_build(w, message, now)
             case Reply() | Error():
-                if before is WorkerState.BUSY and not w.doomed:
-                    w.kill_at = None
+                if before in (WorkerState.BUSY, WorkerState.EXITING) and not w.doomed:
+                    w.kill_at = w.end_by
                 actions += self._handle_answer(w, message, now)
                 if self.lives.calm and self._draining is None:
                     return [*actions, *self.dispatch(now)]
@@ -631,7 +632,10 @@ class Scheduler:
         if self._closing is not None or self._closed:
             return []
         self._draining = now + timeout
-        return [HealthChanged(health=self.health(now)), *self._finish_draining(now)]
+        self._max_delay = 0.0  # no more requests come that could join those that are held
+        self.table.queue.end_holding(now)
+        actions: list[Action] = [HealthChanged(health=self.health(now)), *self.dispatch(now)]
+        return [*actions, *self._finish_draining(now)]
 
     def _finish_draining(self, now: float) -> list[Action]:
         if self._draining is None or self.table.in_flight:
