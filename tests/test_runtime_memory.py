@@ -87,7 +87,7 @@ def test_memory_of_a_large_request_is_kept_though_blocks_are_larger_than_what_is
     pool: Pool,
 ) -> None:
     del pool.planner
-    pool.arena.allocate(1)
+    small = pool.arena.allocate(1)
     large = pool.arena.allocate(201 * MIB)
     pool.idle.note_growth(pool.now)
     pool.idle.look(pool.now, None, 0, 0)
@@ -96,6 +96,7 @@ def test_memory_of_a_large_request_is_kept_though_blocks_are_larger_than_what_is
         pool.now += 1.0
         pool.idle.look(pool.now, None, 0, 0)
     assert pool.arena.size > 201 * MIB
+    assert small.block == 0
 
 
 def test_what_comes_again_within_half_a_minute_keeps_its_memory(pool: Pool) -> None:
