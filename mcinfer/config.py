@@ -177,8 +177,8 @@ def share_cores(
     return dict(sorted(shares.items()))
 
 
-MAX_WORKERS_PER_CORE = 8
-"""Fewer CPU workers than that for each core they may use; more are a mistake."""
+TOO_MANY_PER_CORE = 8
+"""So many CPU workers for each core that they may use are a mistake."""
 
 
 def check_cores(devices: Sequence[Device], shares: Mapping[int, object], cpus: int) -> str:
@@ -199,10 +199,10 @@ def check_cores(devices: Sequence[Device], shares: Mapping[int, object], cpus: i
         w.cores for i, w in shares.items() if isinstance(w, CoreShare) and devices[i].kind == "cpu"
     ]
     count = min(cpus, len({core for cores in own for core in cores}))
-    if len(own) >= max(1, count) * MAX_WORKERS_PER_CORE:
+    if len(own) >= max(1, count) * TOO_MANY_PER_CORE:
         raise InvalidInputError(
             f"devices: got {len(own)} workers for {count} usable CPU cores, expected at most {count}, "
-            f"one for each core (fewer than {MAX_WORKERS_PER_CORE} for each are possible)"
+            f"one for each core (fewer than {TOO_MANY_PER_CORE} for each are possible)"
         )
     if len(own) <= count:
         return ""
@@ -435,8 +435,8 @@ class RestartPolicy:
     Attributes:
         budget: How many restarts one worker gets within `window`, the first at once, the others after
             `backoff`. A worker past its budget is started `backoff_limit` seconds after each death. It gets
-            a new budget once it has been ready for `backoff_limit` seconds, and all get one when a worker
-            dies that has answered. While all workers are past their budget, requests fail at once.
+            a new budget once it has been ready for `backoff_limit` seconds, or dies after an answer. While
+            all workers are past their budget, requests fail at once.
         window: Seconds.
         backoff: Seconds before the second restart within the window, doubled for each further one. The
             first restart is at once.

@@ -402,8 +402,8 @@ class Master:
                 self._planner.close()
             # It holds the loop, which holds the error of a failed start, whose traceback holds this.
             self._finalizer.detach()
-            if self._in_memory is not None:
-                self._in_memory.close()
+            if self._in_memory is not None and self._loop.finished:
+                self._in_memory.close()  # else the loop does, when it has no worker to start any more
 
     # Health.
 
@@ -857,7 +857,8 @@ class Master:
         """Run an example on every worker, so that the first real request of its shapes is not slower.
 
         A runtime allocates and tunes in its first runs, and the first request that shows how its batch is
-        split runs twice (see `split`). Workers that do not serve now are left out.
+        split runs twice (see `split`). Workers that do not serve now are left out, and those that get no
+        requests (`WorkerStatistics.spare`).
 
         Args:
             example: Inputs as for `predict`; at least two different rows also show the split.
@@ -880,7 +881,7 @@ class Master:
             for future in [self._submit(parts) for _ in before]:
                 future.result()
             workers = self.statistics().workers
-            serving = [w for w in workers if w.state in ("ready", "busy")]
+            serving = [w for w in workers if w.state in ("ready", "busy") and not w.spare]
             cold = [w.index for w in serving if w.runs == before[w.index]]
             if not cold:
                 return

@@ -19,8 +19,7 @@ from pathlib import Path
 # Starting a module of this package as a process, which gets its import path over its own channel.
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parent.parent)
-_NO_TELEMETRY = ("ORT_DISABLE_TELEMETRY", "1")
-_QUIET = dict([_NO_TELEMETRY, ("OPENBLAS_NUM_THREADS", "1")])
+_QUIET = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Defaults, which the user's variables override. ONNX Runtime from 1.29 on sends telemetry by default (its
 docs/Privacy.md). mcinfer does not use NumPy's linear algebra, whose threads were a third of the CPU time of a
 start."""
@@ -32,7 +31,7 @@ def without_telemetry() -> None:
     Call it before the runtime's first import, which starts a thread for telemetry: a process that is forked
     later lacks the thread, and waits for it at its exit without an end (1.32).
     """
-    os.environ.setdefault(*_NO_TELEMETRY)
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", _QUIET["ORT_DISABLE_TELEMETRY"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,6 +103,8 @@ class WorkerStatistics:
             ranks of a group run and restart together, so they have the same counts.
         rows_per_second: With ``balance="measured"``, the moving average of the rows that it answers in a
             second of its runs, by which it gets rows; None without, and before the first split batch.
+        spare: Whether it gets no requests while another worker serves, since the model draws numbers from
+            a seed.
     """
 
     index: int
@@ -118,6 +120,7 @@ class WorkerStatistics:
     last_error: str
     rank: int = 0
     rows_per_second: float | None = None
+    spare: bool = False
 
 
 CardWay = Literal["in_place", "copied", "through_host"]

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from mcinfer.collectives import join, rendezvous
 from mcinfer.collectives.base import Group
+from mcinfer.collectives.bootstrap import _receive, send_error
 from mcinfer.collectives.memory import RING, Area
 from mcinfer.collectives.rendezvous import meet
 from mcinfer.collectives.shm import join_sockets
@@ -645,3 +646,11 @@ def test_a_limit_of_files_that_this_process_may_raise_does_not_keep_ranks_from_m
         assert resource.getrlimit(resource.RLIMIT_FSIZE) == (1 << 20, before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_long_error_of_one_rank_comes_to_the_others() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        send_error([ours], InvalidInputError("x" * 100_000))
+        with pytest.raises(InvalidInputError, match="characters left out"):
+            _receive(theirs, "rank 0")

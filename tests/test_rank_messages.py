@@ -67,9 +67,12 @@ def test_the_end_of_the_other_side_is_none_after_what_it_said(
         pair[1].send(Found())
 
 
-def test_a_message_that_no_packet_holds_is_refused(pair: tuple[Channel, Channel]) -> None:
+@pytest.mark.parametrize("size", [1 << 20, 64 << 20])
+def test_a_message_that_no_packet_holds_is_refused(
+    pair: tuple[Channel, Channel], size: int
+) -> None:
     with pytest.raises(ProtocolError, match=r"Ended: got \d+ bytes, more than"):
-        pair[0].send(Ended(kind="build", text="x" * (64 << 20)))
+        pair[0].send(Ended(kind="build", text="x" * size))
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,22 @@ def test_one_large_request_is_forgotten_after_half_a_minute(pool: Pool) -> None:
     assert pool.idle.due == math.inf
 
 
+def test_memory_of_a_large_request_is_kept_though_blocks_are_larger_than_what_is_in_use(
+    pool: Pool,
+) -> None:
+    del pool.planner
+    small = pool.arena.allocate(1)
+    large = pool.arena.allocate(201 * MIB)
+    pool.idle.note_growth(pool.now)
+    pool.idle.look(pool.now, None, 0, 0)
+    del large
+    for _ in range(10):
+        pool.now += 1.0
+        pool.idle.look(pool.now, None, 0, 0)
+    assert pool.arena.size > 201 * MIB
+    assert small.block == 0
+
+
 def test_what_comes_again_within_half_a_minute_keeps_its_memory(pool: Pool) -> None:
     pool.answer(100)
     for number in range(6):

@@ -67,6 +67,7 @@ from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import (
     KILLED_ENDS,
+    KILLS_SECONDS,
     LONG_RUN,
     LONG_WAIT,
     MAX_ATTEMPTS,
@@ -286,14 +287,14 @@ def test_shard_is_not_to_blame_for_kills_that_hit_idle_workers_too(idle_death: s
     """As it would be for two, which it meets alone where runs take long."""
     pool = ready_pool(2)
     if idle_death is not None:
-        pool.handle_died(1.0, 1, idle_death)
+        pool.handle_died(1.0, 1, idle_death, killed=idle_death == SIGKILL)
         restarted(pool, 1, 1.0)
     pool.handle_request(2.0, 1, (1,), 1000.0)
     deaths, now = 0, 2.0
     while 1 in pool.table.entries:
         now += 1.0
         [w] = [w for w in pool.workers if w.runs]
-        pool.handle_died(now, w.index, SIGKILL)
+        pool.handle_died(now, w.index, SIGKILL, killed=True)
         deaths += 1
         if w.restart_at is not None:
             restarted(pool, w.index, max(now, w.restart_at))
@@ -302,10 +303,44 @@ def test_shard_is_not_to_blame_for_kills_that_hit_idle_workers_too(idle_death: s
 
 def test_shard_on_which_a_worker_crashed_is_given_up_after_two_amid_kills_from_outside() -> None:
     pool = ready_pool(3)
-    pool.handle_died(0.5, 2, SIGKILL)
+    pool.handle_died(0.5, 2, SIGKILL, killed=True)
     pool.handle_request(1.0, 1, (1,), 10.0)
-    assert pool.handle_died(1.5, 0, SIGKILL) == [predict(1, (1, 0))]
+    assert pool.handle_died(1.5, 0, SIGKILL, killed=True) == [predict(1, (1, 0))]
     assert outline(pool.handle_died(2.0, 1, SIGSEGV))[0] == Failed(1, WorkerDiedError)
+
+
+@pytest.mark.parametrize(
+    ("other", "pause", "is_given_up"), [(2, 1.0, False), (1, 1.0, True), (2, KILLS_SECONDS, True)]
+)
+def test_kills_that_hit_different_requests_in_one_minute_come_from_outside(
+    other: int, pause: float, is_given_up: bool
+) -> None:
+    pool = ready_pool(3)
+    pool.handle_request(0.0, 1, (1, 1) if other == 1 else (1,), 1000.0)
+    if other == 2:
+        pool.handle_request(0.0, 2, (1,), 1000.0)
+    pool.handle_died(1.0, 1, SIGKILL, killed=True)  # the other shard of request 1, or request 2
+    assert pool.workers[2].runs
+    pool.handle_died(1.0 + pause, 0, SIGKILL, killed=True)
+    pool.handle_time(1.0 + pause)
+    for worker in (0, 1):
+        pool.handle_started(worker, 200 + worker)
+        finish_build(pool, worker, 1.0 + pause)
+    [w] = [w for w in pool.workers if w.runs and (1, 0) in w.runs[0].members]
+    actions = pool.handle_died(2.0 + pause, w.index, SIGKILL, killed=True)
+    assert (Failed(1, WorkerDiedError) in outline(actions)) == is_given_up
+
+
+def test_worker_that_is_killed_while_it_loads_the_model_was_not_idle() -> None:
+    pool = ready_pool(2)
+    pool.handle_died(1.0, 1, SIGSEGV)
+    pool.handle_time(1.0)
+    pool.handle_message(1.0, 1, hello(1))
+    pool.handle_died(1.5, 1, SIGKILL, killed=True)
+    pool.handle_request(1.6, 1, (1,), 10.0)
+    pool.handle_died(1.6, 0, SIGKILL, killed=True)
+    restarted(pool, 0, 1.6)
+    assert outline(pool.handle_died(1.7, 0, SIGKILL, killed=True))[0] == Failed(1, WorkerDiedError)
 
 
 # Deadlines.
@@ -741,6 +776,36 @@ def test_pool_that_drains_takes_nothing_more_and_ends_with_its_last_answer() -> 
     assert pool.health(4.0).state == "closed"
 
 
+def test_pool_that_drains_takes_further_parts_of_what_it_accepted() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, (1,), 10.0)
+    pool.handle_drain(1.0, math.inf)
+    assert pool.handle_request(1.0, 2, (1,), 10.0, limited=False) == []
+    actions = pool.handle_message(2.0, 0, reply(1))
+    assert actions == [Settle(request=1), Release(request=1), predict(0, (2, 0))]
+
+
+def test_pool_that_drains_holds_no_request() -> None:
+    pool = ready_pool(2, max_batch_size=8, max_delay=4.0)
+    for request in (1, 2):
+        assert pool.handle_request(0.0, request, (1,), 100.0, join=JOIN) == []
+    assert pool.handle_drain(1.0, math.inf) == [predict(0, (1, 0), (2, 0))]
+    actions = pool.handle_request(1.0, 3, (1,), 100.0, join=JOIN, limited=False)
+    assert actions == [predict(1, (3, 0))]
+
+
+def test_worker_that_hangs_has_no_more_time_because_the_pool_closes() -> None:
+    pool = ready_pool(2)
+    pool.handle_request(0.0, 1, (1, 1), 10.0)
+    pool.handle_time(10.0)
+    pool.handle_close(10.5, 60.0)
+    assert pool.next_time() == 10.0 + TIMEOUTS.cancel_grace
+    # One that stops in time has all the time to end.
+    pool.handle_message(10.6, 1, error(1, 1, "cancelled"))
+    assert pool.handle_time(11.0) == [DumpStacks(worker=0)]
+    assert pool.workers[1].kill_at == 10.5 + 60.0
+
+
 def test_what_is_not_answered_in_the_time_for_draining_fails() -> None:
     pool = ready_pool(1)
     pool.handle_request(0.0, 1, (1,), 100.0)
@@ -937,6 +1002,12 @@ def test_worker_that_was_never_measured_is_not_waited_for() -> None:
     balance.serve([0, 1])
     pool.handle_request(0.0, 1, (1,), 1000.0)
     assert pool.handle_request(0.0, 2, (1,), 1000.0, preferred=(0,)) == [predict(1, (2, 0))]
+
+
+def test_worker_that_gets_no_runs_is_not_waited_for() -> None:
+    pool, _ = balanced_pool(1.0, 1.0)
+    pool.workers[0].spare = True
+    assert pool.handle_request(100.0, 1, (1,), 1000.0, preferred=(0,)) == [predict(1, (1, 0))]
 
 
 def test_shards_for_one_worker_each_are_given_to_them_without_the_queue() -> None:
@@ -1601,9 +1672,9 @@ class Pools(RuleBasedStateMachine):
         rows = (2,) * shards if join is None else (join[1],)
         due = self.now + min(self.max_delay, timeout / 2)
         taken = sum(self.requests[n].size for n in self.open())
-        ends = self.is_closing or self.is_draining
         most = math.inf if self.limits.queue_bytes is None else self.limits.queue_bytes
         limited = number % 4 > 0
+        ends = self.is_closing or (self.is_draining and limited)
         full = len(self.open()) >= self.limits.queue or (taken and taken + size > most)
         full = full and limited
         asked = _Asked(self.now + timeout, rows, join, due, self.now, size)

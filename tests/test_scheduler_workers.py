@@ -210,7 +210,7 @@ def test_worker_that_has_answered_is_started_again_at_once_without_limit() -> No
     assert lives.circuit_open
 
 
-def test_worker_that_dies_after_an_answer_gives_all_a_fresh_budget() -> None:
+def test_worker_that_dies_after_an_answer_has_a_fresh_budget_and_no_other() -> None:
     lives = ready_lives(2, restart=replace(RESTART, budget=1))
     first, second = lives.workers
     for now in (1.0, 2.0):
@@ -219,14 +219,14 @@ def test_worker_that_dies_after_an_answer_gives_all_a_fresh_budget() -> None:
     assert first.spent
     second.answers = 1
     lives.bury(second, "killed by SIGKILL", 2.5)
+    assert first.spent
     assert not lives.circuit_open
     assert sorted(lives.due_times()) == [2.5, 3.0]
     lives.handle_time(second, 2.5)
-    for w in lives.workers:
-        lives.bury(w, "killed by SIGKILL", 3.0)
-        assert not w.spent
-        lives.handle_time(w, 3.0)
-        lives.bury(w, "killed by SIGKILL", 3.0)
+    lives.bury(second, "killed by SIGKILL", 3.0)
+    assert not second.spent
+    lives.handle_time(second, 3.0)
+    lives.bury(second, "killed by SIGKILL", 3.0)
     assert lives.circuit_open
 
 
@@ -672,6 +672,7 @@ def test_one_worker_runs_a_model_with_seeds_and_another_takes_its_place() -> Non
         come(w)
         assert busy() == [0]
     assert all(w.serves for w in lives.workers)
+    assert [w.spare for w in lives.statistics()] == [False, True, True]
     lives.bury(lives.workers[0], "killed", 1.0)
     assert busy() == [1]
     come(lives.workers[0])

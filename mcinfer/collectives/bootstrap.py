@@ -35,6 +35,7 @@ from mcinfer.errors import (
     McinferError,
     ProtocolError,
     RankDiedError,
+    shortened,
 )
 from mcinfer.shm.descriptors import CREDENTIALS, close_all, send
 
@@ -353,7 +354,7 @@ def send_error(ends: Sequence[socket.socket], exc: McinferError) -> None:
     """Have the error raised in the ranks that wait for this one, as far as they are still there."""
     for end in ends:
         with contextlib.suppress(OSError, RankDiedError):
-            _send(end, {"error": type(exc).__name__, "text": str(exc)})
+            _send(end, {"error": type(exc).__name__, "text": shortened(str(exc))})
 
 
 def peek_join(end: socket.socket, sender: str) -> tuple[int, int]:

@@ -226,12 +226,14 @@ class Channel:
         """Send a message, and hand over a block with it, without waiting.
 
         Raises:
-            ProtocolError: The kernel does not take a packet of this size.
+            ProtocolError: It is larger than a packet may be, or than the kernel takes.
             OSError: The other side is gone, or does not read (BlockingIOError).
         """
         content = {name: getattr(message, name) for name in _FIELDS[type(message)]}
         data = msgpack.packb({"id": message.ID, **content}, unicode_errors="surrogatepass")
         try:
+            if len(data) > _MAX_BYTES:
+                raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
             send(self.socket, data, () if block is None else (block.fd,))
         except OSError as exc:
             if exc.errno == errno.EMSGSIZE:

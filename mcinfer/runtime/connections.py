@@ -32,7 +32,6 @@ from mcinfer.protocol import (
     encode_predict_joined,
 )
 from mcinfer.requests.request import Request
-from mcinfer.requests.weights import WeightVersion
 from mcinfer.runtime.folder import RuntimeFolder
 from mcinfer.runtime.transport import (
     MasterTransport,
@@ -275,15 +274,15 @@ class Connections:
         process = self.processes.get(index)
         if process is None:
             return
-        try:
-            if isinstance(message, Cancel):
+        if isinstance(message, Cancel):
+            try:
                 process.cancels.send(message.request, message.shard)
-            elif process.peer is not None:
-                if isinstance(message, Build):
-                    message = replace(message, token=process.build_token)
-                self.transport.send(process.peer, encode(message))
-        except OSError as exc:
-            raise UnreachableError(f"cannot be reached: {exc}") from exc
+            except OSError as exc:
+                raise UnreachableError(f"cannot be reached: {exc}") from exc
+        elif process.peer is not None:
+            if isinstance(message, Build):
+                message = replace(message, token=process.build_token)
+            self._send(process.peer, encode(message))
 
     def _send(self, peer: bytes, data: bytes) -> None:
         try:
@@ -300,7 +299,7 @@ class Connections:
             UnreachableError: As `send`.
         """
         process = self.processes.get(index)
-        if process is None:
+        if process is None or process.peer is None:
             return
         for request, _ in members:
             if not request.blocks <= process.attached:
@@ -308,9 +307,10 @@ class Connections:
         first, shard = members[0]
         weights = first.weights
         if weights.number and weights.number not in process.weights:
-            self._give_weights(index, process, weights)
-        if process.peer is None:
-            return
+            self._attach(index, process, weights.blocks)
+            self._send(process.peer, weights.message)
+            given = {n for n in process.weights if n >= weights.oldest}
+            process.weights = given | {weights.number}
         if len(members) == 1:
             data = first.message(shard, fresh=fresh)
         else:
@@ -354,12 +354,6 @@ class Connections:
             process.attached.add(number)
             device = "" if block.device is None else str(block.device)
             self.send(index, Attach(block=number, size=block.size, device=device))
-
-    def _give_weights(self, index: int, process: WorkerProcess, version: WeightVersion) -> None:
-        self._attach(index, process, version.blocks)
-        process.weights = {n for n in process.weights if n >= version.oldest} | {version.number}
-        if process.peer is not None:
-            self._send(process.peer, version.message)
 
 
 def _check_descriptors(count: int) -> None:

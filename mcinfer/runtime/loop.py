@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import select
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -46,7 +47,17 @@ from mcinfer.errors import (
 )
 from mcinfer.private import ModelInMemory, in_words
 from mcinfer.process import LEFT_ALONE, ORPHANED
-from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Preparing, Reply
+from mcinfer.protocol import (
+    MAX_NOTES,
+    REPLY,
+    REPLY_HEAD,
+    Build,
+    BuildFinish,
+    Error,
+    Message,
+    Preparing,
+    Reply,
+)
 from mcinfer.requests.card_tensors import ALIGNMENT_ON_CARD, CardMemory, make_block
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Follower, Outcome, Promise, Request
@@ -121,7 +132,7 @@ class Loop:
 
     Attributes:
         arena: The shared memory of tensors.
-        model: The model, if it is in memory.
+        model: The model, if it is in memory; closed when no worker is started any more.
         frames: Has memory of it that is not in use; set after the start.
         finished: Whether no worker is left, and none will be started.
         serving: How many workers are ready or busy.
@@ -628,7 +639,6 @@ class Loop:
 
     def _plan(self) -> None:
         """Note when the next thing is due."""
-        self._idle.note_growth(monotonic())
         due = self._scheduler.next_time()
         due = min(self._memory_look, self._idle.due, math.inf if due is None else due)
         now = monotonic()
@@ -645,6 +655,7 @@ class Loop:
         for line in self._lines:
             if line.waiting:
                 line.serve(now)
+        self._idle.note_growth(now)
         if self._idle.due <= now:
             self._give_back(now)
         if self._line_due <= now:
@@ -822,8 +833,7 @@ class Loop:
     def _give_back(self, now: float) -> None:
         """Give memory that was not in use for a while back to the system."""
         table = self._table
-        self._idle.look(now, self.frames, table.in_flight_bytes, table.most_bytes)
-        table.most_bytes = table.in_flight_bytes
+        self._idle.look(now, self.frames, table.in_flight_bytes, table.take_peak())
 
     def _release_idle(self) -> bool:
         """Free the memory of frames that are not in use; whether there was any."""
@@ -895,6 +905,8 @@ class Loop:
         with ExitStack() as last:  # what was entered last comes first
             last.callback(self._delivery.close)
             last.callback(self._leave_cards)
+            if self.model is not None:
+                last.callback(self.model.close)
             last.callback(self._refuse_all)
             last.callback(self._connections.close, _LAST_OUTPUT)
             for line in self._lines:
@@ -1036,7 +1048,7 @@ class Loop:
                 is_asked = status == 0 and self._scheduler.is_exiting(index)
                 if not is_asked and status not in _FOLLOWED:
                     where = f"rank {rank} ({child.label[1]}, pid {child.pid})"
-                    process.deaths.append(f"{where} {describe_exit(status)}")
+                    process.deaths.append((where, status))
         if left and not (process.pidfd in self._pidfds and self._scheduler.is_exiting(index)):
             if not self._scheduler.workers[index].doomed:
                 self._scheduler.handle_killed(index, "")
@@ -1068,14 +1080,18 @@ class Loop:
         self._connections.remove(index)
         stacks = process.stacks()
         status = process.reap()
-        how = f"ended: {'; '.join(process.deaths)}" if process.deaths else describe_exit(status)
+        how, statuses = describe_exit(status), {status}
+        if process.deaths:
+            deaths = "; ".join(f"{rank} {describe_exit(status)}" for rank, status in process.deaths)
+            how, statuses = f"ended: {deaths}", {status for _, status in process.deaths}
         if process.peer is None and self._limits.worker_memory_bytes is not None:
             how += f" (it may have {self._limits.worker_memory_bytes} bytes of memory of its own)"
         expected = self._scheduler.is_exiting(index)
         level = logging.INFO if expected and not stacks else logging.WARNING
         where = f"; where it was:\n{stacks}" if stacks else ""
         self._delivery.log(level, "%s %s%s", self._scheduler.workers[index].name, how, where)
-        self._carry_out(self._scheduler.handle_died(now, index, how))
+        killed = statuses == {-signal.SIGKILL}
+        self._carry_out(self._scheduler.handle_died(now, index, how, killed=killed))
 
     # What comes.
 
@@ -1175,7 +1191,7 @@ class Loop:
             self._connections.take_slab(index, slab)
         except OSError as exc:
             note = f"the workers of a card do not share its weights: {exc}"
-            return replace(message, slab=None, notes=(*message.notes, note))
+            return replace(message, slab=None, notes=(*message.notes, note)[-MAX_NOTES:])
         return message
 
     def _take(self, index: int, reply: Reply) -> Message:

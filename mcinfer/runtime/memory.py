@@ -24,8 +24,9 @@ ROOM_INTERVAL = 0.001
 _PATIENCE = 10.0  # seconds without freed memory before others pass the first waiting caller
 
 
-SPARE_BYTES = 64 << 20
-"""Bytes of an arena beyond those in use that are kept without a time limit."""
+SPARE_BYTES = 96 << 20
+"""Bytes of an arena beyond those in use that are kept without a time limit: a block of the least size, and
+what blocks are rounded up by."""
 
 _LOOK_INTERVAL = 1.0  # seconds between two looks while there is idle memory to give back
 _REST_INTERVAL = 30.0  # and while users hold all of it, whose end sends no event

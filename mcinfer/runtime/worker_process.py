@@ -173,7 +173,7 @@ class WorkerProcess(ChildProcess):
         weights: Versions of the weights that it knows.
         outlawed: Whether it broke the protocol: its messages are not read any more.
         followers: The processes of ranks 1, 2, …
-        deaths: How followers ended by themselves, in words.
+        deaths: The followers that ended by themselves, in words, and their exit statuses.
         killed: Whether `kill` was called.
         slab: The weights on its card that it has made for others; closed with it.
     """
@@ -219,7 +219,7 @@ class WorkerProcess(ChildProcess):
         self.weights: set[int] = set()
         self.outlawed = False
         self.followers: list[ChildProcess] = []
-        self.deaths: list[str] = []
+        self.deaths: list[tuple[str, int]] = []
         self.killed = False
         self.slab: HeldBlock | None = None
         with contextlib.ExitStack() as opened:

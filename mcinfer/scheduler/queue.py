@@ -28,7 +28,7 @@ ShardId = tuple[int, int]  # request and shard
 class Joinable:
     """What lets a shard go together with others of the same key; at `due` it goes, alone if need be.
 
-    `rows` is what the shard adds to the batch of the joined run.
+    `rows` is the shard's weight: its rows, or more where so many of its kind would not fit one message.
     """
 
     key: Hashable
@@ -167,6 +167,14 @@ class ShardQueue:
         elif passed_over:
             self._passed_over.pop(worker, None)
         return tuple(member.shard for member in members)
+
+    def end_holding(self, now: float) -> None:
+        """The held shards are due now: there is nothing to wait for."""
+        self._dues = [
+            (due if item.join is None else min(due, now), place, item)
+            for due, place, item in self._dues
+        ]
+        heapq.heapify(self._dues)
 
     def next_due(self) -> float:
         """When a held shard becomes due, or a reserved one overdue; infinite without one."""

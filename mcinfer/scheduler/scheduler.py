@@ -4,9 +4,9 @@ The loop reports events (a request or a message came, a worker died, time passed
 returned actions, in order. The rules:
 
 * Every request settles exactly once.
-* A shard whose worker died goes to another; one that has killed two workers fails, or five while idle workers
-  are killed, too. The death of a worker that was ended because it shared memory with one that died does not
-  count.
+* A shard whose worker died goes to another; one that has killed two workers fails, or five while kills come
+  from outside: they hit idle workers, too, or workers that run different requests. The death of a worker that
+  was ended because it shared memory with one that died does not count.
 * A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
   again apart.
 * With measured speeds, a shard is reserved for its preferred worker while that one serves. If it waits long,
@@ -22,7 +22,6 @@ returned actions, in order. The rules:
 
 import heapq
 import math
-import signal
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
@@ -67,7 +66,6 @@ from mcinfer.scheduler.workers import (
     Run,
     Worker,
     WorkerLives,
-    describe_exit,
 )
 from mcinfer.sharding import Shares
 from mcinfer.statistics import (
@@ -89,13 +87,12 @@ LONG_WAIT = 2.0
 """Times what a worker needs for its part of a request, after which others may steal a shard that waits for
 it; but none that would need longer than that itself."""
 
-KILLED = describe_exit(-signal.SIGKILL)
-
 MAX_KILLS = 5
-"""Workers killed by SIGKILL that a shard may meet while others are killed that have nothing to do."""
+"""Workers killed by SIGKILL that a shard may meet while kills come from outside."""
 
 KILLS_SECONDS = 60.0
-"""Seconds after such a kill in which others are taken to come from outside as well."""
+"""Seconds after a kill that came from outside in which others are taken to come from there as well; and
+between two kills that hit different requests, so that no single one can be to blame."""
 
 _FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
 
@@ -134,7 +131,8 @@ class Entry:
         answered: By shard, whether its reply came.
         attempts: By shard, how often a worker got it.
         unanswered: How many shards have no reply yet.
-        deaths: By shard, how each worker ended that died on it, or may have.
+        deaths: By shard, how each worker ended that died on it, or may have; in words.
+        crashes: By shard, how many of these were not killed by SIGKILL.
         late: By shard, how many workers still have it although it was queued again.
         closed: When it was settled.
         begun: Whether a worker got any shard of it.
@@ -154,6 +152,7 @@ class Entry:
     attempts: list[int]
     unanswered: int
     deaths: dict[int, list[str]] = field(default_factory=dict)
+    crashes: dict[int, int] = field(default_factory=dict)
     late: dict[int, int] = field(default_factory=dict)
     closed: float = 0.0
     settled: bool = False
@@ -167,7 +166,6 @@ class RequestTable:
 
     Attributes:
         accepted: Requests so far: always the sum of the four counts after it.
-        most_bytes: The most that `in_flight_bytes` was; whoever reads it may set it back.
         not_begun: Open requests of which no worker has got a shard yet.
         latency: Seconds from a call to its answer, for results.
     """
@@ -179,7 +177,7 @@ class RequestTable:
         self.cancelled = 0
         self.in_flight = 0
         self.in_flight_bytes = 0
-        self.most_bytes = 0
+        self._most_bytes = 0
         self.not_begun = 0
         self.latency = Tally(LATENCY_BOUNDS)
         self.queue = ShardQueue(max_rows)
@@ -220,8 +218,8 @@ class RequestTable:
         self.accepted += 1
         self.in_flight += 1
         self.in_flight_bytes = taken = self.in_flight_bytes + size
-        if taken > self.most_bytes:
-            self.most_bytes = taken
+        if taken > self._most_bytes:
+            self._most_bytes = taken
         self.not_begun += 1
         if len(self._deadlines) > 2 * self.in_flight + 64:
             # The answered ones must not outnumber the open ones: a long time-out keeps them for long.
@@ -248,6 +246,11 @@ class RequestTable:
                 entry.begun = True
                 self.not_begun -= 1
         return members
+
+    def take_peak(self) -> int:
+        """The most that `in_flight_bytes` was since the last call."""
+        peak, self._most_bytes = self._most_bytes, self.in_flight_bytes
+        return peak
 
     # Deadlines.
 
@@ -325,7 +328,8 @@ class Scheduler:
         self._overlaps = any(w.depth > 1 for w in self.workers)
         self._timeouts = timeouts
         self._limits = limits
-        self._killed_idle = -math.inf  # when a worker without a run was, last
+        self._killed_outside = -math.inf  # when a worker was last, by no request's fault
+        self._last_kill: tuple[float, set[int]] = (-math.inf, set())  # and the requests that it hit
         self._draining: float | None = None
         self._closing: float | None = None
         self._closed = False
@@ -418,9 +422,11 @@ class Scheduler:
             called: When these begin; None is `now`.
             size: Bytes of its tensors.
             priority: Higher ones go first.
-            join: For one shard that may be joined with others of the same key: the key, and its rows.
+            join: For one shard that may be joined with others of the same key: the key, and its weight (see
+                `Joinable`).
             preferred: By shard, the index of its preferred worker; empty if there is none.
-            limited: Whether there must be room for it (`check_room`).
+            limited: Whether there must be room for it (`check_room`), and the pool may not be draining; not
+                for a part of a request that was accepted.
 
         Raises:
             ClosedError: The pool is closed.
@@ -428,7 +434,7 @@ class Scheduler:
         """
         if self._closing is not None or self._closed or not self.lives.started:
             raise ClosedError("the master is closed")
-        if self._draining is not None:
+        if self._draining is not None and limited:
             raise ClosedError("the master is closing: it finishes what it has, and takes no more")
         if limited:
             self.check_room(size)
@@ -449,7 +455,8 @@ class Scheduler:
     ) -> Affinity | None:
         """That a shard is reserved for its preferred worker; None if that one is away or never measured."""
         balance, worker = self._balance, preferred[shard]
-        if balance is None or not self.workers[worker].serves:
+        preferred_one = self.workers[worker]
+        if balance is None or preferred_one.spare or not preferred_one.serves:
             return None
         if balance.rows_per_second(worker) is None:
             return None
@@ -531,29 +538,30 @@ class Scheduler:
             case Error(request=None):
                 actions += self.lives.fail_build(w, message, now)
             case Reply() | Error():
-                if before is WorkerState.BUSY and not w.doomed:
-                    w.kill_at = None
+                if before in (WorkerState.BUSY, WorkerState.EXITING) and not w.doomed:
+                    w.kill_at = w.end_by
                 actions += self._handle_answer(w, message, now)
                 if self.lives.calm and self._draining is None:
                     return [*actions, *self.dispatch(now)]
         actions += [*self.lives.advance(now), *self.dispatch(now)]
         return [*actions, *self.lives.announce(now), *self._finish_draining(now)]
 
-    def handle_died(self, now: float, worker: int, how: str) -> list[Action]:
-        """The worker's process ended, or could not be started; `how`, in words."""
+    def handle_died(
+        self, now: float, worker: int, how: str, *, killed: bool = False
+    ) -> list[Action]:
+        """The worker's process ended, or could not be started; `how`, in words; `killed`: by SIGKILL."""
         w = self.workers[worker]
         runs, w.runs = w.runs, deque()
-        killed_idle = KILLED in how and not (w.doomed or w.state is WorkerState.EXITING)
+        if killed and not w.doomed and w.state in (WorkerState.READY, WorkerState.BUSY):
+            self._note_kill(now, {request for run in runs for request, _ in run.members})
         story = self.lives.bury(w, how, now)
         actions: list[Action] = []
-        if not runs and killed_idle:
-            self._killed_idle = now
         blames = not w.bereft and bool(runs) and not runs[0].late
         if blames and all(run.late for run in [*runs][1:]):
             w.failed += len(runs[0].members)
             for run in [*runs][1:]:
                 actions += self._forget_late(run)
-            actions += self._handle_lost_run(w, runs[0], story, now)
+            actions += self._handle_lost_run(w, runs[0], story, now, killed=killed)
         else:
             # It is not known which it was at, since an answer may have been lost with it: none is blamed, and
             # each runs apart from the others.
@@ -567,6 +575,13 @@ class Scheduler:
         actions += self.lives.advance(now)
         actions += [*self.dispatch(now), *self.lives.announce(now)]
         return [*actions, *self._finish_draining(now), *self._finish_closing()]
+
+    def _note_kill(self, now: float, hit: set[int]) -> None:
+        """Kills come from outside if they hit idle workers, or different requests within a short time."""
+        before, hit_before = self._last_kill
+        self._last_kill = now, hit
+        if not hit or (now < before + KILLS_SECONDS and hit.isdisjoint(hit_before)):
+            self._killed_outside = now
 
     def handle_time(self, now: float) -> list[Action]:
         """Act on everything that was due by `now`."""
@@ -617,7 +632,10 @@ class Scheduler:
         if self._closing is not None or self._closed:
             return []
         self._draining = now + timeout
-        return [HealthChanged(health=self.health(now)), *self._finish_draining(now)]
+        self._max_delay = 0.0  # no more requests come that could join those that are held
+        self.table.queue.end_holding(now)
+        actions: list[Action] = [HealthChanged(health=self.health(now)), *self.dispatch(now)]
+        return [*actions, *self._finish_draining(now)]
 
     def _finish_draining(self, now: float) -> list[Action]:
         if self._draining is None or self.table.in_flight:
@@ -700,9 +718,14 @@ class Scheduler:
     def _takes(self, w: Worker, now: float) -> bool:
         """Whether it may get one more run: not behind a run that it may be killed, or die, for."""
         runs = len(w.runs)
-        if runs >= w.capacity or w.doomed or w.retiring or w.alone or w.kill_at is not None:
-            return False
-        if w.spare:
+        if (
+            runs >= w.capacity
+            or w.doomed
+            or w.retiring
+            or w.spare
+            or w.alone
+            or w.kill_at is not None
+        ):
             return False
         state = w.conversation.state
         if runs == 0:
@@ -1041,11 +1064,13 @@ class Scheduler:
     def _release_if_done(self, entry: Entry) -> list[Action]:
         return [Release(request=entry.number)] if self.table.strike(entry) else []
 
-    def _handle_lost_run(self, w: Worker, run: Run, story: str, now: float) -> list[Action]:
+    def _handle_lost_run(
+        self, w: Worker, run: Run, story: str, now: float, *, killed: bool
+    ) -> list[Action]:
         """A worker died in a run: give it to another, or give up a shard that has killed two workers.
 
-        Joined shards run again apart, and none of them is blamed yet. Where workers with nothing to do are
-        killed as well, kills come from outside: then a shard is given up only after more of them.
+        Joined shards run again apart, and none of them is blamed yet. While kills come from outside, a shard
+        that has met nothing else is given up only after more of them.
         """
         if len(run.members) != 1:
             return self._run_again(run)
@@ -1056,8 +1081,9 @@ class Scheduler:
             return self._release_if_done(entry)
         stories = entry.deaths.setdefault(shard, [])
         stories.append(story)
-        kills = now < self._killed_idle + KILLS_SECONDS and all(KILLED in text for text in stories)
-        if len(stories) < (MAX_KILLS if kills else MAX_DEATHS):
+        crashes = entry.crashes[shard] = entry.crashes.get(shard, 0) + (not killed)
+        from_outside = not crashes and now < self._killed_outside + KILLS_SECONDS
+        if len(stories) < (MAX_KILLS if from_outside else MAX_DEATHS):
             self.table.queue.add_first((request, shard))
             return []
         deaths = "; ".join(stories)

@@ -2,8 +2,8 @@
 
 * In the first start a build error is final, and a worker that dies is started once more; all failures are
   reported together.
-* A worker that dies after an answer is started again at once, without limit, and all have a fresh budget. One
-  that dies before it was ready, or without an answer, is started again the first time at once, then with
+* A worker that dies after an answer is started again at once, without limit, and has a fresh budget. One that
+  dies before it was ready, or without an answer, is started again the first time at once, then with
   back-off, within a budget per window of time. Past the budget, each start is a probe, at the longest
   back-off. A probe that is ready serves, with a fresh budget; if it dies without an answer within the longest
   back-off from then on, the next is a probe again.
@@ -105,6 +105,7 @@ class Worker:
         latest: When it must have the model, even if it reports progress.
         progress: What it reported last: seconds and bytes.
         kill_at: When to kill it unless it has answered or ended.
+        end_by: When it must have ended, if it is to end after its last answer.
         doomed: It will be killed, or was; messages that it sent before may still come.
         restart_at: When to start it again.
         spent: Its budget of starts is spent, and no probe (a start past the budget) has had the model yet.
@@ -116,7 +117,7 @@ class Worker:
         slab: Number and bytes of the slab that its process has made.
         has_slab: Whether its process was given the leader's slab.
         bereft: It is killed because its leader has died.
-        answers: How many requests this process of it has answered.
+        answers: How many shards this process of it has answered, with a result or an error.
         spare: It serves, and gets no runs as long as another worker does: see `WorkerLives`.
     """
 
@@ -135,6 +136,7 @@ class Worker:
     latest: float = math.inf
     progress: tuple[float, int] = (-1.0, -1)
     kill_at: float | None = None
+    end_by: float | None = None
     doomed: bool = False
     restart_at: float | None = None
     spent: bool = False
@@ -290,6 +292,7 @@ class WorkerLives:
                 busy_seconds=w.busy_seconds,
                 providers=w.providers,
                 last_error=w.last_error,
+                spare=w.spare,
             )
             for w in self.workers
         )
@@ -459,8 +462,13 @@ class WorkerLives:
 
     def end_when_idle(self, w: Worker, now: float, seconds: float) -> list[Action]:
         """Ask a worker to end after its last answer, within so many seconds."""
-        w.kill_at = now + seconds
+        self._end_by(w, now + seconds)
         return [w.send(Exit())]
+
+    def _end_by(self, w: Worker, time: float) -> None:
+        """Have it end until then. One that does not stop a run is killed no later for that."""
+        w.end_by = time
+        w.kill_at = time if w.kill_at is None else min(time, w.kill_at)
 
     def handle_time(self, w: Worker, now: float) -> list[Action]:
         if w.restart_at is not None and w.restart_at <= now:
@@ -499,7 +507,7 @@ class WorkerLives:
         before = w.state
         w.conversation = Conversation(state=WorkerState.GONE)
         w.usual_seconds, w.capacity, w.alone = math.inf, w.depth, False
-        w.pid = w.ready_by = w.kill_at = None
+        w.pid = w.ready_by = w.kill_at = w.end_by = None
         w.retiring = w.has_slab = w.spare = False
         w.slab = None
         if self.closing:
@@ -532,7 +540,7 @@ class WorkerLives:
         if leader is None or leader.doomed or self._with_slab(leader):
             return []
         if self.closing and leader.state in (WorkerState.READY, WorkerState.BUSY):
-            end = now + self._timeouts.close if leader.kill_at is None else leader.kill_at
+            end = now + self._timeouts.close if leader.end_by is None else leader.end_by
             return self.end_when_idle(leader, now, end - now)
         if not self.closing and leader.state is WorkerState.CONNECTED:
             return self.build(leader, now)
@@ -555,9 +563,8 @@ class WorkerLives:
 
     def _plan_restart(self, w: Worker, now: float) -> None:
         if w.answers:
-            # The model loads and runs: what ended the others may be what ended this one, from outside.
-            for each in self.workers:
-                self._renew_budget(each)
+            # It loads and runs the model. Another worker that cannot, keeps its back-off.
+            self._renew_budget(w)
             w.restart_at = now
             return
         while w.starts and w.starts[0] <= now - self._restart.window:
@@ -668,6 +675,7 @@ class WorkerLives:
         for w in self.workers:
             if w.state is not WorkerState.GONE:
                 w.kill_at = min(now + seconds, math.inf if w.kill_at is None else w.kill_at)
+                w.end_by = min(now + seconds, math.inf if w.end_by is None else w.end_by)
                 w.doomed = w.doomed or seconds == 0
 
     def close(self, now: float, seconds: float) -> list[Action]:
@@ -683,7 +691,7 @@ class WorkerLives:
                 actions.append(KillWorker(worker=w.index))
             elif w.state in (WorkerState.READY, WorkerState.BUSY):
                 if seconds and self._with_slab(w):
-                    w.kill_at = now + seconds  # it is asked to end after its followers: see `part`
+                    self._end_by(w, now + seconds)  # it is asked to after its followers: see `part`
                 else:
                     actions += self.end_when_idle(w, now, seconds)
             elif w.state is WorkerState.EXITING:

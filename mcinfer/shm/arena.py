@@ -262,15 +262,15 @@ class Arena:
         return some
 
     def trim(self, most: int) -> None:
-        """Close blocks without slots, the largest first, while all together have more than `most` bytes."""
+        """Close blocks without slots while all together have more than `most` bytes.
+
+        The smallest that is enough goes, or the largest if none is enough.
+        """
         self.reclaim()
-        total = self.size
-        free = [e.block for e in self._blocks.values() if e.free == e.block.size]
-        for block in sorted(free, key=lambda block: block.size, reverse=True):
-            if total <= most:
-                return
-            total -= block.size
-            self._drop(block)
+        free = sorted(self._free_blocks(), key=lambda block: block.size)
+        while free and (excess := self.size - most) > 0:
+            enough = (i for i, block in enumerate(free) if block.size >= excess)
+            self._drop(free.pop(next(enough, -1)))
 
     def close(self) -> None:
         """Close all blocks; views that are still held keep their memory."""
@@ -307,6 +307,10 @@ class Arena:
                     return extents.block, offset
         return None
 
+    def _free_blocks(self) -> list[SharedBlock]:
+        """The blocks without slots."""
+        return [e.block for e in self._blocks.values() if e.free == e.block.size]
+
     def _drop(self, block: SharedBlock) -> None:
         del self._blocks[block.number]
         self._close(block)
@@ -326,7 +330,7 @@ class Arena:
         """A new block; to stay within the limit, blocks without slots are closed."""
         total = sum(extents.block.size for extents in self._blocks.values())
         total += sum(needed.size for needed in self._needed)
-        free = [e.block for e in self._blocks.values() if e.free == e.block.size]
+        free = self._free_blocks()
         if total - sum(block.size for block in free) + wanted > self.limit:
             return None
         for block in free:

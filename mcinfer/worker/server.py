@@ -381,8 +381,7 @@ class Server:
             raise
         except Exception as exc:  # of any class: it is the runtime's
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
-            error = _error(kind, exc)
-            return replace(error, text=in_words(error.text, message.model))
+            return _error(kind, exc, model=message.model)
         slab, reaches = self._hand_over_slab(message)
         engine, described = self._engine, self._engine.description
         notes = (in_words(note, message.model)[:MAX_NOTE] for note in engine.notes[:MAX_NOTES])
@@ -797,15 +796,18 @@ def _failure(exc: Exception, request: int, shard: int) -> Error:
 
 
 def _error(
-    kind: str, exc: Exception, request: int | None = None, shard: int | None = None
+    kind: str,
+    exc: Exception,
+    request: int | None = None,
+    shard: int | None = None,
+    model: str = "",
 ) -> Error:
-    text = str(exc)
+    """The message of an error; `model` is the path that it may name (`in_words`)."""
+    text = str(exc) if isinstance(exc, McinferError) else f"{type(exc).__name__}: {exc}"
     return Error(
         request=request,
         shard=shard,
         kind=kind,
-        text=(text if isinstance(exc, McinferError) else f"{type(exc).__name__}: {text}")[
-            :_MAX_TEXT
-        ],
+        text=in_words(text, model)[:_MAX_TEXT],  # which may make it longer
         traceback="".join(traceback.format_exception(exc))[:_MAX_TEXT],
     )
