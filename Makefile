@@ -86,7 +86,7 @@ test-ort-suite:
 	fi
 
 # Each suite that has an environment of its own, one after the other; then a line for each.
-SUITES := mindspore diffusers ray programs real-models ort-suite
+SUITES := thorough mindspore diffusers ray programs real-models ort-suite
 test-all:
 	@failed=0; lines=; for suite in $(SUITES); do \
 	    begin=$$(date +%s); result=passed; \

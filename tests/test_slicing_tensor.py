@@ -241,8 +241,13 @@ def test_terms_that_float16_cannot_hold_give_their_sum(kind: str) -> None:
         np.testing.assert_allclose(found[y], expected, rtol=2e-2, atol=0.5)
 
 
-@pytest.mark.parametrize(("kind", "factor"), [("Div", 0.0), ("Mul", np.inf)])
-@pytest.mark.parametrize("given", ["input", "constant", "large constant"])
+@pytest.mark.parametrize(
+    ("kind", "factor", "given"),
+    [
+        *(("Div", 0.0, given) for given in ("input", "constant")),
+        *(("Mul", np.inf, given) for given in ("input", "constant", "large constant")),
+    ],
+)
 def test_sum_that_becomes_infinite_is_made_before(kind: str, factor: float, given: str) -> None:
     """Its terms would be infinities of both signs, which have no sum."""
     is_large = given == "large constant"

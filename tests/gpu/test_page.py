@@ -29,10 +29,11 @@ def run(folder: Path, emulated: bool, *arguments: str) -> subprocess.CompletedPr
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=50 if emulated else 600,
+        timeout=600,
     )
 
 
+@pytest.mark.timeout(610)
 @pytest.mark.parametrize("number", [0, 1])
 def test_program_prints_what_its_page_shows(number: int, cards: Cards, tmp_path: Path) -> None:
     programs = [text for text in blocks("python") if "Master(" in text]
@@ -51,6 +52,7 @@ def test_program_prints_what_its_page_shows(number: int, cards: Cards, tmp_path:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(610)
 def test_benchmark_comes_to_its_end(cards: Cards, tmp_path: Path) -> None:
     program = str(ROOT / "benchmarks" / "gpu.py")
     how = "--quick" if cards.real else "--emulated"

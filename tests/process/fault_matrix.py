@@ -240,7 +240,7 @@ FAULTS = {
         words="stopped, and continued after its request timed out, or a moment later",
         cells=dict.fromkeys(("importing", "building"), _KEPT)
         | {"busy": (TIMED_OUT, KEPT), "exiting": _CLOSING},
-        thorough=("importing", "exiting"),
+        thorough=("importing", "building", "exiting"),
         inflict=_stop,
         relent=_continue,
         setting={"grace": 5.0},
@@ -273,7 +273,7 @@ FAULTS = {
     "worker: never ends": Fault(
         words="its current run or build never ends",
         cells={"building": _NOT_READY, "busy": _HANGS, "being restarted": _DIES},
-        thorough=("building",),
+        thorough=("building", "being restarted"),
     ),
     "worker: exception": Fault(
         words="the engine or an import raises",
@@ -282,13 +282,13 @@ FAULTS = {
             "busy": (Outcome("asked to fail", PredictError), KEPT),
             "being restarted": _DIES,
         },
-        thorough=("building",),
+        thorough=("building", "being restarted"),
         inflict=partial(_tell, "fail"),
     ),
     "worker: no descriptors": Fault(
         words="can open no more files (`RLIMIT_NOFILE`)",
         cells={"building": _DIES, "idle": _DIES, "busy": _KEPT},
-        thorough=("building", "busy"),
+        thorough=("building", "idle", "busy"),
         inflict=_take_workers_descriptors,
     ),
     "worker: answers twice": _hostile("sends every answer twice", "twice"),
@@ -342,8 +342,7 @@ FAULTS = {
             "exiting": _CLOSING,
             "being restarted": _DIES,
         },
-        thorough=("busy", "exiting"),
-        socketpair=("starting",),
+        thorough=("busy", "exiting", "being restarted"),
         inflict=_take_descriptors,
         relent=_give_back,
     ),

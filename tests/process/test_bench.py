@@ -219,6 +219,7 @@ def test_way_that_goes_wrong_is_ended_with_its_children(
         wait_until(lambda: not is_alive(int(child.read_text(encoding="utf-8"))))
 
 
+@pytest.mark.thorough
 def test_fixed_batch_is_measured_in_pieces_if_the_axes_are_given(onnx_model: OnnxModel) -> None:
     fixed = onnx_model(AFFINE.replace("[batch, 4]", "[2, 4]"))
     ways = ("pipe-each", "sharded", "batched")

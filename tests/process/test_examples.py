@@ -49,6 +49,7 @@ def test_replaced_weights_are_those_of_a_model_that_has_them() -> None:
     assert last == "=========== success ==========="
 
 
+@pytest.mark.thorough
 def test_three_processes_share_one_copy_of_the_weights(tmp_path: Path) -> None:
     done = run_example(SHARING, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

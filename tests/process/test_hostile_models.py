@@ -110,7 +110,14 @@ def test_external_data_outside_of_the_folder_is_refused_and_not_opened(
     assert re.search(hostile.error, text), text
 
 
-@pytest.mark.parametrize("hostile", [UNREADABLE[0], *MALFORMED], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        pytest.param(case, marks=[pytest.mark.thorough] * (number % 2))
+        for number, case in enumerate([UNREADABLE[0], *MALFORMED])
+    ],
+    ids=lambda case: case.name,
+)
 def test_model_that_is_none_is_refused_by_its_worker(hostile: Hostile, folder: Path) -> None:
     text = refusal(hostile.write(folder), EngineOptions())
     assert re.search(hostile.error, text), text

@@ -305,7 +305,7 @@ def mpirun(path: str, *arguments: object, between: Sequence[str] = ()) -> Ended:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("cut", ["tensor", "pipeline"])
+@pytest.mark.parametrize("cut", ["tensor", pytest.param("pipeline", marks=pytest.mark.thorough)])
 def test_ranks_started_by_mpirun_print_the_values_of_the_unsliced_model(
     slices: Slices, expected: NDArray[Any], cut: str
 ) -> None:

@@ -57,7 +57,12 @@ def held_request(master: Master) -> Iterator["Future[Any]"]:
 
 
 @pytest.mark.parametrize(
-    "parallel", [Parallel(tensor=2, pipeline=2), Parallel(tensor=2, replicas=2)], ids=str
+    "parallel",
+    [
+        Parallel(tensor=2, pipeline=2),
+        pytest.param(Parallel(tensor=2, replicas=2), marks=pytest.mark.thorough),
+    ],
+    ids=str,
 )
 def test_cut_model_answers_as_the_whole_one(model: Path, parallel: Parallel) -> None:
     with Master(model, parallel=parallel) as master:

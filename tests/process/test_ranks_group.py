@@ -436,6 +436,7 @@ def test_groups_that_start_at_once_make_the_slices_once(
     assert (entry.facts["tensor"], entry.facts["pipeline"]) == (2, 1)
 
 
+@pytest.mark.thorough
 def test_replicas_share_the_weights_of_prepared_slices(tmp_path: Path) -> None:
     model = write_mlp(tmp_path / "mlp.onnx", layers=4, width=512)
     weights = 4 * 512 * 512 * 4 // 2  # of each rank

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.command_line import COMMAND
 from tests.process.models import AFFINE, OnnxModel
@@ -16,6 +17,7 @@ ON_ONE_CORE = f"import os; os.sched_setaffinity(0, {{min(os.sched_getaffinity(0)
 LONGEST = 55.0
 
 
+@pytest.mark.thorough
 def test_recommended_program_has_the_users_axes(onnx_model: OnnxModel, tmp_path: Path) -> None:
     turned = onnx_model(
         """
