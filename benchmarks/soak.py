@@ -75,7 +75,6 @@ KILLED_CLIENTS = 24
 KILL_PAUSE = (0.3, 0.9)
 """Seconds between two kills."""
 
-_WARM_UP = 5.0
 _SETTLING = 30.0
 _LINE_PERIOD = 10.0
 _OWN_BAND = 16 << 20
@@ -258,11 +257,13 @@ def _soak(options: argparse.Namespace, model: Path, books: Books, sample: Sample
         verify="never",  # the runs of a check would count as requests that no caller made
     )
     with master:
-        _say(f"warming up for {_WARM_UP:g} s")
+        _say(f"warming up for {options.warm_up:g} s")
         _ask(
             master, books, sample, settings["most_rows"]
         )  # threads and memory for it are there then
-        _traffic(new_scene(master, books, sample, seed=options.seed + 1, **settings), _WARM_UP)
+        _traffic(
+            new_scene(master, books, sample, seed=options.seed + 1, **settings), options.warm_up
+        )
         start, first = _settle(master, books), master.statistics()
         _say(f"{options.seconds:g} s of traffic, seed {options.seed}")
         outcomes, events = books.outcomes.copy(), books.events.copy()
@@ -433,6 +434,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     parser = argparse.ArgumentParser(description="Mixed traffic against a pool that is disturbed.")
     parser.add_argument("--seconds", type=float, default=600.0, help="of traffic (default: 600)")
+    parser.add_argument(
+        "--warm-up", type=float, default=5.0, help="seconds of it before (default: 5)"
+    )
     parser.add_argument("--engine", choices=("fake", "onnxruntime"), default="fake")
     parser.add_argument(
         "--parallel", type=_parallel, metavar="tensor=2,pipeline=2", help="a model cut over ranks"

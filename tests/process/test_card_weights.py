@@ -332,6 +332,7 @@ def test_card_without_memory_is_an_error_and_leaves_nothing(start: Start) -> Non
     assert owner("len(os.listdir('/proc/self/fd'))") == before
 
 
+@pytest.mark.thorough
 def test_mindspore_lites_names_share_weights_on_a_card(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     save(tmp_path, 0)

@@ -215,6 +215,7 @@ def test_full_disk_is_predicted_and_the_run_resumed(small_disk: Path, tmp_path: 
     assert files(small_disk) == ["out.npz"]
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     model = save_double(tmp_path)
     source, target = tmp_path / "in", tmp_path / "out.npz"

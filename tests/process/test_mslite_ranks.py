@@ -345,6 +345,7 @@ def test_processes_of_mpirun_that_have_a_whole_model_each_are_no_ranks(
     check_printed(ended.out, expected, times=2)
 
 
+@pytest.mark.thorough
 def test_example_compares_both_ways_with_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     if MPIRUN is not None:
         monkeypatch.setenv("PATH", str(Path(MPIRUN).parent), prepend=os.pathsep)

@@ -34,7 +34,7 @@ def soak(folder: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(["--seconds", "1", "--max-batch-size", "8"], id="workers"),
+        pytest.param(["--warm-up", "1", "--seconds", "2", "--max-batch-size", "8"], id="workers"),
         pytest.param(
             ["--seconds", "20", "--max-batch-size", "64", "--parallel", "pipeline=2"],
             id="ranks",
