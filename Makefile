@@ -24,9 +24,9 @@ TORCH := torch==2.13.0
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
 
-# By three processes: most tests wait for others.
+# By four processes: most tests wait for others.
 test: .venv/installed
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 # What `make test` leaves out: every cell of the fault matrix, all of ONNX's examples of operators.
 test-thorough: .venv/installed

@@ -13,6 +13,7 @@ import pytest
 
 from mcinfer import ClosedError, Limits, Master, QueueFullError
 from mcinfer.requests.request import Arrays
+from mcinfer.runtime.memory import SPARE_BYTES
 from tests.process.models import FakeModel, SharedMaster, assert_answers, fake_master, rows
 from tests.process.waiting import pids, running, wait_for_states, wait_until
 
@@ -203,7 +204,7 @@ def test_memory_that_is_not_in_use_any_more_goes_back_to_the_system(
             inputs = {"x": np.full((count, 1 << 20), count, np.uint8)}
             assert_answers(master.predict(inputs), inputs, lambda x: x + np.uint8(1))
         used = 30 << 20  # by the largest of them
-        wait_until(lambda: master.statistics().memory_bytes <= used + (64 << 20))
+        wait_until(lambda: master.statistics().memory_bytes <= used + SPARE_BYTES)
         kept = master.statistics().memory_bytes
         wait_until(lambda: mapped(os.getpid()) <= before + kept)
         wait_until(lambda: all(mapped(pid) <= kept for pid in pids(master)))
