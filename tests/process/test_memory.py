@@ -203,7 +203,7 @@ def test_memory_that_is_not_in_use_any_more_goes_back_to_the_system(
         for count in range(8, 16):
             inputs = {"x": np.full((count, 1 << 20), count, np.uint8)}
             assert_answers(master.predict(inputs), inputs, lambda x: x + np.uint8(1))
-        used = 30 << 20  # by the largest of them
+        used = 32 << 20  # by the largest of them, rounded up
         wait_until(lambda: master.statistics().memory_bytes <= used + SPARE_BYTES)
         kept = master.statistics().memory_bytes
         wait_until(lambda: mapped(os.getpid()) <= before + kept)
