@@ -5,6 +5,7 @@ it (`Master`'s trace hook, in the context of the call). What does not fit is a *
 nothing done to the request explains, an end that comes twice or too late, an answer that is not bit-right.
 """
 
+import re
 import threading
 from bisect import bisect_left
 from collections import Counter
@@ -33,6 +34,7 @@ SLACK = 3.0
 _SPARE_ROWS = 4096
 _CHECKED_ROWS = 4096
 _MAX_FINDINGS = 50
+_DEATHS = re.compile(r"given up after [2-5] workers died on it")
 
 Harm = Literal["none", "cancel", "time-out", "bad", "fail", "crash", "hang"]
 """What is done to a request: nothing; it is cancelled; it has next to no time; it does not fit the model;
@@ -208,7 +210,7 @@ class Books:
                 self._find(f"{request} ended {late:.1f} s after its time-out, with {outcome}")
             if isinstance(error, PredictTimeoutError) and late < 0:
                 self._find(f"{request} timed out {-late:.3f} s before its deadline")
-            if isinstance(error, WorkerDiedError) and "2 workers died on it" not in str(error):
+            if isinstance(error, WorkerDiedError) and not _DEATHS.search(str(error)):
                 self._find(f"{request} failed though no two workers had died on it: {error}")
             if request.traces:
                 self._compare(request)
