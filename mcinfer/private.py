@@ -37,7 +37,8 @@ _NAME = re.compile(r"mcinfer-[0-9a-f]{16}")
 _MAX_LINKS = 40
 """As many as the kernel follows in one path (path_resolution(7))."""
 
-_BY_DESCRIPTOR = re.compile(r"/proc/self/fd/(\d+)")
+BY_DESCRIPTOR = re.compile(r"/proc/self/fd/(\d+)")
+"""A path of this process's by a descriptor."""
 
 
 class OthersError(PermissionError):
@@ -348,7 +349,7 @@ class ModelInMemory:
 
 def inherited(path: str) -> tuple[int, ...]:
     """The descriptors that a child must inherit, by the same numbers, to open a path of this process."""
-    found = _BY_DESCRIPTOR.fullmatch(path)
+    found = BY_DESCRIPTOR.fullmatch(path)
     return (int(found[1]),) if found else ()
 
 

@@ -520,8 +520,9 @@ def test_error_without_the_runtimes_word_is_caught_by_each_class_that_it_may_be(
     assert errors.native_error(died) is died
 
 
-def test_model_whose_values_are_no_tensors_is_refused_in_one_line() -> None:
-    one = "output 'y' is of type seq(map(int64,tensor(float))), expected a tensor: without ZipMap"
+@pytest.mark.parametrize("role", ["input", "output", "initializer"])
+def test_model_whose_values_are_no_tensors_is_refused_in_one_line(role: str) -> None:
+    one = f"{role} 'y' is of type seq(map(int64,tensor(float))), expected a tensor: without ZipMap"
     text = f"worker 0 (cpu:0, pid 7): {one}; worker 1 (cpu:1, pid 8): {one}"
     found = errors.native_error(own.BuildError(text))
     assert isinstance(found, native.NotImplemented)

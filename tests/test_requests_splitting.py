@@ -132,6 +132,16 @@ class Model:
         }
 
 
+def failing_above(rows: int, kind: type[McinferError]) -> Callable[[int, Inputs], None]:
+    """For `Model.before`: runs of more rows fail."""
+
+    def fail(_number: int, arrays: Inputs) -> None:
+        if len(arrays[0]) > rows:
+            raise kind("too many rows")
+
+    return fail
+
+
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What was logged so far."""
@@ -807,13 +817,9 @@ def test_split_that_is_withdrawn_after_an_update_is_not_recorded_any_more() -> N
 def test_whole_run_of_more_rows_that_fails_is_split_and_the_next_check_put_off(
     kind: type[McinferError],
 ) -> None:
-    def fail(_number: int, arrays: Inputs) -> None:
-        if len(arrays[0]) > 10:
-            raise kind("it takes too much")
-
     model = Model(DECLARED, double)
     model.ask(random(4, 3))
-    model.before = fail
+    model.before = failing_above(10, kind)
     x = random(20, 3)
     for runs in (3, 2):
         before = model.runs
@@ -985,13 +991,9 @@ def test_requests_that_are_kept_until_they_are_compared_have_a_limit(
 
 
 def test_joined_run_that_fails_leaves_what_fewer_rows_have_shown() -> None:
-    def fail(_number: int, arrays: Inputs) -> None:
-        if len(arrays[0]) > 8:
-            raise PredictError("too many rows")
-
     model = Model(DECLARED, double)
     model.ask(random(4, 3))
-    model.before = fail
+    model.before = failing_above(8, PredictError)
     for number in range(64):
         offer(model, random(8, 3, seed=number))
     assert model.splitter.known.splits

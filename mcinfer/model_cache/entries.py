@@ -19,7 +19,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import stat
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import InvalidInputError, McinferError
-from mcinfer.private import OthersError, access_fault, opened_folder
+from mcinfer.private import BY_DESCRIPTOR, OthersError, access_fault, opened_folder
 
 MANIFEST = "manifest.json"
 
@@ -230,8 +229,6 @@ def disk_bytes(folder: Path) -> int:
 
 # Holding an entry.
 
-_BY_DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")
-
 
 @contextmanager
 def unusable(place: Path) -> Iterator[None]:
@@ -239,7 +236,7 @@ def unusable(place: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, UnsoundEntryError) as exc:
-        reason = _BY_DESCRIPTOR.sub(lambda _: str(place), str(exc))
+        reason = BY_DESCRIPTOR.sub(lambda _: str(place), str(exc))
         if isinstance(exc, OthersError):
             reason += ", or name another cache in MCINFER_CACHE"
         raise CacheUnusableError(f"the cache at {place} cannot be used: {reason}") from exc

@@ -78,9 +78,9 @@ _CLASSES = {
 """By the word that the runtime's messages have after the number of the error."""
 
 _NO_TENSOR = re.compile(
-    r"(input|output) '.*?' is of type .*?, expected a tensor.*?(?=; workers? \d|$)"
+    r"(input|output|initializer) '.*?' is of type .*?, expected a tensor.*?(?=; workers? \d|$)"
 )
-"""What an engine says of a model whose inputs or outputs are sequences, maps or others."""
+"""What an engine says of a model whose inputs, outputs or initialisers are sequences, maps or others."""
 
 _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : ([A-Z_]+) : ")
 

@@ -64,9 +64,7 @@ _MAX_TRIALS = 8
 _MAX_CHANGES = 4  # how often requests of different shapes may show different axes
 _MORE_ROWS = 4  # a split that so many times its rows may refute is checked again
 _MAX_PAIRS = 64  # pairs of requests that may not be comparable before the search ends
-_MAX_OFFERED_BYTES = (
-    64 << 20
-)  # of requests that are kept until they are compared as one; or two requests
+_MAX_OFFERED_BYTES = 64 << 20  # of requests kept until they are compared as one; or two requests
 _MAX_SHOWN = 4  # pieces whose shapes a message shows
 _MAX_SHAPES = 256  # shapes in the cache of `teaches`
 
@@ -581,7 +579,10 @@ class Splitter:
         *,
         mine: bool,
     ) -> Arrays:
-        """The whole run failed, but pieces may fit into the devices' memory, or into the time."""
+        """The whole run failed, but pieces may fit into the devices' memory, or into the time.
+
+        If it is not `mine` to learn, another thread compares, which shows more.
+        """
         now = self.known
         if now.rechecks != known.rechecks:
             raise failure
@@ -604,7 +605,7 @@ class Splitter:
             answer = split_run(believed)
         except McinferError as exc:
             raise (exc if late else failure) from None
-        if not now.splits and self.known is now:
+        if mine and not now.splits and self.known is now:
             reason = f"a run of the whole batch failed, its pieces did not ({failure})"
             self._believe(reason, now)
         return answer
