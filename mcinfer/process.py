@@ -25,6 +25,15 @@ docs/Privacy.md). mcinfer does not use NumPy's linear algebra, whose threads wer
 start."""
 
 
+def give_back_freed_memory() -> None:
+    """Give memory that was freed back to the system: glibc keeps it (malloc_trim(3))."""
+    import ctypes  # not before a child watches its parent
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def without_telemetry() -> None:
     """Let ONNX Runtime send no telemetry from this process, unless a variable of the user's says otherwise.
 

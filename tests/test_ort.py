@@ -17,6 +17,7 @@ from onnx import parser
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer import errors as own
+from mcinfer import machine
 from mcinfer import ort
 from mcinfer.config import EngineOptions
 from mcinfer.ort import errors, options, values
@@ -260,7 +261,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise OSError("nvidia-smi is not installed")
         return tuple(type("Gpu", (), {"index": int(one.removeprefix("cuda:"))})() for one in found)
 
-    monkeypatch.setattr(chosen, "gpus", gpus)
+    monkeypatch.setattr(machine, "gpus", gpus)
     available = ["TensorrtExecutionProvider", CUDA, AZURE, CPU]
     monkeypatch.setattr(native, "get_available_providers", lambda: available)
     return found

@@ -1,6 +1,5 @@
 """Adapters to inference runtimes, one file each; a runtime is imported only when it is opened."""
 
-import ctypes
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -10,6 +9,7 @@ from mcinfer.engines.base import Engine, EngineRequest, memory_limit
 from mcinfer.errors import BuildError, EngineError, MissingDependencyError, quotable, shortened
 from mcinfer.model_cache.building import Progress
 from mcinfer.model_cache.onnx_files import check_regular
+from mcinfer.process import give_back_freed_memory
 
 _MAX_NAME_CHARACTERS = 1 << 20
 """Characters in all names of inputs, outputs and replaceable weights, which messages carry."""
@@ -67,10 +67,7 @@ def open_engine(
         text = str(exc) or "out of memory"
         raise BuildError(f"{request.model}: {text}{memory_limit()}") from exc
     _check_names(engine)
-    # glibc keeps the memory that loading has freed (malloc_trim(3)): give it back to the system.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    give_back_freed_memory()
     return engine
 
 

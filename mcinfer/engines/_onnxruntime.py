@@ -4,6 +4,7 @@ Tensors are bound by address and ONNX element type; this allows types that ``ses
 (bfloat16, float8, int4). Strings cannot be bound: a model with string inputs runs by value instead.
 """
 
+import math
 import mmap
 import os
 import re
@@ -203,14 +204,19 @@ _NAMELESS = (None, "", "?", -1)
 """How the runtime (1.31), and exporters, write a dimension without a name."""
 
 
-def prepared(request: EngineRequest, progress: Progress | None = None) -> Preparation:
-    """The prepared form of a model, made if there is none yet; `BuildError` if it cannot be as requested."""
+def prepared(
+    request: EngineRequest, progress: Progress | None = None, patience: float = math.inf
+) -> Preparation:
+    """The prepared form of a model, made if there is none yet; `BuildError` if it cannot be as requested.
+
+    See `mcinfer.engines.preparation.find_or_make`.
+    """
     if request.variable_weights:  # checked before a model is prepared
         try:
             added_inputs(scan(request.model), request.variable_weights)
         except OSError as exc:
             raise BuildError(f"{request.model}: {exc}") from exc
-    return find_or_make("onnxruntime", request, RUNTIME, progress)
+    return find_or_make("onnxruntime", request, RUNTIME, progress, patience)
 
 
 def facts(request: EngineRequest) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -47,11 +48,8 @@ from mcinfer.model_cache.building import (
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key, is_key
 from mcinfer.model_cache.entries import MANIFEST, disk_bytes
 from mcinfer.model_cache.keys import FOLDER_KEY, Source, read_source
-from mcinfer.model_cache.onnx_files import check_regular, model_files
+from mcinfer.model_cache.onnx_files import LEAST_PREPARED_BYTES, check_regular, is_large
 from mcinfer.private import in_words, inherited
-
-_LEAST_BYTES = 16 << 20
-"""Least size of a model that ``"auto"`` prepares."""
 
 _MAX_GROWTH = 4
 _MAX_ADDED_BYTES = 1 << 30
@@ -141,9 +139,20 @@ class Work:
 
 
 def find_or_make(
-    engine: str, request: EngineRequest, runtime: Runtime, progress: Progress | None = None
+    engine: str,
+    request: EngineRequest,
+    runtime: Runtime,
+    progress: Progress | None = None,
+    patience: float = math.inf,
 ) -> Preparation:
     """The prepared form of the request's model; makes it if there is none yet.
+
+    Args:
+        engine: The engine that will load it.
+        request: The model, and how to load it.
+        runtime: The engine's.
+        progress: Called while it is made.
+        patience: Seconds to wait for another process that makes it; then the model is loaded as it is.
 
     Raises:
         BuildError: The model is a prepared one already, for another runtime or CPU.
@@ -157,7 +166,7 @@ def find_or_make(
         return Preparation()
     folder = request.session_config.get(FOLDER_KEY)
     try:
-        if request.prepare == "auto" and not is_large(Path(request.model).absolute(), folder):
+        if request.prepare == "auto" and not is_large(request.model, folder):
             return Preparation()
         store = Cache.default()
         source = _source(request, store)
@@ -170,7 +179,7 @@ def find_or_make(
             slow=_SLOW,
             failed=_record_failure,
         )
-        held = open_or_make(store, facts, work, progress)
+        held = open_or_make(store, facts, work, progress, patience)
     except BuildError as exc:
         # The runtime refuses a file that is not a model, in better words; it takes a format of its own.
         notes = (shortened(f"{OWN_COPY}: {exc}"),) if request.prepare == "always" else ()
@@ -212,7 +221,7 @@ def content_of(request: EngineRequest) -> Source | None:
     try:
         with ExitStack() as opened:
             memory = None
-            if is_large(Path(request.model).absolute(), folder):  # small ones are read as fast
+            if is_large(request.model, folder):  # small ones are read as fast
                 with suppress(CacheUnusableError):
                     memory = opened.enter_context(Cache.default().notes("sources"))
             return read_source(request.model, folder=folder, memory=memory, any_format=True)
@@ -330,17 +339,6 @@ def ensure(progress: Progress, engine: str, request: Mapping[str, Any], shown: b
     return key
 
 
-def is_large(model: Path, folder: str | None) -> bool:
-    """Whether a model with its external data is; the files are not read."""
-    size = check_regular(model).st_size
-    if size >= _LEAST_BYTES:
-        return True
-    place = Path(folder).absolute() if folder else None
-    with suppress(BuildError):  # a format of the runtime's own, or data that it refuses too
-        size = sum(file.stat().st_size for file in model_files(model, place))
-    return size >= _LEAST_BYTES
-
-
 def _adopt(folder: Path, request: EngineRequest, runtime: Runtime) -> Held:
     """A prepared model whose file the user gave as the model."""
     try:
@@ -430,7 +428,11 @@ def cpu_features() -> str:
 
 
 def open_or_make(
-    store: Cache, facts: Mapping[str, Any], work: Work, progress: Progress | None
+    store: Cache,
+    facts: Mapping[str, Any],
+    work: Work,
+    progress: Progress | None,
+    patience: float = math.inf,
 ) -> Held:
     """The entry of these facts; if there is none yet, one process of all that want it makes it.
 
@@ -452,7 +454,9 @@ def open_or_make(
     def fill_folder(folder: Path, lock: int) -> None:
         _fill_in_child(work, folder, lock, report)
 
-    return store.make(key, facts, fill_folder, wait=_STUCK_SECONDS, progress=report)
+    return store.make(
+        key, facts, fill_folder, wait=_STUCK_SECONDS, patience=patience, progress=report
+    )
 
 
 def _fill_in_child(work: Work, folder: Path, lock: int, report: Callable[[int], None]) -> None:
@@ -513,7 +517,7 @@ def _record_failure(work: Work, folder: Path, error: str) -> None:
         entry.unlink()
     if is_transient(error):
         raise ChildFailedError(error)
-    _check_space(folder, 2 * work.source.size + _LEAST_BYTES)
+    _check_space(folder, 2 * work.source.size + LEAST_PREPARED_BYTES)
     (folder / FAILURE_FILE).write_text(error, encoding="utf-8")
 
 

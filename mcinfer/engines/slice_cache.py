@@ -32,7 +32,6 @@ from mcinfer.engines.preparation import (
     OWN_COPY,
     Work,
     facts_of,
-    is_large,
     is_transient,
     limit_files,
     open_or_make,
@@ -43,6 +42,7 @@ from mcinfer.errors import BuildError, shortened
 from mcinfer.model_cache.building import FAILURE_FILE, ChildFailedError, Progress
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
 from mcinfer.model_cache.keys import FOLDER_KEY, read_source
+from mcinfer.model_cache.onnx_files import is_large
 from mcinfer.slicing.plans import REPORT_FILE
 
 _SLOW = "cutting %s into slices once for this machine; later starts are quick"
@@ -99,7 +99,7 @@ def find_or_make_slices(
 def _is_to_be_prepared(request: EngineRequest) -> bool:
     if request.device.kind != "cpu" or request.prepare == "never":
         return False
-    return request.prepare == "always" or is_large(Path(request.model).absolute(), None)
+    return request.prepare == "always" or is_large(request.model, None)
 
 
 @cache

@@ -21,6 +21,7 @@
 
 import fcntl
 import logging
+import math
 import os
 import re
 import time
@@ -335,6 +336,7 @@ class Cache:
         fill: Callable[[Path, int], None],
         *,
         wait: float,
+        patience: float = math.inf,
         progress: Callable[[int], None] | None = None,
     ) -> Held:
         """Hold an entry; make it if it is missing or damaged. Of many processes, one makes it.
@@ -347,6 +349,7 @@ class Cache:
                 An exception of `fill` passes through.
             wait: Seconds to wait for another process that makes the entry and makes no progress, or that uses
                 a damaged one (then 30 at most).
+            patience: Seconds to wait for another process in any case.
             progress: Called with the bytes that another process has written, when these change.
 
         Raises:
@@ -358,7 +361,7 @@ class Cache:
                 root = Root(opened.enter_context(opened_root(self.folder, make=True)), self.folder)
             damaged: _Identity | None = None
             seen: object = None
-            since = time.monotonic()
+            began = since = time.monotonic()
             waited = False
             while True:
                 # First as a user: LOCK_EX alone would wait for all users of a finished entry.
@@ -380,6 +383,11 @@ class Cache:
                     raise CacheUnusableError(
                         f"{self.folder / key}: another process has been preparing it, or using a damaged "
                         f"one, without any progress for {limit:.3g} s"  # the same text for all who wait
+                    )
+                if now - began >= patience:
+                    raise CacheUnusableError(
+                        f"{self.folder / key}: another process is preparing it, which takes more than "
+                        f"{patience:.3g} s"
                     )
                 if not waited:
                     waited = True

@@ -17,7 +17,7 @@ import reprlib
 import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -28,6 +28,9 @@ from mcinfer.model_cache.protobuf import MalformedError, Message, encode_field, 
 from mcinfer.specs import ELEMENT_TYPES, STRING
 
 # Any file.
+
+LEAST_PREPARED_BYTES = 16 << 20
+"""Least size of a model that ``prepare="auto"`` prepares."""
 
 _CHUNK_BYTES = 1 << 20
 
@@ -134,6 +137,23 @@ def external_files(model: Path, folder: Path | None, locations: Sequence[str]) -
 def model_files(model: Path, folder: Path | None = None) -> list[Path]:
     """An ONNX model's file and those of its external data; raises as `scan` and `external_files`."""
     return [model, *external_files(model, folder, scan(model).external)]
+
+
+def is_large(model: str | os.PathLike[str], folder: str | None) -> bool:
+    """Whether a model with its external data is worth preparing; the files are not read.
+
+    Raises:
+        BuildError: The model is no regular file.
+        OSError: It cannot be reached.
+    """
+    size = check_regular(model).st_size
+    if size >= LEAST_PREPARED_BYTES:
+        return True
+    place = Path(folder).absolute() if folder else None
+    with suppress(BuildError):  # a format of the runtime's own, or data that it refuses too
+        files = model_files(Path(model).absolute(), place)
+        size = sum(file.stat().st_size for file in files)
+    return size >= LEAST_PREPARED_BYTES
 
 
 # ONNX's messages, by the field numbers of onnx.proto.

@@ -1,4 +1,7 @@
-"""ONNX Runtime's Python API with sessions that run on all devices: ``import mcinfer.ort as ort``."""
+"""ONNX Runtime's Python API with sessions that share their weights: ``import mcinfer.ort as ort``.
+
+An `InferenceSession` runs in this process, or with ``devices=`` on worker processes.
+"""
 
 from typing import Any
 
@@ -14,20 +17,11 @@ with requires(
     from onnxruntime.capi import onnxruntime_pybind11_state as _native
 
 from mcinfer.ort.options import note_calls, note_default_logger
-from mcinfer.ort.session import (
-    InferenceSession,
-    WorkerSession,
-    install,
-    note_terminations,
-    uninstall,
-)
-from mcinfer.ort.values import note_bindings
+from mcinfer.ort.session import InferenceSession, install, uninstall
 
 note_calls(_native.SessionOptions)
 note_calls(_native.RunOptions)
 note_default_logger()
-note_bindings(WorkerSession)
-note_terminations()
 
 __all__ = ["InferenceSession", "install", "uninstall"]
 

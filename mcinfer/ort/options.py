@@ -42,10 +42,27 @@ def note_calls(kind: Any) -> None:
         if hasattr(kind, _NOTES):
             return
         notes: MutableMapping[Any, list[Call]] = WeakKeyDictionary()
+        kind.__init__ = _beginning(kind.__init__, notes)
         for name in dir(kind):
             if callable(getattr(kind, name)) and not name.startswith(_READS):
                 setattr(kind, name, _noting(name, getattr(kind, name), notes))
         setattr(kind, _NOTES, notes)
+
+
+def _beginning(
+    begin: Callable[..., None], notes: MutableMapping[Any, list[Call]]
+) -> Callable[..., None]:
+    @wraps(begin)
+    def initialise(self: Any, *arguments: Any) -> None:
+        begin(self, *arguments)
+        notes[self] = []
+
+    return initialise
+
+
+def is_noted(options: Any) -> bool:
+    """Whether all calls of an object of options are known: it was made after mcinfer.ort was imported."""
+    return options in getattr(type(options), _NOTES, ())
 
 
 def note_default_logger() -> None:
@@ -142,6 +159,18 @@ def rebuilt(set_attributes: Sequence[tuple[str, Any]], noted: Sequence[Call]) ->
     for name, arguments in noted:
         getattr(options, name)(*map(_unpacked, arguments))
     return options
+
+
+def copied(options: Any, *, without: str = "") -> Any:
+    """New ``SessionOptions`` like these, or the default ones; `without` a configuration entry of that key."""
+    if options is None:
+        return native.SessionOptions()
+    kept = [
+        (name, given)
+        for name, given in calls(options)
+        if not (name == "add_session_config_entry" and given[0] == without)
+    ]
+    return rebuilt([*attributes(options)], kept)
 
 
 _VALUES = (OrtValue, native.OrtValue)

@@ -10,7 +10,6 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 from onnxruntime.capi.onnxruntime_inference_collection import check_and_normalize_provider_args
 
 from mcinfer.config import ProviderKind
-from mcinfer.machine import gpus
 from mcinfer.ort.errors import Unsupported
 
 CPU = "CPUExecutionProvider"
@@ -18,7 +17,7 @@ _CARDS: dict[str, ProviderKind] = {
     "TensorrtExecutionProvider": "tensorrt",
     "CUDAExecutionProvider": "cuda",
 }
-_NOTHING_HERE = "AzureExecutionProvider"
+NOTHING_HERE = "AzureExecutionProvider"
 """A provider of the usual packages, for nodes that call a service: it leaves all others to the next one."""
 
 _DEVICE_ID = "device_id"
@@ -76,7 +75,7 @@ def choose(
             found = _on_cards(name, given, falls_back, warns=bool(names))
             if found is not None:
                 return found
-        elif name != _NOTHING_HERE:
+        elif name != NOTHING_HERE:
             raise Unsupported(
                 f"providers: got {name!r}, for which mcinfer has no devices; expected {CPU!r} or some of "
                 f"{[*_CARDS]}"
@@ -92,6 +91,8 @@ def _on_cards(
     if index is not None:
         devices = [f"cuda:{index}"]
     else:
+        from mcinfer.machine import gpus  # which inline sessions do not need
+
         try:
             devices = [f"cuda:{gpu.index}" for gpu in gpus()]
             why = "there is none"

@@ -1,392 +1,80 @@
-"""A session of ONNX Runtime whose runs go to the workers of a `mcinfer.Master`.
+"""`InferenceSession`: ONNX Runtime's Python class, inline on the prepared model, or on workers with devices.
 
 ::
 
-    InferenceSession                 onnxruntime's Python class: checks, fallbacks, documentation stay its own
-      └── _sess: WorkerSession       onnxruntime's native class, opened with a face (`mcinfer.ort.face`): says
-            │                        what the model's own session would; runs go to
-            └── Master               the workers, which have the model
-
-`WorkerSession` overrides each native method that runs the model, so ONNX Runtime's own Python layer and
-programs that reach for ``_sess`` run on the workers too. A session closes its workers when it is closed, when
-it is garbage-collected, and at the interpreter's end.
+    InferenceSession(model)              a native session in this process (`mcinfer.ort.inline`)
+    InferenceSession(model, devices=2)   runs go to worker processes (`mcinfer.ort.workers`)
 """
 
-import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, closing
-from dataclasses import replace
-from typing import Any, ClassVar, Self
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer.config import EngineOptions, parse_devices
-from mcinfer.errors import BuildError, InvalidInputError, McinferError
-from mcinfer.machine import whole_cpus
-from mcinfer.master import Master
-from mcinfer.model_cache.building import save_optimised
-from mcinfer.model_cache.keys import FOLDER_KEY
+from mcinfer.config import EngineOptions
+from mcinfer.errors import ClosedError, InvalidInputError
+from mcinfer.ort import inline
 from mcinfer.ort import options as noted
-from mcinfer.ort import values
-from mcinfer.ort.errors import (
-    InvalidBinding,
-    InvalidValue,
-    Unsupported,
-    invalid_argument,
-    native_error,
-    terminated,
-    words,
-)
-from mcinfer.ort.face import face
-from mcinfer.ort.providers import Choice, UnknownProviderError, choose
-from mcinfer.private import ModelInMemory, PrivateFolder
-from mcinfer.requests.waiting_threads import WaitingThreads
-from mcinfer.specs import ModelDescription
+from mcinfer.ort.errors import Unsupported
+from mcinfer.ort.providers import UnknownProviderError
 
-Tensors = dict[str, values.Tensor]
+if TYPE_CHECKING:  # an inline session needs no workers
+    from mcinfer.master import Master
 
 _FROM_MODEL = "ORT_LOAD_CONFIG_FROM_MODEL"
 """The runtime's variable for options that lie in a model's metadata."""
 
-_MASTER_OPTIONS = frozenset(inspect.signature(Master).parameters) - {"model", "engine"}
-
 _FOLDER = "_folder"
 """A session's argument for one that is opened again: the folder of its relative paths."""
 
-_WIDE_COLON = ": "
-"""Before an unknown output in the runtime's texts of `run_async` and bindings; elsewhere it has no space."""
-
-_RECORDS_ASSIGNMENT = "session.record_ep_graph_assignment_info"
+_OF_PLAIN = ("enable_fallback", "disabled_optimizers", "read_config_from_model")
+"""Arguments of the plain class that its signature does not name."""
 
 PlainSession = collection.InferenceSession
 """ONNX Runtime's own class, whatever `mcinfer.ort.install` puts in its place."""
 
 
-class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
-    """A native session that describes a model and runs it on a master's workers.
-
-    Args:
-        master: A started master; this session closes it.
-        options: The program's ``SessionOptions``, if any.
-        folder: Has files of the model, and goes with this session; None if there is none.
-    """
-
-    def __init__(
-        self, master: Master, options: Any = None, folder: PrivateFolder | None = None
-    ) -> None:
-        described = master.description
-        own = native.SessionOptions()
-        own.graph_optimization_level = native.GraphOptimizationLevel.ORT_DISABLE_ALL
-        own.intra_op_num_threads = own.inter_op_num_threads = 1
-        if options is not None:
-            own.log_severity_level = options.log_severity_level
-        super().__init__(own, face(master.inputs, master.outputs, described), False, False)
-        self.initialize_session([], [], set())
-        self.master = master
-        self._folder = folder
-        self._records_assignment = options is not None and any(
-            name == "add_session_config_entry" and given == (_RECORDS_ASSIGNMENT, "1")
-            for name, given in noted.calls(options)
-        )
-        self.inputs = {spec.name: spec for spec in master.inputs}
-        self.outputs = {spec.name: spec for spec in master.outputs}
-        self._overridable = {spec.name for spec in described.overridable}
-        self._all = [*self.outputs]
-        self._threads = WaitingThreads()
-
-    def close(self) -> None:
-        """End the workers; runs in flight fail with `mcinfer.ClosedError`. Safe to call again."""
-        try:
-            self.master.close()
-        finally:
-            self._threads.close(wait=False)
-            if self._folder is not None:
-                self._folder.close()
-
-    # Runs, as the native class has them.
-
-    def run(
-        self, output_names: Iterable[str], input_feed: Mapping[str, Any], run_options: Any = None
-    ) -> list[NDArray[Any]]:
-        names, feed = self._wanted(output_names), self._fed(input_feed)
-        answer = self._answer(feed, names, _begun(run_options))
-        return [answer[name] for name in names]
-
-    def run_async(
-        self,
-        output_names: Iterable[str],
-        input_feed: Mapping[str, Any],
-        callback: Callable[[list[Any], Any, str], object],
-        user_data: Any,
-        run_options: Any = None,
-    ) -> None:
-        """Run in another thread, which reads the arrays then.
-
-        As in the runtime, what is no tensor at all raises here, and the callback hears of all else.
-        """
-        names: list[str] = []
-        feed: Tensors = {}
-        unfit = ""
-        try:
-            names, feed = self._wanted(output_names, _WIDE_COLON), self._fed(input_feed)
-        except InvalidValue:
-            raise
-        except McinferError as exc:
-            unfit = words(exc)
-        begun = None if unfit else _begun(run_options)
-
-        def run() -> None:
-            results: list[Any] = []
-            failure = unfit
-            try:
-                if not unfit:
-                    answer = self._answer(feed, names, begun)
-                    results = [answer[name] for name in names]
-            except Exception as exc:  # the callback gets it
-                failure = words(exc)
-            callback(results, user_data, failure)
-
-        try:
-            done = self._threads.submit(run)
-        except BaseException:  # no thread can be started
-            if begun is not None:
-                begun.leave()
-            raise
-        done.add_done_callback(_report)
-
-    def run_with_ort_values(
-        self, input_feed: Mapping[str, Any], output_names: Iterable[str], run_options: Any = None
-    ) -> Any:
-        names, feed = self._wanted(output_names), self._fed(input_feed)
-        answer = self._answer(feed, names, _begun(run_options))
-        return self._vector(answer, names, native.OrtValueVector())
-
-    def run_with_ortvaluevector(
-        self,
-        run_options: Any,
-        feed_names: Sequence[str],
-        feeds: Any,
-        fetch_names: Iterable[str],
-        fetches: Any,
-        fetch_devices: Sequence[Any],
-    ) -> None:
-        names = self._wanted(fetch_names)
-        if len(feeds) != len(feed_names):
-            raise InvalidBinding(f"feeds: got {len(feeds)}, expected {len(feed_names)}")
-        if len(fetches):
-            raise Unsupported(
-                f"run_with_ortvaluevector: got {len(fetches)} fetches, expected an empty vector"
-            )
-        place = values.outputs_on(fetch_devices, [self.outputs[name] for name in names])
-        for device in fetch_devices:
-            if place != str(values.card_of(device, "fetch_devices") or "host"):
-                raise Unsupported(
-                    "fetch_devices: got several devices, expected one for all outputs"
-                )
-        feed = self._fed({name: feeds[i] for i, name in enumerate(feed_names)})
-        self._vector(self._answer(feed, names, _begun(run_options), place), names, fetches)
-
-    def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
-        bound = values.bound_to(iobinding)
-        if not bound.outputs:
-            raise InvalidBinding("At least one output should be requested.")
-        try:
-            names = self._wanted(bound.outputs, _WIDE_COLON)
-            devices = values.output_devices(bound, self.outputs)
-            place = values.outputs_on(devices, [self.outputs[name] for name in names])
-            feed = {
-                name: values.bound_tensor(what, self._input(name))
-                for name, what in bound.inputs.items()
-            }
-            answer = self._answer(feed, names, _begun(run_options), place)
-        except InvalidInputError as exc:
-            raise InvalidBinding(f"Error in execution: {words(exc)}") from exc
-        values.deliver(iobinding, answer, self.outputs)
-
-    # What a session of workers cannot say or do.
-
-    def get_provider_graph_assignment_info(self) -> Any:
-        if not self._records_assignment:
-            return super().get_provider_graph_assignment_info()  # the runtime's error
-        raise Unsupported(
-            "get_provider_graph_assignment_info: workers do not report it; open a plain session for it"
-        )
-
-    def set_ep_dynamic_options(self, options: Mapping[str, str]) -> None:
-        if options:
-            raise Unsupported(f"set_ep_dynamic_options: got {[*options]}, which no worker takes")
-
-    def set_tuning_results(self, results: Sequence[Any], _error_on_invalid: bool = False) -> None:
-        if results:
-            raise Unsupported("set_tuning_results: got some, which no worker takes")
-
-    # A run.
-
-    def _wanted(self, output_names: Iterable[str], colon: str = ":") -> list[str]:
-        if output_names is self._all:
-            return self._all
-        if isinstance(output_names, str | bytes) or not isinstance(output_names, Iterable):
-            raise TypeError(f"output_names: got {output_names!r}, expected a list of names")
-        names = [*output_names]
-        for name in names:
-            if not isinstance(name, str):
-                raise TypeError(f"output_names: got {name!r}, expected a list of names")
-            if name not in self.outputs:
-                raise invalid_argument(f"Invalid output name{colon}{name}")
-        return names
-
-    def _input(self, name: str) -> Any:
-        spec = self.inputs.get(name)
-        if spec is not None:
-            return spec
-        if name in self._overridable:
-            raise Unsupported(
-                f"{name}: an initialiser that is an input too, which a run cannot override here; see "
-                "EngineOptions(variable_weights=…) and Master.update_weights"
-            )
-        raise invalid_argument(f"Invalid input name: {name}")
-
-    def _fed(self, feed: Mapping[str, Any]) -> Tensors:
-        return {name: values.fed(value, self._input(name)) for name, value in feed.items()}
-
-    def _vector(self, answer: Mapping[str, Any], names: Sequence[str], vector: Any) -> Any:
-        for name in names:
-            vector.push_back(values.value_of(answer[name], self.outputs[name]))
-        return vector
-
-    def _answer(
-        self, feed: Tensors, names: list[str], begun: "_Run | None", outputs_on: str = "host"
-    ) -> dict[str, Any]:
-        outputs = None if names == self._all else [*dict.fromkeys(names)]
-        try:
-            if begun is None:
-                return self.master.predict(feed, outputs=outputs, outputs_on=outputs_on)
-            with begun as run:
-                return self.master._predict_cancellable(feed, outputs, outputs_on, run.offer)
-        except CancelledError:
-            raise terminated() from None
-        except McinferError as exc:
-            raised = native_error(exc)
-            if raised is exc:
-                raise
-            raise raised from exc
-
-
-def _report(done: "Future[None]") -> None:
-    """Show what a callback raised, as a thread shows what it raised: no caller waits for it."""
-    exc = done.exception()
-    if exc is not None:
-        kind = (type(exc), exc, exc.__traceback__, threading.current_thread())
-        threading.excepthook(threading.ExceptHookArgs(kind))
-
-
-# Runs that their options end. The runtime's runs look at ``RunOptions.terminate`` from time to time; here,
-# the assignment itself ends them.
-
-_RUNNING = "_mcinfer_running"
-
-
-def note_terminations() -> None:
-    """Have an assignment to ``RunOptions.terminate`` end the runs that were given these options."""
-    kind = native.RunOptions
-    if hasattr(kind, _RUNNING):
-        return
-    terminate = kind.terminate
-    running: WeakKeyDictionary[Any, set[_Run]] = WeakKeyDictionary()
-
-    def assign(options: Any, value: bool) -> None:
-        terminate.fset(options, value)
-        if value:
-            # Other threads add and take away runs. The interpreter copies a set in one step.
-            for run in running.get(options, set()).copy():
-                run.end()
-
-    setattr(kind, _RUNNING, running)
-    kind.terminate = property(terminate.fget, assign, None, terminate.__doc__)
-
-
-def _begun(run_options: Any) -> "_Run | None":
-    """What ends a run with these options; None without options."""
-    if run_options is None:
-        return None
-    if not isinstance(run_options, native.RunOptions):
-        raise TypeError(f"run_options: got {run_options!r}, expected onnxruntime.RunOptions")
-    noted.check_run_options(run_options)
-    return _Run(run_options)
-
-
-class _Run:
-    """A run that its options end, at any moment from its making to the end of its ``with``, or `leave`.
-
-    Each of two threads first writes what the other one reads then, so that one of them cancels.
-    """
-
-    __slots__ = ("_cancel", "_ended", "_others")
-
-    def __init__(self, options: Any) -> None:
-        self._cancel: Callable[[], object] | None = None
-        self._ended = False
-        self._others: set[_Run] = getattr(native.RunOptions, _RUNNING).setdefault(options, set())
-        self._others.add(self)
-        if options.terminate:
-            self._ended = True
-
-    def __enter__(self) -> Self:
-        if self._ended:
-            self.leave()
-            raise CancelledError
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
-
-    def leave(self) -> None:
-        """Be no run of the options any more."""
-        self._others.discard(self)
-
-    def offer(self, cancel: Callable[[], object]) -> None:
-        """Take what cancels the run from now on."""
-        self._cancel = cancel
-        if self._ended:
-            cancel()
-
-    def end(self) -> None:
-        self._ended = True
-        if self._cancel is not None:
-            self._cancel()
-
-
 class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no types
-    """``onnxruntime.InferenceSession`` over several devices: each run is split over the workers of a master.
+    """``onnxruntime.InferenceSession`` with one copy of the weights for all processes, or on several devices.
 
-    It takes what the plain class takes, and has what it has; docs/ort.md lists what differs. It is also a
-    context manager, and has `close`. `master` is the `mcinfer.Master` below, for what a session cannot do.
+    Without `devices` the session is *inline*: the runtime's own, in this process, with everything of its API
+    and at its speed. It is opened on the prepared model, whose weights are mapped, so that all processes of
+    the machine hold them once; the first one prepares the model in a child process. What the program sees
+    (names, shapes, metadata, options) is the original model. Where that cannot be had, a plain session
+    opens, and `why_plain` says why.
+
+    With `devices` each run is split over the workers of a `mcinfer.Master`; docs/ort.md lists what differs.
+
+    It is also a context manager, and has `close`.
 
     Args:
         path_or_bytes: The model: a path, or its bytes.
-        sess_options: ``onnxruntime.SessionOptions``. What cannot act in the workers raises.
-        providers: Names of execution providers, first choice first, or pairs of a name and options. A card's
-            provider means all cards, or that of its ``device_id``; the CPU's means the whole CPU.
+        sess_options: ``onnxruntime.SessionOptions``. What cannot act in workers raises, with `devices`.
+        providers: Names of execution providers, first choice first, or pairs of a name and options. For
+            workers, a card's provider means all cards, or that of its ``device_id``; the CPU's means the
+            whole CPU.
         provider_options: Their options, if `providers` has names alone.
-        devices: As in `mcinfer.Master`, in place of the devices that follow from `providers`.
-        master_options: Further arguments of `mcinfer.Master`, by name. ``options`` are those of the engine,
-            which `sess_options` override. The plain class's own ``enable_fallback`` is taken too.
+        devices: As in `mcinfer.Master`; None is inline.
+        more: With `devices`, further arguments of `mcinfer.Master`, by name; ``options`` are those of the
+            engine, which `sess_options` override. Inline, ``options`` may say ``prepare`` alone. The plain
+            class's own ``enable_fallback`` and its like are taken too.
 
     Raises:
         Unsupported: Something that cannot act in workers; the text begins with its name.
         NoSuchFile: There is no such file; and other errors of ONNX Runtime as a plain session raises them.
-        McinferError: As `mcinfer.Master` and its ``start``.
+        InvalidInputError: An argument is not known, or needs `devices`.
+        McinferError: With `devices`, as `mcinfer.Master` and its ``start``.
     """
 
     _defaults: ClassVar[dict[str, Any]] = {}
     """Arguments that `mcinfer.ort.install` gives to all sessions."""
+
+    _sess: Any
+    _model_path: Any
 
     def __init__(
         self,
@@ -396,30 +84,49 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         provider_options: Sequence[dict[Any, Any]] | None = None,
         *,
         devices: int | str | Sequence[int | str] | None = None,
-        **master_options: Any,
+        **more: Any,
     ) -> None:
-        given = {**self._defaults, **master_options}
+        given = {**self._defaults, **more}
         if devices is not None:
             given["devices"] = devices
-        self._wants_fallback = int(given.pop("enable_fallback", 1)) == 1
-        for name in ("disabled_optimizers", "read_config_from_model"):
-            if given.pop(name, None):
-                raise Unsupported(f"{name}: workers take no such argument")
-        if os.environ.get(_FROM_MODEL) == "1":
-            raise Unsupported(f"{_FROM_MODEL}: workers read no options from a model")
-        if sess_options is not None and not isinstance(sess_options, native.SessionOptions):
-            raise TypeError(
-                f"sess_options: got {type(sess_options).__name__}, expected onnxruntime.SessionOptions"
-            )
+        self._inline = given.get("devices") is None
         self._folder = given.pop(_FOLDER, None) or noted.working_folder()
         self._given = given
         self._chosen = (providers, provider_options)
+        self._wants_fallback = int(given.pop("enable_fallback", 1)) == 1
+        self.prepared = ""
+        self.why_plain = ""
+        if self._inline:
+            self._prepare = _inline_option(given)
+            kept = {name: given[name] for name in _OF_PLAIN if name in given}
+            kept["enable_fallback"] = int(self._wants_fallback)
+            super().__init__(path_or_bytes, sess_options, providers, provider_options, **kept)
+        else:
+            self._open_on_workers(path_or_bytes, sess_options)
+
+    prepared: str
+    """The key of the prepared model that an inline session maps; empty if it has its own copy."""
+
+    why_plain: str
+    """Why an inline session has its own copy of the weights; empty if it has not."""
+
+    def _open_on_workers(
+        self, path_or_bytes: "str | bytes | os.PathLike[str]", options: Any
+    ) -> None:
+        for name in _OF_PLAIN[1:]:
+            if self._given.pop(name, None):
+                raise Unsupported(f"{name}: workers take no such argument")
+        if os.environ.get(_FROM_MODEL) == "1":
+            raise Unsupported(f"{_FROM_MODEL}: workers read no options from a model")
+        if options is not None and not isinstance(options, native.SessionOptions):
+            raise TypeError(
+                f"sess_options: got {type(options).__name__}, expected onnxruntime.SessionOptions"
+            )
         if isinstance(path_or_bytes, str | os.PathLike):
             path_or_bytes = os.path.join(self._folder, path_or_bytes)
+        providers, provider_options = self._chosen
         try:
-            super().__init__(
-                path_or_bytes, sess_options, providers, provider_options, enable_fallback=0
-            )
+            super().__init__(path_or_bytes, options, providers, provider_options, enable_fallback=0)
         except UnknownProviderError as exc:
             if not self._wants_fallback:
                 raise
@@ -433,15 +140,27 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         self._enable_fallback = self._wants_fallback
 
     @property
-    def master(self) -> Master:
-        """The master whose workers run the model; this session closes it."""
+    def master(self) -> "Master":
+        """The master whose workers run the model; this session closes it.
+
+        `AttributeError`: the session is inline.
+        """
+        if self._inline:
+            raise AttributeError("master: this session is inline, expected one with devices=")
         master: Master = self._sess.master
         return master
 
     def close(self) -> None:
-        """End the workers. Safe to call again; runs raise `mcinfer.ClosedError` from then on."""
-        if getattr(self, "_sess", None) is not None:
-            self._sess.close()
+        """Let the model go, or end the workers. Safe to call again.
+
+        Runs raise `mcinfer.ClosedError` from then on.
+        """
+        if not self._inline:
+            if getattr(self, "_sess", None) is not None:
+                self._sess.close()
+            return
+        inline.forget(self)
+        self._sess = _Closed()
 
     def __enter__(self) -> Self:
         return self
@@ -453,7 +172,9 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         """A session is opened again from its path or bytes, with the same options and relative paths."""
         options = self._sess_options_initial
         set_options = None if options is None else noted.packed(options)
-        model = self._model_bytes if self._model_path is None else self._model_path
+        model = self._model_bytes
+        if self._model_path is not None:
+            model = os.path.join(self._folder, self._model_path)
         more = {"enable_fallback": int(self._wants_fallback), _FOLDER: self._folder}
         return _reopened, (model, set_options, *self._chosen, {**self._given, **more})
 
@@ -463,116 +184,113 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         self,
         providers: Sequence[Any] | None,
         provider_options: Sequence[dict[Any, Any]] | None,
-        _disabled_optimizers: object = None,
+        disabled_optimizers: Any = None,
     ) -> None:
+        if self._inline:
+            self._open_inline(providers, provider_options, disabled_optimizers)
+            return
+        from mcinfer.ort.workers import Opening
+
         self._fallback_providers = ["CPUExecutionProvider"]
-        options = self._sess_options_initial
-        if options is not None and not providers:
-            providers = noted.named_providers(options) or providers
-        choice = choose(providers, provider_options)
-        folder: PrivateFolder | None = None
-        master: Master | None = None
-        passed: noted.Passed | None = None
-        try:
-            passed = self._passed(choice, options)
-            if passed.files:
-                folder = _folder_of(passed.files)
-            place = self._folder if self._model_path is None else ""
-            if folder is not None:
-                place = folder.path
-            if place:  # of the files of a model that is given as bytes
-                entries = {FOLDER_KEY: place, **passed.engine.session_config}
-                passed = replace(passed, engine=replace(passed.engine, session_config=entries))
-            master = self._started(choice, passed)
-            if passed.optimised:
-                self._save_optimised(choice, passed)
-            self._describe(WorkerSession(master, options, folder), master)
-        except McinferError as exc:
-            _abandon(master, folder)
-            raised = native_error(exc)
-            if passed is not None and passed.weights and isinstance(exc, BuildError):
-                raised = Unsupported(
-                    "SessionOptions.add_initializer(), SessionOptions.add_external_initializers(): got "
-                    f"values for {[*passed.weights]}, which workers take only for weights that the model "
-                    f"has and allows to replace: {exc}"
-                )
-            if raised is exc:
-                raise
-            raise raised from exc
-        except BaseException:
-            _abandon(master, folder)
-            raise
-
-    def _passed(self, choice: Choice, options: Any) -> noted.Passed:
-        """What the workers get of this session's options."""
-        engine = self._given.get("options", EngineOptions())
-        if not isinstance(engine, EngineOptions):
-            raise InvalidInputError(f"options: got {type(engine).__name__}, expected EngineOptions")
-        if choice.options or choice.provider is not None:
-            engine = replace(
-                engine,
-                provider=choice.provider,
-                provider_options={**engine.provider_options, **choice.options},
-                allow_fallback=engine.allow_fallback or choice.may_fall_back,
-            )
-        default = native.SessionOptions() if options is None else options
-        cores = _cores_of_a_worker(self._given.get("devices"))
-        return noted.passed(default, engine, self._folder, cores)
-
-    def _started(self, choice: Choice, passed: noted.Passed) -> Master:
-        given = dict(self._given)
-        devices = given.pop("devices", None)
-        given.pop("options", None)
-        if devices is None and choice.devices is not None:
-            devices = choice.devices
         model = self._model_bytes if self._model_path is None else self._model_path
-        unknown = given.keys() - _MASTER_OPTIONS
-        if unknown:
-            raise InvalidInputError(
-                f"{min(unknown)}: got such an argument, expected some of {sorted(_MASTER_OPTIONS)}"
-            )
-        master = Master(model, devices, options=passed.engine, **given).start()
-        if passed.weights:
+        opening = Opening(
+            model=model,
+            folder=self._folder,
+            options=self._sess_options_initial,
+            given=self._given,
+        )
+        self._take(opening.open(providers, provider_options))
+
+    def _open_inline(
+        self,
+        providers: Sequence[Any] | None,
+        provider_options: Sequence[dict[Any, Any]] | None,
+        disabled_optimizers: Any,
+    ) -> None:
+        """Open the prepared model where that is the same, or the model itself."""
+        path, options = self._model_path, self._sess_options_initial
+        wanted = inline.Wanted(
+            model=self._model_bytes if path is None else path,
+            folder=self._folder,
+            options=options,
+            providers=providers,
+            prepare=self._prepare,
+            changed=bool(disabled_optimizers) or self._read_config_from_model,
+        )
+        found = inline.look_up(wanted)
+        if found.held is not None:
+            self._model_path, self._sess_options = found.path, found.options
             try:
-                master.update_weights(passed.weights)
-            except BaseException:
-                master.close()
-                raise
-        return master
+                super()._create_inference_session(providers, provider_options)
+            except Exception as exc:  # of any class: it is the runtime's
+                found = found.given_up(wanted, exc)
+                self._sess_options = options
+            else:
+                self._sess_options = noted.copied(options)
+            finally:
+                self._model_path = path
+        if found.held is None:
+            super()._create_inference_session(providers, provider_options, disabled_optimizers)
+        self.prepared, self.why_plain = found.key, found.why_plain
+        inline.note(self, found)
 
-    def _save_optimised(self, choice: Choice, passed: noted.Passed) -> None:
-        """Write the file that the program wants: another process loads the model for it, and ends."""
-        device = (choice.devices or ["cpu:0"])[0]
-        with ExitStack() as opened:
-            model = self._model_path
-            if model is None:
-                model = opened.enter_context(closing(ModelInMemory(self._model_bytes))).path
-            save_optimised(model, passed.optimised, passed.engine, device)
+    def __getattr__(self, name: str) -> Any:
+        """A process that was forked opens the session again when it is first used there."""
+        if name == "_sess" and inline.is_left(self):
+            inline.reopen(self)
+            return self._sess
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _describe(self, session: WorkerSession, master: Master) -> None:
-        """Take from the native session what the plain class takes from one."""
-        described: ModelDescription = master.description
+    def _take(self, session: Any) -> None:
+        """Take from the session of workers what the plain class takes from one."""
         self._sess = session
-        self._sess_options = self._sess_options_initial or native.SessionOptions()
-        self._inputs_meta = session.inputs_meta
-        self._outputs_meta = session.outputs_meta
-        self._overridable_initializers = _node_arguments(described)
-        for name in ("input_meminfos", "output_meminfos", "input_epdevices", "model_meta"):
+        self._sess_options = session.session_options
+        self._overridable_initializers = session.overridable_initializers
+        for name in (
+            *("inputs_meta", "outputs_meta", "input_meminfos", "output_meminfos"),
+            *("input_epdevices", "model_meta"),
+        ):
             setattr(self, f"_{name}", getattr(session, name, None))
-        self._providers = list(master.statistics().workers[0].providers)
-        self._provider_options = {k: dict(v) for k, v in described.provider_options.items()}
+        self._providers = session.get_providers()
+        self._provider_options = session.get_provider_options()
         self._profiling_start_time_ns = session.get_profiling_start_time_ns
 
     def _reset_session(self, providers: Any, provider_options: Any) -> None:
         """Open new workers, for `set_providers`, and close the others once these are ready."""
-        before = self._sess
-        self._create_inference_session(providers, provider_options)
+        if self._inline:
+            super()._reset_session(providers, provider_options)
+        else:
+            before = self._sess
+            self._create_inference_session(providers, provider_options)
+            before.close()
         self._chosen = (providers, provider_options)
-        before.close()
 
     @classmethod
     def _from_initialized_c_session(cls, sess: Any) -> Any:
         return PlainSession._from_initialized_c_session(sess)
+
+
+class _Closed:
+    """In the place of a native session that was closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ClosedError("the session is closed")
+
+
+def _inline_option(given: dict[str, Any]) -> str:
+    """`EngineOptions.prepare` of an inline session; refuses what only workers have."""
+    for name in given:
+        if name not in ("devices", "options", *_OF_PLAIN):
+            raise InvalidInputError(
+                f"{name}: got such an argument, which is for workers alone: expected devices= beside it"
+            )
+    options = given.get("options", EngineOptions())
+    if not isinstance(options, EngineOptions) or options != EngineOptions(prepare=options.prepare):
+        raise InvalidInputError(
+            f"options: got {options!r}, expected EngineOptions(prepare=…) alone: sess_options say the rest "
+            "without devices="
+        )
+    return options.prepare
 
 
 def _reopened(
@@ -584,52 +302,6 @@ def _reopened(
 ) -> InferenceSession:
     options = None if set_options is None else noted.rebuilt(*set_options)
     return InferenceSession(model, options, providers, provider_options, **given)
-
-
-def _folder_of(files: Mapping[str, bytes]) -> PrivateFolder:
-    """A new folder with the model's external data."""
-    folder = PrivateFolder()
-    try:
-        for name, content in files.items():
-            path = os.path.join(folder.opened, name)
-            if os.path.isabs(name) or not os.path.normpath(path).startswith(f"{folder.opened}/"):
-                raise InvalidInputError(
-                    f"add_external_initializers_from_files_in_memory: got the file {name!r}, expected a "
-                    "relative path that stays within the model's folder"
-                )
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "xb") as file:
-                file.write(content)
-    except BaseException:
-        folder.close()
-        raise
-    return folder
-
-
-def _abandon(master: Master | None, folder: PrivateFolder | None) -> None:
-    """Close what a session that could not be opened has begun."""
-    if master is not None:
-        master.close()
-    if folder is not None:
-        folder.close()
-
-
-def _node_arguments(described: ModelDescription) -> list[Any]:
-    """The overridable initialisers as the runtime describes them: as inputs of a face of their own."""
-    if not described.overridable:
-        return []
-    session = native.InferenceSession(
-        native.SessionOptions(), face(described.overridable, described.overridable), False, False
-    )
-    session.initialize_session([], [], set())
-    arguments: list[Any] = session.inputs_meta
-    return arguments
-
-
-def _cores_of_a_worker(devices: Any) -> int:
-    """About how many cores each worker has."""
-    cpus = whole_cpus()
-    return max(1, cpus // len(parse_devices(devices, cpus)))
 
 
 # In the place of ONNX Runtime's session, for programs that cannot be edited.
@@ -647,7 +319,8 @@ def install(**defaults: Any) -> None:
 
     Args:
         defaults: Arguments of every session that does not give its own: ``devices``, and further arguments
-            of `mcinfer.Master`. A second call replaces those of the first.
+            of `mcinfer.Master`. Without ``devices`` the sessions are inline. A second call replaces those of
+            the first.
     """
     with _CHANGING:
         InferenceSession._defaults = defaults
