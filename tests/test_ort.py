@@ -17,8 +17,7 @@ from onnx import parser
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer import errors as own
-from mcinfer import machine
-from mcinfer import ort
+from mcinfer import machine, ort
 from mcinfer.config import EngineOptions
 from mcinfer.ort import errors, options, values
 from mcinfer.ort import providers as chosen
@@ -593,7 +592,7 @@ def test_argument_that_does_not_fit_is_refused_before_a_worker_starts(
     given: dict[str, Any], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        ort.InferenceSession(**{"path_or_bytes": b"", **given})
+        ort.InferenceSession(**{"path_or_bytes": b"", "devices": 1, **given})
 
 
 def test_without_the_runtime_the_error_says_what_to_install() -> None:

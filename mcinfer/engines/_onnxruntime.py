@@ -742,18 +742,30 @@ def prepare(request: EngineRequest, folder: str) -> None:
             with _mapped_errors():
                 with _source(request, options) as model:
                     session = _new_session(model, options, providers)
-                got = session.get_providers()[0]
+                got, wanted = session.get_providers()[0], _said(session)
                 del session  # and its memory on the card
                 if got != providers[0][0]:  # it may run there next time
                     raise BuildError(f"{FELL_BACK} from {providers[0][0]} to {got}")
                 options = _session_options(request, prepared=True)
-                _new_session(path, options, providers)
+                said = _said(_new_session(path, options, providers))
+            if said != wanted:
+                raise BuildError(f"its optimised form says {said}, expected {wanted}")
             return
         except BuildError as exc:
             if least == _MAX_BYTES_INSIDE[-1] or _OUTSIDE not in str(exc):
                 raise
             for name in os.listdir(folder):
                 os.unlink(os.path.join(folder, name))
+
+
+def _said(session: Any) -> list[Any]:
+    """What a session says of its model; an inline session says what its prepared model does."""
+    about = session.get_modelmeta()
+    sides = (session.get_inputs, session.get_outputs, session.get_overridable_initializers)
+    return [
+        *([(arg.name, arg.type, arg.shape) for arg in side()] for side in sides),
+        *(getattr(about, name) for name in (*_ABOUT, "custom_metadata_map")),
+    ]
 
 
 def save(_: Progress, request: Mapping[str, Any], target: str) -> None:
@@ -867,12 +879,14 @@ _DEFAULT_LOGGER: Mapping[str, Callable[[int], None]] = {
 """Those that are for all sessions of the process."""
 
 
+_ABOUT = ("producer_name", "graph_name", "domain", "description", "graph_description", "version")
+
+
 def _description(session: Any, model: str) -> ModelDescription:
     """What the session says of its model, beside the inputs and outputs."""
     about = session.get_modelmeta()
-    names = ("producer_name", "graph_name", "domain", "description", "graph_description", "version")
     return ModelDescription(
-        about={name: str(getattr(about, name)) for name in names},
+        about={name: str(getattr(about, name)) for name in _ABOUT},
         properties={str(key): str(text) for key, text in about.custom_metadata_map.items()},
         overridable=tuple(
             _spec(arg, "initializer", model) for arg in session.get_overridable_initializers()

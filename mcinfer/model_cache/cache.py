@@ -453,7 +453,8 @@ class Cache:
         try:
             return root.take(key), damaged
         except UnsoundEntryError as exc:
-            _log.warning("the prepared model %s is not used: %s", self.folder / key, exc)
+            # As text: a record that is kept would hold the frames of the error, and what they hold.
+            _log.warning("the prepared model %s is not used: %s", self.folder / key, str(exc))
             return None, there
 
     def _prepare(

@@ -141,12 +141,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
 
     @property
     def master(self) -> "Master":
-        """The master whose workers run the model; this session closes it.
-
-        `AttributeError`: the session is inline.
-        """
-        if self._inline:
-            raise AttributeError("master: this session is inline, expected one with devices=")
+        """The master whose workers run the model; this session closes it. An inline session has none."""
         master: Master = self._sess.master
         return master
 
@@ -239,6 +234,8 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         if name == "_sess" and inline.is_left(self):
             inline.reopen(self)
             return self._sess
+        if name == "master":
+            raise AttributeError("master: this session is inline, expected one with devices=")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _take(self, session: Any) -> None:

@@ -1,0 +1,562 @@
+"""Tests of inline sessions: ONNX Runtime's own in this process, on a prepared model that processes share."""
+
+import fcntl
+import gc
+import logging
+import os
+import pickle
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+from mcinfer import ClosedError, EngineOptions, InvalidInputError, ort
+from mcinfer.model_cache.cache import Cache
+from mcinfer.model_cache.entries import take_lock
+from mcinfer.ort import inline
+from mcinfer.ort.session import PlainSession
+from tests.process.waiting import wait_until
+
+CPU = ["CPUExecutionProvider"]
+PATIENCE = 60.0
+WIDTH = 2100  # its square has more bytes than the least size of a model that is prepared
+ALWAYS = EngineOptions(prepare="always")
+
+Level = onnxruntime.GraphOptimizationLevel
+
+
+def write_model(path: Path, value: float) -> Path:
+    """relu(x W + b) + s, with metadata; its weights are of random numbers and of `value`."""
+    random = np.random.default_rng(0)
+    weights = {
+        "w": random.standard_normal((WIDTH, WIDTH)).astype(np.float32),
+        "b": np.full(WIDTH, value, np.float32),
+        "s": np.ones(1, np.float32),
+    }
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("Add", ["a", "b"], ["c"]),
+        helper.make_node("Relu", ["c"], ["d"]),
+        helper.make_node("Add", ["d", "s"], ["y"]),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", WIDTH])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    # An initialiser that is an input too can be overridden by a feed.
+    s = helper.make_tensor_value_info("s", TensorProto.FLOAT, [1])
+    values = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph(nodes, "of tests", [x, s], [y], values, doc_string="a graph")
+    opset = [helper.make_opsetid("", 17)]
+    model = helper.make_model(graph, ir_version=8, opset_imports=opset, producer_name="tests")
+    model.model_version = 3
+    helper.set_model_props(model, {"classes": "a b"})
+    onnx.save(model, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("inline") / "model.onnx", 0.5)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
+    return Cache.default()
+
+
+def feed(rows: int = 3) -> dict[str, NDArray[Any]]:
+    random = np.random.default_rng(1)
+    return {"x": random.standard_normal((rows, WIDTH)).astype(np.float32)}
+
+
+def described(session: Any) -> dict[str, Any]:
+    meta = session.get_modelmeta()
+    sides = ("get_inputs", "get_outputs", "get_overridable_initializers")
+    return {
+        **{side: [(a.name, a.type, a.shape) for a in getattr(session, side)()] for side in sides},
+        **{name: getattr(meta, name) for name in dir(meta) if not name.startswith("_")},
+        "providers": (session.get_providers(), session.get_provider_options()),
+        "path": session._model_path,
+        "options": [*ort.options.attributes(session.get_session_options())],
+    }
+
+
+def assert_same(session: Any, plain: Any) -> None:
+    """Fail unless both say the same and answer with the same bits."""
+    assert described(session) == described(plain)
+    for rows in (1, 3):
+        answers = [one.run(None, feed(rows)) for one in (session, plain)]
+        np.testing.assert_array_equal(*answers, strict=True)
+
+
+def is_mapped(key: str) -> bool:
+    return f"/{key}/weights.bin" in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+# What it is.
+
+
+def test_session_maps_the_prepared_model_and_is_a_plain_one_otherwise(model: Path) -> None:
+    session, plain = ort.InferenceSession(model), PlainSession(model)
+    assert isinstance(session, onnxruntime.InferenceSession)
+    assert type(session._sess) is native.InferenceSession
+    assert session.prepared
+    assert not session.why_plain
+    assert is_mapped(session.prepared)
+    assert_same(session, plain)
+    one = {"s": np.full(1, 9, np.float32)}
+    overridden = [each.run(None, feed() | one)[0] for each in (session, plain)]
+    np.testing.assert_array_equal(*overridden)
+    with pytest.raises(AttributeError, match=r"^master: this session is inline"):
+        session.master  # noqa: B018
+
+
+def test_model_given_as_bytes_has_the_same_entry(model: Path) -> None:
+    session = ort.InferenceSession(model.read_bytes(), providers=CPU)
+    assert session.prepared == ort.InferenceSession(str(model), providers=CPU).prepared
+    assert_same(session, PlainSession(model.read_bytes(), providers=CPU))
+
+
+def test_relative_path_stays_as_the_program_wrote_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    session = ort.InferenceSession("model.onnx", providers=CPU)
+    assert session.prepared
+    assert session._model_path == "model.onnx"
+    monkeypatch.chdir("/")
+    copy = pickle.loads(pickle.dumps(session))  # noqa: S301 of its own
+    assert copy.prepared == session.prepared
+    np.testing.assert_array_equal(copy.run(None, feed()), session.run(None, feed()))
+
+
+def threads(options: Any) -> None:
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    options.enable_mem_pattern = False
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+
+
+def basic(options: Any) -> None:
+    options.graph_optimization_level = Level.ORT_ENABLE_BASIC
+
+
+def unoptimised(options: Any) -> None:
+    options.graph_optimization_level = Level.ORT_DISABLE_ALL
+
+
+def fixed(options: Any) -> None:
+    options.add_free_dimension_override_by_name("n", 3)
+
+
+def entry(options: Any) -> None:
+    options.add_session_config_entry("session.set_denormal_as_zero", "1")
+
+
+@pytest.mark.parametrize("change", [basic, unoptimised, fixed, entry])
+def test_options_that_change_the_graph_have_an_entry_of_their_own(
+    model: Path, change: Callable[[Any], None]
+) -> None:
+    opened = []
+    for kind in (ort.InferenceSession, PlainSession):
+        options = ort.SessionOptions()
+        change(options)
+        opened.append(kind(model, options, providers=CPU))
+    session, plain = opened
+    assert session.prepared
+    assert session.prepared != ort.InferenceSession(model, providers=CPU).prepared
+    assert described(session) == described(plain)
+    np.testing.assert_array_equal(session.run(None, feed()), plain.run(None, feed()))
+
+
+def test_options_of_a_run_and_of_threads_share_one_entry(model: Path) -> None:
+    options = ort.SessionOptions()
+    threads(options)
+    session = ort.InferenceSession(model, options, providers=CPU)
+    assert session.prepared == ort.InferenceSession(model, providers=CPU).prepared
+    assert_same(session, PlainSession(model, options, providers=CPU))
+    said = session.get_session_options()
+    assert said.graph_optimization_level == Level.ORT_ENABLE_ALL
+    assert said.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+
+
+# Where it is plain.
+
+
+def profiled(options: Any, folder: Path) -> None:
+    options.enable_profiling = True
+    options.profile_file_prefix = str(folder / "profile")
+
+
+def saved(options: Any, folder: Path) -> None:
+    options.optimized_model_filepath = str(folder / "optimised.onnx")
+
+
+def recorded(options: Any, _: Path) -> None:
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (profiled, "enable_profiling"),
+        (saved, "optimized_model_filepath"),
+        (recorded, "session.record_ep_graph_assignment_info"),
+    ],
+)
+def test_option_about_the_graph_as_it_was_written_opens_a_plain_session(
+    model: Path, tmp_path: Path, change: Callable[[Any, Path], None], why: str
+) -> None:
+    options = ort.SessionOptions()
+    change(options, tmp_path)
+    session = ort.InferenceSession(model, options, providers=CPU)
+    assert (session.prepared, why in session.why_plain) == ("", True)
+    np.testing.assert_array_equal(session.run(None, feed()), PlainSession(model).run(None, feed()))
+    if change is profiled:
+        assert Path(session.end_profiling()).exists()
+    if change is saved:
+        assert (tmp_path / "optimised.onnx").exists()
+    if change is recorded:
+        assert session.get_provider_graph_assignment_info()
+
+
+def test_initialisers_of_the_program_open_a_plain_session(model: Path) -> None:
+    options, value = ort.SessionOptions(), np.full(WIDTH, 7, np.float32)
+    held = onnxruntime.OrtValue.ortvalue_from_numpy(value)
+    options.add_initializer("b", held)
+    session = ort.InferenceSession(model, options, providers=CPU)
+    assert session.why_plain == "sess_options have initialisers"
+    assert_same(session, PlainSession(model, options, providers=CPU))
+
+
+def test_options_whose_making_was_not_seen_open_a_plain_session(model: Path) -> None:
+    options = PlainSession(model).get_session_options()
+    session = ort.InferenceSession(model, options, providers=CPU)
+    assert session.why_plain.startswith("sess_options were not made")
+    assert_same(session, PlainSession(model, options, providers=CPU))
+
+
+def test_small_model_opens_plain_unless_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "small.onnx"
+    text = '<ir_version: 8, opset_import: ["": 17]> g (float[n] x) => (float[n] y) { y = Neg(x) }'
+    onnx.save(onnx.parser.parse_model(text), path)
+    for given in (path, path.read_bytes()):
+        session = ort.InferenceSession(given, providers=CPU)
+        assert session.why_plain == "it has less than 16 MiB"
+        assert session.run(None, {"x": np.ones(2, np.float32)})[0].tolist() == [-1, -1]
+        assert ort.InferenceSession(given, providers=CPU, options=ALWAYS).prepared
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({"options": EngineOptions(prepare="never")}, id="never"),
+        pytest.param({"disabled_optimizers": ["MatMulAddFusion"]}, id="optimisers"),
+        pytest.param({"read_config_from_model": 1}, id="config"),
+    ],
+)
+def test_what_no_key_has_opens_a_plain_session(model: Path, given: dict[str, Any]) -> None:
+    session = ort.InferenceSession(model, providers=CPU, **given)
+    assert session.why_plain
+    assert not session.prepared
+
+
+def test_session_on_a_device_is_opened_as_the_program_says(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "get_available_providers", lambda: ["CUDAExecutionProvider", *CPU])
+    cases: list[Any] = [
+        ["CUDAExecutionProvider", *CPU],
+        [("CUDAExecutionProvider", {}), *CPU],
+        None,
+    ]
+    for providers in cases:
+        wanted = inline.Wanted(
+            model=str(model),
+            folder="",
+            options=None,
+            providers=providers,
+            prepare="auto",
+            changed=False,
+        )
+        found = inline.look_up(wanted)
+        assert found.held is None
+        assert found.why_plain.startswith("CUDAExecutionProvider: ")
+
+
+def test_arguments_of_workers_need_devices(model: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"^batch_axes: got .* expected devices= beside it"):
+        ort.InferenceSession(model, batch_axes={"x": 0})
+    with pytest.raises(InvalidInputError, match=r"^options: got .*threads=1.* expected"):
+        ort.InferenceSession(model, options=EngineOptions(threads=1))
+
+
+@pytest.mark.parametrize("given", [b"no model", "missing.onnx", ""])
+def test_wrong_model_raises_what_a_plain_session_does(given: Any) -> None:
+    raised = []
+    for kind in (ort.InferenceSession, PlainSession):
+        with pytest.raises(Exception, match=r".") as info:
+            kind(given, providers=CPU)
+        raised.append((info.type, str(info.value)[:60]))  # the rest may have an address
+    assert raised[0] == raised[1]
+
+
+# The cache.
+
+
+def test_cache_that_cannot_be_used_opens_a_plain_session(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MCINFER_CACHE", "/dev/null/cache")
+    with caplog.at_level(logging.INFO, "mcinfer.ort"):
+        session = ort.InferenceSession(model, providers=CPU)
+    assert "/dev/null" in session.why_plain
+    assert session.why_plain in caplog.text
+    assert_same(session, PlainSession(model, providers=CPU))
+
+
+def test_entry_that_was_damaged_is_made_again(model: Path, empty_cache: Cache) -> None:
+    key = ort.InferenceSession(model, providers=CPU).prepared
+    gc.collect()
+    weights = empty_cache.folder / key / "weights.bin"
+    weights.chmod(0o600)
+    with weights.open("r+b") as file:
+        file.write(b"damaged!")
+    session = ort.InferenceSession(model, providers=CPU)
+    assert session.prepared == key
+    assert_same(session, PlainSession(model, providers=CPU))
+
+
+def test_mapped_entry_survives_clear_and_goes_with_its_last_session(
+    model: Path, empty_cache: Cache
+) -> None:
+    session = ort.InferenceSession(model, providers=CPU)
+    binding = session.io_binding()  # holds the native session
+    key, wanted = session.prepared, session.run(None, feed())
+    assert empty_cache.clear()[1] == 1
+    np.testing.assert_array_equal(session.run(None, feed()), wanted)
+    del session
+    gc.collect()
+    assert empty_cache.clear()[1] == 1
+    del binding
+    gc.collect()
+    assert not is_mapped(key)
+    assert empty_cache.clear()[1] == 0
+
+
+def test_entry_whose_files_are_taken_away_serves_on(model: Path, empty_cache: Cache) -> None:
+    session = ort.InferenceSession(model, providers=CPU)
+    wanted = session.run(None, feed())
+    shutil.rmtree(empty_cache.folder)
+    np.testing.assert_array_equal(session.run(None, feed()), wanted)
+
+
+def test_entry_that_another_process_makes_for_too_long_is_not_waited_for(
+    model: Path, empty_cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = ort.InferenceSession(model, providers=CPU).prepared
+    gc.collect()
+    empty_cache.clear()
+    monkeypatch.setattr(inline, "_LEAST_PATIENCE", 0.1)
+    lock = take_lock(empty_cache.folder / key, fcntl.LOCK_EX)
+    assert lock is not None
+    try:
+        session = ort.InferenceSession(model, providers=CPU)
+    finally:
+        os.close(lock)
+    assert "another process is preparing it" in session.why_plain
+    assert_same(session, PlainSession(model, providers=CPU))
+
+
+OPEN = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+import mcinfer.ort as ort
+print("ready", flush=True)
+sys.stdin.readline()
+session = ort.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+print("key", session.prepared, flush=True)
+"""
+
+
+def test_processes_that_start_at_once_prepare_once(model: Path, empty_cache: Cache) -> None:
+    programs = [
+        Popen([sys.executable, "-c", OPEN, model], stdin=PIPE, stdout=PIPE, text=True)
+        for _ in range(3)
+    ]
+    try:
+        for program in programs:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "ready\n"
+        outputs = [program.communicate("\n", timeout=PATIENCE)[0] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+    keys = {line for text in outputs for line in text.splitlines() if line.startswith("key ")}
+    assert [text.count("prepared /") for text in outputs].count(1) == 1
+    assert keys == {f"key {info.key}" for info in empty_cache.entries()}
+
+
+# What else a session does.
+
+
+def test_providers_are_set_anew_on_the_prepared_model(model: Path) -> None:
+    session = ort.InferenceSession(model, providers=CPU)
+    session.set_providers(CPU)
+    assert session.prepared
+    assert_same(session, PlainSession(model, providers=CPU))
+
+
+def test_closed_session_says_so(model: Path) -> None:
+    with ort.InferenceSession(model, providers=CPU) as session:
+        session.run(None, feed())
+    session.close()
+    with pytest.raises(ClosedError, match="the session is closed"):
+        session.run(None, feed())
+
+
+def test_installed_session_is_inline(model: Path) -> None:
+    ort.install()
+    try:
+        session = onnxruntime.InferenceSession(model, providers=CPU)
+    finally:
+        ort.uninstall()
+    assert session.prepared
+
+
+def test_runs_of_threads_and_callbacks_are_those_of_the_runtime(model: Path) -> None:
+    session, plain = ort.InferenceSession(model), PlainSession(model)
+    wanted = plain.run(None, feed())
+    came: list[Any] = []
+    done = threading.Event()
+
+    def callback(results: Any, _: Any, error: str) -> None:
+        came.extend([results, error])
+        done.set()
+
+    session.run_async(None, feed(), callback, None)
+    assert done.wait(PATIENCE)
+    np.testing.assert_array_equal(came[0], wanted)
+    binding = session.io_binding()
+    binding.bind_cpu_input("x", feed()["x"])
+    binding.bind_output("y")
+    session.run_with_iobinding(binding)
+    np.testing.assert_array_equal(binding.copy_outputs_to_cpu(), wanted)
+    options = ort.RunOptions()
+    options.terminate = True
+    with pytest.raises(native.Fail, match="terminate flag"):
+        session.run(None, feed(), options)
+
+
+# Processes that are forked.
+
+
+@pytest.fixture
+def in_child() -> Callable[[Callable[[], Any]], Any]:
+    """Calls a function in a process that is forked, which then ends as Python does."""
+
+    def call(function: Callable[[], Any]) -> Any:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                try:
+                    answer = function()
+                except BaseException as exc:
+                    answer = repr(exc)
+                with open(writing, "wb") as pipe:
+                    pickle.dump(answer, pipe)
+                gc.collect()
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(writing)
+        ended: list[tuple[int, int]] = []
+
+        def has_ended() -> bool:
+            ended.append(os.waitpid(pid, os.WNOHANG))
+            return ended[-1][0] != 0
+
+        try:
+            with open(reading, "rb") as answers:
+                answer = pickle.load(answers)  # noqa: S301 of its own
+            wait_until(has_ended)
+        finally:
+            if not ended or ended[-1][0] == 0:
+                os.kill(pid, 9)
+                os.waitpid(pid, 0)
+        assert ended[-1][1] == 0
+        return answer
+
+    return call
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_forked_process_runs_the_sessions_of_its_parent(
+    model: Path, in_child: Callable[[Callable[[], Any]], Any], count: int, ran_before: bool
+) -> None:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = count
+    session = ort.InferenceSession(model, options, providers=CPU)
+    plain = PlainSession(model, options, providers=CPU).run(None, feed())
+    if ran_before:
+        session.run(None, feed())
+    before = session._sess
+
+    def child() -> Any:
+        together: list[Any] = []
+
+        def run() -> None:
+            together.append(session.run(None, feed())[0])
+
+        both = [threading.Thread(target=run) for _ in range(2)]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join()
+        return [*together, session._sess is before, session.prepared, is_mapped(session.prepared)]
+
+    first, second, is_the_same, key, mapped = in_child(child)
+    np.testing.assert_array_equal(first, plain[0])
+    np.testing.assert_array_equal(second, plain[0])
+    assert (is_the_same, key, mapped) == (count == 1, session.prepared, True)
+    assert session._sess is before
+    assert_same(session, PlainSession(model, options, providers=CPU))
+
+
+def test_binding_that_was_made_before_a_fork_is_refused_after_it(
+    model: Path, in_child: Callable[[Callable[[], Any]], Any]
+) -> None:
+    session = ort.InferenceSession(model, providers=CPU)
+    binding = session.io_binding()
+    binding.bind_cpu_input("x", feed()["x"])
+    binding.bind_output("y")
+
+    text = in_child(lambda: session.run_with_iobinding(binding))
+    assert "IOBinding must be used with the session that created it" in text
+    session.run_with_iobinding(binding)
+    np.testing.assert_array_equal(binding.copy_outputs_to_cpu(), session.run(None, feed()))
+
+
+def test_forked_process_cannot_use_a_device_of_its_parent(
+    model: Path, in_child: Callable[[Callable[[], Any]], Any]
+) -> None:
+    session = ort.InferenceSession(model, providers=CPU)
+    session._providers = ["CUDAExecutionProvider", *CPU]
+    text = in_child(lambda: session.run(None, feed()))
+    assert "ClosedError" in text
+    assert "has to open one of its own" in text
