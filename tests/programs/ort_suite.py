@@ -3,13 +3,14 @@
     python -m tests.programs.ort_suite FOLDER [--only TEXT] [--write docs/ort_suite.md]
 
 FOLDER is ``onnxruntime/test/python`` of a checkout of https://github.com/microsoft/onnxruntime, best at the
-version that is installed; nothing of it is in this repository. The tests run twice in processes of their own:
-as they are, and below ``python -m mcinfer ort --devices 2``. They are not changed. Where FOLDER contains
+version that is installed; nothing of it is in this repository. The tests run three times in processes of
+their own: as they are; with inline sessions, which prepare each model, however small; and below
+``python -m mcinfer ort --devices 2``. They are not changed. Where FOLDER contains
 ``libcustom_op_library.so``, as a build of ONNX Runtime does, the test of custom operators finds it.
 
-A test that passes with a plain session has to pass with mcinfer's, or has to be in `WHY_NOT`. The exit
-status is 1 where one is neither, and where one of `WHY_NOT` passes. `--write` puts the table between the
-marks of a page.
+A test that passes with a plain session has to pass inline; and with workers, or has to be in `WHY_NOT`. The
+exit status is 1 where one is neither, and where one of `WHY_NOT` passes. `--write` puts the table between
+the marks of a page.
 """
 
 import argparse
@@ -94,7 +95,8 @@ SAYS_SO = ("Unsupported: ", "RunFailed: ")
 CANNOT_HOLD = {name: reason for reason, names in WHY_NOT.items() for name in names}
 
 Outcome = Literal["passed", "failed", "skipped"]
-Way = Literal["plain", "mcinfer"]
+Way = Literal["plain", "inline", "workers"]
+WAYS: tuple[Way, ...] = ("plain", "inline", "workers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,8 +192,12 @@ def run_tests(way: str, pipe: int, files: Sequence[str], skip: Sequence[str]) ->
     """Run the tests of the modules in this folder but those of `skip`, and write to the pipe how they end."""
     import onnxruntime
 
+    if way == "inline":
+        from mcinfer import EngineOptions, ort
+
+        ort.install(options=EngineOptions(prepare="always"))
     if (found := onnxruntime.InferenceSession.__module__.partition(".")[0]) != (
-        "mcinfer" if way == "mcinfer" else "onnxruntime"
+        "onnxruntime" if way == "plain" else "mcinfer"
     ):
         raise SystemExit(f"onnxruntime.InferenceSession is of {found}")
     sys.path.insert(0, os.getcwd())
@@ -275,7 +281,7 @@ def _run_process(
 ) -> dict[str, Result]:
     """Run what is not in `skip`; below "" is a result if the process ended before its last test did."""
     reading, writing = os.pipe()
-    launch = LAUNCH if way == "mcinfer" else []
+    launch = LAUNCH if way == "workers" else []
     arguments = ["--in-process", json.dumps([way, writing, files, skip])]
     with (place / "output.txt").open("wb") as output:
         process = subprocess.Popen(
@@ -342,12 +348,14 @@ class Verdict:
     sessions: int
 
 
-def compare(plain: Mapping[str, Result], ours: Mapping[str, Result]) -> list[Verdict]:
+def compare(
+    plain: Mapping[str, Result], inline: Mapping[str, Result], workers: Mapping[str, Result]
+) -> list[Verdict]:
     """Say of each test how it ends."""
     verdicts = []
     for name, one in plain.items():
         _, class_name, method = name.split(".")
-        other = ours[name]
+        other = workers[name]
         reason = CANNOT_HOLD.get(method)
         group: Any = "passes"
         words = "passes"
@@ -355,6 +363,8 @@ def compare(plain: Mapping[str, Result], ours: Mapping[str, Result]) -> list[Ver
             group, words = "not comparable", f"skips itself: {one.text}"
         elif one.outcome == "failed":
             group, words = "not comparable", f"fails with a plain session too: {one.text}"
+        elif inline[name].outcome != "passed":
+            group, words = "problem", f"**fails** inline: {inline[name].text}"
         elif other.outcome == "passed":
             if reason is not None:
                 group, words = "problem", f"passes, but is to fail: {reason}"
@@ -383,13 +393,14 @@ def table(verdicts: Sequence[Verdict], files: int, release: str) -> str:
     }
     return "\n".join(
         [
-            f"{_count(len(verdicts), 'test')} of {_count(files, 'file')}: {counts['passes']} pass,"
-            f" {counts['cannot hold']} cannot hold, {counts['not comparable']} skip themselves or fail",
-            f"with a plain session too. {counts['no session']} more pass and open no session here and are not"
-            f" in the table. Two devices; tests of ONNX Runtime {release}, with onnxruntime"
+            f"{_count(len(verdicts), 'test')} of {_count(files, 'file')}. Inline, all that pass with a plain"
+            f" session pass. With two workers, {counts['passes']} pass and",
+            f"{counts['cannot hold']} cannot hold; {counts['not comparable']} skip themselves or fail with a"
+            f" plain session too. {counts['no session']} more pass and open no session here and are not"
+            f" in the table. Tests of ONNX Runtime {release}, with onnxruntime"
             f" {version('onnxruntime')} and numpy {version('numpy')}.",
             "",
-            "| test | sessions | with mcinfer |",
+            "| test | sessions | with two workers |",
             "|---|---|---|",
             *rows,
         ]
@@ -439,13 +450,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("expected the folder of the tests")
     if options.only and options.write is not None:
         parser.error("--write: expected all tests, got --only")
-    plain = run_way("plain", options.folder.resolve(), options.only)
-    ours = run_way("mcinfer", options.folder.resolve(), options.only)
-    verdicts = compare(plain, ours)
+    results = [run_way(way, options.folder.resolve(), options.only) for way in WAYS]
+    verdicts = compare(*results)
     for one in verdicts:
         if one.group != "no session":
             print(f"{one.name}: {one.words}")
-    files = len({name.partition(".")[0] for name in plain})
+    files = len({name.partition(".")[0] for name in results[0]})
     text = table(verdicts, files, _release(options.folder.resolve()))
     print("\n" + text.partition("\n\n")[0])
     if any(one.group == "problem" for one in verdicts):
