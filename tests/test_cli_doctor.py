@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.datasets import get_example
 
 from mcinfer.cli.doctor import (
     Finding,
@@ -20,6 +24,7 @@ from mcinfer.cli.doctor import (
     judge_limit,
     judge_memory,
     judge_packages,
+    look_at_model,
 )
 from mcinfer.errors import EngineError
 from mcinfer.machine import Gpu
@@ -32,6 +37,15 @@ def check(finding: Finding, state: str, *words: str) -> None:
     assert finding.state == state, finding
     for word in words:
         assert word in f"{finding.found} -> {finding.warning}{finding.problem}"
+
+
+def save_matmul(path: Path, *, width: int) -> None:
+    sides = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", width]) for n in "xy"]
+    weights = numpy_helper.from_array(np.ones((width, width), np.float32), "w")
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    graph = helper.make_graph(nodes, "g", sides[:1], sides[1:], [weights])
+    opset = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, ir_version=8, opset_imports=opset), path)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +184,19 @@ def test_doctor_says_what_to_do_where_no_pool_can_start(tmp_path: Path) -> None:
     assert " -> a higher limit" in files
     assert "MCINFER_CACHE_LIMIT: got 'lots', expected bytes" in cache_limit
     assert "38 descriptors are needed" in pool
+
+
+def test_model_is_said_to_share_its_weights_or_why_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
+    small, text = Path(get_example("mul_1.onnx")), tmp_path / "text.onnx"
+    large = tmp_path / "large.onnx"
+    save_matmul(large, width=2100)
+    text.write_text("no model")
+    check(look_at_model(small), "ok", "its own copy of the weights: it has less than 16 MiB")
+    check(look_at_model(large), "ok", "inline sessions share one copy of its weights, entry ")
+    check(look_at_model(text), "problem", "it cannot be opened: ", "INVALID_PROTOBUF")
 
 
 def test_unusable_folders_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

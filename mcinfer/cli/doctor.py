@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import monotonic
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -48,13 +49,20 @@ _LIMIT_TO_ASK_FOR = 4096
 """The limit of descriptors or threads to advise, where fewer would do for now."""
 
 _TIMEOUTS = Timeouts(start=30.0, predict=10.0)
-_IMPORT_SECONDS = 60.0
+_PROGRAM_SECONDS = 300.0
 _ASK = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 import onnxruntime
 cuda = getattr(onnxruntime, "cuda_version", "")
 print(json.dumps([onnxruntime.__version__, onnxruntime.get_available_providers(), cuda or ""]))
+"""
+_OPEN = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+import mcinfer.ort as ort
+session = ort.InferenceSession(sys.argv[2], providers=["CPUExecutionProvider"])
+print(json.dumps([session.prepared, session.why_plain]))
 """
 _MODEL = {
     "inputs": [["x", "float32", ["batch", 4]]],
@@ -86,10 +94,15 @@ class Finding(NamedTuple):
         return "problem" if self.problem else "warning" if self.warning else "ok"
 
 
-def doctor() -> None:
-    """Check whether this machine has what mcinfer needs, and say what to do where it has not."""
+def doctor(
+    models: Annotated[list[Path] | None, typer.Argument(metavar="[MODEL]...")] = None,
+) -> None:
+    """Check whether this machine has what mcinfer needs, and say what to do where it has not.
+
+    Of each MODEL it says whether sessions in several processes share its weights, or why not.
+    """
     problems = 0
-    for finding in examine():
+    for finding in chain(examine(), map(look_at_model, models or ())):
         problems += bool(finding.problem)
         advice = finding.problem or finding.warning
         text = f"{finding.name}: {finding.found}{advice and ' -> '}{advice}"
@@ -120,6 +133,17 @@ def examine() -> Iterator[Finding]:
             yield Finding(name, str(exc), problem="pip install 'mcinfer[cli]'")
         except (ImportError, OSError) as exc:  # such as no descriptor to look with
             yield Finding(name, f"cannot be looked at: {exc}", problem="see the checks before")
+
+
+def look_at_model(model: Path) -> Finding:
+    """Whether an inline session of a model shares its weights, by opening one in another process."""
+    try:
+        key, why = _answer(_OPEN, "it cannot be opened", str(model))
+    except EngineError as exc:
+        return Finding(str(model), str(exc), problem="name an ONNX model that ONNX Runtime loads")
+    if key:
+        return Finding(str(model), f"inline sessions share one copy of its weights, entry {key}")
+    return Finding(str(model), f"each session has its own copy of the weights: {why}")
 
 
 # The platform.
@@ -415,26 +439,34 @@ def installed_runtime() -> Runtime:
 
     `EngineError`: it cannot be imported; has the last line of the error.
     """
+    version, providers, cuda = _answer(_ASK, "onnxruntime cannot be imported")
+    return Runtime(version, providers, cuda)
+
+
+def _answer(code: str, failed: str, *arguments: str) -> list[Any]:
+    """What a program prints as JSON; its first argument is the import path.
+
+    Raises:
+        EngineError: It did not end in time, or not well: `failed`, and its last line.
+    """
     try:
         ran = subprocess.run(  # noqa: S603 nothing in it comes from outside
-            [sys.executable, "-P", "-c", _ASK, json.dumps(import_path())],
+            [sys.executable, "-P", "-c", code, json.dumps(import_path()), *arguments],
             env=environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_IMPORT_SECONDS,
+            timeout=_PROGRAM_SECONDS,
             check=False,
         )
-    except subprocess.TimeoutExpired as exc:
-        raise EngineError(f"onnxruntime was not imported in {_IMPORT_SECONDS:g} s") from exc
-    except OSError as exc:
-        raise EngineError(f"no process can be started to import onnxruntime: {exc}") from exc
+    except (subprocess.TimeoutExpired, OSError) as exc:
+        raise EngineError(f"{failed}: {exc}") from exc
     try:
-        version, providers, cuda = json.loads(ran.stdout)
+        answer: list[Any] = json.loads(ran.stdout)
     except ValueError:
         words = ran.stderr.decode(errors="replace").split("\n")
         last = next((line for line in reversed(words) if line.strip()), f"status {ran.returncode}")
-        raise EngineError(f"onnxruntime cannot be imported: {last.strip()}") from None
-    return Runtime(version, providers, cuda)
+        raise EngineError(f"{failed}: {last.strip()}") from None
+    return answer
 
 
 def look_at_runtime() -> Iterator[Finding]:

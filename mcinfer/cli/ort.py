@@ -1,4 +1,4 @@
-"""``mcinfer ort``: a Python program whose ONNX Runtime sessions run on all devices."""
+"""``mcinfer ort``: a Python program whose ONNX Runtime sessions share their weights, or run on devices."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ SETTINGS = {
 def ort(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="PROGRAM [ARGUMENT]")] = None,
 ) -> None:
-    """Run a Python program whose ONNX Runtime sessions run on all devices.
+    """Run a Python program whose ONNX Runtime sessions share their weights, or run on several devices.
 
     The program takes the place of this process, so that its signals, its streams and its exit status are
     its own.

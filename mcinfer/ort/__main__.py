@@ -34,7 +34,8 @@ def _devices(text: str) -> int | list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mcinfer ort",
-        description="Run a Python program whose ONNX Runtime sessions run on all devices.",
+        description="Run a Python program whose ONNX Runtime sessions hold one copy of a model's weights in "
+        "all processes of the machine, or run on several devices.",
         usage="%(prog)s [--devices DEVICES] (PROGRAM | -m MODULE) [ARGUMENT ...]",
         allow_abbrev=False,
     )
@@ -42,8 +43,8 @@ def _parser() -> argparse.ArgumentParser:
         "--devices",
         type=_devices,
         metavar="DEVICES",
-        help="how many (2), or which (cpu:0,cpu:1), for every session; if not given, the providers of "
-        "each session say it",
+        help="how many (2), or which (cpu:0,cpu:1), for every session: its runs go to a worker process for "
+        "each; if not given, sessions run in the program's own process",
     )
     parser.add_argument(
         "-m",
