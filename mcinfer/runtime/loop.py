@@ -64,7 +64,7 @@ from mcinfer.requests.request import Follower, Outcome, Promise, Request
 from mcinfer.runtime.connections import Connections, UnreachableError
 from mcinfer.runtime.delivery import Delivery
 from mcinfer.runtime.memory import ROOM_INTERVAL, Allocation, IdleMemory, MemoryLine
-from mcinfer.runtime.worker_process import ChildProcess
+from mcinfer.runtime.worker_process import ChildProcess, WorkerProcess
 from mcinfer.scheduler.actions import (
     Action,
     DumpStacks,
@@ -152,6 +152,7 @@ class Loop:
         transport: TransportKind = "zeromq",
         balance: Balance | None = None,
         seeds_on_one: bool = False,
+        worker: type[WorkerProcess] = WorkerProcess,
     ) -> None:
         self._groups = (
             groups  # for each worker, the builds of its ranks: one, unless a model is cut
@@ -176,7 +177,7 @@ class Loop:
         self._table = self._scheduler.table
         self._block_numbers = count()
         self.arena = Arena(memory_bytes, dropped=self._detach, numbers=self._block_numbers)
-        self._connections = Connections(groups, self._block, limits, transport)
+        self._connections = Connections(groups, self._block, limits, transport, worker)
         self._delivery = Delivery()
         self.model: ModelInMemory | None = None
         self.frames: Planner | None = None
