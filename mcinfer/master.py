@@ -109,7 +109,11 @@ class Master:
             n is the i-th equal share of the usable cores; its worker is pinned to these cores. Under a CPU
             quota, as in containers, each worker gets its part of the quota as threads. ``"cpu"`` or None:
             the whole CPU, in as many shares as `mcinfer.config.automatic_workers` says. More workers than
-            cores are warned of, eight or more for each core are refused.
+            cores are warned of, eight or more for each core are refused. ``"inline"``: no worker process; one
+            session runs in a thread of this process, with all its cores. It is for tests, notebooks,
+            debuggers and small machines: a crash in the model ends the program, and a run that cannot be
+            cancelled keeps later requests waiting. `EngineOptions.cores`, `parallel` and the limits on a
+            worker's memory do not go with it.
         engine: ``"onnxruntime"``; ``"mindspore"`` and ``"mindspore_lite"`` for MindIR models, if these
             packages are installed; ``"fake"`` is for tests.
         options: Options of the engine.

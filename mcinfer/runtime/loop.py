@@ -1322,7 +1322,7 @@ class Loop:
         if self._connections.processes[worker].outlawed:
             return
         name = self._scheduler.workers[worker].name
-        self._delivery.log(logging.ERROR, "%s %s; it is killed", name, reason)
+        self._delivery.log(logging.ERROR, "%s %s; it is ended", name, reason)
         self._scheduler.handle_killed(worker, reason)
         self._connections.processes[worker].outlawed = True
         self._connections.kill(worker)
@@ -1335,7 +1335,7 @@ class Loop:
         standing = self._connections.standings().get(worker, "")
         also = f", and {standing}" if standing else ""
         what = self._scheduler.workers[worker].last_error
-        self._delivery.log(logging.ERROR, "%s%s; it is killed", what, also)
+        self._delivery.log(logging.ERROR, "%s%s; it is ended", what, also)
         process.ask_for_stacks()
 
     def _detach(self, number: int) -> None:

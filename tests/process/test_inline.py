@@ -371,8 +371,8 @@ with mcinfer.Master(sys.argv[1], "inline", engine="fake", verify="never") as mas
         try:
             master.predict(X)
         except mcinfer.ClosedError as exc:
-            os._exit(7 if "forked" in str(exc) else 8)
-        os._exit(9)
+            sys.exit(7 if "forked" in str(exc) else 8)
+        sys.exit(9)
     say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), master.predict(X)["y"].sum())
 BUSY = {"x": np.full((1, 4), -1, np.float32)}
 master = mcinfer.Master(sys.argv[1], "inline", engine="fake").start()
