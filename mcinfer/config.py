@@ -16,6 +16,9 @@ _DEVICE = re.compile(r"([a-z][a-z0-9_]*):(\d{1,4})")
 DEFAULT_DEVICE_KIND = "cpu"
 """The kind of device that a plain number of devices means."""
 
+INLINE = "inline"
+"""The device of a session in the user's own process, which has the whole CPU there."""
+
 CARD_KINDS = ("cuda", "tensorrt")
 """The kinds of devices that are NVIDIA cards; their indices are those of the CUDA driver."""
 
@@ -35,14 +38,16 @@ BALANCES: tuple[BalanceKind, ...] = get_args(BalanceKind)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device of this machine: a kind and an index, written ``kind:index``."""
+    """One device of this machine: a kind and an index, written ``kind:index``; or `INLINE`, as it is."""
 
     kind: str
     index: int
 
     @classmethod
     def parse(cls, text: object) -> "Device":
-        """Read ``"cpu:0"`` or ``"cuda:1"``; raise `InvalidInputError` for another form."""
+        """Read ``"cpu:0"``, ``"cuda:1"`` or `INLINE`; raise `InvalidInputError` for another form."""
+        if isinstance(text, str) and text == INLINE:
+            return cls(INLINE, 0)
         match = _DEVICE.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise InvalidInputError(
@@ -51,7 +56,7 @@ class Device:
         return cls(match[1], int(match[2]))
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.index}"
+        return INLINE if self.kind == INLINE else f"{self.kind}:{self.index}"
 
 
 def automatic_workers(cores: int) -> int:
@@ -67,7 +72,8 @@ def parse_devices(
 
     Args:
         devices: A number of CPU devices; one name; a sequence of names or of indices of CPU devices;
-            ``"cpu"`` or ``None`` for the whole CPU in as many shares as `automatic_workers` says.
+            ``"cpu"`` or ``None`` for the whole CPU in as many shares as `automatic_workers` says; `INLINE`,
+            which has no other beside it.
         cores: Number of cores that this process may use (`mcinfer.machine.whole_cpus`).
     """
     if devices is None or devices == DEFAULT_DEVICE_KIND:
@@ -84,10 +90,13 @@ def parse_devices(
         )
     if not devices:
         raise InvalidInputError("devices: got an empty sequence, expected at least one device")
-    return tuple(
+    parsed = tuple(
         Device(DEFAULT_DEVICE_KIND, one) if type(one) is int and one >= 0 else Device.parse(one)
         for one in devices
     )
+    if len(parsed) > 1 and any(device.kind == INLINE for device in parsed):
+        raise InvalidInputError(f"devices: got {[*devices]}, expected {INLINE!r} alone")
+    return parsed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from time import monotonic
@@ -24,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from mcinfer.config import (
     BALANCES,
     CARD_KINDS,
+    INLINE,
     TRANSPORTS,
     BalanceKind,
     CoreShare,
@@ -65,6 +67,7 @@ from mcinfer.requests.splitting import Known, OutgrownError, Splitter, Verify
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.requests.weights import WeightVersion
 from mcinfer.runtime.loop import Loop
+from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.scheduler.balance import Balance
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
 from mcinfer.specs import ModelDescription, ModelSpec, TensorSpec, numpy_dtype
@@ -106,7 +109,11 @@ class Master:
             n is the i-th equal share of the usable cores; its worker is pinned to these cores. Under a CPU
             quota, as in containers, each worker gets its part of the quota as threads. ``"cpu"`` or None:
             the whole CPU, in as many shares as `mcinfer.config.automatic_workers` says. More workers than
-            cores are warned of, eight or more for each core are refused.
+            cores are warned of, eight or more for each core are refused. ``"inline"``: no worker process; one
+            session runs in a thread of this process, with all its cores. It is for tests, notebooks,
+            debuggers and small machines: a crash in the model ends the program, and a run that cannot be
+            cancelled keeps later requests waiting. `EngineOptions.cores`, `parallel` and the limits on a
+            worker's memory do not go with it.
         engine: ``"onnxruntime"``; ``"mindspore"`` and ``"mindspore_lite"`` for MindIR models, if these
             packages are installed; ``"fake"`` is for tests.
         options: Options of the engine.
@@ -205,6 +212,9 @@ class Master:
         if parallel is not None and devices is None:
             devices = cut.devices
         chosen = parse_devices(devices, cpus)
+        inline = chosen[0].kind == INLINE
+        if inline:
+            _check_inline(options, restart, limits, parallel)
         if parallel is not None and len(chosen) != cut.devices:
             raise InvalidInputError(
                 f"devices: got {len(chosen)}, expected {cut.devices}, one for each rank of {cut}"
@@ -270,6 +280,7 @@ class Master:
                 transport=transport,
                 balance=self._balance,
                 seeds_on_one=not self._said.inputs,
+                worker=_inline_worker() if inline else WorkerProcess,
             )
         except OSError as exc:  # no descriptor is left
             raise BuildError(f"no pool can be opened: {exc}") from exc
@@ -1368,6 +1379,28 @@ def _check_cut(cut: Parallel, engine: str, options: EngineOptions) -> None:
             f"variable_weights: got {[*options.variable_weights]}, but the weights of a model that is cut "
             f"over devices ({cut}) cannot be replaced"
         )
+
+
+def _check_inline(
+    options: EngineOptions, restart: RestartPolicy, limits: Limits, parallel: Parallel | None
+) -> None:
+    """Raise `InvalidInputError` for what a session in this process cannot have."""
+    for name, value, why in (
+        ("cores", options.cores, "threads of this process are not pinned"),
+        ("parallel", parallel, "one session has the whole model"),
+        ("worker_memory_bytes", limits.worker_memory_bytes, "that is a limit of a process"),
+        ("max_memory_bytes", restart.max_memory_bytes, "that is the memory of a process"),
+    ):
+        if value is not None:
+            raise InvalidInputError(
+                f"{name}: got {value!r} with devices={INLINE!r}, expected None: {why}"
+            )
+
+
+def _inline_worker() -> type[WorkerProcess]:
+    """The one way by which an engine comes into the user's process, and only when it is asked for."""
+    worker: type[WorkerProcess] = import_module("mcinfer.worker.inline").InlineWorker
+    return worker
 
 
 def _check_build(build: Build) -> None:

@@ -35,7 +35,7 @@ from typing import Any, Literal, Self, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mcinfer.config import Device, EngineOptions, Parallel, parse_devices, share_cores
+from mcinfer.config import INLINE, Device, EngineOptions, Parallel, parse_devices, share_cores
 from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError, requires
 from mcinfer.machine import usable_cpus, whole_cpus
 from mcinfer.master import Master, SerializableModel
@@ -91,7 +91,8 @@ class Predictor:
             else its CPUs, in as many shares as `Master` would make of so many. Without either, all CPUs as
             in `Master`. CPU devices share the cores that the process claims, one for each whole CPU. The
             workers are not pinned if too few are free on the machine, if a CPU quota gives time on all
-            cores, or if there is less than one CPU.
+            cores, or if there is less than one CPU. ``"inline"``: a session in the actor's own process, with
+            as many threads as Ray assigned CPUs; it claims no cores.
         batch_axes: As in `Master`.
         keep: Columns to pass on beside the outputs. None: those that are no inputs of the model.
         outputs: Names of the outputs to return; None is all.
@@ -181,7 +182,7 @@ class Predictor:
             devices = len(engine.cores)
         if cpus and engine.cores is None:
             chosen = parse_devices(devices, min(max(1, int(cpus)), whole_cpus()))
-            if all(device.kind == "cpu" for device in chosen):
+            if all(device.kind in ("cpu", INLINE) for device in chosen):
                 devices = [str(device) for device in chosen]
                 options["options"] = self._on_own_cores(chosen, cpus, engine)
         return Master(model, devices, **options)
@@ -196,7 +197,8 @@ class Predictor:
         """
         usable = sorted(os.sched_getaffinity(0))
         wanted = min(int(cpus), len(usable))
-        if wanted and usable_cpus() >= len(usable):
+        inline = devices[0].kind == INLINE  # whose threads are not pinned
+        if wanted and not inline and usable_cpus() >= len(usable):
             own = self._cores.claim(usable, wanted)
             if own:
                 cores = []
@@ -218,7 +220,7 @@ class Predictor:
             config.setdefault("session.intra_op.allow_spinning", "0")
         return replace(
             engine,
-            cores=[usable] * len(devices),
+            cores=None if inline else [usable] * len(devices),
             threads=engine.threads or max(1, min(wanted, whole_cpus()) // len(devices)),
             session_config=config,
         )

@@ -27,6 +27,7 @@ Parse = Callable[[str], object]
     [
         (parse_devices_option, "2", 2),
         (parse_devices_option, "cpu:0,cuda:1", ["cpu:0", "cuda:1"]),
+        (parse_devices_option, "inline", ["inline"]),
         (parse_seconds, "2.5", 2.5),
         (parse_counts, "8,1,2", (8, 1, 2)),
         (parse_rates, "20,0.5", (20.0, 0.5)),

@@ -93,6 +93,8 @@ def test_automatic_workers_follow_the_rule_of_mindspore_lite(cores: int, workers
         1.0,
         [],
         ["cpu:0", "x"],
+        ["inline", "cpu:0"],
+        ["inline", "inline"],
         [-1],
         [True],
         "cuda",

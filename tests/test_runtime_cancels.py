@@ -32,6 +32,14 @@ def test_runs_are_cancelled_one_after_another_until_the_master_is_gone(ends: End
     assert worker.wait() is None
 
 
+def test_hang_up_ends_the_wait_though_a_forked_child_holds_the_masters_end(ends: Ends) -> None:
+    master, worker = ends
+    copy = os.dup(master.fd)
+    master.hang_up()
+    assert worker.wait() is None
+    os.close(copy)
+
+
 def test_programs_do_not_inherit_the_descriptors(ends: Ends) -> None:
     assert not any(os.get_inheritable(end.fd) for end in ends)
 

@@ -896,7 +896,7 @@ def test_health_says_what_a_worker_that_is_away_is_doing() -> None:
     assert reason(2.0).startswith("worker 0 (cpu:0) starts again in 0.5 s: worker 0")
     restarted(pool, 0, 2.5)
     pool.handle_killed(0, "breaks the protocol")
-    assert reason() == "worker 0 (cpu:0, pid 200) is being killed: breaks the protocol"
+    assert reason() == "worker 0 (cpu:0, pid 200) is being ended: breaks the protocol"
 
 
 # Shards with a preferred worker.

@@ -75,7 +75,7 @@ class Peer:
         self.cancels, listening = Cancels.pair()
 
         def work() -> None:
-            self.status = serve(connection, TOKENS, worker, listening, 0)
+            self.status = serve(connection, TOKENS, worker, listening)
             worker.close()
 
         self.listening = listening

@@ -14,7 +14,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from mcinfer.bench.way import Arrays, RunningWay, Setup
-from mcinfer.config import Device
+from mcinfer.config import INLINE, Device
 from mcinfer.errors import EngineError, InvalidInputError
 from mcinfer.sharding import split_evenly
 
@@ -32,7 +32,7 @@ def providers_of(device: str) -> Providers:
         InvalidInputError: The baselines know no provider for it.
     """
     parsed = Device.parse(device)
-    if parsed.kind == "cpu":
+    if parsed.kind in ("cpu", INLINE):
         return ["CPUExecutionProvider"]
     if parsed.kind not in _PROVIDERS:
         raise InvalidInputError(

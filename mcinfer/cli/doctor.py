@@ -185,10 +185,11 @@ def look_at_limits(workers: int, cpus: int) -> Iterator[Finding]:
     """The open files of a process, and the threads of this user and of the container."""
     import psutil
 
-    from mcinfer.runtime.connections import DESCRIPTORS_OF_A_WORKER, DESCRIPTORS_TO_OPEN
+    from mcinfer.runtime.connections import DESCRIPTORS_TO_OPEN
+    from mcinfer.runtime.worker_process import WorkerProcess
 
     pool = counted(workers, "worker")
-    needed = DESCRIPTORS_TO_OPEN + DESCRIPTORS_OF_A_WORKER * workers
+    needed = DESCRIPTORS_TO_OPEN + WorkerProcess.descriptors * workers
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
     others = "Docker: --ulimit nofile={0}, systemd: LimitNOFILE={0}"

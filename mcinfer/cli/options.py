@@ -136,7 +136,7 @@ DevicesOption = Annotated[
         "--devices",
         metavar="DEVICES",
         parser=parse_devices_option,
-        help="How many (2), or which (cpu:0,cpu:1); all of the CPU if not given.",
+        help="How many (2), or which (cpu:0,cpu:1), or inline; all of the CPU if not given.",
         show_default=False,
     ),
 ]

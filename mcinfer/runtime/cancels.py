@@ -56,5 +56,9 @@ class Cancels:
         request, shard = _CANCEL.unpack(data)
         return request, shard
 
+    def hang_up(self) -> None:
+        """End both directions for all that hold either end: a child that the user forked may hold one."""
+        self._end.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._end.close()

@@ -58,10 +58,6 @@ _STANDINGS = {
 
 DESCRIPTORS_TO_OPEN = 24  # free descriptors of this process that a pool needs for itself
 
-DESCRIPTORS_OF_A_WORKER = 14
-"""Free descriptors for the start of each worker. More of them are free again after it than the connection
-needs, for which libzmq must find one, or it ends the process."""
-
 
 class UnreachableError(OSError):
     """A worker does not accept messages and must be killed."""
@@ -82,7 +78,9 @@ class Connections:
         block: Callable[[int], SharedBlock | None],
         limits: Limits,
         transport: TransportKind = "zeromq",
+        worker: type[WorkerProcess] = WorkerProcess,
     ) -> None:
+        self._worker = worker
         self.processes: dict[int, WorkerProcess] = {}
         self._builds = builds
         self._block = block  # of the master's, by its number
@@ -99,7 +97,7 @@ class Connections:
             OSError: The system has no descriptor, thread or folder left; nothing stays open.
         """
         _check_descriptors(
-            DESCRIPTORS_TO_OPEN + DESCRIPTORS_OF_A_WORKER * sum(map(len, self._builds))
+            DESCRIPTORS_TO_OPEN + self._worker.descriptors * sum(map(len, self._builds))
         )
         with ExitStack() as opened:
             if self._kind == "socketpair":
@@ -132,7 +130,7 @@ class Connections:
             OSError: The system cannot start a process.
         """
         builds = self._builds[index]
-        _check_descriptors(DESCRIPTORS_OF_A_WORKER * len(builds))
+        _check_descriptors(self._worker.descriptors * len(builds))
         with ExitStack() as opened, ExitStack() as passed:
             connection = self.transport.add(index)
             opened.callback(self.transport.remove, index)
@@ -140,7 +138,7 @@ class Connections:
             for _ in builds[1:]:  # a star: rank 0 has a socket to each of the others
                 pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 pairs.append([passed.enter_context(end).fileno() for end in pair])
-            process = WorkerProcess(
+            process = self._worker(
                 index,
                 self.label(index),
                 transport=self._kind,

@@ -64,7 +64,7 @@ from mcinfer.requests.request import Follower, Outcome, Promise, Request
 from mcinfer.runtime.connections import Connections, UnreachableError
 from mcinfer.runtime.delivery import Delivery
 from mcinfer.runtime.memory import ROOM_INTERVAL, Allocation, IdleMemory, MemoryLine
-from mcinfer.runtime.worker_process import ChildProcess
+from mcinfer.runtime.worker_process import ChildProcess, WorkerProcess
 from mcinfer.scheduler.actions import (
     Action,
     DumpStacks,
@@ -152,6 +152,7 @@ class Loop:
         transport: TransportKind = "zeromq",
         balance: Balance | None = None,
         seeds_on_one: bool = False,
+        worker: type[WorkerProcess] = WorkerProcess,
     ) -> None:
         self._groups = (
             groups  # for each worker, the builds of its ranks: one, unless a model is cut
@@ -176,7 +177,7 @@ class Loop:
         self._table = self._scheduler.table
         self._block_numbers = count()
         self.arena = Arena(memory_bytes, dropped=self._detach, numbers=self._block_numbers)
-        self._connections = Connections(groups, self._block, limits, transport)
+        self._connections = Connections(groups, self._block, limits, transport, worker)
         self._delivery = Delivery()
         self.model: ModelInMemory | None = None
         self.frames: Planner | None = None
@@ -1321,7 +1322,7 @@ class Loop:
         if self._connections.processes[worker].outlawed:
             return
         name = self._scheduler.workers[worker].name
-        self._delivery.log(logging.ERROR, "%s %s; it is killed", name, reason)
+        self._delivery.log(logging.ERROR, "%s %s; it is ended", name, reason)
         self._scheduler.handle_killed(worker, reason)
         self._connections.processes[worker].outlawed = True
         self._connections.kill(worker)
@@ -1334,7 +1335,7 @@ class Loop:
         standing = self._connections.standings().get(worker, "")
         also = f", and {standing}" if standing else ""
         what = self._scheduler.workers[worker].last_error
-        self._delivery.log(logging.ERROR, "%s%s; it is killed", what, also)
+        self._delivery.log(logging.ERROR, "%s%s; it is ended", what, also)
         process.ask_for_stacks()
 
     def _detach(self, number: int) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from time import monotonic
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 from mcinfer.config import TransportKind
 from mcinfer.process import REQUEST, Inherited, StackReport, command, environment
@@ -43,9 +43,13 @@ class ChildProcess:
 
     Attributes:
         label: What its output is marked with: its number in the pool, and its device.
+        pid: Its number.
         pidfd: Readable once the process has ended.
         lifeline: The master's end.
     """
+
+    pid: int
+    pidfd: int
 
     def __init__(
         self,
@@ -85,20 +89,28 @@ class ChildProcess:
                 "pythonpath": inherited.pythonpath,
                 "log_level": _worker_log.getEffectiveLevel(),
             }
-            index, device = label
             with theirs:
                 self.lifeline.greet(json.dumps(whole).encode())
-                pipes = [*_pipe(opened), *_pipe(opened)]
-                self._process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
-                    command("mcinfer.worker", str(theirs.fileno()), str(index), device),
-                    cwd=inherited.folder_now(),
-                    env=environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=pipes[1],
-                    stderr=pipes[3],
-                    pass_fds=[theirs.fileno(), self._stacks.fd, *given],
-                    process_group=0,
-                )
+                self._launch([theirs.fileno(), *given], output, inherited)
+            opened.pop_all()
+
+    def _launch(
+        self, given: Sequence[int], output: "OutputForwarder", inherited: Inherited
+    ) -> None:
+        """Start the process, and set `pid` and `pidfd`; the first of the descriptors is its lifeline."""
+        index, device = self.label
+        with contextlib.ExitStack() as opened:
+            pipes = [*_pipe(opened), *_pipe(opened)]
+            self._process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
+                command("mcinfer.worker", str(given[0]), str(index), device),
+                cwd=inherited.folder_now(),
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=pipes[1],
+                stderr=pipes[3],
+                pass_fds=[*given, self._stacks.fd],
+                process_group=0,
+            )
             self.pid = self._process.pid
             try:
                 self.pidfd = os.pidfd_open(self.pid)
@@ -140,7 +152,7 @@ class ChildProcess:
 
     def reap(self) -> int:
         """After its end: free what this object owns; its exit status (negative: a signal)."""
-        code = self._process.wait()
+        code = self.wait()
         self.abandon()
         return code
 
@@ -176,7 +188,11 @@ class WorkerProcess(ChildProcess):
         deaths: The followers that ended by themselves, in words, and their exit statuses.
         killed: Whether `kill` was called.
         slab: The weights on its card that it has made for others; closed with it.
+        descriptors: Free descriptors of this process for its start. More of them are free again after it than
+            the connection needs, for which libzmq must find one, or it ends the process.
     """
+
+    descriptors: ClassVar[int] = 14
 
     def __init__(
         self,

@@ -1107,6 +1107,8 @@ class Scheduler:
             for i, answered in enumerate(entry.answered)
             if not answered
         ]
+        if not self.serving:
+            where += self.lives.health(now).reasons
         error = PredictTimeoutError(f"no answer within {entry.timeout:g} s: {', '.join(where)}")
         for w, run in runs:
             if run is w.runs[0] and not w.doomed:

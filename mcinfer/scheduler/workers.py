@@ -311,7 +311,7 @@ class WorkerLives:
         """Why a worker does not serve, or may not; empty if it does."""
         after = f": {w.last_error}" if w.last_error and not self.closing else ""
         if w.doomed and w.state is not WorkerState.GONE:
-            return f"{w.name} is being killed{after}"
+            return f"{w.name} is being ended{after}"
         if w.retiring:
             return f"{w.name} is being replaced"
         if w.state is WorkerState.CONNECTED and w.leader is not None:

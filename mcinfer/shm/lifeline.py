@@ -123,6 +123,10 @@ class Lifeline:
             self._received[other] = (size, fd, token)
         return self._received.pop(number)
 
+    def hang_up(self) -> None:
+        """End both directions: whoever polls either end sees it."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the socket, and the descriptors that were not taken."""
         close_all([fd for _, fd, _ in self._received.values()])

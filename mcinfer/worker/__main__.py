@@ -10,6 +10,7 @@ then ends this process, since the main thread may be deep in an import or a nati
 """
 
 import json
+import logging
 import os
 import resource
 import signal
@@ -36,11 +37,12 @@ def main() -> int:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = start["pythonpath"]
+    logging.basicConfig(level=start["log_level"], format="%(levelname)s %(name)s: %(message)s")
     if "rank" in start:
         from mcinfer.worker.server import follow
 
         build = start["build"].encode("latin-1")
-        return follow(start["rank"], start["socket"], build, start["log_level"])
+        return follow(start["rank"], start["socket"], build)
     from mcinfer.runtime.cancels import Cancels
     from mcinfer.runtime.transport import connect
     from mcinfer.worker.server import serve
@@ -48,7 +50,7 @@ def main() -> int:
     cancels = Cancels.inherited(start["cancels"])
     connection = connect(start["transport"], start["connection"])
     tokens = (start["hello_token"], start["build_token"])
-    return serve(connection, tokens, lifeline, cancels, start["log_level"], start["ranks"])
+    return serve(connection, tokens, lifeline, cancels, start["ranks"])
 
 
 def _limit_memory(size: int) -> None:

@@ -29,7 +29,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mcinfer.collectives.base import DEFAULT_TIMEOUT
-from mcinfer.config import CARD_KINDS, Device
+from mcinfer.config import CARD_KINDS, INLINE, Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
     Buffer,
@@ -140,16 +140,17 @@ def serve(
     tokens: tuple[str, str],
     lifeline: Lifeline,
     cancels: Cancels,
-    log_level: int,
     followers: Sequence[int] = (),
+    *,
+    in_thread: bool = False,
 ) -> int:
-    """Serve the master until EXIT, and close the connection; the exit status.
+    """Serve the master until EXIT or a hang-up, and close all that was opened; the exit status.
 
     The worker shows the first token in HELLO, the master the second in BUILD. The lifeline brought both.
-    `followers` are descriptors of sockets to the other ranks of its group.
+    `followers` are descriptors of sockets to the other ranks of its group. `in_thread`: no watcher ends this
+    process when the master hangs up, since the master is in it.
     """
-    _set_up_log(log_level)
-    server = Server(connection, tokens[1], lifeline, cancels, followers)
+    server = Server(connection, tokens[1], lifeline, cancels, followers, in_thread=in_thread)
     try:
         server.send(Hello(version=VERSION, pid=os.getpid(), token=tokens[0]))
         server.loop()
@@ -172,16 +173,14 @@ def serve(
     return 0
 
 
-def follow(rank: int, fd: int, build: bytes, log_level: int) -> int:
+def follow(rank: int, fd: int, build: bytes) -> int:
     """Be a rank above 0 of a group, until its rank 0 ends it; the exit status.
 
     Args:
         rank: Its number.
         fd: The descriptor of the socket to rank 0.
         build: Its BUILD, which the lifeline brought.
-        log_level: Level of its log.
     """
-    _set_up_log(log_level)
     message = decode(build)
     if not isinstance(message, Build):
         raise ProtocolError(f"got {type(message).__name__}, expected Build")
@@ -191,10 +190,6 @@ def follow(rank: int, fd: int, build: bytes, log_level: int) -> int:
 
     with closing(_inherited(fd)) as leader:
         return follow_leader(rank, message.ranks, leader, _pinned_request(message))
-
-
-def _set_up_log(level: int) -> None:
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
 
 
 def _inherited(fd: int) -> socket.socket:
@@ -207,9 +202,10 @@ def _pinned_request(message: Build) -> EngineRequest:
     """Pin this process to its cores, and say what it is to load."""
     if message.cores:
         os.sched_setaffinity(0, message.cores)
+    device = Device.parse(message.device)
     return EngineRequest(
         model=message.model,
-        device=Device.parse(message.device),
+        device=Device("cpu", 0) if device.kind == INLINE else device,
         threads=message.threads or len(message.cores) or len(os.sched_getaffinity(0)),
         inter_op_threads=message.inter_op_threads,
         shared_cores=message.shared,
@@ -249,8 +245,11 @@ class Server:
         lifeline: Lifeline,
         cancels: Cancels,
         followers: Sequence[int] = (),
+        *,
+        in_thread: bool = False,
     ) -> None:
         self._connection = connection
+        self._in_thread = in_thread
         self._token = token
         self._cancels = cancels
         self._lifeline = lifeline
@@ -273,8 +272,11 @@ class Server:
         self._lock = threading.Lock()
         self._running: tuple[int, int] | None = None
         self._cancelled: OrderedDict[tuple[int, int], None] = OrderedDict()
-        canceller = threading.Thread(target=self._cancel_runs, name="mcinfer-cancel", daemon=True)
-        canceller.start()
+        self._stopped = False
+        self._canceller = threading.Thread(
+            target=self._cancel_runs, name="mcinfer-cancel", daemon=True
+        )
+        self._canceller.start()
 
     def send(self, message: Message) -> None:
         self._conversation.advance(message)
@@ -283,12 +285,25 @@ class Server:
     def loop(self) -> None:
         """Serve until EXIT; raises `ProtocolError` at a message that does not fit."""
         wait = self._connection.wait
+        if self._in_thread:
+            wait = self._wait
+            self._poll.register(self._connection.fd, select.POLLIN)
+            self._poll.register(self._lifeline.fd, 0)  # a hang-up is always reported
         while True:
             data = self._next() if self._begun else wait()
             if data and data[0] == PREDICT:
                 self.predict(data)
             elif not self.handle(decode(data)):
                 return
+
+    def _wait(self) -> bytes:
+        """The next message; `ConnectionResetError` once the master, in this process, has hung up."""
+        while not self._stopped:
+            data = self._connection.receive()
+            if data is not None:
+                return data
+            self._poll.poll()
+        raise ConnectionResetError("the master has hung up")
 
     def handle(self, message: Message) -> bool:
         """Follow a message other than PREDICT; whether more may come.
@@ -341,6 +356,11 @@ class Server:
         for number in [*self._offered]:
             self._detach(number)
         self._connection.close()
+        self._stopped = True
+        self._cancels.hang_up()
+        self._canceller.join()
+        self._cancels.close()
+        self._lifeline.close()
 
     def _check_master(self, message: Build) -> None:
         shown, expected = (
@@ -429,6 +449,8 @@ class Server:
         return (block.number, block.size), card.reaches
 
     def _report_progress(self, state: Mapping[str, Any]) -> None:
+        if self._stopped:
+            raise RunCancelledError("the master has hung up")
         self.send(Preparing(seconds=float(state["seconds"]), written=state["written"]))
 
     def predict(self, data: bytes) -> None:
@@ -641,8 +663,8 @@ class Server:
         key = (request, shard)
         self._engine.arm()
         with self._lock:
-            if self._cancelled and key in self._cancelled:
-                del self._cancelled[key]
+            if self._stopped or (self._cancelled and key in self._cancelled):
+                self._cancelled.pop(key, None)
                 raise RunCancelledError("the run was cancelled before it began")
             self._running = key
         start = time.perf_counter()
@@ -654,22 +676,25 @@ class Server:
                 self._running = None
 
     def _cancel_runs(self) -> None:
-        """The canceller's loop."""
-        while True:
-            try:
-                key = self._cancels.wait()
-            except ProtocolError:
-                _log.exception("the master's message does not fit")
-                os._exit(1)
-            if key is None:
-                return
-            with self._lock:
-                if key == self._running:
-                    self._engine.cancel()
-                    continue
-                self._cancelled[key] = None
-                if len(self._cancelled) > _MAX_CANCELLED:
-                    self._cancelled.popitem(last=False)
+        """The canceller's loop, until a hang-up, which also ends the run in progress and the main thread."""
+        try:
+            while (key := self._cancels.wait()) is not None:
+                with self._lock:
+                    if key == self._running:
+                        self._engine.cancel()
+                        continue
+                    self._cancelled[key] = None
+                    if len(self._cancelled) > _MAX_CANCELLED:
+                        self._cancelled.popitem(last=False)
+        except ProtocolError:
+            _log.exception("the master's message does not fit")
+        if self._stopped:
+            return
+        with self._lock:
+            self._stopped = True
+            if self._running is not None:
+                self._engine.cancel()
+        self._lifeline.hang_up()
 
     def _place(
         self, produced: Sequence[Produced | Strings], bound: tuple[TensorRef, ...]

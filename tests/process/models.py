@@ -30,7 +30,7 @@ affine (float[batch, 4] x) => (float[batch, 4] y) <float two = {2.0}, float one 
 Inputs = dict[str, NDArray[Any]]
 
 
-def fake_master(model: Path, workers: int, **options: Any) -> Master:
+def fake_master(model: Path, workers: int | str, **options: Any) -> Master:
     """A master of the engine "fake", which believes what the model declares of its split."""
     return Master(model, workers, engine="fake", verify="never", **options)
 

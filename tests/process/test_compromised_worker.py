@@ -61,7 +61,7 @@ def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def killed(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [text for text in texts(caplog) if text.endswith("it is killed")]
+    return [text for text in texts(caplog) if text.endswith("it is ended")]
 
 
 def ask_until_restarted(master: Master, restarts: int) -> None:

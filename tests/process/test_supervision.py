@@ -206,7 +206,7 @@ def test_log_has_the_stacks_of_a_run_that_hangs(
         wait_until(lambda: all_gone([hung]))
         master.wait_ready(20.0)
     [error] = [r for r in caplog.records if r.levelno == logging.ERROR]
-    assert error.getMessage() == f"worker 0 (cpu:0, pid {hung}): did not stop in time; it is killed"
+    assert error.getMessage() == f"worker 0 (cpu:0, pid {hung}): did not stop in time; it is ended"
     [death] = [r for r in caplog.records if f"pid {hung}) killed by SIGKILL" in r.getMessage()]
     text = death.getMessage()
     assert caplog.records.index(error) < caplog.records.index(death)

@@ -167,6 +167,18 @@ def test_actor_with_less_than_a_cpu_claims_no_core(cluster: Path, actor: MakeAct
     assert logged(cluster).count("the workers are not pinned") == before
 
 
+def test_inline_actor_has_no_worker_and_claims_no_core(cluster: Path, actor: MakeActor) -> None:
+    before = logged(cluster).count("the workers are not pinned")
+    inline, pinned = actor(Actor, encoder(), devices="inline"), actor(Actor, encoder())
+    (own,), (worker,) = pids(inline), pids(pinned)
+    assert not psutil.Process(own).children()
+    assert psutil.Process(own).cpu_affinity() == CORES
+    assert len(psutil.Process(worker).cpu_affinity()) == 1
+    first, second = ray.get([one.predict.remote([IMAGES]) for one in (inline, pinned)], timeout=60)
+    np.testing.assert_allclose(first["embedding"], second["embedding"], atol=1e-5)
+    assert logged(cluster).count("the workers are not pinned") == before
+
+
 def test_actor_that_starts_again_serves_on_its_core(actor: MakeActor) -> None:
     one = actor(Actor, encoder(), of_ray={"max_restarts": 1, "max_task_retries": 1})
     (first,) = map(psutil.Process, pids(one))

@@ -1,0 +1,94 @@
+"""A worker that is a thread of this process: `Master(model, devices="inline")`.
+
+::
+
+    the loop ◄══ messages, lifeline, CANCEL, as with a process ══► thread: Server ──► Engine, in this process
+
+Ownership: the thread has descriptors and mappings of its own, so nothing that the master closes is taken from
+a run that goes on. A thread cannot be killed: `kill` ends its run through the engine, and then it. A thread
+whose run does not end keeps what it has; no other is started in its place before its end.
+"""
+
+import json
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from mcinfer.process import Inherited
+from mcinfer.runtime.cancels import Cancels
+from mcinfer.runtime.transport import connect
+from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
+from mcinfer.shm.lifeline import Lifeline
+from mcinfer.worker.server import serve
+
+_log = logging.getLogger("mcinfer.worker")
+
+
+class InlineWorker(WorkerProcess):
+    """As a worker's process; `pid` is this process's, and `pidfd` is readable once the thread has ended."""
+
+    descriptors = WorkerProcess.descriptors + 24  # both ends of all channels, and a ZeroMQ context
+
+    def _launch(self, given: Sequence[int], output: OutputForwarder, inherited: Inherited) -> None:
+        del output, inherited  # the thread has this process's
+        self._status = 0
+        self._stacks_text = ""
+        self.pid = os.getpid()
+        with ExitStack() as opened:
+            own = []
+            for fd in given[:3]:  # lifeline, messages, CANCEL
+                own.append(os.dup(fd))
+                opened.callback(os.close, own[-1])
+            self.pidfd = os.eventfd(0)
+            opened.callback(os.close, self.pidfd)
+            own.append(os.dup(self.pidfd))
+            opened.callback(os.close, own[-1])
+            self._thread = threading.Thread(
+                target=self._serve, args=own, name="mcinfer-inline", daemon=True
+            )
+            self._thread.start()
+            opened.pop_all()
+
+    def _serve(self, channel: int, connection: int, cancels: int, ended: int) -> None:
+        try:
+            lifeline = Lifeline.inherited(channel)
+            start = json.loads(lifeline.greeting())
+            self._status = serve(
+                connect(start["transport"], connection),
+                (start["hello_token"], start["build_token"]),
+                lifeline,
+                Cancels.inherited(cancels),
+                in_thread=True,
+            )
+        except BaseException:  # also SystemExit, which ends this thread alone
+            self._status = 1
+            _log.exception("the thread of a worker failed")
+        finally:
+            os.eventfd_write(ended, 1)
+            os.close(ended)
+
+    def kill(self) -> None:
+        """Cancel its run, and have it end after that."""
+        self.killed = True
+        self.cancels.hang_up()
+
+    def ask_for_stacks(self) -> None:
+        """Note where it is now."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        self._stacks_text = "".join(traceback.format_stack(frame)) if frame else ""
+
+    def stacks(self) -> str:
+        return self._stacks_text
+
+    def wait(self) -> int:
+        """After its end, or until then: the status with which its process would have ended."""
+        self._thread.join()
+        return 0 if self.killed else self._status
+
+    def abandon(self) -> None:
+        self.cancels.hang_up()
+        super().abandon()

@@ -1,0 +1,411 @@
+"""`Master(model, devices="inline")`: all that a pool does, by a thread of this process, and what differs."""
+
+import asyncio
+import ctypes
+import gc
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from mcinfer import (
+    BuildError,
+    ClosedError,
+    EngineOptions,
+    InvalidInputError,
+    Limits,
+    Master,
+    ModelNotFoundError,
+    Parallel,
+    PredictError,
+    PredictTimeoutError,
+    RestartPolicy,
+    Timeouts,
+)
+from tests.process.models import (
+    FakeModel,
+    Inputs,
+    OnnxModel,
+    SharedMaster,
+    act,
+    assert_answers,
+    fake_master,
+    rows,
+)
+from tests.process.scripts import PREAMBLE, Program
+from tests.process.waiting import HeldPipe, wait_for_states, wait_until
+
+HANGS, FAILS = -1.0, -2.0
+"""First numbers of requests whose run lasts until it is cancelled, and whose run fails."""
+
+INLINE = "inline"
+THREAD = "mcinfer-inline"
+
+Threads = Callable[[], set[threading.Thread]]
+
+both = pytest.mark.parametrize("devices", [1, INLINE])
+
+
+@pytest.fixture(scope="module", params=[1, INLINE])
+def master(request: pytest.FixtureRequest, shared_master: SharedMaster) -> Master:
+    return shared_master(request.param, acts={"when": {"-1": "sleep:600", "-2": "fail"}})
+
+
+def text_of(body: str) -> str:
+    """An ONNX model in text format."""
+    return f'<ir_version: 9, opset_import: ["": 17]>\nm {body}'
+
+
+def assert_as_plain(master: Master, path: Path, inputs: Inputs) -> None:
+    """Fail unless the answer has the bits of a plain session's."""
+    plain = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    answer = master.predict(inputs)
+    for name, value in zip(answer, plain.run(None, inputs), strict=True):
+        np.testing.assert_array_equal(answer[name], value)
+
+
+@pytest.fixture
+def threads() -> Threads:
+    """Gives the threads of workers that were started in this test."""
+    known = {*threading.enumerate()}
+
+    def find() -> set[threading.Thread]:
+        return {one for one in threading.enumerate() if one.name == THREAD} - known
+
+    return find
+
+
+# As with a worker's process.
+
+
+async def ask_async(master: Master, inputs: Inputs) -> Any:
+    return await master.predict_async(inputs)
+
+
+def test_every_way_to_ask_is_answered(master: Master) -> None:
+    given = rows(5)
+    assert_answers(master.predict(given), given)
+    assert_answers(master.predict([given["x"]]), given)
+    assert_answers(master.predict(rows(0)), rows(0))
+    assert_answers(master.submit(given).result(20.0), given)
+    assert_answers(asyncio.run(ask_async(master, given)), given)
+    for i, answer in enumerate(master.map(rows(1, first=i) for i in range(6))):
+        assert_answers(answer, rows(1, first=i))
+    own = master.allocate({"x": (3, 4)})
+    own["x"][:] = rows(3)["x"]
+    assert_answers(master.predict(own, outputs=["y"], shards=2), rows(3))
+
+
+def test_request_that_is_wrong_or_fails_harms_no_other(master: Master) -> None:
+    before = master.statistics()
+    with pytest.raises(InvalidInputError, match="'x' has size 3"):
+        master.predict([rows(2)["x"][:, :3]])
+    with pytest.raises(PredictError, match="asked to fail"):
+        master.predict(act(FAILS))
+    assert_answers(master.predict(rows(1)), rows(1))
+    after = master.statistics()
+    assert after.accepted - before.accepted == 2
+    assert (after.succeeded - before.succeeded, after.failed - before.failed) == (1, 1)
+    assert after.workers[0].completed > before.workers[0].completed
+    assert str(master.health()) == "ready: 1 of 1 workers serve"
+
+
+def test_run_that_is_late_or_cancelled_is_ended_and_its_session_kept(master: Master) -> None:
+    with pytest.raises(PredictTimeoutError, match=r"no answer within 0\.1 s"):
+        master.predict(act(HANGS), timeout=0.1)
+    future = master.submit(act(HANGS))
+    wait_for_states(master, "busy")
+    assert future.cancel()
+    assert_answers(master.predict(rows(1), timeout=20.0), rows(1))
+    (worker,) = master.statistics().workers
+    assert (worker.state, worker.restarts) == ("ready", 0)
+
+
+@both
+def test_higher_priority_goes_first(fake_model: FakeModel, devices: int | str) -> None:
+    order: list[int] = []
+
+    def note(priority: int, _: object) -> None:
+        order.append(priority)
+
+    with fake_master(fake_model(run="sleep:0.05"), devices) as pool:
+        for priority in (*[0] * 5, 1):
+            future = pool.submit(rows(1), priority=priority)
+            future.add_done_callback(partial(note, priority))
+        wait_until(lambda: len(order) == 6)
+    assert order.index(1) < 3  # after the run in progress, and the one that waits at the worker
+
+
+@both
+def test_requests_are_joined_once_two_have_shown_that_it_is_right(
+    onnx_model: OnnxModel, devices: int | str
+) -> None:
+    path = onnx_model(text_of("(float[?, 4] x) => (float[?, 4] y) { y = Relu(x) }"))
+    with Master(path, devices, max_batch_size=8, max_delay=0.05) as joining:
+
+        def ask(count: int) -> None:
+            futures = [joining.submit(rows(1, first=i)) for i in range(count)]
+            for i, future in enumerate(futures):
+                np.testing.assert_array_equal(future.result(20.0)["y"], rows(1, first=i)["x"])
+
+        ask(4)
+        wait_until(lambda: joining.split.checked)
+        assert joining.split.splits
+        ask(8)
+        (worker,) = joining.statistics().workers
+        assert worker.completed > worker.runs
+
+
+@both
+def test_weights_are_replaced_between_two_runs(fake_model: FakeModel, devices: int | str) -> None:
+    model = fake_model(
+        outputs=(["y", "float32", ["batch", 4], {"from": "x", "scale": 0, "add": "w"}],),
+        weights=[["w", "float32", [4], 3.0]],
+    )
+    options = EngineOptions(variable_weights=["w"])
+    with fake_master(model, devices, options=options) as replaced:
+        assert (replaced.predict(rows(2))["y"] == 3.0).all()
+        assert replaced.update_weights({"w": np.full(4, 5.0, np.float32)}) == 1
+        assert (replaced.predict(rows(2))["y"] == 5.0).all()
+
+
+@both
+def test_sessions_are_replaced_under_traffic_and_draining_answers_all(
+    fake_model: FakeModel, devices: int | str
+) -> None:
+    pool = fake_master(fake_model(run="sleep:0.01"), devices).start()
+    futures = [pool.submit(rows(1, first=i)) for i in range(10)]
+    pool.restart_workers(timeout=20.0)
+    futures += [pool.submit(rows(1, first=i)) for i in range(10, 20)]
+    assert pool.statistics().workers[0].restarts == 1
+    pool.close(drain=True)
+    for i, future in enumerate(futures):
+        assert_answers(future.result(0.0), rows(1, first=i))
+    with pytest.raises(ClosedError):
+        pool.predict(rows(1))
+
+
+@both
+def test_model_that_cannot_be_loaded_is_a_build_error(
+    fake_model: FakeModel, tmp_path: Path, devices: int | str
+) -> None:
+    with pytest.raises(BuildError, match="asked to fail"):
+        fake_master(fake_model(build="fail"), devices).start()
+    with pytest.raises(ModelNotFoundError):
+        Master(tmp_path / "none.onnx", devices).start()
+
+
+# By ONNX Runtime, in this process.
+
+
+def test_models_of_all_kinds_have_the_bits_of_a_plain_session(onnx_model: OnnxModel) -> None:
+    fixed = onnx_model(text_of("(float[1, 4] x) => (float[1, 4] y) { y = Softmax(x) }"))
+    with Master(fixed, INLINE) as master:
+        x = rows(5)["x"] / 7
+        answer = master.predict([x])["y"]  # five runs
+        plain = onnxruntime.InferenceSession(fixed, providers=["CPUExecutionProvider"])
+        for i in range(5):
+            np.testing.assert_array_equal(
+                answer[i : i + 1], plain.run(None, {"x": x[i : i + 1]})[0]
+            )
+        assert master.statistics().workers[0].runs == 5
+    unknown = onnx_model(text_of("(float[n, 4] x) => (int64[2, found] y) { y = NonZero(x) }"))
+    with Master(unknown.read_bytes(), INLINE) as master:
+        assert_as_plain(master, unknown, rows(3))
+        assert_as_plain(master, unknown, rows(4))
+    texts = onnx_model(text_of("(string[n] x) => (string[n] y) { y = Identity(x) }"))
+    with Master(texts, INLINE, verify="never") as master:
+        assert master.predict({"x": ["", "雪"]})["y"].tolist() == ["", "雪"]
+
+
+def test_prepared_weights_are_mapped_while_it_is_open(
+    tmp_path: Path, prepared_models: Path
+) -> None:
+    w = np.random.default_rng(0).normal(size=(4, 1 << 14)).astype(np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "wide",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 1 << 14])],
+        [numpy_helper.from_array(w, "w")],
+    )
+    path = tmp_path / "wide.onnx"
+    onnx.save(
+        helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)]), path
+    )
+
+    def is_mapped() -> bool:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        return any(line.endswith("/weights.bin") and str(prepared_models) in line for line in maps)
+
+    with Master(path, INLINE, options=EngineOptions(prepare="always")) as master:
+        assert_as_plain(master, path, rows(3))
+        assert is_mapped()
+        master.restart_workers()
+        assert_as_plain(master, path, rows(3))
+    assert not is_mapped()
+
+
+# What differs.
+
+
+def test_worker_is_this_process_and_named_inline(fake_model: FakeModel, threads: Threads) -> None:
+    with fake_master(fake_model(), INLINE) as master:
+        assert repr(master) == "<Master model1.json on inline: ready>"
+        (worker,) = master.statistics().workers
+        assert (worker.device, worker.pid) == (INLINE, os.getpid())
+        assert len(threads()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("cores: got", {"options": EngineOptions(cores=[[0]])}),
+        ("parallel: got", {"parallel": Parallel(tensor=2)}),
+        ("worker_memory_bytes: got", {"limits": Limits(worker_memory_bytes=1 << 30)}),
+        ("max_memory_bytes: got", {"restart": RestartPolicy(max_memory_bytes=1 << 30)}),
+    ],
+)
+def test_what_only_a_process_has_is_refused(words: str, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{words} .*inline.*expected None"):
+        Master("model.onnx", INLINE, **options)
+
+
+def test_run_that_hangs_is_waited_for_before_another_session_opens(
+    fake_model: FakeModel, tmp_path: Path, threads: Threads
+) -> None:
+    timeouts = Timeouts(cancel_grace=0.1)
+    pipe = HeldPipe(tmp_path / "run0")
+    model = fake_model(run=f"told:{tmp_path / 'run'}")
+    with fake_master(model, INLINE, timeouts=timeouts) as master:
+        try:
+            future = master.submit(rows(1), timeout=0.2)
+            pipe.wait()
+            assert isinstance(future.exception(20.0), PredictTimeoutError)
+            wait_until(lambda: "did not stop in time" in str(master.health()))
+            with pytest.raises(PredictTimeoutError, match=r"waited for a worker.*did not stop"):
+                master.predict(rows(1), timeout=0.1)
+            (hanging,) = threads()
+            waiting = master.submit(rows(1))
+            pipe.tell("")
+        finally:
+            pipe.close()
+        assert_answers(waiting.result(20.0), rows(1))
+        (thread,) = threads()
+        assert thread is not hanging
+        assert master.statistics().workers[0].restarts == 1
+
+
+def test_thread_that_fails_is_replaced_and_costs_no_request(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture, threads: Threads
+) -> None:
+    with fake_master(fake_model(), INLINE) as master:
+        (thread,) = threads()
+        ident = ctypes.c_ulong(thread.ident or 0)
+        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
+        assert_answers(master.predict(rows(1), timeout=20.0), rows(1))
+        assert threads().isdisjoint({thread})
+        assert master.statistics().workers[0].restarts == 1
+    assert "the thread of a worker failed" in caplog.text
+
+
+def test_master_that_is_garbage_leaves_no_thread_whatever_it_was_at(
+    fake_model: FakeModel, threads: Threads
+) -> None:
+    master = fake_master(fake_model(when={"-1": "sleep:60"}), INLINE).start()
+    future = master.submit(act(HANGS))
+    wait_for_states(master, "busy")
+    del master
+    gc.collect()
+    assert isinstance(future.exception(20.0), ClosedError)
+    wait_until(lambda: not threads())
+
+
+@pytest.mark.thorough
+def test_close_does_not_wait_for_a_run_that_never_ends(
+    fake_model: FakeModel, tmp_path: Path, threads: Threads
+) -> None:
+    pipe = HeldPipe(tmp_path / "run0")
+    model = fake_model(run=f"told:{tmp_path / 'run'}")
+    try:
+        master = fake_master(model, INLINE, timeouts=Timeouts(close=0.0)).start()
+        future = master.submit(rows(1))
+        pipe.wait()
+        master.close()  # after KILLED_ENDS of mcinfer/scheduler/scheduler.py
+        assert isinstance(future.exception(0.0), ClosedError)
+        assert len(threads()) == 1
+    finally:
+        pipe.close()
+    wait_until(lambda: not threads())
+
+
+def test_program_is_left_as_it_is_and_starts_no_process(
+    fake_model: FakeModel, onnx_model: OnnxModel
+) -> None:
+    text = """
+import logging, resource, threading
+started = []
+sys.addaudithook(lambda event, args: event in (
+    "subprocess.Popen", "os.fork", "os.posix_spawn", "os.system") and started.append(event))
+
+def state():
+    limits = [resource.getrlimit(n) for n in range(16)]
+    handlers = [signal.getsignal(n) for n in signal.valid_signals()]
+    return sys.path[:], os.sched_getaffinity(0), limits, handlers, logging.root.handlers[:]
+
+before = state()
+with mcinfer.Master(sys.argv[1], "inline", engine="fake", verify="never") as master, mcinfer.Master(
+    sys.argv[2], "inline") as other:
+    say(master.predict(X)["y"].sum(), other.predict(X)["y"].sum())
+    say(state() == before, started)
+    child = os.fork()
+    if not child:
+        try:
+            master.predict(X)
+        except mcinfer.ClosedError as exc:
+            sys.exit(7 if "forked" in str(exc) else 8)
+        sys.exit(9)
+    say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), master.predict(X)["y"].sum())
+BUSY = {"x": np.full((1, 4), -1, np.float32)}
+master = mcinfer.Master(sys.argv[1], "inline", engine="fake").start()
+master.submit(BUSY)
+child = os.fork()  # which holds all ends of all sockets
+if not child:
+    signal.pause()
+master.close(timeout=0)
+say([thread.name for thread in threading.enumerate()])
+os.kill(child, signal.SIGKILL)
+os.waitpid(child, 0)
+never_closed = mcinfer.Master(sys.argv[1], "inline", engine="fake").start()
+never_closed.submit(BUSY)
+"""
+    path = onnx_model(text_of("(float[n, 4] x) => (float[n, 4] y) { y = Neg(x) }"))
+    with Program(PREAMBLE + text, fake_model(when={"-1": "sleep:60"}), path) as program:
+        ended = program.wait()
+        assert (ended.status, ended.err) == (0, "")
+        assert ended.out.splitlines() == ["48.0 -16.0", "True []", "7 48.0", "['MainThread']"]
+
+
+def test_ctrl_c_ends_a_call_and_the_run(fake_model: FakeModel) -> None:
+    text = """
+with mcinfer.Master(sys.argv[1], "inline", engine="fake", verify="never") as master:
+    try:
+        say("asks")
+        master.predict({"x": np.full((1, 4), -1, np.float32)})
+    except KeyboardInterrupt:
+        say(master.predict(X, timeout=20.0)["y"].sum())
+"""
+    with Program(PREAMBLE + text, fake_model(when={"-1": "sleep:60"})) as program:
+        assert program.line() == "asks"
+        program.interrupt()
+        assert program.line() == "48.0"
+        ended = program.wait()
+        assert (ended.status, ended.err) == (0, "")
