@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,9 +26,9 @@ from tests.process.scripts import ROOT, Program, run_documented
 from tests.process.waiting import all_gone
 
 HOWTO = ROOT / "docs" / "howto"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "start.md", *sorted(HOWTO.glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(HOWTO.glob("*.md"))]
 
-PRINTING = ["README.md", "docs/start.md", "docs/howto/docker.md", "docs/howto/files.md"]
+PRINTING = ["README.md", "docs/howto/files.md"]
 """Pages whose program prints, in every run, what the page shows."""
 
 
@@ -48,7 +50,7 @@ def program(page: Path) -> str:
 
 def test_every_page_has_one_program_and_a_test() -> None:
     assert all(program(page) for page in PAGES)
-    others = {"fastapi", "gunicorn", "lora", "notebook", "pytest"}
+    others = {"docker", "fastapi", "gunicorn", "lora", "notebook", "pytest"}
     shown = {Path(page).stem for page in PRINTING} | others
     assert shown == {page.stem for page in PAGES}
 
@@ -77,6 +79,43 @@ def test_fixture_is_used_by_passing_tests(tmp_path: Path) -> None:
         ended = tests.wait(50.0)
     assert ended.status == 0, ended.out
     assert "2 passed" in ended.out
+
+
+def test_image_has_all_that_its_program_needs(tmp_path: Path) -> None:
+    """The steps of the Dockerfile that copy, install the package and run the program."""
+    page, image = HOWTO / "docker.md", tmp_path / "image"
+    [text], [shown] = blocks(page, "dockerfile"), blocks(page, "text")
+    ignored = (ROOT / ".dockerignore").read_text("utf-8").replace("**/", "").split()
+    not_sent = shutil.ignore_patterns(*ignored)
+    (context := tmp_path / "context").mkdir()
+    (context / "app.py").write_text(program(page), encoding="utf-8")
+    for step in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
+        *names, to = step.split()
+        target = image / (to.lstrip("/") if to.startswith("/") else f"app/{to}")
+        for name in names:
+            source = context / name if name == "app.py" else ROOT / name
+            assert not not_sent("", [name]), f"{name} is in .dockerignore"
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=not_sent)
+            else:
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, target)
+    build = [sys.executable, "setup.py", "--quiet", "build", "--build-lib", str(image / "packages")]
+    subprocess.run(build, cwd=image / "src", check=True, timeout=50)
+    assert (image / "packages" / "mcinfer" / "__init__.py").is_file()  # else that of ROOT would do
+    [command] = re.findall(r"^CMD (.+)$", text, re.MULTILINE)
+    interpreter, *arguments = json.loads(command)
+    assert interpreter == "python"
+    packages = {**os.environ, "PYTHONPATH": str(image / "packages")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=image / "app",
+        env=packages,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, shown, "")
 
 
 UVICORN = ("uvicorn", "service:app", "--port", "0")
