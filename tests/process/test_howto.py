@@ -1,4 +1,4 @@
-"""The programs of README.md, docs/start.md and docs/howto/: one on each page, which does what it says."""
+"""The programs of README.md, docs/start.md and docs/howto/, which do what their pages say."""
 
 import io
 import json
@@ -8,16 +8,19 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPConnection
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from venv import EnvBuilder
 
 import numpy as np
 import onnx
 import psutil
 import pytest
+from packaging.requirements import Requirement
 
 from examples.build_encoder import build_encoder
 from mcinfer import errors
@@ -79,6 +82,63 @@ def test_fixture_is_used_by_passing_tests(tmp_path: Path) -> None:
         ended = tests.wait(50.0)
     assert ended.status == 0, ended.out
     assert "2 passed" in ended.out
+
+
+def installed_by(line: str, folder: Path) -> Path:
+    """An environment with what `pip install '.[extras]'` brings, linked from this one; its programs."""
+    EnvBuilder(symlinks=True).create(folder)
+    [packages] = folder.glob("lib/python*/site-packages")
+    [extras] = re.findall(r"pip install '\.\[(.+)\]'", line)
+    wanted = [("mcinfer", extra) for extra in extras.split(",")]
+    for name, extra in wanted:  # which grows
+        for needed in map(Requirement, metadata.requires(name) or ()):
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                found = [(needed.name, one) for one in ("", *needed.extras)]
+                wanted += [one for one in found if one not in wanted]
+    for name in {name for name, _ in wanted} - {"mcinfer"}:
+        distribution = metadata.distribution(name)
+        for part in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            (packages / part).symlink_to(str(distribution.locate_file(part)))
+    command = folder / "bin" / "mcinfer"
+    command.write_text('#!/bin/sh\nexec python -m mcinfer "$@"\n', encoding="utf-8")
+    command.chmod(0o755)
+    return folder / "bin"
+
+
+@pytest.mark.parametrize(
+    "shorter",
+    [
+        {
+            "--duration 0.5": "--count 1 --concurrency 1 --modes sharded --against none",
+            "tune model.onnx": "tune --help; :",
+        },
+        pytest.param({}, marks=pytest.mark.thorough),
+    ],
+)
+def test_start_page_runs_with_what_its_install_line_brings(
+    shorter: Mapping[str, str], tmp_path: Path
+) -> None:
+    """Step by step, in one folder; the measurements of the page take long, so they may be shorter here."""
+    text = (ROOT / "docs" / "start.md").read_text("utf-8")
+    step = r"^```(\w+)\n(.*?)^```$|((?:^    [^\n]+\n)+)"
+    steps = re.findall(step, text, re.MULTILINE | re.DOTALL)
+    install = steps.pop(0)[2]
+    programs = installed_by(install, tmp_path / "environment")
+    path = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    printed = ""
+    for language, content, commands in steps:
+        if language == "text":
+            assert printed == content
+        elif language == "python":
+            printed = run_documented(content, tmp_path, str(programs / "python"))
+        else:
+            for longer, short in shorter.items():
+                commands = commands.replace(longer, short)
+            done = subprocess.run(
+                ["sh", "-ec", commands], cwd=tmp_path, env=path, capture_output=True, timeout=50
+            )
+            assert done.returncode == 0, (commands, done.stderr)
+    assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
 def test_image_has_all_that_its_program_needs(tmp_path: Path) -> None:
