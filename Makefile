@@ -101,9 +101,10 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# All of docs/benchmarks.md anew, with mcinfer's own runner.
+# All of docs/benchmarks.md anew, with mcinfer's own runner, and README's picture of it.
 bench: .venv/installed
 	$(BIN)/python benchmarks/page.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/speed_plot.py docs/benchmarks.md docs/speed.svg
 
 # The same runner against Ray, loky and OpenVINO.
 bench-peers: .venv-peers/installed

@@ -129,9 +129,9 @@ def run_example(
     return subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=cwd)
 
 
-def run_documented(text: str, folder: Path) -> str:
+def run_documented(text: str, folder: Path, python: str = sys.executable) -> str:
     """Run a program of the documentation in a folder to its end, without a warning: what it prints."""
-    with Program(text, cwd=folder, command=(sys.executable, "-W", "error")) as program:
+    with Program(text, cwd=folder, command=(python, "-W", "error")) as program:
         ended = program.wait()
     assert (ended.status, ended.err) == (0, "")
     return ended.out

@@ -1,21 +1,26 @@
-"""The programs of README.md, docs/start.md and docs/howto/: one on each page, which does what it says."""
+"""The programs of README.md, docs/start.md and docs/howto/, which do what their pages say."""
 
 import io
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPConnection
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from venv import EnvBuilder
 
 import numpy as np
 import onnx
 import psutil
 import pytest
+from packaging.requirements import Requirement
 
 from examples.build_encoder import build_encoder
 from mcinfer import errors
@@ -24,9 +29,9 @@ from tests.process.scripts import ROOT, Program, run_documented
 from tests.process.waiting import all_gone
 
 HOWTO = ROOT / "docs" / "howto"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "start.md", *sorted(HOWTO.glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(HOWTO.glob("*.md"))]
 
-PRINTING = ["README.md", "docs/start.md", "docs/howto/docker.md", "docs/howto/files.md"]
+PRINTING = ["README.md", "docs/howto/files.md"]
 """Pages whose program prints, in every run, what the page shows."""
 
 
@@ -48,7 +53,7 @@ def program(page: Path) -> str:
 
 def test_every_page_has_one_program_and_a_test() -> None:
     assert all(program(page) for page in PAGES)
-    others = {"fastapi", "gunicorn", "lora", "notebook", "pytest"}
+    others = {"docker", "fastapi", "gunicorn", "lora", "notebook", "pytest"}
     shown = {Path(page).stem for page in PRINTING} | others
     assert shown == {page.stem for page in PAGES}
 
@@ -77,6 +82,100 @@ def test_fixture_is_used_by_passing_tests(tmp_path: Path) -> None:
         ended = tests.wait(50.0)
     assert ended.status == 0, ended.out
     assert "2 passed" in ended.out
+
+
+def installed_by(line: str, folder: Path) -> Path:
+    """An environment with what `pip install '.[extras]'` brings, linked from this one; its programs."""
+    EnvBuilder(symlinks=True).create(folder)
+    [packages] = folder.glob("lib/python*/site-packages")
+    [extras] = re.findall(r"pip install '\.\[(.+)\]'", line)
+    wanted = [("mcinfer", extra) for extra in extras.split(",")]
+    for name, extra in wanted:  # which grows
+        for needed in map(Requirement, metadata.requires(name) or ()):
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                found = [(needed.name, one) for one in ("", *needed.extras)]
+                wanted += [one for one in found if one not in wanted]
+    for name in {name for name, _ in wanted} - {"mcinfer"}:
+        distribution = metadata.distribution(name)
+        for part in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            (packages / part).symlink_to(str(distribution.locate_file(part)))
+    command = folder / "bin" / "mcinfer"
+    command.write_text('#!/bin/sh\nexec python -m mcinfer "$@"\n', encoding="utf-8")
+    command.chmod(0o755)
+    return folder / "bin"
+
+
+@pytest.mark.parametrize(
+    "shorter",
+    [
+        {
+            "--duration 0.5": "--count 1 --concurrency 1 --modes sharded --against none",
+            "tune model.onnx": "tune --help; :",
+        },
+        pytest.param({}, marks=[pytest.mark.thorough, pytest.mark.timeout(240)]),
+    ],
+)
+def test_start_page_runs_with_what_its_install_line_brings(
+    shorter: Mapping[str, str], tmp_path: Path
+) -> None:
+    """Step by step, in one folder; the measurements of the page take long, so they may be shorter here."""
+    text = (ROOT / "docs" / "start.md").read_text("utf-8")
+    step = r"^```(\w+)\n(.*?)^```$|((?:^    [^\n]+\n)+)"
+    steps = re.findall(step, text, re.MULTILINE | re.DOTALL)
+    install = steps.pop(0)[2]
+    programs = installed_by(install, tmp_path / "environment")
+    path = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    printed = ""
+    for language, content, commands in steps:
+        if language == "text":
+            assert printed == content
+        elif language == "python":
+            printed = run_documented(content, tmp_path, str(programs / "python"))
+        else:
+            for longer, short in shorter.items():
+                commands = commands.replace(longer, short)
+            done = subprocess.run(
+                ["sh", "-ec", commands], cwd=tmp_path, env=path, capture_output=True, timeout=200
+            )
+            assert done.returncode == 0, (commands, done.stderr)
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+def test_image_has_all_that_its_program_needs(tmp_path: Path) -> None:
+    """The steps of the Dockerfile that copy, install the package and run the program."""
+    page, image = HOWTO / "docker.md", tmp_path / "image"
+    [text], [shown] = blocks(page, "dockerfile"), blocks(page, "text")
+    ignored = (ROOT / ".dockerignore").read_text("utf-8").replace("**/", "").split()
+    not_sent = shutil.ignore_patterns(*ignored)
+    (context := tmp_path / "context").mkdir()
+    (context / "app.py").write_text(program(page), encoding="utf-8")
+    for step in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
+        *names, to = step.split()
+        target = image / (to.lstrip("/") if to.startswith("/") else f"app/{to}")
+        for name in names:
+            source = context / name if name == "app.py" else ROOT / name
+            assert not not_sent("", [name]), f"{name} is in .dockerignore"
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=not_sent)
+            else:
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, target)
+    build = [sys.executable, "setup.py", "--quiet", "build", "--build-lib", str(image / "packages")]
+    subprocess.run(build, cwd=image / "src", check=True, timeout=50)
+    assert (image / "packages" / "mcinfer" / "__init__.py").is_file()  # else that of ROOT would do
+    [command] = re.findall(r"^CMD (.+)$", text, re.MULTILINE)
+    interpreter, *arguments = json.loads(command)
+    assert interpreter == "python"
+    packages = {**os.environ, "PYTHONPATH": str(image / "packages")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=image / "app",
+        env=packages,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, shown, "")
 
 
 UVICORN = ("uvicorn", "service:app", "--port", "0")
@@ -147,6 +246,14 @@ def test_tutorial_goes_from_a_session_to_a_service(tmp_path: Path) -> None:
         content = answer_to(connection, "/denoise", (tmp_path / "batch.npz").read_bytes())
     expected = np.load(tmp_path / "expected.npy")
     np.testing.assert_allclose(np.load(io.BytesIO(content))["out_sample"], expected, atol=1e-3)
+
+
+def test_picture_of_speed_has_what_the_page_of_benchmarks_says(tmp_path: Path) -> None:
+    pages = [str(ROOT / "docs" / "benchmarks.md"), str(tmp_path / "speed.svg")]
+    script = str(ROOT / "benchmarks" / "speed_plot.py")
+    subprocess.run([sys.executable, script, *pages], check=True, timeout=50)
+    shown = (ROOT / "docs" / "speed.svg").read_text("utf-8")
+    assert shown == (tmp_path / "speed.svg").read_text("utf-8"), "run benchmarks/speed_plot.py"
 
 
 def test_troubleshooting_has_every_error() -> None:

@@ -1,9 +1,15 @@
 """What a real pool exports to Prometheus and OpenTelemetry, and the documentation's programs."""
 
+import json
 import re
+import signal
 import threading
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from socket import AF_INET, SOCK_STREAM, socket
+from urllib.request import urlopen
 
+import psutil
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -14,9 +20,9 @@ from prometheus_client import CollectorRegistry
 from mcinfer import PredictError, RequestTrace
 from mcinfer.exporters.opentelemetry import request_spans
 from mcinfer.exporters.prometheus import MasterCollector
-from tests.process.models import AFFINE, FakeModel, OnnxModel, act, fake_master, rows
+from tests.process.models import FakeModel, act, fake_master, rows
 from tests.process.scripts import PREAMBLE, ROOT, Program, run_documented
-from tests.process.waiting import wait_until
+from tests.process.waiting import all_gone, wait_until
 
 DOCS = ROOT / "docs" / "observability.md"
 PROGRAMS = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text("utf-8"), re.MULTILINE | re.DOTALL)
@@ -106,31 +112,87 @@ def test_spans_of_a_pool_are_below_their_callers(fake_model: FakeModel) -> None:
         assert times == sorted(times, key=lambda at: at or 0)
 
 
-PRINTED = [
+PRINTED = (
     r"102 requests, 99 % within \S+ ms\ncpu:0: ready, .* in \d+ runs\ncpu:1: ready, .*",
     r"request 0 succeeded: .*(\n  cpu:[01]: \d rows, waited .*){1,2}",
-    r'(?s).*mcinfer_requests_total\{model="model",outcome="succeeded"\} 1\.0.*',
     r'(?s)(?=.*"name": "example").*"name": "mcinfer\.run".*"name": "mcinfer\.request".*',
-]
+)
+STATISTICS, TRACES, ONE_PROCESS, GUNICORN, SESSION, SPANS = PROGRAMS
 
 
-def test_programs_of_the_documentation_run(
-    onnx_model: OnnxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests by which a split is learned count as well: another test may have learned it."""
+    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("_empty_cache")
+@pytest.mark.parametrize(
+    ("text", "printed"), [*zip((STATISTICS, TRACES, SPANS), PRINTED, strict=True)]
+)
+def test_program_of_the_documentation_prints_what_a_pool_did(
+    text: str, printed: str, tmp_path: Path
 ) -> None:
-    # The first one counts the requests by which the split is learned: another test may have learned it.
-    cache = tmp_path / "cache"
-    cache.mkdir(mode=0o700)
-    monkeypatch.setenv("MCINFER_CACHE", str(cache))
-    onnx_model(AFFINE).rename(tmp_path / "model.onnx")
-    scrape = (
-        "    import urllib.request\n"
-        "    url = f'http://127.0.0.1:{server.server_port}/metrics'\n"
-        "    print(urllib.request.urlopen(url).read().decode())\n"
-    )
-    for program, printed in zip(PROGRAMS, PRINTED, strict=True):
-        text = program.replace("start_http_server(9400", "server, _ = start_http_server(0")
-        text = text.replace("    # While", f"{scrape}    # While")
-        assert re.fullmatch(printed, run_documented(text, tmp_path).strip())
+    assert re.fullmatch(printed, run_documented(text, tmp_path).strip())
+
+
+def answered(port: int) -> float:
+    """How many requests the metrics at a port say have succeeded; 0 while none can be had."""
+    with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        counts = re.findall(rb'^mcinfer_requests_total{.*"succeeded"} (.+)$', page.read(), re.M)
+        return float(sum(map(float, counts)))
+    return 0.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that follow no rule, but are free."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket(AF_INET, SOCK_STREAM)) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@pytest.mark.parametrize("text", [ONE_PROCESS, SESSION])
+def test_program_of_the_documentation_has_metrics_until_ctrl_c(text: str, tmp_path: Path) -> None:
+    [port] = free_ports(1)
+    with Program(text.replace("9400", str(port)), cwd=tmp_path) as program:
+        wait_until(lambda: answered(port) > 0)
+        workers = [child.pid for child in psutil.Process(program.pid).children()]
+        program.interrupt()
+        assert program.wait().err.splitlines()[-1] == "KeyboardInterrupt"
+    assert len(workers) == 2
+    assert all_gone(workers)
+
+
+def test_each_worker_of_gunicorn_has_metrics_that_its_successor_continues(tmp_path: Path) -> None:
+    pytest.importorskip("gunicorn")
+    web, *ports = free_ports(3)
+    text = GUNICORN.replace("9400 +", f"{ports}[").replace("number, addr", "number], addr")
+    (tmp_path / "service.py").write_text(text.replace(":8000", f":{web}"), encoding="utf-8")
+    run = "from gunicorn.app.wsgiapp import run; sys.path.insert(0, ''); run()"
+    arguments = ("--config", "python:service", "service:application")
+
+    def ask() -> bool:
+        """The answer of a worker that is up; requests go to any of them."""
+        with suppress(OSError), urlopen(f"http://127.0.0.1:{web}", bytes(4 * 3 * 32 * 32)) as page:
+            return len(json.load(page)) == 1
+        return False
+
+    def both() -> bool:
+        return ask() and all(answered(port) > 0 for port in ports)
+
+    with Program(f"import sys; {run}", *arguments, cwd=tmp_path) as program:
+        wait_until(both)
+        server = psutil.Process(program.pid)
+        victim = server.children()[0]
+        victim.kill()
+        wait_until(lambda: not victim.is_running())
+        wait_until(both)
+        left = [child.pid for child in server.children(recursive=True)]
+        program.send_signal(signal.SIGTERM)
+        assert program.wait().status == 0
+    assert all_gone(left)
 
 
 def test_traces_that_wait_hold_no_results(fake_model: FakeModel) -> None:
