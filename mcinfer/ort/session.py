@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer.config import EngineOptions
+from mcinfer.config import INLINE, EngineOptions
 from mcinfer.errors import ClosedError, InvalidInputError
 from mcinfer.ort import inline
 from mcinfer.ort import options as noted
@@ -58,7 +58,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             workers, a card's provider means all cards, or that of its ``device_id``; the CPU's means the
             whole CPU.
         provider_options: Their options, if `providers` has names alone.
-        devices: As in `mcinfer.Master`; None is inline.
+        devices: As in `mcinfer.Master`; None and ``"inline"`` are inline.
         more: With `devices`, further arguments of `mcinfer.Master`, by name; ``options`` are those of the
             engine, which `sess_options` override. Inline, ``options`` may say ``prepare`` alone. The plain
             class's own ``enable_fallback`` and its like are taken too.
@@ -89,7 +89,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         given = {**self._defaults, **more}
         if devices is not None:
             given["devices"] = devices
-        self._inline = given.get("devices") is None
+        self._inline = given.get("devices") in (None, INLINE, [INLINE])
         self._folder = given.pop(_FOLDER, None) or noted.working_folder()
         self._given = given
         self._chosen = (providers, provider_options)

@@ -436,6 +436,15 @@ def test_installed_session_is_inline(model: Path) -> None:
     assert session.prepared
 
 
+def test_device_inline_overrides_the_devices_of_all_sessions(model: Path) -> None:
+    ort.install(devices=2)
+    try:
+        session = onnxruntime.InferenceSession(model, providers=CPU, devices="inline")
+    finally:
+        ort.uninstall()
+    assert session.prepared
+
+
 def test_runs_of_threads_and_callbacks_are_those_of_the_runtime(model: Path) -> None:
     session, plain = ort.InferenceSession(model), PlainSession(model)
     wanted = plain.run(None, feed())
