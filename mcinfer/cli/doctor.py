@@ -95,7 +95,10 @@ class Finding(NamedTuple):
 
 
 def doctor(
-    models: Annotated[list[Path] | None, typer.Argument(metavar="[MODEL]...")] = None,
+    models: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[MODEL]...", help="ONNX models to open in another process."),
+    ] = None,
 ) -> None:
     """Check whether this machine has what mcinfer needs, and say what to do where it has not.
 
