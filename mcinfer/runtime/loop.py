@@ -1251,6 +1251,7 @@ class Loop:
                 case PoolStarted(error=error):
                     specs = self._scheduler.lives.specs
                     if error is None and specs is not None:
+                        self.serving = self._scheduler.serving  # a first request comes at once
                         self._started.set(specs)
                     else:
                         self._failure = error
