@@ -1,4 +1,4 @@
-"""The picture: holders of a model against the memory that all take. Needs matplotlib (the extra `bench`)."""
+"""The picture: holders of a model against the memory that all take. Needs matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Line:
 def missing() -> str | None:
     """Why nothing can be drawn, and what to do about it; None where it can."""
     if find_spec("matplotlib") is None:
-        return "no plot: it needs matplotlib: pip install 'mcinfer[bench]'"
+        return "no plot: it needs matplotlib: pip install matplotlib"
     return None
 
 

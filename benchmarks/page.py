@@ -2,8 +2,8 @@
 
     python benchmarks/page.py [--only NAME] [--folder FOLDER] [--write FILE]
 
-Each run is a command line of `mcinfer bench`, which the page shows; its report, its page and its plots go to
-the folder (build/bench). `--write` puts tables, plots and targets between the page's marks; with `--only
+Each run is a command line of `mcinfer bench`, which the page shows; its report and its page go to the folder
+(build/bench). `--write` puts tables and targets between the page's marks; with `--only
 none` nothing is measured anew, and the reports that are in the folder are used. A target that is missed is a
 finding: the exit status is 0 all the same.
 """
@@ -14,7 +14,6 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +57,7 @@ class Run:
 
     def command(self, folder: Path) -> list[str]:
         """What to run, from the repository's root."""
-        files = [f"--{kind}={folder / self.name}.{kind}" for kind in ("json", "html", "png")]
+        files = [f"--{kind}={folder / self.name}.{kind}" for kind in ("json", "html")]
         return ["mcinfer", "bench", str(folder / self.model), *shlex.split(self.options), *files]
 
 
@@ -255,7 +254,7 @@ def run_text(run: Run, report: Report, folder: Path) -> str:
 
 
 def write_page(path: Path, folder: Path) -> None:
-    """Put what is in the folder between the page's marks, and the plots beside the page."""
+    """Put what is in the folder between the page's marks."""
     reports = {
         run.name: load(folder / f"{run.name}.json")
         for run in (*RUNS, PEERS)
@@ -271,10 +270,6 @@ def write_page(path: Path, folder: Path) -> None:
         if not marked.search(text):
             raise SystemExit(f"{path}: expected a line '<!-- {name} -->', and '<!-- end -->' below")
         text = marked.sub(lambda match, part=part: f"{match[1]}{part}\n{match[2]}", text)  # type: ignore[misc]
-        picture = path.parent / "benchmarks" / f"{name}.png"
-        if f"{picture.parent.name}/{picture.name}" in text:
-            picture.parent.mkdir(exist_ok=True)
-            shutil.copyfile(folder / f"{name}.png", picture)
     path.write_text(text, encoding="utf-8")
 
 

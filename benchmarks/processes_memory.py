@@ -9,7 +9,7 @@ Each way has n sessions of one thread, and each session runs the model some time
 - pool: one program with a pool of n workers.
 
 The sum counts the programs themselves and all processes that they started. `--write` puts the table between
-the marks of a page; `--plot` draws it, which needs matplotlib (the extra `bench`).
+the marks of a page; `--plot` draws it, which needs matplotlib.
 """
 
 import argparse

@@ -32,10 +32,6 @@ settings.load_profile("mcinfer")
 
 
 _LARGE = (
-    "jinja2",
-    "matplotlib.backends.backend_agg",
-    "matplotlib.backends.backend_svg",
-    "matplotlib.figure",
     "onnx",
     "onnxruntime",
     "opentelemetry.sdk.trace",

@@ -43,10 +43,20 @@ def test_figures_are_those_of_each_repeat() -> None:
     assert figures_of(made, "sharded").speedup == Spread((2.0, 2.0, 2.0))
     made = small(session=[100.0], sharded=[200.0, 300.0])
     assert figures_of(made, "sharded").speedup == Spread((2.0,))
-    assert not figures_of(small(threads=[100.0]), "threads").speedup.known
+    # It is over the best baseline of the load, whichever that is.
+    made = small(session=[100.0], threads=[400.0], sharded=[200.0])
+    assert [figures_of(made, name).speedup.middle for name in ("session", "sharded")] == [0.25, 0.5]
+    assert not figures_of(small(sharded=[100.0]), "sharded").speedup.known
     turns = {("session", LOAD): [turn(10.0, failed=1)], ("sharded", LOAD): [turn(100.0)]}
     made = report([way("session"), way("sharded")], turns)
     assert not figures_of(made, "sharded").speedup.known  # the baseline fails
+
+
+def test_speedup_is_the_same_in_the_table_and_in_the_gain() -> None:
+    made = small(session=[100.0, 90.0], threads=[120.0, 130.0], sharded=[150.0, 160.0])
+    gain = best_gain(made)
+    assert gain is not None
+    assert gain.ratio == figures_of(made, gain.own).speedup == Spread((150 / 120, 160 / 130))
 
 
 @given(st.sampled_from(QUANTILES), st.integers(0, 300), st.integers(0, 300), st.integers(0, 300))
@@ -129,16 +139,14 @@ def test_gain_in_an_open_loop_is_that_of_the_median_latency() -> None:
     assert gain.ratio.values == pytest.approx((3.0, 3.0))
 
 
-def test_memory_is_beside_that_of_a_baseline_with_as_many_processes() -> None:
+def test_memory_is_beside_that_of_the_way_that_the_speed_is_beside() -> None:
     ways = [way("session"), way("pipe", workers=4), way("sharded", workers=4)]
     half = tuple(replace(memory, pss=memory.pss // 2) for memory in ways[2].memory)
     made = report([*ways[:2], replace(ways[2], memory=half)], {})
-    name, part = memory_beside(made, "sharded") or ("", 0.0)
-    assert name == "pipe"
-    assert part == pytest.approx(0.5)
-    name, part = memory_beside(report([ways[0], ways[2]], {}), "sharded") or ("", 0.0)
-    assert name == "session"
-    assert part > 1
+    assert memory_beside(made, "sharded", "pipe") == pytest.approx(0.5)
+    assert memory_beside(report(ways, {}), "sharded", "session") > 1
+    nothing = replace(ways[0], memory=())
+    assert math.isnan(memory_beside(report([nothing, ways[2]], {}), "sharded", "session"))
 
 
 def test_machine_is_busy_if_others_use_it_or_repeats_differ() -> None:

@@ -49,12 +49,19 @@ def test_way_that_did_not_answer_everything_is_marked() -> None:
     turns = {("session", load): [turn(50.0)] * 3, ("sharded", load): late}
     made = report([way("session"), way("sharded")], turns)
     text = shown(made)
-    assert "batch 4, 50/s (200 rows/s asked for; latency and overhead in ms)" in text
+    assert "(200 rows/s asked for; speed-up over session; latency and overhead in ms)" in text
     (remark,) = remarks(made)
     assert "did not keep up in 2 of 3 repeats: 30.0 (25.0" in remark
     assert "50 of 260 never begun" in remark
     (row,) = (line.split() for line in text.splitlines() if line.startswith("sharded !"))
     assert "\N{EN DASH}" in row  # no speed-up
+
+
+def test_table_names_the_way_that_speed_ups_are_over() -> None:
+    text = shown(small(session=[100.0], threads=[400.0], sharded=[200.0]))
+    assert "batch 2, 4 clients (speed-up over threads; latency" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("sharded ")]
+    assert rows[0][3] == "0.500"
 
 
 def test_percentiles_of_too_few_requests_and_cores_of_short_turns_are_a_dash_with_a_note() -> None:
@@ -127,8 +134,39 @@ def test_memory_and_the_loads_of_the_gain_are_in_the_verdict() -> None:
     assert "(no clear difference)" in gain_lines(made)[0]
 
 
+def test_verdict_names_what_answers_one_request_alone_sooner() -> None:
+    ways = [way("session"), way("inline"), way("concurrent", workers=2)]
+    turns = {
+        (name, Load(batch=1, clients=clients)): [turn(rate, slowest=slowest)] * 2
+        for name, clients, rate, slowest in (
+            ("session", 1, 100.0, 0.05),
+            ("inline", 1, 110.0, 0.04),
+            ("concurrent", 1, 60.0, 0.1),
+            ("session", 4, 100.0, 0.2),
+            ("inline", 4, 100.0, 0.2),
+            ("concurrent", 4, 180.0, 0.1),
+        )
+    }
+    said = verdict(report(ways, turns))
+    assert said.startswith("Use mcinfer: up to 1.80 ")
+    assert said.endswith(
+        "For the latency of one request: inline (8.50 ms, concurrent 21.3 ms); "
+        "2 workers are for many clients."
+    )
+    alone = {pair: taken for pair, taken in turns.items() if pair[0] != "inline"}
+    assert "of one request: session (10.6 ms, " in verdict(report(ways, alone))
+    assert "of one request" not in verdict(small(session=[50.0] * 2, concurrent=[90.0] * 2))
+
+
 def test_program_of_the_verdict_makes_the_models_inputs() -> None:
-    text = report_program(small(session=[100.0], batched=[150.0]))
+    made = small(session=[100.0], batched=[150.0])
+    assert "max_batch_size" not in report_program(made)  # it joined nothing
+    assert "requests joined" not in shown(made)
+    session, batched = made.measurements
+    joined = tuple(replace(turn, runs=turn.requests // 2) for turn in batched.turns)
+    made = replace(made, measurements=(session, replace(batched, turns=joined)))
+    assert "requests joined up to 16 rows within 2.00 ms" in shown(made)
+    text = report_program(made)
     compile(text, "program", "exec")
     assert '{"latents": np.zeros((2, 4, 32, 32), "float32"), "step": np.zeros((), "int64")}' in text
     assert "max_batch_size=16" in text

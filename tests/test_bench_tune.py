@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mcinfer.bench import advice
 from mcinfer.bench.inputs import InputOptions
 from mcinfer.bench.report import QUANTILES, Load, Turn
+from mcinfer.bench.texts import SESSIONS
 from mcinfer.bench.tune import (
     Aim,
     Candidate,
@@ -121,6 +122,11 @@ def test_candidates_fit_the_cores_and_have_no_idle_worker(
     first, *others = tried(wanted, cores=cores, joins=joins)
     assert first == default_candidate(wanted, cores)
     assert len({first, *others}) == 1 + len(others)
+    sessions = [candidate for candidate in others if candidate.call in SESSIONS]
+    assert others[: len(sessions)] == sessions  # whatever there is time for, they are measured
+    assert {candidate.way for candidate in sessions} == {"session", "threads-1", "inline"}
+    assert {candidate.threads for candidate in sessions} == {1, cores}
+    others = others[len(sessions) :]
     full = [candidate.threads == cores // candidate.workers for candidate in others]
     assert full == sorted(full, reverse=True)
     for candidate in others:
@@ -132,6 +138,14 @@ def test_candidates_fit_the_cores_and_have_no_idle_worker(
         assert joins or candidate.max_batch_size == 1
         assert candidate.max_delay == 0 or candidate.max_batch_size > 1
         assert candidate.call == "submit" or goal == "latency" or batch > 1
+
+
+def test_sessions_are_left_out_where_a_request_is_no_single_run() -> None:
+    whole, cut = (
+        grid(aim(), cores=4, pieces=8, joins=True, run_seconds=0.01, whole=w) for w in (True, False)
+    )
+    assert {candidate.call for candidate in cut} == {"submit", "predict"}
+    assert [candidate for candidate in whole if candidate.call not in SESSIONS] == cut
 
 
 def test_transports_and_delays_depend_on_the_length_of_a_run() -> None:
@@ -231,7 +245,7 @@ def test_interrupted_search_uses_the_last_finished_round() -> None:
     result = found(made, finished_rungs=1, ended="")
     assert result.recommended == WIDE
     titles = [table.title.partition(" (")[0] for table in advice.grids(result)]
-    assert titles == ["round 1: 2 pools", "round 2, interrupted: 2 pools"]
+    assert titles == ["round 1: 2 ways", "round 2, interrupted: 2 ways"]
     # Without a finished round: the pools that had all their turns.
     second = trials((DEFAULT, [100]), (JOINED, [900]), group=2)
     made = [*trials((DEFAULT, [100] * 3), (WIDE, [130] * 3)), *second]
@@ -254,13 +268,13 @@ def test_verdict_names_the_nearest_pool_if_none_is_good_enough() -> None:
     result = found(strained((DEFAULT, 100, 0.03), (WIDE, 50, 0.02)), of=aim(bound=0.01))
     assert not result.fits
     assert advice.verdict(result) == (
-        "no pool answers 99 % of the requests within 10.0 ms under batch 1, 8 clients; "
+        "no way answers 99 % of the requests within 10.0 ms under batch 1, 8 clients; "
         "1 worker, 4 threads, submit came nearest with 20.0 ms"
     )
     result = found([LATE], of=RATE)
     assert not result.fits
-    assert advice.verdict(result).startswith("no pool keeps up with batch 1, 100/s; 2 workers")
-    assert advice.verdict(found([])) == "no pool could be measured"
+    assert advice.verdict(result).startswith("no way keeps up with batch 1, 100/s; 2 workers")
+    assert advice.verdict(found([])) == "no way could be measured"
 
 
 def test_remarks_name_gaps_failures_few_requests_and_why_requests_run_whole() -> None:
@@ -271,7 +285,7 @@ def test_remarks_name_gaps_failures_few_requests_and_why_requests_run_whole() ->
     mixing = Split(inputs={"x": 0}, outputs={"y": "mixed"}, known="learned", reason="mixed rows")
     assert advice.remarks(found([broken], left_out=3, split=mixing)) == [
         "The search ended after 12.0 s: one is left.",
-        "3 of 9 pools were left out for lack of time: --budget 100 is enough for all.",
+        "3 of 9 ways were left out for lack of time: --budget 100 is enough for all.",
         "Requests are not split, nor joined: mixed rows.",
         "4 workers, 1 thread, submit, 8 rows within 1 ms: no memory left",
     ]

@@ -15,13 +15,13 @@ import typer
 from onnx import helper
 
 import mcinfer
-from mcinfer.cli import main
+from mcinfer.cli import main, progress
 from mcinfer.cli.app import make_app
+from mcinfer.cli.progress import showing_work
 from tests.command_line import FLOAT, Capture, only_line, save, save_double
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"numpy", "zmq", "msgpack", "onnxruntime", "asyncio", "rich", "pydantic"}
-HEAVY |= {"matplotlib", "jinja2"}
 
 
 def python(
@@ -259,3 +259,16 @@ logging.getLogger("other").warning("as before")
 """
     lines = python("-c", code).stderr.splitlines()
     assert {*lines} == {"mcinfer: of something", "as before"}
+
+
+def test_progress_is_lines_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    with showing_work(sys.stderr, "measuring", 8) as work:
+        work.show(1, "the first ten seconds")
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    with showing_work(sys.stderr, "measuring", 8) as work:
+        work.show(2, "sharded")
+    with showing_work(sys.stderr, "cutting", None) as work:
+        work.show(2)
+    assert capsys.readouterr().err == "mcinfer: measuring 25 %: sharded\nmcinfer: cutting\n"

@@ -1,6 +1,7 @@
 """Tests of mcinfer/cli/output_files.py, and of wrong usage and failures of ``bench`` and ``tune``."""
 
 import os
+from html import escape
 from pathlib import Path
 
 import psutil
@@ -10,7 +11,7 @@ import typer
 from mcinfer.bench.report import load
 from mcinfer.cli import main
 from mcinfer.cli.batch_files import PartialResults
-from mcinfer.cli.output_files import check_outputs, parse_png, write_output
+from mcinfer.cli.output_files import check_outputs, write_output
 from mcinfer.errors import InvalidInputError, McinferError
 from tests.command_line import COMMAND, Capture, files, only_line, save_double
 from tests.process.scripts import Program
@@ -93,9 +94,9 @@ def test_file_that_is_write_protected_stays(tmp_path: Path) -> None:
 
 
 def test_unfinished_output_has_a_name_of_its_own(tmp_path: Path, capsys: Capture) -> None:
-    path = parse_png(f"{tmp_path}/x.v1")
+    path = tmp_path / "x.v1"
     path.write_bytes(b"whole")
-    write_output("--png", path, b"part", finished=False)
+    write_output("--html", path, b"part", finished=False)
     partial = tmp_path / "x.partial.v1"
     assert (path.read_bytes(), partial.read_bytes()) == (b"whole", b"part")
     assert only_line(capsys.readouterr().err).endswith(f"what is known so far is in {partial}")
@@ -103,8 +104,8 @@ def test_unfinished_output_has_a_name_of_its_own(tmp_path: Path, capsys: Capture
 
 def test_two_options_may_not_name_one_file(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("x.json")
-    with pytest.raises(typer.BadParameter, match=r"--png: got .*, which --json is to be"):
-        check_outputs({"--json": tmp_path / "x.json", "--png": tmp_path / "link"})
+    with pytest.raises(typer.BadParameter, match=r"--html: got .*, which --json is to be"):
+        check_outputs({"--json": tmp_path / "x.json", "--html": tmp_path / "link"})
 
 
 # The commands.
@@ -144,7 +145,6 @@ class Breaks(Hangs):
         ([*BENCH, "--duration", "0"], "'--duration': got '0', expected seconds, more than 0"),
         ([*BENCH, "--concurrency", "40000"], "'--concurrency': got '40000', expected 4096 clients"),
         ([*BENCH, "--dim", "a=1", "--dim", "a=2"], "--dim: got a dimension twice"),
-        ([*BENCH, "--png", "x.SVG"], "'--png': got 'x.SVG', expected a name that ends in .png"),
         ([*TUNE, "--concurrency", "40000"], "equal to 4096"),
         ([*TUNE, "--rate", "5"], "--rate: got 5 with --goal throughput, expected --goal latency"),
         (
@@ -195,6 +195,24 @@ def test_benchmark_that_measured_nothing_is_a_failure_that_says_why(
     assert only_line(err) == "mcinfer: nothing was measured: no way has answered a request"
     assert "OSError: no such thing" in out
     assert not (tmp_path / "x.json").exists()
+
+
+def test_page_and_figures_are_written_with_what_the_extra_cli_installs(tmp_path: Path) -> None:
+    without = "import sys; sys.modules.update(dict.fromkeys(['jinja2', 'matplotlib']))\n"
+    short = ("--modes", "inline", "--duration", "0.05", "--repeat", "1", "--warmup", "0")
+    ways = ("--against", "session", "--devices", "1", "--concurrency", "1", *short)
+    files_to_write = ("--html", "x.html", "--json", "x.json")
+    model = save_double(tmp_path)
+    with Program(
+        without + COMMAND, "bench", model, *ways, *files_to_write, cwd=tmp_path
+    ) as program:
+        done = program.wait()
+    assert done.status == 0, done.err
+    # Before anything is measured.
+    assert done.err == "mcinfer: measuring takes 0 s and the time of 2 starts\n"
+    verdict = done.out.split("\n\nmcinfer's best mode")[0].splitlines()[-1]
+    assert f"<h1>{escape(verdict)}</h1>" in (tmp_path / "x.html").read_text("utf-8")
+    assert [way.name for way in load(tmp_path / "x.json").ways] == ["session", "inline"]
 
 
 @pytest.mark.parametrize("command", ["bench", "tune"])

@@ -19,6 +19,7 @@ MODES = {
     "sharded": "mcinfer.bench.pools:Sharded",
     "concurrent": "mcinfer.bench.pools:Concurrent",
     "batched": "mcinfer.bench.pools:Batched",
+    "inline": "mcinfer.bench.baselines:Inline",
 }
 _KNOWN = {**BASELINES, **MODES}
 

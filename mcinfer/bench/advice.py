@@ -1,4 +1,4 @@
-"""The result of a search for a pool, for its reader: tables, a verdict, a program to copy, and JSON."""
+"""The result of a search for the best way, for its reader: tables, a verdict, a program to copy, and JSON."""
 
 import json
 import math
@@ -9,13 +9,33 @@ from mcinfer import __version__
 from mcinfer.bench import texts
 from mcinfer.bench.figures import Spread, percentile, spread_of
 from mcinfer.bench.table import Cell, Grid
-from mcinfer.bench.texts import TIMES, Unit, number, printable, seconds_text, spread_text, time_unit
+from mcinfer.bench.texts import (
+    SESSIONS,
+    TIMES,
+    Unit,
+    number,
+    printable,
+    seconds_text,
+    spread_text,
+    time_unit,
+)
 from mcinfer.bench.tune import ENOUGH_REQUESTS, Candidate, Found, ranked, turns_of
 from mcinfer.bench.way import why_whole
 
+_CLASSES = {
+    **dict.fromkeys(("submit", "predict"), "mcinfer.Master"),
+    **dict.fromkeys(("session", "threads"), "onnxruntime.InferenceSession"),
+    "inline": "mcinfer.ort.InferenceSession",
+}
+
 
 def arguments(candidate: Candidate, found: Found) -> dict[str, Any]:
-    """A candidate as arguments of `mcinfer.Master`; those of its `options` as a mapping, by name."""
+    """A candidate as arguments of `mcinfer.Master`; those of its `options` as a mapping, by name.
+
+    For a session its providers, and what is set in its `SessionOptions`.
+    """
+    if candidate.call in SESSIONS:
+        return {"intra_op_num_threads": candidate.threads, "providers": ["CPUExecutionProvider"]}
     chosen = candidate != found.default
     axes = {"batch_axes": found.batch_axes, "output_axes": found.output_axes}
     return {
@@ -30,7 +50,8 @@ def arguments(candidate: Candidate, found: Found) -> dict[str, Any]:
 
 def program(model: str, candidate: Candidate, found: Found) -> str:
     given = arguments(candidate, found)
-    given["max_batch_size"] = given["max_batch_size"] if candidate.max_batch_size > 1 else None
+    if candidate.max_batch_size == 1:
+        given.pop("max_batch_size", None)
     return texts.program(model, given, found.arrays, candidate.call, found.aim.load.clients)
 
 
@@ -44,28 +65,28 @@ def _grid(found: Found, rung: int) -> Grid:
     turns = {c: turns_of(trials, c) for c in ranked(found.aim, trials, found.default)}
     unit = time_unit(percentile(each, 0.5).low for each in turns.values())
     rows: list[tuple[Cell, ...]] = []
-    for pool, each in turns.items():
-        joins, pairs = pool.max_batch_size > 1, pool.transport == "socketpair"
-        names = (pool.call, "default" * (pool == found.default), "pairs" * pairs)
+    for one, each in turns.items():
+        joins, pairs = one.max_batch_size > 1, one.transport == "socketpair"
+        names = (one.call, "default" * (one == found.default), "pairs" * pairs)
         rows.append(
             (
                 ", ".join(filter(None, names)),
-                str(pool.workers),
-                "auto" if pool.threads is None else str(pool.threads),
-                str(pool.max_batch_size) if joins else "no",
-                f"{pool.max_delay * 1e3:g}" if joins else "",
+                "" if one.call in SESSIONS else str(one.workers),
+                "auto" if one.threads is None else str(one.threads),
+                str(one.max_batch_size) if joins else "no",
+                f"{one.max_delay * 1e3:g}" if joins else "",
                 (spread_of(map(found.aim.rows, each)), Unit()),
                 (percentile(each, 0.5), unit),
                 (percentile(each, 0.99), unit),
-                (found.over_default(pool, trials), Unit()),
+                (found.over_default(one, trials), Unit()),
             )
         )
-    pools = "1 pool" if len(turns) == 1 else f"{len(turns)} pools"
+    ways = "1 way" if len(turns) == 1 else f"{len(turns)} ways"
     interrupted = "" if rung <= found.finished_rungs else ", interrupted"
     pairs_text = "; pairs: over socketpair" if any("pairs" in str(row[0]) for row in rows) else ""
     header = ("call", "workers", "threads", "joined", "delay ms", "rows/s", "p50", "p99")
     return Grid(
-        title=f"round {rung}{interrupted}: {pools} (p50 and p99 in {unit.sign}{pairs_text})",
+        title=f"round {rung}{interrupted}: {ways} (p50 and p99 in {unit.sign}{pairs_text})",
         header=(*header, f"{TIMES} default"),
         rows=tuple(rows),
     )
@@ -77,7 +98,7 @@ def remarks(found: Found) -> list[str]:
         lines = [f"The search ended after {number(found.took_seconds)} s: {found.ended}."]
     if found.left_out:
         lines.append(
-            f"{found.left_out} of {found.candidates} pools were left out for lack of time: "
+            f"{found.left_out} of {found.candidates} ways were left out for lack of time: "
             f"--budget {math.ceil(found.needed_seconds)} is enough for all."
         )
     if found.split is not None and not found.split.splits:
@@ -98,13 +119,13 @@ def remarks(found: Found) -> list[str]:
 def verdict(found: Found) -> str:
     best, chosen = found.best, found.recommended
     if best is None or chosen is None:
-        return "no pool could be measured"
+        return "no way could be measured"
     if not found.fits:
         return _nearest(found, best)
     better = found.over_default(best)
     over = f"{spread_text(better)} {TIMES} the default" if better.known else "the default failed"
     if chosen == found.default:
-        text = f"Use the default: no other pool is clearly better. {_figure(found, chosen)}."
+        text = f"Use the default: no other way is clearly better. {_figure(found, chosen)}."
         return text if best == chosen else f"{text} The best other, {best}: {over}."
     text = f"Use {best}: {_figure(found, best)}, {over}."
     if found.turns(found.default) and found.strain(found.default) > 1.0:
@@ -129,9 +150,9 @@ def _figure(found: Found, candidate: Candidate) -> str:
 def _nearest(found: Found, best: Candidate) -> str:
     bound, strain = found.aim.max_latency, found.strain(best)
     if bound is None or math.isinf(strain):
-        return f"no pool keeps up with {found.aim.load}; {best} came nearest"
+        return f"no way keeps up with {found.aim.load}; {best} came nearest"
     return (
-        f"no pool answers 99 % of the requests within {seconds_text(bound)} under "
+        f"no way answers 99 % of the requests within {seconds_text(bound)} under "
         f"{found.aim.load}; {best} came nearest with {seconds_text(strain * bound)}"
     )
 
@@ -155,6 +176,7 @@ def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> 
         "aim": asdict(found.aim),
         "recommended": chosen
         and {
+            "class": _CLASSES[chosen.call],
             "arguments": arguments(chosen, found),
             "call": chosen.call,
             "is_default": chosen == found.default,

@@ -1,4 +1,7 @@
-"""Baselines, as one would write them without mcinfer: ONNX Runtime sessions, and processes with pipes."""
+"""Baselines, as one would write them without mcinfer: ONNX Runtime sessions, and processes with pipes.
+
+Beside them the way of mcinfer's that is such a session: `Inline`.
+"""
 
 import multiprocessing
 import queue
@@ -43,11 +46,15 @@ def providers_of(device: str) -> Providers:
 
 
 def open_session(model: str, threads: int, providers: Providers) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
     # The runtime's own class, also where `mcinfer.ort.install` has put another one in its place.
     plain = next(c for c in ort.InferenceSession.__mro__ if c.__module__.startswith("onnxruntime."))
-    return plain(model, options, providers=providers)
+    return plain(model, options_for(threads), providers=providers)
+
+
+def options_for(threads: int) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    return options
 
 
 def cut(inputs: Arrays, setup: Setup, most: int) -> list[dict[str, NDArray[Any]]]:
@@ -87,15 +94,17 @@ class Threads(RunningWay):
     all_cores: ClassVar[bool] = True
 
     def __init__(self, setup: Setup) -> None:
-        threads = setup.cores if self.all_cores else 1
-        self._session = open_session(setup.model, threads, providers_of(setup.devices[0]))
+        self.session = self.open(setup, providers_of(setup.devices[0]))
         self._outputs = list(setup.outputs)
         self._setup = setup
+
+    def open(self, setup: Setup, providers: Providers) -> ort.InferenceSession:
+        return open_session(setup.model, setup.cores if self.all_cores else 1, providers)
 
     def run(self, inputs: Arrays) -> object:
         """One run; where the batch is fixed, one for each piece."""
         pieces = [inputs] if self._setup.fixed_batch is None else cut(inputs, self._setup, 1)
-        return join([self._session.run(self._outputs, piece) for piece in pieces], self._setup)
+        return join([self.session.run(self._outputs, piece) for piece in pieces], self._setup)
 
     def close(self) -> None:
         """The session ends with its process."""
@@ -106,6 +115,18 @@ class SingleThreads(Threads):
 
     text = "one session with one thread a run, called from all clients' threads"
     all_cores = False
+
+
+class Inline(Threads):
+    """mcinfer's session in this process; with the threads that the setup says, or else its own choice."""
+
+    text = "mcinfer.ort's session, called from all clients' threads"
+
+    def open(self, setup: Setup, providers: Providers) -> ort.InferenceSession:
+        import mcinfer.ort  # more than a baseline needs
+
+        options = options_for(setup.threads) if setup.threads else None
+        return mcinfer.ort.InferenceSession(setup.model, options, providers=providers)
 
 
 class Session(Threads):

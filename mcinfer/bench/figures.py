@@ -14,9 +14,6 @@ from typing import Literal, Self
 
 from mcinfer.bench.report import OTHERS, QUANTILES, Load, Measurement, Report, Turn, Way
 
-REFERENCE = "session"
-"""The way that speed-up is relative to: one session with all cores."""
-
 SHORTEST_FOR_CORES = 0.5
 """Seconds of a turn in which processor time, in ticks of 10 ms, is known to some percent."""
 
@@ -122,14 +119,14 @@ class Figures:
     """The figures of one way under one load.
 
     Attributes:
-        base: The turns under this load of the way `REFERENCE`, or for a pool of the scaling those of the
-            pool of one worker.
+        base: The best baseline under this load, if there is one; for a pool of the scaling the pool of one
+            worker.
     """
 
     way: Way
     load: Load
     turns: tuple[Turn, ...]
-    base: tuple[Turn, ...] = ()
+    base: Measurement | None = None
 
     @property
     def rows(self) -> Spread:
@@ -137,9 +134,24 @@ class Figures:
 
     @property
     def speedup(self) -> Spread:
-        """Throughput over that of `REFERENCE`; for a pool over that of as many pools of one: 1 is ideal."""
-        times = self.way.workers if self.way.role == "scaling" else 1
-        return throughput_ratio(self.turns, self.base, times)
+        """How many times as fast as the base, within each repeat.
+
+        By throughput; in an open loop, where all that keep up have the same, by median latency. For a pool
+        over that of as many pools of one: 1 is ideal.
+        """
+        base = self.base.turns if self.base else ()
+        if self.load.rate is None:
+            times = self.way.workers if self.way.role == "scaling" else 1
+            return throughput_ratio(self.turns, base, times)
+        if not self.sound:
+            return UNKNOWN
+        pairs = zip(self.turns, base, strict=False)
+        return spread_of(latency(other, 0.5) / latency(turn, 0.5) for turn, other in pairs)
+
+    @property
+    def joined(self) -> bool:
+        """Whether the engine ran several requests as one."""
+        return any(0 < turn.runs < turn.requests for turn in self.turns)
 
     def latency(self, fraction: float) -> Spread:
         return percentile(self.turns, fraction)
@@ -199,11 +211,23 @@ def pss(way: Way) -> Spread:
 
 def load_figures(report: Report, measurement: Measurement) -> Figures:
     way, load = report.way(measurement.way), measurement.load
-    name = REFERENCE
     if way.role == "scaling":
-        name = next((w.name for w in report.ways if w.role == "scaling" and w.workers == 1), "")
-    base = report.find(name, load)
-    return Figures(way, load, measurement.turns, base.turns if base else ())
+        one = (w.name for w in report.ways if w.role == "scaling" and w.workers == 1)
+        base = report.find(next(one, ""), load)
+    else:
+        base = _best_baseline(report, load)
+    return Figures(way, load, measurement.turns, base)
+
+
+def _best_baseline(report: Report, load: Load) -> Measurement | None:
+    """The best of those that answered all requests, as fast as they came."""
+    found = [
+        (figures, measurement)
+        for measurement in report.measurements
+        if measurement.load == load and report.way(measurement.way).role == "baseline"
+        if (figures := Figures(report.way(measurement.way), load, measurement.turns)).sound
+    ]
+    return max(found, key=lambda each: _goodness(each[0]))[1] if found else None
 
 
 def under(report: Report, load: Load) -> tuple[Figures, ...]:
@@ -232,8 +256,7 @@ class Gain:
     """The best of mcinfer's ways under one load, beside the best baseline there.
 
     Attributes:
-        ratio: Above 1 where mcinfer is better, within each repeat: of throughput in a closed loop, of the
-            baseline's median latency over mcinfer's in an open one.
+        ratio: Its speed-up (`Figures.speedup`): above 1 where mcinfer is better.
     """
 
     load: Load
@@ -255,18 +278,11 @@ def gains(report: Report) -> tuple[Gain, ...]:
     """The gain under each load that mcinfer and a baseline kept up with; under closed loops, if any."""
     found = []
     for load in compared_loads(report):
-        sound = [figures for figures in under(report, load) if figures.sound]
-        own = [figures for figures in sound if figures.way.role == "mcinfer"]
-        others = [figures for figures in sound if figures.way.role == "baseline"]
-        if not own or not others:
-            continue
-        best, other = (max(each, key=_goodness) for each in (own, others))
-        if load.rate is None:
-            ratio = throughput_ratio(best.turns, other.turns)
-        else:
-            pairs = zip(best.turns, other.turns, strict=False)
-            ratio = spread_of(latency(b, 0.5) / latency(a, 0.5) for a, b in pairs)
-        found.append(Gain(load=load, own=best.way.name, other=other.way.name, ratio=ratio))
+        own = [each for each in under(report, load) if each.sound and each.way.role == "mcinfer"]
+        best = max(own, key=_goodness, default=None)
+        if best is not None and best.base is not None:
+            gain = Gain(load=load, own=best.way.name, other=best.base.way, ratio=best.speedup)
+            found.append(gain)
     closed = tuple(gain for gain in found if gain.load.rate is None)
     return closed or tuple(found)
 
@@ -282,18 +298,27 @@ def best_gain(report: Report) -> Gain | None:
     return max(gains(report), key=lambda gain: (gain.clear, gain.ratio.middle), default=None)
 
 
-def memory_beside(report: Report, own: str) -> tuple[str, float] | None:
-    """A baseline, and mcinfer's memory as a part of the baseline's.
+def memory_beside(report: Report, own: str, other: str) -> float:
+    """The memory of one way as a part of another's; NaN where one is not known."""
+    return pss(report.way(own)).middle / pss(report.way(other)).middle
 
-    The baseline with as many processes that run the model, if there is one; else the smallest.
+
+def quicker_alone(report: Report, own: str) -> tuple[Figures, Figures] | None:
+    """A way without several workers that answers one small request sooner, and that way of mcinfer's.
+
+    By the median latency of one client's requests of the fewest rows, in every repeat.
     """
-    mine = report.way(own)
-    others = [way for way in report.ways if way.role == "baseline" and way.memory]
-    if not mine.memory or not others:
+    loads = [load for load in compared_loads(report) if load.rate is None and load.clients == 1]
+    least = min(loads, key=lambda load: load.batch, default=None)
+    found = [each for each in under(report, least) if each.sound] if least else []
+    mine = next((each for each in found if each.way.name == own and each.way.workers > 1), None)
+    single = [each for each in found if each.way.workers == 1]
+    if mine is None or not single:
         return None
-    same = [way for way in others if way.workers == mine.workers] or others
-    other = min(same, key=lambda way: pss(way).middle)
-    return other.name, pss(mine).middle / pss(other).middle
+    quickest = min(single, key=lambda each: each.latency(0.5).middle)
+    pairs = zip(mine.latency(0.5).values, quickest.latency(0.5).values, strict=False)
+    ratio = Spread(tuple(slow / quick for slow, quick in pairs))
+    return (quickest, mine) if ratio.low > 1 and ratio.middle >= _CLEAR_GAIN else None
 
 
 def busy(report: Report) -> tuple[float, float]:

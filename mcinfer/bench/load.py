@@ -196,6 +196,7 @@ def take_turn(
         cpu_seconds=cpu_seconds,
         kept_up=load.rate is None or (not outcome.unfinished and kept_up(outcome.answers)),
         error=next(iter(outcome.errors), ""),
+        runs=done,
     )
 
 

@@ -6,7 +6,7 @@ measured several times there is one entry for each repeat, in the order of the r
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -44,7 +44,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One way under one load, once. `latencies` are those at `QUANTILES`, empty without an answer."""
+    """One way under one load, once.
+
+    Attributes:
+        latencies: Those at `QUANTILES`, empty without an answer.
+        runs: Runs of the engine; 0 where they are not known.
+    """
 
     requests: int
     failed: int
@@ -56,6 +61,7 @@ class Turn:
     cpu_seconds: float
     kept_up: bool = True
     error: str = ""
+    runs: int = 0
 
     @property
     def made(self) -> int:
@@ -161,7 +167,7 @@ class Report:
 
 
 def _adapter() -> Any:
-    needs = "benchmark files need the package pydantic: pip install 'mcinfer[bench]'"
+    needs = "to read benchmark files takes the package pydantic: pip install 'mcinfer[bench]'"
     with requires(needs, "pydantic"):
         from pydantic import TypeAdapter
 
@@ -179,13 +185,10 @@ def json_schema() -> dict[str, Any]:
 
 
 def dump(report: Report) -> bytes:
-    """A report as JSON.
-
-    Raises:
-        MissingDependencyError: pydantic is not installed.
-    """
-    data: bytes = _adapter().dump_json(report, indent=1)
-    return data + b"\n"
+    """A report as JSON."""
+    return (
+        json.dumps(asdict(report), indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    )
 
 
 def load(path: str | os.PathLike[str]) -> Report:

@@ -221,6 +221,8 @@ class Benchmark:
 
     Attributes:
         steps: Starts and turns in all; `done` of them are over.
+        starts: Starts in all.
+        turn_seconds: Length of all turns; 0 where they are of a number of requests.
         turns_taken: Turns in which something was answered.
 
     Raises:
@@ -249,9 +251,10 @@ class Benchmark:
         self._pool_sizes = powers(len(self._devices)) if scales else []
         # Enough for the whole pool to have something to do all the time.
         self._scaling_load = Load(batch=max(plan.batches), clients=2 * len(self._devices))
-        self.steps = plan.repeats * (
-            len(plan.ways) * (1 + len(plan.loads)) + 2 * len(self._pool_sizes)
-        )
+        turns = plan.repeats * (len(plan.ways) * len(plan.loads) + len(self._pool_sizes))
+        self.turn_seconds = 0.0 if plan.count else turns * (plan.warmup + plan.seconds)
+        self.starts = plan.repeats * (len(plan.ways) + len(self._pool_sizes))
+        self.steps = turns + self.starts
 
     def run(self) -> Report:
         """Measure everything.

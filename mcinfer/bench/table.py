@@ -84,9 +84,11 @@ def _flawed(all_figures: Iterable[Figures]) -> frozenset[int]:
 def _load_grid(load: Load, all_figures: Sequence[Figures]) -> Grid:
     unit = latency_unit(all_figures)
     asked = "" if load.rate is None else f"{number(load.rate * load.batch)} rows/s asked for; "
+    base = next((figures.base.way for figures in all_figures if figures.base), "")
+    over = f"speed-up over {printable(base)}; " if base else ""
     header = ("rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores")
     return Grid(
-        title=f"{load} ({asked}latency and overhead in {unit.sign})",
+        title=f"{load} ({asked}{over}latency and overhead in {unit.sign})",
         header=("way", "n", *header),
         rows=tuple((marked(f), _made(f), *_cells(f.columns(), unit).values()) for f in all_figures),
         flawed=_flawed(all_figures),

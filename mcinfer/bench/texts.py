@@ -8,6 +8,7 @@ from typing import Any
 from mcinfer.bench.figures import (
     SHORTEST_FOR_CORES,
     Figures,
+    Gain,
     Kind,
     Spread,
     best_gain,
@@ -17,6 +18,7 @@ from mcinfer.bench.figures import (
     kept_up,
     memory_beside,
     pools,
+    quicker_alone,
     spread_of,
     under,
 )
@@ -30,6 +32,13 @@ MEGABYTE = 1e6
 TO = "\N{EN DASH}"
 """Between the least and the greatest; alone: not known."""
 TIMES = "\N{MULTIPLICATION SIGN}"
+
+SESSIONS = {
+    "session": "a plain session, one request at a time",
+    "threads": "a plain session",
+    "inline": "an inline session",
+}
+"""Ways that hold a session in the program's own process, as bench names them."""
 
 _KEPT_DIGITS = 3
 _LINE_CHARACTERS = 88
@@ -145,8 +154,14 @@ def settings_line(report: Report) -> str:
     parts = [
         f"devices {', '.join(settings.devices)}",
         f"{settings.repeats} repeats of {length} after {settings.warmup_seconds:g} s of warm-up",
-        f"requests joined up to {settings.max_batch_size} rows"
-        f" within {seconds_text(settings.max_delay)}",
+        *(
+            [
+                f"requests joined up to {settings.max_batch_size} rows"
+                f" within {seconds_text(settings.max_delay)}"
+            ]
+            if any(figures.joined for figures in _all_figures(report))
+            else []
+        ),
         *([f"transport {settings.transport}"] if settings.transport != "zeromq" else []),
         *(f"{name} = {size}" for name, size in settings.dims.items()),
         f"seed {settings.seed}",
@@ -162,7 +177,7 @@ def marked(figures: Figures) -> str:
 
 
 def verdict(report: Report) -> str:
-    """One sentence: whether to use mcinfer for this model, and why."""
+    """Whether to use mcinfer for this model, and why; and what answers one request alone sooner."""
     best = best_gain(report)
     if best is None:
         return "No verdict: no way of mcinfer's and no baseline answered all requests of one load."
@@ -170,7 +185,7 @@ def verdict(report: Report) -> str:
     clear = [gain for gain in all_gains if gain.clear > 0]
     what = "the throughput" if best.load.rate is None else "the speed of answers"
     others = ", ".join(dict.fromkeys(printable(gain.other) for gain in (clear or [best])))
-    memory = _memory_text(report, best.own)
+    memory = _memory_text(report, best)
     if clear:
         most = f"{number(best.ratio.middle)} {TIMES} {what} of {others}"
         if len(clear) < len(all_gains):
@@ -179,19 +194,21 @@ def verdict(report: Report) -> str:
         elif len(clear) > 1:
             most = f"up to {most}"
         link = ", but " if " more " in memory or TIMES in memory else " and "
-        return f"Use mcinfer: {most}{f'{link}{memory}' if memory else ''}."
-    crash = "a crash costs no request"
+        text = f"Use mcinfer: {most}{f'{link}{memory}' if memory else ''}."
+        return f"{text}{_alone_text(report, best)}"
+    crash = "" if best.own == "inline" else "a crash costs no request"
     if all(gain.clear < 0 for gain in all_gains):
         slow = f"mcinfer has {number(best.ratio.middle)} {TIMES} {what}"
         return f"Keep {others}: {'; '.join(filter(None, (slow, memory, crash)))}."
-    return f"No clear gain in speed; {'; '.join(filter(None, (memory, crash)))}."
+    text = f"No clear gain in speed; {'; '.join(filter(None, (memory, crash)))}."
+    return f"{text}{_alone_text(report, best)}"
 
 
-def _memory_text(report: Report, own: str) -> str:
-    beside = memory_beside(report, own)
-    if beside is None:
+def _memory_text(report: Report, best: Gain) -> str:
+    """The memory of mcinfer's way beside that of the baseline that its speed is beside."""
+    name, part = printable(best.other), memory_beside(report, best.own, best.other)
+    if math.isnan(part):
         return ""
-    name, part = printable(beside[0]), beside[1]
     if abs(part - 1) < _LIKE:
         return f"about the memory of {name}"
     if part > 2:
@@ -199,8 +216,22 @@ def _memory_text(report: Report, own: str) -> str:
     return f"{percent(abs(part - 1))} {'less' if part < 1 else 'more'} memory than {name}"
 
 
+def _alone_text(report: Report, best: Gain) -> str:
+    """The way that answers one small request sooner than the workers do; empty where none does."""
+    found = quicker_alone(report, best.own)
+    if found is None:
+        return ""
+    quickest, mine = found
+    times = [seconds_text(each.latency(0.5).middle) for each in found]
+    name, workers = printable(quickest.way.name), mine.way.workers
+    return (
+        f" For the latency of one request: {name} ({times[0]}, {best.own} {times[1]}); "
+        f"{workers} workers are for many clients."
+    )
+
+
 def gain_lines(report: Report) -> tuple[str, ...]:
-    """For each load: mcinfer's gain over the best baseline, and whether it is clear; then the scaling."""
+    """For each load: mcinfer's speed-up, and whether it is clear; then the scaling."""
     lines = []
     for gain in gains(report):
         words = {1: "faster", -1: "slower", 0: "no clear difference"}
@@ -231,10 +262,12 @@ def report_program(report: Report) -> str:
     many = len(settings.devices)
     simple = settings.devices == tuple(f"cpu:{n}" for n in range(many))
     arguments: dict[str, Any] = {"devices": many if simple else [*settings.devices]}
-    if best.own == "batched":
+    if any(f.joined for f in under(report, best.load) if f.way.name == best.own):
         arguments |= {"max_batch_size": settings.max_batch_size, "max_delay": settings.max_delay}
     if settings.transport != "zeromq":
         arguments["transport"] = settings.transport
+    if best.own == "inline":
+        arguments = {}
     arrays = {}
     for text in report.model.inputs:
         name, _, rest = text.rpartition(": ")
@@ -245,7 +278,7 @@ def report_program(report: Report) -> str:
             known = int(size) if size.isdecimal() else settings.dims.get(key, best.load.batch)
             shape.append(known)
         arrays[name] = kind, tuple(shape)
-    call = "predict" if best.own == "sharded" else "submit"
+    call = {"sharded": "predict", "inline": "inline"}.get(best.own, "submit")
     return program(report.model.name, arguments, arrays, call, best.load.clients)
 
 
@@ -256,15 +289,24 @@ def program(
     call: str,
     clients: int,
 ) -> str:
-    """A whole program that starts a pool and calls it.
+    """A whole program that opens a session, or starts a pool, and calls it.
 
     Args:
         model: Path of the model.
-        arguments: Arguments of `mcinfer.Master`, with `options` as a mapping; empty ones are left out.
+        arguments: Arguments of `mcinfer.Master`, with `options` as a mapping, empty ones are left out; of a
+            session: its `providers`, and attributes of its `SessionOptions`.
         arrays: By input name, element type and shape.
-        call: The method: ``"predict"`` or ``"submit"``.
+        call: The method of a pool, ``"predict"`` or ``"submit"``; or one of `SESSIONS`.
         clients: Requests under way at once.
     """
+    made = [f"{_quoted(name)}: {_zeros(*kind)}" for name, kind in arrays.items()]
+    foreign = "import ml_dtypes\n" if any("ml_dtypes." in text for text in made) else ""
+    inputs = f"inputs = {_joined('{', made, '}')}  # your own arrays here\n"
+    if call in SESSIONS:
+        begin, calls = _session(model, arguments, call, clients)
+        inline = "\nimport mcinfer.ort as onnxruntime\n"
+        runtime = inline if call == "inline" else "import onnxruntime\n"
+        return f"{begin}{foreign}import numpy as np\n{runtime}\n{inputs}{calls}"
     written = [_quoted(model)]
     for name, value in arguments.items():
         if name == "options" and value:
@@ -279,13 +321,35 @@ def program(
             f"    futures = [master.submit(inputs) for _ in range({clients})]\n"
             "    answers = [future.result() for future in futures]"
         )
-    made = [f"{_quoted(name)}: {_zeros(*kind)}" for name, kind in arrays.items()]
-    foreign = "import ml_dtypes\n" if any("ml_dtypes." in text for text in made) else ""
     return (
-        f"{foreign}import numpy as np\n\nimport mcinfer\n\n"
-        f"inputs = {_joined('{', made, '}')}  # your own arrays here\n"
+        f"{foreign}import numpy as np\n\nimport mcinfer\n\n{inputs}"
         f"with {_joined('mcinfer.Master(', written, ')')} as master:\n{calls}"
     )
+
+
+def _session(model: str, arguments: Mapping[str, Any], call: str, clients: int) -> tuple[str, str]:
+    """The first line of a program that holds a session, if it needs one, and its last lines."""
+    given, more = dict(arguments), [_quoted(model)]
+    providers = given.pop("providers", None)
+    options = [f"options.{name} = {value!r}\n" for name, value in given.items()]
+    if options:
+        options.insert(0, "options = onnxruntime.SessionOptions()\n")
+        more.append("options")
+    if providers:
+        more.append(f"providers=[{', '.join(map(_quoted, providers))}]")
+    opened = f"session = {_joined('onnxruntime.InferenceSession(', more, ')')}\n"
+    begin = ""
+    if clients > 1 and call != "session":
+        begin = "from concurrent.futures import ThreadPoolExecutor\n\n"
+        calls = (
+            f"with ThreadPoolExecutor({clients}) as clients:\n"
+            f"    answers = [*clients.map(lambda _: session.run(None, inputs), range({clients}))]"
+        )
+    elif clients > 1:
+        calls = f"answers = [session.run(None, inputs) for _ in range({clients})]"
+    else:
+        calls = "answer = session.run(None, inputs)"
+    return begin, "".join(options) + opened + calls
 
 
 def _zeros(kind: str, shape: tuple[int, ...]) -> str:

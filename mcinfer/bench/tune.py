@@ -1,19 +1,20 @@
-"""Searching for the pool that answers a load best: a coarse grid of pools, and successive halving.
+"""Searching for what answers a load best: a coarse grid of pools and sessions, and successive halving.
 
 ```
  Search (this process)
    │  looks at the model with one worker; makes a request's arrays; tries the default pool for a moment
-   └── for each round, in groups of a few pools:
+   └── for each round, in groups of a few candidates:
          Subject ── process: Master ── workers      the default, in every group, and up to three others: they
-         Subject ── …                               take turns, so that other work disturbs all alike
+         Subject ── process: a session              take turns, so that other work disturbs all alike
+         Subject ── …
 ```
 
-Each round drops the worse half and the pools that are clearly behind, and gives the others turns of twice the
-length, until one is left or the time is over (K. Jamieson, A. Talwalkar, "Non-stochastic Best Arm
-Identification and Hyperparameter Optimization", 2016, https://arxiv.org/abs/1502.07943). Pools of different
-groups are compared by their ratio to the default in the same repeat of the same group.
+Each round drops the worse half and the candidates that are clearly behind, and gives the others turns of
+twice the length, until one is left or the time is over (K. Jamieson, A. Talwalkar, "Non-stochastic Best Arm
+Identification and Hyperparameter Optimization", 2016, https://arxiv.org/abs/1502.07943). Candidates of
+different groups are compared by their ratio to the default in the same repeat of the same group.
 
-Ownership: a `Search` ends the pools of one group before the next one, and before `run` returns or raises.
+Ownership: a `Search` ends the ways of one group before the next one, and before `run` returns or raises.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,12 +28,12 @@ from time import monotonic
 from typing import Literal
 
 from mcinfer.bench.figures import Spread, latency, spread_of
-from mcinfer.bench.inputs import InputOptions
+from mcinfer.bench.inputs import InputOptions, fixed_batch
 from mcinfer.bench.load import MAX_ARRIVALS, read_request, rotated
 from mcinfer.bench.report import Load, Turn
 from mcinfer.bench.runner import START_SECONDS, Progress, powers, prepared
 from mcinfer.bench.subject import Subject, WayFailedError
-from mcinfer.bench.texts import number
+from mcinfer.bench.texts import SESSIONS, number
 from mcinfer.config import TransportKind, automatic_workers
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
@@ -40,16 +41,16 @@ from mcinfer.sharding import Axes, Shape, Split, plan
 from mcinfer.specs import ModelSpec
 
 Goal = Literal["throughput", "latency"]
-Call = Literal["submit", "predict"]
+Call = Literal["submit", "predict", "session", "threads", "inline"]
 
 ENOUGH_REQUESTS = 100
 """Requests of a turn whose p99 is more than the slowest of them."""
 
 _GROUP = 4
-"""Pools that are open at once: the default, and those that are compared with it."""
+"""Ways that are open at once: the default, and those that are compared with it."""
 REPEATS = 3
 _ALIKE = 1.05
-"""Within this factor a pool is not behind the best."""
+"""Within this factor a candidate is not behind the best."""
 _SHORT_RUN = 1e-3
 """Seconds: the transports differ by some 10 microseconds for each request."""
 _GOLDEN = (5**0.5 - 1) / 2
@@ -76,7 +77,7 @@ class Aim:
         if self.goal == "throughput" and self.load.rate is not None:
             raise InvalidInputError(
                 f"--rate: got {self.load.rate:g} with --goal throughput, expected --goal latency: "
-                f"at a given rate every pool that keeps up has the same throughput"
+                f"at a given rate all that keep up have the same throughput"
             )
 
     def rows(self, turn: Turn) -> float:
@@ -97,7 +98,10 @@ class Aim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A pool, and the method of `mcinfer.Master` that uses it; `threads` None is the pool's own choice."""
+    """A pool, or a session in the program's own process; `threads` of a run, None is the pool's own choice.
+
+    `call` is the method of `mcinfer.Master` that uses the pool, or the kind of session, one of `SESSIONS`.
+    """
 
     workers: int
     threads: int | None
@@ -108,14 +112,21 @@ class Candidate:
 
     @property
     def way(self) -> str:
+        """Its name in `mcinfer bench`."""
         if self.call == "predict":
             return "sharded"
-        return "batched" if self.max_batch_size > 1 else "concurrent"
+        if self.call == "submit":
+            return "batched" if self.max_batch_size > 1 else "concurrent"
+        return "threads-1" if (self.call, self.threads) == ("threads", 1) else self.call
 
     def __str__(self) -> str:
         parts = ["1 worker" if self.workers == 1 else f"{self.workers} workers"]
+        if self.call in SESSIONS:
+            parts = [SESSIONS[self.call]]
         if self.threads:
             parts.append("1 thread" if self.threads == 1 else f"{self.threads} threads")
+        if self.call in SESSIONS:
+            return f"{', '.join(parts)} a run"
         parts.append(self.call)
         if self.max_batch_size > 1:
             parts.append(f"{self.max_batch_size} rows within {self.max_delay * 1e3:g} ms")
@@ -138,12 +149,14 @@ def default_candidate(aim: Aim, cores: int) -> Candidate:
     return Candidate(workers=automatic_workers(cores), threads=None, call=call)
 
 
-def grid(aim: Aim, *, cores: int, pieces: int, joins: bool, run_seconds: float) -> list[Candidate]:
-    """The pools to try, the default first, then those that use all cores, then the others.
+def grid(
+    aim: Aim, *, cores: int, pieces: int, joins: bool, run_seconds: float, whole: bool = True
+) -> list[Candidate]:
+    """What to try: the default first, then sessions, pools that use all cores, and other pools.
 
-    Each group is in the order of the multiples of the golden ratio, less their whole parts: the first of it
+    Pools are in the order of the multiples of the golden ratio, less their whole parts: the first of them
     are of all kinds, however many there is time for. A request can be cut in `pieces`; `joins`: requests can
-    be joined to one run.
+    be joined to one run; `whole`: a request is one run, as a session needs it.
     """
     default = default_candidate(aim, cores)
     share, uneven = divmod(cores, default.workers)
@@ -162,13 +175,22 @@ def grid(aim: Aim, *, cores: int, pieces: int, joins: bool, run_seconds: float) 
             # each other, whatever messages go by.
             if run_seconds <= _SHORT_RUN and cores > 1:
                 full += [replace(use, transport="socketpair") for use in uses]
-    return [default, *_spread_out(full), *_spread_out(rest)]
+    sessions = _sessions(cores) if whole else []
+    return [default, *sessions, *_spread_out(full), *_spread_out(rest)]
+
+
+def _sessions(cores: int) -> list[Candidate]:
+    """Sessions whose runs use all cores or one; called for one request at a time, or by all clients."""
+    one = Candidate(workers=1, threads=1, call="threads")
+    all_cores = replace(one, threads=cores, call="session")
+    inline = [replace(each, call="inline") for each in (all_cores, one)]
+    return [*dict.fromkeys((all_cores, one, *inline))]
 
 
 def _uses(
     aim: Aim, pool: Candidate, pieces: int, joinings: Sequence[tuple[int, float]]
 ) -> Iterator[Candidate]:
-    """Ways to use such a pool that leave none of its workers idle all the time."""
+    """Uses of such a pool that leave none of its workers idle all the time."""
     clients = aim.load.clients
     if (aim.goal == "latency" or pieces > 1) and pool.workers <= clients * pieces:
         yield replace(pool, call="predict")
@@ -271,7 +293,7 @@ class Found:
         split: How the model's batch is split; None where that is not known yet.
         trials: Round by round.
         finished_rungs: Rounds that were measured to their end.
-        candidates: All pools of the grid; `left_out` of them there was no time for.
+        candidates: All of the grid; `left_out` of them there was no time for.
         needed_seconds: A budget for all of them.
         ended: Why the search was over; empty while it is not, and where it was interrupted.
     """
@@ -337,7 +359,7 @@ class Found:
 
 
 def rounds(others: int) -> list[tuple[int, int]]:
-    """The pools that are measured in each round, the default once a group, and the factor of their turns."""
+    """How many are measured in each round, the default once a group, and the factor of their turns."""
     counts = [others]
     while counts[-1] > 2:
         counts.append(ceil(counts[-1] / 2))
@@ -345,7 +367,7 @@ def rounds(others: int) -> list[tuple[int, int]]:
 
 
 def needs(others: int, overhead: float, turn: float) -> float:
-    """Seconds for so many pools beside the default, whose first turns are that long."""
+    """Seconds for so many candidates beside the default, whose first turns are that long."""
     return sum(n * (overhead + REPEATS * turn * times) for n, times in rounds(others))
 
 
@@ -373,7 +395,7 @@ class Search:
         if rate is not None and rate < least:
             raise InvalidInputError(
                 f"--rate: got {rate:g} with --budget {budget:g}, expected at least {number(least * 1.005)}, "
-                f"or --budget {ceil(budget * least / rate)}: two pools are compared by a few requests each"
+                f"or --budget {ceil(budget * least / rate)}: two ways are compared by a few requests each"
             )
         self._cores = whole_cpus()
         self._default = default_candidate(aim, self._cores)
@@ -420,6 +442,7 @@ class Search:
                     pieces=pieces_of(spec, shapes, found.split),
                     joins=plan(spec, shapes, 1, found.split).rowwise,
                     run_seconds=turn.run_seconds or turn.mean_latency,
+                    whole=fixed_batch(spec, found.split) in (None, batch),
                 )
                 found.candidates = len(candidates)
                 found.ended = self._halve(candidates[1:])
@@ -451,7 +474,7 @@ class Search:
         """Round after round; why it ended."""
         found, least = self.found, self._least_turn
         while True:
-            # Seconds that a pool costs in a group beside its turns.
+            # Seconds that a candidate costs in a group beside its turns.
             overhead = sum(self._starts) / len(self._starts) + REPEATS * self._turn_extra
             left = self._left()
             counts = range(len(contenders), -1, -1)
@@ -474,7 +497,7 @@ class Search:
             contenders = contenders_after(self._aim, trials, self._default, contenders)
             if not count:
                 left_out = "there was time for the default alone"
-                return left_out if found.left_out else "there is no other pool to try"
+                return left_out if found.left_out else "there is nothing else to try"
             if len(contenders) < 2:
                 return "one is left" if contenders else "no other is as good as the default"
 
@@ -496,18 +519,18 @@ class Search:
         return made
 
     def _run_group(self, trials: Sequence[Trial], seconds: float, repeats: int, what: str) -> None:
-        """Start the pools of a few candidates, the default first, have them take turns, and end them."""
+        """Start a few candidates, the default first, have them take turns, and end them."""
         began, in_turns = monotonic(), 0.0
         with ExitStack() as stack:
-            pools = [(t, stack.enter_context(self._subject(t.candidate))) for t in trials]
+            subjects = [(t, stack.enter_context(self._subject(t.candidate))) for t in trials]
             try:
-                for trial, subject in pools:
+                for trial, subject in subjects:
                     trial.beside = trials[0].turns
                     self._show(f"{what}: starting {trial.candidate}")
                     with _noting(trial, subject):
                         subject.start(self._patience)
                 for repeat in range(repeats):
-                    for trial, subject in rotated(pools, repeat):
+                    for trial, subject in rotated(subjects, repeat):
                         if trial.error:
                             continue
                         self._show(f"{what}: {trial.candidate}")
@@ -516,7 +539,7 @@ class Search:
                             self._take_turn(trial, subject, seconds, repeat)
                         in_turns += monotonic() - start
             except KeyboardInterrupt:
-                for _, subject in pools:  # all at once, and then one after another is waited for
+                for _, subject in subjects:  # all at once, and then one after another is waited for
                     subject.interrupt()
                 raise
         self._starts.append((monotonic() - began - in_turns) / len(trials))

@@ -1,9 +1,7 @@
 """``mcinfer bench``: the speed and memory of a model in mcinfer and in the usual alternatives."""
 
-import io
 import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,15 +30,14 @@ from mcinfer.cli.options import (
     parse_rates,
     parse_transport,
 )
-from mcinfer.cli.output_files import check_outputs, parse_png, write_output
-from mcinfer.cli.progress import let_workers_tell, showing_work
-from mcinfer.errors import InvalidInputError, McinferError, MissingDependencyError
+from mcinfer.cli.output_files import check_outputs, write_output
+from mcinfer.cli.progress import counted, let_workers_tell, say, showing_work
+from mcinfer.errors import InvalidInputError, McinferError
 
 _DEFAULT_BASELINES = "session,threads,pipe"
 _ALL_MODES = ",".join(MODES)
 _BASELINES_HELP = f"Baselines: some of {', '.join(BASELINES)}, FILE.py:Class; or none."
 _MODES_HELP = f"Modes of mcinfer: some of {', '.join(MODES)}; or none."
-_DPI = 100
 
 
 def parse_baselines(text: str) -> tuple[str, ...]:
@@ -118,9 +115,8 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="Write all figures to this file.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page with plots to this file.")
+        Path | None, typer.Option(metavar="FILE", help="Write a page with bars to this file.")
     ] = None,
-    png: Annotated[Any, parsed("FILE", parse_png, "Write the plots to this file.")] = None,
 ) -> None:
     """Measure your speed-up: mcinfer and the usual alternatives, on your model.
 
@@ -153,16 +149,13 @@ def bench(
         batch_axes=axes_of("--batch-axis", batch_axis),
         output_axes=axes_of("--output-axis", output_axis),
     )
-    outputs = {"--json": json, "--html": html, "--png": png}
-    for option, path in outputs.items():
-        for package in ("pydantic", *([] if option == "--json" else ["matplotlib", "jinja2"])):
-            if path is not None and find_spec(package) is None:
-                raise MissingDependencyError(
-                    f"{option} needs the package {package}: pip install 'mcinfer[bench]'"
-                )
+    outputs = {"--json": json, "--html": html}
     check_outputs(outputs)
     let_workers_tell()
     benchmark = Benchmark(plan, lambda done, note: work.show(done, note))
+    if benchmark.turn_seconds:
+        starts = counted(benchmark.starts, "start")
+        say(f"measuring takes {benchmark.turn_seconds:.0f} s and the time of {starts}")
     try:
         with showing_work(sys.stderr, "measuring", benchmark.steps) as work:
             report = benchmark.run()
@@ -205,10 +198,6 @@ def _content(option: str, report: Report) -> bytes:
         from mcinfer.bench.report import dump
 
         return dump(report)
-    from mcinfer.bench.page import figure, render
+    from mcinfer.bench.page import render
 
-    if option == "--html":
-        return render(report).encode()
-    content = io.BytesIO()
-    figure(report).savefig(content, format="png", dpi=_DPI)
-    return content.getvalue()
+    return render(report).encode()

@@ -18,16 +18,6 @@ import typer
 from mcinfer.errors import InvalidInputError
 from mcinfer.private import OthersError, opened_folder, opened_place
 
-_OTHER_IMAGES = {".jpg", ".jpeg", ".svg", ".pdf", ".gif", ".webp", ".tif", ".tiff", ".bmp", ".eps"}
-
-
-def parse_png(text: str) -> Path:
-    """A path for an image in PNG: ``"plots.png"``, or without a suffix that says another format."""
-    path = Path(text)
-    if path.suffix.lower() in _OTHER_IMAGES:
-        raise typer.BadParameter(f"got {text!r}, expected a name that ends in .png: it is a PNG")
-    return path
-
 
 def check_outputs(outputs: Mapping[str, Path | None]) -> None:
     """Check that the files of these options can be written and differ; None: the option was not given."""

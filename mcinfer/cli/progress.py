@@ -1,6 +1,6 @@
-"""Progress of long work on a terminal, and other lines on standard error.
+"""Progress of long work, and other lines on standard error.
 
-A bar is drawn only where the stream is a terminal that can go back in a line.
+A bar is drawn where the stream is a terminal that can go back in a line; elsewhere there are lines, seldom.
 """
 
 import logging
@@ -8,10 +8,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any, TextIO
 
 _NOT_DRAWN_ON = ("dumb", "unknown")
 """Values of TERM for terminals that cannot go back in a line."""
+
+_LINE_SECONDS = 10.0
+"""Between two lines, and before the first."""
 
 
 def megabytes(count: int) -> str:
@@ -36,21 +40,28 @@ def let_workers_tell() -> None:
 
 
 class Work:
-    """Shows work on a bar of rich's, if there is one."""
+    """Shows work on a bar of rich's, if there is one, or else in lines."""
 
-    def __init__(self, bar: Any = None, task: Any = None) -> None:
+    def __init__(self, what: str, total: float | None, bar: Any = None, task: Any = None) -> None:
+        self._what = what
+        self._total = total
         self._bar = bar
         self._task = task
+        self._due = monotonic() + _LINE_SECONDS
 
     def show(self, done: float, note: str = "") -> None:
         """Show how much is done, in the unit of the whole, and in few words what is being done now."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, note=note)
+        elif monotonic() >= self._due:
+            self._due = monotonic() + _LINE_SECONDS
+            part = f" {100 * done / self._total:.0f} %" if self._total else ""
+            say(f"{self._what}{part}{note and f': {note}'}")
 
 
 @contextmanager
 def showing_work(stream: TextIO, what: str, total: float | None, unit: str = "") -> Iterator[Work]:
-    """A bar with the time left, which is gone at the end; nothing where it cannot be shown.
+    """A bar with the time left, which is gone at the end; a line each 10 s where it cannot be drawn.
 
     Args:
         stream: Standard error, so that output can go elsewhere.
@@ -59,7 +70,7 @@ def showing_work(stream: TextIO, what: str, total: float | None, unit: str = "")
         unit: Unit of the total, such as "rows", to show how much is done; empty shows the percentage.
     """
     if not stream.isatty() or os.environ.get("TERM", "") in _NOT_DRAWN_ON:
-        yield Work()
+        yield Work(what, total)
         return
     from rich import progress
     from rich.console import Console
@@ -77,4 +88,4 @@ def showing_work(stream: TextIO, what: str, total: float | None, unit: str = "")
     columns.append(text("{task.fields[note]}"))
     console = Console(file=stream)  # knows of NO_COLOR
     with progress.Progress(*columns, console=console, transient=True) as bar:
-        yield Work(bar, bar.add_task(what, total=total, note=""))
+        yield Work(what, total, bar, bar.add_task(what, total=total, note=""))

@@ -1,4 +1,4 @@
-"""``mcinfer tune``: the best pool for a model and a load, as a program to copy."""
+"""``mcinfer tune``: the best pool or session for a model and a load, as a program to copy."""
 
 import sys
 from json import dumps
@@ -25,7 +25,7 @@ from mcinfer.cli.options import (
     parse_rates,
 )
 from mcinfer.cli.output_files import check_outputs, write_output
-from mcinfer.cli.progress import let_workers_tell, showing_work
+from mcinfer.cli.progress import let_workers_tell, say, showing_work
 from mcinfer.errors import InvalidInputError, McinferError
 
 
@@ -82,9 +82,9 @@ def tune(
         Path | None, typer.Option(metavar="FILE", help="Write all figures to this file.")
     ] = None,
 ) -> None:
-    """Find the best pool for your model and load, and print a program that uses it.
+    """Find the best pool or session for your model and load, and print a program that uses it.
 
-    It tries numbers of workers and threads, and how requests are joined.
+    It tries sessions in one process, numbers of workers and threads, and how requests are joined.
     """
     # Both need packages: a missing one is an error before the work, not after it.
     from mcinfer.bench.advice import as_json, verdict
@@ -114,6 +114,7 @@ def tune(
     check_outputs({"--json": json})
     before = machine()
     let_workers_tell()
+    say(f"tuning takes {budget:g} s at most, from when the model has been loaded once")
     try:
         with showing_work(sys.stderr, "tuning", budget) as work:
             search.run()
@@ -129,7 +130,7 @@ def tune(
 
 
 def _show(model: str, found: Any) -> None:
-    """Print the pools that were tried, the best, and a program that uses it; none where nothing fits."""
+    """Print what was tried, the best, and a program that uses it; none where nothing fits."""
     from rich.console import Console
 
     from mcinfer.bench.advice import arguments, grids, program, remarks, verdict

@@ -122,7 +122,7 @@ def measure(model: Path, *ways: str, **more: object) -> Report:
 
 def test_ways_and_pools_are_measured_under_each_load(onnx_model: OnnxModel, tmp_path: Path) -> None:
     # The other ways are measured below, with a fixed batch.
-    ways = (*(name for name in BASELINES if name != "pipe-each"), "concurrent")
+    ways = (*(name for name in BASELINES if name != "pipe-each"), "concurrent", "inline")
     report = measure(
         onnx_model(AFFINE),
         *ways,
