@@ -287,6 +287,8 @@ class Master:
         self._loop.model = self._in_memory  # for as long as workers may be started
         self._devices = [build.device for build in builds]
         self._workers = len(groups)
+        # To be said once: the number of workers is mcinfer's choice, and may be wrong for small requests.
+        self._may_advise = devices is None and len(groups) > 1
         self._engine = engine
         self._identity = ""
         self._whole = ""
@@ -1111,6 +1113,16 @@ class Master:
         answer = call.splitter.answer(call.known, arrays, pieces, runs, split_run)
         return self._as_wanted(call, answer)
 
+    def _advise(self, whole: float, in_pieces: float) -> None:
+        """Say that one worker is faster, if a request's pieces took longer than its whole run on one."""
+        if self._may_advise and in_pieces > whole:
+            self._may_advise = False
+            _log.info(
+                "a request took %.3g ms whole on one worker, and %.3g ms in pieces on %d workers: devices=1 "
+                "is faster for single requests of this size",
+                *(1e3 * whole, 1e3 * in_pieces, self._workers),
+            )
+
     def _predict_offered(self, call: "_Call") -> Arrays:
         """Answer a request that may show, with another, whether such requests can be joined."""
         future = self._submit(call)
@@ -1301,8 +1313,11 @@ class _CheckRuns:
             outcomes.extend(_outcome(future) for future in begun)
         finally:
             self.cancel(for_good=False)
+        seconds = monotonic() - began
         if first:
-            self._first_seconds = monotonic() - began
+            self._first_seconds = seconds
+        elif len(requests) > 1 and not self._late:
+            self._master._advise(self._first_seconds or 0.0, seconds)
         return outcomes
 
     def in_pieces(self, known: Known, pieces: int) -> Arrays | McinferError:

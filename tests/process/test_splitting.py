@@ -27,6 +27,7 @@ from mcinfer import (
     RestartPolicy,
     Split,
 )
+from mcinfer.machine import whole_cpus
 from tests.process.models import AFFINE, FakeModel, OnnxModel, assert_answers, rows
 from tests.process.scripts import ROOT, run_documented
 from tests.process.waiting import pids, wait_until
@@ -406,3 +407,31 @@ def test_requests_are_joined_once_two_have_shown_that_it_is_right(onnx_model: On
         assert_all_answered(master, 8)
         (worker,) = master.statistics().workers
         assert worker.completed > worker.runs
+
+
+@pytest.mark.skipif(whole_cpus() < 2, reason="a pool has one worker by default")
+@pytest.mark.parametrize(
+    ("devices", "seconds", "said"),
+    [
+        (None, (0.0, 0.2), 1),
+        (2, (0.0, 0.2), 0),  # as many as the user wants
+        (None, (0.2, 0.0), 0),  # pieces are faster
+    ],
+)
+def test_pool_that_splits_at_a_loss_says_once_that_one_worker_is_faster(
+    devices: int | None,
+    seconds: tuple[float, float],
+    said: int,
+    fake_model: FakeModel,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for index, each in enumerate(seconds):  # of a row, on each worker
+        (tmp_path / f"seconds{index}").write_text(str(each))
+    caplog.set_level(logging.INFO, "mcinfer.master")
+    model = fake_model(row_seconds=str(tmp_path / "seconds"))
+    with Master(model, devices, engine="fake") as master:
+        # The first request runs whole on the first worker. One of four times its rows is compared again.
+        for count in (2, 8):
+            master.predict(rows(count))
+    assert len([r for r in caplog.records if "devices=1 is faster" in r.getMessage()]) == said
