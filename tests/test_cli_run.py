@@ -59,6 +59,23 @@ def test_output_follows_a_link(double: Path, batch: Path, tmp_path: Path, capsys
     assert files(tmp_path / "folder") == ["out.npz"]
 
 
+def test_only_output_is_written_as_an_npy_file(
+    double: Path, batch: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    words = ["--input", str(batch), "--output", str(tmp_path / "out.npy"), "--batch", "2"]
+    assert main(["run", str(double), *words]) == 0
+    assert capsys.readouterr() == ("y: float32[5, 3]\n", "")
+    expected = 2 * np.arange(15, dtype=np.float32).reshape(5, 3)
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
+    nodes = [helper.make_node("Identity", ["x"], [name]) for name in ("y", "z")]
+    outputs: list[Value] = [(name, FLOAT, ["batch", 3]) for name in ("y", "z")]
+    both = save(tmp_path / "both.onnx", nodes, [("x", FLOAT, ["batch", 3])], outputs)
+    assert main(["run", str(both), *words, "--force"]) == 1
+    line = only_line(capsys.readouterr().err)
+    assert line.endswith("out.npy holds one array, expected an .npz file for ['y', 'z']")
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
+
+
 def test_strings_and_what_goes_whole_are_in_each_request(case: Case) -> None:
     pairs = [("s", "text"), ("scale", "same")]
     inputs: list[Value] = [
@@ -148,7 +165,7 @@ def test_unreadable_file_is_named(
     assert files(tmp_path) == [double.name, batch.name, "pipe"]
 
 
-@pytest.mark.parametrize("name", ["none/y.npz", "folder.npz", "y.npy"])
+@pytest.mark.parametrize("name", ["none/y.npz", "folder.npz", "y.csv"])
 def test_unwritable_output_is_named_first(tmp_path: Path, capsys: Capture, name: str) -> None:
     (tmp_path / "folder.npz").mkdir()
     assert call(tmp_path / "none.onnx", tmp_path / "none.npz", tmp_path / name) == 1

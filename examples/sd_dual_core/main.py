@@ -34,6 +34,10 @@ from mcinfer import ParallelPredictUtils, TensorSpec
 UNet = Callable[[list[Array]], Array]
 
 GUIDANCE = 7.5
+WHEN_IT_PAYS = (
+    "Two workers pay with several devices, or with many clients; "
+    "on one CPU, one session has all cores already."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,6 +89,7 @@ def _serve(model: Path, options: argparse.Namespace) -> float:
         worst = _denoise(latents, context, utils.inputs, options.steps, split, single)
         print(f"Total predict time =  {split.seconds}")
         print(f"One session, all cores, the same steps =  {single.seconds}")
+        print(WHEN_IT_PAYS)
         print(f"Largest relative difference to one session =  {worst:.3g}")
     finally:
         utils.finalize()

@@ -272,6 +272,7 @@ def run_batch(
         For each output a line with its name, element type and shape.
     """
     place = _output_place(target, force)  # before the work, not after it
+    as_npy = target.suffix.lower() == ".npy"
     with (
         opened_input(source, place.parent) as file,
         closing(
@@ -299,6 +300,10 @@ def run_batch(
         with closing(PartialResults(place, depends_on, restart=restart)) as results:
             master.start()
             spec = ModelSpec(inputs=master.inputs, outputs=master.outputs)
+            names = [output.name for output in spec.outputs]
+            if as_npy and len(names) != 1:
+                text = f"{target} holds one array, expected an .npz file for {names}"
+                raise InvalidInputError(f"--output: {text}")
             arrays = file.arrays(spec)
             if results.plan is None:
                 requests = _Planner(master, spec, arrays, said, rows, len(workers), timeout).plan()
@@ -317,12 +322,14 @@ def run_batch(
                     text = f"the {name} changed while it was used; --restart begins anew"
                     raise InvalidInputError(text)
             with _keeping(results, requests):
-                return results.finish(spec)
+                return results.finish(spec, as_npy=as_npy)
 
 
 def _output_place(target: Path, force: bool) -> Path:
-    if target.suffix.lower() != ".npz":
-        raise InvalidInputError(f"--output: got {target}, expected a name that ends in .npz")
+    if target.suffix.lower() not in (".npz", ".npy"):
+        raise InvalidInputError(
+            f"--output: got {target}, expected a name that ends in .npz or .npy"
+        )
     place = output_place("--output", target)
     if place.exists() and not force:
         raise InvalidInputError(f"--output: {target} exists; --force replaces it")

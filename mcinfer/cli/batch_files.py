@@ -6,7 +6,7 @@
     .NAME.partial/lock            held (flock) by the one run that uses the folder
     .NAME.partial/progress.json   which work this is, and how far it is: replaced whole, after a sync
     .NAME.partial/0.parts, …      by output, the answers one after another, each in the format .npy
-    .NAME.partial/whole.npz       at the end all of them, which is then moved to NAME
+    .NAME.partial/whole           at the end all of them, which is then moved to NAME
 
 All files are opened by the folder's descriptor, and no link is followed. What lies in a file beyond what the
 progress says is written over, so a run can be resumed after a kill or a loss of power as well.
@@ -47,7 +47,7 @@ _FORMAT = 5
 _LOCK = "lock"
 _PROGRESS = "progress.json"
 _PROGRESS_ASIDE = "progress.json.new"
-_WHOLE = "whole.npz"
+_WHOLE = "whole"
 
 _BLOCK_BYTES = 1 << 20
 _SAMPLE_BYTES = 1 << 16
@@ -357,26 +357,39 @@ class PartialResults:
         disk = os.fstatvfs(self._folder)
         return max(0, 2 * whole - sum(self._sizes) - disk.f_bavail * disk.f_frsize)
 
-    def finish(self, model: ModelSpec) -> list[str]:
-        """Write the output file, as `numpy.savez` does; a line for each output with its type and shape."""
-        lines = []
+    def finish(self, model: ModelSpec, *, as_npy: bool = False) -> list[str]:
+        """Write the output file, as `numpy.savez` does, or the only output as `numpy.save` does.
+
+        Returns:
+            A line for each output with its type and shape.
+        """
+        shapes = []
         with (
             self._open(_WHOLE, "wb", 0o666) as file,
             showing_work(sys.stderr, "writing", max(1, sum(self._sizes))) as work,
         ):
-            with zipfile.ZipFile(file, "w") as archive:
-                for i, spec in enumerate(model.outputs):
-                    records = [*_records(self._files[i])]
-                    with archive.open(f"{spec.name}.npy", "w", force_zip64=True) as member:
-                        shape = _write_joined(member, records, self._outputs[spec.name])
-                    lines.append(f"{printable(spec.name)}: {spec.element_type}{[*shape]}")
-                    work.show(sum(self._sizes[: i + 1]))
+            if as_npy:
+                shapes.append(self._write(0, file))
+            else:
+                with zipfile.ZipFile(file, "w") as archive:
+                    for i, name in enumerate(self._outputs):
+                        with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                            shapes.append(self._write(i, member))
+                        work.show(sum(self._sizes[: i + 1]))
             file.flush()
             os.fsync(file.fileno())
         os.replace(_WHOLE, self._output.name, src_dir_fd=self._folder, dst_dir_fd=self._parent)
         os.fsync(self._parent)
         self.forget()
-        return lines
+        return [
+            f"{printable(spec.name)}: {spec.element_type}{[*shape]}"
+            for spec, shape in zip(model.outputs, shapes, strict=True)
+        ]
+
+    def _write(self, number: int, member: IO[bytes]) -> tuple[int, ...]:
+        """Write the answers of one output as one array; its shape."""
+        axis = [*self._outputs.values()][number]
+        return _write_joined(member, [*_records(self._files[number])], axis)
 
     def forget(self) -> None:
         """Leave nothing to resume."""

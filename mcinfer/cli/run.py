@@ -25,7 +25,12 @@ _Input = Annotated[
     ),
 ]
 _Output = Annotated[
-    Path, typer.Option("--output", metavar="FILE", help="The .npz file to write, by output name.")
+    Path,
+    typer.Option(
+        "--output",
+        metavar="FILE",
+        help="The .npz file to write, by output name; or an .npy file for the only one.",
+    ),
 ]
 _Batch = Annotated[
     int | None,

@@ -29,7 +29,10 @@ def test_example_prints_the_samples_lines() -> None:
     assert "Success to build model 1" in lines
     assert lines.count("Receive exit message  and start to exit") == 2
     assert lines[-1] == "=========== success ==========="
-    assert re.search(r"^Total predict time =  \d+\.\d+$", done.stdout, re.MULTILINE)
+    own, session, when = lines[3:6]
+    assert re.fullmatch(r"Total predict time =  \d+\.\d+", own)
+    assert re.fullmatch(r"One session, all cores, the same steps =  \d+\.\d+", session)
+    assert when.startswith("Two workers pay with several devices, or with many clients; ")
     difference = re.search(
         r"^Largest relative difference to one session =  (\S+)$", done.stdout, re.MULTILINE
     )

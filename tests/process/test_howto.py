@@ -64,6 +64,15 @@ def test_program_prints_what_its_page_shows(page: str, tmp_path: Path) -> None:
     assert run_documented(program(ROOT / page), tmp_path) == shown
 
 
+def test_program_for_files_goes_on_where_it_was(tmp_path: Path) -> None:
+    np.save(tmp_path / "embeddings.npy", np.zeros((1000, 64), np.float32))
+    (tmp_path / "embeddings.rows").write_text("512")
+    said = run_documented(program(HOWTO / "files.md"), tmp_path)
+    assert said == "768 of 1000 images\n1000 of 1000 images\n"
+    written = np.load(tmp_path / "embeddings.npy").any(axis=1)
+    assert (written[:512].any(), written[512:].all()) == (False, True)
+
+
 def test_interpreter_shows_what_the_page_does(tmp_path: Path) -> None:
     page = HOWTO / "notebook.md"
     [shown] = blocks(page, "text")
