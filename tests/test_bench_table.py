@@ -171,6 +171,12 @@ def test_program_of_the_verdict_makes_the_models_inputs() -> None:
     assert '{"latents": np.zeros((2, 4, 32, 32), "float32"), "step": np.zeros((), "int64")}' in text
     assert "max_batch_size=16" in text
     assert report_program(small(session=[100.0])) == ""
+    made = small(session=[100.0], inline=[150.0])
+    made = replace(made, settings=replace(made.settings, devices=("cpu:0", "cpu:1")))
+    text = report_program(made)
+    compile(text, "program", "exec")
+    assert "import mcinfer.ort as onnxruntime\n" in text
+    assert '\nsession = onnxruntime.InferenceSession("unet.onnx", providers=[' in text
 
 
 def test_program_can_name_any_file_and_make_inputs_of_any_type() -> None:

@@ -200,8 +200,8 @@ def verdict(report: Report) -> str:
     if all(gain.clear < 0 for gain in all_gains):
         slow = f"mcinfer has {number(best.ratio.middle)} {TIMES} {what}"
         return f"Keep {others}: {'; '.join(filter(None, (slow, memory, crash)))}."
-    text = f"No clear gain in speed; {'; '.join(filter(None, (memory, crash)))}."
-    return f"{text}{_alone_text(report, best)}"
+    text = "; ".join(filter(None, ("No clear gain in speed", memory, crash)))
+    return f"{text}.{_alone_text(report, best)}"
 
 
 def _memory_text(report: Report, best: Gain) -> str:
@@ -267,7 +267,7 @@ def report_program(report: Report) -> str:
     if settings.transport != "zeromq":
         arguments["transport"] = settings.transport
     if best.own == "inline":
-        arguments = {}
+        arguments = {"providers": ["CPUExecutionProvider"]} if simple else {}
     arrays = {}
     for text in report.model.inputs:
         name, _, rest = text.rpartition(": ")
