@@ -31,6 +31,7 @@ from mcinfer.errors import ClosedError, McinferError
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import LEAST_PREPARED_BYTES, is_large
 from mcinfer.ort import options as noted
+from mcinfer.ort.errors import Unsupported
 from mcinfer.ort.providers import CPU, NOTHING_HERE
 from mcinfer.private import IN_MEMORY, ModelInMemory
 from mcinfer.process import give_back_freed_memory
@@ -157,12 +158,15 @@ def _prepared(wanted: Wanted) -> "tuple[str, Held | None]":
         return f"{others[0]}: sessions in several processes do not share a device's memory", None
     if options is not None and not noted.is_noted(options):
         return "sess_options were not made by this program after mcinfer.ort was imported", None
-    passed = noted.passed(
-        native.SessionOptions() if options is None else options,
-        EngineOptions(prepare="auto"),
-        wanted.folder,
-        1,
-    )
+    try:
+        passed = noted.passed(
+            native.SessionOptions() if options is None else options,
+            EngineOptions(prepare="auto"),
+            wanted.folder,
+            1,
+        )
+    except Unsupported as exc:  # what it says after the name is about workers
+        return f"{str(exc).partition(':')[0]} was set", None
     if passed.weights or passed.files:
         return "sess_options have initialisers", None
     if passed.optimised:
@@ -181,13 +185,13 @@ def _prepared(wanted: Wanted) -> "tuple[str, Held | None]":
     # From here on the model will be prepared, if it can be: small ones need none of these modules.
     from mcinfer.engines import _onnxruntime as runtime
     from mcinfer.engines.base import EngineRequest
+    from mcinfer.engines.preparation import OWN_COPY
 
     with ExitStack() as opened:
         if isinstance(model, bytes):
             path = opened.enter_context(closing(ModelInMemory(model))).path
         else:
             path = os.path.join(wanted.folder, model)
-        size = os.stat(path).st_size
         request = EngineRequest(
             model=path,
             device=Device.parse("cpu:0"),
@@ -199,9 +203,12 @@ def _prepared(wanted: Wanted) -> "tuple[str, Held | None]":
             free_dimensions=engine.free_dimensions,
             free_denotations=engine.free_denotations,
         )
-        patience = _LEAST_PATIENCE + size / _PREPARED_BYTES_PER_SECOND
-        found = runtime.prepared(request, patience=patience)
-    return "; ".join(found.notes), found.held
+        found = runtime.prepared(request, patience=_patience)
+    return "; ".join(note.removeprefix(f"{OWN_COPY}: ") for note in found.notes), found.held
+
+
+def _patience(size: int) -> float:
+    return _LEAST_PATIENCE + size / _PREPARED_BYTES_PER_SECOND
 
 
 def _other_providers(wanted: Wanted) -> list[str]:
