@@ -98,7 +98,7 @@ _INLINE, _INLINE_OF_ONE_THREAD = (
 )
 _NEEDS_FORKS = "a server that forks after it has opened the model"
 _NO_NEW_MODEL = "a new model needs a new start"
-_NO_ISOLATION = "a crash ends the server process; no batches over processes"
+_NO_ISOLATION = "no isolation from crashes; no batches over processes"
 
 WAYS = {
     "plain": Way(
@@ -313,7 +313,7 @@ def _measure(names: Sequence[str], folder: Path, rounds: int) -> str:
         shown.append((*row, WAYS[name].needs, WAYS[name].lacks))
     header = ("", "processes", "PSS in all", "one request", f"a second, {CLIENTS} clients")
     print(f"\n{table(header, rows)}")
-    return page_table((*header, "needs", "cannot"), shown, texts=2)
+    return page_table((*header, "needs", "limits"), shown, texts=2)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
