@@ -9,8 +9,9 @@ An entry is used only for options that are known to change nothing else than its
 on it computes what a plain one with these options would. Otherwise a plain session opens. An entry is held
 while the native session lives.
 
-The threads of a session are gone in a process that was forked, and ONNX Runtime then hangs or crashes. So a
-session with threads is left there as it is, and opened again when it is first used.
+The threads of a session are gone in a process that was forked. ONNX Runtime 1.32 then runs on one core, and
+hangs in runs of the parallel mode or at the process's end. So a session with threads is left there as it is,
+and opened again when it is first used.
 """
 
 import ctypes
