@@ -110,9 +110,11 @@ bench: .venv/installed
 bench-peers: .venv-peers/installed
 	.venv-peers/bin/python benchmarks/page.py --only peers --write docs/benchmarks.md
 
-# What n sessions of one model take of the memory: the picture and the tables of docs/weights.md.
+# What n processes with one model take: the picture and the tables of docs/weights.md and docs/processes.md.
 bench-memory: .venv/installed
 	$(BIN)/python benchmarks/processes_memory.py --write docs/weights.md --plot docs/processes_memory.svg
+	$(BIN)/python benchmarks/inline_sessions.py --write docs/weights.md
+	$(BIN)/python benchmarks/services.py --write docs/processes.md
 
 # What single parts cost: docs/benchmark_parts.md; rows by measured speed: the table of docs/splitting.md.
 bench-parts: .venv/installed

@@ -205,7 +205,9 @@ _NAMELESS = (None, "", "?", -1)
 
 
 def prepared(
-    request: EngineRequest, progress: Progress | None = None, patience: float = math.inf
+    request: EngineRequest,
+    progress: Progress | None = None,
+    patience: Callable[[int], float] = lambda _: math.inf,
 ) -> Preparation:
     """The prepared form of a model, made if there is none yet; `BuildError` if it cannot be as requested.
 

@@ -143,7 +143,7 @@ def find_or_make(
     request: EngineRequest,
     runtime: Runtime,
     progress: Progress | None = None,
-    patience: float = math.inf,
+    patience: Callable[[int], float] = lambda _: math.inf,
 ) -> Preparation:
     """The prepared form of the request's model; makes it if there is none yet.
 
@@ -152,7 +152,8 @@ def find_or_make(
         request: The model, and how to load it.
         runtime: The engine's.
         progress: Called while it is made.
-        patience: Seconds to wait for another process that makes it; then the model is loaded as it is.
+        patience: Seconds to wait for another process that makes it, by the bytes of the model's files; then
+            the model is loaded as it is.
 
     Raises:
         BuildError: The model is a prepared one already, for another runtime or CPU.
@@ -179,7 +180,7 @@ def find_or_make(
             slow=_SLOW,
             failed=_record_failure,
         )
-        held = open_or_make(store, facts, work, progress, patience)
+        held = open_or_make(store, facts, work, progress, patience(source.size))
     except BuildError as exc:
         # The runtime refuses a file that is not a model, in better words; it takes a format of its own.
         notes = (shortened(f"{OWN_COPY}: {exc}"),) if request.prepare == "always" else ()

@@ -9,8 +9,9 @@ An entry is used only for options that are known to change nothing else than its
 on it computes what a plain one with these options would. Otherwise a plain session opens. An entry is held
 while the native session lives.
 
-The threads of a session are gone in a process that was forked, and ONNX Runtime then hangs or crashes. So a
-session with threads is left there as it is, and opened again when it is first used.
+The threads of a session are gone in a process that was forked. ONNX Runtime 1.32 then runs on one core, and
+hangs in runs of the parallel mode or at the process's end. So a session with threads is left there as it is,
+and opened again when it is first used.
 """
 
 import ctypes
@@ -31,6 +32,7 @@ from mcinfer.errors import ClosedError, McinferError
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import LEAST_PREPARED_BYTES, is_large
 from mcinfer.ort import options as noted
+from mcinfer.ort.errors import Unsupported
 from mcinfer.ort.providers import CPU, NOTHING_HERE
 from mcinfer.private import IN_MEMORY, ModelInMemory
 from mcinfer.process import give_back_freed_memory
@@ -157,12 +159,15 @@ def _prepared(wanted: Wanted) -> "tuple[str, Held | None]":
         return f"{others[0]}: sessions in several processes do not share a device's memory", None
     if options is not None and not noted.is_noted(options):
         return "sess_options were not made by this program after mcinfer.ort was imported", None
-    passed = noted.passed(
-        native.SessionOptions() if options is None else options,
-        EngineOptions(prepare="auto"),
-        wanted.folder,
-        1,
-    )
+    try:
+        passed = noted.passed(
+            native.SessionOptions() if options is None else options,
+            EngineOptions(prepare="auto"),
+            wanted.folder,
+            1,
+        )
+    except Unsupported as exc:  # what it says after the name is about workers
+        return f"{str(exc).partition(':')[0]} was set", None
     if passed.weights or passed.files:
         return "sess_options have initialisers", None
     if passed.optimised:
@@ -181,13 +186,13 @@ def _prepared(wanted: Wanted) -> "tuple[str, Held | None]":
     # From here on the model will be prepared, if it can be: small ones need none of these modules.
     from mcinfer.engines import _onnxruntime as runtime
     from mcinfer.engines.base import EngineRequest
+    from mcinfer.engines.preparation import OWN_COPY
 
     with ExitStack() as opened:
         if isinstance(model, bytes):
             path = opened.enter_context(closing(ModelInMemory(model))).path
         else:
             path = os.path.join(wanted.folder, model)
-        size = os.stat(path).st_size
         request = EngineRequest(
             model=path,
             device=Device.parse("cpu:0"),
@@ -199,9 +204,12 @@ def _prepared(wanted: Wanted) -> "tuple[str, Held | None]":
             free_dimensions=engine.free_dimensions,
             free_denotations=engine.free_denotations,
         )
-        patience = _LEAST_PATIENCE + size / _PREPARED_BYTES_PER_SECOND
-        found = runtime.prepared(request, patience=patience)
-    return "; ".join(found.notes), found.held
+        found = runtime.prepared(request, patience=_patience)
+    return "; ".join(note.removeprefix(f"{OWN_COPY}: ") for note in found.notes), found.held
+
+
+def _patience(size: int) -> float:
+    return _LEAST_PATIENCE + size / _PREPARED_BYTES_PER_SECOND
 
 
 def _other_providers(wanted: Wanted) -> list[str]:

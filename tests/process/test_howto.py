@@ -1,4 +1,4 @@
-"""The programs of README.md, docs/start.md and docs/howto/, which do what their pages say."""
+"""The programs of README.md, docs/start.md, docs/ort.md and docs/howto/, which do what their pages say."""
 
 import io
 import json
@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from time import monotonic
 from venv import EnvBuilder
 
 import numpy as np
 import onnx
+import onnxruntime
 import psutil
 import pytest
 from packaging.requirements import Requirement
@@ -29,9 +32,9 @@ from tests.process.scripts import ROOT, Program, run_documented
 from tests.process.waiting import all_gone
 
 HOWTO = ROOT / "docs" / "howto"
-PAGES = [ROOT / "README.md", *sorted(HOWTO.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "ort.md", *sorted(HOWTO.glob("*.md"))]
 
-PRINTING = ["README.md", "docs/howto/files.md"]
+PRINTING = ["README.md", "docs/ort.md", "docs/howto/files.md"]
 """Pages whose program prints, in every run, what the page shows."""
 
 
@@ -188,7 +191,7 @@ def test_image_has_all_that_its_program_needs(tmp_path: Path) -> None:
 
 
 UVICORN = ("uvicorn", "service:app", "--port", "0")
-GUNICORN = ("gunicorn", "-c", "python:service", "-b", "127.0.0.1:0", "service:application")
+GUNICORN = ("gunicorn", "-b", "127.0.0.1:0", "service:application")
 
 
 @contextmanager
@@ -225,20 +228,82 @@ def answer_to(connection: HTTPConnection, place: str, body: bytes) -> bytes:
     return content
 
 
+def with_a_pool() -> str:
+    """Gunicorn's program with the two other lines of its page."""
+    page = HOWTO / "gunicorn.md"
+    opening, asking = re.findall(r"^    (.*\bmaster\b.*)$", page.read_text("utf-8"), re.MULTILINE)
+    text = re.sub(r"^session = .*$", opening, program(page), flags=re.MULTILINE)
+    return "import mcinfer\n" + re.sub(r"\(embeddings,\) = .*", asking, text)
+
+
 @pytest.mark.parametrize(
-    ("name", "place", "command"),
-    [("fastapi", "/embeddings", UVICORN), ("gunicorn", "/", GUNICORN)],
+    ("text", "place", "command"),
+    [
+        pytest.param(program(HOWTO / "fastapi.md"), "/embeddings", UVICORN, id="fastapi"),
+        pytest.param(with_a_pool(), "/", (*GUNICORN, "--threads", "16"), id="gunicorn"),
+    ],
 )
 def test_service_answers_and_leaves_nothing_after_a_sigterm(
-    name: str, place: str, command: tuple[str, ...], tmp_path: Path
+    text: str, place: str, command: tuple[str, ...], tmp_path: Path
 ) -> None:
     images = np.random.default_rng(0).random((2, 3, 32, 32), np.float32)
-    with serving(program(HOWTO / f"{name}.md"), tmp_path, *command) as connection:
+    with serving(text, tmp_path, *command) as connection:
         content = answer_to(connection, place, images.tobytes())
         assert np.shape(json.loads(content)) == (2, 64)
-        if name == "fastapi":
+        if command is UVICORN:
             connection.request("GET", "/health")
             assert json.load(connection.getresponse()) == {"state": "ready", "reasons": []}
+
+
+OPTIONS = """
+import mcinfer
+import mcinfer.ort as ort
+options = ort.SessionOptions()
+options.intra_op_num_threads = 3
+always = mcinfer.EngineOptions(prepare="always")
+"""
+NAMED = """
+import os
+answer = application
+
+def application(environ, start_response):
+    def named(status, headers):
+        threads = len(os.listdir("/proc/self/task"))
+        own = [("Process", str(os.getpid())), ("Threads", str(threads))]
+        start_response(status, headers + own)
+    return answer(environ, named)
+"""
+
+
+@pytest.mark.parametrize("more", [(), ("--preload",)])
+def test_every_process_of_gunicorn_answers_with_its_inline_session(
+    more: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The sessions have the prepared model, and threads, which a fork takes from them."""
+    text = program(HOWTO / "gunicorn.md")
+    text = OPTIONS + text.replace("encoder(), ", "encoder(), options, options=always, ") + NAMED
+    images = np.random.default_rng(0).random((2, 3, 32, 32), np.float32)
+    [wanted] = onnxruntime.InferenceSession(encoder()).run(None, {"image": images})
+    command = (*GUNICORN, "--workers", "3", *more)
+    processes: set[str | None] = set()
+    with serving(text, tmp_path, *command) as connection:
+
+        def ask(_: object) -> None:
+            own = HTTPConnection(connection.host, connection.port, timeout=40)
+            own.request("POST", "/", images.tobytes())
+            answer = own.getresponse()
+            content = answer.read()
+            own.close()
+            assert answer.status == 200, content
+            np.testing.assert_allclose(json.loads(content), wanted, rtol=1e-5, atol=1e-6)
+            assert int(answer.getheader("Threads", 0)) >= 3
+            processes.add(answer.getheader("Process"))
+
+        stop = monotonic() + 40
+        with ThreadPoolExecutor(6) as clients:
+            while len(processes) < 3 and monotonic() < stop:
+                list(clients.map(ask, range(12)))
+    assert len(processes) == 3
 
 
 def test_tutorial_goes_from_a_session_to_a_service(tmp_path: Path) -> None:
