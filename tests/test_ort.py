@@ -274,6 +274,16 @@ def test_cpu_means_its_automatic_shares(providers: Any) -> None:
     assert chosen.choose(providers, None) == chosen.Choice()
 
 
+def test_number_of_devices_means_devices_of_the_provider(cards: list[str]) -> None:
+    cards += ["cuda:0", "cuda:1", "cuda:3"]
+    choice = chosen.choose([CUDA, CPU], None)
+    assert choice.places(2) == ["cuda:0", "cuda:1"]
+    assert choice.places(["cuda:3"]) == ["cuda:3"]
+    assert chosen.choose([CPU], None).places(2) == 2
+    with pytest.raises(own.InvalidInputError, match=r"^devices: got 4 with cuda, expected 1 to 3"):
+        choice.places(4)
+
+
 def test_provider_that_is_not_here_is_passed_over_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="'DmlExecutionProvider' is not in available provider"):
         assert chosen.choose(["DmlExecutionProvider", CPU], None) == chosen.Choice()

@@ -10,6 +10,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 from onnxruntime.capi.onnxruntime_inference_collection import check_and_normalize_provider_args
 
 from mcinfer.config import ProviderKind
+from mcinfer.errors import InvalidInputError
 from mcinfer.ort.errors import Unsupported
 
 CPU = "CPUExecutionProvider"
@@ -34,7 +35,7 @@ class Choice:
     """Where the sessions of the workers run.
 
     Attributes:
-        devices: As `mcinfer.Master` takes them; None is the whole CPU.
+        devices: All that the provider may use, as `mcinfer.Master` takes them; None is the whole CPU.
         provider: The provider on the devices, in mcinfer's words; None is the devices' own.
         options: The provider's options.
         may_fall_back: Whether the CPU will do where a card's provider cannot be used.
@@ -44,6 +45,17 @@ class Choice:
     provider: ProviderKind | None = None
     options: dict[str, str] = field(default_factory=dict)
     may_fall_back: bool = False
+
+    def places(self, wanted: Any) -> Any:
+        """The devices for the `devices` of a session: a number means so many of the provider's."""
+        if type(wanted) is not int or self.devices is None:
+            return wanted
+        if not 0 < wanted <= len(self.devices):
+            raise InvalidInputError(
+                f"devices: got {wanted} with {self.provider}, expected 1 to {len(self.devices)}: "
+                f"{self.devices}"
+            )
+        return self.devices[:wanted]
 
 
 def choose(

@@ -447,10 +447,8 @@ class Opening:
 
     def _started(self, choice: Choice, passed: noted.Passed) -> Master:
         given = dict(self.given)
-        devices = given.pop("devices", None)
+        devices = choice.places(given.pop("devices"))
         given.pop("options", None)
-        if devices is None and choice.devices is not None:
-            devices = choice.devices
         unknown = given.keys() - _MASTER_OPTIONS
         if unknown:
             raise InvalidInputError(
