@@ -190,13 +190,17 @@ def test_image_has_all_that_its_program_needs(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, shown, "")
 
 
+FASTAPI = program(HOWTO / "fastapi.md")
 UVICORN = ("uvicorn", "service:app", "--port", "0")
 GUNICORN = ("gunicorn", "-b", "127.0.0.1:0", "service:application")
 
 
 @contextmanager
-def serving(text: str, folder: Path, *command: str) -> Iterator[HTTPConnection]:
-    """A connection to a service, which has to leave no process behind when SIGTERM ends it."""
+def serving(text: str, folder: Path, *command: str, processes: int = 2) -> Iterator[HTTPConnection]:
+    """A connection to a service, which has to leave no process behind when SIGTERM ends it.
+
+    `processes` is how many it has to have beside its first one, at least.
+    """
     module, *arguments = command
     if not find_spec(module) or ("fastapi" in text and not find_spec("fastapi")):
         pytest.skip(f"{module}, or what it serves with, is not installed")
@@ -214,7 +218,7 @@ def serving(text: str, folder: Path, *command: str) -> Iterator[HTTPConnection]:
         yield connection
         connection.close()
         pids = [process.pid for process in psutil.Process(server.pid).children(recursive=True)]
-        assert len(pids) >= 2
+        assert len(pids) >= processes
         server.send_signal(signal.SIGTERM)
         server.wait(50.0)
         assert all_gone(pids)
@@ -237,17 +241,18 @@ def with_a_pool() -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "command"),
+    ("text", "place", "command", "processes"),
     [
-        pytest.param(program(HOWTO / "fastapi.md"), "/embeddings", UVICORN, id="fastapi"),
-        pytest.param(with_a_pool(), "/", (*GUNICORN, "--threads", "16"), id="gunicorn"),
+        pytest.param(FASTAPI, "/embeddings", UVICORN, 0, id="fastapi"),
+        pytest.param(FASTAPI.replace('"inline"', "2"), "/embeddings", UVICORN, 2, id="workers"),
+        pytest.param(with_a_pool(), "/", (*GUNICORN, "--threads", "16"), 2, id="gunicorn"),
     ],
 )
 def test_service_answers_and_leaves_nothing_after_a_sigterm(
-    text: str, place: str, command: tuple[str, ...], tmp_path: Path
+    text: str, place: str, command: tuple[str, ...], processes: int, tmp_path: Path
 ) -> None:
     images = np.random.default_rng(0).random((2, 3, 32, 32), np.float32)
-    with serving(text, tmp_path, *command) as connection:
+    with serving(text, tmp_path, *command, processes=processes) as connection:
         content = answer_to(connection, place, images.tobytes())
         assert np.shape(json.loads(content)) == (2, 64)
         if command is UVICORN:
