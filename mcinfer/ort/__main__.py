@@ -11,18 +11,21 @@ import os
 import pkgutil
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from functools import partial
 from importlib.machinery import SourceFileLoader
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
 
-from mcinfer.config import parse_devices
 from mcinfer.errors import InvalidInputError
-from mcinfer.machine import whole_cpus
+from mcinfer.ort.options import working_folder
 from mcinfer.ort.session import install
 
 
 def _devices(text: str) -> int | list[str]:
     """``"2"``: so many devices; ``"cpu:0,cpu:1"``: these."""
+    from mcinfer.config import parse_devices
+    from mcinfer.machine import whole_cpus
+
     chosen = int(text) if text.isdecimal() else text.split(",")
     try:
         parse_devices(chosen, whole_cpus())
@@ -81,9 +84,11 @@ def main(given: Sequence[str]) -> None:
     module = sys.modules["__main__"] = ModuleType("__main__")
     vars(module)["__builtins__"] = builtins
     sys.argv = [program, *arguments]
-    sys.excepthook = _show_from_program
-    # `python -m mcinfer.ort` has put the working folder first; with -P or -I, Python puts nothing there.
+    sys.excepthook = partial(_show_from_program, _files_of_callers())
+    # Python has put its own program's folder, or the working folder, first; with -P or -I, nothing.
     if chosen.is_module:
+        if not sys.flags.safe_path:
+            sys.path[0] = working_folder()
         _run_as_main(program)
         return
     if not sys.flags.safe_path:
@@ -111,16 +116,26 @@ def _code_of(path: str) -> CodeType:
     return code
 
 
+def _files_of_callers() -> set[str]:
+    frame: FrameType | None = sys._getframe()
+    files = {"<frozen runpy>"}
+    while frame is not None:
+        files.add(frame.f_code.co_filename)
+        frame = frame.f_back
+    return files
+
+
 def _show_from_program(
-    kind: type[BaseException], exc: BaseException, trace: TracebackType | None
+    above: Container[str],
+    kind: type[BaseException],
+    exc: BaseException,
+    trace: TracebackType | None,
 ) -> None:
     """Show an exception that ends the program, from the program's own first frame on."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FRAMES:
+    while trace is not None and trace.tb_frame.f_code.co_filename in above:
         trace = trace.tb_next
     sys.__excepthook__(kind, exc.with_traceback(trace), trace)
 
-
-_OWN_FRAMES = (__file__, "<frozen runpy>")
 
 _run_as_main = runpy._run_module_as_main  # type: ignore[attr-defined] # what Python calls for -m
 

@@ -27,14 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer.config import Device, EngineOptions
 from mcinfer.errors import ClosedError, McinferError
-from mcinfer.model_cache.keys import FOLDER_KEY
-from mcinfer.model_cache.onnx_files import LEAST_PREPARED_BYTES, is_large
+from mcinfer.model_cache.onnx_files import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
 from mcinfer.ort import options as noted
 from mcinfer.ort.errors import Unsupported
 from mcinfer.ort.providers import CPU, NOTHING_HERE
-from mcinfer.private import IN_MEMORY, ModelInMemory
 from mcinfer.process import give_back_freed_memory
 
 if TYPE_CHECKING:
@@ -76,7 +73,11 @@ class Wanted:
 
     @property
     def name(self) -> str:
-        return IN_MEMORY if isinstance(self.model, bytes) else os.path.basename(self.model)
+        if isinstance(self.model, str):
+            return os.path.basename(self.model)
+        from mcinfer.private import IN_MEMORY
+
+        return IN_MEMORY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,14 +152,21 @@ def _prepared(wanted: Wanted) -> "tuple[str, Held | None]":
     options, model = wanted.options, wanted.model
     if wanted.prepare == "never":
         return "EngineOptions(prepare='never')", None
-    if isinstance(model, bytes) and wanted.prepare == "auto" and len(model) < LEAST_PREPARED_BYTES:
-        return _SMALL, None
     if wanted.changed:
         return "disabled_optimizers or read_config_from_model was given", None
     if others := _other_providers(wanted):
         return f"{others[0]}: sessions in several processes do not share a device's memory", None
     if options is not None and not noted.is_noted(options):
         return "sess_options were not made by this program after mcinfer.ort was imported", None
+    if wanted.prepare == "auto" and not _is_large(wanted):
+        return _SMALL, None
+    # From here on the model will be prepared, if it can be: small ones need none of these modules.
+    from mcinfer.config import Device, EngineOptions
+    from mcinfer.engines import _onnxruntime as runtime
+    from mcinfer.engines.base import EngineRequest
+    from mcinfer.engines.preparation import OWN_COPY
+    from mcinfer.private import ModelInMemory
+
     try:
         passed = noted.passed(
             native.SessionOptions() if options is None else options,
@@ -179,15 +187,6 @@ def _prepared(wanted: Wanted) -> "tuple[str, Held | None]":
     config = dict(engine.session_config)
     if isinstance(model, bytes):
         config.setdefault(FOLDER_KEY, wanted.folder)
-    elif wanted.prepare == "auto" and not is_large(
-        os.path.join(wanted.folder, model), config.get(FOLDER_KEY)
-    ):
-        return _SMALL, None
-    # From here on the model will be prepared, if it can be: small ones need none of these modules.
-    from mcinfer.engines import _onnxruntime as runtime
-    from mcinfer.engines.base import EngineRequest
-    from mcinfer.engines.preparation import OWN_COPY
-
     with ExitStack() as opened:
         if isinstance(model, bytes):
             path = opened.enter_context(closing(ModelInMemory(model))).path
@@ -210,6 +209,15 @@ def _prepared(wanted: Wanted) -> "tuple[str, Held | None]":
 
 def _patience(size: int) -> float:
     return _LEAST_PATIENCE + size / _PREPARED_BYTES_PER_SECOND
+
+
+def _is_large(wanted: Wanted) -> bool:
+    if isinstance(wanted.model, bytes):
+        return len(wanted.model) >= LEAST_PREPARED_BYTES
+    folder = noted.config_entries(wanted.options).get(FOLDER_KEY)
+    return is_large(
+        os.path.join(wanted.folder, wanted.model), folder and os.path.join(wanted.folder, folder)
+    )
 
 
 def _other_providers(wanted: Wanted) -> list[str]:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 from onnxruntime.capi.onnxruntime_inference_collection import OrtValue
 
-from mcinfer.config import EngineOptions
 from mcinfer.errors import InvalidInputError
-from mcinfer.model_cache.keys import FOLDER_KEY
+from mcinfer.model_cache.onnx_files import FOLDER_KEY
 from mcinfer.ort.errors import Unsupported
+
+if TYPE_CHECKING:  # inline sessions of small models do not need it
+    from mcinfer.config import EngineOptions
 
 Call = tuple[str, tuple[Any, ...]]
 """A method's name, and what it was called with."""
@@ -196,6 +198,13 @@ def named_providers(options: Any) -> list[tuple[str, dict[str, str]]]:
     ]
 
 
+def config_entries(options: Any) -> dict[str, str]:
+    """The configuration entries that were added to ``SessionOptions``, if there are any."""
+    if options is None:
+        return {}
+    return dict(given for _, given in _of(options, "add_session_config_entry"))
+
+
 def _of(options: Any, *methods: str) -> Iterator[Call]:
     return (call for call in calls(options) if call[0] in methods)
 
@@ -225,13 +234,13 @@ class Passed:
         optimised: Where to write the optimised model; empty to write none.
     """
 
-    engine: EngineOptions
+    engine: "EngineOptions"
     weights: dict[str, NDArray[Any]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     optimised: str = ""
 
 
-def passed(options: Any, base: EngineOptions, folder: str, cores: int) -> Passed:
+def passed(options: Any, base: "EngineOptions", folder: str, cores: int) -> Passed:
     """What the workers get of a program's options.
 
     Args:

@@ -4,17 +4,19 @@ import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 from onnxruntime.capi.onnxruntime_inference_collection import check_and_normalize_provider_args
 
-from mcinfer.config import ProviderKind
 from mcinfer.errors import InvalidInputError
 from mcinfer.ort.errors import Unsupported
 
+if TYPE_CHECKING:  # inline sessions take the names below alone
+    from mcinfer.config import ProviderKind
+
 CPU = "CPUExecutionProvider"
-_CARDS: dict[str, ProviderKind] = {
+_CARDS: "dict[str, ProviderKind]" = {
     "TensorrtExecutionProvider": "tensorrt",
     "CUDAExecutionProvider": "cuda",
 }
@@ -42,7 +44,7 @@ class Choice:
     """
 
     devices: list[str] | None = None
-    provider: ProviderKind | None = None
+    provider: "ProviderKind | None" = None
     options: dict[str, str] = field(default_factory=dict)
     may_fall_back: bool = False
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer.config import INLINE, EngineOptions
 from mcinfer.errors import ClosedError, InvalidInputError
 from mcinfer.ort import inline
 from mcinfer.ort import options as noted
@@ -89,7 +88,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         given = {**self._defaults, **more}
         if devices is not None:
             given["devices"] = devices
-        self._inline = given.get("devices") in (None, INLINE, [INLINE])
+        self._inline = _is_inline(given.get("devices"))
         self._folder = given.pop(_FOLDER, None) or noted.working_folder()
         self._given = given
         self._chosen = (providers, provider_options)
@@ -274,6 +273,14 @@ class _Closed:
         raise ClosedError("the session is closed")
 
 
+def _is_inline(devices: int | str | Sequence[int | str] | None) -> bool:
+    if devices is None:
+        return True
+    from mcinfer.config import INLINE
+
+    return devices in (INLINE, [INLINE])
+
+
 def _inline_option(given: dict[str, Any]) -> str:
     """`EngineOptions.prepare` of an inline session; refuses what only workers have."""
     for name in given:
@@ -281,7 +288,11 @@ def _inline_option(given: dict[str, Any]) -> str:
             raise InvalidInputError(
                 f"{name}: got such an argument, which is for workers alone: expected devices= beside it"
             )
-    options = given.get("options", EngineOptions())
+    if "options" not in given:
+        return "auto"
+    from mcinfer.config import EngineOptions
+
+    options = given["options"]
     if not isinstance(options, EngineOptions) or options != EngineOptions(prepare=options.prepare):
         raise InvalidInputError(
             f"options: got {options!r}, expected EngineOptions(prepare=…) alone: sess_options say the rest "

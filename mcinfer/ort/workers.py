@@ -30,7 +30,7 @@ from mcinfer.errors import BuildError, InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
 from mcinfer.model_cache.building import save_optimised
-from mcinfer.model_cache.keys import FOLDER_KEY
+from mcinfer.model_cache.onnx_files import FOLDER_KEY
 from mcinfer.ort import options as noted
 from mcinfer.ort import values
 from mcinfer.ort.errors import (

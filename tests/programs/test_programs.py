@@ -1,4 +1,4 @@
-"""Real programs below ``python -m mcinfer ort`` print what they print by themselves.
+"""Real programs below ``python -m mcinfer ort`` print what they print alone: inline, and with workers.
 
 `make test-programs` runs them, by the file programs.ini beside this one, in an environment that has them.
 """
@@ -17,10 +17,18 @@ from program_cases import PROGRAMS, difference
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN: Sequence[str] = ()
-MCINFER = ("-m", "mcinfer", "ort", "--devices", "2")
+INLINE = ("-m", "mcinfer", "ort")
+WORKERS = (*INLINE, "--devices", "2")
+WAYS = pytest.mark.parametrize(
+    ("launch", "tolerance"),
+    [pytest.param(INLINE, 0.0, id="inline"), pytest.param(WORKERS, 1e-5, id="workers")],
+)
 
-SPLIT = ("rapidocr", "magika", "silero batch")
+SPLIT = ("rapidocr", "magika", "open-nsfw", "silero batch")
 """Those whose batches go to both workers."""
+
+SHARED = ("open-nsfw",)
+"""Those whose models are large enough to be prepared for inline sessions."""
 
 COMMANDS = [name for name, program in PROGRAMS.items() if program.command is not None]
 
@@ -58,17 +66,20 @@ def printed(launch: Sequence[str], arguments: Sequence[str], stdin: str | None =
     return done.stdout or done.stderr
 
 
+@WAYS
 @pytest.mark.parametrize("name", COMMANDS)
-def test_command_prints_the_same_and_leaves_no_process(name: str, tmp_path: Path) -> None:
+def test_command_prints_the_same_and_leaves_no_process(
+    name: str, launch: Sequence[str], tolerance: float, tmp_path: Path
+) -> None:
     command = PROGRAMS[name].command
     assert command is not None
     arguments = command(tmp_path)
     plain = printed(PLAIN, arguments)
     assert PROGRAMS[name].finding in plain
-    ours = printed(MCINFER, arguments)
+    ours = printed(launch, arguments)
     far = difference(plain, ours)
     assert far is not None, f"{plain}\n{ours}"
-    assert far <= 1e-5
+    assert far <= tolerance
     _, alive = psutil.wait_procs(leftovers(tmp_path), timeout=30)
     assert not alive
 
@@ -82,23 +93,29 @@ def said(output: str, what: str) -> list[Any]:
     return [message[what] for message in messages if what in message]
 
 
+@WAYS
 @pytest.mark.parametrize("name", [*PROGRAMS])
 def test_work_that_is_repeated_in_an_open_program_has_the_same_answer(
-    name: str, tmp_path: Path
+    name: str, launch: Sequence[str], tolerance: float, tmp_path: Path
 ) -> None:
-    """The first requests are checked and learned from; the later ones are split by what was learned."""
+    """Workers check the first requests and learn from them; the later ones are split by what was learned."""
     arguments = [str(ROOT / "benchmarks" / "program_cases.py"), name, str(tmp_path)]
     plain = printed(PLAIN, arguments, "\n")
-    ours = printed(MCINFER, arguments, "\n\n\n")
+    ours = printed(launch, arguments, "\n\n\n")
     wanted, *others = answers(plain) + answers(ours)
     assert PROGRAMS[name].finding in wanted
     assert len(others) == 3
     for answer in others:
         far = difference(wanted, answer)
         assert far is not None, f"{wanted}\n{answer}"
-        assert far <= 1e-5
-    assert said(plain, "served") == [[]]
-    (served,) = said(ours, "served")
+        assert far <= tolerance
+    assert said(plain, "served") == said(plain, "shared") == [[]]
+    (served,), (shared,) = said(ours, "served"), said(ours, "shared")
+    if launch == INLINE:
+        assert served == []
+        assert {*shared} == {name in SHARED}
+        return
+    assert shared == []
     assert len(served) == 2
     assert sum(served) >= len(others)
     assert all(served) or name not in SPLIT
