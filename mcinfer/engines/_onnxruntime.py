@@ -207,7 +207,7 @@ _NAMELESS = (None, "", "?", -1)
 def prepared(
     request: EngineRequest,
     progress: Progress | None = None,
-    patience: Callable[[int], float] = lambda _: math.inf,
+    patience: float = math.inf,
 ) -> Preparation:
     """The prepared form of a model, made if there is none yet; `BuildError` if it cannot be as requested.
 

@@ -36,7 +36,13 @@ from mcinfer.engines.providers import (
     keeps_engines,
     provider_of,
 )
-from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, shortened
+from mcinfer.errors import (
+    BuildError,
+    InvalidInputError,
+    MissingDependencyError,
+    raised_by_handler,
+    shortened,
+)
 from mcinfer.model_cache.building import (
     ABOUT_FILE,
     FAILURE_FILE,
@@ -143,7 +149,7 @@ def find_or_make(
     request: EngineRequest,
     runtime: Runtime,
     progress: Progress | None = None,
-    patience: Callable[[int], float] = lambda _: math.inf,
+    patience: float = math.inf,
 ) -> Preparation:
     """The prepared form of the request's model; makes it if there is none yet.
 
@@ -152,8 +158,7 @@ def find_or_make(
         request: The model, and how to load it.
         runtime: The engine's.
         progress: Called while it is made.
-        patience: Seconds to wait for another process that makes it, by the bytes of the model's files; then
-            the model is loaded as it is.
+        patience: Seconds to wait for another process that makes it; then the model is loaded as it is.
 
     Raises:
         BuildError: The model is a prepared one already, for another runtime or CPU.
@@ -170,7 +175,7 @@ def find_or_make(
         if request.prepare == "auto" and not is_large(request.model, folder):
             return Preparation()
         store = Cache.default()
-        source = _source(request, store)
+        source = source_of(request, store)
         facts = facts_of(request, runtime, source)
         work = Work(
             function="mcinfer.engines.preparation:fill",
@@ -180,12 +185,14 @@ def find_or_make(
             slow=_SLOW,
             failed=_record_failure,
         )
-        held = open_or_make(store, facts, work, progress, patience(source.size))
+        held = open_or_make(store, facts, work, progress, patience)
     except BuildError as exc:
         # The runtime refuses a file that is not a model, in better words; it takes a format of its own.
         notes = (shortened(f"{OWN_COPY}: {exc}"),) if request.prepare == "always" else ()
         return Preparation(notes=notes)
     except (CacheUnusableError, ChildFailedError, MissingDependencyError, OSError) as exc:
+        if raised_by_handler(exc):
+            raise
         # Without random names: all workers then have the same note.
         return Preparation(notes=(f"{OWN_COPY}: {DRAFT.sub('…', shortened(str(exc)))}",))
     failure = held.opened / FAILURE_FILE
@@ -207,7 +214,7 @@ def _is_prepared_for(request: EngineRequest) -> bool:
     return device == "cpu"
 
 
-def _source(request: EngineRequest, store: Cache) -> Source:
+def source_of(request: EngineRequest, store: Cache) -> Source:
     """The content of the request's model, read or remembered."""
     if request.source is not None:
         return request.source
@@ -256,7 +263,7 @@ def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:
         return None
     try:
         store = Cache.default()
-        facts = facts_of(request, runtime, _source(request, store))
+        facts = facts_of(request, runtime, source_of(request, store))
         return str(store.engine_folder(entry_key(facts)))
     except (BuildError, CacheUnusableError, MissingDependencyError, OSError) as exc:
         _log.warning("%s: TensorRT's engines are not kept: %s", request.model, exc)
@@ -478,6 +485,7 @@ def _fill_in_child(work: Work, folder: Path, lock: int, report: Callable[[int], 
             warned = True
             _log.warning(work.slow, size)
 
+    _check_room(folder, source.size)
     opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     most_file_bytes = _MAX_GROWTH * source.size + _MAX_ADDED_BYTES
     error = ""
@@ -520,6 +528,16 @@ def _record_failure(work: Work, folder: Path, error: str) -> None:
         raise ChildFailedError(error)
     _check_space(folder, 2 * work.source.size + LEAST_PREPARED_BYTES)
     (folder / FAILURE_FILE).write_text(error, encoding="utf-8")
+
+
+def _check_room(folder: Path, size: int) -> None:
+    """Fail at once where a prepared model, which has at least the model's size, cannot fit."""
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if free < size:
+        raise ChildFailedError(
+            f"{free} bytes are free in {os.path.realpath(folder.parent)}, expected at least {size}"
+        )
 
 
 def _check_space(folder: Path, size: int) -> None:

@@ -3,7 +3,8 @@
 ::
 
     caller   run_child(function, arguments) ──► python -m mcinfer.model_cache.building FD, one for each task
-    child    one line of JSON in; lines of JSON out: {"progress": …}, then {"result": …} or {"error": text}
+    child    one line of JSON in; lines of JSON out: {"progress": …}, the first of them empty and at once,
+             then {"result": …} or {"error": text}
 
 The child ends with its parent (`mcinfer.process`), and `run_child` returns or raises only after its end.
 """
@@ -20,7 +21,7 @@ from time import monotonic
 from typing import Any
 
 from mcinfer.config import EngineOptions
-from mcinfer.errors import BuildError, McinferError, shortened
+from mcinfer.errors import BuildError, McinferError, raised_by_handler, shortened
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
 from mcinfer.private import inherited
 from mcinfer.process import ORPHANED, command, cpu_time, environment, import_path, watch_parent
@@ -39,6 +40,7 @@ Progress = Callable[[Mapping[str, Any]], None]
 
 _READ_BYTES = 1 << 16
 _TICK = 0.5
+_HELLO_SECONDS = 60.0
 _MAX_SECONDS = 4 * 3600.0
 """Default time limit of one task."""
 
@@ -170,6 +172,8 @@ def run_child(
     """
     import subprocess  # not at every worker's start
 
+    if getattr(sys, "frozen", False):
+        raise ChildFailedError("this program is frozen, and has no Python to start a process with")
     start = {
         "function": function,
         "arguments": arguments,
@@ -195,6 +199,8 @@ def run_child(
             ours.sendall(json.dumps(start).encode() + b"\n")
             answer = _answer(ours, process.pid, tick, most_seconds)
         except (OSError, ValueError, EOFError) as exc:
+            if raised_by_handler(exc):
+                raise
             process.kill()
             status = process.wait()
             raise ChildFailedError(f"the process that did it ended with status {status}") from exc
@@ -212,8 +218,11 @@ def _answer(
     """The child's answer; EOFError, OSError or ValueError if it ended without one."""
     poll = select.poll()
     poll.register(channel, select.POLLIN)
-    rest, end = b"", monotonic() + most_seconds
-    while monotonic() < end:
+    begin, heard = monotonic(), False
+    rest, end = b"", begin + most_seconds
+    while (now := monotonic()) < end:
+        if not heard and now >= begin + _HELLO_SECONDS:
+            raise ChildFailedError(f"the process did not begin within {_HELLO_SECONDS:g} s")
         if not poll.poll(_TICK * 1000):
             tick({"cpu": cpu_time(pid)})
             continue
@@ -224,10 +233,12 @@ def _answer(
         if len(rest) > _MAX_ANSWER_BYTES:
             raise EOFError
         for line in lines:
+            heard = True
             answer: dict[str, Any] = json.loads(line)
             if "progress" not in answer:
                 return answer
-            tick(answer["progress"])
+            if answer["progress"]:
+                tick(answer["progress"])
     raise ChildFailedError(f"it was not done within {most_seconds:g} s")
 
 
@@ -246,6 +257,7 @@ def main() -> int:
         def answer(kind: str, content: object) -> None:
             print(json.dumps({kind: content}), file=lines, flush=True)
 
+        answer("progress", {})  # that it has begun: `sys.executable` may be no Python
         module, _, name = task["function"].partition(":")
         try:
             function = getattr(import_module(module), name)

@@ -16,18 +16,17 @@ and opened again when it is first used.
 
 import ctypes
 import functools
-import logging
 import os
 import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer.errors import ClosedError, McinferError
+from mcinfer.errors import ClosedError, McinferError, raised_by_handler
 from mcinfer.model_cache.onnx_files import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
 from mcinfer.ort import options as noted
 from mcinfer.ort.errors import Unsupported
@@ -45,10 +44,11 @@ for good with a copy of its own."""
 
 _SMALL = f"it has less than {LEAST_PREPARED_BYTES >> 20} MiB"
 
-_UNPREPARED = ("ep.", "session.record_ep_graph_assignment_info", "session.save_model_format")
+_UNPREPARED = (
+    *("ep.", "session.record_ep_graph_assignment_info", "session.save_"),
+    "session.optimized_model_external_initializers",
+)
 """The beginnings of configuration entries that are about the graph as it was written."""
-
-_log = logging.getLogger("mcinfer.ort")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Wanted:
     """A session to open.
 
     Attributes:
-        model: A path, or the model's bytes.
+        model: An absolute path, or the model's bytes.
         folder: The folder of relative paths; empty if there is none.
         options: The program's ``SessionOptions``, if any.
         providers: As the program gave them.
@@ -80,75 +80,39 @@ class Wanted:
         return IN_MEMORY
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """How to open it: `held`, for the native session, or plain.
+def look_up(wanted: Wanted) -> "tuple[str, Held | None]":
+    """The entry of the prepared model, for the caller to close; made if there is none yet.
 
-    Attributes:
-        held: The entry of the cache; None for a plain session.
-        path: The prepared model.
-        options: ``SessionOptions`` for it.
-        why_plain: The reason, if there is no entry.
-        has_threads: Whether the session has threads of its own.
+    Returns:
+        Why there is none, or the entry.
     """
-
-    held: "Held | None" = None
-    path: str = ""
-    options: Any = None
-    why_plain: str = ""
-    has_threads: bool = True
-
-    @property
-    def key(self) -> str:
-        return "" if self.held is None else self.held.key
-
-    def given_up(self, wanted: Wanted, exc: Exception) -> "Found":
-        """After the prepared model could not be opened."""
-        if self.held is not None:
-            self.held.close()
-        return _plain(wanted, f"the prepared model cannot be opened: {exc}", logging.WARNING)
-
-
-def look_up(wanted: Wanted) -> Found:
-    """The prepared model for a session, made if there is none yet; or why there is none. Raises nothing."""
     try:
-        why, held = _prepared(wanted)
+        return _prepared(wanted)
     except (
         McinferError,
         OSError,
         ValueError,
         TypeError,
     ) as exc:  # the plain class says it in its words
-        why, held = str(exc), None
-    if held is None:
-        return _plain(wanted, why)
-    _log.info("%s: its weights are those of the prepared model %s", wanted.name, held.folder)
+        if raised_by_handler(exc):
+            raise
+        return str(exc), None
+
+
+def prepared_file(held: "Held") -> str:
     from mcinfer.model_cache.building import MODEL_FILE
 
-    options = noted.copied(wanted.options, without=FOLDER_KEY)
-    options.graph_optimization_level = native.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return Found(
-        held=held,
-        path=str(held.opened / MODEL_FILE),
-        options=options,
-        has_threads=_has_threads(wanted.options),
-    )
+    return str(held.opened / MODEL_FILE)
 
 
-def _plain(wanted: Wanted, why: str, level: int = logging.INFO) -> Found:
-    _log.log(level, "%s: a session with its own copy of the weights: %s", wanted.name, why)
-    return Found(why_plain=why, has_threads=_has_threads(wanted.options))
-
-
-def _has_threads(options: Any) -> bool:
-    return options is None or not (
-        options.intra_op_num_threads == 1
-        and options.execution_mode == native.ExecutionMode.ORT_SEQUENTIAL
-    )
+def prepared_options(options: Any) -> Any:
+    """``SessionOptions`` for the prepared model, which is optimised and lies beside its weights."""
+    changed = noted.copied(options, without=FOLDER_KEY)
+    changed.graph_optimization_level = native.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return changed
 
 
 def _prepared(wanted: Wanted) -> "tuple[str, Held | None]":
-    """Why there is no prepared model, or its entry."""
     options, model = wanted.options, wanted.model
     if wanted.prepare == "never":
         return "EngineOptions(prepare='never')", None
@@ -157,15 +121,32 @@ def _prepared(wanted: Wanted) -> "tuple[str, Held | None]":
     if others := _other_providers(wanted):
         return f"{others[0]}: sessions in several processes do not share a device's memory", None
     if options is not None and not noted.is_noted(options):
-        return "sess_options were not made by this program after mcinfer.ort was imported", None
-    if wanted.prepare == "auto" and not _is_large(wanted):
+        return f"sess_options were {noted.NOT_NOTED}", None
+    if isinstance(model, str) and model.endswith(".ort"):
+        return "its name says that it has ONNX Runtime's own format", None
+    folder = noted.config_entries(options).get(FOLDER_KEY)
+    folder = os.path.join(wanted.folder, folder) if folder else None
+    with ExitStack() as opened:
+        if isinstance(model, bytes):
+            from mcinfer.private import ModelInMemory, in_words
+
+            folder = folder or wanted.folder
+            path = opened.enter_context(closing(ModelInMemory(model))).path
+            why, held = _prepared_file(wanted, path, folder)
+            return in_words(why, path), held
+        return _prepared_file(wanted, model, folder)
+
+
+def _prepared_file(wanted: Wanted, path: str, folder: str | None) -> "tuple[str, Held | None]":
+    options = wanted.options
+    if wanted.prepare == "auto" and not is_large(path, folder):
         return _SMALL, None
     # From here on the model will be prepared, if it can be: small ones need none of these modules.
     from mcinfer.config import Device, EngineOptions
     from mcinfer.engines import _onnxruntime as runtime
     from mcinfer.engines.base import EngineRequest
-    from mcinfer.engines.preparation import OWN_COPY
-    from mcinfer.private import ModelInMemory
+    from mcinfer.engines.preparation import OWN_COPY, source_of
+    from mcinfer.model_cache.cache import Cache
 
     try:
         passed = noted.passed(
@@ -184,40 +165,23 @@ def _prepared(wanted: Wanted) -> "tuple[str, Held | None]":
     for key in engine.session_config:
         if key.startswith(_UNPREPARED):
             return f"the configuration entry {key!r} was set", None
-    config = dict(engine.session_config)
-    if isinstance(model, bytes):
-        config.setdefault(FOLDER_KEY, wanted.folder)
-    with ExitStack() as opened:
-        if isinstance(model, bytes):
-            path = opened.enter_context(closing(ModelInMemory(model))).path
-        else:
-            path = os.path.join(wanted.folder, model)
-        request = EngineRequest(
-            model=path,
-            device=Device.parse("cpu:0"),
-            threads=1,
-            prepare="always",  # its size was looked at, and the notes say why it cannot be
-            session_config=config,
-            session_options=engine.session_options,
-            custom_operators=tuple(engine.custom_operators),
-            free_dimensions=engine.free_dimensions,
-            free_denotations=engine.free_denotations,
-        )
-        found = runtime.prepared(request, patience=_patience)
-    return "; ".join(note.removeprefix(f"{OWN_COPY}: ") for note in found.notes), found.held
-
-
-def _patience(size: int) -> float:
-    return _LEAST_PATIENCE + size / _PREPARED_BYTES_PER_SECOND
-
-
-def _is_large(wanted: Wanted) -> bool:
-    if isinstance(wanted.model, bytes):
-        return len(wanted.model) >= LEAST_PREPARED_BYTES
-    folder = noted.config_entries(wanted.options).get(FOLDER_KEY)
-    return is_large(
-        os.path.join(wanted.folder, wanted.model), folder and os.path.join(wanted.folder, folder)
+    request = EngineRequest(
+        model=path,
+        device=Device.parse("cpu:0"),
+        threads=1,
+        prepare="always",  # its size was looked at, and the notes say why it cannot be
+        session_config={**engine.session_config, **({FOLDER_KEY: folder} if folder else {})},
+        session_options=engine.session_options,
+        custom_operators=tuple(engine.custom_operators),
+        free_dimensions=engine.free_dimensions,
+        free_denotations=engine.free_denotations,
     )
+    source = source_of(request, Cache.default())
+    if source.random:  # from a seed and the node's number in the graph
+        return f"{source.random} draws random numbers, others where the graph is optimised", None
+    patience = _LEAST_PATIENCE + source.size / _PREPARED_BYTES_PER_SECOND
+    found = runtime.prepared(replace(request, source=source), patience=patience)
+    return "; ".join(note.removeprefix(f"{OWN_COPY}: ") for note in found.notes), found.held
 
 
 def _other_providers(wanted: Wanted) -> list[str]:
@@ -232,79 +196,64 @@ def _other_providers(wanted: Wanted) -> list[str]:
 # While a session lives, and in processes that are forked.
 
 
-def note(session: "InferenceSession", found: Found) -> None:
-    """Hold the entry as long as the native session lives, and be ready for a fork."""
-    if found.held is not None:
-        weakref.finalize(session._sess, found.held.close).atexit = False
-        give_back_freed_memory()
-    session.__dict__.pop(_LEFT, None)
-    if found.has_threads:
-        _forks().add(session)
+def hold(session: "InferenceSession", held: "Held") -> None:
+    """Hold the entry as long as the native session lives, whoever has that."""
+    weakref.finalize(session._sess, held.close).atexit = False
+    give_back_freed_memory()
 
 
-def forget(session: "InferenceSession") -> None:
-    """Do not open the session again."""
-    session.__dict__.pop(_LEFT, None)
-    _forks().remove(session)
+def has_threads(options: Any) -> bool:
+    return options is None or not (
+        options.intra_op_num_threads == 1
+        and options.execution_mode == native.ExecutionMode.ORT_SEQUENTIAL
+    )
 
 
-def is_left(session: "InferenceSession") -> bool:
-    """Whether this process was forked from the one that opened the session."""
-    return _LEFT in session.__dict__
-
-
-def reopen(session: "InferenceSession") -> None:
-    """Open a session again in a process that was forked.
-
-    Raises:
-        ClosedError: A session on a device, whose driver does not work in a forked process.
-    """
-    with _forks().reopening:
-        if not is_left(session):
-            return
-        if any(name not in (CPU, NOTHING_HERE) for name in session.get_providers()):
-            raise ClosedError(
-                f"the session on {session.get_providers()[0]} belongs to process {session.__dict__[_LEFT]}; "
-                f"process {os.getpid()} was forked from it, and has to open one of its own"
-            )
-        session._sess_options = session._sess_options_initial
-        session._create_inference_session(*session._chosen)
-
-
-_LEFT = "_left_by"
-"""The attribute of a session whose native session is that of the process that this one was forked from."""
-
-
-class _Forks:
-    """The sessions of this process that have threads.
+class Forks:
+    """The sessions of this process that have threads, which a process that is forked opens again.
 
     A native session that is left is never destroyed: that would wait for threads that there are not.
     """
 
     def __init__(self) -> None:
-        self._sessions: dict[int, weakref.ref[InferenceSession]] = {}
-        self.reopening = threading.Lock()
+        self._sessions: weakref.WeakSet[InferenceSession] = weakref.WeakSet()
+        self._reopening = threading.Lock()
         os.register_at_fork(after_in_child=self._after_in_child)
 
     def add(self, session: "InferenceSession") -> None:
-        number = id(session)
-        self._sessions[number] = weakref.ref(session, lambda _: self._sessions.pop(number, None))
+        self._sessions.add(session)
 
-    def remove(self, session: "InferenceSession") -> None:
-        self._sessions.pop(id(session), None)
+    def discard(self, session: "InferenceSession") -> None:
+        self._sessions.discard(session)
 
     def _after_in_child(self) -> None:
-        self.reopening = threading.Lock()  # another thread may have held it
-        for known in self._sessions.copy().values():
-            session = known()
-            left = None if session is None else session.__dict__.pop("_sess", None)
+        self._reopening = threading.Lock()  # another thread may have held it
+        for session in [*self._sessions]:
+            left = session.__dict__.pop("_sess", None)
             if left is not None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
-                session.__dict__[_LEFT] = os.getppid()
-        self._sessions = {}
+                session.left_by = os.getppid()
+        self._sessions = weakref.WeakSet()
+
+    def reopen(self, session: "InferenceSession") -> None:
+        """Open a session again that was left.
+
+        Raises:
+            ClosedError: A session on a device, whose driver does not work in a forked process.
+        """
+        with self._reopening:
+            if "_sess" in session.__dict__:  # another thread was first
+                return
+            first = session.get_providers()[0]
+            if first not in (CPU, NOTHING_HERE):
+                raise ClosedError(
+                    f"the session on {first} belongs to process {session.left_by}; process {os.getpid()} was "
+                    "forked from it, and has to open one of its own"
+                )
+            session._create_inference_session(*session._chosen)
 
 
 @functools.cache
-def _forks() -> _Forks:
+def forks() -> Forks:
     """The only one of this process: a registration for forks cannot be undone."""
-    return _Forks()
+    return Forks()

@@ -62,6 +62,9 @@ def _beginning(
     return initialise
 
 
+NOT_NOTED = "not made by this program after mcinfer.ort was imported"
+
+
 def is_noted(options: Any) -> bool:
     """Whether all calls of an object of options are known: it was made after mcinfer.ort was imported."""
     return options in getattr(type(options), _NOTES, ())
@@ -95,8 +98,9 @@ def _noting(
     name: str, method: Callable[..., Any], notes: MutableMapping[Any, list[Call]]
 ) -> Callable[..., Any]:
     @wraps(method)
-    def noting(self: Any, *arguments: Any) -> Any:
-        result = method(self, *arguments)
+    def noting(self: Any, *arguments: Any, **named: Any) -> Any:
+        result = method(self, *arguments, **named)
+        arguments += (*named.values(),)
         if name == "register_custom_ops_library":  # the runtime has loaded it from there
             arguments = (_under(working_folder(), os.fspath(arguments[0])),)
         notes.setdefault(self, []).append((name, arguments))
@@ -134,7 +138,11 @@ def attributes(options: Any) -> Iterator[tuple[str, Any]]:
 
 
 def packed(options: Any) -> tuple[list[tuple[str, Any]], list[Call]]:
-    """What ``SessionOptions`` hold, as `pickle` takes it."""
+    """What ``SessionOptions`` hold, as `pickle` takes it; `Unsupported`: not all of it is known."""
+    if not is_noted(options):
+        raise Unsupported(
+            f"SessionOptions: got such that were {NOT_NOTED}, which cannot be pickled"
+        )
     noted = [(name, tuple(map(_packed, given))) for name, given in calls(options)]
     return [*attributes(options)], noted
 

@@ -6,16 +6,18 @@
     InferenceSession(model, devices=2)   runs go to worker processes (`mcinfer.ort.workers`)
 """
 
+import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer.errors import ClosedError, InvalidInputError
+from mcinfer.errors import ClosedError, InvalidInputError, raised_by_handler
 from mcinfer.ort import inline
 from mcinfer.ort import options as noted
 from mcinfer.ort.errors import Unsupported
@@ -30,8 +32,16 @@ _FROM_MODEL = "ORT_LOAD_CONFIG_FROM_MODEL"
 _FOLDER = "_folder"
 """A session's argument for one that is opened again: the folder of its relative paths."""
 
+_OF_NATIVE = (
+    *("_sess", "_inputs_meta", "_outputs_meta", "_overridable_initializers", "_model_meta"),
+    *("_input_meminfos", "_output_meminfos", "_input_epdevices", "_profiling_start_time_ns"),
+)
+"""The plain class's attributes that keep the native session, and with it the model."""
+
 _OF_PLAIN = ("enable_fallback", "disabled_optimizers", "read_config_from_model")
 """Arguments of the plain class that its signature does not name."""
+
+_log = logging.getLogger("mcinfer.ort")
 
 PlainSession = collection.InferenceSession
 """ONNX Runtime's own class, whatever `mcinfer.ort.install` puts in its place."""
@@ -49,6 +59,11 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
     With `devices` each run is split over the workers of a `mcinfer.Master`; docs/ort.md lists what differs.
 
     It is also a context manager, and has `close`.
+
+    Attributes:
+        prepared: The key of the prepared model that an inline session maps; empty if it has its own copy.
+        why_plain: Why an inline session has its own copy of the weights; empty if it has not.
+        left_by: In a process that was forked, the one that opened the session.
 
     Args:
         path_or_bytes: The model: a path, or its bytes.
@@ -72,6 +87,9 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
     _defaults: ClassVar[dict[str, Any]] = {}
     """Arguments that `mcinfer.ort.install` gives to all sessions."""
 
+    prepared: str
+    why_plain: str
+    left_by: int
     _sess: Any
     _model_path: Any
 
@@ -93,8 +111,8 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         self._given = given
         self._chosen = (providers, provider_options)
         self._wants_fallback = int(given.pop("enable_fallback", 1)) == 1
-        self.prepared = ""
-        self.why_plain = ""
+        self._was_open = self._is_closed = False
+        self.prepared = self.why_plain = ""
         if self._inline:
             self._prepare = _inline_option(given)
             kept = {name: given[name] for name in _OF_PLAIN if name in given}
@@ -102,12 +120,6 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             super().__init__(path_or_bytes, sess_options, providers, provider_options, **kept)
         else:
             self._open_on_workers(path_or_bytes, sess_options)
-
-    prepared: str
-    """The key of the prepared model that an inline session maps; empty if it has its own copy."""
-
-    why_plain: str
-    """Why an inline session has its own copy of the weights; empty if it has not."""
 
     def _open_on_workers(
         self, path_or_bytes: "str | bytes | os.PathLike[str]", options: Any
@@ -153,8 +165,10 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             if getattr(self, "_sess", None) is not None:
                 self._sess.close()
             return
-        inline.forget(self)
-        self._sess = _Closed()
+        inline.forks().discard(self)
+        self._is_closed = True
+        for name in _OF_NATIVE:
+            self.__dict__.pop(name, None)
 
     def __enter__(self) -> Self:
         return self
@@ -162,15 +176,27 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         """A session is opened again from its path or bytes, with the same options and relative paths."""
         options = self._sess_options_initial
-        set_options = None if options is None else noted.packed(options)
         model = self._model_bytes
         if self._model_path is not None:
             model = os.path.join(self._folder, self._model_path)
-        more = {"enable_fallback": int(self._wants_fallback), _FOLDER: self._folder}
-        return _reopened, (model, set_options, *self._chosen, {**self._given, **more})
+        return {
+            "model": model,
+            "options": None if options is None else noted.packed(options),
+            "chosen": self._chosen,
+            "given": {
+                **self._given,
+                "enable_fallback": int(self._wants_fallback),
+                _FOLDER: self._folder,
+            },
+        }
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        set_options = state["options"]
+        options = None if set_options is None else noted.rebuilt(*set_options)
+        InferenceSession.__init__(self, state["model"], options, *state["chosen"], **state["given"])
 
     # As the plain class calls them.
 
@@ -203,35 +229,57 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
     ) -> None:
         """Open the prepared model where that is the same, or the model itself."""
         path, options = self._model_path, self._sess_options_initial
+        absolute = None if path is None else os.path.join(self._folder, os.fsdecode(path))
+        asked = (providers, provider_options, disabled_optimizers)
+        if options is not None and not isinstance(options, native.SessionOptions):
+            super()._create_inference_session(*asked)  # whose error it is
         wanted = inline.Wanted(
-            model=self._model_bytes if path is None else path,
+            model=self._model_bytes if absolute is None else absolute,
             folder=self._folder,
             options=options,
             providers=providers,
             prepare=self._prepare,
             changed=bool(disabled_optimizers) or self._read_config_from_model,
         )
-        found = inline.look_up(wanted)
-        if found.held is not None:
-            self._model_path, self._sess_options = found.path, found.options
+        why, held = inline.look_up(wanted)
+        failure: Exception | None = None
+        if held is not None:
             try:
-                super()._create_inference_session(providers, provider_options)
-            except Exception as exc:  # of any class: it is the runtime's
-                found = found.given_up(wanted, exc)
-                self._sess_options = options
-            else:
-                self._sess_options = noted.copied(options)
-            finally:
-                self._model_path = path
-        if found.held is None:
-            super()._create_inference_session(providers, provider_options, disabled_optimizers)
-        self.prepared, self.why_plain = found.key, found.why_plain
-        inline.note(self, found)
+                changed = inline.prepared_options(options)
+                self._open_native(inline.prepared_file(held), changed, asked)
+            except Exception as exc:  # of any class: it is the runtime's, or a handler's
+                held.close()
+                if raised_by_handler(exc):
+                    raise
+                failure, held, why = exc, None, f"the prepared model cannot be opened: {exc}"
+        if held is None:
+            # Later on, the program's working folder may be another one.
+            self._open_native(absolute if self._was_open else path, options, asked)
+            level = logging.INFO if failure is None else logging.WARNING
+            _log.log(level, "%s: its weights are its own: %s", wanted.name, why)
+        else:
+            self._sess_options = noted.copied(options)
+            inline.hold(self, held)
+            _log.info("%s: its weights are those of the entry %s", wanted.name, held.folder)
+        self.prepared, self.why_plain = ("", why) if held is None else (held.key, "")
+        self._was_open = True
+        if inline.has_threads(options):
+            inline.forks().add(self)
+
+    def _open_native(self, path: str | None, options: Any, asked: tuple[Any, Any, Any]) -> None:
+        """Have the plain class open a file, or the bytes; `_model_path` stays what the program gave."""
+        given, self._model_path, self._sess_options = self._model_path, path, options
+        try:
+            super()._create_inference_session(*asked)
+        finally:
+            self._model_path = given
 
     def __getattr__(self, name: str) -> Any:
-        """A process that was forked opens the session again when it is first used there."""
-        if name == "_sess" and inline.is_left(self):
-            inline.reopen(self)
+        """What is not there: after `close`, or in a process that was forked, where it is opened again."""
+        if name in _OF_NATIVE and self.__dict__.get("_is_closed"):
+            raise ClosedError("the session is closed")
+        if name == "_sess" and "left_by" in self.__dict__:
+            inline.forks().reopen(self)
             return self._sess
         if name == "master":
             raise AttributeError("master: this session is inline, expected one with devices=")
@@ -266,13 +314,6 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         return PlainSession._from_initialized_c_session(sess)
 
 
-class _Closed:
-    """In the place of a native session that was closed."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise ClosedError("the session is closed")
-
-
 def _is_inline(devices: int | str | Sequence[int | str] | None) -> bool:
     if devices is None:
         return True
@@ -283,11 +324,15 @@ def _is_inline(devices: int | str | Sequence[int | str] | None) -> bool:
 
 def _inline_option(given: dict[str, Any]) -> str:
     """`EngineOptions.prepare` of an inline session; refuses what only workers have."""
-    for name in given:
-        if name not in ("devices", "options", *_OF_PLAIN):
+    for name in given.keys() - {"devices", "options", *_OF_PLAIN}:
+        from mcinfer.ort.workers import MASTER_OPTIONS
+
+        if name in MASTER_OPTIONS:
             raise InvalidInputError(
                 f"{name}: got such an argument, which is for workers alone: expected devices= beside it"
             )
+        # A program runs on that passes it to ONNX Runtime's class, which says nothing of it.
+        warnings.warn(f"{name}: an unknown argument of InferenceSession, not used", stacklevel=3)
     if "options" not in given:
         return "auto"
     from mcinfer.config import EngineOptions
@@ -299,17 +344,6 @@ def _inline_option(given: dict[str, Any]) -> str:
             "without devices="
         )
     return options.prepare
-
-
-def _reopened(
-    model: str | bytes,
-    set_options: tuple[Any, Any] | None,
-    providers: Any,
-    provider_options: Any,
-    given: dict[str, Any],
-) -> InferenceSession:
-    options = None if set_options is None else noted.rebuilt(*set_options)
-    return InferenceSession(model, options, providers, provider_options, **given)
 
 
 # In the place of ONNX Runtime's session, for programs that cannot be edited.

@@ -50,7 +50,7 @@ from mcinfer.specs import TensorSpec
 
 Tensors = dict[str, values.Tensor]
 
-_MASTER_OPTIONS = frozenset(inspect.signature(Master).parameters) - {"model", "engine"}
+MASTER_OPTIONS = frozenset(inspect.signature(Master).parameters) - {"model", "engine"}
 
 _WIDE_COLON = ": "
 """Before an unknown output in the runtime's texts of `run_async` and bindings; elsewhere it has no space."""
@@ -449,10 +449,10 @@ class Opening:
         given = dict(self.given)
         devices = choice.places(given.pop("devices"))
         given.pop("options", None)
-        unknown = given.keys() - _MASTER_OPTIONS
+        unknown = given.keys() - MASTER_OPTIONS
         if unknown:
             raise InvalidInputError(
-                f"{min(unknown)}: got such an argument, expected some of {sorted(_MASTER_OPTIONS)}"
+                f"{min(unknown)}: got such an argument, expected some of {sorted(MASTER_OPTIONS)}"
             )
         master = Master(self.model, devices, options=passed.engine, **given).start()
         if passed.weights:

@@ -6,12 +6,14 @@ import logging
 import os
 import pickle
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import onnx
@@ -22,6 +24,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer import ClosedError, EngineOptions, InvalidInputError, ort
+from mcinfer.engines import preparation
 from mcinfer.model_cache.cache import Cache
 from mcinfer.model_cache.entries import take_lock
 from mcinfer.ort import inline
@@ -261,6 +264,35 @@ def test_small_model_opens_plain_unless_asked_for(tmp_path: Path) -> None:
         assert ort.InferenceSession(given, providers=CPU, options=ALWAYS).prepared
 
 
+def test_model_that_draws_random_numbers_opens_plain(tmp_path: Path) -> None:
+    """An operator without a seed draws by its number in the graph, which optimising changes."""
+    path = tmp_path / "random.onnx"
+    text = """<ir_version: 8, opset_import: ["": 17]> g (float[n] x) => (float[n] b, float[3] y) {
+        a = Identity(x) b = Relu(a) y = RandomNormal<shape=[3]>() }"""
+    onnx.save(onnx.parser.parse_model(text), path)
+    drawn = []
+    for options in (ALWAYS, EngineOptions(prepare="never")):
+        onnxruntime.set_seed(7)
+        session = ort.InferenceSession(path, providers=CPU, options=options)
+        assert session.why_plain
+        drawn.append(session.run(None, {"x": np.ones(1, np.float32)})[1])
+    np.testing.assert_array_equal(*drawn)
+
+
+def test_bytes_with_their_weights_elsewhere_are_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "model.onnx", 0.5)
+    whole = onnx.load(tmp_path / "model.onnx")
+    onnx.save(whole, tmp_path / "apart.onnx", save_as_external_data=True, location="weights")
+    monkeypatch.chdir(tmp_path)
+    content = (tmp_path / "apart.onnx").read_bytes()
+    session = ort.InferenceSession(content, providers=CPU)
+    assert session.prepared, session.why_plain
+    plain = PlainSession("model.onnx", providers=CPU)
+    np.testing.assert_array_equal(session.run(None, feed()), plain.run(None, feed()))
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -293,14 +325,16 @@ def test_session_on_a_device_is_opened_as_the_program_says(
             prepare="auto",
             changed=False,
         )
-        found = inline.look_up(wanted)
-        assert found.held is None
-        assert found.why_plain.startswith("CUDAExecutionProvider: ")
+        why, held = inline.look_up(wanted)
+        assert held is None
+        assert why.startswith("CUDAExecutionProvider: ")
 
 
 def test_arguments_of_workers_need_devices(model: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"^batch_axes: got .* expected devices= beside it"):
         ort.InferenceSession(model, batch_axes={"x": 0})
+    with pytest.warns(UserWarning, match=r"^devises: an unknown argument"):
+        assert ort.InferenceSession(model, devises=2).prepared
     with pytest.raises(InvalidInputError, match=r"^options: got .*threads=1.* expected"):
         ort.InferenceSession(model, options=EngineOptions(threads=1))
 
@@ -427,12 +461,96 @@ def test_providers_are_set_anew_on_the_prepared_model(model: Path) -> None:
     assert_same(session, PlainSession(model, providers=CPU))
 
 
-def test_closed_session_says_so(model: Path) -> None:
+def test_closed_session_says_so_and_has_let_the_model_go(model: Path) -> None:
     with ort.InferenceSession(model, providers=CPU) as session:
         session.run(None, feed())
+        native_session = ref(session._sess)
     session.close()
-    with pytest.raises(ClosedError, match="the session is closed"):
-        session.run(None, feed())
+    assert native_session() is None
+    for use in (lambda: session.run(None, feed()), session.get_inputs, session.get_modelmeta):
+        with pytest.raises(ClosedError, match="the session is closed"):
+            use()
+
+
+class Pickable(ort.InferenceSession):
+    """As programs write it for plain sessions, which cannot be pickled."""
+
+    def __init__(self, path: Any, **given: Any) -> None:
+        super().__init__(path, **given)
+        self.own = path
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"own": self.own}
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(state["own"])  # type: ignore[misc]
+
+
+def test_subclass_is_pickled_by_its_own_methods(model: Path) -> None:
+    copy = pickle.loads(pickle.dumps(Pickable(model)))  # noqa: S301 of its own
+    assert (type(copy), copy.own) == (Pickable, model)
+    assert copy.prepared
+
+
+def test_session_whose_options_are_not_all_known_is_not_pickled(model: Path) -> None:
+    session = ort.InferenceSession(model, PlainSession(model).get_session_options())
+    with pytest.raises(NotImplementedError, match=r"^SessionOptions: got such that were not made"):
+        pickle.dumps(session)
+
+
+def test_plain_session_is_opened_again_where_it_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = '<ir_version: 8, opset_import: ["": 17]> g (float[n] x) => (float[n] y) { y = Neg(x) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "small.onnx")
+    monkeypatch.chdir(tmp_path)
+    session = ort.InferenceSession("small.onnx", providers=CPU)
+    monkeypatch.chdir("/")
+    session.set_providers(CPU)
+    assert session._model_path == "small.onnx"
+    assert session.run(None, {"x": np.ones(1, np.float32)})[0].tolist() == [-1]
+
+
+def open_anew(model: Path, cache: Cache) -> None:
+    """Open sessions that prepare the model, until something ends that."""
+    while True:
+        ort.InferenceSession(model, providers=CPU).close()
+        cache.clear()
+
+
+def test_program_that_ends_its_start_by_a_signal_gets_its_own_exception(
+    model: Path, empty_cache: Cache
+) -> None:
+    def handler(*_: object) -> None:
+        raise TimeoutError("the program's own deadline")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(TimeoutError, match="the program's own deadline"):
+            open_anew(model, empty_cache)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_frozen_program_opens_a_plain_session(
+    model: Path, empty_cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    session = ort.InferenceSession(model, providers=CPU)
+    assert session.why_plain.startswith("this program is frozen")
+    assert empty_cache.entries() == []
+
+
+def test_disk_without_room_is_seen_before_a_process_is_started(
+    model: Path, empty_cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = os.statvfs_result((4096, 4096, 10, 1, 1, 10, 1, 1, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    monkeypatch.setattr(preparation, "run_child", None)
+    session = ort.InferenceSession(model, providers=CPU)
+    assert session.why_plain.startswith(f"4096 bytes are free in {empty_cache.folder}")
 
 
 def test_installed_session_is_inline(model: Path) -> None:

@@ -21,6 +21,8 @@ from mcinfer import EngineOptions, Master
 from mcinfer.config import Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import EngineRequest
+from mcinfer.model_cache import building
+from mcinfer.model_cache.building import ChildFailedError, run_child
 from mcinfer.model_cache.cache import Cache
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, is_alive, pids, wait_until
@@ -136,6 +138,19 @@ def test_child_that_is_killed_costs_the_shared_copy_of_this_start_alone(
     assert np.array_equal(answer_of(large_model, ALWAYS), plain)
     assert entry(cache)
     assert len(warnings(caplog)) == 1
+
+
+def test_program_that_is_no_python_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sys.executable` of an embedded interpreter may be any program."""
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 3600\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(building, "_HELLO_SECONDS", 0.5)
+    with pytest.raises(ChildFailedError, match=r"the process did not begin within 0\.5 s"):
+        run_child("mcinfer.engines.preparation:ensure", [], lambda _: None)
 
 
 def test_worker_that_is_killed_while_it_prepares_takes_the_child_along(
