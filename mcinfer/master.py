@@ -289,6 +289,7 @@ class Master:
         self._workers = len(groups)
         # To be said once: the number of workers is mcinfer's choice, and may be wrong for small requests.
         self._may_advise = devices is None and len(groups) > 1
+        self._remembers = cut.ranks == 1 and all(device.kind == "cpu" for device in chosen)
         self._engine = engine
         self._identity = ""
         self._whole = ""
@@ -371,7 +372,13 @@ class Master:
             self._model = model
             loop = self._loop
             self._planner = Planner(
-                model, loop.arena, loop.allocate, self._max_batch_size, weights, loop
+                model,
+                loop.arena,
+                loop.allocate,
+                self._max_batch_size,
+                weights,
+                loop,
+                remembers=self._remembers,
             )
             loop.frames = self._planner
         except BaseException:
