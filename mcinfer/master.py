@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from time import monotonic
 from types import NoneType
-from typing import Any, Protocol, Self, cast, runtime_checkable
+from typing import Any, NoReturn, Protocol, Self, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -330,6 +330,12 @@ class Master:
     def __repr__(self) -> str:
         model = "given as bytes" if self._in_memory else os.path.basename(self._path)
         return f"<Master {model} on {', '.join(self._devices)}: {self._loop.state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Master has worker processes, so it cannot be copied or pickled: make one in each process, or "
+            "use mcinfer.ort.InferenceSession, which is pickled as what it was made from"
+        )
 
     # Life.
 

@@ -70,9 +70,11 @@ from mcinfer.errors import (
 from mcinfer.model_cache.building import MODEL_FILE, Progress
 from mcinfer.model_cache.onnx_files import (
     FOLDER_KEY,
+    LOOK_BYTES,
     added_inputs,
     chunks,
     external_files,
+    looks_like,
     node_inputs,
     open_regular,
     operator_beside,
@@ -234,10 +236,19 @@ def load(request: EngineRequest, preparation: Preparation | None = None) -> "Onn
     try:
         with _mapped_errors():
             return OnnxRuntimeEngine(request, preparation)
-    except BaseException:
+    except BaseException as exc:
         if preparation.held is not None:
             preparation.held.close()
+        if isinstance(exc, BuildError) and (got := _look_of(request.model)):
+            raise BuildError(f"{request.model}: got {got}, expected a model: {exc}") from exc
         raise
+
+
+def _look_of(model: str) -> str:
+    """See `looks_like`; empty for what is no regular file."""
+    with suppress(OSError, BuildError), open_regular(model) as (descriptor, _):
+        return looks_like(os.pread(descriptor, LOOK_BYTES, 0))
+    return ""
 
 
 class OnnxRuntimeEngine(Engine):
