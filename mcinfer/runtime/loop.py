@@ -46,7 +46,7 @@ from mcinfer.errors import (
     ReadyTimeoutError,
 )
 from mcinfer.machine import oom_kills, usable_memory
-from mcinfer.private import ModelInMemory, in_words, model_name
+from mcinfer.private import ModelInMemory, model_name
 from mcinfer.process import LEFT_ALONE, ORPHANED
 from mcinfer.protocol import (
     MAX_NOTES,
@@ -179,9 +179,8 @@ class Loop:
         self._block_numbers = count()
         self.arena = Arena(memory_bytes, dropped=self._detach, numbers=self._block_numbers)
         self._connections = Connections(groups, self._block, limits, transport, worker)
-        self._delivery = Delivery(
-            f"{model_name(builds[0].model)} on {_some(w.device for w in builds)}"
-        )
+        devices = _some(build.device for ranks in groups for build in ranks)
+        self._delivery = Delivery(f"{model_name(builds[0].model)} on {devices}")
         self.model: ModelInMemory | None = None
         self.frames: Planner | None = None
         self._bell = WakeUp()
@@ -1179,7 +1178,7 @@ class Loop:
         elif isinstance(message, BuildFinish | Error):
             self._connections.output.show("")
         if isinstance(message, BuildFinish):
-            self._note(index, message.notes)
+            self._note(message.notes)
             self._reached[index] = frozenset(message.reaches)
             for device, memory in self._cards.items():
                 memory.is_reached = self._is_reached(device)
@@ -1189,13 +1188,12 @@ class Loop:
             name = self._scheduler.workers[index].name
             self._delivery.log(logging.DEBUG, "%s: %s", name, message.traceback)
 
-    def _note(self, index: int, notes: Sequence[str]) -> None:
+    def _note(self, notes: Sequence[str]) -> None:
         """Log what a worker reports of the model's load, each note once."""
         for note in notes:
             if note not in self._notes and len(self._notes) < _MAX_NOTES:
                 self._notes.add(note)
-                model = self._builds[index].model
-                self._delivery.log(logging.WARNING, "%s: %s", in_words(model, model), note)
+                self._delivery.log(logging.WARNING, "%s", note)
 
     def _take_slab(self, index: int, message: BuildFinish, slab: tuple[int, int]) -> BuildFinish:
         """Get the weights on a card that a worker has made for others; none without a descriptor left."""
