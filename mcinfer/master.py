@@ -289,7 +289,9 @@ class Master:
         self._workers = len(groups)
         # To be said once: the number of workers is mcinfer's choice, and may be wrong for small requests.
         self._may_advise = devices is None and len(groups) > 1
-        self._remembers = cut.ranks == 1 and all(device.kind == "cpu" for device in chosen)
+        self._remembers = cut.ranks == 1 and all(
+            device.kind in ("cpu", INLINE) for device in chosen
+        )
         self._engine = engine
         self._identity = ""
         self._whole = ""

@@ -118,7 +118,7 @@ PRINTED = (
     r"request 0 succeeded: .*(\n  cpu:[01]: \d rows, waited .*){1,2}",
     r'(?s)(?=.*"name": "example").*"name": "mcinfer\.run".*"name": "mcinfer\.request".*',
 )
-STATISTICS, TRACES, ONE_PROCESS, GUNICORN, SESSION, SPANS = PROGRAMS
+STATISTICS, LOGGING, TRACES, ONE_PROCESS, GUNICORN, SESSION, SPANS = PROGRAMS
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_empty_cache")
 @pytest.mark.parametrize(
-    ("text", "printed"), [*zip((STATISTICS, TRACES, SPANS), PRINTED, strict=True)]
+    ("text", "printed"), [*zip((STATISTICS, LOGGING, TRACES, SPANS), PRINTED, strict=True)]
 )
 def test_program_of_the_documentation_prints_what_a_pool_did(
     text: str, printed: str, tmp_path: Path

@@ -47,8 +47,11 @@ def shared_bytes(master: Master) -> int:
     return master.statistics().memory_used_bytes
 
 
-def test_outputs_have_exactly_the_shapes_and_values_of_their_run(onnx_model: OnnxModel) -> None:
-    with Master(onnx_model(PICK), 1) as master:
+@pytest.mark.parametrize("devices", [1, "inline"])
+def test_outputs_have_exactly_the_shapes_and_values_of_their_run(
+    onnx_model: OnnxModel, devices: int | str
+) -> None:
+    with Master(onnx_model(PICK), devices) as master:
         for columns in PICKED:
             outputs = master.predict(picked(columns))
             y = X[:, columns]
