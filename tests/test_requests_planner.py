@@ -736,6 +736,15 @@ def test_outputs_are_laid_out_by_the_shapes_of_equal_answers(
     assert in_use(planner, arena) == 0
 
 
+def test_shards_that_have_not_answered_have_no_shapes(arena: Arena, worker: Worker) -> None:
+    planner = remembering(arena)
+    for _ in range(5):
+        request = planner.request([WIDE], 2, FOUND, 0.0)
+        (y,) = references(request, 0)[1]
+        own = worker.put(("u", np.ones((2, 3), np.int32)))
+        request.take(0, replied([y, *own]), worker.fetch, 0, LIMIT)
+
+
 def test_shapes_that_change_with_each_answer_are_not_laid_out(arena: Arena, worker: Worker) -> None:
     planner = remembering(arena)
     for _ in range(2):

@@ -224,7 +224,8 @@ class Planner:
         """End the threads that copy, and free replaced weights."""
         self._copier.close()
         self.weights.close()
-        self._plans.clear()
+        for key in [*self._plans]:
+            self._forget(self._plans.pop(key, None))
 
     @property
     def idle_bytes(self) -> int:
@@ -544,6 +545,8 @@ class Planner:
             side.idle.clear()
             # The deque lives as long as a frame that is to come back to it.
             forgotten.append(ref(side.idle, forgotten.remove))
+        if plan.seen is not None:
+            plan.seen.laid = None  # they hold each other
 
     def _empty(self, plan: Plan, weights: WeightVersion) -> Request:
         """A batch of no rows needs no run."""

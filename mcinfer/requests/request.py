@@ -146,8 +146,8 @@ class Seen:
 
     @property
     def is_steady(self) -> bool:
-        """Whether enough answers in a row had the same shapes."""
-        return self._same >= self._awaited * len(self.shapes)
+        """Whether enough answers in a row had the same shapes, and every shard has answered."""
+        return self._same >= self._awaited * len(self.shapes) and all(self.shapes)
 
     def note(self, shard: int, shapes: tuple[tuple[int, ...], ...]) -> None:
         """Note the shapes in a shard's answer."""
