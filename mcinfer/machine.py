@@ -41,6 +41,17 @@ def memory_limit(root: Path = _ROOT) -> int | None:
     return min((limit for limit in limits if limit), default=None)
 
 
+def oom_kills(root: Path = _ROOT) -> int:
+    """How many processes of this process's control group the out-of-memory killer has ended; 0 if unknown.
+
+    ``oom_kill`` in ``memory.events`` (cgroup-v2.rst), or in ``memory.oom_control`` of version 1.
+    """
+    names = ("memory.events", "memory.oom_control")
+    texts = (_read(folder / name) for folder in _groups("memory", root) for name in names)
+    found = (re.search(r"^oom_kill (\d+)$", text, re.MULTILINE) for text in texts)
+    return next((int(match[1]) for match in found if match), 0)
+
+
 def cpu_quota(root: Path = _ROOT) -> float | None:
     """CPUs' worth of time that the tightest control group allows; None for no limit.
 

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from time import monotonic
 from types import NoneType
-from typing import Any, Protocol, Self, cast, runtime_checkable
+from typing import Any, NoReturn, Protocol, Self, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -289,6 +289,9 @@ class Master:
         self._workers = len(groups)
         # To be said once: the number of workers is mcinfer's choice, and may be wrong for small requests.
         self._may_advise = devices is None and len(groups) > 1
+        self._remembers = cut.ranks == 1 and all(
+            device.kind in ("cpu", INLINE) for device in chosen
+        )
         self._engine = engine
         self._identity = ""
         self._whole = ""
@@ -329,6 +332,12 @@ class Master:
     def __repr__(self) -> str:
         model = "given as bytes" if self._in_memory else os.path.basename(self._path)
         return f"<Master {model} on {', '.join(self._devices)}: {self._loop.state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Master has worker processes, so it cannot be copied or pickled: make one in each process, or "
+            "use mcinfer.ort.InferenceSession, which is pickled as what it was made from"
+        )
 
     # Life.
 
@@ -371,7 +380,13 @@ class Master:
             self._model = model
             loop = self._loop
             self._planner = Planner(
-                model, loop.arena, loop.allocate, self._max_batch_size, weights, loop
+                model,
+                loop.arena,
+                loop.allocate,
+                self._max_batch_size,
+                weights,
+                loop,
+                remembers=self._remembers,
             )
             loop.frames = self._planner
         except BaseException:

@@ -353,6 +353,11 @@ def inherited(path: str) -> tuple[int, ...]:
     return (int(found[1]),) if found else ()
 
 
+def model_name(path: str) -> str:
+    """The name of a model for people."""
+    return os.path.basename(in_words(path, path))
+
+
 def in_words(text: str, path: str) -> str:
     """A text for people, in which a model in memory has no path."""
     return re.sub(rf"{path}(?!\d)", IN_MEMORY, text) if inherited(path) else text

@@ -159,6 +159,9 @@ def _wait_status(pid: int, pidfd: int) -> int | None:
 ORPHANED = 70
 """Exit status of a process whose parent is gone: EX_SOFTWARE of sysexits.h."""
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+"""Of records that mcinfer itself prints: the command line's, and those of workers."""
+
 LEFT_ALONE = 69
 """Exit status of a rank whose group is broken: EX_UNAVAILABLE of sysexits.h."""
 

@@ -162,7 +162,7 @@ class Error(Message):
 class Predict(Message):
     """Master to worker: run this shard.
 
-    Outputs without a place have no shape known before the run, and come back in a block of the worker's own.
+    Outputs without a place, or that have another shape than it, come back in a block of the worker's own.
     """
 
     ID = PREDICT

@@ -13,7 +13,7 @@ A `Split` gives for each input the axis to cut, and for each output the axis to 
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
 from typing import Literal, TypeVar
@@ -662,7 +662,7 @@ def _joins(
 ) -> tuple[OutputJoin, ...]:
     """How each output joins, and its shapes if the symbols or an earlier request give them."""
     shards = [*zip(*(cut.shapes for cut in cuts), strict=True)] or [()]
-    bindings = [_bind(model.inputs, shapes) for shapes in shards]
+    bindings = [symbol_sizes(model.inputs, shapes) for shapes in shards]
     if split is None or all(cut.axis is None for cut in cuts):
         split = _WHOLE
     fixed = split is not _WHOLE and is_fixed(model, split)
@@ -715,7 +715,28 @@ def _all_known(values: Iterable[_T | None]) -> tuple[_T, ...] | None:
     return known if len(known) == len(found) else None
 
 
-def _bind(specs: Sequence[TensorSpec], shapes: Sequence[Shape]) -> dict[str, int]:
+def declared_shape(spec: TensorSpec, sizes: Mapping[str, int]) -> Shape | None:
+    """The shape of an output by these sizes of the model's symbols; None if they do not give all of it."""
+    return _all_known(sizes.get(size) if isinstance(size, str) else size for size in spec.shape)
+
+
+def seen_join(name: str, join: OutputJoin, shapes: Sequence[Shape]) -> OutputJoin:
+    """The join of an output whose shape is not known, or declared wrongly, if its parts have these shapes.
+
+    Raises:
+        JoinError: Parts of these shapes do not join, or one has the declared shape: then it changes.
+    """
+    check_join(name, join, shapes, ["an earlier answer"] * len(shapes))
+    if any(shape == declared for shape, declared in zip(shapes, join.shapes or (), strict=False)):
+        raise JoinError(f"output {name!r} is declared {shapes}, and had other shapes before")
+    axis = None if len(shapes) == 1 else join.axis
+    shape = shapes[0]
+    if axis is not None:
+        shape = (*shape[:axis], sum(part[axis] for part in shapes), *shape[axis + 1 :])
+    return replace(join, axis=axis, shapes=tuple(shapes), shape=shape)
+
+
+def symbol_sizes(specs: Sequence[TensorSpec], shapes: Sequence[Shape]) -> dict[str, int]:
     """The size of each symbol in a shard; unknown for a symbol with several sizes, which runtimes allow."""
     bound: dict[str, int] = {}
     unsure = set()

@@ -21,6 +21,9 @@ Dimension = int | str | None
 STRING = "string"
 """The only element type without a fixed size."""
 
+MOST_COPIED = 1 << 20
+"""Most bytes of an output of no declared shape that has a place before the run, to which it is copied."""
+
 
 @dataclass(frozen=True, slots=True)
 class ElementType:

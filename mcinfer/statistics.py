@@ -147,9 +147,11 @@ class CardStatistics:
     input_bytes: Mapping[CardWay, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Statistics:
     """A master at the moment of the snapshot. `accepted` is always the sum of the next four.
+
+    Its text is a table: the pool, its requests, its memory, and a line for each worker.
 
     Attributes:
         accepted: Requests accepted so far.
@@ -186,6 +188,37 @@ class Statistics:
     health: Health
     workers: tuple[WorkerStatistics, ...]
     cards: tuple[CardStatistics, ...] = ()
+
+    def __repr__(self) -> str:
+        half, most = (self.latency.quantile(part) * 1e3 for part in (0.5, 0.99))
+        within = f"; half within {half:g} ms, 99 % within {most:g} ms" if self.latency.count else ""
+        outcomes = f"{self.succeeded} succeeded, {self.failed} failed, {self.cancelled} cancelled"
+        waiting = f"{self.in_flight} in flight, {self.queued} of them queued"
+        used, reserved = self.memory_used_bytes / 1e6, self.memory_bytes / 1e6
+        head = ("worker", "device", "pid", "state", "restarts", "runs", "failed", "busy s")
+        rows = [head] + [
+            (
+                f"{w.index}" if not w.rank else f"{w.index} rank {w.rank}",
+                w.device,
+                f"{w.pid or '-'}",
+                w.state,
+                f"{w.restarts}",
+                f"{w.runs}",
+                f"{w.failed}",
+                f"{w.busy_seconds:.3f}",
+            )
+            for w in self.workers
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join(
+            (
+                str(self.health),
+                f"{self.accepted} requests: {outcomes}, {waiting}{within}",
+                f"{used:.1f} MB of shared memory in use, {reserved:.1f} MB reserved",
+                *lines,
+            )
+        )
 
 
 # Traces: the course of one request, for trace hooks.

@@ -1,7 +1,9 @@
 """Tests of mcinfer/engines: what every engine promises, and the adapter to ONNX Runtime."""
 
 import ctypes
+import gzip
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from mcinfer.engines.base import (
     Strings,
 )
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
+from mcinfer.model_cache.onnx_files import scan
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, ModelDescription, numpy_dtype
 from tests.engine_tensors import buffer, content, packed, rows
 
@@ -415,12 +418,35 @@ def test_file_that_is_no_model_is_a_build_error_with_its_path(tmp_path: Path) ->
     path = tmp_path / "garbage.onnx"
     with pytest.raises(BuildError, match=r"garbage\.onnx.*doesn't exist"):
         open_ort(str(path))
-    for data in (b"", b"hello", bytes(1000)):
-        path.write_bytes(data)
-        with pytest.raises(BuildError, match=r"garbage\.onnx"):
-            open_ort(str(path))
+    path.write_bytes(bytes(1000))
+    with pytest.raises(BuildError, match=r"garbage\.onnx"):
+        open_ort(str(path))
     with pytest.raises(BuildError, match=re.escape(str(tmp_path))):
         open_ort(str(tmp_path))
+
+
+LOOKS = {
+    "an empty file": b"",
+    "text": "a café\n".encode() * 300,
+    "an HTML page": b"\n<!DOCTYPE html>\n<html><body>Not found</body></html>",
+    "a pointer of Git LFS (git lfs pull": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n",
+    "a zip archive": b"PK\x03\x04\x14\0\0\0\0\0model.onnx",
+    "a PyTorch checkpoint (torch.onnx.export": b"PK\x03\x04\0\0\x08\x08\0\0archive/data.pkl",
+    "a gzip file": gzip.compress(b"model"),
+    "a pickle": pickle.dumps({"weight": [1.0]}),
+    "safetensors": (64).to_bytes(8, "little")
+    + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_file_that_is_no_model_is_called_what_it_looks_like(tmp_path: Path, look: str) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(LOOKS[look])
+    with pytest.raises(BuildError, match=re.escape(f"{path}: got {look}") + ".*, expected a model"):
+        open_ort(str(path))
+    with pytest.raises(BuildError, match=re.escape(f"{path}: got {look}") + ".*expected an ONNX"):
+        scan(path)
 
 
 @pytest.mark.parametrize(

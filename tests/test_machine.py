@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mcinfer import machine
 from mcinfer.config import Device
-from mcinfer.machine import Gpu
+from mcinfer.machine import Gpu, oom_kills
 
 CORES = os.sched_getaffinity(0)
 V1_GROUPS = "9:cpu,cpuacct:/x\n4:memory:/docker/a\n3:pids:/docker/a\n1:name=systemd:/\n"
@@ -107,6 +107,24 @@ def test_cpus_are_those_of_the_quota_or_the_cores(
     root = of("0::/\n", **cgroup(**{"cpu.max": quota}))
     assert machine.usable_cpus(root) == usable
     assert machine.whole_cpus(root) == whole
+
+
+@pytest.mark.parametrize(
+    ("groups", "files"),
+    [
+        (
+            "0::/user/app\n",
+            {"user/app/memory.events": "low 0\noom 9\noom_kill 2\n", "memory.events": "oom_kill 5"},
+        ),
+        ("4:memory:/app\n", {"memory/app/memory.oom_control": "under_oom 0\noom_kill 2"}),
+        ("0::/of/the/host\n", {"memory.events": "oom_kill 2\noom_group_kill 7"}),
+    ],
+)
+def test_kills_for_want_of_memory_are_those_of_the_own_group(
+    of: Machine, groups: str, files: dict[str, str]
+) -> None:
+    assert oom_kills(of(groups, **cgroup(**files))) == 2
+    assert oom_kills(of("7:pids:/app\n")) == 0
 
 
 def test_threads_are_limited_by_the_group_with_the_least_room(of: Machine) -> None:

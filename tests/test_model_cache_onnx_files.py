@@ -273,7 +273,7 @@ NOT_UTF8 = field(8, b"\xff")
         (field(7, field(5, field(1, b"\x01" * 1001))), "more than 1000 dimensions"),
         (field(7, field(5, b"\x08\x01" * 1001)), "more than 1000 dimensions"),
         (field(7, b"") + field(8, b"\x0a\x05"), "a field of 5 bytes where 0"),
-        (b"PK\x03\x04 a zip file, say", "byte"),
+        (b"PK\x03\x04 a zip file, say", "a zip archive"),
     ],
 )
 def test_what_is_no_model_is_refused_with_its_path_and_the_reason(

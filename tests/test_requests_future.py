@@ -51,7 +51,7 @@ class Owner:
     """A loop of nothing: it cancels what is not settled, in the thread that asks."""
 
     def __init__(self) -> None:
-        self.delivery = Delivery()
+        self.delivery = Delivery("a pool")
         self.delivery.start()
 
     def cancel(self, outcome: Outcome[Any]) -> bool:

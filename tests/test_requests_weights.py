@@ -104,7 +104,7 @@ class Unreadable:
         ({**GOOD, "v": 1}, r"^weights: unknown \['v'\], expected some of \['w', 'b', 'n'\]$"),
         (
             {**GOOD, "w": np.zeros((2, 3))},
-            r"^weight 'w' has dtype float64, expected float32 \(w: float32\[2, 3\]\)$",
+            r"^weight 'w' has dtype float64, expected float32 \(w: float32\[2, 3\]\): w\.astype",
         ),
         ({**GOOD, "n": 2**63}, r"^weight 'n' "),
         ({**GOOD, "w": Unreadable()}, r"^weight 'w' is not an array: lies on a device"),

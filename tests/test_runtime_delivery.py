@@ -16,7 +16,7 @@ PATIENCE = 20.0
 
 @pytest.fixture
 def delivery() -> Iterator[Delivery]:
-    made = Delivery()
+    made = Delivery("a pool")
     made.start()
     yield made
     made.close()
@@ -33,7 +33,7 @@ def finish(delivery: Delivery) -> None:
 
 def test_calls_are_made_one_after_another_in_its_thread_also_those_from_before() -> None:
     seen: list[object] = []
-    delivery = Delivery()
+    delivery = Delivery("a pool")
     delivery.put(lambda: seen.append(delivery.is_current))
     assert seen == []
     delivery.start()
@@ -78,20 +78,20 @@ def test_handler_that_raises_does_not_end_the_thread(delivery: Delivery) -> None
         log.removeHandler(handler)
 
 
-def test_records_are_logged_with_their_values_and_failures(
+def test_records_are_logged_with_their_pool_values_and_failures(
     delivery: Delivery, caplog: pytest.LogCaptureFixture
 ) -> None:
     failure = ValueError("no")
     delivery.log(logging.ERROR, "%s of %s", 1, 2, failure=failure)
     finish(delivery)
     (record,) = caplog.records
-    assert (record.levelname, record.getMessage()) == ("ERROR", "1 of 2")
+    assert (record.levelname, record.getMessage()) == ("ERROR", "a pool: 1 of 2")
     assert record.exc_info is not None
     assert record.exc_info[1] is failure
 
 
 def test_call_that_does_not_return_does_not_hold_up_the_end() -> None:
-    delivery, go = Delivery(), threading.Event()
+    delivery, go = Delivery("a pool"), threading.Event()
     delivery.start()
     delivery.put(go.wait)
     delivery.close()
@@ -109,7 +109,7 @@ def test_waiting_in_the_thread_itself_returns_at_once(delivery: Delivery) -> Non
 
 @pytest.mark.parametrize("_", range(50))
 def test_after_the_end_calls_are_made_by_the_caller_and_none_is_lost(_: int) -> None:
-    delivery, seen, begin = Delivery(), list[int](), threading.Barrier(2)
+    delivery, seen, begin = Delivery("a pool"), list[int](), threading.Barrier(2)
     delivery.start()
 
     def put() -> None:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from types import FrameType
 
 from mcinfer.errors import McinferError, MissingDependencyError, printable
+from mcinfer.process import LOG_FORMAT
 
 _INTERRUPTED = 128 + signal.SIGINT
 _ENDS = {
@@ -96,11 +97,11 @@ def _open_streams() -> None:
 
 @contextmanager
 def _prefixed_log() -> Iterator[None]:
-    """Print warnings that are logged as failures are printed, unless logging is configured."""
+    """Print warnings that are logged, unless logging is configured."""
     before = logging.lastResort
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
-    handler.setFormatter(logging.Formatter("mcinfer: %(message)s"))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logging.lastResort = handler
     try:
         yield

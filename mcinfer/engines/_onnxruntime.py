@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,17 +70,21 @@ from mcinfer.errors import (
 from mcinfer.model_cache.building import MODEL_FILE, Progress
 from mcinfer.model_cache.onnx_files import (
     FOLDER_KEY,
+    LOOK_BYTES,
     added_inputs,
     chunks,
     external_files,
+    looks_like,
     node_inputs,
     open_regular,
     operator_beside,
     scan,
 )
 from mcinfer.process import without_telemetry
+from mcinfer.sharding import declared_shape, symbol_sizes
 from mcinfer.specs import (
     ELEMENT_TYPES,
+    MOST_COPIED,
     STRING,
     ModelDescription,
     ModelSpec,
@@ -231,10 +236,19 @@ def load(request: EngineRequest, preparation: Preparation | None = None) -> "Onn
     try:
         with _mapped_errors():
             return OnnxRuntimeEngine(request, preparation)
-    except BaseException:
+    except BaseException as exc:
         if preparation.held is not None:
             preparation.held.close()
+        if isinstance(exc, BuildError) and (got := _look_of(request.model)):
+            raise BuildError(f"{request.model}: got {got}, expected a model: {exc}") from exc
         raise
+
+
+def _look_of(model: str) -> str:
+    """See `looks_like`; empty for what is no regular file."""
+    with suppress(OSError, BuildError), open_regular(model) as (descriptor, _):
+        return looks_like(os.pread(descriptor, LOOK_BYTES, 0))
+    return ""
 
 
 class OnnxRuntimeEngine(Engine):
@@ -386,7 +400,12 @@ class _OutputShapeError(PredictError):
 
 
 class _BoundRun(Run):
-    """A binding: inputs and known outputs by address, the others left to the runtime."""
+    """A binding: inputs and declared outputs by address, the others left to the runtime.
+
+    On the host, what the runtime makes by itself is copied to its place if it has that shape. An output
+    that is bound by another shape ends the run half way, and a second run may draw other random numbers.
+    Only large ones are bound without a declared shape: what requests in pieces have shown of them.
+    """
 
     def __init__(
         self,
@@ -397,9 +416,18 @@ class _BoundRun(Run):
         self._engine = engine
         self._bound = bound = {buffer.name: buffer for buffer in outputs}
         self._names = [spec.name for spec in engine.spec.outputs]
+        given = {item.name: item.shape for item in inputs}
+        sizes = symbol_sizes(
+            engine.spec.inputs, [given.get(s.name, ()) for s in engine.spec.inputs]
+        )
         # The runtime does not write an output that is an input as it is to the place that it was bound to.
-        inside = {item.name for item in inputs}
-        self._free = [name for name in self._names if name not in bound or name in inside]
+        self._free = [
+            spec.name
+            for spec in engine.spec.outputs
+            if spec.name not in bound
+            or spec.name in given
+            or not (engine.on_card or _is_bound(spec, sizes, bound[spec.name]))
+        ]
         self._binding = engine.session.io_binding()
         # The runtime copies an input that lies on the wrong side when it is bound, and not in later runs
         # (IOBinding::BindInput in IOBinding.cc), so these are bound for each run.
@@ -495,6 +523,12 @@ class _ValueRun(Run):
         return delivered([*map(produced_from, specs, arrays)], self._bound)
 
 
+def _is_bound(spec: TensorSpec, sizes: Mapping[str, int], place: Buffer) -> bool:
+    """Whether the runtime writes an output to its place; one without dimensions may have any rank."""
+    is_declared = bool(spec.shape) and declared_shape(spec, sizes) == place.shape
+    return is_declared or place.size > MOST_COPIED
+
+
 def _text_array(item: Strings) -> NDArray[Any]:
     try:  # of bytes the runtime would take the ``repr``
         texts = [v.decode() if isinstance(v, bytes) else v for v in item.values]
@@ -535,13 +569,12 @@ def _produced(name: str, value: Any) -> Produced | Strings:
     shape = tuple(value.shape())
     if element_type == STRING:
         return Strings(name=name, shape=shape, values=tuple(value.numpy().ravel().tolist()))
-    elements = int(np.prod(shape, dtype=np.int64))
     return Produced(
         name=name,
         element_type=element_type,
         shape=shape,
         address=value.data_ptr(),
-        size=tensor_bytes(element_type, elements),
+        size=tensor_bytes(element_type, prod(shape)),
         owner=value,
     )
 

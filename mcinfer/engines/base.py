@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mcinfer import machine
 from mcinfer.config import Device
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
 from mcinfer.model_cache.keys import Source
@@ -25,11 +26,15 @@ from mcinfer.specs import STRING, ModelDescription, ModelSpec, TensorSpec, numpy
 
 
 def memory_limit() -> str:
-    """The memory limit of this process, to append to an error about memory; empty if there is none."""
+    """The memory limits of this process, to append to an error about memory; empty if there is none."""
     most, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    if most == resource.RLIM_INFINITY:
-        return ""
-    return f"; this process may have {most} bytes of memory of its own (Limits.worker_memory_bytes)"
+    of_group = machine.memory_limit()
+    text = ""
+    if most not in (resource.RLIM_INFINITY, of_group):
+        text += f"; this process may have {most} bytes of memory of its own (Limits.worker_memory_bytes)"
+    if of_group is not None:
+        text += f"; its container (control group) may have {of_group} bytes in all"
+    return text
 
 
 class RunCancelledError(McinferError):

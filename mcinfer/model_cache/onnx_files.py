@@ -76,6 +76,41 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[tuple[int, os.stat_re
         os.close(descriptor)
 
 
+def looks_like(start: bytes) -> str:
+    """What a file that is no model is by its first `LOOK_BYTES` bytes; empty if it may be anything."""
+    if not start:
+        return "an empty file"
+    if found := next((what for pattern, what in _LOOKS if pattern.match(start)), ""):
+        return found
+    if len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 1 << 32:
+        return "safetensors, which are weights without a graph"
+    with suppress(UnicodeDecodeError):  # the end of the text may be cut within a character
+        text = start[:-3].decode() if len(start) == LOOK_BYTES else start.decode()
+        return "text" if all(c.isprintable() or c in "\t\n\r" for c in text) else ""
+    return ""
+
+
+LOOK_BYTES = 1024
+
+_LOOKS = tuple(
+    (re.compile(pattern, re.DOTALL | re.IGNORECASE), what)
+    for pattern, what in (
+        (
+            rb"version https://git-lfs",
+            "a pointer of Git LFS (git lfs pull fetches the file itself)",
+        ),
+        (rb"\s*(\xef\xbb\xbf\s*)?<(!doctype html|html|head)\b", "an HTML page"),
+        (
+            rb"PK\x03\x04.*/data\.pkl",
+            "a PyTorch checkpoint (torch.onnx.export makes a model of it)",
+        ),
+        (rb"PK\x03\x04", "a zip archive"),
+        (rb"\x1f\x8b", "a gzip file"),
+        (rb"\x80[\x02-\x05]", "a pickle, such as an old PyTorch checkpoint"),
+    )
+)
+
+
 def chunks(descriptor: int, size: int) -> Iterator[memoryview]:
     """The first `size` bytes of a file, or all if it has fewer, in parts that share one buffer."""
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(size, 1))))
@@ -310,13 +345,14 @@ def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
     """The bytes of a file; `BuildError` if it is empty, or turns out to be malformed."""
     with open_regular(path) as (descriptor, info):
         if not info.st_size:
-            raise BuildError(f"{os.fspath(path)}: got an empty file, expected an ONNX model")
+            raise BuildError(f"{os.fspath(path)}: got {looks_like(b'')}, expected an ONNX model")
         data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     with data:
         try:
             yield data
         except MalformedError as exc:
-            raise BuildError(f"{os.fspath(path)}: got {exc}, expected an ONNX model") from None
+            got = looks_like(data[:LOOK_BYTES]) or exc
+            raise BuildError(f"{os.fspath(path)}: got {got}, expected an ONNX model") from None
 
 
 def node_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[str, ...]]:

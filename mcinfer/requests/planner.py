@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import sharding
-from mcinfer.errors import InvalidInputError, QueueFullError
+from mcinfer.errors import InvalidInputError, McinferError, QueueFullError
 from mcinfer.protocol import encode_references, part_of_joined
 from mcinfer.requests.card_tensors import (
     CardMemory,
@@ -48,6 +48,7 @@ from mcinfer.requests.request import (
     Lease,
     Plan,
     Request,
+    Seen,
     Side,
     Ticket,
     lease,
@@ -63,8 +64,9 @@ from mcinfer.requests.tensors import (
     string_rows,
 )
 from mcinfer.requests.weights import WeightStore, WeightVersion
+from mcinfer.sharding import JoinError
 from mcinfer.shm.arena import Arena, Slot, align
-from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec
+from mcinfer.specs import ELEMENT_TYPES, MOST_COPIED, STRING, ModelSpec, TensorSpec
 from mcinfer.validators import TensorRef
 
 Allocate = Callable[[Sequence[int], float], list[Slot]]
@@ -104,8 +106,11 @@ class Planner:
         max_rows: int = 1,
         weights: Sequence[TensorSpec] = (),
         cards: Cards | None = None,
+        *,
+        remembers: bool = False,
     ) -> None:
         self._cards = cards
+        self._remembers = remembers
         self._max_rows = max_rows
         self._model = model
         self._arena = arena
@@ -182,7 +187,11 @@ class Planner:
             plan = self._plans.get(longer) or self._new_plan(
                 longer, shapes, pieces, known, borrowed
             )
-        held, outputs = self._lease(plan, timeout)
+        laid = plan
+        if plan.seen is None:
+            held, outputs = self._lease(plan, timeout)
+        else:
+            laid, held, outputs = self._lease_laid(plan, plan.seen, timeout)
         try:
             if plan.simple_inputs and held is not None:
                 frame = held.ticket.frame
@@ -204,7 +213,7 @@ class Planner:
         if outputs is not None:
             written = outputs.ticket.frame.blocks
             blocks = blocks if written <= blocks else blocks | written
-        request = Request(self._model, plan, keep, bodies, outputs, blocks, weights, self._opened)
+        request = Request(self._model, laid, keep, bodies, outputs, blocks, weights, self._opened)
         if self._has_strings:
             request.size += sum(map(len, bodies))  # they travel in these
         if joinable and self._max_rows > 1:
@@ -215,7 +224,8 @@ class Planner:
         """End the threads that copy, and free replaced weights."""
         self._copier.close()
         self.weights.close()
-        self._plans.clear()
+        for key in [*self._plans]:
+            self._forget(self._plans.pop(key, None))
 
     @property
     def idle_bytes(self) -> int:
@@ -242,8 +252,7 @@ class Planner:
 
     def _idle(self) -> "list[deque[Ticket]]":
         """Where idle frames are, also those of forgotten plans."""
-        plans = [*self._plans.values()]
-        idle = [side.idle for plan in plans for side in (plan.inputs, plan.outputs)]
+        idle = [side.idle for plan in [*self._plans.values()] for side in _sides(plan)]
         return idle + [left for found in [*self._forgotten] if (left := found()) is not None]
 
     def allocate(
@@ -448,12 +457,8 @@ class Planner:
         laid = [None if i in borrowed else layout for i, layout in enumerate(inputs)]
         shards = len(cut.rows)
         reads, writes = _side(inputs, laid, shards), _side(outputs, outputs, shards)
-        simple: list[tuple[str, tuple[int, ...], np.dtype[Any], int]] = []
-        rows = zip(self._model.outputs, outputs, cut.outputs, writes.starts, strict=True)
-        for spec, layout, join, start in rows:
-            if layout is None or not layout.contiguous or join.shape is None:
-                break
-            simple.append((spec.name, join.shape, spec.dtype, start))
+        unlaid = [s for s, lay in zip(self._model.outputs, outputs, strict=True) if lay is None]
+        unknown = frozenset(spec.name for spec in unlaid if spec.element_type != STRING)
         frames = 1 + (reads.idle.maxlen or 0) + (writes.idle.maxlen or 0)
         plan = Plan(
             cut=cut,
@@ -465,7 +470,8 @@ class Planner:
             part=self._part(cut) if self._max_rows > 1 and shards == 1 else 1.0,
             lays_all=None not in outputs,
             simple_inputs=all(layout is not None and layout.contiguous for layout in laid),
-            simple_outputs=tuple(simple) if len(simple) == len(outputs) else None,
+            simple_outputs=self._simple_outputs(cut, writes),
+            seen=Seen(unknown, shards) if self._remembers and unknown else None,
         )
         plans = self._plans
         plans[key] = plan
@@ -476,6 +482,50 @@ class Planner:
         ):
             self._forget(plans.pop(next(iter([*plans]), ()), None))
         return plan
+
+    def _simple_outputs(
+        self, cut: sharding.Plan, writes: Side
+    ) -> tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] | None:
+        """See `Plan`."""
+        simple: list[tuple[str, tuple[int, ...], np.dtype[Any], int]] = []
+        rows = zip(self._model.outputs, writes.layouts, cut.outputs, writes.starts, strict=True)
+        for spec, layout, join, start in rows:
+            if layout is None or not layout.contiguous or join.shape is None:
+                return None
+            simple.append((spec.name, join.shape, spec.dtype, start))
+        return tuple(simple)
+
+    def _lay_seen(self, plan: Plan, seen: Seen) -> Plan:
+        """The plan with all outputs laid out by the shapes of its last answers; as it is if that cannot be.
+
+        Only places follow from these shapes. What a run gives in another shape comes in the worker's block,
+        and how parts join, and whether requests do, stays as it was.
+        """
+        by_output = [*zip(*seen.shapes, strict=True)]
+        rows = zip(self._model.outputs, plan.cut.outputs, by_output, strict=True)
+        try:
+            joins = tuple(
+                sharding.seen_join(spec.name, join, shapes) if spec.name in seen.names else join
+                for spec, join, shapes in rows
+            )
+        except JoinError:
+            seen.give_up()
+            return plan
+        layouts = tuple(map(lay_output, self._model.outputs, joins))
+        laid_anew = zip(layouts, plan.outputs.layouts, strict=True)
+        if any(new and not old and new.size > MOST_COPIED for new, old in laid_anew):
+            seen.give_up()
+            return plan
+        side = _side(layouts, layouts, len(plan.cut.rows))
+        cut = replace(plan.cut, outputs=joins)
+        seen.laid = laid = replace(
+            plan,
+            cut=cut,
+            outputs=side,
+            lays_all=None not in layouts,
+            simple_outputs=self._simple_outputs(cut, side),
+        )
+        return laid
 
     def _forget_shares(self, shapes: tuple[tuple[int, ...], ...]) -> None:
         """Forget plans by earlier shares for these shapes."""
@@ -491,10 +541,12 @@ class Planner:
         if plan is None:
             return
         forgotten = self._forgotten
-        for side in (plan.inputs, plan.outputs):
+        for side in _sides(plan):
             side.idle.clear()
             # The deque lives as long as a frame that is to come back to it.
             forgotten.append(ref(side.idle, forgotten.remove))
+        if plan.seen is not None:
+            plan.seen.laid = None  # they hold each other
 
     def _empty(self, plan: Plan, weights: WeightVersion) -> Request:
         """A batch of no rows needs no run."""
@@ -505,6 +557,18 @@ class Planner:
         return request
 
     # Frames.
+
+    def _lease_laid(
+        self, plan: Plan, seen: Seen, timeout: float
+    ) -> tuple[Plan, Lease | None, Lease | None]:
+        """The plan, with all outputs laid out where that can be done, and frames for both sides."""
+        laid = seen.laid or (self._lay_seen(plan, seen) if seen.is_steady else plan)
+        if laid is not plan:
+            try:
+                return laid, *self._lease(laid, 0.0)
+            except McinferError:  # no memory is free, or it is not enough for both sides
+                seen.give_up()
+        return plan, *self._lease(plan, timeout)
 
     def _lease(self, plan: Plan, timeout: float) -> tuple[Lease | None, Lease | None]:
         """Frames for the inputs, if they need one, and for the outputs, if any has a known shape."""
@@ -688,6 +752,14 @@ def _side(layouts: tuple[Layout | None, ...], laid: Sequence[Layout | None], sha
     most = max(1, min(_MAX_IDLE_FRAMES, _MAX_IDLE_BYTES // max(size, 1), by_references))
     is_laid = any(layout is not None for layout in laid)
     return Side(layouts, tuple(starts), size, is_laid, deque(maxlen=most))
+
+
+def _sides(plan: Plan) -> tuple[Side, ...]:
+    """The sides of a plan that have frames, also those of shapes that were seen."""
+    laid = None if plan.seen is None else plan.seen.laid
+    return (
+        (plan.inputs, plan.outputs) if laid is None else (plan.inputs, plan.outputs, laid.outputs)
+    )
 
 
 def _is_leased(array: Any) -> bool:

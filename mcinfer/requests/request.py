@@ -46,6 +46,9 @@ NO_WEIGHTS = WeightVersion(number=0)
 
 _NO_REFERENCES = encode_references(())
 
+_MOST_AWAITED = 8
+"""Answers with the same shapes that a plan waits for at most, before it lays outputs out by them."""
+
 Part = tuple[NDArray[Any] | TensorRef, Block | None]
 """A shard's part of an output: an array, or its place in a block of the worker's."""
 
@@ -123,6 +126,47 @@ class Side:
     idle: "deque[Ticket]"
 
 
+class Seen:
+    """The shapes in a plan's last answers, of outputs whose shapes are not known before the run.
+
+    Attributes:
+        names: These outputs.
+        laid: The plan that lays them out by the shapes; None before, and again after another shape came.
+    """
+
+    __slots__ = ("_awaited", "_same", "laid", "names", "shapes")
+
+    def __init__(self, names: frozenset[str], shards: int) -> None:
+        self.names = names
+        self.laid: Plan | None = None
+        self.shapes: list[tuple[tuple[int, ...], ...]] = [()] * shards
+        """By shard, those of all outputs of the model."""
+        self._same = 0
+        self._awaited = 1
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether enough answers in a row had the same shapes, and every shard has answered."""
+        return self._same >= self._awaited * len(self.shapes) and all(self.shapes)
+
+    def note(self, shard: int, shapes: tuple[tuple[int, ...], ...]) -> None:
+        """Note the shapes in a shard's answer."""
+        if self.shapes[shard] == shapes:
+            self._same += 1
+            return
+        self.shapes[shard] = shapes
+        self._same = 0
+
+    def give_up(self) -> None:
+        """The shapes are not those of the next answers, or cannot be laid out: wait twice as long.
+
+        A layout costs about as much as a run with it saves.
+        """
+        self.laid = None
+        self._same = 0
+        self._awaited = min(2 * self._awaited, _MOST_AWAITED)
+
+
 @dataclass(slots=True, eq=False)
 class Plan:
     """What follows from the shapes of a request; the same for all requests that have them.
@@ -135,6 +179,7 @@ class Plan:
         lays_all: Whether all outputs lie in their frame.
         simple_inputs: Whether each input is one array in its frame.
         simple_outputs: Name, shape, type and start of each output, if each is one array in its frame.
+        seen: The shapes in its answers, if some are not known before the run; None if those are not used.
     """
 
     cut: sharding.Plan
@@ -147,6 +192,7 @@ class Plan:
     lays_all: bool
     simple_inputs: bool
     simple_outputs: tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] | None
+    seen: Seen | None = None
 
 
 class Follower(Protocol):
@@ -392,6 +438,7 @@ class Request(Outcome[Arrays]):
                 f"reply with outputs {reprlib.repr([ref[0] for ref in outputs])}, expected "
                 f"{[spec.name for spec in self._model.outputs]}"
             )
+        seen, missed = self._plan.seen, False
         parts: dict[tuple[int, str], Part] = {}
         blocks: dict[int, Block] = {}
         opened: list[str] = []
@@ -409,7 +456,10 @@ class Request(Outcome[Arrays]):
                         raise ProtocolError(
                             f"reply with {reprlib.repr(reference)}, expected {reprlib.repr(place)}"
                         )
-                    opened.append(name)  # its shape is another one than the model declares
+                    if seen is not None and name in seen.names:
+                        missed = True
+                    else:
+                        opened.append(name)  # its shape is another one than the model declares
                 size = tensor_bytes(spec.element_type, prod(shape))
                 parts[shard, name] = _find(spec, reference, size, left, blocks, fetch)
                 left -= size
@@ -418,6 +468,10 @@ class Request(Outcome[Arrays]):
                 blocks.popitem()[1].close()
             raise
         self._opened.update(opened)
+        if seen is not None:
+            seen.note(shard, tuple(reference[2] for reference in outputs))
+            if missed and seen.laid is self._plan:
+                seen.give_up()
         if not self.settled:  # else it failed before this answer
             self._parts = {**(self._parts or {}), **parts}
 

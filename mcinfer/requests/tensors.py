@@ -132,8 +132,10 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
     ):
         _check_range(array, spec, element_type, role)
         return array.astype(spec.dtype)
+    may_fit = typed and array.dtype.kind in "biuf" and element_type != STRING
+    cure = f': {spec.name}.astype("{element_type}")' if may_fit else ""
     raise InvalidInputError(
-        f"{role} {spec.name!r} has dtype {array.dtype}, expected {element_type} ({spec})"
+        f"{role} {spec.name!r} has dtype {array.dtype}, expected {element_type} ({spec}){cure}"
     )
 
 

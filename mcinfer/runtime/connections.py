@@ -16,7 +16,7 @@ from dataclasses import replace
 from mcinfer.config import Limits, TransportKind
 from mcinfer.errors import ProtocolError
 from mcinfer.machine import usable_memory
-from mcinfer.private import inherited
+from mcinfer.private import inherited, model_name
 from mcinfer.process import Inherited
 from mcinfer.protocol import (
     MAX_HELLO_BYTES,
@@ -106,7 +106,7 @@ class Connections:
                 with RuntimeFolder() as folder:
                     self.transport = ZeroMQMaster(*folder.listen())
             opened.callback(self.transport.close)
-            self.output = OutputForwarder()
+            self.output = OutputForwarder(model_name(self._builds[0][0].model))
             opened.pop_all()
 
     def close_socket(self) -> None:

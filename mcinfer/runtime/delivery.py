@@ -28,10 +28,12 @@ _log = logging.getLogger("mcinfer.master")
 class Delivery:
     """The queue and its thread. Any thread may call any method; only `wait` waits.
 
-    Calls made before `start` wait for it. `ident` is the identifier of the running thread.
+    Calls made before `start` wait for it. `ident` is the identifier of the running thread. `name` is that of
+    the pool, with which its records begin.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._traces: deque[Callable[[], object]] = deque()
         self._repeated: deque[Callable[[], bool]] = deque()
@@ -79,7 +81,7 @@ class Delivery:
     def log(
         self, level: int, text: str, *values: object, failure: BaseException | None = None
     ) -> None:
-        self.put(partial(_log.log, level, text, *values, exc_info=failure))
+        self.put(partial(_log.log, level, f"%s: {text}", self._name, *values, exc_info=failure))
 
     def close(self) -> None:
         """End the thread, after the calls that are queued."""

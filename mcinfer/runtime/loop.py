@@ -24,7 +24,7 @@ import select
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import Context
 from dataclasses import replace
@@ -45,7 +45,8 @@ from mcinfer.errors import (
     QueueFullError,
     ReadyTimeoutError,
 )
-from mcinfer.private import ModelInMemory, in_words
+from mcinfer.machine import oom_kills, usable_memory
+from mcinfer.private import ModelInMemory, model_name
 from mcinfer.process import LEFT_ALONE, ORPHANED
 from mcinfer.protocol import (
     MAX_NOTES,
@@ -178,7 +179,8 @@ class Loop:
         self._block_numbers = count()
         self.arena = Arena(memory_bytes, dropped=self._detach, numbers=self._block_numbers)
         self._connections = Connections(groups, self._block, limits, transport, worker)
-        self._delivery = Delivery()
+        devices = _some(build.device for ranks in groups for build in ranks)
+        self._delivery = Delivery(f"{model_name(builds[0].model)} on {devices}")
         self.model: ModelInMemory | None = None
         self.frames: Planner | None = None
         self._bell = WakeUp()
@@ -200,6 +202,10 @@ class Loop:
         self._memory_look = math.inf if restart.max_memory_bytes is None else 0.0
         self._pidfds: set[int] = set()
         self._notes: set[str] = set()
+        self._lost_at: float | None = None  # when the pool ceased to be ready, until it is again
+        self._oom_kills: dict[
+            int, int
+        ] = {}  # by worker, how many there had been when it was started
         self._start_claims = [True]
         self._run_claims = [True]
         self._close_asked = False
@@ -1087,11 +1093,16 @@ class Loop:
             how, statuses = f"ended: {deaths}", {status for _, status in process.deaths}
         if process.peer is None and self._limits.worker_memory_bytes is not None:
             how += f" (it may have {self._limits.worker_memory_bytes} bytes of memory of its own)"
+        killed = statuses == {-signal.SIGKILL}
+        if killed and oom_kills() > self._oom_kills.get(index, 0):
+            how += (
+                "; the out-of-memory killer ended a process of this container (control group) meanwhile, "
+                f"which may have {usable_memory()} bytes of memory"
+            )
         expected = self._scheduler.is_exiting(index)
         level = logging.INFO if expected and not stacks else logging.WARNING
         where = f"; where it was:\n{stacks}" if stacks else ""
         self._delivery.log(level, "%s %s%s", self._scheduler.workers[index].name, how, where)
-        killed = statuses == {-signal.SIGKILL}
         self._carry_out(self._scheduler.handle_died(now, index, how, killed=killed))
 
     # What comes.
@@ -1161,14 +1172,13 @@ class Loop:
             return
         if isinstance(message, Preparing):
             size = f"{message.written / 1e6:.0f} MB"
-            model = self._builds[index].model
-            name = os.path.basename(in_words(model, model))
+            name = model_name(self._builds[index].model)
             text = f"preparing {name}: {size} written, {message.seconds:.0f} s"
             self._connections.output.show(text)
         elif isinstance(message, BuildFinish | Error):
             self._connections.output.show("")
         if isinstance(message, BuildFinish):
-            self._note(index, message.notes)
+            self._note(message.notes)
             self._reached[index] = frozenset(message.reaches)
             for device, memory in self._cards.items():
                 memory.is_reached = self._is_reached(device)
@@ -1178,13 +1188,12 @@ class Loop:
             name = self._scheduler.workers[index].name
             self._delivery.log(logging.DEBUG, "%s: %s", name, message.traceback)
 
-    def _note(self, index: int, notes: Sequence[str]) -> None:
+    def _note(self, notes: Sequence[str]) -> None:
         """Log what a worker reports of the model's load, each note once."""
         for note in notes:
             if note not in self._notes and len(self._notes) < _MAX_NOTES:
                 self._notes.add(note)
-                model = self._builds[index].model
-                self._delivery.log(logging.WARNING, "%s: %s", in_words(model, model), note)
+                self._delivery.log(logging.WARNING, "%s", note)
 
     def _take_slab(self, index: int, message: BuildFinish, slab: tuple[int, int]) -> BuildFinish:
         """Get the weights on a card that a worker has made for others; none without a descriptor left."""
@@ -1258,8 +1267,7 @@ class Loop:
                         now = monotonic()
                         pending += self._scheduler.handle_close(now, self._timeouts.close)
                 case HealthChanged(health=health, planned=planned):
-                    level = logging.INFO if planned else _LEVELS.get(health.state, logging.INFO)
-                    self._delivery.log(level, "%s", health)
+                    self._log_health(health, planned=planned)
                 case WorkersRestarted(error=error):
                     if self._restarted is not None and not self._restarted.settled:
                         self._restarted.settle(error)
@@ -1273,6 +1281,19 @@ class Loop:
             self._balance.serve(self._scheduler.serving_workers())
         if self._line:
             self._admit()
+
+    def _log_health(self, health: Health, *, planned: bool) -> None:
+        """Log a change; the end of a loss is a warning as the loss is, and says how long it was."""
+        now = monotonic()
+        level = logging.INFO if planned else _LEVELS.get(health.state, logging.INFO)
+        if health.state == "ready" and self._lost_at is not None:
+            how_long, self._lost_at = now - self._lost_at, None
+            text = str(health).removeprefix("ready")
+            self._delivery.log(logging.WARNING, "ready again, after %.1f s%s", how_long, text)
+            return
+        if level > logging.INFO and self._lost_at is None:
+            self._lost_at = now
+        self._delivery.log(level, "%s", health)
 
     def _settle(
         self,
@@ -1367,9 +1388,16 @@ class Loop:
             how = f"could not be watched: {exc}"
             return self._scheduler.handle_died(monotonic(), worker, how)
         self._pidfds.update(child.pidfd for child in process.ranks)
+        self._oom_kills[worker] = oom_kills()
         self._scheduler.handle_started(worker, process.pid)
         self._delivery.log(logging.INFO, "%s started", self._scheduler.workers[worker].name)
         return []
+
+
+def _some(devices: Iterable[str]) -> str:
+    """The devices in words that fit a line of the log."""
+    different = [*dict.fromkeys(devices)]
+    return ", ".join(different if len(different) <= 4 else [*different[:2], "…", different[-1]])
 
 
 def _ends(pidfd: int, by: float) -> bool:

@@ -121,7 +121,7 @@ class ChildProcess:
             opened.pop_all()
         os.close(pipes[1])
         os.close(pipes[3])
-        mark = f"[worker {index} {device}] "
+        mark = f"[{output.model} worker {index} {device}] "
         output.add(pipes[0], mark, "stdout")
         output.add(pipes[2], mark, "stderr")
 
@@ -325,10 +325,12 @@ class OutputForwarder:
     """Writes what workers print to this process's streams, each line with the worker's mark.
 
     One thread only reads the workers' pipes, so that no worker waits in a write. Another thread writes as
-    fast as the user's streams take it. Output beyond `_MAX_WAITING_BYTES` is dropped.
+    fast as the user's streams take it. Output beyond `_MAX_WAITING_BYTES` is dropped. `model` is the model's
+    name, for the marks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        self.model = model
         self._poll = select.epoll()
         self._wakeup = WakeUp()
         self._poll.register(self._wakeup.fd, select.EPOLLIN)

@@ -16,7 +16,7 @@ import resource
 import signal
 import sys
 
-from mcinfer.process import ORPHANED, watch_parent, write_stacks_to
+from mcinfer.process import LOG_FORMAT, ORPHANED, watch_parent, write_stacks_to
 from mcinfer.shm.lifeline import Lifeline
 
 
@@ -37,7 +37,7 @@ def main() -> int:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = start["pythonpath"]
-    logging.basicConfig(level=start["log_level"], format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=start["log_level"], format=LOG_FORMAT)
     if "rank" in start:
         from mcinfer.worker.server import follow
 

@@ -39,6 +39,7 @@ from mcinfer.engines.base import (
     Run,
     RunCancelledError,
     Strings,
+    memory_limit,
 )
 from mcinfer.engines.preparation import content_of, identity
 from mcinfer.errors import (
@@ -829,6 +830,8 @@ def _error(
 ) -> Error:
     """The message of an error; `model` is the path that it may name (`in_words`)."""
     text = str(exc) if isinstance(exc, McinferError) else f"{type(exc).__name__}: {exc}"
+    if isinstance(exc, MemoryError) and not isinstance(exc, McinferError):
+        text += memory_limit()
     return Error(
         request=request,
         shard=shard,

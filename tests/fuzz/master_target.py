@@ -179,7 +179,7 @@ class MasterTarget(Target):
         self._connections = loop._connections
         self._router = FedTransport()
         self._connections.transport = loop._transport = self._router
-        self._connections.output = OutputForwarder()
+        self._connections.output = OutputForwarder("a model")
         self._processes = [FedProcess(index, 100 + index) for index in range(_WORKERS)]
         self._planners = {
             spec: Planner(spec, loop.arena, lambda sizes, _: loop.arena.allocate_all(sizes))

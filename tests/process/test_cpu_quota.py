@@ -5,15 +5,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mcinfer.machine import format_core_list
+from tests.process.control_groups import limited_group
 from tests.process.models import AFFINE, OnnxModel
-from tests.process.waiting import wait_until
 
 CORES = sorted(os.sched_getaffinity(0))
 PERIOD_US = 100_000
@@ -40,17 +38,6 @@ print(json.dumps([look(EngineOptions(threads=threads)) for threads in (None, 1, 
 """
 
 
-def own_groups() -> Iterator[Path]:
-    """Where this process's control groups for CPU time may be, of either version."""
-    top = Path("/sys/fs/cgroup")
-    for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            yield top / path.lstrip("/")
-        elif "cpu" in controllers.split(","):
-            yield top / "cpu" / path.lstrip("/")
-
-
 def set_quota(group: Path) -> None:
     if (group / "cpu.max").exists():
         (group / "cpu.max").write_text(f"{QUOTA_US} {PERIOD_US}", encoding="ascii")
@@ -61,35 +48,11 @@ def set_quota(group: Path) -> None:
         (group / "cpu.cfs_quota_us").write_text(f"{QUOTA_US}", encoding="ascii")
 
 
-def is_removed(group: Path) -> bool:
-    with suppress(OSError):  # busy while a process of it is not quite gone
-        group.rmdir()
-    return not group.exists()
-
-
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group with the quota, if one can be made here."""
-    reasons = []
-    for parent in own_groups():
-        path = parent / f"mcinfer-test-{os.getpid()}"
-        with suppress(FileNotFoundError):
-            path.rmdir()  # of a process that had this id before
-        try:
-            path.mkdir()
-        except OSError as exc:
-            reasons.append(str(exc))
-            continue
-        try:
-            set_quota(path)
-        except OSError as exc:
-            path.rmdir()
-            reasons.append(str(exc))
-            continue
-        yield path
-        wait_until(partial(is_removed, path))
-        return
-    pytest.skip(f"no control group with a CPU quota can be made: {'; '.join(reasons)}")
+    """A control group with the quota."""
+    with limited_group("cpu", set_quota) as group:
+        yield group
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="a quota below the number of cores takes two")

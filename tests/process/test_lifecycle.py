@@ -1,8 +1,10 @@
 """Start and close in every order, the output of workers, and intruders at the socket."""
 
+import copy
 import gc
 import logging
 import os
+import pickle
 import random
 import signal
 import sys
@@ -158,6 +160,13 @@ def test_two_masters_do_not_know_each_other(fake_model: FakeModel) -> None:
         assert (two.predict(rows(2))["y"] == -rows(2)["x"]).all()
 
 
+def test_master_that_is_to_be_pickled_says_what_to_do_instead(fake_model: FakeModel) -> None:
+    with fake_master(fake_model(), 1) as master:
+        for copied in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(TypeError, match=r"make one in each process, or use mcinfer\.ort"):
+                copied(master)
+
+
 def test_what_workers_print_comes_out_line_by_line_with_their_mark(
     fake_model: FakeModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +176,7 @@ def test_what_workers_print_comes_out_line_by_line_with_their_mark(
         assert master.submit(act(-1.0)).exception(timeout=20.0) is not None
         master.wait_ready(20.0)
     out, err = capsys.readouterr()
-    mark = "[worker 0 cpu:0]"
+    mark = f"[{model.name} worker 0 cpu:0]"
     assert out.splitlines() == [f"{mark} hello", f"{mark} a run"] * 2 + [f"{mark} hello"]
     assert err == ""
 

@@ -114,10 +114,11 @@ def test_spans_of_a_pool_are_below_their_callers(fake_model: FakeModel) -> None:
 
 PRINTED = (
     r"102 requests, 99 % within \S+ ms\ncpu:0: ready, .* in \d+ runs\ncpu:1: ready, .*",
+    "",
     r"request 0 succeeded: .*(\n  cpu:[01]: \d rows, waited .*){1,2}",
     r'(?s)(?=.*"name": "example").*"name": "mcinfer\.run".*"name": "mcinfer\.request".*',
 )
-STATISTICS, TRACES, ONE_PROCESS, GUNICORN, SESSION, SPANS = PROGRAMS
+STATISTICS, LOGGING, TRACES, ONE_PROCESS, GUNICORN, SESSION, SPANS = PROGRAMS
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_empty_cache")
 @pytest.mark.parametrize(
-    ("text", "printed"), [*zip((STATISTICS, TRACES, SPANS), PRINTED, strict=True)]
+    ("text", "printed"), [*zip((STATISTICS, LOGGING, TRACES, SPANS), PRINTED, strict=True)]
 )
 def test_program_of_the_documentation_prints_what_a_pool_did(
     text: str, printed: str, tmp_path: Path

@@ -132,7 +132,7 @@ def test_child_that_is_killed_costs_the_shared_copy_of_this_start_alone(
         thread.join()
         plain = answer(master)
     (warning,) = warnings(caplog)
-    assert f"{large_model}: each process has a copy" in warning
+    assert f"{large_model.name} on cpu:0: each process has a copy" in warning
     assert "ended with status -9" in warning
     assert cache.entries() == []
     assert np.array_equal(answer_of(large_model, ALWAYS), plain)

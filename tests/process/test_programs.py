@@ -64,7 +64,7 @@ open(sys.argv[2], "w").close()
         ended = program.wait()
     assert (ended.status, done.exists()) == (0, True)
     first, *_ = ended.out.splitlines()
-    assert first == f"[worker 0 cpu:0] {line}"
+    assert first == f"[model1.json worker 0 cpu:0] {line}"
     if not both:
         # The last line has the sum; one before it, if the program lasts, says that it began.
         *_, dropped = re.findall(r"(\d+) bytes", ended.err)

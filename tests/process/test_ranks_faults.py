@@ -241,7 +241,8 @@ def test_ranks_that_end_when_they_are_asked_are_no_deaths_in_the_log(
     with Master(write_mlp(tmp_path / "mlp.onnx"), parallel=Parallel(tensor=4)) as master:
         leader = pids(master)[0]
     [end] = [r.getMessage() for r in caplog.records if "exited" in r.getMessage()]
-    assert end == f"group 0 of 4 ranks (cpu:0, pid {leader}) exited with status 0"
+    pool = "mlp.onnx on cpu:0, cpu:1, cpu:2, cpu:3"
+    assert end == f"{pool}: group 0 of 4 ranks (cpu:0, pid {leader}) exited with status 0"
 
 
 def test_rank_that_has_grown_has_its_group_recycled(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -43,6 +44,7 @@ from tests.process.waiting import (
     wait_until,
 )
 
+MODEL = "model1.json"
 SLOW = -1.0
 """The first number of the request that a test is about."""
 
@@ -131,8 +133,12 @@ def test_health_is_known_from_the_start_to_the_end(
     with pytest.raises(ClosedError):
         master.restart_workers()
     assert f"worker 0 (cpu:0, pid {killed}) killed by SIGKILL" in caplog.text
-    [warning] = [r for r in caplog.records if r.getMessage().startswith("degraded")]
-    assert warning.levelno == logging.WARNING
+    said_of = [r for r in caplog.records if r.getMessage().startswith(f"{MODEL} on cpu:0, cpu:1: ")]
+    [warning] = [r for r in said_of if "degraded: 1 of 2 workers serve" in r.getMessage()]
+    [again] = [
+        r for r in said_of if re.search(r"ready again, after \d+\.\d s: 2 of 2", r.getMessage())
+    ]
+    assert warning.levelno == again.levelno == logging.WARNING
 
 
 def test_health_names_a_worker_that_is_stopped_while_idle(
@@ -206,7 +212,8 @@ def test_log_has_the_stacks_of_a_run_that_hangs(
         wait_until(lambda: all_gone([hung]))
         master.wait_ready(20.0)
     [error] = [r for r in caplog.records if r.levelno == logging.ERROR]
-    assert error.getMessage() == f"worker 0 (cpu:0, pid {hung}): did not stop in time; it is ended"
+    did = f"worker 0 (cpu:0, pid {hung}): did not stop in time; it is ended"
+    assert error.getMessage() == f"{MODEL} on cpu:0: {did}"
     [death] = [r for r in caplog.records if f"pid {hung}) killed by SIGKILL" in r.getMessage()]
     text = death.getMessage()
     assert caplog.records.index(error) < caplog.records.index(death)
@@ -222,7 +229,8 @@ def test_log_has_the_stack_of_a_crash(
         [crashed] = pids(master)
         assert_answers(master.predict(rows(2)), rows(2))
     said = [record.getMessage() for record in caplog.records]
-    [death] = [text for text in said if text.startswith(f"worker 0 (cpu:0, pid {crashed}) killed")]
+    begin = f"{MODEL} on cpu:0: worker 0 (cpu:0, pid {crashed}) killed"
+    [death] = [text for text in said if text.startswith(begin)]
     assert "killed by SIGSEGV; where it was:\nFatal Python error: Segmentation fault" in death
     assert "in _act" in death
 
