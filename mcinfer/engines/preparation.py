@@ -37,6 +37,7 @@ from mcinfer.engines.providers import (
     provider_of,
 )
 from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, shortened
+from mcinfer.model_cache import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
 from mcinfer.model_cache.building import (
     ABOUT_FILE,
     FAILURE_FILE,
@@ -48,7 +49,7 @@ from mcinfer.model_cache.building import (
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key, is_key
 from mcinfer.model_cache.entries import MANIFEST, disk_bytes
 from mcinfer.model_cache.keys import Source, read_source
-from mcinfer.model_cache.onnx_files import FOLDER_KEY, LEAST_PREPARED_BYTES, check_regular, is_large
+from mcinfer.model_cache.onnx_files import check_regular
 from mcinfer.private import in_words, inherited
 
 _MAX_GROWTH = 4
