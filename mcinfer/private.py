@@ -20,7 +20,6 @@ import grp
 import os
 import pwd
 import re
-import secrets
 import stat
 import weakref
 from collections.abc import Iterator
@@ -275,7 +274,7 @@ def _claim(place: Path, made: ExitStack) -> int:
     made.callback(os.close, above)
     _sweep(above)
     while True:
-        name = f"mcinfer-{secrets.token_hex(8)}"
+        name = f"mcinfer-{os.urandom(8).hex()}"
         os.mkdir(name, 0o700, dir_fd=above)
         with ExitStack() as tried, suppress(FileNotFoundError):  # it was swept before it was locked
             tried.callback(shutil.rmtree, name, ignore_errors=True, dir_fd=above)

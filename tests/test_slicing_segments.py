@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
 from mcinfer.errors import BuildError
-from mcinfer.model_cache.onnx_files import FOLDER_KEY
+from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.slicing.plans import Exchange, RankPlan, Segment
 from mcinfer.slicing.segments import cut_segments
 from tests.sliced_models import (

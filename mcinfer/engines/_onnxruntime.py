@@ -67,9 +67,9 @@ from mcinfer.errors import (
     requires,
     shortened,
 )
+from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.building import MODEL_FILE, Progress
 from mcinfer.model_cache.onnx_files import (
-    FOLDER_KEY,
     LOOK_BYTES,
     added_inputs,
     chunks,

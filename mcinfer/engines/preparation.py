@@ -43,6 +43,7 @@ from mcinfer.errors import (
     raised_by_handler,
     shortened,
 )
+from mcinfer.model_cache import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
 from mcinfer.model_cache.building import (
     ABOUT_FILE,
     FAILURE_FILE,
@@ -54,7 +55,7 @@ from mcinfer.model_cache.building import (
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key, is_key
 from mcinfer.model_cache.entries import MANIFEST, disk_bytes
 from mcinfer.model_cache.keys import Source, read_source
-from mcinfer.model_cache.onnx_files import FOLDER_KEY, LEAST_PREPARED_BYTES, check_regular, is_large
+from mcinfer.model_cache.onnx_files import check_regular
 from mcinfer.private import in_words, inherited
 
 _MAX_GROWTH = 4

@@ -39,10 +39,10 @@ from mcinfer.engines.preparation import (
 )
 from mcinfer.engines.slices import RankEngine, prepare
 from mcinfer.errors import BuildError, shortened
+from mcinfer.model_cache import FOLDER_KEY, is_large
 from mcinfer.model_cache.building import FAILURE_FILE, ChildFailedError, Progress
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
 from mcinfer.model_cache.keys import read_source
-from mcinfer.model_cache.onnx_files import FOLDER_KEY, is_large
 from mcinfer.slicing.plans import REPORT_FILE
 
 _SLOW = "cutting %s into slices once for this machine; later starts are quick"

@@ -58,8 +58,9 @@ from mcinfer.engines.rank_layouts import (
 )
 from mcinfer.engines.stage_links import Meetings, StageLinks, is_cancelled
 from mcinfer.errors import BuildError, ClosedError, PredictError
+from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.building import MODEL_FILE
-from mcinfer.model_cache.onnx_files import FOLDER_KEY, check_regular
+from mcinfer.model_cache.onnx_files import check_regular
 from mcinfer.private import PrivateFolder
 from mcinfer.slicing.plans import Exchange, RankPlan, Segment
 from mcinfer.specs import element_type_name

@@ -1,1 +1,37 @@
-"""The cache of models that are prepared once and mapped by every process that runs them, and its keys."""
+"""The cache of models that are prepared once and mapped by every process that runs them, and its keys.
+
+Which models are worth it is said here, where nothing else is imported: each session of a small model asks.
+"""
+
+import os
+
+LEAST_PREPARED_BYTES = 16 << 20
+"""Least size of a model that ``prepare="auto"`` prepares."""
+
+FOLDER_KEY = "session.model_external_initializers_file_folder_path"
+"""ONNX Runtime's option for models that do not lie beside their external data."""
+
+_LOCATION = b"location"
+"""In each model that has external data (``TensorProto.external_data`` of onnx.proto)."""
+
+
+def is_large(model: str | os.PathLike[str], folder: str | None) -> bool:
+    """Whether a model with its external data is worth preparing.
+
+    Args:
+        model: Its path.
+        folder: The folder of its external data, if it is not the model's.
+
+    Raises:
+        BuildError: The model is no regular file.
+        OSError: It cannot be reached.
+    """
+    if os.path.isfile(model):
+        if os.path.getsize(model) >= LEAST_PREPARED_BYTES:
+            return True
+        with open(model, "rb") as file:
+            if _LOCATION not in file.read(LEAST_PREPARED_BYTES):
+                return False
+    from mcinfer.model_cache.onnx_files import size_of_files
+
+    return size_of_files(model, folder) >= LEAST_PREPARED_BYTES

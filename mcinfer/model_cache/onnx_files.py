@@ -29,12 +29,6 @@ from mcinfer.specs import ELEMENT_TYPES, STRING
 
 # Any file.
 
-LEAST_PREPARED_BYTES = 16 << 20
-"""Least size of a model that ``prepare="auto"`` prepares."""
-
-FOLDER_KEY = "session.model_external_initializers_file_folder_path"
-"""ONNX Runtime's option for models that do not lie beside their external data."""
-
 _CHUNK_BYTES = 1 << 20
 
 _KINDS = {
@@ -177,21 +171,18 @@ def model_files(model: Path, folder: Path | None = None) -> list[Path]:
     return [model, *external_files(model, folder, scan(model).external)]
 
 
-def is_large(model: str | os.PathLike[str], folder: str | None) -> bool:
-    """Whether a model with its external data is worth preparing; the files are not read.
+def size_of_files(model: str | os.PathLike[str], folder: str | None) -> int:
+    """The bytes of a model and its external data together, where it is an ONNX model with such data.
 
     Raises:
         BuildError: The model is no regular file.
         OSError: It cannot be reached.
     """
     size = check_regular(model).st_size
-    if size >= LEAST_PREPARED_BYTES:
-        return True
     place = Path(folder).absolute() if folder else None
     with suppress(BuildError):  # a format of the runtime's own, or data that it refuses too
-        files = model_files(Path(model).absolute(), place)
-        size = sum(file.stat().st_size for file in files)
-    return size >= LEAST_PREPARED_BYTES
+        size = sum(file.stat().st_size for file in model_files(Path(model).absolute(), place))
+    return size
 
 
 # ONNX's messages, by the field numbers of onnx.proto.

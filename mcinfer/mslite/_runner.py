@@ -23,7 +23,7 @@ from mcinfer.errors import (
     raised_by_handler,
 )
 from mcinfer.master import Master
-from mcinfer.model_cache.onnx_files import FOLDER_KEY
+from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.mslite._checks import (
     Option,
     Sections,

@@ -32,7 +32,8 @@ from mcinfer.engines import open_engine, prepared_facts
 from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, Slab, Strings
 from mcinfer.errors import BuildError, EngineError, raised_by_handler, requires
 from mcinfer.machine import whole_cpus
-from mcinfer.model_cache.onnx_files import FOLDER_KEY, scan
+from mcinfer.model_cache import FOLDER_KEY
+from mcinfer.model_cache.onnx_files import scan
 from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._ranks import Membership, is_slice, place_of
 from mcinfer.mslite._targets import Attempt, ModelType, attempts, open_first, pinned_cores

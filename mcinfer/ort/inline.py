@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer.errors import ClosedError, McinferError, raised_by_handler
-from mcinfer.model_cache.onnx_files import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
+from mcinfer.model_cache import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
 from mcinfer.ort import options as noted
 from mcinfer.ort.errors import Unsupported
 from mcinfer.ort.providers import CPU, NOTHING_HERE

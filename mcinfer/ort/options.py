@@ -22,7 +22,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 from onnxruntime.capi.onnxruntime_inference_collection import OrtValue
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.model_cache.onnx_files import FOLDER_KEY
+from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.ort.errors import Unsupported
 
 if TYPE_CHECKING:  # inline sessions of small models do not need it

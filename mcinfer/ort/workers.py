@@ -29,8 +29,8 @@ from mcinfer.config import EngineOptions, parse_devices
 from mcinfer.errors import BuildError, InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
+from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.building import save_optimised
-from mcinfer.model_cache.onnx_files import FOLDER_KEY
 from mcinfer.ort import options as noted
 from mcinfer.ort import values
 from mcinfer.ort.errors import (

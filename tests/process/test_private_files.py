@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 from mcinfer import BuildError, EngineOptions, Master, Parallel, mslite
 from mcinfer.bench.inputs import InputOptions
 from mcinfer.bench.runner import prepared
-from mcinfer.model_cache.onnx_files import FOLDER_KEY
+from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.private import IN_MEMORY
 from mcinfer.worker.server import _error
 from tests.process.models import AFFINE, rows
