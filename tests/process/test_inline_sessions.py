@@ -25,6 +25,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer import ClosedError, EngineOptions, InvalidInputError, ort
 from mcinfer.engines import preparation
+from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.cache import Cache
 from mcinfer.model_cache.entries import take_lock
 from mcinfer.ort import inline
@@ -251,6 +252,20 @@ def test_options_whose_making_was_not_seen_open_a_plain_session(model: Path) -> 
     session = ort.InferenceSession(model, options, providers=CPU)
     assert session.why_plain.startswith("sess_options were not made")
     assert_same(session, PlainSession(model, options, providers=CPU))
+
+
+def test_small_file_whose_weights_lie_in_another_folder_is_prepared(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "weights").mkdir()
+    beside = tmp_path / "weights" / "model.onnx"
+    onnx.save(onnx.load(model), beside, save_as_external_data=True, location="data")
+    path = beside.rename(tmp_path / "model.onnx")
+    options = ort.SessionOptions()
+    options.add_session_config_entry(FOLDER_KEY, str(tmp_path / "weights"))
+    session = ort.InferenceSession(path, options, providers=CPU)
+    assert session.prepared
+    assert_same(session, PlainSession(path, options, providers=CPU))
 
 
 def test_small_model_opens_plain_unless_asked_for(tmp_path: Path) -> None:
