@@ -25,8 +25,10 @@ TORCH := torch==2.13.0
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
 
-# By four processes: most tests wait for others.
+# By four processes: most tests wait for others. They start many programs, which are compiled once, also where
+# PYTHONDONTWRITEBYTECODE is set.
 test: .venv/installed
+	$(BIN)/python -m compileall -q mcinfer tests
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 # What `make test` leaves out: every cell of the fault matrix, all of ONNX's examples of operators.
