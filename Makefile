@@ -114,13 +114,13 @@ bench-peers: .venv-peers/installed
 	.venv-peers/bin/python benchmarks/page.py --only peers --write docs/benchmarks.md
 
 # What n processes with one model take: the picture and the tables of docs/weights.md and docs/processes.md.
-bench-memory: .venv/installed
+bench-memory: .venv/installed-plots
 	$(BIN)/python benchmarks/processes_memory.py --write docs/weights.md --plot docs/processes_memory.svg
 	$(BIN)/python benchmarks/inline_sessions.py --write docs/weights.md
 	$(BIN)/python benchmarks/services.py --write docs/processes.md
 
 # What single parts cost: docs/benchmark_parts.md; rows by measured speed: the table of docs/splitting.md.
-bench-parts: .venv/installed
+bench-parts: .venv/installed-plots
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/runner.py
 	$(BIN)/python benchmarks/balance.py --write docs/splitting.md
@@ -161,6 +161,10 @@ format: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/$(PIP) 'pip>=25.1' # the first that knows dependency groups
 	$(BIN)/$(PIP) --editable '.[bench,cpu]' --group test --group check
+	touch $@
+
+.venv/installed-plots: .venv/installed
+	$(BIN)/$(PIP) --group plots
 	touch $@
 
 .venv/installed-docs: .venv/installed
