@@ -359,7 +359,7 @@ class Server:
         self._connection.close()
         self._stopped = True
         self._cancels.hang_up()
-        self._canceller.join()
+        self._canceller.join(_BLOCK_TIMEOUT)
         self._cancels.close()
         self._lifeline.close()
 
