@@ -228,7 +228,8 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         disabled_optimizers: Any,
     ) -> None:
         """Open the prepared model where that is the same, or the model itself."""
-        path, options = self._model_path, self._sess_options_initial
+        # As the plain class takes them, which has default options for what is false.
+        path, options = self._model_path, self._sess_options_initial or None
         absolute = None if path is None else os.path.join(self._folder, os.fsdecode(path))
         asked = (providers, provider_options, disabled_optimizers)
         if options is not None and not isinstance(options, native.SessionOptions):
