@@ -13,6 +13,7 @@ The exit status is 1 where an answer is another text, a number differs inline, o
 """
 
 import argparse
+import compileall
 import json
 import os
 import statistics
@@ -30,6 +31,7 @@ from typing import Any, Literal, Self
 from measuring import Series, write_page
 from program_cases import PROGRAMS, Program, difference
 
+import mcinfer
 from mcinfer.bench.load import rotated
 from mcinfer.bench.texts import seconds_text
 
@@ -285,6 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--rounds: expected 1 or more")
     if options.only and options.write is not None:
         parser.error("--write: expected all programs, got --only")
+    # As pip does with what it installs: where PYTHONDONTWRITEBYTECODE is set, each start would compile it.
+    compileall.compile_dir(Path(mcinfer.__file__).parent, quiet=2)
     # Two workers, two cores: on larger machines a plain session would get more threads than both together.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:DEVICES])
     outcomes = []
