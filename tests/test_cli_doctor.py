@@ -196,7 +196,9 @@ def test_model_is_said_to_share_its_weights_or_why_not(
     text.write_text("no model")
     check(look_at_model(small), "ok", "its own copy of the weights: it has less than 16 MiB")
     check(look_at_model(large), "ok", "inline sessions share one copy of its weights, entry ")
-    check(look_at_model(text), "problem", "it cannot be opened: ", "INVALID_PROTOBUF")
+    check(look_at_model(text), "problem", "it is text, no model")
+    missing = look_at_model(tmp_path / "missing.onnx")
+    check(missing, "problem", "it cannot be opened: ", "NO_SUCHFILE")
 
 
 def test_unusable_folders_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

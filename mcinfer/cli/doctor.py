@@ -140,10 +140,16 @@ def examine() -> Iterator[Finding]:
 
 def look_at_model(model: Path) -> Finding:
     """Whether an inline session of a model shares its weights, by opening one in another process."""
+    from mcinfer.model_cache.onnx_files import LOOK_BYTES, looks_like, open_regular
+
     try:
         key, why = _answer(_OPEN, "it cannot be opened", str(model))
     except EngineError as exc:
-        return Finding(str(model), str(exc), problem="name an ONNX model that ONNX Runtime loads")
+        found = str(exc)
+        with suppress(McinferError, OSError), open_regular(model) as (descriptor, _):
+            if kind := looks_like(os.pread(descriptor, LOOK_BYTES, 0)):
+                found = f"it is {kind}, no model"
+        return Finding(str(model), found, problem="name an ONNX model that ONNX Runtime loads")
     if key:
         return Finding(str(model), f"inline sessions share one copy of its weights, entry {key}")
     return Finding(str(model), f"each session has its own copy of the weights: {why}")
