@@ -192,6 +192,8 @@ def run_child(
                 process_group=0,  # Ctrl-C reaches the parent only
             )
         except OSError as exc:
+            if raised_by_handler(exc):
+                raise
             raise ChildFailedError(f"a process for it could not be started: {exc}") from exc
         finally:
             theirs.close()

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -526,27 +527,28 @@ def test_plain_session_is_opened_again_where_it_was_found(
     assert session.run(None, {"x": np.ones(1, np.float32)})[0].tolist() == [-1]
 
 
-def open_anew(model: Path, cache: Cache) -> None:
-    """Open sessions that prepare the model, until something ends that."""
-    while True:
-        ort.InferenceSession(model, providers=CPU).close()
-        cache.clear()
-
-
 def test_program_that_ends_its_start_by_a_signal_gets_its_own_exception(
     model: Path, empty_cache: Cache
 ) -> None:
+    """While the model is prepared, which is nearly all of a first start."""
+
     def handler(*_: object) -> None:
         raise TimeoutError("the program's own deadline")
 
+    def end_the_start() -> None:
+        wait_until(lambda: [*empty_cache.folder.glob("tmp-*/*")])  # which the child writes
+        os.kill(os.getpid(), signal.SIGALRM)
+
     before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
-        with pytest.raises(TimeoutError, match="the program's own deadline"):
-            open_anew(model, empty_cache)
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(end_the_start)
+            with pytest.raises(TimeoutError, match="the program's own deadline"):
+                ort.InferenceSession(model, providers=CPU)
+            ended.result()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    assert empty_cache.entries() == []
 
 
 def test_frozen_program_opens_a_plain_session(
