@@ -33,13 +33,12 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "sd_du
 
 import memory_plot
 import numpy as np
-import psutil
 from bare_processes import unet_inputs
 from build_unet import SIZES, build_unet
 from measuring import Ratio, Record, Series, ratio_line, table, write_page
 from numpy.typing import NDArray
 from rank_models import BERT_HEADS, BERT_LAYERS, BERT_WIDTH, encoder, encoder_inputs
-from worker_memory import MEGABYTE, MemoryCurve, process_memory
+from worker_memory import MEGABYTE, MemoryCurve, pss_with_children
 
 from mcinfer.bench.runner import machine
 
@@ -173,9 +172,7 @@ class Program:
 
     def pss(self) -> int:
         """Bytes: its own, and those of all processes that it started."""
-        own = psutil.Process(self._process.pid)
-        pids = [own.pid, *(child.pid for child in own.children(recursive=True))]
-        return sum(process_memory(pid).pss for pid in pids)
+        return sum(pss_with_children(self._process.pid))
 
     def _stream(self, stream: IO[str] | None) -> IO[str]:
         if stream is None:

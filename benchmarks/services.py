@@ -23,17 +23,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from types import TracebackType
 from typing import Self
 
 # The models of the examples are among those that the imported modules measure with.
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "sd_dual_core"))
 
-import psutil
 from measuring import Series, table, write_page
 from processes_memory import EACH, INLINE, LIMIT, Program, give_up, page_table, saved, setting_of
 from rank_models import BERT_HEADS, BERT_LAYERS, BERT_WIDTH, encoder, encoder_inputs
-from worker_memory import MEGABYTE, process_memory
+from worker_memory import MEGABYTE, pss_with_children
 
 from mcinfer.bench.load import rotated
 from mcinfer.bench.texts import seconds_text
@@ -216,9 +214,8 @@ class _Service:
 
     def memory(self) -> tuple[int, int]:
         """How many processes it has, and the bytes of PSS of all."""
-        own = psutil.Process(self._process.pid)
-        pids = [own.pid, *(child.pid for child in own.children(recursive=True))]
-        return len(pids), sum(process_memory(pid).pss for pid in pids)
+        each = pss_with_children(self._process.pid)
+        return len(each), sum(each)
 
     def one_client(self) -> float:
         """The median seconds of a request of one client."""
@@ -245,12 +242,7 @@ class _Service:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.terminate()
         try:
             self._process.wait(PATIENCE)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from measuring import Ratio, Record, Series, ratio_line, table
 from weight_models import LargeModel, check_prepared, pool, run_every_worker
 
@@ -50,6 +51,12 @@ def process_memory(pid: int) -> ProcessMemory:
     return ProcessMemory(
         pss=sizes["Pss"], uss=sum(sizes[name] for name in private), anonymous=sizes["Pss_Anon"]
     )
+
+
+def pss_with_children(pid: int) -> list[int]:
+    """Bytes of PSS of a process, and of each that it or a child of it started."""
+    own = psutil.Process(pid)
+    return [process_memory(each.pid).pss for each in (own, *own.children(recursive=True))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

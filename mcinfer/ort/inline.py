@@ -88,15 +88,10 @@ def look_up(wanted: Wanted) -> "tuple[str, Held | None]":
     """
     try:
         return _prepared(wanted)
-    except (
-        McinferError,
-        OSError,
-        ValueError,
-        TypeError,
-    ) as exc:  # the plain class says it in its words
+    except (McinferError, OSError, ValueError, TypeError) as exc:
         if raised_by_handler(exc):
             raise
-        return str(exc), None
+        return str(exc), None  # what is wrong with the model, the plain class says in its words
 
 
 def prepared_file(held: "Held") -> str:
@@ -197,7 +192,7 @@ def _other_providers(wanted: Wanted) -> list[str]:
 
 
 def hold(session: "InferenceSession", held: "Held") -> None:
-    """Hold the entry as long as the native session lives, whoever has that."""
+    """Hold the entry as long as the native session lives: bindings have it too."""
     weakref.finalize(session._sess, held.close).atexit = False
     give_back_freed_memory()
 

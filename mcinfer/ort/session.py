@@ -38,8 +38,8 @@ _OF_NATIVE = (
 )
 """The plain class's attributes that keep the native session, and with it the model."""
 
-_OF_PLAIN = ("enable_fallback", "disabled_optimizers", "read_config_from_model")
-"""Arguments of the plain class that its signature does not name."""
+_OF_PLAIN = ("disabled_optimizers", "read_config_from_model")
+"""Arguments of the plain class that its signature does not name, beside ``enable_fallback``."""
 
 _log = logging.getLogger("mcinfer.ort")
 
@@ -124,7 +124,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
     def _open_on_workers(
         self, path_or_bytes: "str | bytes | os.PathLike[str]", options: Any
     ) -> None:
-        for name in _OF_PLAIN[1:]:
+        for name in _OF_PLAIN:
             if self._given.pop(name, None):
                 raise Unsupported(f"{name}: workers take no such argument")
         if os.environ.get(_FROM_MODEL) == "1":

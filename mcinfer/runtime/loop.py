@@ -203,9 +203,7 @@ class Loop:
         self._pidfds: set[int] = set()
         self._notes: set[str] = set()
         self._lost_at: float | None = None  # when the pool ceased to be ready, until it is again
-        self._oom_kills: dict[
-            int, int
-        ] = {}  # by worker, how many there had been when it was started
+        self._oom_kills: dict[int, int] = {}  # by worker: at its start
         self._start_claims = [True]
         self._run_claims = [True]
         self._close_asked = False

@@ -124,7 +124,7 @@ class Lifeline:
         return self._received.pop(number)
 
     def hang_up(self) -> None:
-        """End both directions: whoever polls either end sees it."""
+        """End both directions, which a poll of either end shows."""
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
