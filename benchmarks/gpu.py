@@ -55,9 +55,9 @@ from rank_models import BERT_HEADS, BERT_LAYERS, BERT_WIDTH, encoder, encoder_in
 
 from mcinfer import EngineOptions, Master, McinferError
 from mcinfer.bench.runner import machine
+from mcinfer.cards.cuda import Card
 from mcinfer.config import Device
 from mcinfer.machine import driver_cuda_version, gpus, mps_folder
-from mcinfer.shm.cuda import Card
 
 DEVICE = "cuda:0"
 WORKERS = (1, 2, 4)

@@ -40,7 +40,7 @@ from rank_models import (
 )
 
 from mcinfer import EngineOptions, Master, Parallel
-from mcinfer.slicing.slicer import slice_model
+from mcinfer.ranks.slicing.slicer import slice_model
 
 LARGEST_DIFFERENCE = 1e-5
 """Of an answer to one session's, relative to the largest element of the answer; float32."""

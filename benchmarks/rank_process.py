@@ -74,7 +74,7 @@ class ShmRank:
 
     def __init__(self, rank: int, size: int, key: str) -> None:
         """Meet the others at the key."""
-        from mcinfer import collectives
+        from mcinfer.ranks import collectives
 
         self.rank = rank
         self._group = collectives.join(key, rank, size, backend="shm", timeout=_TIMEOUT)

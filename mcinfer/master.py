@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Protocol, Self, cast, runtime_checkable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mcinfer.cards.tensors import CardMemory, card_of, check_types, cupy
 from mcinfer.config import (
     BALANCES,
     CARD_KINDS,
@@ -59,7 +60,6 @@ from mcinfer.machine import cores_near, usable_memory, whole_cpus
 from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.private import IN_MEMORY, ModelInMemory
 from mcinfer.protocol import Build, encode
-from mcinfer.requests.card_tensors import CardMemory, card_of, check_types, cupy
 from mcinfer.requests.future import OutcomeFuture
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import NO_WEIGHTS, Arrays, Inputs, Request, pick

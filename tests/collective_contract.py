@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from mcinfer.collectives.base import Group, PeerFailedError
 from mcinfer.errors import ClosedError, InvalidInputError
+from mcinfer.ranks.collectives.base import Group, PeerFailedError
 
 LARGE = 100_003
 """Elements, so many that backends share the work, and a number that no group divides."""

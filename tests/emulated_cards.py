@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from mcinfer.cards.cuda import Card
 from mcinfer.errors import CardLostError
-from mcinfer.shm.cuda import Card
 
 EMULATED = Path(__file__).parent / "gpu" / "emulated"
 _PACKAGES = ("cuda", "cupy")

@@ -12,9 +12,9 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from mcinfer.slicing.graphs import BITS, values_used
-from mcinfer.slicing.tensor import TensorSlices
-from mcinfer.slicing.weights import Recipe
+from mcinfer.ranks.slicing.graphs import BITS, values_used
+from mcinfer.ranks.slicing.tensor import TensorSlices
+from mcinfer.ranks.slicing.weights import Recipe
 
 Arrays = dict[str, NDArray[Any]]
 

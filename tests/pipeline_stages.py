@@ -8,7 +8,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from mcinfer.slicing.pipeline import Stage
+from mcinfer.ranks.slicing.pipeline import Stage
 
 Arrays = dict[str, NDArray[Any]]
 

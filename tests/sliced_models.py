@@ -12,7 +12,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from mcinfer.slicing.plans import METADATA_KEY
+from mcinfer.ranks.slicing.plans import METADATA_KEY
 
 Arrays = Mapping[str, NDArray[Any]]
 Collective = Callable[..., NodeProto]

@@ -21,6 +21,8 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
+from mcinfer.cards.cuda import Card, DeviceBlock
+from mcinfer.cards.slabs import fill, layout
 from mcinfer.cli.cache import clear, list_entries
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import _onnxruntime, open_engine, prepared_facts
@@ -30,12 +32,10 @@ from mcinfer.engines.preparation import OWN_COPY, alone_in, engine_folder
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.building import ensure_prepared
 from mcinfer.model_cache.cache import Cache
-from mcinfer.shm.cuda import Card, DeviceBlock
-from mcinfer.shm.slabs import fill, layout
 from tests.engine_tensors import buffer, content
+from tests.test_cards_cuda import emulated_cards
 from tests.test_engines import save
 from tests.test_preparation import CONV, LOOP, MODELS, Model, numbers, results, write
-from tests.test_shm_cuda import emulated_cards
 
 Array = NDArray[Any]
 

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from onnx import numpy_helper, parser
 
 import mcinfer
-from mcinfer.collectives.base import PeerFailedError
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import Engine, EngineRequest
 from mcinfer.errors import CardMemoryError, ModelNotFoundError
@@ -33,6 +32,7 @@ from mcinfer.mslite import (
     _session,
 )
 from mcinfer.mslite._session import Session, Source, open_session
+from mcinfer.ranks.collectives.base import PeerFailedError
 from tests import mindspore_lite_stand_in as stand_in
 from tests.process.models import AFFINE, OnnxModel
 

@@ -18,6 +18,7 @@ import onnx.parser
 import pytest
 from numpy.typing import NDArray
 
+from mcinfer.cards.cuda import Card
 from mcinfer.config import Device
 from mcinfer.engines._fake import _FakeRun
 from mcinfer.errors import CardLostError
@@ -44,7 +45,6 @@ from mcinfer.protocol import (
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import SocketPairMaster, SocketPairWorker
 from mcinfer.shm.block import Block
-from mcinfer.shm.cuda import Card
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
 from mcinfer.validators import TensorRef

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TypeVar
 
-from mcinfer.collectives.base import Group
-from mcinfer.collectives.shm import join_sockets
+from mcinfer.ranks.collectives.base import Group
+from mcinfer.ranks.collectives.shm import join_sockets
 
 T = TypeVar("T")
 

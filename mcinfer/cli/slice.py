@@ -17,8 +17,8 @@ from mcinfer.cli.progress import counted, megabytes, showing_work
 from mcinfer.errors import printable
 
 if TYPE_CHECKING:
-    from mcinfer.slicing.slicer import Report
-    from mcinfer.slicing.tensor import StageReport
+    from mcinfer.ranks.slicing.slicer import Report
+    from mcinfer.ranks.slicing.tensor import StageReport
 
 _MAX_LINES = 3
 """Reasons that are listed; the report has all."""
@@ -53,7 +53,7 @@ def slice_model(
     if tensor * pipeline < 2:
         raise typer.BadParameter("--tensor, --pipeline: expected 2 or more for one of them")
     check_model(model)
-    from mcinfer.slicing import slicer
+    from mcinfer.ranks.slicing import slicer
 
     def show(state: Mapping[str, Any]) -> None:
         work.show(0, str(state["phase"]))

@@ -4,12 +4,12 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from mcinfer.collectives.base import Group
 from mcinfer.engines.base import Engine, EngineRequest, memory_limit
 from mcinfer.errors import BuildError, EngineError, MissingDependencyError, quotable, shortened
 from mcinfer.model_cache.building import Progress
 from mcinfer.model_cache.onnx_files import check_regular
 from mcinfer.process import give_back_freed_memory
+from mcinfer.ranks.collectives.base import Group
 
 _MAX_NAME_CHARACTERS = 1 << 20
 """Characters in all names of inputs, outputs and replaceable weights, which messages carry."""
@@ -54,7 +54,7 @@ def open_engine(
             check_regular(request.model)
     try:
         if group is not None:
-            engine: Engine = import_module("mcinfer.engines.slices").RankEngine(request, group)
+            engine: Engine = import_module("mcinfer.ranks.slices").RankEngine(request, group)
         elif hasattr(module, "prepared"):
             engine = module.load(request, module.prepared(request, progress))
         else:

@@ -705,7 +705,11 @@ def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights 
     """The weights on the request's card, if the model is prepared and this runtime can use them there."""
     if request.slab is None or model is None or not hasattr(ort.OrtValue, "from_dlpack"):  # 1.31
         return None
-    from mcinfer.shm.slabs import layout, runtime_values, tensors_of  # no worker of a CPU needs it
+    from mcinfer.cards.slabs import (
+        layout,
+        runtime_values,
+        tensors_of,
+    )  # no worker of a CPU needs it
 
     slab, placed = request.slab(model), layout(model)
     if slab.size < placed.size:

@@ -57,7 +57,7 @@ class OutOfDeviceMemoryError(PredictError):
 class Slab:
     """The weights of a prepared model in one piece of a card's memory, for all sessions of that card.
 
-    Where each weight lies in it follows from the model: see `mcinfer.shm.slabs.layout`.
+    Where each weight lies in it follows from the model: see `mcinfer.cards.slabs.layout`.
 
     Attributes:
         device: The card.

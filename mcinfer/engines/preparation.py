@@ -379,7 +379,7 @@ def _environment(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
         provider = provider_of(request)
         facts |= {"provider": provider, "falls_back": NAMES[provider] not in runtime.providers}
     if request.device.kind in CARD_KINDS:
-        from mcinfer.shm.cuda import Card  # no worker of a CPU needs it
+        from mcinfer.cards.cuda import Card  # no worker of a CPU needs it
 
         facts["card"] = Card.open(request.device).model()
     return facts

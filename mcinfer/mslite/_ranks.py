@@ -13,16 +13,16 @@ import os
 import threading
 from typing import ClassVar
 
-from mcinfer.collectives import join
-from mcinfer.collectives.base import DEFAULT_TIMEOUT, Group
-from mcinfer.collectives.launch import Ranks, find_ranks, from_launcher
 from mcinfer.errors import InvalidInputError
 from mcinfer.model_cache.onnx_files import read_small, scan
 from mcinfer.model_cache.protobuf import MalformedError, Message, read_varint
 from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._configuration import rank_table
 from mcinfer.mslite.context import Context
-from mcinfer.slicing.plans import METADATA_KEY
+from mcinfer.ranks.collectives import join
+from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Group
+from mcinfer.ranks.collectives.launch import Ranks, find_ranks, from_launcher
+from mcinfer.ranks.slicing.plans import METADATA_KEY
 
 _COLLECTIVES = frozenset({"AllReduce", "AllGather"})
 _MAX_GROUPS_BYTES = 1 << 20

@@ -8,7 +8,6 @@ import os
 import warnings
 from typing import TypeVar
 
-from mcinfer.collectives.launch import from_launcher
 from mcinfer.errors import InvalidInputError
 from mcinfer.mslite._checks import (
     Option,
@@ -18,6 +17,7 @@ from mcinfer.mslite._checks import (
     check_type,
     typed,
 )
+from mcinfer.ranks.collectives.launch import from_launcher
 
 TARGETS = ("cpu", "gpu", "ascend")
 """The kinds of device that a context can name."""

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 from onnxruntime.capi.onnxruntime_inference_collection import OrtValue
 
+from mcinfer.cards.cuda import Card
+from mcinfer.cards.dlpack import DlpackTensor
 from mcinfer.config import Device
-from mcinfer.dlpack import DlpackTensor
 from mcinfer.errors import PredictTimeoutError
 from mcinfer.model_cache.protobuf import encode_field
 from mcinfer.ort.errors import (
@@ -31,7 +32,6 @@ from mcinfer.ort.errors import (
     Unsupported,
     invalid_argument,
 )
-from mcinfer.shm.cuda import Card
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, numpy_dtype, tensor_bytes
 
 Tensor = NDArray[Any] | DlpackTensor

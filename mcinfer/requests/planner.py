@@ -27,9 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import sharding
-from mcinfer.errors import InvalidInputError, McinferError, QueueFullError
-from mcinfer.protocol import encode_references, part_of_joined
-from mcinfer.requests.card_tensors import (
+from mcinfer.cards.tensors import (
     CardMemory,
     CardRequest,
     Cards,
@@ -39,6 +37,8 @@ from mcinfer.requests.card_tensors import (
     place,
     read_input,
 )
+from mcinfer.errors import InvalidInputError, McinferError, QueueFullError
+from mcinfer.protocol import encode_references, part_of_joined
 from mcinfer.requests.forks import forks
 from mcinfer.requests.request import (
     NO_WEIGHTS,

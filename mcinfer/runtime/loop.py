@@ -34,6 +34,8 @@ from time import monotonic
 from typing import Any, TypeVar
 from weakref import ref
 
+from mcinfer.cards.cuda import Card, DeviceBlock
+from mcinfer.cards.tensors import ALIGNMENT_ON_CARD, CardMemory, make_block
 from mcinfer.config import Device, Limits, RestartPolicy, Timeouts, TransportKind
 from mcinfer.errors import (
     BuildError,
@@ -59,7 +61,6 @@ from mcinfer.protocol import (
     Preparing,
     Reply,
 )
-from mcinfer.requests.card_tensors import ALIGNMENT_ON_CARD, CardMemory, make_block
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Follower, Outcome, Promise, Request
 from mcinfer.runtime.connections import Connections, UnreachableError
@@ -86,7 +87,6 @@ from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import LONG_RUN, Entry, Scheduler, trace_of
 from mcinfer.scheduler.workers import describe_exit
 from mcinfer.shm.arena import Arena, BlockNeededError, SharedBlock, Slot
-from mcinfer.shm.cuda import Card, DeviceBlock
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.statistics import Health, RequestTrace, Statistics, TraceHook, WorkerStatistics
 

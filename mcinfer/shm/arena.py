@@ -36,7 +36,7 @@ def align(size: int) -> int:
 
 
 class SharedBlock(Protocol):
-    """What an arena cuts into slots: a `Block`, or a card's `mcinfer.shm.cuda.DeviceBlock`."""
+    """What an arena cuts into slots: a `Block`, or a card's `mcinfer.cards.cuda.DeviceBlock`."""
 
     number: int
     size: int
@@ -64,7 +64,7 @@ class Slot:
     size: int  # the requested bytes
     generation: int  # the slot's number in the order of allocation
     address: int
-    memory: Any  # a ctypes array of c_char; of a card's block: `mcinfer.shm.cuda.DeviceMemory`
+    memory: Any  # a ctypes array of c_char; of a card's block: `mcinfer.cards.cuda.DeviceMemory`
 
 
 class BlockNeededError(Exception):

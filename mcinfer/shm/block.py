@@ -32,7 +32,7 @@ class Block:
 
     __slots__ = ("_map", "address", "fd", "number", "size")
 
-    device: Device | None = None  # a card's block has one, and a token (`mcinfer.shm.cuda`)
+    device: Device | None = None  # a card's block has one, and a token (`mcinfer.cards.cuda`)
     token: bytes = b""
 
     def __init__(self, number: int, size: int, fd: int) -> None:

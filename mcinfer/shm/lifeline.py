@@ -71,7 +71,7 @@ class Lifeline:
             number: The block's number.
             size: Its bytes.
             fd: Its descriptor.
-            token: What a process needs besides to open a block on a card (`mcinfer.shm.cuda`).
+            token: What a process needs besides to open a block on a card (`mcinfer.cards.cuda`).
 
         Raises:
             OSError: The other side is gone, or does not read (BlockingIOError).

@@ -14,8 +14,9 @@ Ownership: an owner has its own descriptors for the folder and the lock, which i
 the same open file in every process, so the entry stays until the last process has closed it or ended. A
 forked child closes the descriptors at once, or the socket's name would stay without an owner.
 
-A slab (`mcinfer.shm.slabs`) is a block of a card's memory, which keeps the rules of `mcinfer.shm.cuda`: it
-stays until the last process has closed it or ended, or, if it is of the kind "handles", until its owner ends.
+A slab (`mcinfer.cards.slabs`) is a block of a card's memory, which keeps the rules of `mcinfer.cards.cuda`:
+it stays until the last process has closed it or ended, or, if it is of the kind "handles", until its owner
+ends.
 """
 
 import errno
@@ -33,8 +34,10 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from mcinfer.cards.cuda import Card, DeviceBlock, DeviceMemory
+from mcinfer.cards.dlpack import DlpackTensor
+from mcinfer.cards.slabs import SlabLayout, fill, layout, runtime_values, tensors_of
 from mcinfer.config import Device, EngineOptions, check_count, check_seconds
-from mcinfer.dlpack import DlpackTensor
 from mcinfer.errors import (
     ClosedError,
     InvalidInputError,
@@ -46,9 +49,7 @@ from mcinfer.errors import (
 from mcinfer.model_cache.building import MODEL_FILE, ensure_prepared
 from mcinfer.model_cache.cache import CacheUnusableError, Held
 from mcinfer.process import start_time
-from mcinfer.shm.cuda import Card, DeviceBlock, DeviceMemory
 from mcinfer.shm.descriptors import close_all, peer_credentials, receive, send
-from mcinfer.shm.slabs import SlabLayout, fill, layout, runtime_values, tensors_of
 
 _GRANTED = b'{"ok": true}'
 """The answer that comes with the descriptors of the folder and of its lock, in this order."""
@@ -408,7 +409,7 @@ class OpenSlab:
 class SharedWeights:
     """A prepared model that another process shares; it stays usable when that process ends.
 
-    A context manager. Weights on a card that another process lends by a handle (`mcinfer.shm.cuda`) are the
+    A context manager. Weights on a card that another process lends by a handle (`mcinfer.cards.cuda`) are the
     exception: they end with that process.
 
     Attributes:

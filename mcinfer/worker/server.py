@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mcinfer.collectives.base import DEFAULT_TIMEOUT
 from mcinfer.config import CARD_KINDS, INLINE, Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
@@ -85,6 +84,7 @@ from mcinfer.protocol import (
     decode_body,
     encode,
 )
+from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.shm.arena import SharedBlock, align
@@ -95,7 +95,7 @@ from mcinfer.validators import MAX_SPECS, TensorFields, TensorRef
 from mcinfer.worker.joined_runs import JoinedRun, JoinedRuns, Member
 
 if TYPE_CHECKING:  # at a run, workers of cards alone import it
-    from mcinfer.worker.cards import CardEngine, Offered
+    from mcinfer.cards.staging import CardEngine, Offered
 
 STRANGER = 77
 """Exit status of a worker that got BUILD without its master's token: EX_NOPERM of sysexits.h."""
@@ -185,7 +185,7 @@ def follow(rank: int, fd: int, build: bytes) -> int:
     message = decode(build)
     if not isinstance(message, Build):
         raise ProtocolError(f"got {type(message).__name__}, expected Build")
-    from mcinfer.engines.ranks import (
+    from mcinfer.ranks.engine import (
         follow as follow_leader,
     )  # which an ordinary worker does not need
 
@@ -378,12 +378,12 @@ class Server:
             source = content_of(request)
             request = replace(request, source=source)
             if message.ranks > 1:
-                from mcinfer.engines.ranks import lead
+                from mcinfer.ranks.engine import lead
 
                 cut = (message.tensor, message.pipeline)
                 self._engine = lead(request, cut, self._followers, self._report_progress)
             elif request.device.kind in CARD_KINDS:
-                from mcinfer.worker.cards import CardEngine, open_on_card
+                from mcinfer.cards.staging import CardEngine, open_on_card
 
                 self._engine = open_on_card(message, request, offered, self._report_progress)
                 if isinstance(self._engine, CardEngine):
@@ -779,7 +779,7 @@ class Server:
         except McinferError as exc:
             os.close(fd)
             raise ProtocolError(f"block {number}: {exc}") from exc
-        from mcinfer.worker.cards import Offered
+        from mcinfer.cards.staging import Offered
 
         self._offered[number] = Offered(number=number, size=size, fd=fd, token=token, device=owner)
 

@@ -1,6 +1,6 @@
 """What memory of a card does, as functions over two processes: this one, and `tests.gpu.memory_peer`.
 
-The same functions run over the emulated driver (`tests/test_shm_cuda.py`) and over the real one
+The same functions run over the emulated driver (`tests/test_cards_cuda.py`) and over the real one
 (`tests/gpu/test_memory.py`), with descriptors and with handles. They leave no memory in use.
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from mcinfer.cards.cuda import Card, DeviceBlock
 from mcinfer.config import Device
 from mcinfer.errors import (
     CardError,
@@ -32,7 +33,6 @@ from mcinfer.errors import (
     ProtocolError,
 )
 from mcinfer.shm.arena import Arena
-from mcinfer.shm.cuda import Card, DeviceBlock
 from mcinfer.shm.lifeline import Lifeline
 from tests.open_descriptors import no_descriptor_left
 

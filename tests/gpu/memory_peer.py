@@ -11,9 +11,9 @@ import os
 import sys
 from typing import Any
 
+from mcinfer.cards.cuda import Card, DeviceBlock
 from mcinfer.config import Device
 from mcinfer.errors import McinferError
-from mcinfer.shm.cuda import Card, DeviceBlock
 from mcinfer.shm.lifeline import Lifeline
 
 PATIENCE = 30.0

@@ -9,8 +9,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 
+from mcinfer.cards.cuda import MEMORY_VARIABLE, Card
 from mcinfer.config import Device
-from mcinfer.shm.cuda import MEMORY_VARIABLE, Card
 from tests.gpu.cards import Cards, why_no_card
 from tests.gpu.memory_contract import (
     CONTRACT,

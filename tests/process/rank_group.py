@@ -16,8 +16,8 @@ from onnx import NodeProto, TensorProto, helper
 
 from mcinfer.config import Device
 from mcinfer.engines.base import EngineRequest, Run, array_over
-from mcinfer.engines.ranks import LeaderEngine, follow, lead
 from mcinfer.process import watch_parent
+from mcinfer.ranks.engine import LeaderEngine, follow, lead
 from tests.engine_tensors import buffer
 from tests.process.scripts import ROOT
 from tests.sliced_models import save, value

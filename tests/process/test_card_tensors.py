@@ -23,11 +23,11 @@ from mcinfer import (
     Master,
     MissingDependencyError,
     QueueFullError,
-    dlpack,
     ort,
 )
+from mcinfer.cards import dlpack
+from mcinfer.cards.cuda import Card
 from mcinfer.config import Device
-from mcinfer.shm.cuda import Card
 from mcinfer.statistics import CardWay
 from tests.emulated_cards import emulated_cards
 from tests.process.waiting import wait_until

@@ -40,8 +40,8 @@ from pathlib import Path
 import numpy as np
 from mcinfer.config import Device
 from mcinfer.model_cache.cache import Cache, entry_key
-from mcinfer.shm.cuda import Card
-from mcinfer.shm import slabs
+from mcinfer.cards.cuda import Card
+from mcinfer.cards import slabs
 from mcinfer.shm.weights import WeightOwner, open_weights
 
 slabs._STAGING_BYTES = 5000  # so that weights are copied in pieces

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from mcinfer import BuildError, EngineOptions, Master, PredictError, RestartPolicy
+from mcinfer.cards.cuda import Card
 from mcinfer.config import Device
-from mcinfer.shm.cuda import Card
 from tests.emulated_cards import emulated_cards
 from tests.process.waiting import pids, wait_until
 

@@ -13,7 +13,7 @@ from tests.process.waiting import is_alive, stop, wait_until
 RANK = """
 import os, signal, sys
 import numpy as np
-from mcinfer.collectives import join
+from mcinfer.ranks.collectives import join
 
 key, rank, size, timeout = sys.argv[1], *map(int, sys.argv[2:])
 group = join(key, rank, size, timeout=50)

@@ -21,7 +21,7 @@ RANK = """
 import sys
 import numpy as np
 from mpi4py import MPI
-from mcinfer.collectives import join
+from mcinfer.ranks.collectives import join
 
 world = MPI.COMM_WORLD
 

@@ -19,7 +19,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from mcinfer.slicing.slicer import slice_model
+from mcinfer.ranks.slicing.slicer import slice_model
 from tests.process.scripts import ROOT, Ended, Program, run_example
 
 BY_TABLE = str(ROOT / "examples/distributed/by_table.py")

@@ -15,7 +15,7 @@ from tests.sliced_models import Sliced, pipeline
 RANK = """
 import sys
 import numpy as np
-from mcinfer.collectives import join
+from mcinfer.ranks.collectives import join
 from mcinfer.config import Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import Buffer, EngineRequest

@@ -19,14 +19,14 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from mcinfer import EngineOptions, Master, Parallel, RestartPolicy
-from mcinfer.collectives import join
-from mcinfer.collectives.rendezvous import meet
-from mcinfer.engines import ranks
 from mcinfer.engines.base import Buffer
-from mcinfer.engines.rank_messages import Channel, Hello
 from mcinfer.errors import PredictError, ProtocolError
 from mcinfer.process import LEFT_ALONE
 from mcinfer.protocol import Build, BuildFinish, Preparing
+from mcinfer.ranks import engine as ranks
+from mcinfer.ranks.collectives import join
+from mcinfer.ranks.collectives.rendezvous import meet
+from mcinfer.ranks.messages import Channel, Hello
 from mcinfer.worker import server
 from tests import test_serving
 from tests.engine_tensors import buffer

@@ -16,8 +16,6 @@ import psutil
 import pytest
 
 from mcinfer.engines.base import Engine, RunCancelledError, Strings
-from mcinfer.engines.rank_layouts import MAX_LAYOUTS
-from mcinfer.engines.ranks import BUILD_FAILED, LeaderEngine, lead
 from mcinfer.errors import (
     BuildError,
     ClosedError,
@@ -28,6 +26,8 @@ from mcinfer.errors import (
 )
 from mcinfer.model_cache.cache import Cache
 from mcinfer.process import LEFT_ALONE, ORPHANED
+from mcinfer.ranks.engine import BUILD_FAILED, LeaderEngine, lead
+from mcinfer.ranks.layouts import MAX_LAYOUTS
 from tests.process.models import OnnxModel
 from tests.process.rank_group import (
     Arrays,

@@ -1,0 +1,203 @@
+"""The weights of a prepared model in one piece of a card's memory, a *slab*.
+
+The layout follows from the model's graph alone, so each process that has the slab finds the weights in it.
+The slab has the weights that lie in files beside the graph. Small ones, such as shapes, stay in the graph,
+since a runtime reads them while it loads a model.
+"""
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from ctypes import addressof, c_char
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcinfer.cards.cuda import Card, DeviceBlock
+from mcinfer.cards.dlpack import DlpackTensor
+from mcinfer.config import Device
+from mcinfer.errors import BuildError
+from mcinfer.model_cache.onnx_files import external_files, open_regular, scan
+from mcinfer.specs import ELEMENT_TYPES
+
+ALIGNMENT = 256
+"""Bytes that `cuMemAlloc` aligns to, and kernels may count on."""
+
+_STAGING_BYTES = 8 << 20
+"""One of two buffers: while the card copies from one, the files are read into the other."""
+
+_REFUSED_TYPE = "dlpack_converter.cc"
+"""In its message about an element type that it does not take (1.31)."""
+
+_NAMES = {
+    element.onnx: name for name, element in ELEMENT_TYPES.items() if not name.startswith("complex")
+}
+"""Element types by their ONNX numbers. `OrtValue.from_dlpack` takes no complex numbers (1.32)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabTensor:
+    """One weight: where it lies in the slab, and in its file.
+
+    Attributes:
+        offset: Bytes from the slab's start, a multiple of `ALIGNMENT`.
+        size: Bytes.
+        file: Path of the file that it is filled from.
+        file_offset: Bytes from that file's start.
+    """
+
+    name: str
+    element_type: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+    file: Path
+    file_offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabLayout:
+    """A slab of `size` bytes, and its weights by their offsets; without any, the size is 0."""
+
+    size: int
+    tensors: tuple[SlabTensor, ...]
+
+
+def layout(model: Path) -> SlabLayout:
+    """The layout of a model's weights, in the order of their names.
+
+    Args:
+        model: Absolute path of a prepared model's graph.
+
+    Raises:
+        BuildError: The file is not an ONNX model, or its files of weights are not as it says.
+        OSError: The file cannot be opened.
+    """
+    found = scan(model)
+    # The runtime gives a session's weights by name to its subgraphs as well (1.32), also where these have
+    # others of the same name.
+    outside = [
+        one
+        for name, one in sorted(found.initializers.items())
+        if one.location and name not in found.inner
+    ]
+    paths = dict(
+        zip(found.external, external_files(model, None, found.external), strict=True),
+    )
+    tensors, end = [], 0
+    for one in outside:
+        element_type = _NAMES.get(one.onnx_type)
+        if element_type is None or not one.bytes:
+            continue  # each session loads it from the file
+        file, wanted = paths[one.location], one.offset + one.bytes
+        if one.length not in (None, one.bytes) or file.stat().st_size < wanted:
+            raise BuildError(
+                f"{model}: weight {one.name!r} of {one.bytes} bytes does not lie at byte {one.offset} "
+                f"of {file}"
+            )
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        end = offset + one.bytes
+        tensors.append(
+            SlabTensor(
+                name=one.name,
+                element_type=element_type,
+                shape=one.shape,
+                offset=offset,
+                size=one.bytes,
+                file=file,
+                file_offset=one.offset,
+            )
+        )
+    return SlabLayout(size=end, tensors=tuple(tensors))
+
+
+def tensors_of(
+    slab: SlabLayout, address: int, device: Device | None, owner: object
+) -> dict[str, DlpackTensor]:
+    """The weights by name, in a slab at this address of a card, or of the host for None.
+
+    Each keeps the `owner` of the memory alive, and so does each consumer of its DLPack capsule.
+    """
+    return {
+        tensor.name: DlpackTensor(
+            address=address + tensor.offset,
+            shape=tensor.shape,
+            element_type=tensor.element_type,
+            device=device,
+            owner=owner,
+        )
+        for tensor in slab.tensors
+    }
+
+
+def runtime_values(
+    tensors: Mapping[str, DlpackTensor], from_dlpack: Callable[[DlpackTensor], Any]
+) -> dict[str, Any]:
+    """The weights as values of ONNX Runtime, in place.
+
+    Without those of types that it takes from no other library: before 1.32, Booleans, and elements of eight
+    bits or less that are no integers of C. Each session loads these from the file.
+
+    Args:
+        tensors: The weights.
+        from_dlpack: `onnxruntime.OrtValue.from_dlpack`.
+    """
+    values, refused = {}, set()
+    for name, tensor in tensors.items():
+        if tensor.element_type in refused:
+            continue
+        try:
+            values[name] = from_dlpack(tensor)
+        except RuntimeError as exc:
+            if _REFUSED_TYPE not in str(exc):
+                raise
+            refused.add(tensor.element_type)
+    return values
+
+
+def fill(card: Card, block: DeviceBlock, slab: SlabLayout) -> None:
+    """Copy the weights from their files into a block of the card's memory; waits until they are there.
+
+    Raises:
+        OSError: A file cannot be read, or has become shorter.
+    """
+    staging = mmap.mmap(-1, 2 * _STAGING_BYTES)
+    pinned = c_char.from_buffer(staging)
+    address = addressof(pinned)
+    with ExitStack() as opened:
+        if card.register(address, len(staging)):
+            opened.callback(card.unregister, address)
+        opened.callback(card.synchronize)  # before the memory that the card reads is let go
+        files = {
+            file: opened.enter_context(open_regular(file))[0]
+            for file in {tensor.file for tensor in slab.tensors}
+        }
+        halves = [memoryview(staging)[at:][:_STAGING_BYTES] for at in (0, _STAGING_BYTES)]
+        for step, start in enumerate(range(0, slab.size, _STAGING_BYTES)):
+            half = step % 2
+            size = min(_STAGING_BYTES, slab.size - start)
+            for tensor, first, last in _pieces(slab.tensors, start, start + size):
+                at = tensor.file_offset + first - tensor.offset
+                _read(files[tensor.file], at, halves[half][first - start : last - start], tensor)
+            card.synchronize()  # the other half has been copied, while this one was read
+            card.copy(block.address + start, address + half * _STAGING_BYTES, size)
+
+
+def _pieces(
+    tensors: Sequence[SlabTensor], start: int, end: int
+) -> Iterator[tuple[SlabTensor, int, int]]:
+    """The weights in these bytes of the slab, each with the first and last of its bytes there."""
+    for tensor in tensors:
+        first, last = max(tensor.offset, start), min(tensor.offset + tensor.size, end)
+        if first < last:
+            yield tensor, first, last
+
+
+def _read(file: int, at: int, memory: memoryview, tensor: SlabTensor) -> None:
+    while memory:
+        count = os.preadv(file, [memory], at)
+        if not count:
+            raise OSError(errno.EIO, f"{tensor.file} ends within the weight {tensor.name!r}")
+        memory, at = memory[count:], at + count

@@ -1,0 +1,520 @@
+"""A worker on an NVIDIA card: its memory limit, its weights, and the way of tensors to its engine and back.
+
+::
+
+    host block (pinned) ──► staging on the card ──┐              ┌──► staging ──► host block
+    block of this card ── its event is waited for ┴─► the run ───┴──────────────► block of this card
+    block of another card ──► staging on the card ┘              └──► staging ──► block of another card
+
+An engine says of each tensor whether it wants it on the host or on its card (`Engine.on_host`). What lies on
+the wrong side is copied by way of staging memory, before or after the run. All of that is decided when a
+layout is bound: a run only does its copies. Whatever is queued is queued on one stream, the engine's, and is
+done before the request has its answer or its error: the master may use the memory for others then.
+
+Rows of a tensor on this card may begin anywhere. Those that kernels could not load as they are used to take
+the way by staging memory, too.
+
+Ownership: the `CardEngine` owns the staging memory, the slab of weights, which it has made or opened, and the
+versions of replaced weights on the card. Blocks of tensors belong to the master.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from mcinfer.cards.cuda import Card, DeviceBlock
+from mcinfer.cards.slabs import ALIGNMENT, fill, layout
+from mcinfer.config import CARD_KINDS, Device
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import (
+    Buffer,
+    Engine,
+    EngineRequest,
+    OutOfDeviceMemoryError,
+    Produced,
+    Run,
+    Slab,
+    Strings,
+)
+from mcinfer.engines.preparation import OWN_COPY
+from mcinfer.engines.providers import NAMES, device_error
+from mcinfer.errors import (
+    BuildError,
+    CardError,
+    CardLostError,
+    CardMemoryError,
+    EngineError,
+    MissingDependencyError,
+    PredictError,
+    ProtocolError,
+)
+from mcinfer.protocol import Build
+from mcinfer.shm.arena import SharedBlock
+from mcinfer.shm.block import Block
+
+_LIMIT = "gpu_mem_limit"
+_SHARE = 0.9
+"""How much of a card its workers take together by default; the rest is for contexts and libraries."""
+
+_KERNELS = 16
+"""Bytes to which tensors on a card must be aligned: the most that a thread loads at once."""
+
+_SLAB = -1
+"""The number of a slab: the first block that a leader makes."""
+
+Progress = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """A card's block that was not opened yet; the descriptor is the holder's."""
+
+    number: int
+    size: int
+    fd: int
+    token: bytes
+    device: Device
+
+
+class _NoSlabError(BuildError):
+    """The weights cannot be shared on the card."""
+
+
+def open_on_card(
+    message: Build, request: EngineRequest, offered: Offered | None, progress: Progress
+) -> Engine:
+    """Load the model on a card; a `CardEngine`, or without a driver an engine that runs on the CPU.
+
+    Args:
+        message: The build.
+        request: What follows from it, without what is of the card.
+        offered: The block that BUILD names as the slab; its descriptor is this function's.
+        progress: As for `open_engine`.
+
+    Raises:
+        BuildError: The model cannot be loaded; of too little memory, with what is free.
+        MissingDependencyError: A package is missing.
+        CardLostError: This process cannot use the card any more.
+    """
+    weights = _SharedWeights(offered)
+    try:
+        return _open(message, request, weights, progress)
+    finally:
+        weights.refuse()
+
+
+def _open(
+    message: Build, request: EngineRequest, weights: "_SharedWeights", progress: Progress
+) -> Engine:
+    engine: Engine | None = None
+    try:
+        card = Card.open(request.device)
+    except (BuildError, MissingDependencyError) as exc:
+        engine = open_engine(message.engine, request, progress)
+        if engine.on_card:  # which needs its inputs there
+            engine.close()
+            raise
+        if message.shares_weights:
+            engine.notes += (f"{OWN_COPY}: {exc}",)
+        return engine
+    limit = memory_limit(card, message)
+    request = replace(request, stream=card.stream, memory_limit=limit)
+    note = ""
+    try:
+        if message.shares_weights:
+            try:
+                given = replace(request, slab=partial(weights.give, card))
+                engine = open_engine(message.engine, given, progress)
+            except _NoSlabError as exc:
+                note = f"{OWN_COPY}: {exc}"
+        if engine is None:
+            engine = open_engine(message.engine, request, progress)
+    except EngineError as exc:
+        meant = device_error(str(exc))
+        if isinstance(meant, OutOfDeviceMemoryError):
+            raise BuildError(f"{exc}; {_standing(card)}") from exc
+        if meant is not None:
+            raise meant from exc
+        raise
+    if note:
+        engine.notes += (note,)
+    block = weights.block
+    if block is not None and not (engine.on_card or card.host_address(block.address)):
+        block.close()  # the engine fell back to the CPU, which cannot read it
+        block = None
+    return CardEngine(engine, card, block)
+
+
+def memory_limit(card: Card, message: Build) -> int | None:
+    """The bytes of the card that one of its workers may take; None for all that there is."""
+    text = message.provider_options.get(_LIMIT)
+    if text is None:
+        if message.card_workers < 2:
+            return None
+        whole = int(_SHARE * card.memory()[1])
+    else:
+        if not (text.isascii() and text.isdigit()) or int(text) < message.card_workers:
+            raise BuildError(
+                f"provider_options: got {_LIMIT} {text!r}, expected bytes of the card's memory, for all of "
+                f"its {message.card_workers} workers together"
+            )
+        whole = int(text)
+    return whole // max(message.card_workers, 1)
+
+
+def _standing(card: Card) -> str:
+    free, total = card.memory()
+    return f"{free} of {total} bytes of {card.device} are free"
+
+
+class _SharedWeights:
+    """The weights of a prepared model on the card: made here, or opened if another worker offers them.
+
+    Attributes:
+        block: Where they lie, once they were given.
+    """
+
+    def __init__(self, offered: Offered | None) -> None:
+        self._offered = offered
+        self.block: DeviceBlock | None = None
+
+    def refuse(self) -> None:
+        """Close what was offered, and not opened."""
+        offered, self._offered = self._offered, None
+        if offered is not None:
+            os.close(offered.fd)
+
+    def give(self, card: Card, model: Path) -> Slab:
+        """The slab of the prepared model at this path; raises `_NoSlabError` if there can be none."""
+        try:
+            placed = layout(model)
+            if not placed.size:
+                raise _NoSlabError(f"no weights of {model.name} lie outside of its graph")
+            offered = self._offered
+            if offered is None:
+                block = card.create(_SLAB, placed.size)
+                try:
+                    fill(card, block, placed)
+                except BaseException:
+                    block.close()  # a copy of the weights may need the room
+                    raise
+            elif offered.size != placed.size:
+                raise _NoSlabError(
+                    f"got {offered.size} bytes of weights on {card.device}, {model.name} has {placed.size}"
+                )
+            else:
+                self._offered = None
+                block = card.attach(
+                    offered.number, offered.size, offered.fd, offered.token, offered.device
+                )
+        except CardLostError:
+            raise
+        except (CardError, ProtocolError, OSError) as exc:
+            raise _NoSlabError(str(exc)) from exc
+        self.block = block
+        return Slab(
+            device=card.device,
+            address=block.address,
+            host_address=card.host_address(block.address),
+            size=block.size,
+            owner=block.memory(0, block.size),
+        )
+
+
+class _Staging:
+    """Memory on one side, host or card, that the runs of a worker share, since one runs at a time.
+
+    It is as large as the largest layout needs. When it grows, `runs` are bound anew.
+    """
+
+    def __init__(
+        self, make: Callable[[int], SharedBlock], unpin: Callable[[SharedBlock], None]
+    ) -> None:
+        self._make = make
+        self._unpin = unpin
+        self._block: SharedBlock | None = None
+        self.runs: WeakSet[_CardRun] = WeakSet()
+
+    def address(self, size: int) -> int:
+        """Where at least so many bytes are; bound runs are unbound if that is another place than before."""
+        if self._block is None or self._block.size < size:
+            for run in self.runs:
+                run.unbind()
+            self.close()
+            self._block = self._make(size)
+        return self._block.address
+
+    def close(self) -> None:
+        block, self._block = self._block, None
+        if block is not None:
+            self._unpin(block)
+            block.close()
+
+
+class CardEngine(Engine):
+    """An engine of a worker on a card, which takes tensors of the host and of any card that it reaches.
+
+    Attributes:
+        slab: The card's weights, which this worker has made or opened; None if the engine has its own.
+        reaches: The cards whose memory tensors may lie in.
+        alignment: Bytes to which the address of a tensor on the card must be aligned.
+    """
+
+    def __init__(self, engine: Engine, card: Card, slab: DeviceBlock | None) -> None:
+        self._engine = engine
+        self.card = card
+        self.slab = slab
+        self.spec, self.providers, self.weights = engine.spec, engine.providers, engine.weights
+        self.notes, self.prepared, self.version = engine.notes, engine.prepared, engine.version
+        self.description = engine.description
+        self.on_card = engine.on_card
+        # TensorRT wants bound addresses "aligned to at least 256 bytes" (setTensorAddress).
+        is_tensorrt = self.providers[:1] == (NAMES["tensorrt"],)
+        self.alignment = ALIGNMENT if is_tensorrt else _KERNELS
+        others = (Device(CARD_KINDS[0], index) for index in range(card.count))
+        self.reaches = tuple(str(other) for other in others if card.reaches(other))
+        self._blocks: dict[int, DeviceBlock] = {}
+        self._versions: dict[int, tuple[tuple[Buffer, ...], DeviceBlock]] = {}
+        self._on_card = _Staging(partial(card.create, 0), self._unpin)
+        self._on_host = _Staging(self._make_pinned, self._unpin)
+
+    def wants_on_host(self, name: str) -> bool:
+        """Whether the engine takes this tensor in the host's memory."""
+        on_host = self._engine.on_host
+        return on_host is None or name in on_host
+
+    # Blocks.
+
+    def attach(self, offered: Offered) -> DeviceBlock:
+        """Open a block of a card's memory, for tensors.
+
+        Raises:
+            PredictError: The card has no room for the mapping; later there may be some.
+            CardError, ProtocolError, OSError: As `Card.attach`.
+        """
+        number, owner = offered.number, offered.device
+        with _short_of_memory(self.card, f"block {number} of {owner}"):
+            block = self.card.attach(number, offered.size, os.dup(offered.fd), offered.token, owner)
+        self._blocks[number] = block
+        return block
+
+    def pin(self, block: SharedBlock) -> None:
+        """Pin a block of the host's, if the engine copies from it; a refusal only makes copies slower."""
+        if self.on_card:
+            self.card.register(block.address, block.size)
+
+    def detach(self, block: SharedBlock) -> None:
+        """Before a block is closed."""
+        self._blocks.pop(block.number, None)
+        self._unpin(block)
+
+    def _unpin(self, block: SharedBlock) -> None:
+        if block.device is None:
+            self.card.unregister(block.address)
+
+    def _make_pinned(self, size: int) -> Block:
+        block = Block.create(0, size)
+        self.pin(block)
+        return block
+
+    # Weights that were replaced.
+
+    def placed(self, version: int, weights: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
+        """A version of replaced weights, on the card where the engine wants them there.
+
+        Raises:
+            PredictError: The card has no room for them; a later run may find some.
+        """
+        found = self._versions.get(version)
+        if found is not None:
+            return found[0]
+        moved = [buffer for buffer in weights if not self.wants_on_host(buffer.name)]
+        if not moved:
+            return weights
+        size = sum(_aligned(buffer.size) for buffer in moved)
+        with _short_of_memory(self.card, f"version {version} of the weights"):
+            block = self.card.create(0, size)
+            places, at = {}, block.address
+            for buffer in moved:
+                self.card.copy(at, buffer.address, buffer.size)
+                places[buffer.name] = replace(buffer, address=at, device=self.card.device)
+                at += _aligned(buffer.size)
+            self.card.synchronize()  # the master may use their memory for others
+        result = tuple(places.get(buffer.name, buffer) for buffer in weights)
+        self._versions[version] = result, block
+        return result
+
+    def forget(self, oldest: int) -> None:
+        """Free versions below this one; no run is bound to them any more."""
+        for version in [version for version in self._versions if version < oldest]:
+            self._versions.pop(version)[1].close()
+
+    # Runs.
+
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+        tensors = [item for item in (*inputs, *outputs) if isinstance(item, Buffer)]
+        if all(item.device is None and self.wants_on_host(item.name) for item in tensors):
+            return self._engine.bind(inputs, outputs)
+        with _short_of_memory(self.card, "the tensors of a run"):
+            return _CardRun(self, inputs, outputs)
+
+    def bind_engine(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+        """Bind tensors that all lie where the engine wants them."""
+        return self._engine.bind(inputs, outputs)
+
+    def block_of(self, buffer: Buffer) -> DeviceBlock | None:
+        """The master's block that a tensor on a card lies in."""
+        for block in self._blocks.values():
+            if block.device == buffer.device and 0 <= buffer.address - block.address < block.size:
+                return block
+        return None
+
+    def staged(self, sizes: Sequence[int], *, on_host: bool) -> list[int]:
+        """Addresses of staging memory, for tensors of these sizes."""
+        staging = self._on_host if on_host else self._on_card
+        at = staging.address(max(sum(map(_aligned, sizes)), 1))
+        addresses = []
+        for size in sizes:
+            addresses.append(at)
+            at += _aligned(size)
+        return addresses
+
+    def note_staged(self, run: "_CardRun") -> None:
+        """A run depends on the staging memory as it is now."""
+        self._on_card.runs.add(run)
+        self._on_host.runs.add(run)
+
+    def arm(self) -> None:
+        self._engine.arm()
+
+    def cancel(self) -> None:
+        self._engine.cancel()
+
+    def close(self) -> None:
+        self._engine.close()
+        with suppress(CardLostError):  # then nothing is pinned any more
+            self._on_host.close()
+        self._on_card.close()
+        self.forget(max(self._versions, default=0) + 1)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@contextmanager
+def _short_of_memory(card: Card, what: str) -> Iterator[None]:
+    """Raise `PredictError` with what is free if the card's memory does not suffice for `what`."""
+    try:
+        yield
+    except OutOfDeviceMemoryError as exc:
+        raise PredictError(f"{exc}; {_standing(card)}") from exc
+    except CardMemoryError as exc:
+        raise PredictError(f"no memory for {what}: {exc}") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    target: int
+    source: int
+    size: int
+
+
+class _CardRun(Run):
+    """A layout with tensors on the wrong side, or in blocks of a card that must be waited for."""
+
+    def __init__(
+        self,
+        engine: CardEngine,
+        inputs: Sequence[Buffer | Strings],
+        outputs: Sequence[Buffer],
+    ) -> None:
+        self._engine = engine
+        self._inputs = inputs
+        self._outputs = outputs
+        self._run: Run | None = None
+        self._bind()
+
+    def _bind(self) -> Run:
+        engine = self._engine
+        card = engine.card
+        tensors = [item for item in (*self._inputs, *self._outputs) if isinstance(item, Buffer)]
+        # Outputs too: what the caller's stream reads of an earlier result must not be overwritten.
+        blocks = [engine.block_of(buffer) for buffer in tensors if buffer.device]
+        self._waits = [*{block.number: block for block in blocks if block is not None}.values()]
+        by_value = any(isinstance(item, Strings) for item in self._inputs)
+        moved: dict[str, Buffer] = {}  # by name, as the engine gets it
+        self._settles = False
+        staged: dict[bool, list[Buffer]] = {False: [], True: []}
+        for buffer in tensors:
+            on_host = by_value or engine.wants_on_host(buffer.name)
+            if on_host and buffer.device is not None:
+                address = card.host_address(buffer.address)
+                self._settles = True
+                if address is not None:
+                    moved[buffer.name] = replace(buffer, address=address, device=None)
+                    continue
+            elif on_host or (
+                buffer.device == card.device and buffer.address % engine.alignment == 0
+            ):
+                continue
+            staged[on_host].append(buffer)
+        engine.note_staged(self)
+        for on_host, buffers in staged.items():
+            if not buffers:
+                continue
+            addresses = engine.staged([buffer.size for buffer in buffers], on_host=on_host)
+            for buffer, address in zip(buffers, addresses, strict=True):
+                device = None if on_host else card.device
+                moved[buffer.name] = replace(buffer, address=address, device=device)
+        copied = {buffer.name for buffers in staged.values() for buffer in buffers}
+        self._before = [
+            _Copy(moved[b.name].address, b.address, b.size)
+            for b in self._inputs
+            if isinstance(b, Buffer) and b.name in copied
+        ]
+        self._after = [
+            _Copy(b.address, moved[b.name].address, b.size)
+            for b in self._outputs
+            if b.name in copied
+        ]
+        self._run = engine.bind_engine(
+            [
+                moved.get(item.name, item) if isinstance(item, Buffer) else item
+                for item in self._inputs
+            ],
+            [moved.get(item.name, item) for item in self._outputs],
+        )
+        return self._run
+
+    def unbind(self) -> None:
+        """Let go of the staging memory; the next `execute` binds anew."""
+        self._run = None
+
+    def execute(self) -> Sequence[Produced | Strings]:
+        card = self._engine.card
+        with _short_of_memory(card, "the tensors of a run"):
+            run = self._run or self._bind()
+            try:
+                for block in self._waits:
+                    card.wait(block)
+                for copy in self._before:
+                    card.copy(copy.target, copy.source, copy.size)
+                if self._settles:  # the host reads what the card has written
+                    card.synchronize()
+                produced = run.execute()
+                for copy in self._after:
+                    card.copy(copy.target, copy.source, copy.size)
+                if self._after or self._engine.on_card:
+                    card.synchronize()  # the answer says that the outputs are there
+            except BaseException:
+                # Or work of this run would touch tensors of another one. It raises `CardLostError` of a dead
+                # context, which CUDA's libraries name by texts of their own, such as "CUBLAS failure 13".
+                card.synchronize()
+                raise
+            return produced

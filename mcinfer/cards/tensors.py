@@ -1,0 +1,474 @@
+"""Tensors on NVIDIA cards: inputs that lie there already, and outputs that stay there.
+
+::
+
+    CuPy, torch, … ── DLPack: our stream waits for the producer's ──► CardTensor
+        in memory of `allocate`, or of a result     block and offset                     in place
+        elsewhere                                   copied to a slot of the card's arena  copied
+        on a card that workers do not reach         copied to the host                   through the host
+    ── the block's event, on our stream after all of that ──► workers wait for it before they run
+
+Nothing waits in the caller, unless a tensor goes through the host, or memory of the card is to be given back
+to make room. The loop never calls the driver, which may wait for the card: callers make the blocks.
+
+Ownership: a `CardTensor` holds the producer's tensor and the slot of a copy; a request holds its inputs until
+no worker can read them, and the tensor is held until our stream has read it, even if the request has failed.
+Results hold the lease of their memory, as those of the host do. That memory may be
+used again while the caller's default stream still reads it, so the next run that writes there waits for what
+that stream has queued. Memory of cards is not there in a process that was forked.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from math import prod
+from threading import get_ident
+from time import monotonic
+from typing import Any, Protocol
+from weakref import finalize
+
+import numpy as np
+
+from mcinfer.cards import dlpack
+from mcinfer.cards.cuda import Card, DeviceBlock
+from mcinfer.config import CARD_KINDS, Device
+from mcinfer.errors import (
+    BuildError,
+    CardError,
+    ClosedError,
+    InvalidInputError,
+    PredictTimeoutError,
+    QueueFullError,
+    raised_by_handler,
+    requires,
+)
+from mcinfer.requests.request import Arrays, Lease, Part, Request
+from mcinfer.shm.arena import Arena, Slot
+from mcinfer.specs import STRING, TensorSpec
+from mcinfer.statistics import CARD_WAYS, CardStatistics, CardWay
+
+_ON_CARD = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
+
+_DEFAULT_STREAM = 1  # cudaStreamLegacy: it waits for all streams that are not made as non-blocking
+
+_NO_STREAM = -1  # of `__dlpack__`: the consumer wants no order
+
+_RECLAIM_PATIENCE = 1.0  # seconds that any caller waits for memory that is to be given back
+
+ALIGNMENT_ON_CARD = 256
+"""Bytes to which slots on a card are aligned, as cudaMalloc's are."""
+
+_ALIGNMENT = 16
+"""Bytes to which an input in place must be aligned: kernels of cuDNN and cuBLAS load as much at once."""
+
+
+class Cards(Protocol):
+    """The part of the loop that tensors on cards need."""
+
+    def card(self, device: Device) -> "CardMemory":
+        """A card's memory, which this process opens with the first call.
+
+        Raises:
+            MissingDependencyError: The package cuda-bindings is not installed.
+            BuildError: There is no such card, or no driver.
+            ClosedError: The master is closed.
+        """
+
+    def deliver(self, call: Callable[[], object]) -> None:
+        """Have the delivery thread make a call."""
+
+
+def make_block(card: Card, number: int, size: int, timeout: float) -> DeviceBlock:
+    """A block for an arena, once memory that is not used any more was given back.
+
+    Raises:
+        QueueFullError: Work on the card did not let go of that memory in time, nor within a second.
+        CardError: The driver refused, or the card has no room.
+    """
+    if card.unused:
+        try:
+            card.follow(_DEFAULT_STREAM)
+            card.synchronize(max(timeout, _RECLAIM_PATIENCE))
+        except TimeoutError as exc:
+            raise QueueFullError(
+                f"{size} bytes of memory of {card.device} wanted, and what is to be freed is in use: {exc}"
+            ) from exc
+    return card.create(number, size)
+
+
+class CardMemory:
+    """One card's memory for the tensors of one pool; any thread may call it.
+
+    Args:
+        card: As this process sees it.
+        arena: Of blocks of its memory; the loop owns it.
+        allocate: Gets slots of so many bytes, all or none, within so many seconds.
+        is_reached: Whether every worker can be given that memory.
+        repeat: Has the delivery thread make a call until it returns True.
+    """
+
+    def __init__(
+        self,
+        card: Card,
+        arena: Arena,
+        allocate: Callable[[Sequence[int], float], list[Slot]],
+        is_reached: bool,
+        repeat: Callable[[Callable[[], bool]], object],
+    ) -> None:
+        self.card = card
+        self.arena = arena
+        self.allocate = allocate
+        self.is_reached = is_reached
+        self._repeat = repeat
+        # By thread: the loop reads it, and must take no lock that a caller can hold.
+        self._inputs: dict[int, dict[CardWay, tuple[int, int]]] = {}
+
+    # Inputs.
+
+    def count(self, way: CardWay, size: int) -> None:
+        """Count an input of so many bytes."""
+        mine = self._inputs.setdefault(get_ident(), dict.fromkeys(CARD_WAYS, (0, 0)))
+        tensors, total = mine[way]
+        mine[way] = tensors + 1, total + size
+
+    def statistics(self) -> CardStatistics:
+        """A snapshot, for the arena's owner."""
+        threads = [counts.copy() for counts in self._inputs.copy().values()]
+        return CardStatistics(
+            device=str(self.card.device),
+            memory_bytes=self.arena.size,
+            memory_used_bytes=self.arena.used,
+            inputs={way: sum(counts[way][0] for counts in threads) for way in CARD_WAYS},
+            input_bytes={way: sum(counts[way][1] for counts in threads) for way in CARD_WAYS},
+        )
+
+    def announce(self, blocks: Iterable[int]) -> None:
+        """Have workers wait for what our stream has queued, before they touch these blocks."""
+        for number in blocks:
+            block = self.arena.block(number)
+            if isinstance(block, DeviceBlock):
+                self.card.record(block)
+
+    # The end of work.
+
+    def after(self, call: Callable[[], object]) -> None:
+        """Make a call once our stream has done what it has queued by now; for the delivery thread.
+
+        Where work has failed, or this process was forked, nothing is read any more.
+        """
+        with suppress(CardError, ClosedError):
+            try:
+                self.card.synchronize(0.0)
+            except TimeoutError:
+                is_done = self.card.mark()
+
+                def attempt() -> bool:
+                    with suppress(CardError):
+                        if not is_done():
+                            return False
+                    call()
+                    return True
+
+                self._repeat(attempt)
+                return
+        call()
+
+    def leave(self) -> None:
+        """Give back what nothing uses, once our stream and the default one have done their work."""
+        with suppress(CardError):
+            self.card.follow(_DEFAULT_STREAM)
+        self.after(self.card.reclaim)
+
+    def finish(self, timeout: float) -> None:
+        """Wait for what our stream has queued; raise `PredictTimeoutError` if it takes longer."""
+        try:
+            self.card.synchronize(timeout)
+        except TimeoutError as exc:
+            raise PredictTimeoutError(str(exc)) from exc
+
+    # Results.
+
+    def array(
+        self,
+        address: int,
+        spec: TensorSpec,
+        shape: Sequence[int],
+        owner: object,
+        ready: Callable[[int | None], object] | None = None,
+    ) -> Any:
+        """A CuPy array over memory of the card, whose owner it holds; `ready` as in `DlpackTensor`."""
+        tensor = dlpack.DlpackTensor(
+            address=address,
+            shape=tuple(shape),
+            element_type=spec.element_type,
+            device=self.card.device,
+            owner=owner,
+            ready=ready,
+        )
+        return cupy().from_dlpack(tensor)
+
+    def empty(self, spec: TensorSpec, shape: Sequence[int], timeout: float) -> Any:
+        """A CuPy array of undefined content, in memory that workers read in place."""
+        (slot,) = self.allocate([prod(shape) * spec.dtype.itemsize], timeout)
+
+        def follow(stream: int | None) -> None:
+            # A copy for a request that failed may still be on its way into this memory.
+            if stream != _NO_STREAM:
+                self.card.lead(stream or _DEFAULT_STREAM)
+
+        return self.array(slot.address, spec, shape, slot.memory, follow)
+
+    def download(self, address: int, size: int, timeout: float) -> Any:
+        """Bytes of the card, in memory of the host.
+
+        Raises:
+            PredictTimeoutError: What our stream has queued took longer.
+        """
+        copy = np.empty(size, np.uint8)
+        if size:
+            # Host memory is not pinned, so the driver waits for the stream, without an end: we wait before.
+            self.finish(timeout)
+            self.card.copy(copy.ctypes.data, address, size)
+            self.finish(timeout)
+        return copy
+
+    def upload(self, specs: Sequence[TensorSpec], arrays: Arrays, timeout: float) -> Arrays:
+        """Arrays of the host as CuPy arrays, by name.
+
+        Raises:
+            QueueFullError: The card's memory for tensors is in use.
+            PredictTimeoutError: What our stream, or the default one, has queued took longer.
+        """
+        chosen = [(spec, np.ascontiguousarray(arrays[spec.name])) for spec in specs]
+        slots = self.allocate([array.nbytes for _, array in chosen], 0.0)
+        self.card.follow(_DEFAULT_STREAM)
+        self.finish(timeout)  # as in `download`
+        for (_, array), slot in zip(chosen, slots, strict=True):
+            if array.nbytes:
+                self.card.copy(slot.address, array.ctypes.data, array.nbytes)
+        self.finish(timeout)
+        return {
+            spec.name: self.array(slot.address, spec, arrays[spec.name].shape, slot.memory)
+            for (spec, _), slot in zip(chosen, slots, strict=True)
+        }
+
+
+class CardTensor:
+    """An input on a card.
+
+    Attributes:
+        memory: That card's.
+        shape: As an array's.
+        nbytes: As an array's.
+        base: Not None, as in arrays that may lie in shared memory.
+        place: Block and offset, once workers can read it on the card.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "_slot",
+        "_spec",
+        "base",
+        "memory",
+        "nbytes",
+        "place",
+        "shape",
+    )
+
+    def __init__(
+        self, tensor: dlpack.DlpackTensor, spec: TensorSpec, memory: CardMemory, cards: Cards
+    ) -> None:
+        self.memory = memory
+        self.shape = tensor.shape
+        self.nbytes = tensor.size
+        self.base = memory
+        self.place: tuple[int, int] | None = None
+        self._address = tensor.address
+        self._slot: Slot | None = None
+        self._spec = spec
+        # The producer's code, which lets go of the tensor, must not run in the loop. A request that failed
+        # leaves its copy on the stream; the producer may use its memory again as soon as it is let go.
+        let_go = partial(memory.after, [tensor].clear)
+        finalize(self, cards.deliver, let_go).atexit = False
+
+    def find(self) -> bool:
+        """Whether workers can read it where it lies."""
+        if self.place is None and self._address % _ALIGNMENT == 0:
+            self.place = self.memory.arena.find(self._address, self.nbytes)
+            if self.place is not None:
+                self.memory.count("in_place", self.nbytes)
+        return self.place is not None
+
+    def copy_to(self, slot: Slot) -> None:
+        """Queue a copy, which workers will read."""
+        if self.nbytes:
+            self.memory.card.copy(slot.address, self._address, self.nbytes)
+        self.memory.count("copied", self.nbytes)
+        self._slot, self.place = slot, (slot.block, slot.offset)
+
+    def on_host(self, timeout: float) -> Any:
+        """A copy as a NumPy array; raise `PredictTimeoutError` as `CardMemory.download`."""
+        copy = self.memory.download(self._address, self.nbytes, timeout)
+        self.memory.count("through_host", self.nbytes)
+        return np.ndarray(self.shape, self._spec.dtype, copy)
+
+
+def is_on_card(value: object, spec: TensorSpec) -> bool:
+    """Whether the value for an input lies on an NVIDIA card.
+
+    Raises:
+        InvalidInputError: It does not say where it lies; names the input.
+    """
+    where = getattr(value, "__dlpack_device__", None)
+    try:
+        return where is not None and where()[0] in _ON_CARD
+    except Exception as exc:  # an object raises what it likes
+        if raised_by_handler(exc):
+            raise
+        raise InvalidInputError(f"input {spec.name!r} is not an array: {exc}") from exc
+
+
+def read_input(value: Any, spec: TensorSpec, cards: Cards) -> CardTensor:
+    """Take an input that lies on a card, in place.
+
+    Raises:
+        InvalidInputError: It does not fit, or its card cannot be used; names the input.
+        MissingDependencyError: The package cuda-bindings is not installed.
+    """
+    device = Device("cuda", int(value.__dlpack_device__()[1]))
+    try:
+        memory = cards.card(device)
+    except BuildError as exc:
+        raise InvalidInputError(
+            f"input {spec.name!r} lies on {device}, which cannot be used: {exc}"
+        ) from exc
+    try:
+        with memory.card.current():  # PyTorch gives tensors of the current card alone
+            tensor = dlpack.read(value, memory.card.stream)
+    except Exception as exc:  # a producer raises what it likes
+        if raised_by_handler(exc):
+            raise
+        raise InvalidInputError(f"input {spec.name!r}: {exc}") from exc
+    if tensor.element_type != spec.element_type:
+        raise InvalidInputError(
+            f"input {spec.name!r} has dtype {tensor.element_type}, expected {spec.element_type} ({spec})"
+        )
+    return CardTensor(tensor, spec, memory, cards)
+
+
+def place(
+    tensors: Sequence[CardTensor], outputs: tuple[CardMemory, int] | None, timeout: float
+) -> Slot | None:
+    """Bring inputs to where workers can read them, and get memory of so many bytes for the outputs.
+
+    The memory of one card is had at once, and cards come in a fixed order, before the host: requests that
+    each held a part, and waited for what another one held, would wait for ever.
+
+    Raises:
+        QueueFullError: A card's memory for tensors was not free in time.
+    """
+    end = monotonic() + timeout
+    memories = {tensor.memory for tensor in tensors} | ({outputs[0]} if outputs else set())
+    found: Slot | None = None
+    for memory in sorted(memories, key=lambda memory: memory.card.device.index):
+        mine = [tensor for tensor in tensors if tensor.memory is memory]
+        copied = [tensor for tensor in mine if not tensor.find()]
+        sizes = [tensor.nbytes for tensor in copied]
+        blocks = set()
+        if outputs is not None and outputs[0] is memory:
+            sizes.append(outputs[1])
+        if sizes:
+            slots = memory.allocate(sizes, max(0.0, end - monotonic()))
+            memory.card.follow(_DEFAULT_STREAM)
+            for tensor, slot in zip(copied, slots, strict=False):
+                tensor.copy_to(slot)
+            if len(slots) > len(copied):
+                found = slots[-1]
+                blocks.add(found.block)
+        memory.announce(blocks | {tensor.place[0] for tensor in mine if tensor.place is not None})
+    return found
+
+
+def check_types(specs: Sequence[TensorSpec], name: str) -> None:
+    """Raise `InvalidInputError` if CuPy has no arrays of these types."""
+    for spec in specs:
+        if spec.element_type == STRING or spec.dtype.isbuiltin != 1:
+            raise InvalidInputError(f"{name}: got {spec}, which no CuPy array can hold")
+
+
+def card_of(text: object, name: str, pool: Sequence[Device]) -> Device:
+    """The card that an argument names; ``"device"`` is the first one of the pool's devices."""
+    if text == "device":
+        for device in pool:
+            if device.kind in CARD_KINDS:
+                return Device("cuda", device.index)
+        raise InvalidInputError(
+            f"{name}: got 'device', expected the name of a card, such as 'cuda:0': this pool has none"
+        )
+    with suppress(InvalidInputError):
+        device = Device.parse(text)
+        if device.kind == "cuda":
+            return device
+    raise InvalidInputError(f"{name}: got {text!r}, expected a card such as 'cuda:0', or 'device'")
+
+
+def cupy() -> Any:
+    """The package CuPy.
+
+    Raises:
+        MissingDependencyError: It is not installed.
+    """
+    with requires("arrays on a card need the package cupy: pip install 'mcinfer[cupy]'", "cupy"):
+        import cupy as found
+    return found
+
+
+class CardRequest(Request):
+    """A request whose outputs are to lie on a card.
+
+    Attributes:
+        memory: That card's.
+        in_place: Whether the workers write there; otherwise the outputs come through the host.
+    """
+
+    def __init__(self, memory: CardMemory, in_place: bool, *rest: Any) -> None:
+        super().__init__(*rest)
+        self.memory = memory
+        self.in_place = in_place
+        self._caller = get_ident()
+
+    @property
+    def is_simple(self) -> bool:
+        """As in `Request`; results in place are views, unless the card's memory is short."""
+        return self.in_place and self._parts is None and not self.memory.arena.crowded
+
+    def _join(self, parts: dict[tuple[int, str], Part], outputs: Lease | None) -> Arrays:
+        specs = self._model.outputs
+        if not self.in_place or outputs is None or parts:
+            memory: Any = outputs
+            if (
+                self.in_place and outputs is not None
+            ):  # and some parts in memory of the workers' own
+                slot = outputs.ticket.frame.slot
+                memory = self.memory.download(slot.address, slot.size, self.timeout)
+            joined = super()._join(parts, memory)
+            wanted = [s for s in specs if self.wanted is None or s.name in self.wanted]
+            return self.memory.upload(wanted, joined, self.timeout)
+        slot = outputs.ticket.frame.slot
+        rows = zip(specs, self._plan.cut.outputs, self._plan.outputs.starts, strict=True)
+        value = {
+            spec.name: self.memory.array(slot.address + start, spec, join.shape or (), outputs)
+            for spec, join, start in rows
+        }
+        if self.memory.arena.crowded:
+            # Results that a user collects must not take the memory that requests need.
+            card, cuda = self.memory.card, cupy().cuda
+            with cuda.Device(card.device.index):  # CuPy copies to the current one
+                value = {name: array.copy() for name, array in value.items()}
+                card.follow(cuda.get_current_stream().ptr or _DEFAULT_STREAM)
+            if get_ident() != self._caller:
+                self.memory.finish(
+                    self.timeout
+                )  # the user's streams do not wait for this thread's one
+        return value

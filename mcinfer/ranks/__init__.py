@@ -1,0 +1,1 @@
+"""Models cut over ranks: the slicer, the collectives, and the engine of one rank."""

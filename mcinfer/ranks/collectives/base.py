@@ -1,0 +1,354 @@
+"""The interface of a group of ranks, and of the collective operations between them.
+
+::
+
+    Group ── all_reduce, all_gather, … : one call, arrays copied in and out
+      └───── prepare_all_reduce, … ──► Collective: fixed memory (MPI-4 calls it persistent), for many calls
+
+All ranks of a group call the same operations in the same order, with the same shapes and dtypes. A rank that
+died, an operation that differs or a time-out is an error in every rank, and closes the group.
+
+A backend brings what moves the bytes. The checks of arguments, the comparison of what ranks run, and what
+closes a group are the same for all, and are here.
+
+Ownership: a `Collective` owns its two arrays, or the group does; they are valid until the group is closed,
+also while views of them live.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from mcinfer.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    InvalidInputError,
+    McinferError,
+    PredictError,
+    RankDiedError,
+)
+from mcinfer.ranks.collectives.operations import (
+    CANCELLED,
+    FAILURES,
+    Operation,
+    Signature,
+    cell,
+    difference,
+    kind_of,
+)
+
+DEFAULT_TIMEOUT = 300.0
+"""Seconds that a rank waits for the others in one operation. A death is noticed at once, not only then."""
+
+_MAX_KEPT = 64
+"""One-shot operations whose memory is kept for the next call."""
+
+_BARRIER = cell("barrier")
+
+_ENDS: dict[str, type[McinferError]] = {
+    kind.__name__: kind for kind in (RankDiedError, CollectiveTimeoutError, InvalidInputError)
+}
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_G = TypeVar("_G", bound="Group")
+
+
+class PeerFailedError(PredictError):
+    """A rank called `Group.fail` in the place of an operation; the group stays usable.
+
+    Attributes:
+        cancelled: Whether that run was cancelled, and did not fail.
+    """
+
+    def __init__(self, text: str, *, cancelled: bool = False) -> None:
+        super().__init__(text)
+        self.cancelled = cancelled
+
+
+class Collective(ABC):
+    """One operation on fixed memory, made once and run many times.
+
+    Attributes:
+        input: This rank's part; written before `run`, and free to be written again when `run` has returned.
+            C-contiguous.
+        output: The result after `run`, unchanged until the next `run` of this object. C-contiguous. It may
+            be the same memory as `input`, and may be shared by the ranks: do not write to it.
+    """
+
+    input: NDArray[Any]
+    output: NDArray[Any]
+
+    @abstractmethod
+    def run(self) -> None:
+        """Take part in the operation, and return when `output` has the result.
+
+        Raises:
+            RankDiedError: A rank died; names the rank, its pid, and how it ended.
+            CollectiveTimeoutError: Ranks did not take part in time; names them.
+            InvalidInputError: Ranks run different operations, shapes or dtypes; names two of them.
+            PeerFailedError: A rank called `Group.fail`.
+            ClosedError: The group is closed.
+        """
+
+
+def end_error(text: str) -> McinferError | None:
+    """The error that another rank left the group with, from what it said; None if it only closed it."""
+    name, _, rest = text.partition("\n")
+    return _ENDS.get(name, RankDiedError)(rest) if name else None
+
+
+def closing(method: "Callable[Concatenate[_G, _P], _T]") -> "Callable[Concatenate[_G, _P], _T]":
+    """A method of a group after whose errors, but `PeerFailedError`, the group is closed."""
+
+    @wraps(method)
+    def closed_after_errors(group: _G, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return method(group, *args, **kwargs)
+        except PeerFailedError:
+            raise
+        except BaseException as exc:
+            found = group.translated(exc)
+            group.close_for(found)
+            if found is exc:
+                raise
+            raise found from exc
+
+    return closed_after_errors
+
+
+class Group(ABC):
+    """Ranks 0 to ``size - 1``, as one of them sees the group. One thread calls the methods.
+
+    Every operation raises what `Collective.run` raises. After any of these errors but `PeerFailedError` the
+    group is closed. Arrays are any; results are new arrays.
+
+    Attributes:
+        rank: This process's number.
+        size: How many ranks there are.
+        timeout: Seconds that one operation waits for the other ranks.
+    """
+
+    rank: int
+    size: int
+    timeout: float = DEFAULT_TIMEOUT
+    _peers: Sequence[Any] = ()  # the other ranks; the text of one is its name in messages
+    _cause: str | None = None  # why it is closed
+    _epoch = 0  # the steps at which a rank failed: messages of an earlier one are void
+
+    def __init__(self) -> None:
+        self._kept: dict[Signature, Collective] = {}
+
+    # Operations on any arrays.
+
+    def all_reduce(self, array: NDArray[Any], operation: Operation = "sum") -> NDArray[Any]:
+        """Element by element, the sum, maximum or mean over all ranks, bit-identical in each."""
+        return self._once("all_reduce", array, operation=operation)
+
+    def all_gather(self, array: NDArray[Any], axis: int = 0) -> NDArray[Any]:
+        """The arrays of all ranks, joined along an axis in the order of the ranks."""
+        return self._once("all_gather", array, axis=axis)
+
+    def reduce_scatter(
+        self, array: NDArray[Any], axis: int = 0, operation: Operation = "sum"
+    ) -> NDArray[Any]:
+        """This rank's part, along an axis that `size` divides, of what `all_reduce` gives."""
+        return self._once("reduce_scatter", array, axis=axis, operation=operation)
+
+    def broadcast(self, array: NDArray[Any], root: int = 0) -> NDArray[Any]:
+        """The array of one rank; the others give any array of that shape and dtype."""
+        return self._once("broadcast", array, root=root)
+
+    @abstractmethod
+    def send(self, array: NDArray[Any], to: int) -> None:
+        """Send to one rank, which calls `recv`. `array` may be written again after the return."""
+
+    @abstractmethod
+    def recv(self, shape: Sequence[int], dtype: DTypeLike, source: int) -> NDArray[Any]:
+        """Receive what one rank sends."""
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+        self.meet(_BARRIER)
+
+    @abstractmethod
+    def fail(self, text: str, *, cancelled: bool = False) -> None:
+        """Take part in the next operation, whatever it is, with a failure: it raises in all other ranks.
+
+        The text names this rank. Returns when all ranks have arrived; the group stays usable.
+        """
+
+    # Operations on fixed memory. All ranks make them in the same order.
+
+    def prepare_all_reduce(
+        self, shape: Sequence[int], dtype: DTypeLike, operation: Operation = "sum"
+    ) -> Collective:
+        """`all_reduce` of arrays of this shape and dtype."""
+        return self._prepare(self._signature("all_reduce", shape, dtype, operation=operation))
+
+    def prepare_all_gather(
+        self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0
+    ) -> Collective:
+        """`all_gather` of arrays that have this shape in every rank."""
+        return self._prepare(self._signature("all_gather", shape, dtype, axis=axis))
+
+    def prepare_reduce_scatter(
+        self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0, operation: Operation = "sum"
+    ) -> Collective:
+        """`reduce_scatter` of arrays of this shape and dtype."""
+        how = {"axis": axis, "operation": operation}
+        return self._prepare(self._signature("reduce_scatter", shape, dtype, **how))
+
+    def prepare_broadcast(
+        self, shape: Sequence[int], dtype: DTypeLike, root: int = 0
+    ) -> Collective:
+        """`broadcast`; only the root writes `input`."""
+        return self._prepare(self._signature("broadcast", shape, dtype, root=root))
+
+    def prepare_transfer(
+        self, shape: Sequence[int], dtype: DTypeLike, source: int, to: int
+    ) -> Collective:
+        """`send` and `recv` between two ranks, which alone call this, in the same order as each other.
+
+        `run` in the source returns at once; in the other rank it waits. The source writes `input` again only
+        when it knows, by later operations, that the other rank does not read `output` any more.
+        """
+        signature = self._signature("transfer", shape, dtype, root=source, to=to)
+        if self.rank not in (source, to):
+            raise InvalidInputError(
+                f"source, to: got {source} and {to} in rank {self.rank}, which is neither"
+            )
+        return self._prepare_transfer(signature, source, to)
+
+    # The group itself.
+
+    def subgroup(self, ranks: Sequence[int]) -> Self | None:
+        """A group of some ranks, numbered anew in this order; None in a rank that is none of them.
+
+        All ranks of this group call it, in the same order. Errors of one do not close the other, but a dead
+        rank ends every group that it is in.
+        """
+        members = [*map(int, ranks)]
+        if not members or {*members} - {*range(self.size)} or len({*members}) != len(members):
+            raise InvalidInputError(
+                f"ranks: got {members}, expected different ranks below {self.size}"
+            )
+        self.meet(cell(f"subgroup {members}"))
+        return self._subgroup(members)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, by this rank or by an error."""
+        return self._cause is not None
+
+    def close(self) -> None:
+        """Leave the group: operations of others that wait for this rank end with `RankDiedError`."""
+        if self._cause is None:
+            self.leave("", "this rank closed it")
+
+    def close_for(self, exc: BaseException) -> None:
+        """Close the group because of an error, which the others get too."""
+        if self._cause is None:
+            name, text = type(exc).__name__, str(exc)
+            if name not in _ENDS:
+                text = f"rank {self.rank} (pid {os.getpid()}) left the group: {name}: {exc}"
+            self.leave(f"{name}\n{text}", text)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # What a backend brings.
+
+    @abstractmethod
+    def meet(self, packed: bytes) -> None:
+        """Return when all ranks have come to this step with this cell."""
+
+    @abstractmethod
+    def leave(self, text: str, cause: str) -> None:
+        """Close the group, and have the others get the text, for `end_error`."""
+
+    @abstractmethod
+    def _subgroup(self, members: Sequence[int]) -> Self | None:
+        """`subgroup`, when all ranks have come."""
+
+    @abstractmethod
+    def _prepare(self, signature: Signature) -> Collective:
+        """An operation of all ranks on fixed memory."""
+
+    @abstractmethod
+    def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
+        """An operation of two ranks, of which this is one."""
+
+    def _make_once(self, signature: Signature) -> Collective:
+        """An operation of all ranks, for calls on any arrays."""
+        return self._prepare(signature)
+
+    def translated(self, exc: BaseException) -> BaseException:
+        """An error of the backend's library as one of ours."""
+        return exc
+
+    # What backends share.
+
+    def _once(self, kind: str, array: NDArray[Any], **rest: Any) -> NDArray[Any]:
+        return self._run_once(self._signature(kind, array.shape, array.dtype, **rest), array)
+
+    def _run_once(self, signature: Signature, array: NDArray[Any]) -> NDArray[Any]:
+        """Run an operation of all ranks on a copy of the array."""
+        collective = self._kept.get(signature)
+        if collective is None:
+            if len(self._kept) == _MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+            collective = self._kept[signature] = self._make_once(signature)
+        if signature.root in (None, self.rank):
+            np.copyto(collective.input, array)
+        collective.run()
+        return collective.output.copy()
+
+    def _signature(
+        self, kind: str, shape: Sequence[int], dtype: DTypeLike, **rest: Any
+    ) -> Signature:
+        self._check_open()
+        return Signature.of(kind, shape, dtype, self.size, **rest)
+
+    def _check_open(self) -> None:
+        if self._cause is not None:
+            raise ClosedError(f"the group is closed: {self._cause}")
+
+    def _peer(self, rank: int) -> Any:
+        for peer in self._peers:
+            if peer.rank == rank:
+                return peer
+        raise InvalidInputError(f"rank: got {rank}, expected another one of {self.size}")
+
+    def _begin_epoch(self) -> None:
+        """Forget what ranks sent before the failure that all have seen."""
+        self._epoch += 1
+
+    def _raise_difference(
+        self, own: bytes, cells: Mapping[int, bytes], reason: Callable[[Any], str]
+    ) -> NoReturn:
+        """Raise what the cells of a step say: a rank failed (a `reason`), or two run different operations."""
+        for peer in self._peers:
+            kind = kind_of(cells[peer.rank])
+            if kind in FAILURES:
+                text = reason(peer)
+                self._begin_epoch()
+                verb = "was cancelled" if kind == CANCELLED else "failed"
+                raise PeerFailedError(f"{peer} {verb}: {text}", cancelled=kind == CANCELLED)
+        exc = difference({**cells, self.rank: own})
+        self.close_for(exc)
+        raise exc
+
+    def _too_late(self, text: str, late: Sequence[object]) -> CollectiveTimeoutError:
+        names = ", ".join(map(str, late)) or "another rank"
+        return CollectiveTimeoutError(
+            f"{text}: {names} did not take part within {self.timeout:g} s"
+        )

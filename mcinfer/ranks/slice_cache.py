@@ -1,0 +1,225 @@
+"""The slices of a model in the cache: cut and checked once, for all groups of ranks on this machine.
+
+::
+
+    facts (content of the model, slicer, ranks, and of prepared segments: runtime, CPU, options) ──► an entry
+        └─ none yet ──► a child: slice_model, checked against the whole model
+                        └─ prepared: cut_segments for each rank, each segment optimised and packed
+
+An entry has the report of the slicer, and a folder for each rank (``rank0``, …) with its plan and segments.
+Prepared segments have their weights there; all ranks of the same number, in whatever group, map the same
+files. The weights of other segments lie in ``model0.data``, …, as the slicer writes them.
+
+Ranks read their slices nowhere but there, so a cache that cannot be used is a `BuildError`.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from mcinfer.engines import _onnxruntime
+from mcinfer.engines.base import EngineRequest
+from mcinfer.engines.preparation import (
+    DRAFT,
+    OWN_COPY,
+    Work,
+    facts_of,
+    is_transient,
+    limit_files,
+    open_or_make,
+    request_of,
+)
+from mcinfer.errors import BuildError, shortened
+from mcinfer.model_cache import FOLDER_KEY, is_large
+from mcinfer.model_cache.building import FAILURE_FILE, ChildFailedError, Progress
+from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
+from mcinfer.model_cache.keys import read_source
+from mcinfer.ranks.collectives.base import Group
+from mcinfer.ranks.slices import RankEngine, prepare
+from mcinfer.ranks.slicing.plans import REPORT_FILE
+
+_SLOW = "cutting %s into slices once for this machine; later starts are quick"
+
+
+def find_or_make_slices(
+    request: EngineRequest, parallel: tuple[int, int], progress: Progress | None = None
+) -> Held:
+    """The slices of the request's model; cuts it if there are none yet.
+
+    Args:
+        request: The whole model. `prepare` says whether the slices are prepared; ``"auto"`` goes by the size
+            of the whole model.
+        parallel: Over how many ranks the weights of each layer are cut, and the number of stages.
+        progress: Called while the slices are made.
+
+    Raises:
+        BuildError: The model cannot be read or cut, the slices do not give what the model gives, or the cache
+            cannot be used.
+    """
+    if folder := request.session_config.get(FOLDER_KEY):
+        raise BuildError(
+            f"{FOLDER_KEY}: got {folder!r}, but a model that is cut has its external data beside it"
+        )
+    tensor, pipeline = parallel
+    try:
+        store = Cache.default()
+        with store.notes("sources") as memory:
+            source = read_source(request.model, memory=memory)
+        is_prepared = _is_to_be_prepared(request)
+        facts = {
+            "engine": "slices",
+            **(facts_of(request, _onnxruntime.RUNTIME, source) if is_prepared else {}),
+            "model": source.digest,
+            "slicer": _slicer(),
+            "tensor": tensor,
+            "pipeline": pipeline,
+        }
+        work = Work(
+            function="mcinfer.ranks.slice_cache:fill",
+            argument=[tensor, pipeline, is_prepared],
+            request=request,
+            source=source,
+            slow=_SLOW,
+            failed=_refuse,
+            kind=f", {tensor * pipeline} slices",
+        )
+        return open_or_make(store, facts, work, progress)
+    except (CacheUnusableError, ChildFailedError, OSError) as exc:
+        text = DRAFT.sub("…", shortened(str(exc)))
+        raise BuildError(f"{request.model}: its slices could not be made: {text}") from exc
+
+
+def _is_to_be_prepared(request: EngineRequest) -> bool:
+    if request.device.kind != "cpu" or request.prepare == "never":
+        return False
+    return request.prepare == "always" or is_large(request.model, None)
+
+
+@cache
+def _slicer() -> str:
+    """The version of the slicer: a digest of its code, any change of which may change the slices."""
+    digest = hashlib.sha256()
+    for file in sorted(
+        files("mcinfer").joinpath("ranks", "slicing").iterdir(), key=lambda file: file.name
+    ):
+        if file.name.endswith(".py"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _refuse(work: Work, folder: Path, error: str) -> None:  # noqa: ARG001 as Work.failed is called
+    raise BuildError(error)
+
+
+def load_slice(
+    request: EngineRequest, held: Held, group: Group, parallel: tuple[int, int]
+) -> RankEngine:
+    """Load this rank's slice, which needs the entry held; raises what `RankEngine` does."""
+    place = held.opened / _rank_folder(group.rank)
+    engine = RankEngine(
+        # The weights of segments that are not prepared lie beside this file.
+        replace(request, model=str(held.opened / f"model{group.rank}.onnx")),
+        group,
+        place,
+        deliver_everywhere=False,
+        depth=overlap(parallel[1]),
+    )
+    notes = []
+    checked = json.loads((held.opened / REPORT_FILE).read_bytes())["check"]
+    if checked["state"] != "passed":
+        notes.append(f"its slices were not compared with the whole model: {checked['reason']}")
+    failure = held.opened / FAILURE_FILE
+    if failure.exists():
+        text = failure.read_text(encoding="utf-8")
+        notes.append(f"{OWN_COPY}: its slices cannot be prepared: {text}")
+    elif "cpu" in held.facts:
+        engine.prepared = held.key
+    engine.notes = tuple(notes)
+    return engine
+
+
+def overlap(pipeline: int) -> int:
+    """How many runs may be begun at once: with two for each stage, one can wait for each that is busy."""
+    return 1 if pipeline == 1 else 2 * pipeline
+
+
+def _rank_folder(rank: int) -> str:
+    return f"rank{rank}"
+
+
+# In the child.
+
+
+def fill(
+    progress: Progress,
+    ranks: tuple[int, int, bool],
+    request: Mapping[str, Any],
+    folder: str,
+    most_file_bytes: int,
+) -> None:
+    """Write checked slices into a folder; in a child.
+
+    Args:
+        progress: Called when something was done.
+        ranks: Over how many ranks the weights of each layer are cut, the number of stages, and whether the
+            slices are prepared.
+        request: As JSON.
+        folder: The entry's folder.
+        most_file_bytes: The size that no file may exceed.
+
+    Raises:
+        BuildError: The model cannot be cut, or its slices are not right.
+    """
+    # Not at the top: the ranks do not need the package onnx.
+    from mcinfer.ranks.slicing.segments import cut_segments
+    from mcinfer.ranks.slicing.slicer import slice_model
+
+    tensor, pipeline, is_prepared = ranks
+    wanted, target = request_of(request), Path(folder)
+    with tempfile.TemporaryDirectory(dir=folder) as draft:
+        slices = Path(draft) / "slices"
+        try:
+            slice_model(wanted.model, slices, tensor=tensor, pipeline=pipeline, progress=progress)
+            # Not before: the check's group of ranks has a sparse file of terabytes.
+            limit_files(most_file_bytes)
+            folders = [target / _rank_folder(rank) for rank in range(tensor * pipeline)]
+            if is_prepared:
+                is_prepared = _prepare_all(wanted, slices, folders, progress)
+            if not is_prepared:
+                for rank, place in enumerate(folders):
+                    place.mkdir()
+                    cut_segments(slices / f"model{rank}.onnx", place)
+            for file in slices.iterdir():
+                if file.name == REPORT_FILE or not is_prepared:
+                    file.rename(target / file.name)
+        except BuildError:  # that there is no such model is an OSError, too
+            raise
+        except OSError as exc:  # such as that of a full disk
+            raise BuildError(f"the slices could not be written: {exc}") from exc
+
+
+def _prepare_all(
+    request: EngineRequest, slices: Path, folders: Sequence[Path], progress: Progress
+) -> bool:
+    """Prepare the segments of all ranks; False, with a note in the entry, if the runtime cannot."""
+    try:
+        for rank, folder in enumerate(folders):
+            progress({"phase": "preparing", "rank": rank})
+            folder.mkdir()
+            prepare(replace(request, model=str(slices / f"model{rank}.onnx")), folder)
+    except BuildError as exc:
+        if is_transient(str(exc)):
+            raise
+        # They run as they are, with more memory.
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        (folders[0].parent / FAILURE_FILE).write_text(str(exc), encoding="utf-8")
+        return False
+    return True

@@ -1,0 +1,540 @@
+"""What an operator makes of inputs that are cut: the rules of each operator.
+
+Most operators are described by the labels of their axes (`mcinfer.ranks.slicing.axes`), the others have
+a rule of their own. What has no rule here runs whole in every rank.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from onnx import TensorProto
+
+from mcinfer.ranks.slicing.axes import LABELS
+from mcinfer.ranks.slicing.graphs import BITS, View, axis_of
+from mcinfer.ranks.slicing.placements import (
+    PARTIAL,
+    REPLICATED,
+    Dims,
+    Placement,
+    Sharded,
+    divides,
+    reshaped,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One way to run a node in every rank.
+
+    Attributes:
+        needs: How it takes each input.
+        gives: How it gives each output.
+        attributes: New values of attributes; None removes one.
+        vectors: Constants of integers that replace inputs, by the input's index.
+        patches: Elements of an input, a vector that a run makes, that are replaced: value by position.
+        bias: Index of an input that is added after the reduction of the output's partial sums.
+        bias_axis: Axis of the output that this input runs along; None if it is broadcast as it is.
+        scale: What the output, integers, is multiplied with.
+    """
+
+    needs: tuple[Placement, ...]
+    gives: tuple[Placement, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    vectors: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    patches: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    bias: int | None = None
+    bias_axis: int | None = None
+    scale: tuple[int, ...] | int | None = None
+
+
+Forms = Sequence[tuple[Placement, ...] | None]
+"""How each input is there already; None for constants, which can be there in every way."""
+
+
+def whole(view: View) -> Choice:
+    """Every rank runs the node on whole values."""
+    return Choice(needs=_whole(view.inputs), gives=_whole(view.outputs))
+
+
+def cut(view: View, index: int, form: Sharded, forms: Forms) -> Choice | str:
+    """The way to run the node with one input cut so; or why there is none."""
+    rule = RULES.get(view.operator)
+    if rule is None:
+        return f"{view.operator} runs whole"
+    if not view.ranks_known():
+        return "its shapes are unknown"
+    dims = view.dims(index)
+    if form.axis >= len(dims) or dims[form.axis] != form.size:
+        return "the size of the axis is unknown"
+    if not divides(view.ranks, form.blocks):
+        return _undivided(view, form)
+    choice = rule(view, index, form, forms) if rule is _concat else rule(view, index, form)
+    if isinstance(choice, Choice):
+        return _checked(view, choice)
+    return choice
+
+
+def _checked(view: View, choice: Choice) -> Choice | str:
+    for index, need in enumerate(choice.needs):
+        if not isinstance(need, Sharded):
+            continue
+        dims = view.dims(index)
+        if need.axis >= len(dims) or dims[need.axis] != need.size:
+            return f"input {index} may be broadcast"
+        if not divides(view.ranks, need.blocks):
+            return _undivided(view, need)
+        if BITS.get(view.graph.element_type(view.inputs[index]), 0) < 8:
+            return f"the elements of input {index} cannot be cut"
+    if any(view.graph.element_type(name) == TensorProto.STRING for name in view.outputs):
+        return "its outputs are strings"
+    return choice
+
+
+def _undivided(view: View, form: Sharded) -> str:
+    blocks = " + ".join(map(str, form.blocks))
+    return f"axis {form.axis} of {blocks} is not divisible by {view.ranks}"
+
+
+def partial(view: View, forms: Forms) -> Iterator[Choice]:
+    """Ways to run the node on partial sums, where it is linear."""
+    if not all(view.graph.element_type(name) for name in view.outputs if name):
+        return  # the terms' type follows from it
+    there = [form is not None and PARTIAL in form for form in forms]
+    if view.operator in ("Shape", "Size") and there[0]:
+        yield Choice(needs=(PARTIAL,), gives=(REPLICATED,))
+    if view.operator in _LINEAR_IN_ALL and all(there[: len(view.inputs)]):
+        yield _linear(view, range(len(view.inputs)))
+    if view.operator == "Div" and view.graph.element_type(view.outputs[0]) not in _FLOATS:
+        return  # a division of integers rounds
+    for index in _LINEAR_IN_ONE.get(view.operator, ()):
+        if index < len(view.inputs) and there[index] and _keeps_finite(view, index):
+            yield _linear(view, [index])
+
+
+def _keeps_finite(view: View, index: int) -> bool:
+    """Whether no finite input becomes infinite: infinite terms of different signs have no sum.
+
+    A product's other factor is to be a constant of finite elements, and a divisor one that is not 0.
+    """
+    if view.operator not in ("Div", "Mul"):
+        return True
+    other = view.inputs[1 - index]
+    if view.operator == "Mul":
+        return view.graph.is_finite(other)
+    numbers = view.graph.numbers(other)
+    return numbers is not None and all(numbers)
+
+
+def _linear(view: View, indices: Sequence[int]) -> Choice:
+    needs: list[Placement] = [REPLICATED for _ in view.inputs]
+    for index in indices:
+        needs[index] = PARTIAL
+    return Choice(needs=tuple(needs), gives=tuple(PARTIAL for _ in view.outputs))
+
+
+def _whole(names: Sequence[str]) -> tuple[Placement, ...]:
+    return tuple(REPLICATED for _ in names)
+
+
+Rule = Callable[..., Choice | str]
+"""Of a node's view, the number of an input, and how it is cut; `_concat` takes all forms, too."""
+
+_FLOATS = frozenset(
+    [TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16]
+)
+_LINEAR_IN_ALL = frozenset(["Add", "Concat", "Sub", "Sum"])
+_LINEAR_IN_ONE = {
+    **dict.fromkeys(
+        ["Div", "Expand", "Flatten", "Gather", "Identity", "Neg", "ReduceSum", "Reshape"], (0,)
+    ),
+    **dict.fromkeys(["Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"], (0,)),
+    "Mul": (0, 1),
+}
+
+
+def _labelled(view: View, index: int, cut: Sharded) -> Choice | str:
+    """The rule of every operator that is described by labels."""
+    axes = LABELS[view.operator](view)
+    if isinstance(axes, str):
+        return axes
+    found = axes.inputs[index][cut.axis] if index < len(axes.inputs) else None
+    if found is None:
+        return f"{view.operator} joins the positions of axis {cut.axis}"
+    needs: list[Placement] = []
+    for labels in axes.inputs:
+        if labels.count(found) > 1:
+            return "an axis is repeated"
+        needs.append(cut.at(labels.index(found)) if found in labels else REPLICATED)
+    gives: list[Placement] = []
+    bias = None
+    for labels in axes.outputs:
+        if found in labels:
+            gives.append(cut.at(labels.index(found)))
+        elif found not in axes.sums:
+            return f"{view.operator} joins the positions of axis {cut.axis}"
+        elif axes.bias is None:
+            gives.append(PARTIAL)
+        else:
+            gives.append(REPLICATED)
+            bias = axes.bias
+    return Choice(
+        needs=tuple(needs),
+        gives=tuple(gives),
+        bias=bias,
+        bias_axis=axes.bias_axis if bias else None,
+    )
+
+
+# Operators with a rule of their own.
+
+
+def _grouped_convolution(view: View, index: int, cut: Sharded) -> Choice | str:
+    """A convolution of groups of channels is cut between groups; one of one group, by its labels."""
+    groups = view.attribute("group", 1)
+    if groups == 1:
+        return _labelled(view, index, cut)
+    before, after = view.dims(0)[1], view.output_dims()[1]
+    if (
+        view.operator == "ConvTranspose"
+        or not isinstance(before, int)
+        or not isinstance(after, int)
+    ):
+        return "channels in groups"
+    channels = before if index == 0 else after
+    if cut.axis != (1 if index == 0 else 0) or cut.size != channels:
+        return f"{groups} groups of channels"
+    each = channels // groups
+    if any(block % (each * view.ranks) for block in cut.blocks):
+        return f"{groups} groups of channels cannot be cut in {view.ranks}"
+    one = Sharded(1, tuple(block // each * (before // groups) for block in cut.blocks))
+    other = Sharded(0, tuple(block // each * (after // groups) for block in cut.blocks))
+    needs = [one, *(other if name else REPLICATED for name in view.inputs[1:])]
+    return Choice(
+        needs=tuple(needs), gives=(other.at(1),), attributes={"group": groups // view.ranks}
+    )
+
+
+def _group_norm(view: View, index: int, cut: Sharded) -> Choice | str:
+    groups, channels = view.attribute("num_groups", 1), view.dims(0)[1]
+    if index != 0 or cut.axis != 1 or not isinstance(channels, int):
+        return f"{view.operator} joins the positions of axis {cut.axis}"
+    each = channels // groups
+    if any(block % (each * view.ranks) for block in cut.blocks):
+        return f"{groups} groups of channels cannot be cut in {view.ranks}"
+    vector = cut.at(0)
+    if view.dims(1) == (groups,) and groups != channels:  # before opset 21, one number for a group
+        vector = Sharded(0, tuple(block // each for block in cut.blocks))
+    return Choice(
+        needs=(cut, vector, vector), gives=(cut,), attributes={"num_groups": groups // view.ranks}
+    )
+
+
+def _reshape(view: View, index: int, cut: Sharded) -> Choice | str:
+    """Reshape: the size of the cut axis is that of a part."""
+    if index != 0:
+        return "it is a shape"
+    source, target = view.dims(0), view.output_dims()
+    moved = reshaped(source, target, cut, view.ranks)
+    if moved is None:
+        return (
+            f"axis {cut.axis} of {_text(source)}, cut in {view.ranks}, is no cut of {_text(target)}"
+        )
+    fixed = {moved.axis: moved.size // view.ranks}
+    if cut.axis != moved.axis and cut.axis < len(target):
+        # Zero means the size of the input's axis, which is now that of a part.
+        size = target[cut.axis]
+        given = view.integers(1)
+        if given is None or given[cut.axis] == 0:
+            if not isinstance(size, int):
+                return f"the size of axis {cut.axis} of the output is unknown"
+            fixed[cut.axis] = size
+    return _sized(view, 1, fixed, (cut, REPLICATED), (moved,))
+
+
+def _resize(view: View, index: int, cut: Sharded) -> Choice | str:
+    """Resize to sizes, where the cut axis keeps its own; one by constant scales, by its labels."""
+    if not view.has(3):
+        return _labelled(view, index, cut)
+    plain = view.attribute("axes", None) is None and not view.has(1)
+    plain &= view.attribute("keep_aspect_ratio_policy", b"stretch") == b"stretch"
+    if index != 0 or not plain or view.output_dims()[cut.axis] != cut.size:
+        return f"Resize joins the positions of axis {cut.axis}"
+    needs = (cut, *_whole(view.inputs[1:]))
+    return _sized(view, 3, {cut.axis: cut.size // view.ranks}, needs, (cut,))
+
+
+def _flatten(view: View, index: int, cut: Sharded) -> Choice | str:
+    del index
+    source = view.dims(0)
+    axis = axis_of(view.attribute("axis", 1), len(source))
+    first, last = source[:axis], source[axis:]
+    part = first if cut.axis < axis else last
+    own = cut.at(cut.axis if cut.axis < axis else cut.axis - axis)
+    if not all(isinstance(dim, int) for dim in part):
+        return "it joins axes of unknown sizes"
+    size = prod(dim for dim in part if isinstance(dim, int))
+    moved = reshaped(part, (size,), own, view.ranks)
+    if moved is None:
+        return f"axis {cut.axis} of {_text(source)} is no cut of the flat axis"
+    return Choice(needs=(cut,), gives=(moved.at(0 if cut.axis < axis else 1),))
+
+
+def _expand(view: View, index: int, cut: Sharded) -> Choice | str:
+    if index != 0:
+        return "it is a shape"
+    first = len(view.output_dims()) - len(view.dims(0))
+    moved = cut.at(cut.axis + first)
+    shape = view.dims(1)
+    if not shape or not isinstance(shape[0], int):
+        return "the number of axes is unknown"
+    position = moved.axis - (len(view.output_dims()) - shape[0])
+    needs = (cut, REPLICATED)
+    if position < 0:
+        return Choice(needs=needs, gives=(moved,))
+    return _sized(view, 1, {position: moved.size // view.ranks}, needs, (moved,))
+
+
+def _sized(
+    view: View,
+    index: int,
+    fixed: dict[int, int],
+    needs: tuple[Placement, ...],
+    gives: tuple[Placement, ...],
+) -> Choice:
+    """A node whose shape, an input, has the sizes of a part."""
+    given = view.integers(index)
+    if given is None:
+        return Choice(needs=needs, gives=gives, patches={index: fixed})
+    sizes = tuple(fixed.get(position, size) for position, size in enumerate(given))
+    return Choice(needs=needs, gives=gives, vectors={index: sizes})
+
+
+def _concat(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+    """Along another axis all inputs are cut alike; along this one, each has its own blocks."""
+    axis = axis_of(view.attribute("axis", 0), len(view.output_dims()))
+    if cut.axis != axis:
+        return Choice(needs=tuple(cut for _ in view.inputs), gives=(cut,))
+    needs: list[Sharded] = []
+    for other, form in enumerate(forms[: len(view.inputs)]):
+        own = [x for x in form or () if isinstance(x, Sharded) and x.axis == axis]
+        size = view.dims(other)[axis]
+        if other == index:
+            needs.append(cut)
+        elif own:
+            needs.append(own[0])
+        elif isinstance(size, int) and divides(view.ranks, [size]):
+            needs.append(Sharded(axis, (size,)))
+        else:
+            return f"axis {axis} of input {other} cannot be cut in {view.ranks}"
+    return Choice(
+        needs=tuple(needs),
+        gives=(Sharded(axis, tuple(block for need in needs for block in need.blocks)),),
+    )
+
+
+def _split(view: View, index: int, cut: Sharded) -> Choice | str:
+    """Along the axis that is split, each output has some whole blocks."""
+    if index != 0:
+        return "it is a list of sizes"
+    axis = axis_of(view.attribute("axis", 0), len(view.dims(0)))
+    needs = (cut, *_whole(view.inputs[1:]))
+    if cut.axis != axis:
+        return Choice(needs=needs, gives=tuple(cut for _ in view.outputs))
+    sizes = split_sizes(view)
+    if sizes is None or sum(sizes) != cut.size:
+        return "the sizes of its outputs are unknown"
+    ends = [0, *accumulate(cut.blocks)]
+    gives = []
+    for start, stop in zip([0, *accumulate(sizes)], accumulate(sizes), strict=False):
+        if start not in ends or stop not in ends:
+            return f"outputs of sizes {sizes} do not begin and end with blocks {cut.blocks}"
+        gives.append(Sharded(axis, cut.blocks[ends.index(start) : ends.index(stop)]))
+    local = tuple(size // view.ranks for size in sizes)
+    if view.graph.opset < 13:
+        return Choice(needs=needs, gives=tuple(gives), attributes={"split": local})
+    return Choice(
+        needs=(cut, REPLICATED),
+        gives=tuple(gives),
+        attributes={"num_outputs": None},
+        vectors={1: local},
+    )
+
+
+def split_sizes(view: View) -> tuple[int, ...] | None:
+    """The sizes of a Split's outputs along its axis; None if they are unknown."""
+    given = view.argument("split", 1)
+    if given is not None or view.has(1):
+        return given
+    dims = view.dims(0)
+    size = dims[axis_of(view.attribute("axis", 0), len(dims))] if dims else None
+    if not isinstance(size, int):
+        return None
+    each = -(-size // len(view.outputs))
+    return tuple(min(each, size - each * index) for index in range(len(view.outputs)))
+
+
+def slice_bounds(view: View) -> dict[int, tuple[int, int, int, int]] | None:
+    """For each axis that a Slice cuts: start, stop, step, and the position in its lists; None if unknown."""
+    dims = view.graph.dims(view.inputs[0])
+    starts, ends, axes, steps = (
+        view.argument(name, index)
+        for index, name in enumerate(("starts", "ends", "axes", "steps"), 1)
+    )
+    unknown = (axes is None and view.has(3)) or (steps is None and view.has(4))
+    if dims is None or starts is None or ends is None or unknown:
+        return None
+    found = {}
+    for position, axis in enumerate(axes if axes is not None else range(len(starts))):
+        size = dims[axis_of(axis, len(dims))]
+        start, end = starts[position], ends[position]
+        if isinstance(size, int):
+            start = min(max(start + size if start < 0 else start, 0), size)
+            end = min(max(end + size if end < 0 else end, 0), size)
+        found[axis_of(axis, len(dims))] = (start, end, steps[position] if steps else 1, position)
+    return found
+
+
+def _slice(view: View, index: int, cut: Sharded) -> Choice | str:
+    """Along a cut axis, whole blocks can be taken."""
+    needs = (cut, *_whole(view.inputs[1:]))
+    axes = view.argument("axes", 3)
+    if axes is not None and cut.axis not in [axis_of(axis, len(view.dims(0))) for axis in axes]:
+        return Choice(needs=needs, gives=(cut,))
+    bounds = slice_bounds(view)
+    if index != 0 or bounds is None:
+        return "what it takes is unknown"
+    if cut.axis not in bounds:
+        return Choice(needs=needs, gives=(cut,))
+    start, end, step, position = bounds[cut.axis]
+    ends = [0, *accumulate(cut.blocks)]
+    if step != 1 or start not in ends or end not in ends or start >= end:
+        return f"{start}:{end}:{step} does not begin and end with blocks {cut.blocks}"
+    new = {}
+    for place, (name, value) in enumerate((("starts", start), ("ends", end)), 1):
+        values = list(view.argument(name, place) or ())
+        values[position] = value // view.ranks
+        new[name] = tuple(values)
+    gives = (Sharded(cut.axis, cut.blocks[ends.index(start) : ends.index(end)]),)
+    if view.has(1):
+        return Choice(needs=needs, gives=gives, vectors={1: new["starts"], 2: new["ends"]})
+    return Choice(needs=needs, gives=gives, attributes=new)
+
+
+def _shape(view: View, index: int, cut: Sharded) -> Choice | str:
+    """Shape and Size of a part, scaled to those of the whole."""
+    del index
+    if view.operator == "Size":
+        return Choice(needs=(cut,), gives=(REPLICATED,), scale=view.ranks)
+    rank = len(view.dims(0))
+    scale = [view.ranks if axis == cut.axis else 1 for axis in range(rank)]
+    start = axis_of(view.attribute("start", 0), rank)
+    end = axis_of(view.attribute("end", rank), rank)
+    wanted = tuple(scale[max(start, 0) : max(end, 0)])
+    return Choice(needs=(cut,), gives=(REPLICATED,), scale=wanted if set(wanted) - {1} else None)
+
+
+def _attention(view: View, index: int, cut: Sharded) -> Choice | str:
+    """Attention by heads, of [batch, tokens, heads * size] or [batch, heads, tokens, size].
+
+    A rank has the queries that belong to its keys.
+    """
+    own, of_keys, bias, past, others = _ATTENTION[view.operator]
+    known = {0, 1, 2, bias, *past, *others}
+    given = {number for number in range(len(view.inputs)) if view.has(number)}
+    if given - known or not {0, 1, 2} <= given:
+        return "only attention on queries, keys and values can be cut"
+    ranks = {len(view.dims(number)) for number in (0, 1, 2)}
+    if ranks not in ({3}, {4}):
+        return "queries, keys and values that are packed"
+    axis = 2 if ranks == {3} else 1
+    widths = [view.dims(number)[axis] for number in (0, 1, 2)]
+    sizes = [width for width in widths if isinstance(width, int)]
+    if index > 2 or len(sizes) < 3 or cut != Sharded(axis, (sizes[index],)):
+        return "its heads are not cut"
+    heads = view.attribute(own, 0) or (sizes[0] if axis == 1 else 0)
+    keys = view.attribute(of_keys, 0) or (sizes[1] if axis == 1 else heads)
+    if not heads or heads % view.ranks or keys % view.ranks:
+        return f"{heads} heads, of keys {keys}, cannot be cut in {view.ranks}"
+    needs: list[Placement] = [*_whole(view.inputs)]
+    needs[:3] = [Sharded(axis, (size,)) for size in sizes]
+    for number in given.intersection(past):
+        needs[number] = Sharded(1, (keys,))
+    if view.has(bias) and len(view.dims(bias)) > 2:
+        if len(view.dims(bias)) != 4:
+            return "what is added to its scores has no axis of heads"
+        if view.dims(bias)[1] != 1:
+            needs[bias] = Sharded(1, (heads,))
+    if view.operator == "com.microsoft::MultiHeadAttention" and view.has(3):
+        needs[3] = Sharded(0, tuple(sizes))
+    # The result, keys and values for the next run, and scores.
+    gives = [Sharded(axis, (heads * (sizes[2] // keys) if axis == 2 else heads,))]
+    gives += [Sharded(1, (keys,)), Sharded(1, (keys,)), Sharded(1, (heads,))]
+    names = [name for name in (own, of_keys) if view.attribute(name, 0)]
+    return Choice(
+        needs=tuple(needs),
+        gives=tuple(gives[: len(view.outputs)]),
+        attributes={name: view.attribute(name, 0) // view.ranks for name in names},
+    )
+
+
+_ATTENTION: dict[str, tuple[str, str, int, tuple[int, ...], tuple[int, ...]]] = {
+    "Attention": ("q_num_heads", "kv_num_heads", 3, (4, 5), (6,)),
+    "com.microsoft::GroupQueryAttention": (
+        "num_heads",
+        "kv_num_heads",
+        10,
+        (3, 4),
+        (*range(5, 10),),
+    ),
+    "com.microsoft::MultiHeadAttention": ("num_heads", "num_heads", 5, (6, 7), (3, 4)),
+}
+"""The attributes that count the heads of queries and of keys; then the inputs that are added to the scores,
+that are keys and values of earlier runs, and all others that are taken."""
+
+
+def _rotary(view: View, index: int, cut: Sharded) -> Choice | str:
+    """Each head by itself, of [batch, tokens, heads * size] or [batch, heads, tokens, size]."""
+    heads = view.attribute("num_heads", 0)
+    axis = 2 if len(view.dims(0)) == 3 else 1
+    if index != 0 or len(cut.blocks) > 1 or cut.axis != axis:
+        return "its heads are not cut"
+    if heads % view.ranks or (axis == 2 and not heads):
+        return f"{heads} heads cannot be cut in {view.ranks}"
+    return Choice(
+        needs=(cut, *_whole(view.inputs[1:])),
+        gives=(cut,),
+        attributes={"num_heads": heads // view.ranks} if heads else {},
+    )
+
+
+def _text(dims: Dims) -> str:
+    return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(LABELS, _labelled),
+    **dict.fromkeys(["Conv", "ConvTranspose"], _grouped_convolution),
+    "Concat": _concat,
+    "Expand": _expand,
+    "Flatten": _flatten,
+    "GroupNormalization": _group_norm,
+    "Reshape": _reshape,
+    "Resize": _resize,
+    "Shape": _shape,
+    "Size": _shape,
+    "Slice": _slice,
+    "Split": _split,
+    **dict.fromkeys(_ATTENTION, _attention),
+    **dict.fromkeys(["RotaryEmbedding", "com.microsoft::RotaryEmbedding"], _rotary),
+}
+
+WEIGHTS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(["MatMul", "Gemm", "com.microsoft::FusedMatMul"], (0, 1)),
+    **dict.fromkeys(["Conv", "ConvTranspose"], (1,)),
+    "Einsum": (0, 1),
+    "Gather": (0,),
+}
+"""The inputs whose cut may start a chain, where they are constants."""

@@ -1,0 +1,370 @@
+"""One model becomes a folder of slices: a file for each rank, and a report.
+
+::
+
+    model ──► Weights ──► cut_stages ──► slice_tensor, for each stage ──► FOLDER/model0.onnx, model0.data
+              (stubs)     pipeline       tensor                                  model1.onnx, model1.data, …
+                                                                                 slices.json, the report
+
+Rank ``stage * tensor + t`` is the t-th slice of a stage. Each file has a metadata property `METADATA_KEY`:
+the rank, the inputs and outputs of the whole model, and which values it receives from which rank and sends to
+which. A folder appears under its name when it is complete and its slices are checked.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcinfer.config import Parallel
+from mcinfer.errors import (
+    BuildError,
+    InvalidInputError,
+    ModelNotFoundError,
+    requires,
+)
+from mcinfer.machine import usable_memory
+from mcinfer.model_cache.building import ChildFailedError, Progress, run_child
+from mcinfer.private import OthersError, in_words, inherited, opened_place
+
+with requires("cutting a model needs the package onnx: pip install 'mcinfer[onnx]'", "onnx"):
+    from onnx import ModelProto
+
+from mcinfer.ranks.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, drop_false_shapes, infer
+from mcinfer.ranks.slicing.graphs import drawing, is_collective, label, tensor_bytes, tensor_spec
+from mcinfer.ranks.slicing.pipeline import Stage, cut_stages
+from mcinfer.ranks.slicing.plans import METADATA_KEY, REPORT_FILE, VERSION, RankPlan
+from mcinfer.ranks.slicing.tensor import StageReport, slice_tensor
+from mcinfer.ranks.slicing.weights import DataFile, Recipe, Weights
+from mcinfer.specs import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """The slice of one rank.
+
+    Attributes:
+        rank: Its number.
+        stage: The pipeline stage.
+        file: The model, in the folder.
+        nodes: How many, collectives included.
+        weight_bytes: Of its initialisers.
+        operations: The estimate of the multiplications and additions of its stage in one run, before the
+            stage is cut over ranks.
+        receives: By value, the rank that sends it.
+        sends: By value, the ranks that receive it.
+        bytes_received: In one run, from other stages.
+    """
+
+    rank: int
+    stage: int
+    file: str
+    nodes: int
+    weight_bytes: int
+    operations: int
+    receives: Mapping[str, int]
+    sends: Mapping[str, Sequence[int]]
+    bytes_received: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """Whether the slices give what the model gives, on made-up inputs.
+
+    Attributes:
+        state: ``"passed"``, or ``"left out"``: not asked for, or not possible.
+        reason: Why it was left out.
+        difference: By output, the largest difference, relative to the model's largest magnitude.
+        tolerance: By output, the largest difference that is allowed.
+    """
+
+    state: str
+    reason: str = ""
+    difference: Mapping[str, float]
+    tolerance: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `slice_model` did; `REPORT_FILE` has it as JSON.
+
+    Bytes of activations are estimates, with the sizes in `assumed` in place of symbols.
+
+    Attributes:
+        model: Name of the model's file.
+        tensor: Ranks of a stage.
+        pipeline: Stages.
+        weight_bytes: Of the whole model's initialisers.
+        ranks: In order.
+        stages: In order.
+        assumed: The sizes of symbols along the first axis, and along others.
+        check: Whether the slices are right.
+    """
+
+    model: str
+    tensor: int
+    pipeline: int
+    weight_bytes: int
+    ranks: Sequence[RankReport]
+    stages: Sequence[StageReport]
+    assumed: tuple[int, int] = (ASSUMED_BATCH, ASSUMED_SIZE)
+    check: CheckReport
+
+    def as_json(self) -> dict[str, Any]:
+        return {"version": VERSION, **asdict(self)}
+
+
+_UNCHECKED = CheckReport(state="left out", reason="not asked for", difference={}, tolerance={})
+
+
+def slice_model(
+    model: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    check: bool = True,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Cut a model into slices for ``tensor * pipeline`` ranks, and check them.
+
+    Args:
+        model: Path of an ONNX model. It may be larger than memory: weights are copied in pieces.
+        folder: Folder to write, which appears when all is done.
+        tensor: Over how many ranks the weights of each stage are cut.
+        pipeline: How many stages run one after another.
+        check: Run the slices on made-up inputs, in a child process, and compare with the whole model. A model
+            that draws random numbers, or whose weights do not fit into memory twice, is not checked, and the
+            report says so.
+        force: Replace slices that are in the folder.
+        progress: Called with ``{"phase": "slicing"}`` or ``{"phase": "checking"}``.
+
+    Raises:
+        InvalidInputError: An argument does not fit, or the model cannot be cut so.
+        ModelNotFoundError: There is no model.
+        BuildError: The model is not sound, or the slices do not give what it gives.
+        OSError: Files cannot be read or written.
+    """
+    tick = progress or (lambda _: None)
+    _check_ranks(tensor, pipeline)
+    with ExitStack() as opened:
+        try:
+            place = opened.enter_context(opened_place(folder))
+        except OthersError as exc:
+            raise InvalidInputError(f"folder: {exc}") from exc
+        except (FileNotFoundError, NotADirectoryError) as exc:
+            raise InvalidInputError(f"folder: there is no folder {Path(folder).parent}") from exc
+        if not place.name:
+            raise InvalidInputError(f"folder: got {folder}, expected a folder in another one")
+        shown = place.parent.readlink() / place.name
+        _check_place(place, shown, force)
+        draft = place.with_name(f".{place.name}.{secrets.token_hex(8)}.partial")
+        opened.callback(shutil.rmtree, draft, ignore_errors=True)
+        try:
+            draft.mkdir()
+            tick({"phase": "slicing"})
+            report = write_slices(model, draft, tensor=tensor, pipeline=pipeline)
+            if check and report.check is _UNCHECKED:
+                tick({"phase": "checking"})
+                report = replace(report, check=_checked(Path(model), draft, report, tick))
+                _write_report(draft, report)
+            _check_place(place, shown, force)
+            _move(draft, place)
+        except OSError as exc:  # such as of a full disk; by the descriptor, its name says nothing
+            if exc.errno and str(exc.filename or place).startswith(f"{place.parent}/"):
+                raise OSError(exc.errno, exc.strerror, str(shown)) from exc
+            raise
+    return report
+
+
+def write_slices(
+    model: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+) -> Report:
+    """Write the slices into a folder that exists and is empty; they are not checked.
+
+    Raises what `slice_model` raises, and leaves what it has written by then.
+    """
+    _check_ranks(tensor, pipeline)
+    path, target = Path(model), Path(folder)
+    if not path.exists():
+        raise ModelNotFoundError(f"{path}: there is no such file")
+    with Weights(path) as weights:
+        whole = weights.model
+        _check_unsliced(whole)
+        drop_false_shapes(whole)
+        values = infer(whole)
+        initialisers = {tensor.name: tensor for tensor in whole.graph.initializer}
+        random = drawing(whole.graph.node, initialisers)
+        spec = ModelSpec(
+            inputs=tuple(tensor_spec(v) for v in whole.graph.input if v.name not in initialisers),
+            outputs=tuple(tensor_spec(values.types.get(v.name, v)) for v in whole.graph.output),
+        )
+        ranks: list[RankReport] = []
+        reports = []
+        for number, stage in enumerate(cut_stages(whole, pipeline, values)):
+            slices = slice_tensor(stage.model, tensor, values)
+            reports.append(slices.report)
+            made = {value.name for value in stage.model.graph.output}
+            for t, recipes in enumerate(slices.recipes):
+                plan = RankPlan(
+                    rank=number * tensor + t,
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    spec=spec,
+                    receives={name: of * tensor + t for name, of in stage.receives.items()},
+                    sends={
+                        name: tuple(to * tensor + t for to in users)
+                        for name, users in stage.sends.items()
+                    },
+                    made=tuple(value.name for value in spec.outputs if value.name in made),
+                    steps=(),
+                )
+                ranks.append(_write_rank(target, weights, stage, slices.graph, recipes, plan))
+        total = sum(map(tensor_bytes, initialisers.values()))
+        check = _UNCHECKED
+        if random is not None:
+            reason = f"node {label(random)} draws random numbers, so no two runs are alike"
+            check = replace(check, reason=reason)
+    report = Report(
+        model=Path(in_words(str(path), str(path))).name,
+        tensor=tensor,
+        pipeline=pipeline,
+        weight_bytes=total,
+        ranks=ranks,
+        stages=reports,
+        check=check,
+    )
+    _write_report(target, report)
+    return report
+
+
+def _check_ranks(tensor: int, pipeline: int) -> None:
+    if Parallel(tensor=tensor, pipeline=pipeline).ranks < 2:
+        raise InvalidInputError(
+            f"tensor, pipeline: got {tensor} and {pipeline}, expected at least 2 ranks: a tensor or a "
+            "pipeline of 2 or more"
+        )
+
+
+def _check_unsliced(model: ModelProto) -> None:
+    node = next(filter(is_collective, model.graph.node), None)
+    if node is not None or any(entry.key == METADATA_KEY for entry in model.metadata_props):
+        why = f", with the collective {label(node)}" if node else ""
+        raise InvalidInputError(f"model: got a slice of a model{why}, expected a whole model")
+
+
+# The files.
+
+
+def _write_rank(
+    folder: Path,
+    weights: Weights,
+    stage: Stage,
+    graph: ModelProto,
+    recipes: Sequence[Recipe],
+    plan: RankPlan,
+) -> RankReport:
+    rank = plan.rank or 0
+    model = ModelProto()
+    model.CopyFrom(graph)
+    model.metadata_props.add(key=METADATA_KEY, value=json.dumps(plan.to_json()))
+    with DataFile(folder / f"model{rank}.data") as file:
+        model.graph.initializer.extend(weights.write(recipe, file) for recipe in recipes)
+        weights.write_rest(model, file)
+    path = folder / f"model{rank}.onnx"
+    path.write_bytes(model.SerializeToString(deterministic=True))
+    return RankReport(
+        rank=rank,
+        stage=rank // (plan.tensor or 1),
+        file=path.name,
+        nodes=len(model.graph.node),
+        weight_bytes=sum(map(tensor_bytes, model.graph.initializer)),
+        operations=stage.operations,
+        receives=plan.receives,
+        sends=plan.sends,
+        bytes_received=stage.bytes_received,
+    )
+
+
+def _write_report(folder: Path, report: Report) -> None:
+    text = json.dumps(report.as_json(), indent=1)
+    (folder / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+# The folder.
+
+
+def _check_place(place: Path, shown: Path, force: bool) -> None:
+    if not place.exists():
+        return
+    if not place.is_dir():
+        raise InvalidInputError(f"folder: {shown} is there and is no folder")
+    names = {entry.name for entry in place.iterdir()}
+    if not names:
+        return
+    others = sorted(name for name in names if not _is_ours(name))
+    if others or REPORT_FILE not in names:
+        raise InvalidInputError(
+            f"folder: {shown} is there, and not all in it is slices"
+            + (f": {others[0]!r}" if others else "")
+        )
+    if not force:
+        raise InvalidInputError(
+            f"folder: {shown} has slices already, expected a new folder, or force (--force)"
+        )
+
+
+def _is_ours(name: str) -> bool:
+    stem, _, suffix = name.rpartition(".")
+    return name == REPORT_FILE or (
+        suffix in ("onnx", "data") and stem.startswith("model") and stem[5:].isdecimal()
+    )
+
+
+def _move(draft: Path, place: Path) -> None:
+    """Give the folder its name; slices that are there go."""
+    before = draft.with_suffix(".before")
+    if place.exists() and any(place.iterdir()):
+        place.rename(before)
+    try:
+        draft.rename(place)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            before.rename(place)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
+
+
+# The check.
+
+
+def _checked(model: Path, folder: Path, report: Report, tick: Progress) -> CheckReport:
+    needed, usable = 2 * report.weight_bytes, usable_memory()
+    if needed > usable:
+        return replace(
+            _UNCHECKED,
+            reason=f"the weights twice are {needed} bytes, and {usable} bytes of memory are usable",
+        )
+    arguments = [str(model.absolute()), str(folder)]
+    try:
+        found = run_child(
+            "mcinfer.ranks.check_slices:check",
+            arguments,
+            lambda state: tick({"phase": "checking", **state}),
+            pass_fds=(*inherited(str(model)), *inherited(str(folder.parent))),
+        )
+    except ChildFailedError as exc:
+        raise BuildError(f"{model}: its slices could not be checked: {exc}") from exc
+    if "reason" in found:
+        return replace(_UNCHECKED, reason=found["reason"])
+    return CheckReport(state="passed", **found)

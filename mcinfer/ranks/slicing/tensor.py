@@ -1,0 +1,579 @@
+"""Tensor slices: one ONNX graph becomes one graph for each rank, with parts of the weights and collectives.
+
+::
+
+    model ──► Graph ──► Search ──► a Choice for each node ──► _Writer ──► one graph for all ranks
+              shapes    rules and costs                          │
+                                                                 └──► a recipe for each weight of each rank
+
+The graphs of the ranks have the same nodes and differ in initialisers alone. A value keeps its name where it
+is whole; parts and terms of a sum have names of their own. Terms of float16 and bfloat16 are computed and
+summed in float32, since they may be larger than these types allow where the sum is not. Weights are not
+copied here: a recipe says which rows of which initialiser a rank has, and `mcinfer.ranks.slicing.weights`
+copies them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from mcinfer.errors import InvalidInputError
+from mcinfer.ranks.slicing import rules
+from mcinfer.ranks.slicing.estimates import Values, infer
+from mcinfer.ranks.slicing.graphs import (
+    Graph,
+    View,
+    captured,
+    label,
+    operator,
+    own_names,
+    subgraphs,
+    tensor_bytes,
+    with_inner,
+    without_graph,
+)
+from mcinfer.ranks.slicing.placements import (
+    PARTIAL,
+    REPLICATED,
+    Dims,
+    Partial,
+    Placement,
+    Replicated,
+    Sharded,
+    gathered_order,
+    local_dims,
+    ranges,
+)
+from mcinfer.ranks.slicing.rules import RULES, WEIGHTS, Choice
+from mcinfer.ranks.slicing.search import Costs, Search
+from mcinfer.ranks.slicing.weights import Recipe, Selection
+
+COLLECTIVE_DOMAIN = "com.microsoft"
+
+_MANY = 32
+"""Weights that are listed in a report one by one have at least so many elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedWeight:
+    """A weight of which each rank has a part.
+
+    Attributes:
+        name: Of the initialiser.
+        axis: The axis that is cut.
+        blocks: Sizes of the blocks of that axis, each of which is cut over the ranks.
+        bytes: Of the whole weight.
+        rank_bytes: Of the part of one rank.
+        nodes: The nodes that take it.
+    """
+
+    name: str
+    axis: int
+    blocks: tuple[int, ...]
+    bytes: int
+    rank_bytes: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeWeight:
+    """A weight that every rank has.
+
+    Attributes:
+        name: Of the initialiser.
+        bytes: Of the weight.
+        reason: Why it is not cut.
+    """
+
+    name: str
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveNode:
+    """A collective that every rank runs once in a run.
+
+    Attributes:
+        operator: ``AllReduce`` or ``AllGather``.
+        value: Name of its result, the whole value.
+        node: The node that takes the value first.
+        reason: Why that node needs it whole, if the node could not run on parts.
+        bytes: Of the whole value; None if its shape is not known before a run.
+    """
+
+    operator: str
+    value: str
+    node: str
+    reason: str
+    bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport:
+    """How one pipeline stage is cut over its ranks.
+
+    Attributes:
+        sharded: Weights of which each rank has a part.
+        whole: Weights that each rank has, with at least 32 elements.
+        collectives: That its ranks run in one run, in this order.
+        collective_bytes: The estimate for the results of all of them.
+    """
+
+    sharded: Sequence[ShardedWeight] = ()
+    whole: Sequence[WholeWeight] = ()
+    collectives: Sequence[CollectiveNode] = ()
+    collective_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSlices:
+    """The slices of one model.
+
+    Attributes:
+        graph: The model of every rank, without initialisers.
+        recipes: For each rank, its initialisers.
+        report: What was cut.
+    """
+
+    graph: ModelProto
+    recipes: tuple[tuple[Recipe, ...], ...]
+    report: StageReport
+
+
+def slice_tensor(model: ModelProto, size: int, values: Values | None = None) -> TensorSlices:
+    """Cut one model into slices for `size` ranks, joined by collectives. Every rank has the whole outputs.
+
+    The model is not changed, and no weights are read but small constants, which may be shapes. The ranks'
+    outputs are bit-identical to each other, and equal to the model's but for rounding.
+
+    Args:
+        model: The model; its external data need not be loaded.
+        size: How many ranks, at least 1; one has the model as it is.
+        values: What `infer` found for it, or for a model of which it is a part, if that is known already.
+
+    Raises:
+        InvalidInputError: `size` does not fit, or the model draws random numbers, or has collectives
+            already; names the node.
+        BuildError: The graph is not sound.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise InvalidInputError(f"size: got {size!r}, expected a number of ranks, at least 1")
+    if size == 1:
+        whole = ModelProto()
+        whole.CopyFrom(model)
+        del whole.graph.initializer[:]
+        recipes = tuple(Recipe(name=t.name, source=t) for t in model.graph.initializer)
+        return TensorSlices(graph=whole, recipes=(recipes,), report=StageReport())
+    values = infer(model) if values is None else values
+    graph = Graph(model, values.types)
+    choices = Search(graph, Costs(graph, size, values)).run()
+    return write_slices(graph, size, choices, values)
+
+
+def write_slices(
+    graph: Graph, size: int, choices: Sequence[Choice], values: Values
+) -> TensorSlices:
+    """The slices for one choice for each node, whichever they are."""
+    return _Writer(graph, size, choices, values).write()
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Writes the graph of the ranks, node by node.
+
+    Attributes:
+        graph: The whole graph.
+        size: How many ranks.
+        choices: By node.
+        values: Estimates for the report.
+        nodes: Of the ranks' graph so far.
+        there: The names in the ranks' graph, by value and how it is there.
+        given: How each node gave its outputs.
+        constants: The initialisers of the ranks so far, by name: source and how it is cut.
+        added: Constants that slicing adds, for each rank.
+        types: Types and shapes of the values in the ranks' graph.
+        collectives: For the report.
+        collective_bytes: For the report.
+        wide: Narrow floats as float32, by their names.
+    """
+
+    graph: Graph
+    size: int
+    choices: Sequence[Choice]
+    values: Values
+    nodes: list[NodeProto] = field(default_factory=list)
+    there: dict[tuple[str, Placement], str] = field(default_factory=dict)
+    given: dict[str, Placement] = field(default_factory=dict)
+    constants: dict[str, tuple[str, Placement]] = field(default_factory=dict)
+    added: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
+    types: dict[str, tuple[int, Dims]] = field(default_factory=dict)
+    collectives: list[CollectiveNode] = field(default_factory=list)
+    collective_bytes: int = 0
+    names: set[str] = field(default_factory=set)
+    wide: dict[str, str] = field(default_factory=dict)
+
+    def write(self) -> TensorSlices:
+        graph = self.graph
+        self.names.update(graph.inputs, graph.outputs, graph.constants, graph.derived, graph.uses)
+        self.names.update(name for node in graph.nodes for name in node.output)
+        for node in with_inner(graph.model.graph.node):  # new names must not hide those inside
+            self.names.update(*map(own_names, subgraphs(node)))
+        for number, choice in enumerate(self.choices):
+            self._write_node(View(graph, number, self.size), choice)
+        for name in graph.outputs:
+            self._fetch(name, REPLICATED, None)
+        recipes = tuple(self._recipes(rank) for rank in range(self.size))
+        return TensorSlices(graph=self._model(), recipes=recipes, report=self._report())
+
+    # Nodes.
+
+    def _write_node(self, view: View, choice: Choice) -> None:
+        inputs = []
+        has_terms = choice.bias is not None or PARTIAL in choice.gives
+        for index, name in enumerate(view.inputs):
+            if not name or index in choice.vectors or index == choice.bias:
+                inputs.append("")
+                continue
+            need = choice.needs[index]
+            fetched = self._fetch(name, need, view)
+            inputs.append(
+                self._widened(fetched, name) if has_terms and need != PARTIAL else fetched
+            )
+        for index, vector in choice.vectors.items():
+            inputs += [""] * (index + 1 - len(inputs))
+            kind = self.graph.element_type(view.inputs[index]) if view.has(index) else 0
+            dtype = np.int32 if kind == TensorProto.INT32 else np.int64
+            inputs[index] = self._constant(f"{view.outputs[0]}.sizes", np.array(vector, dtype))
+        for index, patch in choice.patches.items():
+            inputs[index] = self._patched(inputs[index], view, index, patch)
+        for name in captured(view.node):
+            if name in self.graph.uses and (self.graph.is_constant(name) or name in self.given):
+                self._fetch(name, REPLICATED, view)
+        while inputs and not inputs[-1]:
+            inputs.pop()
+
+        node = NodeProto()
+        node.CopyFrom(view.node)
+        node.input[:] = inputs
+        kept = [item for item in view.node.attribute if item.name not in choice.attributes]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+        for attribute, value in choice.attributes.items():
+            if value is not None:
+                node.attribute.append(helper.make_attribute(attribute, value))
+        outputs = []
+        for name, placement in zip(view.outputs, choice.gives, strict=True):
+            outputs.append(self._output(name, placement))
+        if choice.bias is not None:
+            outputs[0] = self._unique(f"{view.outputs[0]}.partial")
+        elif choice.scale is not None:
+            outputs[0] = self._unique(f"{view.outputs[0]}.part")
+        node.output[:] = outputs
+        self.nodes.append(node)
+        if choice.bias is not None:
+            self._add_bias(view, choice, outputs[0])
+        elif choice.scale is not None:
+            scale = self._constant(f"{view.outputs[0]}.scale", np.array(choice.scale, np.int64))
+            self._node("Mul", [outputs[0], scale], view.outputs[0])
+
+    def _output(self, name: str, placement: Placement) -> str:
+        if not name:
+            return ""
+        self.given[name] = placement
+        written = name
+        if isinstance(placement, Sharded):
+            written = self._unique(f"{name}.part")
+        elif isinstance(placement, Partial):
+            written = self._unique(f"{name}.partial")
+        self._have(name, placement, written)
+        return written
+
+    def _add_bias(self, view: View, choice: Choice, partial: str) -> None:
+        """The sum of the ranks' terms, and then, once, the bias."""
+        name, index = view.outputs[0], choice.bias
+        if index is None:
+            return
+        self._type(partial, name, PARTIAL)
+        total = self._unique(f"{name}.sum")
+        self._type(total, name, PARTIAL)
+        self._collective("AllReduce", name, partial, total, view, "")
+        bias = self._widened(self._fetch(view.inputs[index], REPLICATED, view), view.inputs[index])
+        beta = view.attribute("beta", 1.0)
+        if view.operator == "Gemm" and beta != 1.0:
+            kind = helper.tensor_dtype_to_np_dtype(self._kind_of_terms(name))
+            factor = self._constant(f"{name}.beta", np.array(beta, kind))
+            bias = self._node("Mul", [bias, factor], self._unique(f"{name}.bias"))
+        if choice.bias_axis is not None:
+            rank = len(view.output_dims())
+            shape = [-1 if axis == choice.bias_axis else 1 for axis in range(rank)]
+            wanted = self._constant(f"{name}.bias_shape", np.array(shape, np.int64))
+            bias = self._node("Reshape", [bias, wanted], self._unique(f"{name}.bias"))
+        self._narrowed(name, lambda written: self._node("Add", [total, bias], written))
+
+    # Terms of narrow floats.
+
+    def _kind_of_terms(self, name: str) -> int:
+        """The type of a value's terms; 0 if it is unknown."""
+        return TensorProto.FLOAT if self.graph.is_narrow(name) else self.graph.element_type(name)
+
+    def _widened(self, written: str, name: str) -> str:
+        """A value for a node that gives terms: narrow floats as float32."""
+        if not self.graph.is_narrow(name):
+            return written
+        if written not in self.wide:
+            wide = self._unique(f"{written}.float32")
+            self.wide[written] = self._node("Cast", [written], wide, to=TensorProto.FLOAT)
+        return self.wide[written]
+
+    def _narrowed(self, name: str, make: Callable[[str], object]) -> None:
+        """Make a value of its terms, by its own name; narrow floats by another one, and then narrow."""
+        if not self.graph.is_narrow(name):
+            make(name)
+            return
+        wide = self._unique(f"{name}.float32")
+        self._type(wide, name, PARTIAL)
+        make(wide)
+        self._node("Cast", [wide], name, to=self.graph.element_type(name))
+
+    def _patched(self, written: str, view: View, index: int, patch: Mapping[int, int]) -> str:
+        """A vector that a run makes, with other elements at some positions."""
+        name = view.inputs[index]
+        dims = self.graph.dims(name) or (None,)
+        length = dims[0] if isinstance(dims[0], int) else len(view.output_dims())
+        which = np.array([position in patch for position in range(length)])
+        values = np.array([patch.get(position, 0) for position in range(length)], np.int64)
+        condition = self._constant(f"{name}.which", which)
+        sizes = self._constant(f"{name}.sizes", values)
+        return self._node("Where", [condition, sizes, written], self._unique(f"{name}.part"))
+
+    def _node(
+        self, op: str, inputs: list[str], output: str, domain: str = "", **attributes: int
+    ) -> str:
+        node = helper.make_node(op, inputs, [output], name=f"{output}/{op}", domain=domain)
+        node.attribute.extend(helper.make_attribute(*item) for item in attributes.items())
+        self.nodes.append(node)
+        return output
+
+    # Values.
+
+    def _fetch(self, name: str, need: Placement, view: View | None) -> str:
+        """The name of a value in the ranks' graph, as it is needed; written first if it is not there."""
+        if self.graph.is_constant(name):
+            return self._fetch_constant(name, need)
+        if (name, need) not in self.there and name not in self.given:
+            self._have(name, REPLICATED, name)  # an input
+        if (name, need) in self.there:
+            return self.there[name, need]
+        if (name, REPLICATED) not in self.there:
+            self._make_whole(name, view)
+        if isinstance(need, Sharded):
+            written = self._unique(f"{name}.part")
+            self._cut(name, need, written)
+            self._have(name, need, written)
+        return self.there[name, need]
+
+    def _make_whole(self, name: str, view: View | None) -> None:
+        placement = self.given[name]
+        part = self.there[name, placement]
+        reason = self._reason(name, placement, view)
+        if not isinstance(placement, Sharded):
+            self._narrowed(
+                name, lambda sum_: self._collective("AllReduce", name, part, sum_, view, reason)
+            )
+        elif len(placement.blocks) == 1:
+            self._collective("AllGather", name, part, name, view, reason, axis=placement.axis)
+        else:
+            joined = self._unique(f"{name}.joined")
+            self._type(joined, name, REPLICATED)
+            self._collective("AllGather", name, part, joined, view, reason, axis=placement.axis)
+            order = np.array(gathered_order(placement.blocks, self.size), np.int64)
+            index = self._constant(f"{name}.order", order)
+            self._node("Gather", [joined, index], name, axis=placement.axis)
+        self._have(name, REPLICATED, name)
+
+    def _reason(self, name: str, placement: Placement, view: View | None) -> str:
+        """Why a node does not run on the value as it is; empty if that only costs more."""
+        if view is None or not isinstance(placement, Sharded) or name not in view.inputs:
+            return ""
+        forms = [
+            None if self.graph.is_constant(other) else tuple(self._forms(other))
+            for other in view.inputs
+        ]
+        refused = rules.cut(view, view.inputs.index(name), placement, forms)
+        return refused if isinstance(refused, str) else ""
+
+    def _forms(self, name: str) -> list[Placement]:
+        return [form for value, form in self.there if value == name] or [REPLICATED]
+
+    def _cut(self, name: str, need: Sharded, written: str) -> None:
+        """This rank's part of a whole value."""
+        positions = [
+            np.array([at for span in ranges(need.blocks, self.size, rank) for at in range(*span)])
+            for rank in range(self.size)
+        ]
+        index = self._constant(f"{name}.positions", *positions)
+        self._node("Gather", [name, index], written, axis=need.axis)
+
+    def _collective(
+        self, op: str, name: str, part: str, whole: str, view: View | None, reason: str, **axis: int
+    ) -> None:
+        if axis:
+            axis = {"group_size": self.size, **axis}
+        self._node(op, [part], whole, COLLECTIVE_DOMAIN, **axis)
+        dims, own = self.graph.dims(name), self.graph.element_type(name)
+        kind = own if axis else self._kind_of_terms(name)
+        sizes = [dim for dim in dims or () if isinstance(dim, int)]
+        known = dims is not None and len(sizes) == len(dims) and kind
+        count = tensor_bytes(TensorProto(dims=sizes, data_type=kind)) if known else None
+        wider = 1 + (kind != own)
+        self.collective_bytes += self.values.bytes(name) * wider if count is None else count
+        self.collectives.append(
+            CollectiveNode(
+                operator=op,
+                value=name,
+                node=label(view.node) if view else "the model's output",
+                reason=reason,
+                bytes=count,
+            )
+        )
+
+    def _have(self, name: str, placement: Placement, written: str) -> None:
+        self.there[name, placement] = written
+        self._type(written, name, placement)
+
+    def _type(self, written: str, name: str, placement: Placement) -> None:
+        dims, kind = self.graph.dims(name), self.graph.element_type(name)
+        if isinstance(placement, Partial):
+            kind = self._kind_of_terms(name)
+        if dims is not None and kind:
+            self.types[written] = (kind, local_dims(dims, placement, self.size))
+
+    def _unique(self, name: str) -> str:
+        found, number = name, 1
+        while found in self.names:
+            number += 1
+            found = f"{name}.{number}"
+        self.names.add(found)
+        return found
+
+    # Constants.
+
+    def _fetch_constant(self, name: str, need: Placement) -> str:
+        if (name, need) in self.there:
+            return self.there[name, need]
+        written = name if isinstance(need, Replicated) else self._unique(f"{name}.part")
+        self._have(name, need, written)
+        if name not in self.graph.derived:
+            self.constants[written] = (name, need)
+            return written
+        derived = self.graph.derived[name]
+        source = need.at(derived.axes[need.axis]) if isinstance(need, Sharded) else need
+        node = NodeProto()
+        node.CopyFrom(derived.node)
+        node.input[:] = [self._fetch_constant(derived.source, source)]
+        node.output[:] = [written]
+        if written != name:
+            node.name = f"{written}/{node.op_type}"
+        self.nodes.append(node)
+        return written
+
+    def _constant(self, name: str, *arrays: NDArray[Any]) -> str:
+        """A constant that slicing adds: one array for all ranks, or one for each."""
+        written = self._unique(name)
+        self.added[written] = [*arrays] if len(arrays) > 1 else [*arrays] * self.size
+        return written
+
+    def _recipes(self, rank: int) -> tuple[Recipe, ...]:
+        found = []
+        for name, (source, placement) in self.constants.items():
+            part = None
+            if isinstance(placement, Sharded):
+                held = ranges(placement.blocks, self.size, rank)
+                part = Selection(axis=placement.axis, ranges=held)
+            found.append(Recipe(name=name, source=self.graph.constants[source], part=part))
+        for name, arrays in self.added.items():
+            found.append(Recipe(name=name, source=numpy_helper.from_array(arrays[rank])))
+        return tuple(found)
+
+    # Results.
+
+    def _model(self) -> ModelProto:
+        source = self.graph.model
+        graph = GraphProto(name=source.graph.name, doc_string=source.graph.doc_string)
+        graph.node.extend(self.nodes)
+        graph.input.extend(x for x in source.graph.input if x.name in self.graph.inputs)
+        graph.output.extend(source.graph.output)
+        graph.sparse_initializer.extend(source.graph.sparse_initializer)
+        declared = {*self.graph.inputs, *self.graph.outputs, *self.constants}
+        graph.value_info.extend(
+            helper.make_tensor_value_info(name, kind, dims)
+            for name, (kind, dims) in self.types.items()
+            if name not in declared
+        )
+        model = without_graph(source)
+        model.graph.CopyFrom(graph)
+        if all(item.domain != COLLECTIVE_DOMAIN for item in model.opset_import):
+            model.opset_import.append(helper.make_opsetid(COLLECTIVE_DOMAIN, 1))
+        return model
+
+    def _report(self) -> StageReport:
+        users: dict[str, list[tuple[View, int]]] = {}
+        for number, node in enumerate(self.graph.nodes):
+            view = View(self.graph, number, self.size)
+            for index, name in enumerate((*node.input, *captured(node))):
+                if name and self.graph.is_constant(name):
+                    root = self.graph.source(name, REPLICATED)[0]
+                    users.setdefault(root, []).append((view, index))
+        sharded, whole = [], []
+        for source, placement in self.constants.values():
+            tensor = self.graph.constants[source]
+            size = tensor_bytes(tensor)
+            if isinstance(placement, Sharded):
+                sharded.append(
+                    ShardedWeight(
+                        name=source,
+                        axis=placement.axis,
+                        blocks=placement.blocks,
+                        bytes=size,
+                        rank_bytes=size // self.size,
+                        nodes=tuple(label(view.node) for view, _ in users.get(source, ())),
+                    )
+                )
+            elif prod(tensor.dims) >= _MANY:
+                reason = self._why_whole(users.get(source, []))
+                whole.append(WholeWeight(name=source, bytes=size, reason=reason))
+        return StageReport(
+            sharded=tuple(sharded),
+            whole=tuple(whole),
+            collectives=tuple(self.collectives),
+            collective_bytes=self.collective_bytes,
+        )
+
+    def _why_whole(self, users: list[tuple[View, int]]) -> str:
+        for view, index in users:
+            if operator(view.node) not in RULES:
+                return f"{label(view.node)} runs whole"
+            if index not in WEIGHTS.get(view.operator, ()):
+                return f"{label(view.node)} runs on whole values"
+            refused = self._refusals(view, index)
+            if refused:
+                return f"{label(view.node)}: {refused}"
+        return "cutting it would cost more than it saves"
+
+    def _refusals(self, view: View, index: int) -> str:
+        """Why no axis of a weight can be cut; empty if one could be."""
+        found = []
+        for axis, size in enumerate(view.dims(index)):
+            if isinstance(size, int) and size > 1:
+                cut = rules.cut(view, index, Sharded(axis, (size,)), [None] * len(view.inputs))
+                if isinstance(cut, Choice):
+                    return ""
+                found.append(cut)
+        divided = [reason for reason in found if reason.endswith(f"not divisible by {self.size}")]
+        return "; ".join(dict.fromkeys(divided or found))

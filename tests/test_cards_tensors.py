@@ -1,0 +1,591 @@
+"""Tests of mcinfer/cards/tensors.py, with workers in this process, over the emulated driver."""
+
+import ctypes
+import gc
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcinfer.cards.cuda import Card
+from mcinfer.cards.tensors import CardMemory, card_of, check_types
+from mcinfer.config import Device
+from mcinfer.errors import InvalidInputError, PredictError, PredictTimeoutError, QueueFullError
+from mcinfer.requests.planner import Planner
+from mcinfer.requests.request import Request
+from mcinfer.requests.splitting import Known
+from mcinfer.shm.arena import Arena
+from mcinfer.specs import ModelSpec, tensor_bytes
+from mcinfer.validators import TensorRef
+from tests.emulated_cards import emulated_cards
+from tests.planned_requests import (
+    DECLARED,
+    MIB,
+    PLAIN,
+    Value,
+    Worker,
+    known,
+    model,
+    never,
+    references,
+    replied,
+)
+
+LIMIT = 4 * MIB
+X = np.arange(12, dtype=np.float32).reshape(4, 3)
+W = np.ones(2, np.float32)
+PLAIN_X: Value = ("float32", ["batch", 3])
+
+
+@pytest.fixture(scope="module")
+def cupy() -> Iterator[Any]:
+    with emulated_cards() as found:
+        yield found
+
+
+@dataclass
+class Pool:
+    """What a loop is to the planner, and a worker that answers in this process."""
+
+    cupy: Any
+    reached: bool = True
+    model: ModelSpec = PLAIN
+    limit: int = LIMIT
+    delivered: list[Callable[[], object]] = field(default_factory=list)
+    repeated: list[Callable[[], bool]] = field(default_factory=list)
+    timeout: float = 30.0
+    asked: list[tuple[str, list[int]]] = field(default_factory=list)
+    memories: dict[Device, CardMemory] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._numbers = itertools.count()
+        self.arena = Arena(LIMIT, numbers=self._numbers)
+        allocate = self._allocator("host", self.arena)
+        self.planner = Planner(self.model, self.arena, allocate, 8, (), self)
+
+    def _allocator(self, name: str, arena: Arena) -> Callable[..., Any]:
+        def allocate(sizes: Any, _: float) -> Any:
+            self.asked.append((name, [*sizes]))
+            return arena.allocate_all(sizes)
+
+        return allocate
+
+    def card(self, device: Device) -> CardMemory:
+        if device not in self.memories:
+            card = Card.open(device)
+            card.reclaim()  # what earlier tests have left
+            create, name = card.create, f"memory of {device}"
+            arena = Arena(self.limit, numbers=self._numbers, create=create, name=name)
+            allocate = self._allocator(str(device), arena)
+            repeat = self.repeated.append
+            self.memories[device] = CardMemory(card, arena, allocate, self.reached, repeat)
+        return self.memories[device]
+
+    def deliver(self, call: Callable[[], object]) -> None:
+        self.delivered.append(call)
+
+    def request(
+        self, *inputs: Any, on: str | None = None, pieces: int = 2, how: Known | None = DECLARED
+    ) -> Request:
+        memory = None if on is None else self.card(Device.parse(on))
+        request = self.planner.request(
+            [*inputs], pieces, how, 1.0, outputs_on=memory, card_timeout=self.timeout
+        )
+        request.timeout = self.timeout
+        return request
+
+    def at(self, reference: TensorRef) -> np.ndarray[Any, Any]:
+        """The memory of a reference, once all that is queued on its card is done."""
+        _, element_type, shape, number, offset = reference
+        assert number is not None
+        for arena in (self.arena, *(memory.arena for memory in self.memories.values())):
+            block = arena.block(number)
+            if block is not None:
+                if block.device is not None:
+                    Card.open(block.device).synchronize()
+                size = tensor_bytes(element_type, int(np.prod(shape)))
+                memory: Any = (ctypes.c_char * size).from_address(block.address + offset)
+                return np.ndarray(shape, element_type, memory)
+        raise AssertionError(f"block {number} is not there")
+
+    def answer(self, request: Request, own: Worker | None = None) -> dict[str, Any]:
+        """y = 2x in every shard; in memory of the worker's own, or in its place."""
+        for shard in range(len(request.rows)):
+            inputs, outputs = references(request, shard)
+            y = 2 * self.at(inputs[0])
+            if own is None:
+                self.at(outputs[0])[...] = y
+                request.take(shard, replied(outputs), never, shard, LIMIT)
+            else:
+                request.message(shard, fresh=True)
+                reply = replied(own.put(("y", y)))
+                request.take(shard, reply, own.fetch, shard, LIMIT)
+        request.settled = True
+        request.release()
+        value = request.value()
+        request.let_go()
+        return value
+
+    def ways(self, device: str = "cuda:0") -> dict[str, int]:
+        return {
+            way: count
+            for way, count in self.card(Device.parse(device)).statistics().inputs.items()
+            if count
+        }
+
+    def allocate(self, device: str, rows: int = 8) -> Any:
+        memory = self.card(Device.parse(device))
+        return self.planner.allocate({"x": (rows, 3)}, 0.0, memory)["x"]
+
+    def deliver_all(self) -> None:
+        gc.collect()
+        while self.delivered:
+            self.delivered.pop()()
+        for memory in self.memories.values():
+            memory.card.synchronize(30)
+        while self.repeated:
+            assert self.repeated.pop()()
+
+    def close(self) -> None:
+        self.deliver_all()
+        for memory in self.memories.values():
+            assert memory.arena.used == 0
+            memory.arena.close()
+        self.planner.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def make(cupy: Any) -> Iterator[Callable[..., Pool]]:
+    made: list[Pool] = []
+
+    def start(**options: Any) -> Pool:
+        made.append(Pool(cupy, **options))
+        return made[-1]
+
+    yield start
+    for pool in made:
+        pool.close()
+
+
+def test_foreign_tensor_is_copied_once_on_its_card(make: Callable[..., Pool]) -> None:
+    pool = make()
+    x = pool.cupy.asarray(X)
+    request = pool.request(x, W)
+    (first, second) = (references(request, shard)[0][0] for shard in (0, 1))
+    assert first[3] == second[3]
+    assert second[4] - first[4] == X.nbytes // 2  # rows of the same memory
+    value = pool.answer(request)
+    np.testing.assert_array_equal(value["y"], 2 * X)
+    assert pool.ways() == {"copied": 1}
+    assert pool.card(Device("cuda", 0)).statistics().input_bytes["copied"] == X.nbytes
+
+
+def test_allocated_tensor_and_a_view_of_its_rows_are_passed_in_place(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make()
+    card = pool.card(Device("cuda", 1))
+    x = pool.allocate("cuda:1")
+    x.set(np.vstack([X, X + 50]))
+    pool.asked.clear()
+    for rows in (slice(0, 8), slice(4, 8)):
+        if rows.start:
+            request = pool.request(x[rows], W)
+            place = references(request, 0)[0][0]
+            block = card.arena.block(place[3] or 0)
+            assert block is not None
+            assert block.address + place[4] == x.data.ptr + 4 * 12
+            np.testing.assert_array_equal(pool.answer(request)["y"], 2 * (X + 50))
+        else:
+            assert pool.answer(pool.request(x[rows], W))["y"][7, 2] == 2 * 61
+    assert pool.ways("cuda:1") == {"in_place": 2}
+    assert all(name == "host" for name, _ in pool.asked)
+
+
+def test_misaligned_view_is_copied(make: Callable[..., Pool]) -> None:
+    pool = make()
+    x = pool.allocate("cuda:0")
+    x.set(np.vstack([X, X]))
+    np.testing.assert_array_equal(pool.answer(pool.request(x[1:5], W))["y"], 2 * x.get()[1:5])
+    assert pool.ways() == {"copied": 1}
+
+
+def test_outputs_stay_on_the_card_until_their_last_view_is_gone(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make()
+    used = pool.card(Device("cuda", 0)).arena
+    value = pool.answer(pool.request(X, W, on="cuda:0"))
+    np.testing.assert_array_equal(value["y"].get(), 2 * X)
+    address = value["y"].data.ptr
+    row = value["y"][1]
+    again = pool.answer(pool.request(value.pop("y"), W, on="cuda:0"))["y"]
+    assert again.data.ptr != address
+    assert pool.ways() == {"in_place": 1}
+    np.testing.assert_array_equal(again.get(), 4 * X)
+    del again
+    assert used.used > 0
+    np.testing.assert_array_equal(row.get(), 2 * X[1])
+    del row
+    pool.deliver_all()
+    assert used.used == 0
+    assert pool.answer(pool.request(X, W, on="cuda:0"))["y"].data.ptr == address
+
+
+def test_inputs_and_outputs_of_one_card_get_memory_at_once_and_the_hosts_comes_last(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make(model=model({"x": PLAIN_X, "z": PLAIN_X}, {"y": PLAIN_X}))
+    how = known(pool.model)
+    with pool.cupy.cuda.Device(1):
+        x = pool.cupy.asarray(X)
+    request = pool.request(x, X, on="cuda:1", how=how)
+    assert pool.asked == [("cuda:1", [X.nbytes, 64]), ("host", [64])]
+    pool.answer(request)
+    pool.asked.clear()
+    pool.answer(pool.request(x, X, on="cuda:0", how=how))
+    assert [name for name, _ in pool.asked] == ["cuda:0", "cuda:1"]  # the host's frame was idle
+
+
+def test_card_that_workers_do_not_reach_goes_through_the_host(make: Callable[..., Pool]) -> None:
+    pool = make(reached=False)
+    value = pool.answer(pool.request(pool.cupy.asarray(X), W, on="cuda:0"))
+    assert isinstance(value["y"], pool.cupy.ndarray)
+    np.testing.assert_array_equal(value["y"].get(), 2 * X)
+    assert pool.ways() == {"through_host": 1}
+
+
+def test_answer_in_a_workers_own_memory_is_joined_and_brought_to_the_card(
+    make: Callable[..., Pool],
+) -> None:
+    pool, own = make(), Worker()
+    value = pool.answer(pool.request(pool.cupy.asarray(X), W, on="cuda:0"), own)
+    np.testing.assert_array_equal(value["y"].get(), 2 * X)
+    own.close()
+
+
+def test_part_in_place_and_part_elsewhere_are_joined(make: Callable[..., Pool]) -> None:
+    pool, own = make(), Worker()
+    request = pool.request(X, W, on="cuda:0")
+    inputs, outputs = references(request, 0)
+    pool.at(outputs[0])[...] = 2 * pool.at(inputs[0])
+    request.take(0, (), never, 0, LIMIT)
+    request.message(1, fresh=True)
+    request.take(1, replied(own.put(("y", 2 * X[2:]))), own.fetch, 1, LIMIT)
+    value: Any = request.value()["y"]
+    np.testing.assert_array_equal(value.get(), 2 * X)
+    own.close()
+
+
+def test_input_cut_along_an_inner_axis_goes_through_the_host(make: Callable[..., Pool]) -> None:
+    spec = model({"x": ("float32", [3, "batch"])}, {"y": ("float32", [3, "batch"])})
+    pool = make(model=spec)
+    x = pool.cupy.asarray(np.ascontiguousarray(X.T))
+    how = known(spec, inputs={"x": 1}, outputs={"y": 1})
+    value = pool.answer(pool.request(x, on="cuda:0", how=how))
+    np.testing.assert_array_equal(value["y"].get(), 2 * X.T)
+    assert pool.ways() == {"through_host": 1}
+
+
+def test_empty_batch_on_a_card_is_answered_there(make: Callable[..., Pool]) -> None:
+    pool = make()
+    request = pool.request(pool.cupy.asarray(X[:0]), W, on="cuda:0")
+    value: Any = request.value()["y"]
+    assert (value.shape, value.dtype) == ((0, 3), np.float32)
+    assert isinstance(value, pool.cupy.ndarray)
+    del value
+    request.let_go()
+
+
+def test_producer_lets_go_in_the_delivery_thread(make: Callable[..., Pool]) -> None:
+    pool = make()
+    x = pool.cupy.asarray(X)
+    before = sys.getrefcount(x.view)
+    gc.disable()  # nothing waits for the collector
+    try:
+        pool.answer(pool.request(x, W))
+    finally:
+        gc.enable()
+    assert len(pool.delivered) == 1
+    held = sys.getrefcount(x.view)  # not within an assertion, which holds what it compares
+    pool.delivered.pop()()
+    after = sys.getrefcount(x.view)
+    assert (held, after) == (before + 1, before)
+
+
+def test_caller_waits_for_nothing_while_its_stream_is_busy(make: Callable[..., Pool]) -> None:
+    pool = make()
+    card = pool.card(Device("cuda", 0))
+    own = pool.allocate("cuda:0", 4)
+    foreign = pool.cupy.empty((4, 3), np.float32)
+    gate = threading.Event()
+    with pool.cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.launch_host_func(lambda _: gate.wait(30), None)
+        own.set(X)
+        foreign.set(X + 1)
+        requests = [pool.request(own, W), pool.request(foreign, W)]
+    assert not gate.is_set()
+    with pytest.raises(TimeoutError):
+        card.card.synchronize(0.0)  # behind the caller's stream
+    gate.set()
+    for request, expected in zip(requests, (2 * X, 2 * X + 2), strict=True):
+        np.testing.assert_array_equal(pool.answer(request)["y"], expected)
+
+
+def test_results_memory_is_written_again_only_after_the_default_stream_has_read_it(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make()
+    card = pool.card(Device("cuda", 0)).card
+    value = pool.answer(pool.request(X, W, on="cuda:0"))
+    gate = threading.Event()
+    stream = pool.cupy.cuda.get_current_stream()
+    stream.launch_host_func(lambda _: gate.wait(30), None)
+    copy = value.pop("y").copy()
+    gc.collect()
+    request = pool.request(X + 7, W, on="cuda:0")
+    with pytest.raises(TimeoutError):
+        card.synchronize(0.0)
+    gate.set()
+    pool.answer(request)
+    np.testing.assert_array_equal(copy.get(), 2 * X)
+
+
+def test_memory_limit_of_a_card_is_reached_and_names_it(make: Callable[..., Pool]) -> None:
+    pool = make(limit=2 * MIB)
+    held = pool.allocate("cuda:0", 3 * MIB // 24)
+    with pytest.raises(QueueFullError, match=r"bytes of memory of cuda:0 wanted"):
+        pool.request(np.zeros((MIB // 12, 3), np.float32), W, on="cuda:0")
+    assert held.shape == (3 * MIB // 24, 3)
+
+
+def test_results_are_copied_out_where_callers_hold_much_of_the_limit(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make(limit=2 * MIB)
+    card = pool.card(Device("cuda", 0))
+    held = pool.allocate("cuda:0", MIB // 12)
+    gate = threading.Event()
+    with pool.cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.launch_host_func(lambda _: gate.wait(30), None)
+        value = pool.answer(pool.request(X, W, on="cuda:0"))["y"]
+    assert card.arena.used - held.view.nbytes < 64
+    again = pool.request(X + 9, W, on="cuda:0")
+    with pytest.raises(TimeoutError):
+        card.card.synchronize(0.0)  # the copy comes before what is written there next
+    gate.set()
+    pool.answer(again)
+    np.testing.assert_array_equal(value.get(), 2 * X)
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (lambda cupy: cupy.asarray(X)[:, :2], r"input 'x': got a tensor of shape .* C-contiguous"),
+        (lambda cupy: cupy.asarray(X.astype(np.float64)), "has dtype float64, expected float32"),
+        (lambda _: Elsewhere(7), "input 'x' lies on cuda:7, which cannot be used: .* 2 NVIDIA"),
+        (lambda _: Elsewhere(None), "input 'x' is not an array: nowhere"),
+        (lambda _: Elsewhere(0), "input 'x': it requires a gradient"),
+    ],
+)
+def test_tensor_that_does_not_fit_is_refused(
+    make: Callable[..., Pool], bad: Callable[[Any], Any], text: str
+) -> None:
+    pool = make()
+    with pytest.raises(InvalidInputError, match=text):
+        pool.request(bad(pool.cupy), W)
+
+
+def test_producer_is_asked_while_its_card_is_the_current_one(make: Callable[..., Pool]) -> None:
+    pool = make()
+    driver = import_module("cuda.bindings.driver")
+
+    class OfCurrentCard:
+        """As a tensor of PyTorch."""
+
+        def __init__(self, array: Any) -> None:
+            self.array = array
+            self.__dlpack_device__ = array.__dlpack_device__
+
+        def __dlpack__(self, **options: Any) -> Any:
+            current = int(driver.cuCtxGetCurrent()[1])
+            assert current == int(driver.cuDevicePrimaryCtxRetain(self.array.device.id)[1])
+            return self.array.__dlpack__(**options)
+
+    with pool.cupy.cuda.Device(1):
+        x = OfCurrentCard(pool.cupy.asarray(X))
+    np.testing.assert_array_equal(pool.answer(pool.request(x, W))["y"], 2 * X)
+
+
+class Elsewhere:
+    """A tensor on a card that cannot be had, as those of PyTorch may be."""
+
+    def __init__(self, index: int | None) -> None:
+        self._index = index
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        if self._index is None:
+            raise ValueError("nowhere")
+        return 2, self._index
+
+    def __dlpack__(self, **_: object) -> object:
+        raise BufferError("it requires a gradient")
+
+
+def test_types_that_cupy_lacks_are_refused() -> None:
+    for element_type in ("bfloat16", "string", "int4"):
+        (spec,) = model({"x": (element_type, [2])}, {}).inputs
+        with pytest.raises(InvalidInputError, match=r"outputs_on: got x: .*, which no CuPy array"):
+            check_types([spec], "outputs_on")
+
+
+@pytest.mark.parametrize(
+    ("text", "pool", "expected"),
+    [
+        ("cuda:1", ["cpu:0"], "cuda:1"),
+        ("device", ["cpu:0", "cuda:2", "cuda:0"], "cuda:2"),
+        ("device", ["tensorrt:1"], "cuda:1"),
+        ("device", ["cpu:0"], None),
+        ("cpu:0", ["cuda:0"], None),
+        ("cuda", ["cuda:0"], None),
+        (0, ["cuda:0"], None),
+    ],
+)
+def test_argument_names_a_card(text: object, pool: list[str], expected: str | None) -> None:
+    devices = [Device.parse(device) for device in pool]
+    if expected is None:
+        with pytest.raises(InvalidInputError, match=r"outputs_on: got .* such as 'cuda:0'"):
+            card_of(text, "outputs_on", devices)
+    else:
+        assert str(card_of(text, "outputs_on", devices)) == expected
+
+
+def test_producers_tensor_is_held_until_the_copy_for_a_failed_request_is_done(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make()
+    card = pool.card(Device("cuda", 0))
+    x = pool.cupy.asarray(X)
+    card.card.synchronize()
+    gate = threading.Event()
+    with pool.cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.launch_host_func(lambda _: gate.wait(30), None)
+        before = sys.getrefcount(x.view)
+        try:
+            request = pool.request(x, W)
+            request.error = PredictError("a worker is gone")
+            request.release()
+            del request
+            while pool.delivered:
+                pool.delivered.pop()()  # nothing waits here
+            (attempt,) = pool.repeated
+            assert not attempt()
+            held = sys.getrefcount(x.view)
+        finally:
+            gate.set()
+    assert held == before + 1
+    card.card.synchronize()
+    del attempt
+    pool.deliver_all()
+    after = sys.getrefcount(x.view)
+    assert after == before
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_tensor_that_goes_through_the_host_is_not_waited_for_past_the_time_out(
+    make: Callable[..., Pool], way: str
+) -> None:
+    pool = make(reached=False, timeout=0.05)
+    x = pool.cupy.asarray(X)
+    pool.card(Device("cuda", 0))
+    gate = threading.Event()
+    where = pool.cupy.cuda.get_current_stream()
+    try:
+        request = pool.request(X, W, on="cuda:0")
+        where.launch_host_func(lambda _: gate.wait(30), None)
+        call = partial(pool.request, x, W) if way == "in" else partial(pool.answer, request)
+        with pytest.raises(PredictTimeoutError, match=r"cuda:0: the work queued .* than 0\.05 s"):
+            call()
+    finally:
+        gate.set()
+
+
+def test_allocate_does_not_wait_for_a_busy_stream_but_the_arrays_stream_does(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make()
+    card = pool.card(Device("cuda", 0)).card
+    gate = threading.Event()
+    stream = pool.cupy.cuda.Stream(non_blocking=True)
+    stream.launch_host_func(lambda _: gate.wait(30), None)
+    card.follow(stream.ptr)  # as for a request whose input is not ready
+    try:
+        with pool.cupy.cuda.Stream(non_blocking=True) as mine:
+            x = pool.allocate("cuda:0", 4)
+            x.set(X)
+        with pytest.raises(TimeoutError):
+            card.synchronize(0.0)
+        card.follow(mine.ptr)
+    finally:
+        gate.set()
+    np.testing.assert_array_equal(pool.answer(pool.request(x, W))["y"], 2 * X)
+
+
+def test_result_that_another_thread_copies_out_is_complete_for_every_stream(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make(limit=2 * MIB, timeout=0.05)
+    held = pool.allocate("cuda:0", MIB // 12)
+    request = pool.request(X, W, on="cuda:0")
+    gate = threading.Event()
+    pool.cupy.cuda.get_current_stream().launch_host_func(lambda _: gate.wait(30), None)
+    with ThreadPoolExecutor(1) as delivery:
+        error = delivery.submit(pool.answer, request).exception()
+    gate.set()
+    assert isinstance(error, PredictTimeoutError)
+    assert held.shape
+
+
+def test_results_in_place_are_only_views_for_the_delivery_thread(make: Callable[..., Pool]) -> None:
+    pool = make()
+    assert pool.request(X, W, on="cuda:0").is_simple
+    own = Worker()
+    request = pool.request(X, W, on="cuda:0")
+    references(request, 0)
+    request.message(0, fresh=True)
+    request.take(0, replied(own.put(("y", 2 * X[:2]))), own.fetch, 0, LIMIT)
+    assert not request.is_simple
+    own.close()
+
+
+@pytest.mark.parametrize("array", [np.float32(3.0), np.zeros((0, 3), np.float32)])
+def test_tensor_without_dimensions_or_elements_goes_in_and_out(
+    make: Callable[..., Pool], array: Any
+) -> None:
+    shape = [*np.shape(array)]
+    value: Value = ("float32", shape)
+    pool = make(model=model({"x": value}, {"y": value}))
+    request = pool.request(pool.cupy.asarray(np.asarray(array)), on="cuda:0", pieces=1, how=None)
+    y: Any = pool.answer(request)["y"]
+    np.testing.assert_array_equal(y.get(), 2 * array)
+    assert y.shape == tuple(shape)
+
+
+def test_counting_inputs_takes_no_lock_that_the_loop_would_wait_for(
+    make: Callable[..., Pool],
+) -> None:
+    memory = make().card(Device("cuda", 0))
+    with ThreadPoolExecutor(4) as threads:
+        for size in range(100):
+            threads.submit(memory.count, "copied", size)
+    assert memory.statistics().inputs["copied"] == 100
+    assert memory.statistics().input_bytes["copied"] == sum(range(100))

@@ -1,0 +1,656 @@
+"""Tests of the collectives in shared memory, with ranks as threads; no second process."""
+
+import errno
+import fcntl
+import os
+import resource
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcinfer.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    InvalidInputError,
+    MissingDependencyError,
+    ProtocolError,
+    RankDiedError,
+)
+from mcinfer.ranks.collectives import join, rendezvous
+from mcinfer.ranks.collectives.base import Group
+from mcinfer.ranks.collectives.bootstrap import _receive, send_error
+from mcinfer.ranks.collectives.memory import RING, Area
+from mcinfer.ranks.collectives.rendezvous import meet
+from mcinfer.ranks.collectives.shm import join_sockets
+from tests.collective_contract import CONTRACT
+from tests.open_descriptors import no_descriptor_left
+from tests.thread_ranks import in_threads, results, run_ranks, star
+
+DTYPES = ["float32", "float64", "int8", "uint16", "int64", "float16", "bfloat16", "complex64"]
+
+
+def dtype_of(name: str) -> "np.dtype[Any]":
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+def test_contract(check: Callable[[Group], None], size: int) -> None:
+    with no_descriptor_left():
+        results(size, check)
+
+
+def random_parts(seed: int, size: int, shape: tuple[int, ...], dtype: str) -> list[Any]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 100, shape).astype(dtype_of(dtype)) for _ in range(size)]
+
+
+def summed(parts: list[Any]) -> Any:
+    """In the order of the ranks; 16-bit floats in float32."""
+    dtype = parts[0].dtype
+    is_narrow = dtype.itemsize == 2 and dtype.name.endswith(("float16", "bfloat16"))
+    total = parts[0].astype(np.float32) if is_narrow else parts[0].copy()
+    for other in parts[1:]:
+        total += other.astype(total.dtype)
+    return total.astype(dtype)
+
+
+@settings(max_examples=30)
+@given(
+    size=st.integers(1, 4),
+    shape=st.lists(st.integers(0, 5), max_size=4).map(tuple) | st.just((70_001,)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_results_are_those_of_numpy(
+    size: int, shape: tuple[int, ...], dtype: str, seed: int
+) -> None:
+    parts = random_parts(seed, size, shape, dtype)
+    root = seed % size
+    axis = seed % len(shape) if shape else None
+
+    def body(group: Group) -> list[Any]:
+        own = parts[group.rank]
+        found = [group.all_reduce(own), group.broadcast(own, root)]
+        if dtype != "complex64":
+            found.append(group.all_reduce(own, "max"))
+        if axis is not None:
+            found.append(group.all_gather(own, axis))
+            found.append(group.reduce_scatter(np.concatenate([own] * size, axis), axis))
+        return found
+
+    outcomes = results(size, body)
+    expected = [summed(parts), parts[root]]
+    if dtype != "complex64":
+        expected.append(np.maximum.reduce(parts))
+    if axis is not None:
+        expected += [np.concatenate(parts, axis), summed(parts)]
+    for outcome in outcomes:
+        for got, want in zip(outcome, expected, strict=True):
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(got, want)
+
+
+def test_ranks_have_the_same_bits() -> None:
+    def body(group: Group) -> bytes:
+        random = np.random.default_rng(group.rank)
+        small, large = random.normal(size=1000), random.normal(size=100_001)
+        return group.all_reduce(small).tobytes() + group.all_reduce(large, "mean").tobytes()
+
+    assert len({*results(4, body)}) == 1
+
+
+def test_overflow_is_infinite_in_silence() -> None:
+    def body(group: Group) -> Any:
+        return group.all_reduce(np.full(4, 60000, np.float16))
+
+    for found in results(2, body):
+        assert np.isinf(found).all()
+
+
+def test_memory_is_valid_after_the_group_is_closed() -> None:
+    def body(group: Group) -> Any:
+        collective = group.prepare_all_reduce((100_000,), np.float32)
+        collective.input[:] = 1
+        collective.run()
+        group.close()
+        return collective.output
+
+    for output in results(2, body):
+        assert (output == 2).all()
+
+
+def test_one_array_can_wait_while_the_sender_goes_on_to_other_operations() -> None:
+    def body(group: Group) -> None:
+        if group.rank == 0:
+            group.send(np.ones(3), 1)
+        group.barrier()
+        if group.rank == 1:
+            assert group.recv((3,), "float64", 0).tolist() == [1, 1, 1]
+
+    results(2, body)
+
+
+def test_array_that_is_received_is_not_overwritten_by_the_next_one() -> None:
+    """Also where the receiver makes room for more messages with it: it says so after it has read."""
+    arrays = [np.full(1 << 20, number) for number in range(2)]
+
+    def body(group: Group) -> None:
+        transfer = group.prepare_transfer([1], np.uint8, 0, 1)
+        for _ in range(10):
+            for _ in range(RING // 2 - 1):
+                transfer.run()
+            for array in arrays:
+                if group.rank == 0:
+                    group.send(array, 1)
+                else:
+                    np.testing.assert_array_equal(group.recv(array.shape, array.dtype, 0), array)
+
+    results(2, body)
+
+
+def test_source_of_many_transfers_waits_for_room() -> None:
+    def body(group: Group) -> None:
+        transfer = group.prepare_transfer((1,), np.int32, 0, 1)
+        for _ in range(500):
+            transfer.run()
+
+    results(2, body)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "texts"),
+    [
+        (
+            lambda group: group.all_reduce(np.ones((2, 3), np.float32)),
+            lambda group: group.all_reduce(np.ones(4, np.float32)),
+            "rank 0: all_reduce sum float32[2, 3]; rank 1: all_reduce sum float32[4]",
+        ),
+        (
+            lambda group: group.all_reduce(np.ones(500_000, np.float32)),
+            lambda group: group.barrier(),
+            "rank 0: all_reduce sum float32[500000]; rank 1: barrier",
+        ),
+        (
+            lambda group: group.all_gather(np.ones((2, 2), np.int8), 1),
+            lambda group: group.all_gather(np.ones((2, 2), np.int8), 0),
+            "rank 0: all_gather int8[2, 2] along axis 1; rank 1: all_gather int8[2, 2] along axis 0",
+        ),
+        (
+            lambda group: group.subgroup([0]),
+            lambda group: group.subgroup([1]),
+            "rank 0: subgroup [0]; rank 1: subgroup [1]",
+        ),
+    ],
+)
+def test_operations_that_differ_are_an_error_in_all_ranks(
+    one: Callable[[Group], object], other: Callable[[Group], object], texts: str
+) -> None:
+    def body(group: Group) -> str:
+        act = other if group.rank == 1 else one
+        with pytest.raises(InvalidInputError) as caught:
+            act(group)
+        with pytest.raises(ClosedError, match="the group is closed: ranks run different"):
+            group.barrier()
+        return str(caught.value)
+
+    with no_descriptor_left():
+        for found in results(3, body):
+            assert found == f"ranks run different operations: {texts}"
+
+
+def test_memory_prepared_in_different_orders_is_an_error() -> None:
+    def body(group: Group) -> None:
+        sizes = [100_000, 200_000] if group.rank else [200_000, 100_000]
+        collectives = {size: group.prepare_all_reduce((size,), np.float32) for size in sizes}
+        collectives[100_000].run()
+
+    for exc in run_ranks(2, body):
+        assert isinstance(exc, InvalidInputError)
+        assert "in different orders" in str(exc)
+
+
+def test_array_of_another_shape_than_was_sent_is_an_error_in_both() -> None:
+    def body(group: Group) -> None:
+        if group.rank == 0:
+            group.send(np.ones(3, np.float32), 1)
+        else:
+            group.recv((4,), np.float32, 0)
+        group.barrier()
+
+    for exc in run_ranks(2, body):
+        assert isinstance(exc, InvalidInputError)
+        assert "rank 0: send float32[3]" in str(exc)
+        assert "rank 1: send float32[4]" in str(exc)
+
+
+def test_rank_that_does_not_come_is_named_in_all() -> None:
+    gone = threading.Semaphore(0)
+
+    def body(group: Group) -> None:
+        if group.rank == 1:
+            assert gone.acquire(timeout=30)
+            assert gone.acquire(timeout=30)
+            return
+        try:
+            group.barrier()
+        finally:
+            gone.release()
+
+    outcomes = run_ranks(3, body, timeout=0.3)
+    for rank in (0, 2):
+        exc = outcomes[rank]
+        assert isinstance(exc, CollectiveTimeoutError)
+        assert "barrier: rank 1 (pid" in str(exc)
+
+
+def test_group_that_one_rank_gave_up_is_closed_for_a_late_one() -> None:
+    gone = threading.Event()
+
+    def body(group: Group) -> None:
+        if group.rank == 1:
+            assert gone.wait(30)
+            group.barrier()
+        try:
+            group.barrier()
+        finally:
+            gone.set()
+
+    assert [type(outcome) for outcome in run_ranks(2, body, timeout=0.3)] == [
+        CollectiveTimeoutError,
+        CollectiveTimeoutError,
+    ]
+
+
+def test_rank_that_leaves_ends_what_others_wait_for() -> None:
+    def body(group: Group) -> None:
+        group.barrier()
+        if group.rank != 1:
+            group.barrier()
+
+    outcomes = run_ranks(3, body)
+    assert outcomes[1] is None
+    for exc in (outcomes[0], outcomes[2]):
+        assert isinstance(exc, RankDiedError)
+        assert "rank 1 (pid" in str(exc)
+        assert "closed the group" in str(exc)
+
+
+class InterruptError(Exception):
+    pass
+
+
+def test_interrupted_rank_ends_the_group_for_all() -> None:
+    def body(group: Group) -> None:
+        group.barrier()
+        if group.rank == 1:
+            group._look = interrupted  # type: ignore[attr-defined]
+        group.barrier() if group.rank else group.recv((1,), np.int8, 1)
+
+    def interrupted(_: float) -> bool:
+        raise InterruptError("ctrl-c")
+
+    first, second = run_ranks(2, body)
+    assert isinstance(second, InterruptError)
+    assert isinstance(first, RankDiedError)
+    assert "rank 1 (pid" in str(first)
+    assert "InterruptError: ctrl-c" in str(first)
+
+
+# Joining.
+
+
+def test_sockets_are_the_callers_again() -> None:
+    with ExitStack() as stack:
+        ends = star(stack, 2)
+        with no_descriptor_left():
+            in_threads(2, lambda rank: join_sockets(rank, 2, ends[rank]).close())
+        ends[0][0].send(b"a command")
+        assert ends[1][0].recvmsg(100)[:3] == (b"a command", [], 0)
+
+
+def test_wrong_number_of_sockets_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="sockets: got 0, expected 2 in rank 0 of 3"):
+        join_sockets(0, 3, [])
+
+
+def test_ranks_of_different_sizes_are_an_error_in_all() -> None:
+    with no_descriptor_left(), ExitStack() as stack:
+        ends = star(stack, 2)
+        outcomes = in_threads(2, lambda rank: join_sockets(rank, rank + 2, ends[rank], timeout=10))
+    for exc in outcomes:
+        assert isinstance(exc, InvalidInputError)
+        assert "rank 1 of a group of 2" in str(exc)
+        assert "rank 1 of 3" in str(exc)
+
+
+def test_hub_that_hangs_up_is_an_error() -> None:
+    hub, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    hub.close()
+    with other, no_descriptor_left(), pytest.raises(RankDiedError, match="hung up"):
+        join_sockets(1, 2, [other], timeout=10)
+
+
+def test_socket_that_says_something_else_is_refused() -> None:
+    hub, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with hub, other, no_descriptor_left():
+        other.send(b"GET / HTTP/1.1")
+        with pytest.raises(ProtocolError, match="rank 1: got b'GET"):
+            join_sockets(0, 2, [hub], timeout=10)
+
+
+def test_rank_that_does_not_join_is_named() -> None:
+    with no_descriptor_left(), ExitStack() as stack:
+        ends = star(stack, 3)
+        outcomes = in_threads(2, lambda rank: join_sockets(rank, 3, ends[rank], timeout=1.0))
+    for exc in outcomes:
+        assert isinstance(exc, CollectiveTimeoutError)
+        assert "rank 2 did not join" in str(exc)
+
+
+def joined(*ranks: tuple[str, int, int], timeout: float = 30.0) -> list[object]:
+    """What joining by (key, rank, size) gives in each; a group is used once and closed."""
+
+    def body(number: int) -> object:
+        key, rank, size = ranks[number]
+        with join(f"test {id(ranks)} {key}", rank, size, timeout=timeout) as group:
+            return group.all_reduce(np.ones(2)).tolist()
+
+    with no_descriptor_left():
+        return in_threads(len(ranks), body)
+
+
+def test_ranks_join_by_key() -> None:
+    assert joined(("a", 0, 3), ("a", 1, 3), ("a", 2, 3)) == [[3, 3]] * 3
+    assert joined(("a", 0, 1)) == [[1, 1]]
+
+
+def test_group_meets_in_a_folder_of_its_user_alone_and_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first place others can enter such a folder, and in the last one, too, the second time."""
+    name = f"mcinfer-groups-{os.geteuid()}"
+    entered, private = (tmp_path / place / name for place in ("entered", "private"))
+    for folder in (entered, private):
+        folder.parent.mkdir()
+    entered.mkdir()
+    entered.chmod(0o777)
+    groups_meet_in(monkeypatch, entered.parent, private.parent)
+    sockets = met("a", lambda: [private.stat().st_mode & 0o777, *private.iterdir()])
+    assert sockets[0] == 0o700
+    assert len(sockets) == 2
+    assert not [*entered.iterdir()]
+    assert not private.exists()
+
+    # A rank 0 that was killed leaves its name, which the next one takes.
+    private.mkdir(0o700)
+    fd = os.open(private, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(f"/proc/self/fd/{fd}/{sockets[1].name}")
+    os.close(fd)
+    assert met("a", lambda: [*private.iterdir()]) == sockets[1:]
+    assert not private.exists()
+
+    private.mkdir()
+    private.chmod(0o755)
+    (exc,) = joined(("a", 0, 2))
+    assert isinstance(exc, OSError)
+    assert f"{entered} is of user" in str(exc)
+    assert f"{private} is of user {os.geteuid()} and has mode 0755, expected" in str(exc)
+
+
+def groups_meet_in(monkeypatch: pytest.MonkeyPatch, *places: Path) -> None:
+    found = [str(place) for place in places]
+    monkeypatch.setattr(rendezvous, "temporary_places", lambda *_: found)
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link", "below a file"])
+def test_place_that_cannot_be_used_is_passed_over_by_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    taken, private = tmp_path / "taken", tmp_path / "private"
+    name = f"mcinfer-groups-{os.geteuid()}"
+    private.mkdir()
+    if kind == "below a file":
+        taken.touch()
+    else:
+        taken.mkdir()
+        if kind == "a file":
+            (taken / name).touch()
+        else:
+            (taken / name).symlink_to("nowhere")
+    groups_meet_in(monkeypatch, taken, private)
+    outcomes = joined(("a", 0, 2), ("a", 1, 2))
+    assert outcomes == [[2, 2]] * 2
+    (exc,) = joined(("a", 1, 2), timeout=0.1)
+    assert isinstance(exc, CollectiveTimeoutError)
+    assert "no rank 0 of the group" in str(exc)
+    assert f"({taken / name}: Not a directory)" in str(exc)
+
+
+def test_rank_that_has_no_descriptor_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(rendezvous, "open_private", refuse)
+    for exc in joined(("a", 0, 2), ("a", 1, 2)):
+        assert isinstance(exc, OSError)
+        assert exc.errno == errno.EMFILE
+
+
+def test_ranks_with_other_temporary_folders_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    own = threading.local()
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: own.folder)
+
+    def body(rank: int) -> object:
+        own.folder = str(tmp_path / str(rank))
+        (tmp_path / str(rank)).mkdir()
+        with join(f"test {tmp_path}", rank, 2, timeout=10.0) as group:
+            return group.all_reduce(np.ones(2)).tolist()
+
+    assert in_threads(2, body) == [[2, 2]] * 2
+
+
+def test_lock_that_another_process_does_not_let_go_ends_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / f"mcinfer-groups-{os.geteuid()}"
+    folder.mkdir(0o700)
+    groups_meet_in(monkeypatch, tmp_path)
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    timer = threading.Timer(10.0, fcntl.flock, (fd, fcntl.LOCK_UN))
+    timer.start()
+    try:
+        start = time.monotonic()
+        (exc,) = joined(("a", 0, 2), timeout=0.2)
+        assert time.monotonic() - start < 5.0
+    finally:
+        timer.cancel()
+        os.close(fd)
+    assert isinstance(exc, CollectiveTimeoutError)
+    assert str(exc).startswith(f"{folder}: another process did not let its lock go within 0.2 s")
+
+
+def test_lock_that_another_process_takes_while_ranks_meet_does_not_cost_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / f"mcinfer-groups-{os.geteuid()}"
+    groups_meet_in(monkeypatch, tmp_path)
+    held = []
+
+    def body(rank: int) -> object:
+        (end,) = meet("a", rank, 2, 1.0)
+        with end:
+            if rank:
+                fd = os.open(folder, os.O_RDONLY)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                held.append((fd, threading.Timer(10.0, fcntl.flock, (fd, fcntl.LOCK_UN))))
+                held[0][1].start()
+                end.send(b'{"rank": 1, "size": 2}')
+        return time.monotonic()
+
+    start = time.monotonic()
+    outcomes = in_threads(2, body)
+    for fd, timer in held:
+        timer.cancel()
+        os.close(fd)
+    assert [type(end) for end in outcomes] == [float, float]
+    assert all(isinstance(end, float) and end - start < 8.0 for end in outcomes)
+
+
+def met(key: str, look: Callable[[], list[Any]]) -> list[Any]:
+    """What there is to be seen when rank 1 has connected, and rank 0 still waits for it to say so."""
+    seen = []
+
+    def body(rank: int) -> None:
+        (end,) = meet(key, rank, 2, 30.0)
+        with end:
+            if rank:
+                seen.extend(look())
+                end.send(b'{"rank": 1, "size": 2}')
+
+    with no_descriptor_left():
+        assert in_threads(2, body) == [None, None]
+    return seen
+
+
+def test_groups_of_different_keys_do_not_meet() -> None:
+    outcomes = joined(("a", 0, 2), ("b", 0, 2), ("b", 1, 2), ("a", 1, 2))
+    assert outcomes == [[2, 2]] * 4
+
+
+def test_missing_rank_is_named_to_all_who_came() -> None:
+    for exc in joined(("a", 0, 3), ("a", 2, 3), timeout=1.0):
+        assert isinstance(exc, CollectiveTimeoutError)
+        assert "no rank 1 came" in str(exc)
+
+
+def test_missing_rank_0_is_named() -> None:
+    (exc,) = joined(("a", 1, 2), timeout=0.1)
+    assert isinstance(exc, CollectiveTimeoutError)
+    assert "no rank 0" in str(exc)
+
+
+def test_two_processes_of_one_rank_are_an_error_in_all() -> None:
+    for exc in joined(("a", 0, 3), ("a", 1, 3), ("a", 1, 3)):
+        assert isinstance(exc, InvalidInputError)
+        assert "both rank 1 of one group" in str(exc)
+
+
+def test_second_group_of_one_key_is_an_error_in_both() -> None:
+    for exc in joined(("a", 0, 2), ("a", 0, 2)):
+        assert isinstance(exc, InvalidInputError)
+        assert "both rank 0 of one group; does another group have the same key?" in str(exc)
+
+
+def test_different_sizes_of_one_key_are_an_error_in_both() -> None:
+    for exc in joined(("a", 0, 2), ("a", 1, 4)):
+        assert isinstance(exc, InvalidInputError)
+        assert "expects 2 ranks, rank 1 (pid" in str(exc)
+        assert "expects 4" in str(exc)
+
+
+def test_rank_that_ends_before_all_have_joined_is_an_error() -> None:
+    key = "test of an early end"
+
+    def body(rank: int) -> object:
+        if rank == 0:
+            return join(key, 0, 3, timeout=30)
+        (end,) = meet(key, 1, 3, 30)
+        with end:
+            return end.send(b'{"rank": 1, "size": 3}')
+
+    with no_descriptor_left():
+        exc, _ = in_threads(2, body)
+    assert isinstance(exc, RankDiedError)
+    assert str(exc) == "rank 1 hung up before the group was complete"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("a", 2, 2, "shm"), "rank: got 2"),
+        (("a", -1, 2, "shm"), "rank: got -1"),
+        (("a", 0, 0, "shm"), "size: got 0"),
+        (("", 0, 1, "shm"), "key: got ''"),
+        (("a", 0, 1, "gloo"), "backend: got 'gloo', expected one of"),
+    ],
+)
+def test_arguments_of_join_are_checked(arguments: tuple[str, int, int, str], expected: str) -> None:
+    with pytest.raises(InvalidInputError, match=expected):
+        join(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("backend", "package", "expected"),
+    [
+        ("mpi", "mpi4py", r"need the package mpi4py: pip install 'mcinfer\[mpi\]'"),
+        ("nccl", "cupy", r"need CuPy with NCCL: pip install 'mcinfer\[cupy\]'"),
+    ],
+)
+def test_missing_package_is_named(
+    backend: str, package: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"mcinfer.ranks.collectives.{backend}", raising=False)
+    with pytest.raises(MissingDependencyError, match=expected):
+        join("a", 0, 1, backend)
+
+
+# Memory.
+
+
+@given(st.lists(st.integers(0, 40 << 20), max_size=30))
+def test_fixed_memory_does_not_overlap(sizes: list[int]) -> None:
+    area = Area()
+    end = 0
+    for size in sizes:
+        place = area.take(size)
+        start = place.window + place.offset
+        assert start >= end
+        assert start % 64 == 0
+        assert place.offset + size <= place.length
+        end = start + size
+
+
+def test_more_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="do not fit the memory of a group"):
+        Area().take(1 << 40)
+
+
+def test_a_limit_of_files_that_this_process_may_raise_does_not_keep_ranks_from_meeting() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        summed = results(2, lambda group: group.all_reduce(np.ones(3, np.float32)))
+        assert [array.tolist() for array in summed] == [[2.0] * 3] * 2
+        assert resource.getrlimit(resource.RLIMIT_FSIZE) == (1 << 20, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_long_error_of_one_rank_comes_to_the_others() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        send_error([ours], InvalidInputError("x" * 100_000))
+        with pytest.raises(InvalidInputError, match="characters left out"):
+            _receive(theirs, "rank 0")

@@ -1,0 +1,793 @@
+"""Tests of mcinfer/ranks/slices.py: ranks as threads run slices, and give what the whole model gives."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from onnx import NodeProto, TensorProto, helper
+
+from mcinfer.config import Device
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import Engine, EngineRequest, Run, RunCancelledError, Strings
+from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictError
+from mcinfer.ranks.collectives.base import Group, PeerFailedError
+from mcinfer.ranks.layouts import MAX_LAYOUTS
+from mcinfer.ranks.slices import RankEngine, prepare
+from mcinfer.ranks.slicing.slicer import write_slices
+from mcinfer.specs import numpy_dtype
+from tests.engine_tensors import buffer, content
+from tests.sliced_models import (
+    FRAGILE_PLACES,
+    Sliced,
+    all_gather,
+    all_reduce,
+    attention,
+    dist_collective,
+    fragile,
+    mlp,
+    pipeline,
+    place,
+    save,
+    value,
+)
+from tests.thread_ranks import results
+
+_T = TypeVar("_T")
+PATIENCE = 30.0
+Arrays = dict[str, NDArray[Any]]
+
+
+def run_ranks(size: int, rank: Callable[[Group, ExitStack], _T]) -> list[_T]:
+    """What the function returns in each rank; its stack ends before the group does."""
+
+    def body(group: Group) -> _T:
+        with ExitStack() as stack:
+            return rank(group, stack)
+
+    return results(size, body)
+
+
+class Bound:
+    """A run with arrays of its own for inputs and outputs."""
+
+    def __init__(self, engine: Engine, inputs: Arrays, shapes: dict[str, Sequence[int]]) -> None:
+        specs = {spec.name: spec for spec in engine.spec.outputs}
+        self.inputs = {name: array.copy() for name, array in inputs.items()}
+        self.outputs = {
+            name: np.full(shape, 77, numpy_dtype(specs[name].element_type))
+            for name, shape in shapes.items()
+        }
+        self.run: Run = engine.bind(
+            [buffer(spec.name, self.inputs[spec.name]) for spec in engine.spec.inputs],
+            [buffer(name, array) for name, array in self.outputs.items()],
+        )
+
+    def __call__(self, inputs: Arrays) -> Arrays:
+        """The outputs for inputs of the same shapes: those bound and those that the run produced."""
+        for name, array in inputs.items():
+            self.inputs[name][...] = array
+        produced = {item.name: content(item) for item in self.run.execute()}
+        return {name: array.copy() for name, array in self.outputs.items()} | produced
+
+
+def request(model: Path, **options: Any) -> EngineRequest:
+    return EngineRequest(
+        **{"model": str(model), "device": Device.parse("cpu:0"), "threads": 1, **options}
+    )
+
+
+def opened(
+    stack: ExitStack,
+    group: Group,
+    model: Path,
+    *,
+    folder: Path | None = None,
+    deliver_everywhere: bool = True,
+    depth: int = 1,
+    **options: Any,
+) -> RankEngine:
+    """This rank's engine, closed with the stack."""
+    engine = RankEngine(
+        request(model, **options),
+        group,
+        folder,
+        deliver_everywhere=deliver_everywhere,
+        depth=depth,
+    )
+    stack.callback(engine.close)
+    return engine
+
+
+def normal(seed: int, *shape: int) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def run_all(
+    model: Sliced, inputs: Sequence[Arrays], shapes: Sequence[dict[str, Sequence[int]]]
+) -> list[list[Arrays]]:
+    """Each rank's outputs of several runs, each one executed three times: found, bound, bound again."""
+
+    def rank(group: Group, stack: ExitStack) -> list[Arrays]:
+        engine = opened(stack, group, model.slices[group.rank])
+        found = []
+        for given, bound in zip(inputs, shapes, strict=True):
+            run = Bound(engine, given, bound)
+            outputs = [run(given) for _ in range(3)]
+            for other in outputs[1:]:
+                for name, array in outputs[0].items():
+                    np.testing.assert_array_equal(array, other[name])
+            found.append(outputs[0])
+        return found
+
+    return run_ranks(len(model.slices), rank)
+
+
+def assert_whole(model: Sliced, inputs: Sequence[Arrays], found: list[list[Arrays]]) -> None:
+    """All ranks have the same bits, close to those of the whole model."""
+    for number, given in enumerate(inputs):
+        expected = model.expected(given)
+        for name, wanted in zip(found[0][number], expected, strict=True):
+            for outputs in found:
+                np.testing.assert_array_equal(outputs[number][name], found[0][number][name])
+            difference = np.abs(found[0][number][name] - wanted).max()
+            assert difference <= 1e-5 * np.abs(wanted).max()
+
+
+# Tensor slices.
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_of_an_mlp_give_the_same_bits_close_to_the_whole(tmp_path: Path, ranks: int) -> None:
+    model = mlp(tmp_path, ranks)
+    inputs = [{"x": normal(batch, batch, 16)} for batch in (1, 5, 3, 5)]
+    found = run_all(model, inputs, [{"y": given["x"].shape} for given in inputs])
+    assert_whole(model, inputs, found)
+
+
+def test_collectives_in_tensorrts_form_run(tmp_path: Path) -> None:
+    node = partial(dist_collective, operation="all_reduce", reduce_op="sum", nb_rank=2)
+    model = mlp(tmp_path, 2, collective=lambda given, output: node(given, output))
+    inputs = [{"x": normal(1, 4, 16)}]
+    assert_whole(model, inputs, run_all(model, inputs, [{"y": (4, 16)}]))
+
+
+def test_attention_with_several_collectives_in_a_phase(tmp_path: Path) -> None:
+    model = attention(tmp_path, 2)
+    inputs = [{"x": normal(1, 2, length, 16)} for length in (7, 3)]
+    shapes: list[dict[str, Sequence[int]]] = [
+        {"y": given["x"].shape, "queries": given["x"].shape} for given in inputs
+    ]
+    assert_whole(model, inputs, run_all(model, inputs, shapes))
+
+
+def test_each_kind_of_collective_gives_its_result(tmp_path: Path) -> None:
+    kinds = {
+        "total": dist_collective("part", "total", "all_reduce", reduce_op="sum"),
+        "most": dist_collective("part", "most", "all_reduce", reduce_op="max"),
+        "mean": dist_collective("part", "mean", "all_reduce", reduce_op="avg"),
+        "joined": dist_collective("part", "joined", "all_gather", nb_rank=2),
+        "share": dist_collective("part", "share", "reduce_scatter", reduce_op="sum"),
+        "second": dist_collective("part", "second", "broadcast", root=1),
+        "again": all_gather("share", "again", 2, -1),
+    }
+    slices = [
+        save(
+            tmp_path / f"model{rank}.onnx",
+            [helper.make_node("Mul", ["x", "factor"], ["part"]), *kinds.values()],
+            [value("x", "n", 3)],
+            [value(name, None, None) for name in kinds],
+            {"factor": np.array(rank + 1, np.float32)},
+        )
+        for rank in range(2)
+    ]
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, slices[group.rank])
+        for rows in (4, 2, 4):
+            x = normal(rows, rows, 3)
+            run = Bound(engine, {"x": x}, {"second": (rows, 3), "joined": (2 * rows, 3)})
+            shares = np.split(3 * x, 2)
+            for _ in range(3):
+                for name, expected in {
+                    "total": 3 * x,
+                    "most": np.maximum(x, 2 * x),
+                    "mean": 1.5 * x,
+                    "joined": np.concatenate([x, 2 * x]),
+                    "share": shares[group.rank],
+                    "second": 2 * x,
+                    "again": np.concatenate(shares, 1),
+                }.items():
+                    np.testing.assert_allclose(run({"x": x})[name], expected, rtol=1e-6)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16"])
+def test_other_element_types_are_exchanged(tmp_path: Path, dtype: str) -> None:
+    """Types that NumPy lacks come from ml_dtypes."""
+    element = {"float16": TensorProto.FLOAT16, "float64": TensorProto.DOUBLE}.get(
+        dtype, TensorProto.BFLOAT16
+    )
+    nodes = [
+        helper.make_node("Cast", ["x"], ["narrow"], to=element),
+        all_reduce("narrow", "sum"),
+        helper.make_node("Cast", ["sum"], ["y"], to=TensorProto.FLOAT),
+    ]
+    path = save(tmp_path / "m.onnx", nodes, [value("x", "n")], [value("y", "n")], {})
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, path)
+        for count in (5, 0, 3):
+            x = np.arange(count, dtype=np.float32)
+            run = Bound(engine, {"x": x}, {"y": (count,)})
+            for _ in range(3):
+                np.testing.assert_array_equal(run({"x": x})["y"], 3 * x)
+
+    run_ranks(3, rank)
+
+
+def test_large_values_take_the_same_way(tmp_path: Path) -> None:
+    model = mlp(tmp_path, 2, width=64)
+    inputs = [{"x": normal(1, 3000, 64)}]
+    assert_whole(model, inputs, run_all(model, inputs, [{"y": (3000, 64)}]))
+
+
+def test_outputs_without_a_place_or_with_another_shape_are_produced(tmp_path: Path) -> None:
+    model = attention(tmp_path, 2)
+    inputs = [{"x": normal(seed, 2, 5, 16)} for seed in range(2)]
+    shapes: list[dict[str, Sequence[int]]] = [{}, {"y": (1, 5, 16)}]
+    assert_whole(model, inputs, run_all(model, inputs, shapes))
+
+
+def test_runs_of_one_collective_do_not_overtake_each_other(tmp_path: Path) -> None:
+    """Its memory would be written while the other rank reads that of the run before."""
+    nodes = [helper.make_node("Neg", ["x"], ["part"]), all_reduce("part", "y")]
+    path = save(tmp_path / "model0.onnx", nodes, [value("x", None)], [value("y", None)], {})
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        run = Bound(opened(stack, group, path), {"x": normal(0, 20000)}, {"y": (20000,)})
+        for number in range(200):
+            found = run({"x": np.full(20000, number + group.rank, np.float32)})["y"]
+            assert (found == -(2 * number + 1)).all()
+
+    run_ranks(2, rank)
+
+
+def test_layouts_beyond_the_limit_get_new_memory(tmp_path: Path) -> None:
+    model = mlp(tmp_path, 2, layers=1)
+    batches = [*range(1, MAX_LAYOUTS + 3), 1, MAX_LAYOUTS + 2, 2]
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, model.slices[group.rank])
+        runs: dict[int, Bound] = {}
+        arenas = set()
+        for batch in batches:
+            given = {"x": normal(batch, batch, 16)}
+            run = runs.setdefault(batch, Bound(engine, given, {"y": (batch, 16)}))
+            for _ in range(2):
+                found = run(given)["y"]
+                np.testing.assert_allclose(found, model.expected(given)[0], rtol=1e-4, atol=1e-5)
+            arenas.add(id(engine.arena))
+            assert len(engine.arena.layouts) <= MAX_LAYOUTS
+        assert len(arenas) == 2
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def test_output_that_is_an_input_is_that_of_its_own_run(
+    tmp_path: Path, tensor: int, pipeline: int, everywhere: bool
+) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w0"], ["h"]), helper.make_node("Relu", ["h"], ["r"])]
+    nodes.append(helper.make_node("MatMul", ["r", "w1"], ["y"]))
+    weights = {name: normal(seed, 32, 32) for seed, name in enumerate(("w0", "w1"))}
+    x, y = (value(name, "batch", 32) for name in "xy")
+    whole = save(tmp_path / "whole.onnx", nodes, [x], [x, y], weights)
+    folder = tmp_path / "slices"
+    folder.mkdir()
+    write_slices(whole, folder, tensor=tensor, pipeline=pipeline)
+    size = tensor * pipeline
+    given = [{"x": normal(seed, 3, 32)} for seed in range(8)]
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        path = folder / f"model{group.rank}.onnx"
+        engine = opened(stack, group, path, deliver_everywhere=everywhere)
+        kept = Bound(engine, given[0], {"x": (3, 32), "y": (3, 32)})
+        for inputs in given:
+            for run in (kept, Bound(engine, inputs, {}), Bound(engine, inputs, {"x": (3, 32)})):
+                found = run(inputs)
+                run.inputs["x"][...] = 0  # it is the caller's again
+                group.barrier()  # runs do not overlap
+                if everywhere or group.rank >= size - tensor:  # the last stage
+                    np.testing.assert_array_equal(found["x"], inputs["x"])
+                    wanted = np.maximum(inputs["x"] @ weights["w0"], 0) @ weights["w1"]
+                    np.testing.assert_allclose(found["y"], wanted, rtol=1e-3, atol=1e-3)
+
+    run_ranks(size, rank)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_input_whose_number_of_axes_the_model_does_not_say_may_have_any(
+    tmp_path: Path, tensor: int, pipeline: int
+) -> None:
+    nodes = [helper.make_node("Neg", ["x"], ["h"]), helper.make_node("Abs", ["h"], ["y"])]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy")
+    whole = save(tmp_path / "whole.onnx", nodes, [x], [y], {})
+    folder = tmp_path / "slices"
+    folder.mkdir()
+    write_slices(whole, folder, tensor=tensor, pipeline=pipeline)
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, folder / f"model{group.rank}.onnx")
+        for shape in ((3, 2), (4,), (1, 2, 3), (3, 2)):
+            given = {"x": -normal(1, *shape)}
+            for _ in range(2):
+                np.testing.assert_array_equal(Bound(engine, given, {})(given)["y"], abs(given["x"]))
+
+    run_ranks(2, rank)
+
+
+def test_strings_pass_beside_the_collectives(tmp_path: Path) -> None:
+    text = [helper.make_tensor_value_info(name, TensorProto.STRING, [2]) for name in "st"]
+    nodes = [helper.make_node("Identity", ["s"], ["t"]), all_reduce("x", "y")]
+    path = save(tmp_path / "m.onnx", nodes, [value("x", 2), text[0]], [value("y", 2), text[1]], {})
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, path)
+        x = normal(1, 2)
+        words = Strings(name="s", shape=(2,), values=("a", "b"))
+        y = np.empty(2, np.float32)
+        run = engine.bind([buffer("x", x), words], [buffer("y", y)])
+        for _ in range(3):
+            (produced,) = run.execute()
+            assert isinstance(produced, Strings)
+            assert produced.values == ("a", "b")
+            np.testing.assert_array_equal(y, 2 * x)
+
+    run_ranks(2, rank)
+
+
+# Shapes that depend on the data.
+
+
+def found_positives(path: Path) -> Path:
+    """y: where the sum of x over the ranks is positive; z: that many times the sum."""
+    nodes = [
+        helper.make_node("Identity", ["x"], ["part"]),
+        all_reduce("part", "sum"),
+        helper.make_node("Greater", ["sum", "zero"], ["is_positive"]),
+        helper.make_node("Compress", ["sum", "is_positive"], ["kept"], axis=0),
+        all_reduce("kept", "y"),
+        helper.make_node("Neg", ["y"], ["z"]),
+    ]
+    weights = {"zero": np.array(0, np.float32)}
+    outputs = [value("y", "kept"), value("z", "kept")]
+    return save(path, nodes, [value("x", 4)], outputs, weights)
+
+
+def test_shapes_that_change_with_the_data_are_right_each_time(tmp_path: Path) -> None:
+    path = found_positives(tmp_path / "model0.onnx")
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        given = {"x": np.array([1, 2, -3, 4], np.float32)}
+        run = Bound(opened(stack, group, path), given, {"y": (3,)})
+        for _ in range(2):
+            assert run(given)["z"].tolist() == [-4, -8, -16]
+        for _ in range(2):
+            assert run({"x": -given["x"]})["z"].tolist() == [-12]
+            assert run(given)["y"].tolist() == [4, 8, 16]
+
+    run_ranks(2, rank)
+
+
+def test_changed_shapes_pass_through_the_stages(tmp_path: Path) -> None:
+    first = [
+        helper.make_node("Greater", ["x", "zero"], ["is_positive"]),
+        helper.make_node("Compress", ["x", "is_positive"], ["kept"], axis=0),
+    ]
+    last = [helper.make_node("Neg", ["kept"], ["y"])]
+    x, kept, y = value("x", 4), value("kept", "kept"), value("y", "kept")
+    zero = {"zero": np.array(0, np.float32)}
+    about = partial(place, outputs=["y"], shape=["kept"], inputs={"x": [4]}, pipeline=2)
+    paths = [tmp_path / f"model{rank}.onnx" for rank in range(2)]
+    slices = [
+        save(paths[0], first, [x], [kept], zero, metadata=about(0, sends={"kept": [1]})),
+        save(paths[1], last, [kept], [y], {}, metadata=about(1, receives={"kept": 0})),
+    ]
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        given = {"x": np.array([1, 2, -3, 4], np.float32)}
+        run = Bound(opened(stack, group, slices[group.rank]), given, {"y": (3,)})
+        for _ in range(3):
+            assert run(given)["y"].tolist() == [-1, -2, -4]
+        for _ in range(2):
+            assert run({"x": -given["x"]})["y"].tolist() == [-3]
+            assert run(given)["y"].tolist() == [-1, -2, -4]
+
+    run_ranks(2, rank)
+
+
+# Pipelines.
+
+
+@pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (3, 2)])
+def test_all_ranks_of_a_pipeline_get_all_outputs(tmp_path: Path, stages: int, tensor: int) -> None:
+    model = pipeline(tmp_path, stages, tensor)
+    inputs = [{"x": normal(batch, batch, 16)} for batch in (4, 1, 4)]
+    shapes: list[dict[str, Sequence[int]]] = [
+        {"y": given["x"].shape, "first": given["x"].shape} for given in inputs
+    ]
+    assert_whole(model, inputs, run_all(model, inputs, shapes))
+    assert_whole(model, inputs, run_all(model, inputs, [{} for _ in inputs]))
+
+
+def test_stages_overlap_and_give_only_what_they_make(tmp_path: Path) -> None:
+    """The first stage begins two runs before the last one begins the first."""
+    model = pipeline(tmp_path, 2)
+    given = [{"x": normal(seed, 3, 16)} for seed in range(6)]
+    ahead = threading.Semaphore(0)
+    behind = threading.Semaphore(2)
+
+    def rank(group: Group, stack: ExitStack) -> list[Arrays]:
+        engine = opened(stack, group, model.slices[group.rank], deliver_everywhere=False, depth=2)
+        run = Bound(engine, given[0], {"y": (3, 16), "first": (3, 16)})
+        found = [run(given[0])]
+        for number, inputs in enumerate(given[1:]):
+            if group.rank == 0:
+                assert behind.acquire(timeout=PATIENCE)
+                found.append(run(inputs))
+                ahead.release()
+            else:
+                for _ in range(2 if number == 0 else number < len(given) - 2):
+                    assert ahead.acquire(timeout=PATIENCE)
+                found.append(run(inputs))
+                behind.release()
+        return found
+
+    first, second = run_ranks(2, rank)
+    for inputs, early, late in zip(given, first, second, strict=True):
+        wanted = model.expected(inputs)
+        np.testing.assert_allclose(late["y"], wanted[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(early["first"], wanted[1], rtol=1e-5, atol=1e-6)
+        assert (early["y"] == 77).all()
+        assert (late["first"] == 77).all()
+
+
+# Failures.
+
+
+def picky(folder: Path, ranks: int, *, after: bool) -> list[Path]:
+    """Slices whose rank 1 fails if ``x[0]`` is not 0, before or after a collective."""
+    slices = []
+    for rank in range(ranks):
+        pick = [
+            helper.make_node("Mul", ["sum" if after else "x", "factor"], ["scaled"]),
+            helper.make_node("Cast", ["scaled"], ["index"], to=TensorProto.INT64),
+            helper.make_node("Gather", ["table", "index"], ["picked"]),
+        ]
+        nodes: list[NodeProto] = [
+            *([] if after else pick),
+            all_reduce("x" if after else "picked", "sum"),
+            *(pick if after else [helper.make_node("Identity", ["sum"], ["picked2"])]),
+            all_reduce("picked" if after else "picked2", "y"),
+        ]
+        weights = {
+            "factor": np.array(1000 if rank == 1 else 0, np.float32),
+            "table": np.array([5], np.float32),
+        }
+        path = folder / f"model{rank}.onnx"
+        slices.append(save(path, nodes, [value("x", 2)], [value("y", 2)], weights))
+    return slices
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_failure_in_one_rank_fails_that_run_in_all(
+    tmp_path: Path, after: bool, learned: bool
+) -> None:
+    slices = picky(tmp_path, 3, after=after)
+    good, bad = np.zeros(2, np.float32), np.ones(2, np.float32)
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        run = Bound(opened(stack, group, slices[group.rank]), {"x": good}, {"y": (2,)})
+        right = [15, 15] if after else [45, 45]
+        for _ in range(2 * learned):
+            assert run({"x": good})["y"].tolist() == right
+        for _ in range(3):
+            with pytest.raises(PredictError) as raised:
+                run({"x": bad})
+            if group.rank != 1:
+                assert isinstance(raised.value, PeerFailedError)
+                assert "rank 1" in str(raised.value)
+            assert "out of data bounds" in str(raised.value)
+            for _ in range(2):
+                assert run({"x": good})["y"].tolist() == right
+
+    run_ranks(3, rank)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("learned", [False, True])
+def test_failure_in_a_stage_fails_the_later_ones_and_all_that_wait(
+    tmp_path: Path, learned: bool, everywhere: bool
+) -> None:
+    middle = [
+        helper.make_node("Cast", ["a"], ["index"], to=TensorProto.INT64),
+        helper.make_node("Gather", ["table", "index"], ["b"]),
+    ]
+    parts: list[tuple[list[NodeProto], str, str]] = [
+        ([helper.make_node("Identity", ["x"], ["a"])], "x", "a"),
+        (middle, "a", "b"),
+        ([helper.make_node("Neg", ["b"], ["y"])], "b", "y"),
+    ]
+    slices = [
+        save(
+            tmp_path / f"model{rank}.onnx",
+            nodes,
+            [value(given, 1)],
+            [value(made, 1)],
+            {"table": np.array([5], np.float32)},
+            metadata=place(
+                rank,
+                ["y"],
+                [1],
+                pipeline=3,
+                receives={given: rank - 1} if rank else {},
+                sends={made: [rank + 1]} if rank < 2 else {},
+            ),
+        )
+        for rank, (nodes, given, made) in enumerate(parts)
+    ]
+    good, bad = np.zeros(1, np.float32), np.ones(1, np.float32)
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, slices[group.rank], deliver_everywhere=everywhere)
+        run = Bound(engine, {"x": good}, {"y": (1,)})
+        for _ in range(2 * learned):
+            run({"x": good})
+            group.barrier()
+        for _ in range(2):
+            # The first stage waits for the others only if outputs are delivered, or memory is to be made.
+            if group.rank > 0 or everywhere or not learned:
+                with pytest.raises(PredictError, match="out of data bounds"):
+                    run({"x": bad})
+            else:
+                run({"x": bad})
+            group.barrier()  # runs do not overlap
+        for _ in range(3):
+            outputs = run({"x": good})
+            group.barrier()
+            if everywhere or group.rank == 2:
+                assert outputs["y"].tolist() == [-5]
+
+    run_ranks(3, rank)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(("stages", "tensor"), [(1, 3), (2, 1), (2, 2), (3, 2)])
+def test_failure_anywhere_leaves_all_ranks_in_step(
+    tmp_path: Path, stages: int, tensor: int, everywhere: bool
+) -> None:
+    """Each segment of each rank fails; the first runs are those that find the shapes."""
+    slices = fragile(tmp_path, stages, tensor)
+    size = stages * tensor
+    codes = [code for bad in range(FRAGILE_PLACES * size) for code in (bad, -1)]
+
+    def rank(group: Group, stack: ExitStack) -> list[str]:
+        engine = opened(stack, group, slices[group.rank], deliver_everywhere=everywhere)
+        failed: list[str] = []
+        for number, code in enumerate(codes):
+            given = {
+                "x": np.arange(4, dtype=np.float32) + number,
+                "code": np.array(code, np.float32),
+            }
+            shapes: dict[str, Sequence[int]] = {"y": (4,)} if number % 3 else {}
+            try:
+                outputs = Bound(engine, given, shapes)(given)
+            except PredictError as exc:
+                failed.append(str(exc))
+            else:
+                failed.append("")
+                expected = given["x"] * tensor ** (2 * stages)
+                if stages > 2:
+                    expected += given["x"] * tensor**2
+                if group.rank >= size - tensor or everywhere:
+                    np.testing.assert_array_equal(outputs["y"], expected)
+            if not everywhere:
+                group.barrier()  # runs do not overlap
+        return failed
+
+    for number, failed in enumerate(zip(*run_ranks(size, rank), strict=True)):
+        code = codes[number]
+        if code < 0:
+            assert not any(failed)
+        else:
+            assert "out of data bounds" in failed[code // FRAGILE_PLACES]
+            assert all("out of data bounds" in text for text in failed if text or everywhere)
+
+
+def test_invalid_inputs_are_refused_in_all_ranks_and_the_group_lives_on(tmp_path: Path) -> None:
+    model = mlp(tmp_path, 2)
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, model.slices[group.rank])
+        for x in (normal(1, 4, 15), normal(1, 4, 16).astype(np.float64)):
+            with pytest.raises(InvalidInputError, match="input 'x': got float"):
+                engine.bind([buffer("x", x)], [])
+        given = {"x": normal(1, 4, 16)}
+        np.testing.assert_allclose(
+            Bound(engine, given, {"y": (4, 16)})(given)["y"],
+            model.expected(given)[0],
+            rtol=1e-4,
+            atol=1e-5,
+        )
+
+    run_ranks(2, rank)
+
+
+def test_cancel_in_one_rank_ends_the_run_in_all(tmp_path: Path) -> None:
+    """One rank runs a loop that hardly ends; the other waits for it in the collective."""
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["go"], ["on"]),
+            helper.make_node("Add", ["carried", "one"], ["grown"]),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info("step", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+            value("carried", 2),
+        ],
+        [helper.make_tensor_value_info("on", TensorProto.BOOL, []), value("grown", 2)],
+    )
+    slices = [
+        save(
+            tmp_path / f"model{rank}.onnx",
+            [
+                helper.make_node("Mul", ["times", "wanted"], ["count"]),
+                helper.make_node("Loop", ["count", "", "x"], ["part"], body=body),
+                all_reduce("part", "y"),
+            ],
+            [value("x", 2), helper.make_tensor_value_info("wanted", TensorProto.INT64, [])],
+            [value("y", 2)],
+            {"times": np.array(rank, np.int64), "one": np.ones(2, np.float32)},
+        )
+        for rank in range(2)
+    ]
+    short: Arrays = {"x": np.zeros(2, np.float32), "wanted": np.array(3, np.int64)}
+    endless = short | {"wanted": np.array(1 << 60, np.int64)}
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, slices[group.rank])
+        run = Bound(engine, short, {"y": (2,)})
+        for learned in (False, True):
+            for _ in range(2 * learned):
+                assert run(short)["y"].tolist() == [3, 3]
+            engine.arm()
+            with pytest.raises(RunCancelledError):
+                cancel_soon(engine, group.rank, partial(run, endless))
+            engine.arm()
+            assert run(short)["y"].tolist() == [3, 3]
+
+    run_ranks(2, rank)
+
+
+def cancel_soon(engine: RankEngine, rank: int, run: Callable[[], Arrays]) -> None:
+    """Cancel the run of rank 1, before or while it runs."""
+    canceller = threading.Thread(target=engine.cancel)
+    if rank == 1:
+        canceller.start()
+    try:
+        run()
+    finally:
+        if rank == 1:
+            canceller.join()
+
+
+def test_interrupted_rank_closes_the_group(tmp_path: Path) -> None:
+    model = mlp(tmp_path, 2)
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, model.slices[group.rank])
+        given = {"x": normal(1, 4, 16)}
+        run = Bound(engine, given, {"y": (4, 16)})
+        run(given)
+        engine.close()
+        with pytest.raises(ClosedError, match="this rank closed it"):
+            run(given)
+
+    run_ranks(2, rank)
+
+
+# Loading.
+
+
+def failing_loads(slices: Sequence[Path], message: Sequence[str], **options: Any) -> None:
+    def rank(group: Group, stack: ExitStack) -> None:
+        with pytest.raises(BuildError, match=message[group.rank]):
+            opened(stack, group, slices[group.rank], **options)
+
+    run_ranks(len(slices), rank)
+
+
+def test_slice_that_cannot_be_loaded_fails_in_all_ranks(tmp_path: Path) -> None:
+    model = mlp(tmp_path, 2)
+    missing = tmp_path / "missing.onnx"
+    failing_loads([model.slices[0], missing], ["rank 1.*failed.*missing", "^.*missing"])
+    os.mkfifo(missing)
+    failing_loads([missing, model.slices[1]], ["got a pipe", "rank 0.*failed.*got a pipe"])
+
+
+def test_slices_that_do_not_fit_the_group_are_refused(tmp_path: Path) -> None:
+    nodes = [all_gather("x", "y", 4, 0)]
+    path = save(tmp_path / "model0.onnx", nodes, [value("x", 2)], [value("y", 8)], {})
+    failing_loads([path, path], ["is for 4 ranks, got a group of 2"] * 2)
+    stages = pipeline(tmp_path, 2).slices
+    failing_loads(
+        stages[::-1], [f"the slice of rank {1 - rank}, got rank {rank}" for rank in (0, 1)]
+    )
+
+
+def test_weights_of_slices_cannot_be_replaced(tmp_path: Path) -> None:
+    slices = mlp(tmp_path, 2).slices
+    failing_loads(slices, ["weights of a sliced model"] * 2, variable_weights=("up0",))
+
+
+def test_open_engine_loads_a_slice_in_a_group(tmp_path: Path) -> None:
+    model = mlp(tmp_path, 2)
+
+    def rank(group: Group, stack: ExitStack) -> Arrays:
+        asked = request(model.slices[group.rank], threads=2)
+        engine = open_engine("onnxruntime", asked, group=group)
+        assert isinstance(engine, RankEngine)
+        assert engine.providers == ("CPUExecutionProvider",)
+        stack.callback(engine.close)
+        given = {"x": normal(1, 4, 16)}
+        return Bound(engine, given, {"y": (4, 16)})(given)
+
+    found = run_ranks(2, rank)
+    assert_whole(model, [{"x": normal(1, 4, 16)}], [[outputs] for outputs in found])
+
+
+def test_only_onnxruntime_runs_slices(tmp_path: Path) -> None:
+    def rank(group: Group, _stack: ExitStack) -> None:
+        with pytest.raises(BuildError, match="engine fake runs no slices"):
+            open_engine("fake", request(tmp_path / "m.json"), group=group)
+
+    run_ranks(1, rank)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [all_reduce("x", "y"), all_gather("x", "y", 1, 0), dist_collective("x", "y", "all_gather")],
+)
+def test_slice_without_a_group_is_refused_with_what_it_is(tmp_path: Path, node: NodeProto) -> None:
+    path = save(tmp_path / "model0.onnx", [node], [value("x", 4)], [value("y", 4)], {})
+    with pytest.raises(BuildError, match=f"{node.op_type}.*the model is one rank's slice"):
+        open_engine("onnxruntime", request(path))
+
+
+def test_prepared_segments_give_the_same(tmp_path: Path) -> None:
+    model = mlp(tmp_path, 2, width=64)
+    folders = [tmp_path / f"rank{rank}" for rank in range(2)]
+    for path, folder in zip(model.slices, folders, strict=True):
+        folder.mkdir()
+        prepare(request(path), folder)
+        path.with_suffix(".data").unlink()  # the folder has all weights
+
+    def rank(group: Group, stack: ExitStack) -> Arrays:
+        engine = opened(stack, group, model.slices[group.rank], folder=folders[group.rank])
+        run = Bound(engine, {"x": normal(1, 4, 64)}, {"y": (4, 64)})
+        run({"x": normal(2, 4, 64)})
+        return run({"x": normal(1, 4, 64)})
+
+    found = run_ranks(2, rank)
+    assert_whole(model, [{"x": normal(1, 4, 64)}], [[outputs] for outputs in found])

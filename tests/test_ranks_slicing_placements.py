@@ -1,0 +1,99 @@
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcinfer.ranks.slicing.placements import (
+    Dims,
+    Sharded,
+    divides,
+    gathered_order,
+    local_dims,
+    ranges,
+    reshaped,
+)
+
+BLOCKS = st.lists(st.integers(1, 4).map(lambda part: part * 2), min_size=1, max_size=3)
+
+
+def part(array: np.ndarray, cut: Sharded, ranks: int, rank: int) -> np.ndarray:
+    positions = [at for span in ranges(cut.blocks, ranks, rank) for at in range(*span)]
+    return np.asarray(array.take(positions, cut.axis))
+
+
+def test_packed_weight_is_cut_in_each_block() -> None:
+    assert ranges((4, 4, 4), 2, 0) == ((0, 2), (4, 6), (8, 10))
+    assert ranges((4, 4, 4), 2, 1) == ((2, 4), (6, 8), (10, 12))
+
+
+def test_ranges_that_touch_are_one() -> None:
+    assert ranges((4,), 1, 0) == ranges((2, 2), 1, 0) == ((0, 4),)
+
+
+@given(blocks=BLOCKS)
+def test_parts_in_gathered_order_are_the_whole(blocks: list[int]) -> None:
+    whole = np.arange(sum(blocks))
+    cut = Sharded(0, tuple(blocks))
+    joined = np.concatenate([part(whole, cut, 2, rank) for rank in range(2)])
+    assert np.array_equal(joined[gathered_order(blocks, 2)], whole)
+
+
+def test_empty_blocks_cannot_be_cut() -> None:
+    assert not divides(2, (0, 4))
+    assert not divides(2, (3,))
+    assert divides(2, (2, 4))
+
+
+@given(data=st.data())
+def test_cut_that_a_reshape_keeps_has_the_same_elements(data: st.DataObject) -> None:
+    source = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4))
+    factors = data.draw(st.permutations([2, 3, *source]))[: data.draw(st.integers(0, 3))]
+    rest = prod(source) // prod(factors) if prod(source) % prod(factors) == 0 else 0
+    target = [*factors, rest] if rest else [prod(source)]
+    axis = data.draw(st.integers(0, len(source) - 1))
+    size = source[axis]
+    blocks = data.draw(st.sampled_from([(size,), (size // 2, size - size // 2), (2, size - 2)]))
+    if not divides(2, blocks):
+        return
+    cut = Sharded(axis, blocks)
+    unknown = data.draw(st.sets(st.integers(0, 3)))
+    before: Dims = tuple(
+        None if at in unknown and at != axis else dim for at, dim in enumerate(source)
+    )
+    after: Dims = tuple(None if at in unknown and at > 0 else dim for at, dim in enumerate(target))
+    moved = reshaped(before, after, cut, 2)
+    if moved is None:
+        return
+    assert moved.size == target[moved.axis]
+    whole = np.arange(prod(source))
+    for rank in range(2):
+        own = part(whole.reshape(source), cut, 2, rank)
+        expected = part(whole.reshape(target), moved, 2, rank)
+        assert expected.shape == local_dims(tuple(target), moved, 2)
+        assert np.array_equal(own.reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "cut", "moved"),
+    [
+        (("b", "s", 64), ("b", "s", 4, 16), Sharded(2, (64,)), Sharded(2, (4,))),
+        (("b", "s", 4, 16), ("b", "s", 64), Sharded(2, (4,)), Sharded(2, (64,))),
+        (("b", "s", 192), ("b", "s", 3, 4, 16), Sharded(2, (64,) * 3), Sharded(3, (4,))),
+        (("b", "s", 192), ("b", "s", 3, 4, 16), Sharded(2, (192,)), None),
+        (("b", "s", 64), (None, 64), Sharded(2, (64,)), Sharded(1, (64,))),
+        (("b", "s", 64), ("b", "s", 1, 64), Sharded(2, (64,)), Sharded(3, (64,))),
+        (("b", 32, "h", "w"), ("b", 8, None), Sharded(1, (32,)), Sharded(1, (8,))),
+        (("b", 32, "h", "w"), ("b", 8, None), Sharded(1, (8, 24)), Sharded(1, (2, 6))),
+        (("b", 32, "h", "w"), ("b", 8, None), Sharded(1, (4, 28)), None),
+        (("b", 8, None), ("b", 32, "h", "w"), Sharded(1, (8,)), Sharded(1, (32,))),
+        (("b", 4, "s", 16), (None, "s", 16), Sharded(1, (4,)), None),
+        (("b", 64), ("b", 1, 64), Sharded(1, (64,)), Sharded(2, (64,))),
+        (("b", "s", 60), ("b", "s", 3, 20), Sharded(2, (60,)), None),
+    ],
+)
+def test_reshapes_of_models(
+    source: Dims, target: Dims, cut: Sharded, moved: Sharded | None
+) -> None:
+    assert reshaped(source, target, cut, 2) == moved
