@@ -132,8 +132,8 @@ class Master:
             the same from every worker.
         verify: How much of the split to check. ``"first"``: the first request that can show the split runs
             whole on one worker, which gives its answer, and also in pieces; the cache records the result
-            (see `split`). ``"always"``: every request is compared, which takes twice the work. ``"never"``:
-            nothing is checked or learned; the arguments and the model's symbols decide.
+            (see `split`). ``"never"``: nothing is checked or learned; the arguments and the model's symbols
+            decide.
         parallel: Over how many devices to cut the model itself, for one that does not fit a device: each
             device gets a slice of its weights, and a group of devices answers a request together. It needs
             the package onnx (``pip install 'mcinfer[onnx]'``). None: every device has the whole model.
@@ -188,10 +188,13 @@ class Master:
                 )
         if trace is not None and not callable(trace):
             raise InvalidInputError(f"trace: got {type(trace).__name__}, expected a function")
-        if verify not in ("first", "always", "never"):
+        if str(verify) == "always":
             raise InvalidInputError(
-                f"verify: got {verify!r}, expected 'first', 'always' or 'never'"
+                "verify: 'always' has left; 'first' compares requests whole and in pieces until the split is "
+                "known, and again with many more rows or new weights"
             )
+        if verify not in ("first", "never"):
+            raise InvalidInputError(f"verify: got {verify!r}, expected 'first' or 'never'")
         for name, word, words in (
             ("balance", balance, BALANCES),
             ("transport", transport, TRANSPORTS),

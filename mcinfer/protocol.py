@@ -31,7 +31,6 @@ from mcinfer.specs import STRING
 from mcinfer.validators import (
     Check,
     TensorFields,
-    TensorRef,
     is_axes,
     is_block,
     is_cores,
@@ -103,6 +102,9 @@ UPDATE_WEIGHTS = 10
 PREPARING = 11
 PREDICT_JOINED = 12
 
+
+TensorRef = tuple[str, str, tuple[int, ...], int | None, Any]
+"""Name, element type, shape, block id, byte offset; a worker's own blocks have negative ids."""
 
 _Count = Annotated[int, is_count]
 _Shard = Annotated[int, is_shard]

@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 Axes = Mapping[str, int | None]
 """By name, the axis to cut or join. None: the input goes whole; the output is the same from every worker."""
 
-Source = Literal["said", "declared", "recorded", "learned", "unknown"]
+Origin = Literal["said", "declared", "recorded", "learned", "unknown"]
 
 _BATCH_NAMES = (re.compile(r"\w*batch\w*", re.IGNORECASE), re.compile(r"n|b|bs", re.IGNORECASE))
 _SEQUENCE_NAME = re.compile(r"seq|len|time|step|token|frame", re.IGNORECASE)
@@ -70,7 +70,7 @@ class Split:
 
     inputs: Axes
     outputs: Mapping[str, int | str | None]
-    known: Source
+    known: Origin
     checked: bool = False
     rows: int = 0
     difference: float = 0.0
@@ -213,7 +213,7 @@ class OutputJoin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Cut:
     """One request, cut. Inputs and outputs are in the model's order.
 
     Attributes:
@@ -334,7 +334,7 @@ def first_split(model: ModelSpec, said: SaidAxes) -> Split:
         else:
             outputs[spec.name] = 0 if ones else "its axis is not known"
     if cut:
-        known: Source = "said" if said.inputs or said.outputs else "declared"
+        known: Origin = "said" if said.inputs or said.outputs else "declared"
         return Split(inputs=inputs, outputs=outputs, known=known)
     if said.inputs and all(spec.name in said.inputs for spec in model.inputs):
         reason = "batch_axes says that every input goes whole"
@@ -487,9 +487,9 @@ def split_by_weights(count: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def plan(
+def cut_batch(
     model: ModelSpec, shapes: Sequence[Shape], pieces: int | Shares, split: Split | None = None
-) -> Plan:
+) -> Cut:
     """Check the shapes of a request, and cut it into at most `pieces` (a fixed batch: as many as it needs).
 
     With `Shares`, rows go by these; they do not count for a fixed batch, whose pieces any worker may have.
@@ -520,31 +520,29 @@ def plan(
         )
         if len(joined) == len(outputs):  # no worker is needed
             empty = tuple(InputCut(axis=cut.axis, shapes=()) for cut in cuts)
-            return Plan(rows=(), inputs=empty, outputs=joined)
+            return Cut(rows=(), inputs=empty, outputs=joined)
         if fixed:
             raise InvalidInputError("inputs: got a batch of 0 rows, expected some")
-        return plan(model, shapes, 1)  # the runtime may know the outputs
+        return cut_batch(model, shapes, 1)  # the runtime may know the outputs
     declared = all(join.axis is not None and join.shapes is not None for join in outputs)
     cut = any(axis is not None for axis in axes)
     rowwise = cut and declared and not fixed and bool(outputs)
-    return Plan(
-        rows=rows, inputs=tuple(cuts), outputs=outputs, rowwise=rowwise, preferred=preferred
-    )
+    return Cut(rows=rows, inputs=tuple(cuts), outputs=outputs, rowwise=rowwise, preferred=preferred)
 
 
-def why_apart(model: ModelSpec, plan: Plan) -> str:
-    """Why requests of such a plan cannot share a run with others; empty if they can."""
+def why_apart(model: ModelSpec, cut: Cut) -> str:
+    """Why requests that are cut so cannot share a run with others; empty if they can."""
     for spec in (*model.inputs, *model.outputs):
         if spec.element_type == STRING:  # they do not lie in memory
             return f"{spec.name!r} holds strings"
         if ELEMENT_TYPES[spec.element_type].bits % 8:  # rows may end within a byte
             return f"{spec.name!r} has elements of less than a byte"
-    for spec, join in zip(model.outputs, plan.outputs, strict=True):
+    for spec, join in zip(model.outputs, cut.outputs, strict=True):
         if join.axis is None:
             return f"output {spec.name!r} is the same whatever rows there are"
         if join.shapes is None:
             return f"the shape of output {spec.name!r} is not known before the run"
-    return "" if plan.rowwise else "each run takes a fixed number of rows"
+    return "" if cut.rowwise else "each run takes a fixed number of rows"
 
 
 def _shards(

@@ -6,9 +6,6 @@ from typing import Any
 
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
 
-TensorRef = tuple[str, str, tuple[int, ...], int | None, Any]
-"""Name, element type, shape, block id, byte offset; a worker's own blocks have negative ids."""
-
 TensorFields = tuple[str, str, tuple[Dimension, ...]]
 """A tensor specification on the wire: name, element type, shape with symbols."""
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import ProtocolError
-from mcinfer.protocol import Predict, Reply, decode, encode
+from mcinfer.protocol import Predict, Reply, TensorRef, decode, encode
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Request
 from mcinfer.requests.splitting import Known, Splitter
@@ -25,7 +25,6 @@ from mcinfer.specs import (
     numpy_dtype,
     tensor_bytes,
 )
-from mcinfer.validators import TensorRef
 
 MIB = 1 << 20
 LIMIT = 64 * MIB

@@ -2,7 +2,7 @@
 
 A graph keeps, moves, mixes or drops the axis of the rows, and gets several requests of different sizes. Each
 answer must be that of ONNX Runtime's session on the whole request, or an error (`McinferError`). `InProcess`
-has the master's parts that decide (`Splitter`, `plan`, `join_parts`), and one session instead of workers.
+has the master's parts that decide (`Splitter`, `cut_batch`, `join_parts`), and one session in their place.
 
 A comparison does not prove. So these graphs have no operators that mix rows for rare values alone
 (thresholds, rounding, sorting), and none that drop all axes of size 1.
@@ -23,7 +23,7 @@ from mcinfer.engines._onnxruntime import _spec
 from mcinfer.errors import McinferError, PredictError
 from mcinfer.requests.splitting import Known, Splitter, cut_rows
 from mcinfer.requests.tensors import difference, join_parts
-from mcinfer.sharding import JoinError, SaidAxes, plan
+from mcinfer.sharding import JoinError, SaidAxes, cut_batch
 from mcinfer.specs import ModelSpec
 
 Arrays = dict[str, NDArray[Any]]
@@ -331,7 +331,7 @@ class InProcess:
 
     def _run_split(self, arrays: Inputs, known: Known | None, pieces: int) -> Arrays:
         shapes = [array.shape for array in arrays]
-        cut = plan(self.model, shapes, pieces, None if known is None else known.split)
+        cut = cut_batch(self.model, shapes, pieces, None if known is None else known.split)
         if len(cut.rows) == 1:
             return self._run(arrays)
         answers = [self._run(part) for part in cut_rows(arrays, cut.input_axes, cut.rows)]

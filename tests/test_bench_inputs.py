@@ -20,7 +20,7 @@ from mcinfer.bench.inputs import (
     parse_input_options,
 )
 from mcinfer.errors import InvalidInputError
-from mcinfer.sharding import Axes, SaidAxes, Split, first_split, plan
+from mcinfer.sharding import Axes, SaidAxes, Split, cut_batch, first_split
 from mcinfer.specs import ELEMENT_TYPES, Dimension, ModelSpec, TensorSpec, numpy_dtype
 
 Inputs = Mapping[str, tuple[str, Sequence[Dimension]]]
@@ -130,7 +130,7 @@ def test_fixed_batch_takes_multiples_of_it_and_other_inputs_stay_whole() -> None
     assert fixed_batch(spec, split) == 2
     shapes = [array.shape for array in make_inputs(spec, split, 6, RANDOM).values()]
     assert shapes == [(6, 4, 8), (1,)]
-    assert plan(spec, shapes, 2, split).rows == (1, 1, 1)
+    assert cut_batch(spec, shapes, 2, split).rows == (1, 1, 1)
     expected = "--batch: got 3, expected a multiple of the model's fixed batch of 2"
     with pytest.raises(InvalidInputError, match=expected):
         make_inputs(spec, split, 3, RANDOM)

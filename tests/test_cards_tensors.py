@@ -19,12 +19,12 @@ from mcinfer.cards.cuda import Card
 from mcinfer.cards.tensors import CardMemory, card_of, check_types
 from mcinfer.config import Device
 from mcinfer.errors import InvalidInputError, PredictError, PredictTimeoutError, QueueFullError
+from mcinfer.protocol import TensorRef
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Request
 from mcinfer.requests.splitting import Known
 from mcinfer.shm.arena import Arena
 from mcinfer.specs import ModelSpec, tensor_bytes
-from mcinfer.validators import TensorRef
 from tests.emulated_cards import emulated_cards
 from tests.planned_requests import (
     DECLARED,

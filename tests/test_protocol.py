@@ -41,6 +41,7 @@ from mcinfer.protocol import (
     PredictJoined,
     Preparing,
     Reply,
+    TensorRef,
     UpdateWeights,
     WorkerState,
     decode,
@@ -52,7 +53,6 @@ from mcinfer.protocol import (
     part_of_joined,
 )
 from mcinfer.specs import ELEMENT_TYPES, STRING
-from mcinfer.validators import TensorRef
 
 S = WorkerState
 DOCS = Path(__file__).parents[1] / "docs" / "protocol.md"

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from mcinfer.errors import PredictError, ProtocolError
+from mcinfer.protocol import TensorRef
 from mcinfer.requests.request import Request
 from mcinfer.sharding import Axes, JoinError
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
 from mcinfer.specs import STRING
-from mcinfer.validators import TensorRef
 from tests.open_descriptors import no_descriptor_left
 from tests.planned_requests import (
     DECLARED,

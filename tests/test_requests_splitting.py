@@ -29,7 +29,7 @@ from mcinfer.requests.splitting import (
     of_record,
 )
 from mcinfer.requests.tensors import join_parts
-from mcinfer.sharding import Axes, SaidAxes, Split, plan
+from mcinfer.sharding import Axes, SaidAxes, Split, cut_batch
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
 
 Array = NDArray[Any]
@@ -116,7 +116,7 @@ class Model:
         return outcomes
 
     def _run_split(self, arrays: Inputs, known: Known, pieces: int) -> Arrays:
-        cut = plan(self._spec, [array.shape for array in arrays], pieces, known.split)
+        cut = cut_batch(self._spec, [array.shape for array in arrays], pieces, known.split)
         parts = []
         for array, one in zip(arrays, cut.inputs, strict=True):
             if one.axis is None:
@@ -364,23 +364,6 @@ def test_never_runs_whole_what_nothing_is_known_of_and_says_why_once(
     assert model.runs == 3
     assert len(warnings()) == 1
     assert "no dimension of the inputs is known to be the batch" in warnings()[0]
-
-
-def test_always_finds_out_what_comes_later(warnings: Callable[[], list[str]]) -> None:
-    def saturating(x: Array) -> Arrays:
-        return {"y": x - x.mean(0) if x.max() > 100 else x}
-
-    model = Model(DECLARED, saturating, verify="always")
-    model.ask(random(4, 3))
-    assert model.split.splits
-    model.ask(1000 * random(4, 3))
-    assert not model.split.splits
-    assert model.splitter.known.settled
-    assert len(warnings()) == 1
-    assert [record is not None and not record["reason"] for record in model.records] == [
-        True,
-        False,
-    ]
 
 
 # Random models.

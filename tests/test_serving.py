@@ -37,6 +37,7 @@ from mcinfer.protocol import (
     Message,
     Predict,
     Reply,
+    TensorRef,
     UpdateWeights,
     decode,
     encode,
@@ -47,7 +48,6 @@ from mcinfer.runtime.transport import SocketPairMaster, SocketPairWorker
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
-from mcinfer.validators import TensorRef
 from mcinfer.worker import server
 from mcinfer.worker.server import CARD_LOST, STRANGER, serve
 from tests.emulated_cards import emulated_cards

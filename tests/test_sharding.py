@@ -15,10 +15,10 @@ from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import (
     MUCH_FASTER,
     Axes,
+    Cut,
     InputCut,
     JoinError,
     OutputJoin,
-    Plan,
     SaidAxes,
     Shape,
     Shares,
@@ -26,10 +26,10 @@ from mcinfer.sharding import (
     batch_symbol,
     candidates,
     check_join,
+    cut_batch,
     first_split,
     narrow_sizes,
     offsets,
-    plan,
     rows_of,
     split_by_weights,
     split_evenly,
@@ -59,9 +59,9 @@ def planned(
     pieces: int,
     inputs: Axes | None = None,
     outputs: Axes | None = None,
-) -> Plan:
-    """The plan of a request where the user says this, and that and the model's symbols are believed."""
-    return plan(spec, shapes, pieces, said(spec, inputs, outputs))
+) -> Cut:
+    """The cut of a request where the user says this, and that and the model's symbols are believed."""
+    return cut_batch(spec, shapes, pieces, said(spec, inputs, outputs))
 
 
 def joined(axis: int | None, *shapes: Shape) -> OutputJoin:
@@ -163,24 +163,28 @@ def test_plan_by_shares_has_the_rows_of_each_worker_and_whom_they_are_meant_for(
     spec = model({"x": ("batch", 3)}, {"y": ("batch", 3)})
     split = said(spec)
     shares = Shares(workers=(0, 2, 3), weights=(0.7, 0.05, 0.25))
-    cut = plan(spec, [(8, 3)], shares, split)
+    cut = cut_batch(spec, [(8, 3)], shares, split)
     assert (cut.rows, cut.preferred) == ((6, 2), (0, 3))
     assert cut.inputs[0].shapes == ((6, 3), (2, 3))
     assert cut.outputs[0].shapes == ((6, 3), (2, 3))
-    assert plan(spec, [(0, 3)], shares, split) == plan(spec, [(0, 3)], 3, split)
-    assert plan(spec, [(8, 3)], 3, split).preferred == ()
+    assert cut_batch(spec, [(0, 3)], shares, split) == cut_batch(spec, [(0, 3)], 3, split)
+    assert cut_batch(spec, [(8, 3)], 3, split).preferred == ()
 
 
 def test_shares_do_not_count_where_a_batch_runs_whole_or_in_fixed_pieces() -> None:
     shares = Shares(workers=(0, 1), weights=(0.9, 0.1))
     fixed = model({"x": (1, 3)}, {"y": (1, 3)})
-    assert plan(fixed, [(4, 3)], shares, said(fixed)) == plan(fixed, [(4, 3)], 2, said(fixed))
+    assert cut_batch(fixed, [(4, 3)], shares, said(fixed)) == cut_batch(
+        fixed, [(4, 3)], 2, said(fixed)
+    )
     mixed = model({"x": ("n", "n")}, {"y": ("n",)})
-    assert plan(mixed, [(4, 4)], shares, said(mixed)) == plan(mixed, [(4, 4)], 2, said(mixed))
+    assert cut_batch(mixed, [(4, 4)], shares, said(mixed)) == cut_batch(
+        mixed, [(4, 4)], 2, said(mixed)
+    )
     declared = model({"x": ("batch", 3)}, {"y": (3,)})
     told = said(declared, {"x": 0})
     with pytest.raises(InvalidInputError, match="output 'y' has no axis"):
-        plan(declared, [(4, 3)], shares, told)
+        cut_batch(declared, [(4, 3)], shares, told)
 
 
 # The batch symbol.
@@ -233,10 +237,10 @@ def test_input_that_lacks_the_axis_is_refused_where_it_is_said_and_whole_where_i
 ):
     spec = model({"x": (), "w": (None, 3)}, {"y": ()})
     split = said(spec, {"x": 2, "w": 0}, {"y": 0})
-    assert plan(spec, [(5, 6, 4), (4, 3)], 2, split).rows == (2, 2)
+    assert cut_batch(spec, [(5, 6, 4), (4, 3)], 2, split).rows == (2, 2)
     with pytest.raises(InvalidInputError, match=r"'x' has 1 dimensions \[4\], expected an axis 2"):
-        plan(spec, [(4,), (4, 3)], 2, split)
-    assert plan(spec, [(4,), (4, 3)], 2, replace(split, known="learned")).rows == (1,)
+        cut_batch(spec, [(4,), (4, 3)], 2, split)
+    assert cut_batch(spec, [(4,), (4, 3)], 2, replace(split, known="learned")).rows == (1,)
 
 
 @pytest.mark.parametrize("axis", [-1, 2, 1.0, True])
@@ -282,7 +286,7 @@ def test_request_that_does_not_fit_is_refused(
 
 def test_batch_of_no_rows_is_answered_without_a_shard() -> None:
     assert not planned(SYMBOLIC, [(0, 3)], 1).rowwise
-    assert planned(SYMBOLIC, [(0, 3)], 4) == Plan(
+    assert planned(SYMBOLIC, [(0, 3)], 4) == Cut(
         rows=(),
         inputs=(InputCut(axis=0, shapes=()),),
         outputs=(OutputJoin(axis=0, shapes=(), shape=(0, 5)),),
@@ -414,7 +418,7 @@ def numbered(shape: Shape) -> NDArray[np.int64]:
 
 
 def cut_by(whole: NDArray[np.int64], axis: int, shapes: Sequence[Shape]) -> list[NDArray[np.int64]]:
-    """The parts of an array that a plan speaks of."""
+    """The parts of an array that a cut speaks of."""
     parts = np.split(whole, np.cumsum([shape[axis] for shape in shapes])[:-1], axis)
     assert [part.shape for part in parts] == [*shapes]
     return parts

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mcinfer.bench.way import why_whole
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.requests.tensors import as_input
-from mcinfer.sharding import Axes, SaidAxes, Split, first_split, is_fixed, plan
+from mcinfer.sharding import Axes, SaidAxes, Split, cut_batch, first_split, is_fixed
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, ModelSpec, TensorSpec
 
 _WORDS = ("red", "green", "blue", "one", "two", "three", "north", "south")
@@ -352,7 +352,7 @@ def make_inputs(
         if axis is not None and array.shape[axis] != shape[axis]:
             array = array.take(np.arange(shape[axis]) % array.shape[axis], axis)
         inputs[spec.name] = np.asarray(array, spec.dtype, order="C")
-    plan(model, [array.shape for array in inputs.values()], 1, split)
+    cut_batch(model, [array.shape for array in inputs.values()], 1, split)
     return inputs
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from mcinfer.bench.way import Arrays, RunningWay, Setup, why_whole
 from mcinfer.config import EngineOptions
 from mcinfer.master import Master
-from mcinfer.sharding import Split, plan, why_apart
+from mcinfer.sharding import Split, cut_batch, why_apart
 from mcinfer.specs import ModelSpec
 
 
@@ -86,7 +86,7 @@ def _why_apart(model: ModelSpec, split: Split, setup: Setup) -> str:
     if setup.fixed_batch:
         return f"each run takes {setup.fixed_batch} of the rows, no more"
     shapes = [tuple(n if isinstance(n, int) else 1 for n in spec.shape) for spec in model.inputs]
-    if why := why_apart(model, plan(model, shapes, 1, split)):
+    if why := why_apart(model, cut_batch(model, shapes, 1, split)):
         return why
     if setup.batches and 2 * min(setup.batches) > setup.max_batch_size:
         return f"two requests have more than {setup.max_batch_size} rows"

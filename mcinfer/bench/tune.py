@@ -37,7 +37,7 @@ from mcinfer.bench.texts import SESSIONS, number
 from mcinfer.config import TransportKind, automatic_workers
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
-from mcinfer.sharding import Axes, Shape, Split, plan
+from mcinfer.sharding import Axes, Shape, Split, cut_batch
 from mcinfer.specs import ModelSpec
 
 Goal = Literal["throughput", "latency"]
@@ -141,7 +141,7 @@ class Candidate:
 def pieces_of(model: ModelSpec, shapes: Sequence[Shape], split: Split) -> int:
     """The most pieces that mcinfer can cut a request of these shapes in."""
     most = max((size for shape in shapes for size in shape), default=1)
-    return len(plan(model, shapes, most, split).rows)
+    return len(cut_batch(model, shapes, most, split).rows)
 
 
 def default_candidate(aim: Aim, cores: int) -> Candidate:
@@ -440,7 +440,7 @@ class Search:
                     self._aim,
                     cores=self._cores,
                     pieces=pieces_of(spec, shapes, found.split),
-                    joins=plan(spec, shapes, 1, found.split).rowwise,
+                    joins=cut_batch(spec, shapes, 1, found.split).rowwise,
                     run_seconds=turn.run_seconds or turn.mean_latency,
                     whole=fixed_batch(spec, found.split) in (None, batch),
                 )

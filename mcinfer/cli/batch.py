@@ -111,7 +111,7 @@ def plan_requests(
         rows: Rows of a request; None: 64 for each worker, or as many as have 64 MiB of inputs and outputs.
         split: None, or one that does not split: the whole batch is one request.
     """
-    plan = sharding.plan(model, [arrays[spec.name].shape for spec in model.inputs], 1, split)
+    plan = sharding.cut_batch(model, [arrays[spec.name].shape for spec in model.inputs], 1, split)
     outputs = [*zip(model.outputs, plan.outputs, strict=True)]
     axes = {spec.name: axis for spec, axis in zip(model.inputs, plan.input_axes, strict=True)}
     cut = {
@@ -159,7 +159,7 @@ class _Planner:
     def plan(self) -> Requests:
         """The requests; an `InvalidInputError` if `rows` is given and the file cannot be cut."""
         model, split = self.model, self.master.split
-        sharding.plan(model, [*self._shapes.values()], 1, split)  # raises if they do not fit
+        sharding.cut_batch(model, [*self._shapes.values()], 1, split)  # raises if they do not fit
         known = split.checked and split.splits and self._fits(split)
         if sharding.is_fixed(model, split) or known:
             return self._requests(split)

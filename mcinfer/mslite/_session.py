@@ -130,7 +130,7 @@ class Session:
 
 
 def _output_shapes(spec: ModelSpec, shapes: tuple[Shape, ...]) -> tuple[Shape | None, ...]:
-    plan = sharding.plan(spec, shapes, 1)
+    plan = sharding.cut_batch(spec, shapes, 1)
     return tuple(join.shape if join.shapes else None for join in plan.outputs)
 
 

@@ -38,7 +38,7 @@ from mcinfer.cards.tensors import (
     read_input,
 )
 from mcinfer.errors import InvalidInputError, McinferError, QueueFullError
-from mcinfer.protocol import encode_references, part_of_joined
+from mcinfer.protocol import TensorRef, encode_references, part_of_joined
 from mcinfer.requests.forks import forks
 from mcinfer.requests.request import (
     NO_WEIGHTS,
@@ -67,7 +67,6 @@ from mcinfer.requests.weights import WeightStore, WeightVersion
 from mcinfer.sharding import JoinError
 from mcinfer.shm.arena import Arena, Slot, align
 from mcinfer.specs import ELEMENT_TYPES, MOST_COPIED, STRING, ModelSpec, TensorSpec
-from mcinfer.validators import TensorRef
 
 Allocate = Callable[[Sequence[int], float], list[Slot]]
 """Gets slots of so many bytes, within so many seconds: from the loop, which owns the memory."""
@@ -443,7 +442,7 @@ class Planner:
     ) -> Plan:
         """Lay out a request; `borrowed` inputs lie elsewhere, and have no place in a frame."""
         split = None if known is None else known.split
-        cut = sharding.plan(self._model, shapes, pieces, split)
+        cut = sharding.cut_batch(self._model, shapes, pieces, split)
         if known is not None and len(cut.rows) > 1 and sum(cut.rows) > known.most_rows:
             raise OutgrownError(f"{sum(cut.rows)} rows")
         inputs = tuple(
@@ -484,7 +483,7 @@ class Planner:
         return plan
 
     def _simple_outputs(
-        self, cut: sharding.Plan, writes: Side
+        self, cut: sharding.Cut, writes: Side
     ) -> tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] | None:
         """See `Plan`."""
         simple: list[tuple[str, tuple[int, ...], np.dtype[Any], int]] = []
@@ -700,7 +699,7 @@ class Planner:
 
     # Dynamic batching.
 
-    def _part(self, cut: sharding.Plan) -> float:
+    def _part(self, cut: sharding.Cut) -> float:
         """How much of the message of a joined run a request takes."""
         inputs, outputs = (
             tuple((s.name, s.element_type, c.shapes[0] if c.shapes else (), 0, 0) for s, c in rows)

@@ -28,14 +28,13 @@ from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.errors import PredictError, ProtocolError, raised_by_handler
-from mcinfer.protocol import PREDICT, PREDICT_HEAD, encode_references
+from mcinfer.protocol import PREDICT, PREDICT_HEAD, TensorRef, encode_references
 from mcinfer.requests.tensors import Layout, join_parts, unpack
 from mcinfer.requests.weights import WeightVersion
 from mcinfer.sharding import JoinError
 from mcinfer.shm.arena import Slot
 from mcinfer.shm.block import Block
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, tensor_bytes
-from mcinfer.validators import TensorRef
 
 T = TypeVar("T")
 
@@ -182,7 +181,7 @@ class Plan:
         seen: The shapes in its answers, if some are not known before the run; None if those are not used.
     """
 
-    cut: sharding.Plan
+    cut: sharding.Cut
     shapes: tuple[tuple[int, ...], ...]
     inputs: Side
     outputs: Side

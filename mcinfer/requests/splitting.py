@@ -58,7 +58,7 @@ from mcinfer.specs import ModelSpec
 
 _log = logging.getLogger("mcinfer.master")
 
-Verify = Literal["first", "always", "never"]
+Verify = Literal["first", "never"]
 
 _MAX_TRIALS = 8
 _MAX_CHANGES = 4  # how often requests of different shapes may show different axes
@@ -281,8 +281,8 @@ class Splitter:
     Args:
         model: Its inputs and outputs.
         said: The user's axes.
-        verify: ``"first"``: the first request that can show it is compared; ``"always"``: every one;
-            ``"never"``: the user's axes and the model's symbols decide, and nothing is learned.
+        verify: ``"first"``: the first request that can show it is compared; ``"never"``: the user's axes and
+            the model's symbols decide, and nothing is learned.
         whole: Why requests run whole unless the user says what to split; empty if nothing speaks against it.
         recorded: What was learned of this model before, as `as_record` made it.
         record: Stores what is learned; None deletes the record.
@@ -318,7 +318,7 @@ class Splitter:
         split, settled = self._first, verify == "never" or self._has_nothing_to_learn
         found = None if settled or recorded is None else of_record(recorded, model)
         if found is not None:
-            split, settled = found, verify != "always" or not found.splits
+            split, settled = found, True
         self.known = self._known(split, settled=settled)
         if whole and self.known.splits and said.inputs:
             _log.warning("requests are split as batch_axes says, without a check: %s", whole)
@@ -327,7 +327,7 @@ class Splitter:
         """What is known from now on; requests of up to four times so many rows need no further check."""
         split = replace(split, settled=settled)
         splits = settled and split.splits
-        shown = splits and split.checked and split.rows and self._verify == "first"
+        shown = splits and split.checked and split.rows and self._verify != "never"
         most_rows = _MORE_ROWS * max(split.rows, rows) - 1 if shown else math.inf
         return Known(
             split=split,
@@ -613,8 +613,7 @@ class Splitter:
     def _settle(self, split: Split, now: Known, rows: int = 0) -> None:
         """From now on this is known, for the weights that what was known until `now` is for."""
         self._unshown = 0
-        settled = self._verify != "always" or not split.splits or not split.checked
-        self.known = self._known(split, settled=settled, rechecks=now.rechecks, rows=rows)
+        self.known = self._known(split, settled=True, rechecks=now.rechecks, rows=rows)
 
     def _believe(self, reason: str, now: Known) -> None:
         """Nothing can be compared: trust the user's axes or the model's symbols, or run whole."""
@@ -635,7 +634,7 @@ class Splitter:
     def _candidates(self, shapes: Sequence[Shape], least_rows: int = 2) -> Iterator[Axes]:
         """The axes along which a request of these shapes may be cut."""
         by_name, split = self._by_name(shapes), self.known.split
-        if split.checked and split.covers(by_name):  # it has more rows, or verify="always"
+        if split.checked and split.covers(by_name):  # it has more rows
             if (rows_of(by_name, split.inputs) or 0) >= least_rows:
                 yield split.inputs
             return

@@ -20,12 +20,11 @@ from weakref import WeakValueDictionary
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError, ProtocolError
-from mcinfer.protocol import UpdateWeights, encode
+from mcinfer.protocol import TensorRef, UpdateWeights, encode
 from mcinfer.requests.tensors import Copier, Layout, as_input, copy_in, lay_input
 from mcinfer.sharding import InputCut
 from mcinfer.shm.arena import Slot
 from mcinfer.specs import TensorSpec
-from mcinfer.validators import TensorRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)

@@ -78,6 +78,7 @@ from mcinfer.protocol import (
     PredictJoined,
     Preparing,
     Reply,
+    TensorRef,
     UpdateWeights,
     WorkerState,
     decode,
@@ -91,7 +92,7 @@ from mcinfer.shm.arena import SharedBlock, align
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec, tensor_bytes
-from mcinfer.validators import MAX_SPECS, TensorFields, TensorRef
+from mcinfer.validators import MAX_SPECS, TensorFields
 from mcinfer.worker.joined_runs import JoinedRun, JoinedRuns, Member
 
 if TYPE_CHECKING:  # at a run, workers of cards alone import it

@@ -29,6 +29,7 @@ from mcinfer.protocol import (
     Message,
     Preparing,
     Reply,
+    TensorRef,
     decode,
     encode,
 )
@@ -44,7 +45,6 @@ from mcinfer.sharding import Split
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, ModelSpec, tensor_bytes
-from mcinfer.validators import TensorRef
 from tests.fuzz.target import (
     INPUTS,
     KNOWN_OUTPUTS,

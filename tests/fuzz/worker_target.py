@@ -22,6 +22,7 @@ from mcinfer.protocol import (
     Hello,
     Predict,
     PredictJoined,
+    TensorRef,
     UpdateWeights,
     WorkerState,
     decode,
@@ -32,7 +33,6 @@ from mcinfer.runtime.transport import SocketPairMaster, SocketPairWorker
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import tensor_bytes
-from mcinfer.validators import TensorRef
 from mcinfer.worker.server import Server
 from tests.fuzz.target import BLOCK_BYTES, INPUTS, ROWS, Target, Violation, build
 

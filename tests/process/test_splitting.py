@@ -312,6 +312,15 @@ def noise(seed: str) -> str:
     }}""")
 
 
+def test_check_of_every_request_has_left_and_says_what_is_there_instead(
+    onnx_model: OnnxModel,
+) -> None:
+    with pytest.raises(InvalidInputError, match=r"^verify: 'always' has left; 'first' compares "):
+        Master(onnx_model(AFFINE), 2, verify="always")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match=r"^verify: got 'seldom', expected 'first' or 'nev"):
+        Master(onnx_model(AFFINE), 2, verify="seldom")  # type: ignore[arg-type]
+
+
 def test_seeded_model_draws_the_numbers_of_one_session(
     onnx_model: OnnxModel, warnings: Callable[[], list[str]]
 ) -> None:
