@@ -48,7 +48,7 @@ from mcinfer.runtime.transport import SocketPairMaster, SocketPairWorker
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
-from mcinfer.worker import server
+from mcinfer.worker import runs, server
 from mcinfer.worker.server import CARD_LOST, STRANGER, serve
 from tests.emulated_cards import emulated_cards
 from tests.process.waiting import wait_until
@@ -497,12 +497,12 @@ def test_bound_runs_are_no_more_than_allowed_by_number_and_bytes(
     outputs = [["y", "float32", ["batch"], {"from": "x"}]]
     peer.build(fake(tmp_path, outputs=outputs))
     peer.attach(0)
-    monkeypatch.setattr(server, "_MAX_LAYOUTS", 5)
+    monkeypatch.setattr(runs, "_MAX_LAYOUTS", 5)
     for rows in (*range(1, 20), *range(1, 20)):
         peer.ask([x_at(0, rows)], [y_at(4096, rows)])
     assert bound_runs() <= 5
     size = len(encode_references((x_at(0),)) + encode_references((y_at(64),)))
-    monkeypatch.setattr(server, "_MAX_LAYOUT_BYTES", 3 * size + 2)
+    monkeypatch.setattr(runs, "_MAX_LAYOUT_BYTES", 3 * size + 2)
     for rows in range(20, 40):
         peer.ask([x_at(0, rows)], [y_at(4096, rows)])
         assert bound_runs() <= 3

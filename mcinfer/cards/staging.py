@@ -39,6 +39,7 @@ from mcinfer.engines.base import (
     Produced,
     Run,
     Slab,
+    StagedRun,
     Strings,
 )
 from mcinfer.engines.preparation import OWN_COPY
@@ -418,13 +419,6 @@ def _short_of_memory(card: Card, what: str) -> Iterator[None]:
         raise PredictError(f"no memory for {what}: {exc}") from exc
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    target: int
-    source: int
-    size: int
-
-
 class _CardRun(Run):
     """A layout with tensors on the wrong side, or in blocks of a card that must be waited for."""
 
@@ -437,25 +431,25 @@ class _CardRun(Run):
         self._engine = engine
         self._inputs = inputs
         self._outputs = outputs
-        self._run: Run | None = None
+        self._staged: StagedRun | None = None
         self._bind()
 
-    def _bind(self) -> Run:
+    def _bind(self) -> StagedRun:
         engine = self._engine
         card = engine.card
         tensors = [item for item in (*self._inputs, *self._outputs) if isinstance(item, Buffer)]
         # Outputs too: what the caller's stream reads of an earlier result must not be overwritten.
         blocks = [engine.block_of(buffer) for buffer in tensors if buffer.device]
-        self._waits = [*{block.number: block for block in blocks if block is not None}.values()]
+        waits = {block.number: block for block in blocks if block is not None}.values()
         by_value = any(isinstance(item, Strings) for item in self._inputs)
         moved: dict[str, Buffer] = {}  # by name, as the engine gets it
-        self._settles = False
+        settles = False
         staged: dict[bool, list[Buffer]] = {False: [], True: []}
         for buffer in tensors:
             on_host = by_value or engine.wants_on_host(buffer.name)
             if on_host and buffer.device is not None:
                 address = card.host_address(buffer.address)
-                self._settles = True
+                settles = True
                 if address is not None:
                     moved[buffer.name] = replace(buffer, address=address, device=None)
                     continue
@@ -473,48 +467,52 @@ class _CardRun(Run):
                 device = None if on_host else card.device
                 moved[buffer.name] = replace(buffer, address=address, device=device)
         copied = {buffer.name for buffers in staged.values() for buffer in buffers}
-        self._before = [
-            _Copy(moved[b.name].address, b.address, b.size)
+        inward = [
+            (moved[b.name].address, b.address, b.size)
             for b in self._inputs
             if isinstance(b, Buffer) and b.name in copied
         ]
-        self._after = [
-            _Copy(b.address, moved[b.name].address, b.size)
-            for b in self._outputs
-            if b.name in copied
+        outward = [
+            (b.address, moved[b.name].address, b.size) for b in self._outputs if b.name in copied
         ]
-        self._run = engine.bind_engine(
+        run = engine.bind_engine(
             [
                 moved.get(item.name, item) if isinstance(item, Buffer) else item
                 for item in self._inputs
             ],
             [moved.get(item.name, item) for item in self._outputs],
         )
-        return self._run
+
+        def copy_in() -> None:
+            for block in waits:
+                card.wait(block)
+            for target, source, size in inward:
+                card.copy(target, source, size)
+            if settles:  # the host reads what the card has written
+                card.synchronize()
+
+        def copy_out(produced: Sequence[Produced | Strings]) -> Sequence[Produced | Strings]:
+            for target, source, size in outward:
+                card.copy(target, source, size)
+            if outward or engine.on_card:
+                card.synchronize()  # the answer says that the outputs are there
+            return produced
+
+        self._staged = StagedRun(copy_in, run, copy_out)
+        return self._staged
 
     def unbind(self) -> None:
         """Let go of the staging memory; the next `execute` binds anew."""
-        self._run = None
+        self._staged = None
 
     def execute(self) -> Sequence[Produced | Strings]:
         card = self._engine.card
         with _short_of_memory(card, "the tensors of a run"):
-            run = self._run or self._bind()
+            staged = self._staged or self._bind()
             try:
-                for block in self._waits:
-                    card.wait(block)
-                for copy in self._before:
-                    card.copy(copy.target, copy.source, copy.size)
-                if self._settles:  # the host reads what the card has written
-                    card.synchronize()
-                produced = run.execute()
-                for copy in self._after:
-                    card.copy(copy.target, copy.source, copy.size)
-                if self._after or self._engine.on_card:
-                    card.synchronize()  # the answer says that the outputs are there
+                return staged.execute()
             except BaseException:
                 # Or work of this run would touch tensors of another one. It raises `CardLostError` of a dead
                 # context, which CUDA's libraries name by texts of their own, such as "CUBLAS failure 13".
                 card.synchronize()
                 raise
-            return produced

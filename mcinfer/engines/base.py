@@ -262,6 +262,40 @@ class Run(ABC):
         return self.execute()
 
 
+class StagedRun(Run):
+    """Copy in, execute, copy out: a run of an engine, and what brings its tensors there and back."""
+
+    __slots__ = ("_after", "_before", "_run")
+
+    def __init__(
+        self,
+        before: Callable[[], object],
+        run: Run,
+        after: Callable[[Sequence[Produced | Strings]], Sequence[Produced | Strings]],
+    ) -> None:
+        """Three steps, of which each may raise what `Run.execute` does; after an error no other one follows.
+
+        Args:
+            before: Brings the inputs to where the run reads them.
+            run: Of the engine.
+            after: Gets what the run has returned, brings the outputs to their places, and returns the rest.
+        """
+        self._before = before
+        self._run = run
+        self._after = after
+
+    def execute(self) -> Sequence[Produced | Strings]:
+        self._before()
+        return self._after(self._run.execute())
+
+    def begin(self) -> None:
+        self._before()
+        self._run.begin()
+
+    def finish(self) -> Sequence[Produced | Strings]:
+        return self._after(self._run.finish())
+
+
 class Engine(ABC):
     """A loaded model. One thread runs it, unless it is `concurrent`; any thread may call `cancel`.
 
@@ -318,6 +352,18 @@ class Engine(ABC):
 
         With a `depth` of more than 1 the current run is the one that `begin` or `execute` is in.
         """
+
+    def placed(self, version: int, weights: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
+        """A version of replaced weights where runs read them: where they are, unless the engine moves them.
+
+        Raises:
+            PredictError: There is no memory for them; a later run may find some.
+        """
+        del version
+        return weights
+
+    def forget(self, oldest: int) -> None:  # noqa: B027 most engines have moved none
+        """Free what `placed` has moved for versions below this one; no run is bound to them any more."""
 
     def close(self) -> None:  # noqa: B027 most engines end with their process
         """End what runs in other processes; the engine and its runs are not used afterwards."""

@@ -25,13 +25,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mcinfer.config import CARD_KINDS, INLINE, Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
-    Buffer,
     Engine,
     EngineRequest,
     Produced,
@@ -82,7 +80,6 @@ from mcinfer.protocol import (
     UpdateWeights,
     WorkerState,
     decode,
-    decode_body,
     encode,
 )
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT
@@ -91,19 +88,15 @@ from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.shm.arena import SharedBlock, align
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
-from mcinfer.specs import STRING, TensorSpec, tensor_bytes
+from mcinfer.specs import STRING, TensorSpec
 from mcinfer.validators import MAX_SPECS, TensorFields
-from mcinfer.worker.joined_runs import JoinedRun, JoinedRuns, Member
+from mcinfer.worker.runs import Runs
 
 if TYPE_CHECKING:  # at a run, workers of cards alone import it
     from mcinfer.cards.staging import CardEngine, Offered
 
 STRANGER = 77
 """Exit status of a worker that got BUILD without its master's token: EX_NOPERM of sysexits.h."""
-
-_MAX_LAYOUTS = 1024
-_MAX_LAYOUT_BYTES = 4 << 20
-"""Most bound layouts that are kept, and most bytes of their keys; the least recently used go first."""
 
 _MAX_CANCELLED = 4096
 """Most cancellations that are kept: one that comes after its answer is never used."""
@@ -116,8 +109,8 @@ _BLOCK_TIMEOUT = 10.0
 _LONGEST_SILENCE = DEFAULT_TIMEOUT
 """Seconds without any news, after which the end of a begun run is waited for."""
 
-_Layout = tuple[int, int, bytes]
-"""The version of the weights, bytes of the inputs' references, and the body of PREDICT."""
+_Bound = tuple[Run, tuple[TensorRef, ...]]
+"""A run, and the places that its outputs are bound to."""
 
 T = TypeVar("T")
 
@@ -227,13 +220,12 @@ def _pinned_request(message: Build) -> EngineRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Begun:
-    """A run that is begun and not answered; `deliver` makes references of what its `finish` returns."""
+    """A run that is begun and not answered."""
 
     request: int
     shard: int
     run: Run
-    deliver: Callable[[Sequence[Produced | Strings]], tuple[TensorRef, ...]]
-    all_bound: bool
+    references: tuple[TensorRef, ...]
     start: float
 
 
@@ -260,17 +252,14 @@ class Server:
         self._depth = 1
         self._poll = select.poll()
         self._conversation = Conversation()
-        self._engine: Engine  # from BUILD on; the conversation allows no run before it
+        # From BUILD on; the conversation allows no run before it.
+        self._engine: Engine
+        self._runs: Runs
+        self._is_built = False
         self._blocks: dict[int, SharedBlock] = {}
         self._offered: dict[int, Offered] = {}
         self._card: CardEngine | None = None  # the engine, if it is on a card
         self._own_blocks = 0
-        # By layout: the run, the blocks of its tensors, and its outputs.
-        self._runs: OrderedDict[_Layout, tuple[Run, frozenset[int | None], tuple[TensorRef, ...]]]
-        self._runs = OrderedDict()
-        self._layout_bytes = 0
-        self._joined: JoinedRuns | None = None
-        self._weights: dict[int, tuple[Buffer, ...]] = {0: ()}
         self._lock = threading.Lock()
         self._running: tuple[int, int] | None = None
         self._cancelled: OrderedDict[tuple[int, int], None] = OrderedDict()
@@ -320,14 +309,15 @@ class Server:
             case Predict():
                 raise ProtocolError("PREDICT: expected it as bytes")
             case PredictJoined():
-                self._run(message.request, message.shard, message)
+                self._run(message.request, message.shard, self._runs.joined, message)
             case Attach():
                 self._attach(message)
             case Detach():
-                self._drop_runs(block=message.block)
+                if self._is_built:
+                    self._runs.drop_block(message.block)
                 self._detach(message.block)
             case UpdateWeights():
-                self._take_weights(message)
+                self._runs.take_weights(message)
             case Build():
                 self._check_master(message)
                 self._answer(self._build(message))
@@ -350,11 +340,9 @@ class Server:
         self._connection.send(data)
 
     def close(self) -> None:
-        if self._joined is not None:  # there is an engine
+        if self._is_built:
             self._engine.close()
-        self._runs.clear()
-        if self._joined is not None:
-            self._joined.close()
+            self._runs.close()
         for number in [*self._offered]:
             self._detach(number)
         self._connection.close()
@@ -395,7 +383,8 @@ class Server:
             if self._depth > 1:
                 for fd in (self._connection.fd, self._engine.fd):
                     self._poll.register(fd, select.POLLIN)
-            self._joined = JoinedRuns(self._engine)
+            self._runs = Runs(self._engine, self._block)
+            self._is_built = True
             if source is not None and not source.unchanged():
                 raise BuildError(f"{message.model} was changed while it was loaded")
             content = {} if source is None else _content(request, source, self._engine.version)
@@ -462,25 +451,21 @@ class Server:
         _, request, shard, version, size = PREDICT_HEAD.unpack_from(data)
         body = data[PREDICT_HEAD.size :]
         self._conversation.begin_run(request, shard)
-        self._run(request, shard, (version, size, body))
+        self._run(request, shard, self._runs.single, version, size, body)
 
-    def _run(self, request: int, shard: int, what: PredictJoined | _Layout) -> None:
-        """Run and answer."""
+    def _run(self, request: int, shard: int, bind: Callable[..., _Bound], *what: Any) -> None:
+        """Run and answer; `bind` makes the run out of what the message says."""
         if self._depth > 1:
-            self._begin(request, shard, what)
+            self._begin(request, shard, bind, *what)
             return
         answer: Message | None = None
         seconds = 0.0
         try:
-            if isinstance(what, PredictJoined):
-                seconds = self._run_joined(what)
-                answer = Reply(request=request, shard=shard, outputs=(), seconds=seconds)
-            else:
-                run, references = self._bound(*what)
-                produced, seconds = self._execute(run.execute, request, shard)
-                if produced or not references:
-                    outputs = self._place(produced, references)
-                    answer = Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
+            run, references = bind(*what)
+            produced, seconds = self._execute(run.execute, request, shard)
+            if produced:
+                outputs = self._place(produced, references)
+                answer = Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
         except _BROKEN:
             raise
         except Exception as exc:  # of any class: a run that raises fails its request only
@@ -507,43 +492,22 @@ class Server:
             self._finish_oldest()
         return self._connection.wait()
 
-    def _begin(self, request: int, shard: int, what: PredictJoined | _Layout) -> None:
+    def _begin(self, request: int, shard: int, bind: Callable[..., _Bound], *what: Any) -> None:
         """Begin a run, and answer it later; those that were begun before may not have ended."""
         if len(self._begun) == self._depth:
             self._finish_oldest()
         try:
-            if isinstance(what, PredictJoined):
-                joined, members = self._gathered(what)
-                run = joined.run
-
-                def deliver(produced: Sequence[Produced | Strings]) -> tuple[TensorRef, ...]:
-                    self._scatter(joined, members, what, produced)
-                    return ()
-
-                all_bound = False
-            else:
-                run, references = self._bound(*what)
-
-                def deliver(produced: Sequence[Produced | Strings]) -> tuple[TensorRef, ...]:
-                    return self._place(produced, references)
-
-                all_bound = bool(references)
-            _, start = self._execute(run.begin, request, shard)
+            run, references = bind(*what)
+            _, seconds = self._execute(run.begin, request, shard)
         except _BROKEN:
             raise
         except Exception as exc:  # as in `_run`
             self._finish_all()
             self._answer(_failure(exc, request, shard))
             return
+        start = time.perf_counter() - seconds
         self._begun.append(
-            _Begun(
-                request=request,
-                shard=shard,
-                run=run,
-                deliver=deliver,
-                all_bound=all_bound,
-                start=time.perf_counter() - start,
-            )
+            _Begun(request=request, shard=shard, run=run, references=references, start=start)
         )
 
     def _finish_all(self) -> None:
@@ -557,7 +521,7 @@ class Server:
         try:
             produced = begun.run.finish()
             seconds = time.perf_counter() - begun.start
-            outputs = begun.deliver(produced)
+            outputs = self._place(produced, begun.references)
         except _BROKEN:
             raise
         except Exception as exc:  # as in `_run`
@@ -566,90 +530,11 @@ class Server:
         finally:
             with self._lock:  # it came too late for this run, and is not for a later one
                 self._cancelled.pop((request, shard), None)
-        if produced or not begun.all_bound:
+        if produced:
             self._answer(Reply(request=request, shard=shard, outputs=outputs, seconds=seconds))
         else:
             self._conversation.end_run()
             self._connection.send(REPLY_HEAD.pack(REPLY, request, shard, seconds))
-
-    # Joined runs.
-
-    def _run_joined(self, message: PredictJoined) -> float:
-        """Run several requests as one batch; the seconds of the run."""
-        joined, members = self._gathered(message)
-        produced, seconds = self._execute(joined.run.execute, message.request, message.shard)
-        self._scatter(joined, members, message, produced)
-        return seconds
-
-    def _gathered(self, message: PredictJoined) -> tuple[JoinedRun, Sequence[Member]]:
-        """The run for these requests, with their inputs."""
-        if self._joined is None:
-            raise ProtocolError("PREDICT_JOINED before a model was built")
-        members = [
-            ([*map(self._buffer, member["inputs"])], [*map(self._buffer, member["outputs"])])
-            for member in message.members
-        ]
-        weights = self._weights_of(message.weights)
-        axes = (message.input_axes, message.output_axes)
-        joined = self._joined.bound(members, axes, weights, message.weights)
-        joined.gather(members, message.input_axes)
-        return joined, members
-
-    def _scatter(
-        self,
-        joined: JoinedRun,
-        members: Sequence[Member],
-        message: PredictJoined,
-        produced: Sequence[Produced | Strings],
-    ) -> None:
-        """Give each request its rows of the outputs."""
-        if produced:
-            names = [item.name for item in produced]
-            raise PredictError(f"outputs {names} have other shapes than the model declares")
-        joined.scatter(members, message.output_axes)
-
-    # Single runs.
-
-    def _bound(self, version: int, size: int, body: bytes) -> tuple[Run, tuple[TensorRef, ...]]:
-        """The run bound to this layout, and the places of its outputs."""
-        key = (version, size, body)
-        found = self._runs.get(key)
-        if found is not None:
-            self._runs.move_to_end(key)
-            return found[0], found[2]
-        inputs, outputs = decode_body(body, size)
-        weights = self._weights_of(version)
-        resolved = [
-            Strings(name=reference[0], shape=reference[2], values=reference[4])
-            if reference[1] == STRING
-            else self._buffer(reference)
-            for reference in inputs
-        ]
-        run = self._engine.bind([*resolved, *weights], [*map(self._buffer, outputs)])
-        if not any(isinstance(item, Strings) for item in resolved):
-            blocks = frozenset(reference[3] for part in (inputs, outputs) for reference in part)
-            self._runs[key] = (run, blocks, outputs)
-            self._layout_bytes += len(body)
-            while len(self._runs) > _MAX_LAYOUTS or self._layout_bytes > _MAX_LAYOUT_BYTES:
-                (_, _, oldest), _ = self._runs.popitem(last=False)
-                self._layout_bytes -= len(oldest)
-        return run, outputs
-
-    def _buffer(self, reference: TensorRef) -> Buffer:
-        name, element_type, shape, number, offset = reference
-        size = tensor_bytes(element_type, prod(shape))
-        block = None if number is None else self._block(number)
-        if block is None or offset + size > block.size:
-            raise ProtocolError(f"tensor {name!r} does not lie in block {number}: {reference}")
-        place = block.address + offset
-        return Buffer(
-            name=name,
-            element_type=element_type,
-            shape=shape,
-            address=place,
-            size=size,
-            device=block.device,
-        )
 
     def _block(self, number: int) -> SharedBlock | None:
         """A block by its number; one of a card's memory is opened when the first tensor lies in it."""
@@ -701,7 +586,7 @@ class Server:
     def _place(
         self, produced: Sequence[Produced | Strings], bound: tuple[TensorRef, ...]
     ) -> tuple[TensorRef, ...]:
-        """References to all outputs, in the model's order; none if the engine wrote all to bound places.
+        """References to all outputs, in the model's order.
 
         Outputs that the engine produced by itself go to a block of this worker's: those without a bound
         place, and those with another shape than the model declares.
@@ -735,24 +620,6 @@ class Server:
             self._lifeline.send_block(block.number, block.size, block.fd)
             block.close()
         return tuple(references[spec.name] for spec in self._engine.spec.outputs)
-
-    def _take_weights(self, message: UpdateWeights) -> None:
-        """Add a version of the weights, and drop those that no request will name any more."""
-        self._weights[message.version] = tuple(map(self._buffer, message.tensors))
-        for version in [*self._weights]:
-            if 0 < version < message.oldest:
-                del self._weights[version]
-        self._drop_runs(oldest=message.oldest)
-        if self._joined is not None:
-            self._joined.forget(message.oldest)
-        if self._card is not None:
-            self._card.forget(message.oldest)
-
-    def _weights_of(self, version: int) -> tuple[Buffer, ...]:
-        weights = self._weights.get(version)
-        if weights is None:
-            raise ProtocolError(f"version {version} of the weights is not known")
-        return weights if self._card is None else self._card.placed(version, weights)
 
     def _attach(self, message: Attach) -> None:
         if message.block in self._blocks or message.block in self._offered:
@@ -792,13 +659,6 @@ class Server:
             if self._card is not None:
                 self._card.detach(block)
             block.close()
-
-    def _drop_runs(self, oldest: int = 0, block: int | None = None) -> None:
-        """Drop bound runs with weights below the version `oldest`, and those with tensors in the block."""
-        for layout, (_, blocks, _) in [*self._runs.items()]:
-            if 0 < layout[0] < oldest or (block is not None and block in blocks):
-                del self._runs[layout]
-                self._layout_bytes -= len(layout[2])
 
 
 def _content(request: EngineRequest, source: Source, runtime: str) -> dict[str, Any]:

@@ -81,7 +81,8 @@ class WorkerTarget(Target):
                 self._ours.send_block(number, block.size, block.fd)
                 server.handle(Attach(block=number, size=block.size))
         server.handle(UpdateWeights(version=1, oldest=1, tensors=(_tensor("w", (4,), 1, 0),)))
-        server._weights = {0: (), 1: server._weights[1]}
+        weights = server._runs._weights
+        server._runs._weights = {0: (), 1: weights[1]}
         if server._engine is None:
             raise Violation("the worker has lost its model")
 
@@ -113,7 +114,7 @@ class WorkerTarget(Target):
         return [encode(message) for message in messages]
 
     def take(self, data: bytes) -> str:
-        joined = self._server._joined
+        runs = getattr(self._server, "_runs", None)
         message = None
         outcome = "refused"
         with suppress(ProtocolError):
@@ -132,8 +133,8 @@ class WorkerTarget(Target):
                 raise Violation(f"{answer} is the answer to what is no message")
         if outcome == "Build":
             os.sched_setaffinity(0, self._cores)
-            if joined is not None and joined is not self._server._joined:
-                joined.close()  # a real worker builds once
+            if runs is not None and runs is not self._server._runs:
+                runs.close()  # a real worker builds once
         return outcome
 
     def _receive(self) -> tuple[bytes, bytes] | None:

@@ -1,4 +1,4 @@
-"""Tests of mcinfer/worker/joined_runs.py, with the fake engine and tensors in ordinary memory."""
+"""Tests of mcinfer/worker/runs.py, with the fake engine and tensors in ordinary memory."""
 
 import ctypes
 import json
@@ -17,7 +17,7 @@ from mcinfer.engines import open_engine
 from mcinfer.engines.base import Buffer, Engine, EngineRequest, Run, Strings
 from mcinfer.errors import PredictError, ProtocolError
 from mcinfer.specs import ELEMENT_TYPES, element_type_name, numpy_dtype
-from mcinfer.worker.joined_runs import _MAX_RUNS, JoinedRuns, Member
+from mcinfer.worker.runs import _MAX_RUNS, JoinedRuns, Member
 
 Array = NDArray[Any]
 Axes = tuple[tuple[int | None, ...], tuple[int, ...]]
@@ -47,10 +47,7 @@ class Pool:
         weights: Sequence[Buffer] = (),
         version: int = 0,
     ) -> None:
-        joined = self.runs.bound(members, axes, weights, version)
-        joined.gather(members, axes[0])
-        assert joined.run.execute() == []
-        joined.scatter(members, axes[1])
+        assert self.runs.staged(members, axes, weights, version).execute() == ()
 
     def check(
         self,

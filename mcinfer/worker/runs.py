@@ -1,0 +1,333 @@
+"""A worker's runs: messages' references become tensors, tensors are bound, and what is bound is kept.
+
+::
+
+    PREDICT ─────────► layout (version, bytes of the body) ──► Run, bound in the master's blocks
+    PREDICT_JOINED ──► gather rows ──► Run, bound in scratch memory ──► scatter rows    (a `StagedRun`)
+
+Ownership: the blocks belong to the master; `drop_block` comes before one is closed. Joined tensors lie in one
+scratch block of the worker, as large as the largest joined run needs, and runs are bound onto it (cached by
+shapes). Each such run holds its block: if a larger one takes its place, it lives until the runs that use it
+have ended. The members' tensors are the master's; this code reads and writes them only during a run.
+"""
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.engines.base import (
+    Buffer,
+    Engine,
+    Produced,
+    Run,
+    StagedRun,
+    Strings,
+    array_over,
+)
+from mcinfer.errors import PredictError, ProtocolError
+from mcinfer.protocol import PredictJoined, TensorRef, UpdateWeights, decode_body
+from mcinfer.shm.arena import SharedBlock, align
+from mcinfer.shm.block import Block
+from mcinfer.specs import ELEMENT_TYPES, STRING, tensor_bytes
+
+_MAX_LAYOUTS = 1024
+_MAX_LAYOUT_BYTES = 4 << 20
+"""Most bound layouts that are kept, and most bytes of their keys; the least recently used go first."""
+
+_MAX_RUNS = 64
+"""Most bound runs that are kept; the least recently used goes first."""
+
+Member = tuple[Sequence[Buffer], Sequence[Buffer]]
+"""Inputs and outputs of one request."""
+
+_Tensor = tuple[str, str, tuple[int, ...]]
+"""Name, element type and shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedRun:
+    """A run bound onto scratch memory, with the joined inputs and outputs."""
+
+    run: Run
+    scratch: Block
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Buffer, ...]
+
+    def gather(self, members: Sequence[Member], axes: Sequence[int | None]) -> None:
+        """Copy the members' rows into the joined inputs."""
+        for i, (joined, axis) in enumerate(zip(self.inputs, axes, strict=True)):
+            if axis is None:
+                ctypes.memmove(joined.address, members[0][0][i].address, joined.size)
+            else:
+                _copy(joined, [inputs[i] for inputs, _ in members], axis, gather=True)
+
+    def scatter(
+        self,
+        members: Sequence[Member],
+        axes: Sequence[int],
+        produced: Sequence[Produced | Strings] = (),
+    ) -> Sequence[Produced | Strings]:
+        """Copy each member's rows out of the joined outputs; the run must have written them all there."""
+        if produced:
+            names = [item.name for item in produced]
+            raise PredictError(f"outputs {names} have other shapes than the model declares")
+        for i, (joined, axis) in enumerate(zip(self.outputs, axes, strict=True)):
+            _copy(joined, [outputs[i] for _, outputs in members], axis, gather=False)
+        return ()
+
+
+_Layout = tuple[int, int, bytes]
+"""The version of the weights, bytes of the inputs' references, and the body of PREDICT."""
+
+
+class Runs:
+    """The runs of a worker's engine, and the versions of its weights.
+
+    Args:
+        engine: Runs them.
+        block: Finds the master's block of a number, if it is there.
+    """
+
+    def __init__(self, engine: Engine, block: Callable[[int], SharedBlock | None]) -> None:
+        self._engine = engine
+        self._block = block
+        # By layout: the run, the blocks of its tensors, and its outputs.
+        self._bound: OrderedDict[
+            _Layout, tuple[Run, frozenset[int | None], tuple[TensorRef, ...]]
+        ] = OrderedDict()
+        self._bound_bytes = 0  # of the layouts
+        self._joined = JoinedRuns(engine)
+        self._weights: dict[int, tuple[Buffer, ...]] = {0: ()}
+
+    def single(self, version: int, size: int, body: bytes) -> tuple[Run, tuple[TensorRef, ...]]:
+        """The run of a PREDICT, and the places of its outputs.
+
+        Args:
+            version: Of the weights.
+            size: Bytes of the inputs' references, with which the body begins.
+            body: Of PREDICT.
+
+        Raises:
+            ProtocolError: The body is no references, or they name what is not there.
+            InvalidInputError, PredictError: The engine does not take them.
+        """
+        key = (version, size, body)
+        found = self._bound.get(key)
+        if found is not None:
+            self._bound.move_to_end(key)
+            return found[0], found[2]
+        inputs, outputs = decode_body(body, size)
+        weights = self._weights_of(version)
+        resolved = [
+            Strings(name=reference[0], shape=reference[2], values=reference[4])
+            if reference[1] == STRING
+            else self._buffer(reference)
+            for reference in inputs
+        ]
+        run = self._engine.bind([*resolved, *weights], [*map(self._buffer, outputs)])
+        if not any(isinstance(item, Strings) for item in resolved):
+            blocks = frozenset(reference[3] for part in (inputs, outputs) for reference in part)
+            self._bound[key] = (run, blocks, outputs)
+            self._bound_bytes += len(body)
+            while len(self._bound) > _MAX_LAYOUTS or self._bound_bytes > _MAX_LAYOUT_BYTES:
+                (_, _, oldest), _ = self._bound.popitem(last=False)
+                self._bound_bytes -= len(oldest)
+        return run, outputs
+
+    def joined(self, message: PredictJoined) -> tuple[Run, tuple[TensorRef, ...]]:
+        """The run of several requests as one batch, which writes all outputs; raises as `single` does."""
+        members = [
+            ([*map(self._buffer, member["inputs"])], [*map(self._buffer, member["outputs"])])
+            for member in message.members
+        ]
+        weights = self._weights_of(message.weights)
+        axes = (message.input_axes, message.output_axes)
+        return self._joined.staged(members, axes, weights, message.weights), ()
+
+    def _buffer(self, reference: TensorRef) -> Buffer:
+        name, element_type, shape, number, offset = reference
+        size = tensor_bytes(element_type, prod(shape))
+        block = None if number is None else self._block(number)
+        if block is None or offset + size > block.size:
+            raise ProtocolError(f"tensor {name!r} does not lie in block {number}: {reference}")
+        place = block.address + offset
+        return Buffer(
+            name=name,
+            element_type=element_type,
+            shape=shape,
+            address=place,
+            size=size,
+            device=block.device,
+        )
+
+    def _weights_of(self, version: int) -> tuple[Buffer, ...]:
+        weights = self._weights.get(version)
+        if weights is None:
+            raise ProtocolError(f"version {version} of the weights is not known")
+        return self._engine.placed(version, weights)
+
+    def take_weights(self, message: UpdateWeights) -> None:
+        """Add a version of the weights, and drop those that no request will name any more."""
+        self._weights[message.version] = tuple(map(self._buffer, message.tensors))
+        oldest = message.oldest
+        for version in [version for version in self._weights if 0 < version < oldest]:
+            del self._weights[version]
+        for layout in [layout for layout in self._bound if 0 < layout[0] < oldest]:
+            self._drop(layout)
+        self._joined.forget(oldest)
+        self._engine.forget(oldest)
+
+    def drop_block(self, number: int) -> None:
+        """Drop the runs with tensors in the master's block of this number, which is to be closed."""
+        for layout, (_, blocks, _) in [*self._bound.items()]:
+            if number in blocks:
+                self._drop(layout)
+
+    def _drop(self, layout: _Layout) -> None:
+        del self._bound[layout]
+        self._bound_bytes -= len(layout[2])
+
+    def close(self) -> None:
+        """Drop all bound runs."""
+        self._bound.clear()
+        self._joined.close()
+
+
+class JoinedRuns:
+    """The joined runs of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._scratch: Block | None = None
+        self._runs: OrderedDict[tuple[int, tuple[_Tensor, ...]], JoinedRun] = OrderedDict()
+
+    def staged(
+        self,
+        members: Sequence[Member],
+        axes: tuple[Sequence[int | None], Sequence[int]],
+        weights: Sequence[Buffer] = (),
+        version: int = 0,
+    ) -> StagedRun:
+        """The run of these members: it gathers their rows, runs, and scatters the outputs; as `bound`."""
+        joined = self.bound(members, axes, weights, version)
+        return StagedRun(
+            partial(joined.gather, members, axes[0]),
+            joined.run,
+            partial(joined.scatter, members, axes[1]),
+        )
+
+    def bound(
+        self,
+        members: Sequence[Member],
+        axes: tuple[Sequence[int | None], Sequence[int]],
+        weights: Sequence[Buffer] = (),
+        version: int = 0,
+    ) -> JoinedRun:
+        """The run for the rows of these members together; `version` identifies the weights.
+
+        Raises:
+            ProtocolError: The tensors do not fit together.
+            InvalidInputError, PredictError: The engine does not take them.
+        """
+        tensors = [_joined(members, axes, side) for side in (0, 1)]
+        parts = tuple(tensor for side in tensors for tensor in side)
+        key = (version, parts)
+        found = self._runs.get(key)
+        if found is not None:
+            self._runs.move_to_end(key)
+            return found
+        sizes = [tensor_bytes(kind, prod(shape)) for _, kind, shape in parts]
+        total = sum(map(align, sizes))
+        if self._scratch is None or self._scratch.size < total:
+            self.close()
+            self._scratch = Block.create(0, max(total, 1))
+            self._scratch.close()  # the mapping stays
+        scratch = self._scratch
+        buffers, at = [], 0
+        for (name, kind, shape), size in zip(parts, sizes, strict=True):
+            place = scratch.address + at
+            buffers.append(
+                Buffer(name=name, element_type=kind, shape=shape, address=place, size=size)
+            )
+            at += align(size)
+        inputs, outputs = buffers[: len(tensors[0])], buffers[len(tensors[0]) :]
+        joined = JoinedRun(
+            run=self._engine.bind([*inputs, *weights], outputs),
+            scratch=scratch,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+        )
+        self._runs[key] = joined
+        if len(self._runs) > _MAX_RUNS:
+            self._runs.popitem(last=False)
+        return joined
+
+    def forget(self, oldest: int) -> None:
+        """Drop the runs with weights below the version `oldest`, which no request will name any more."""
+        for version, parts in [*self._runs]:
+            if 0 < version < oldest:
+                del self._runs[version, parts]
+
+    def close(self) -> None:
+        """Drop the bound runs, and with the last of them the memory that they are bound to."""
+        self._runs.clear()
+        self._scratch = None
+
+
+def _joined(
+    members: Sequence[Member],
+    axes: tuple[Sequence[int | None], Sequence[int]],
+    side: int,
+) -> list[_Tensor]:
+    """Name, element type and shape of the joined inputs (side 0) or outputs (side 1)."""
+    lists = [member[side] for member in members]
+    if any(len(tensors) != len(axes[side]) for tensors in lists):
+        raise ProtocolError("the members of a joined run differ in their tensors")
+    joined = []
+    for axis, *tensors in zip(axes[side], *lists, strict=True):
+        first = tensors[0]
+        if axis is not None and axis >= len(first.shape):
+            raise ProtocolError(f"tensor {first.name!r} has no axis {axis} to be joined along")
+        whole = {(t.name, t.element_type, _with_rows(t.shape, axis, 0)) for t in tensors}
+        if len(whole) > 1:
+            raise ProtocolError(f"tensors {first.name!r} of a joined run do not fit together")
+        rows = 0 if axis is None else sum(tensor.shape[axis] for tensor in tensors)
+        joined.append((first.name, first.element_type, _with_rows(first.shape, axis, rows)))
+    return joined
+
+
+def _with_rows(shape: tuple[int, ...], axis: int | None, rows: int) -> tuple[int, ...]:
+    return shape if axis is None else (*shape[:axis], rows, *shape[axis + 1 :])
+
+
+def _copy(joined: Buffer, parts: Sequence[Buffer], axis: int, *, gather: bool) -> None:
+    """Copy all parts into the joined tensor (gather), or the joined tensor into its parts."""
+    if prod(joined.shape[:axis]) == 1:  # the parts are contiguous
+        place = joined.address
+        for part in parts:
+            into, out_of = (place, part.address) if gather else (part.address, place)
+            ctypes.memmove(into, out_of, part.size)
+            place += part.size
+        return
+    whole, start = _array(joined), 0
+    for part in parts:
+        stop = start + part.shape[axis]
+        rows = whole[(slice(None),) * axis + (slice(start, stop),)]
+        if gather:
+            rows[...] = _array(part)
+        else:
+            _array(part)[...] = rows
+        start = stop
+
+
+def _array(buffer: Buffer) -> NDArray[Any]:
+    """An array over the buffer. Only the width of an element matters for copies: NumPy lacks some types."""
+    width = ELEMENT_TYPES[buffer.element_type].bits // 8
+    return array_over(buffer, np.dtype("c16" if width == 16 else f"u{width}"))
