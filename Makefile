@@ -135,7 +135,7 @@ bench-ranks: .venv-ranks/installed
 bench-ray: .venv-ray/installed
 	.venv-ray/bin/python benchmarks/ray_nodes.py --write docs/ray.md
 
-# What callers get when something goes wrong: runs the fault matrix over both transports and writes its page.
+# What callers get when something goes wrong: runs the fault matrix and writes its page.
 faults: .venv/installed
 	$(BIN)/python -m tests.process.fault_page
 

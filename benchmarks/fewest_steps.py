@@ -44,9 +44,7 @@ from mcinfer.errors import McinferError
 
 BARE_NAME = "owned, bare"
 ALL_NAME = "owned, with all"
-PAIR_NAME = "owned, bare, socket pairs"
 PREDICT = "mcinfer.predict"
-PREDICT_BY_PAIRS = "mcinfer.predict, socket pairs"
 SUBMIT = "mcinfer.submit"
 PIPE = "pipe: pickled through multiprocessing.Pipe"
 THREADS = "threads on one session of one thread"
@@ -90,11 +88,11 @@ def _additions() -> dict[str, Extra]:
 
 
 def _over_bare(series: Mapping[str, Series]) -> list[Ratio]:
-    """What additions and the other transport are against the bare path, as far as they are there."""
+    """What additions are against the bare path, as far as they are there."""
     bare = series[BARE_NAME]
     return [
         Ratio(text=f"{name} / {BARE_NAME}", series=series[name].over(bare))
-        for name in (*_additions(), PAIR_NAME)
+        for name in _additions()
         if name in series and name != BARE_NAME
     ]
 
@@ -120,10 +118,8 @@ def measure_steps(folder: Path, effort: Effort, say: Say) -> Record:
             name: stack.enter_context(Owned(model, WORKERS, extras=extras))
             for name, extras in _additions().items()
         }
-        pools[PAIR_NAME] = stack.enter_context(Owned(model, WORKERS, transport="socketpair"))
         master = stack.enter_context(Master(model, WORKERS))
-        paired = stack.enter_context(Master(model, WORKERS, transport="socketpair"))
-        masters = {PREDICT: master, PREDICT_BY_PAIRS: paired}
+        masters = {PREDICT: master}
         pipe = Pipe(pipe_setup(model))
         stack.callback(pipe.close)
         for size in SIZES:
@@ -169,15 +165,6 @@ def _measure_size(
         Ratio(
             text="pipe / predict", series=series[PIPE].over(predict), bound=_LEAST_PIPE[size.name]
         ),
-    ]
-    smallest = size is SIZES[0]
-    paired = series[PREDICT_BY_PAIRS]
-    ratios += [
-        Ratio(text=f"{name} / {PREDICT_BY_PAIRS}", series=way.over(paired), bound=bound)
-        for name, way, bound in (
-            (PREDICT, predict, 1.2 if smallest else None),
-            ("pipe", series[PIPE], 1.0 if smallest else None),
-        )
     ]
     if _LAST in series:
         ratios.insert(1, Ratio(text=f"predict / {ALL_NAME}", series=predict.over(series[_LAST])))

@@ -31,19 +31,17 @@ import mmap
 import os
 import secrets
 import select
-import socket
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from enum import Flag, auto
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Self
 
 import msgpack
 import numpy as np
@@ -75,8 +73,6 @@ MAX_REQUESTS = 10_000
 """Accepted and not answered, with `Extra.QUEUE`."""
 
 _ALIGNMENT = 64
-_PAIR_BYTES = 1 << 22
-"""For messages on their way over a socket pair, as far as the system allows."""
 _START_SECONDS = 60.0
 _END_SECONDS = 10.0
 _MAX_ATTEMPTS = 2
@@ -132,31 +128,6 @@ _STANDS_ON = {
 # Messages.
 
 
-class _Messages(Protocol):
-    """The master's side of a transport."""
-
-    def ends(self) -> list[dict[str, object]]:
-        """By worker, how it finds its end."""
-
-    def worker_fds(self) -> list[int]:
-        """Descriptors that the workers inherit."""
-
-    def started(self) -> None:
-        """The workers have theirs."""
-
-    def send(self, worker: int, message: bytes) -> None:
-        """Send without waiting."""
-
-    def note(self, fd: int) -> None:
-        """A descriptor of its own was found readable."""
-
-    def receive(self) -> tuple[int, bytes] | None:
-        """The next message and its worker; None when nothing more is known to be there."""
-
-    def close(self) -> None:
-        """Close at once."""
-
-
 class _Router:
     """ROUTER and DEALER over ipc."""
 
@@ -198,55 +169,6 @@ class _Router:
 
     def close(self) -> None:
         self._context.destroy(linger=1000)
-
-
-class _Pairs:
-    """One SOCK_SEQPACKET pair per worker. Past some hundred messages under way to a worker, sending waits."""
-
-    def __init__(self, workers: int, poller: select.poll) -> None:
-        kind = socket.SOCK_SEQPACKET
-        pairs = [socket.socketpair(socket.AF_UNIX, kind) for _ in range(workers)]
-        self._ours, self._theirs = [p[0] for p in pairs], [p[1] for p in pairs]
-        for end in (*self._ours, *self._theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PAIR_BYTES)
-        self._by_fd = {ours.fileno(): i for i, ours in enumerate(self._ours)}
-        self._poller = poller
-        self._readable: dict[int, None] = {}
-        for fd in self._by_fd:
-            poller.register(fd, select.POLLIN)
-
-    def ends(self) -> list[dict[str, object]]:
-        return [{"pair": fd} for fd in self.worker_fds()]
-
-    def worker_fds(self) -> list[int]:
-        return [theirs.fileno() for theirs in self._theirs]
-
-    def started(self) -> None:
-        for theirs in self._theirs:
-            theirs.close()
-
-    def send(self, worker: int, message: bytes) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # a death shows at its pidfd
-            self._ours[worker].send(message)
-
-    def note(self, fd: int) -> None:
-        self._readable[self._by_fd[fd]] = None
-
-    def receive(self) -> tuple[int, bytes] | None:
-        while self._readable:
-            worker, _ = self._readable.popitem()
-            try:
-                message = self._ours[worker].recv(owned_worker.MAX_BYTES)
-            except ConnectionResetError:
-                message = b""
-            if message:
-                return worker, message
-            self._poller.unregister(self._ours[worker])  # its end: nothing more will come
-        return None
-
-    def close(self) -> None:
-        for end in (*self._ours, *self._theirs):
-            end.close()
 
 
 # Plans and frames.
@@ -438,7 +360,6 @@ class Owned:
         workers: int = 2,
         *,
         whole: bool = False,
-        transport: Literal["zeromq", "socketpair"] = "zeromq",
         extras: Extra = BARE,
     ) -> None:
         """Start the workers; returns when all have loaded the model.
@@ -447,7 +368,6 @@ class Owned:
             model: An ONNX file; all inputs and outputs have the batch as their first axis.
             workers: How many, each on a core of its own as far as there are enough.
             whole: Whether a request goes to the worker that has the fewest, in the place of a piece to each.
-            transport: What carries the messages.
             extras: What is added. One that stands on others brings them.
 
         Raises:
@@ -490,9 +410,7 @@ class Owned:
 
         self._poller = select.poll()
         self._poller.register(self._bell, select.POLLIN)
-        self._messages: _Messages = (_Router if transport == "zeromq" else _Pairs)(
-            workers, self._poller
-        )
+        self._messages = _Router(workers, self._poller)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pidfds: dict[int, int] = {}
         self._thread = threading.Thread(target=self._own, name="owner", daemon=True)

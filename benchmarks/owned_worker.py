@@ -1,6 +1,6 @@
 """A worker of `owned.py`: one process on one core, which runs what it is sent and answers with the same head.
 
-    python owned_worker.py '{"index": 0, "core": 0, "model": "m.onnx", "memory": 5, "size": 4096, "pair": 6}'
+    python owned_worker.py '{"index": 0, "core": 0, "model": "m.onnx", "memory": 5, "size": 4096, "address": "ipc://…"}'
 
 It maps the master's memory once. A *layout* says where the inputs and outputs of one piece lie in it; the
 first message with a layout describes it, later ones only name it. It ends at EXIT, or with its parent.
@@ -11,7 +11,6 @@ import json
 import mmap
 import os
 import signal
-import socket
 import struct
 import sys
 from typing import Any
@@ -23,8 +22,6 @@ import zmq
 HEAD = struct.Struct("<cQHQ")
 """Kind, request, piece, layout."""
 RUN, RUN_NEW, ANSWER, READY, EXIT = b"P", b"L", b"A", b"R", b"X"
-MAX_BYTES = 1 << 16
-"""Of one message over a socket pair."""
 _LOOKS_MS = 1000
 """How often a worker looks whether its parent is still there."""
 
@@ -49,18 +46,6 @@ class _Dealer:
             except zmq.Again:
                 if os.getppid() != self._parent:
                     return b""
-
-
-class _Pair:
-    """A worker's end of a socket pair."""
-
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
-        self.send = self._socket.send
-
-    def receive(self) -> bytes:
-        """The next message; empty when the parent is gone."""
-        return self._socket.recv(MAX_BYTES)
 
 
 def identity(index: int) -> bytes:
@@ -92,8 +77,7 @@ def main(start: dict[str, Any]) -> None:
     run_options.add_run_config_entry("gpu_graph_id", "-1")
     memory = np.frombuffer(mmap.mmap(start["memory"], start["size"]), np.uint8)
     bindings: dict[int, Any] = {}
-    pair = start.get("pair")
-    channel = _Dealer(start["address"], start["index"]) if pair is None else _Pair(pair)
+    channel = _Dealer(start["address"], start["index"])
     channel.send(HEAD.pack(READY, 0, 0, 0))
     while message := channel.receive():
         kind, request, piece, layout = HEAD.unpack_from(message)

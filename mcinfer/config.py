@@ -29,9 +29,6 @@ ProviderKind = Literal["cpu", "cuda", "tensorrt", "cann"]
 PROVIDERS: tuple[ProviderKind, ...] = get_args(ProviderKind)
 """Execution providers of ONNX Runtime, by the names that it has for them in short."""
 
-TransportKind = Literal["zeromq", "socketpair"]
-TRANSPORTS: tuple[TransportKind, ...] = get_args(TransportKind)
-
 BalanceKind = Literal["even", "measured"]
 BALANCES: tuple[BalanceKind, ...] = get_args(BalanceKind)
 

@@ -27,7 +27,6 @@ from mcinfer.config import (
     BALANCES,
     CARD_KINDS,
     INLINE,
-    TRANSPORTS,
     BalanceKind,
     CoreShare,
     Device,
@@ -36,7 +35,6 @@ from mcinfer.config import (
     Parallel,
     RestartPolicy,
     Timeouts,
-    TransportKind,
     check_cores,
     check_count,
     check_seconds,
@@ -139,9 +137,6 @@ class Master:
             the package onnx (``pip install 'mcinfer[onnx]'``). None: every device has the whole model.
         balance: How many rows of a batch each worker gets. ``"even"``: all the same. ``"measured"``: by the
             moving average of its rows a second, for devices of unequal speed.
-        transport: What carries messages; tensors lie in shared memory with both. ``"zeromq"``: one socket
-            for all workers. ``"socketpair"``: a pair of Unix sockets for each worker, without ZeroMQ's
-            threads.
 
     Raises:
         InvalidInputError: An argument is invalid.
@@ -166,8 +161,9 @@ class Master:
         verify: Verify = "first",
         parallel: Parallel | None = None,
         balance: BalanceKind = "even",
-        transport: TransportKind = "zeromq",
+        **left: object,
     ) -> None:
+        _refuse(left)
         self._timeouts = timeouts
         self._limits = limits
         self._given = b""
@@ -195,13 +191,9 @@ class Master:
             )
         if verify not in ("first", "never"):
             raise InvalidInputError(f"verify: got {verify!r}, expected 'first' or 'never'")
-        for name, word, words in (
-            ("balance", balance, BALANCES),
-            ("transport", transport, TRANSPORTS),
-        ):
-            if not isinstance(word, str) or word not in words:
-                expected = " or ".join(map(repr, words))
-                raise InvalidInputError(f"{name}: got {word!r}, expected {expected}")
+        if not isinstance(balance, str) or balance not in BALANCES:
+            expected = " or ".join(map(repr, BALANCES))
+            raise InvalidInputError(f"balance: got {balance!r}, expected {expected}")
         self._verify: Verify = verify
         self._said = _said(batch_axes, output_axes)
         check_count("max_batch_size", max_batch_size, 1)
@@ -280,7 +272,6 @@ class Master:
                 max_batch_size=max_batch_size,
                 max_delay=max_delay,
                 trace=None if self._trace is None else weakref.ref(self._trace),
-                transport=transport,
                 balance=self._balance,
                 seeds_on_one=not self._said.inputs,
                 worker=_inline_worker() if inline else WorkerProcess,
@@ -1442,6 +1433,14 @@ def _check_build(build: Build) -> None:
         encode(replace(build, token="0" * 64))  # as long as one, or longer
     except ProtocolError as exc:
         raise InvalidInputError(f"options: they do not fit a message to a worker: {exc}") from exc
+
+
+def _refuse(arguments: Mapping[str, object]) -> None:
+    """Raise for arguments that `Master` does not have; for one that it had, say that it has left."""
+    for name, value in arguments.items():
+        if name == "transport":
+            raise InvalidInputError(f"transport: {value!r} has left; ZeroMQ carries all messages")
+        raise TypeError(f"Master() got an unexpected keyword argument {name!r}")
 
 
 def _said(batch_axes: Axes | None, output_axes: Axes | None) -> SaidAxes:

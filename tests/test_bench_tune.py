@@ -148,11 +148,7 @@ def test_sessions_are_left_out_where_a_request_is_no_single_run() -> None:
     assert [candidate for candidate in whole if candidate.call not in SESSIONS] == cut
 
 
-def test_transports_and_delays_depend_on_the_length_of_a_run() -> None:
-    others = [c for c in tried(aim(), run_seconds=0.0005) if c.transport == "socketpair"]
-    assert {c.workers * (c.threads or 0) for c in others} == {8}
-    assert replace(DEFAULT, threads=4, transport="socketpair") in others
-    assert {c.transport for c in tried(aim(), run_seconds=0.002)} == {"zeromq"}
+def test_delays_depend_on_the_length_of_a_run() -> None:
     for bound, delays in ((None, {0.0, 0.01}), (0.003, {0.0})):
         candidates = tried(aim(bound=bound), run_seconds=0.04)
         assert {c.max_delay for c in candidates if c.max_batch_size > 1} == delays
@@ -295,16 +291,14 @@ def test_remarks_name_gaps_failures_few_requests_and_why_requests_run_whole() ->
 # A program, and JSON.
 
 
-def test_program_has_the_axes_and_the_transport() -> None:
+def test_program_has_the_axes() -> None:
     axes: dict[str, Any] = {"batch_axes": {"x": 0, 'a "b"': None}, "output_axes": {"y": 1}}
-    other = replace(JOINED, transport="socketpair")
-    text = advice.program("m.onnx", other, found([], **axes)).replace(
+    text = advice.program("m.onnx", JOINED, found([], **axes)).replace(
         "mcinfer.EngineOptions", "dict"
     )
     text = text.partition("mcinfer.Master(")[2].partition(") as")[0]
     given = eval(f"dict(model={text})")  # noqa: S307 our own text
-    assert given == {"model": "m.onnx", **advice.arguments(other, found([], **axes))}
-    assert given["transport"] == "socketpair"
+    assert given == {"model": "m.onnx", **advice.arguments(JOINED, found([], **axes))}
     EngineOptions(**given["options"])
 
 

@@ -16,7 +16,6 @@ from mcinfer.cli.options import (
     parse_dims,
     parse_rates,
     parse_seconds,
-    parse_transport,
 )
 
 Parse = Callable[[str], object]
@@ -31,7 +30,6 @@ Parse = Callable[[str], object]
         (parse_seconds, "2.5", 2.5),
         (parse_counts, "8,1,2", (8, 1, 2)),
         (parse_rates, "20,0.5", (20.0, 0.5)),
-        (parse_transport, "socketpair", "socketpair"),
         (parse_dims, "a=b:1=7", ("a=b:1", 7)),
     ],
 )
@@ -47,7 +45,6 @@ def test_value_is_parsed(parse: Parse, text: str, value: object) -> None:
         *((parse_counts, text) for text in ["", "0", "-1", "1,,2", "1.5", "2,2", "a"]),
         *((parse_rates, text) for text in ["", "0", "-1", "inf", "nan", "2,2.0", "a"]),
         *((parse_dims, text) for text in ["", "seq", "seq=", "=1", "seq=0", "seq=-1", "seq=1.5"]),
-        *((parse_transport, text) for text in ["", "tcp", "ZeroMQ"]),
     ],
 )
 def test_value_of_another_form_is_wrong_usage(parse: Parse, text: str) -> None:

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -65,3 +67,22 @@ def test_message_of_another_size_is_a_protocol_error(data: bytes) -> None:
         with pytest.raises(ProtocolError, match="expected 12"):
             worker.wait()
     worker.close()
+
+
+WITHOUT_SIGPIPE = """
+import signal
+from mcinfer.runtime.cancels import Cancels
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+ours, theirs = Cancels.pair()
+theirs.close()
+try:
+    ours.send(1, 0)
+except OSError as exc:
+    print(exc.strerror)
+"""
+
+
+def test_program_that_wants_to_end_by_sigpipe_does_not_by_a_worker() -> None:
+    command = [sys.executable, "-c", WITHOUT_SIGPIPE]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout == "Broken pipe\n"

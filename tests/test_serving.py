@@ -44,7 +44,7 @@ from mcinfer.protocol import (
     encode_references,
 )
 from mcinfer.runtime.cancels import Cancels
-from mcinfer.runtime.transport import SocketPairMaster, SocketPairWorker
+from mcinfer.runtime.transport import MasterTransport, SendError, WorkerTransport
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
@@ -65,10 +65,8 @@ class Peer:
     """The master's side: the test says what to send, and sees what comes."""
 
     def __init__(self) -> None:
-        self.router = SocketPairMaster()
-        connection = SocketPairWorker(os.dup(self.router.add(0)))
-        self.router.started(0)
-        self.fd = self.router.worker_fd(0) or -1
+        self.router = MasterTransport()
+        connection = WorkerTransport(os.dup(self.router.handle))
         self.lifeline, theirs = Lifeline.pair()
         self.status: int | None = None
         worker = Lifeline.inherited(theirs.detach())
@@ -89,20 +87,19 @@ class Peer:
 
     def _receive(self) -> tuple[bytes, bytes]:
         while (received := self.router.receive()) is None:
-            readable, _, _ = select.select([self.fd], [], [], PATIENCE)
-            assert readable
-            self.router.note_ready(readable)
+            assert select.select([self.router.fd], [], [], PATIENCE)[0]
         return received
 
     def last_words(self) -> list[Message]:
         """What the worker still says until it closes."""
-        said = []
-        while not self.router.take_ended():
-            readable, _, _ = select.select([self.fd], [], [], PATIENCE)
-            assert readable
-            self.router.note_ready(readable)
-            if received := self.router.receive():
-                said.append(decode(received[1]))
+        said: list[Message] = []
+        self.thread.join(PATIENCE)
+        with suppress(SendError):  # the connection has ended, after all that was sent
+            while True:
+                while received := self.router.receive():
+                    said.append(decode(received[1]))
+                self.router.send(self.peer, b"")
+                select.select([self.router.fd], [], [], 0.01)
         return said
 
     def receive(self) -> Message:

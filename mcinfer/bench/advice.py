@@ -43,7 +43,6 @@ def arguments(candidate: Candidate, found: Found) -> dict[str, Any]:
         "options": {"threads": candidate.threads} if chosen else {},
         "max_batch_size": candidate.max_batch_size,
         "max_delay": candidate.max_delay,
-        **({"transport": candidate.transport} if candidate.transport != "zeromq" else {}),
         **{name: dict(said) for name, said in axes.items() if said},
     }
 
@@ -66,8 +65,8 @@ def _grid(found: Found, rung: int) -> Grid:
     unit = time_unit(percentile(each, 0.5).low for each in turns.values())
     rows: list[tuple[Cell, ...]] = []
     for one, each in turns.items():
-        joins, pairs = one.max_batch_size > 1, one.transport == "socketpair"
-        names = (one.call, "default" * (one == found.default), "pairs" * pairs)
+        joins = one.max_batch_size > 1
+        names = (one.call, "default" * (one == found.default))
         rows.append(
             (
                 ", ".join(filter(None, names)),
@@ -83,10 +82,9 @@ def _grid(found: Found, rung: int) -> Grid:
         )
     ways = "1 way" if len(turns) == 1 else f"{len(turns)} ways"
     interrupted = "" if rung <= found.finished_rungs else ", interrupted"
-    pairs_text = "; pairs: over socketpair" if any("pairs" in str(row[0]) for row in rows) else ""
     header = ("call", "workers", "threads", "joined", "delay ms", "rows/s", "p50", "p99")
     return Grid(
-        title=f"round {rung}{interrupted}: {ways} (p50 and p99 in {unit.sign}{pairs_text})",
+        title=f"round {rung}{interrupted}: {ways} (p50 and p99 in {unit.sign})",
         header=(*header, f"{TIMES} default"),
         rows=tuple(rows),
     )

@@ -26,7 +26,6 @@ class Concurrent(RunningWay):
             max_delay=setup.max_delay if max_batch_size > 1 else 0.0,
             batch_axes=setup.batch_axes,
             output_axes=setup.output_axes,
-            transport=setup.transport,
         ).start()
         # The split of the first request and all later ones.
         self._split = self._master.split

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from mcinfer.config import TransportKind
 from mcinfer.errors import InvalidInputError, requires
 
 SCHEMA = "mcinfer.bench"
@@ -133,7 +132,6 @@ class Settings:
     dims: dict[str, int]
     max_batch_size: int
     max_delay: float
-    transport: TransportKind = "zeromq"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ from mcinfer.bench.report import (
 )
 from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.way import Setup
-from mcinfer.config import CoreShare, EngineOptions, TransportKind, parse_devices, share_cores
+from mcinfer.config import CoreShare, EngineOptions, parse_devices, share_cores
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
@@ -100,7 +100,6 @@ class Plan:
     scaling: bool = True
     batch_axes: Axes = field(default_factory=dict)
     output_axes: Axes = field(default_factory=dict)
-    transport: TransportKind = "zeromq"
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -310,7 +309,6 @@ class Benchmark:
                 dims=dict(plan.inputs.dims),
                 max_batch_size=plan.max_batch_size,
                 max_delay=plan.max_delay,
-                transport=plan.transport,
             ),
             ways=tuple(entry.report() for entry in self._entries),
             measurements=tuple(
@@ -338,7 +336,6 @@ class Benchmark:
             threads=plan.threads or (shares[0].threads if shares else None),
             max_batch_size=plan.max_batch_size,
             max_delay=plan.max_delay,
-            transport=plan.transport,
             worker_cores=tuple(share.cores for share in shares),
         )
 

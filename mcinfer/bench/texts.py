@@ -162,7 +162,6 @@ def settings_line(report: Report) -> str:
             if any(figures.joined for figures in _all_figures(report))
             else []
         ),
-        *([f"transport {settings.transport}"] if settings.transport != "zeromq" else []),
         *(f"{name} = {size}" for name, size in settings.dims.items()),
         f"seed {settings.seed}",
     ]
@@ -264,8 +263,6 @@ def report_program(report: Report) -> str:
     arguments: dict[str, Any] = {"devices": many if simple else [*settings.devices]}
     if any(f.joined for f in under(report, best.load) if f.way.name == best.own):
         arguments |= {"max_batch_size": settings.max_batch_size, "max_delay": settings.max_delay}
-    if settings.transport != "zeromq":
-        arguments["transport"] = settings.transport
     if best.own == "inline":
         arguments = {"providers": ["CPUExecutionProvider"]} if simple else {}
     arrays = {}

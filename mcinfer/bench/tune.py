@@ -34,7 +34,7 @@ from mcinfer.bench.report import Load, Turn
 from mcinfer.bench.runner import START_SECONDS, Progress, powers, prepared
 from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.texts import SESSIONS, number
-from mcinfer.config import TransportKind, automatic_workers
+from mcinfer.config import automatic_workers
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
 from mcinfer.sharding import Axes, Shape, Split, cut_batch
@@ -51,8 +51,6 @@ _GROUP = 4
 REPEATS = 3
 _ALIKE = 1.05
 """Within this factor a candidate is not behind the best."""
-_SHORT_RUN = 1e-3
-"""Seconds: the transports differ by some 10 microseconds for each request."""
 _GOLDEN = (5**0.5 - 1) / 2
 _LEAST_ARRIVALS = 5
 """In a turn of an open loop, on average."""
@@ -108,7 +106,6 @@ class Candidate:
     call: Call = "submit"
     max_batch_size: int = 1
     max_delay: float = 0.0
-    transport: TransportKind = "zeromq"
 
     @property
     def way(self) -> str:
@@ -130,8 +127,6 @@ class Candidate:
         parts.append(self.call)
         if self.max_batch_size > 1:
             parts.append(f"{self.max_batch_size} rows within {self.max_delay * 1e3:g} ms")
-        if self.transport != "zeromq":
-            parts.append(self.transport)
         return ", ".join(parts)
 
 
@@ -171,10 +166,6 @@ def grid(
                 rest += uses
                 continue
             full += [use for use in uses if use != same or uneven]
-            # Where runs are short, messages count. One core leaves the master and its worker to wait for
-            # each other, whatever messages go by.
-            if run_seconds <= _SHORT_RUN and cores > 1:
-                full += [replace(use, transport="socketpair") for use in uses]
     sessions = _sessions(cores) if whole else []
     return [default, *sessions, *_spread_out(full), *_spread_out(rest)]
 
@@ -553,7 +544,6 @@ class Search:
             threads=candidate.threads,
             max_batch_size=candidate.max_batch_size,
             max_delay=candidate.max_delay,
-            transport=candidate.transport,
         )
         return Subject(candidate.way, setup, self._prepared.files)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from mcinfer.config import TransportKind
 from mcinfer.sharding import Axes, Split
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -32,7 +31,7 @@ class Setup:
         split: Where a request's rows lie, and how its outputs are joined.
         fixed_batch: The only number of rows that a run takes; None where it takes any.
         batches: Rows of the requests that will come; empty where that is not known.
-        batch_axes: The user's, as `mcinfer.Master` takes them; so are `output_axes` and `transport`.
+        batch_axes: The user's, as `mcinfer.Master` takes them; `output_axes` too.
         max_batch_size: Rows that small requests may be joined to, for a way that joins them.
         max_delay: Seconds that a request may wait for others, in such a way.
     """
@@ -49,7 +48,6 @@ class Setup:
     batches: tuple[int, ...] = ()
     batch_axes: Axes = field(default_factory=dict)
     output_axes: Axes = field(default_factory=dict)
-    transport: TransportKind = "zeromq"
 
     @property
     def outputs(self) -> tuple[str, ...]:

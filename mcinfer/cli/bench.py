@@ -28,7 +28,6 @@ from mcinfer.cli.options import (
     axes_of,
     parse_counts,
     parse_rates,
-    parse_transport,
 )
 from mcinfer.cli.output_files import check_outputs, write_output
 from mcinfer.cli.progress import counted, let_workers_tell, say, showing_work
@@ -99,9 +98,6 @@ def bench(
     max_delay: Annotated[
         Any, parsed("SECONDS", parse_pause, "Mode batched: longest wait of a request for others.")
     ] = "0.001",
-    transport: Annotated[
-        Any, parsed("TRANSPORT", parse_transport, "Transport of mcinfer: zeromq or socketpair.")
-    ] = "zeromq",
     scaling: Annotated[
         bool, typer.Option(help="Also measure pools of fewer workers.", show_default=False)
     ] = True,
@@ -143,7 +139,6 @@ def bench(
         ways=ways,
         max_batch_size=max_batch_size,
         max_delay=max_delay,
-        transport=transport,
         scaling=scaling and "concurrent" in modes,
         inputs=input_options(input, dim, integers, seed),
         batch_axes=axes_of("--batch-axis", batch_axis),

@@ -300,7 +300,7 @@ def judge_cpus(cores: int, quota: float | None) -> Finding:
 
 def look_at_runtime_folder() -> Iterator[Finding]:
     """The folder of a pool's socket; ``$XDG_RUNTIME_DIR`` is the first choice."""
-    from mcinfer.runtime.folder import RuntimeFolder
+    from mcinfer.runtime.transport import RuntimeFolder
 
     wanted = os.environ.get("XDG_RUNTIME_DIR")
     advice = "let XDG_RUNTIME_DIR or TMPDIR name a folder that you can write to, and others cannot"

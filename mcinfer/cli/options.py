@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from mcinfer.config import TRANSPORTS, check_seconds, parse_devices
+from mcinfer.config import check_seconds, parse_devices
 from mcinfer.errors import BuildError, InvalidInputError
 
 _T = TypeVar("_T")
@@ -140,13 +140,6 @@ DevicesOption = Annotated[
         show_default=False,
     ),
 ]
-
-
-def parse_transport(text: str) -> str:
-    """``"zeromq"`` or ``"socketpair"``."""
-    if text not in TRANSPORTS:
-        raise typer.BadParameter(f"got {text!r}, expected one of {[*TRANSPORTS]}")
-    return text
 
 
 def parse_axis(text: str) -> tuple[str, int | None]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from mcinfer.config import Limits, TransportKind
+from mcinfer.config import Limits
 from mcinfer.errors import ProtocolError
 from mcinfer.machine import usable_memory
 from mcinfer.private import inherited, model_name
@@ -32,13 +32,7 @@ from mcinfer.protocol import (
     encode_predict_joined,
 )
 from mcinfer.requests.request import Request
-from mcinfer.runtime.folder import RuntimeFolder
-from mcinfer.runtime.transport import (
-    MasterTransport,
-    SendError,
-    SocketPairMaster,
-    ZeroMQMaster,
-)
+from mcinfer.runtime.transport import MasterTransport, SendError
 from mcinfer.runtime.worker_process import (
     ChildProcess,
     HeldBlock,
@@ -77,7 +71,6 @@ class Connections:
         builds: Sequence[Sequence[Build]],
         block: Callable[[int], SharedBlock | None],
         limits: Limits,
-        transport: TransportKind = "zeromq",
         worker: type[WorkerProcess] = WorkerProcess,
     ) -> None:
         self._worker = worker
@@ -87,7 +80,6 @@ class Connections:
         self._most_memory = limits.worker_memory_bytes
         self._all_memory = usable_memory()
         self._inherited = Inherited.now()
-        self._kind: TransportKind = transport
         self.peers: dict[bytes, WorkerProcess] = {}
 
     def open(self) -> None:
@@ -100,11 +92,7 @@ class Connections:
             DESCRIPTORS_TO_OPEN + self._worker.descriptors * sum(map(len, self._builds))
         )
         with ExitStack() as opened:
-            if self._kind == "socketpair":
-                self.transport: MasterTransport = SocketPairMaster()
-            else:
-                with RuntimeFolder() as folder:
-                    self.transport = ZeroMQMaster(*folder.listen())
+            self.transport = MasterTransport()
             opened.callback(self.transport.close)
             self.output = OutputForwarder(model_name(self._builds[0][0].model))
             opened.pop_all()
@@ -132,8 +120,6 @@ class Connections:
         builds = self._builds[index]
         _check_descriptors(self._worker.descriptors * len(builds))
         with ExitStack() as opened, ExitStack() as passed:
-            connection = self.transport.add(index)
-            opened.callback(self.transport.remove, index)
             pairs = []
             for _ in builds[1:]:  # a star: rank 0 has a socket to each of the others
                 pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -141,8 +127,7 @@ class Connections:
             process = self._worker(
                 index,
                 self.label(index),
-                transport=self._kind,
-                connection=connection,
+                connection=self.transport.handle,
                 hello_token=secrets.token_hex(16),
                 build_token=secrets.token_hex(16),
                 ranks=[ours for ours, _ in pairs],
@@ -169,7 +154,6 @@ class Connections:
                 )
                 process.followers.append(follower)
             opened.pop_all()
-        self.transport.started(index)
         self.processes[index] = process
         return process
 
@@ -185,7 +169,6 @@ class Connections:
     def remove(self, index: int) -> None:
         """Forget a process that has ended; the caller reaps it."""
         process = self.processes.pop(index)
-        self.transport.remove(index)
         if process.peer is not None:
             del self.peers[process.peer]
 

@@ -36,7 +36,7 @@ from weakref import ref
 
 from mcinfer.cards.cuda import Card, DeviceBlock
 from mcinfer.cards.tensors import ALIGNMENT_ON_CARD, CardMemory, make_block
-from mcinfer.config import Device, Limits, RestartPolicy, Timeouts, TransportKind
+from mcinfer.config import Device, Limits, RestartPolicy, Timeouts
 from mcinfer.errors import (
     BuildError,
     ClosedError,
@@ -150,7 +150,6 @@ class Loop:
         max_batch_size: int = 1,
         max_delay: float = 0.0,
         trace: "ref[TraceHook] | None" = None,
-        transport: TransportKind = "zeromq",
         balance: Balance | None = None,
         seeds_on_one: bool = False,
         worker: type[WorkerProcess] = WorkerProcess,
@@ -178,7 +177,7 @@ class Loop:
         self._table = self._scheduler.table
         self._block_numbers = count()
         self.arena = Arena(memory_bytes, dropped=self._detach, numbers=self._block_numbers)
-        self._connections = Connections(groups, self._block, limits, transport, worker)
+        self._connections = Connections(groups, self._block, limits, worker)
         devices = _some(build.device for ranks in groups for build in ranks)
         self._delivery = Delivery(f"{model_name(builds[0].model)} on {devices}")
         self.model: ModelInMemory | None = None
@@ -263,9 +262,8 @@ class Loop:
             self._poll = select.epoll()
             opened.callback(self._poll.close)
             self._poll.register(self._bell.fd, select.EPOLLIN)
-            for fd in self._transport.fds:
-                self._poll.register(fd, select.EPOLLIN)
-            self._plain_fds = frozenset((self._bell.fd, *self._transport.fds))
+            self._poll.register(self._transport.fd, select.EPOLLIN)
+            self._plain_fds = frozenset((self._bell.fd, self._transport.fd))
             atexit.register(self.close)
             opened.callback(atexit.unregister, self.close)
             opened.callback(self._delivery.close)
@@ -1023,14 +1021,11 @@ class Loop:
     # Processes.
 
     def _look_at_descriptors(self, ready: Sequence[int]) -> None:
-        """Handle ready descriptors: the bell, workers' sockets, and processes that ended."""
+        """Handle ready descriptors: the bell, and processes that ended."""
         if self._bell.fd in ready:
             self._bell.clear()
             if self._abandoned:
                 self._end(None)
-        self._transport.note_ready(ready)
-        for fd in self._transport.take_ended():
-            self._poll.unregister(fd)
         if not self._pidfds.isdisjoint(ready):
             now = monotonic()
             # By index: the death of a card's leader comes before those that follow from it.
@@ -1071,17 +1066,7 @@ class Loop:
     def _bury(self, index: int, now: float) -> None:
         """A worker's process has ended."""
         process = self._connections.processes[index]
-        fd = self._transport.worker_fd(index)
-        if fd is not None:
-            # Its last messages; a process that it left behind may go on sending.
-            for _ in range(_MAX_MESSAGES):
-                self._transport.note_ready([fd])
-                if fd in self._transport.take_ended() or not self._receive():
-                    break
-            with suppress(OSError):  # it had ended before
-                self._poll.unregister(fd)
-        else:
-            self._receive()
+        self._receive()  # its last messages
         self._connections.remove(index)
         stacks = process.stacks()
         status = process.reap()
@@ -1373,15 +1358,12 @@ class Loop:
         except Exception as exc:  # also of what is no OSError: `sys.executable` may be None
             how = f"could not be started: {exc}"
             return self._scheduler.handle_died(monotonic(), worker, how)
-        fd = self._transport.worker_fd(worker)
         try:
             for child in process.ranks:
                 self._poll.register(child.pidfd, select.EPOLLIN)
-            if fd is not None:
-                self._poll.register(fd, select.EPOLLIN)
         except OSError as exc:  # /proc/sys/fs/epoll/max_user_watches, or no memory
             process.kill()
-            self._connections.remove(worker)  # closes its end, which the poll forgets with that
+            self._connections.remove(worker)
             process.reap()
             how = f"could not be watched: {exc}"
             return self._scheduler.handle_died(monotonic(), worker, how)

@@ -19,7 +19,6 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import ClassVar, TextIO
 
-from mcinfer.config import TransportKind
 from mcinfer.process import REQUEST, Inherited, StackReport, command, environment
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.shm.descriptors import WakeUp
@@ -199,7 +198,6 @@ class WorkerProcess(ChildProcess):
         index: int,
         label: tuple[int, str],
         *,
-        transport: TransportKind,
         connection: int,
         hello_token: str,
         build_token: str,
@@ -214,8 +212,7 @@ class WorkerProcess(ChildProcess):
         Args:
             index: Its number in the scheduler.
             label: As for every child.
-            transport: How messages are carried.
-            connection: The descriptor that the transport gave for it.
+            connection: The handle by which it connects to the master's transport.
             hello_token: As the attribute.
             build_token: As the attribute.
             ranks: Descriptors of sockets, one to each follower.
@@ -242,7 +239,6 @@ class WorkerProcess(ChildProcess):
             self.cancels, listening = Cancels.pair()
             opened.callback(self.cancels.close)
             greeting = {
-                "transport": transport,
                 "connection": connection,
                 "hello_token": hello_token,
                 "build_token": build_token,

@@ -44,11 +44,11 @@ def main() -> int:
         build = start["build"].encode("latin-1")
         return follow(start["rank"], start["socket"], build)
     from mcinfer.runtime.cancels import Cancels
-    from mcinfer.runtime.transport import connect
+    from mcinfer.runtime.transport import WorkerTransport
     from mcinfer.worker.server import serve
 
     cancels = Cancels.inherited(start["cancels"])
-    connection = connect(start["transport"], start["connection"])
+    connection = WorkerTransport(start["connection"])
     tokens = (start["hello_token"], start["build_token"])
     return serve(connection, tokens, lifeline, cancels, start["ranks"])
 

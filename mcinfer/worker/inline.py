@@ -20,7 +20,7 @@ from contextlib import ExitStack
 
 from mcinfer.process import Inherited
 from mcinfer.runtime.cancels import Cancels
-from mcinfer.runtime.transport import connect
+from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.worker.server import serve
@@ -58,7 +58,7 @@ class InlineWorker(WorkerProcess):
             lifeline = Lifeline.inherited(channel)
             start = json.loads(lifeline.greeting())
             self._status = serve(
-                connect(start["transport"], connection),
+                WorkerTransport(connection),
                 (start["hello_token"], start["build_token"]),
                 lifeline,
                 Cancels.inherited(cancels),

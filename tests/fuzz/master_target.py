@@ -91,11 +91,6 @@ class FedTransport(MasterTransport):
         self.inbox: deque[tuple[bytes, bytes]] = deque()
         self.sent: list[tuple[bytes, bytes]] = []
 
-    def add(self, index: int) -> int:
-        raise NotImplementedError
-
-    def remove(self, index: int) -> None: ...
-
     def send(self, peer: bytes, data: bytes) -> None:
         self.sent.append((peer, data))
 

@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import threading
+from collections import deque
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -29,7 +30,7 @@ from mcinfer.protocol import (
     encode,
 )
 from mcinfer.runtime.cancels import Cancels
-from mcinfer.runtime.transport import SocketPairMaster, SocketPairWorker
+from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import tensor_bytes
@@ -37,6 +38,21 @@ from mcinfer.worker.server import Server
 from tests.fuzz.target import BLOCK_BYTES, INPUTS, ROWS, Target, Violation, build
 
 _PREDICT_ID = bytes([PREDICT])
+
+
+class KeptAnswers(WorkerTransport):
+    """Keeps what the worker sends, without a socket."""
+
+    def __init__(self) -> None:
+        self.sent: deque[bytes] = deque()
+
+    def send(self, data: bytes) -> None:
+        self.sent.append(data)
+
+    def receive(self) -> bytes | None:
+        return None
+
+    def close(self) -> None: ...
 
 
 class WorkerTarget(Target):
@@ -55,12 +71,10 @@ class WorkerTarget(Target):
         path.write_text(json.dumps(model), encoding="utf-8")
         self._model = str(path)
         self._cores = os.sched_getaffinity(0)
-        self._transport = SocketPairMaster()
-        connection = SocketPairWorker(os.dup(self._transport.add(0)))
-        self._transport.started(0)
+        self._answers = KeptAnswers()
         self._cancels, self._listening = Cancels.pair()
         self._connect()
-        self._server = Server(connection, "", self._worker_end, self._listening)
+        self._server = Server(self._answers, "", self._worker_end, self._listening)
         self._blocks = [Block.create(number, BLOCK_BYTES) for number in range(2)]
         self._server.send(Hello(version=VERSION, pid=100, token=""))
         self._server.handle(build(self._model, ("w",)))
@@ -127,8 +141,8 @@ class WorkerTarget(Target):
             else:
                 self._server.handle(decode(data))
             outcome = "refused" if message is None else type(message).__name__
-        while (received := self._receive()) is not None:
-            answer = decode(received[1])  # every answer must be a message
+        while self._answers.sent:
+            answer = decode(self._answers.sent.popleft())  # every answer must be a message
             if message is None and not isinstance(answer, Error):
                 raise Violation(f"{answer} is the answer to what is no message")
         if outcome == "Build":
@@ -137,17 +151,12 @@ class WorkerTarget(Target):
                 runs.close()  # a real worker builds once
         return outcome
 
-    def _receive(self) -> tuple[bytes, bytes] | None:
-        self._transport.note_ready([self._transport.worker_fd(0) or -1])
-        return self._transport.receive()
-
     def close(self) -> None:
         self._server.close()
         self._ours.close()
         self._worker_end.close()
         for block in (*self._blocks, *self._server._blocks.values()):
             block.close()
-        self._transport.close()
         self._cancels.close()
         for thread in threading.enumerate():
             if thread.name == "mcinfer-cancel":

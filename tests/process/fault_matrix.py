@@ -28,7 +28,6 @@ from mcinfer import (
     PredictTimeoutError,
     QueueFullError,
 )
-from mcinfer.config import TRANSPORTS, TransportKind
 from tests.process.fault_pools import Pool
 from tests.process.fault_programs import (
     end_service,
@@ -94,7 +93,6 @@ class Fault:
         words: What it is, for the page.
         cells: For each moment: what the call gets that the fault hits, and what becomes of the worker.
         thorough: The moments that only `make faults` runs, since another cell shows nearly the same.
-        socketpair: The moments that `make test` runs over socket pairs too.
         inflict: Puts the fault to the pool.
         relent: Runs once callers have asked.
         setting: Arguments of the pool.
@@ -105,7 +103,6 @@ class Fault:
     words: str
     cells: Mapping[str, _Row]
     thorough: Collection[str] = ()
-    socketpair: Collection[str] = ()
     inflict: Callable[[Pool], None] = lambda _: None
     relent: Callable[[Pool], None] = lambda _: None
     setting: Mapping[str, Any] = field(default_factory=dict)
@@ -226,7 +223,6 @@ FAULTS = {
         words="an outside process kills the worker",
         cells=dict.fromkeys(MOMENTS, _DIES) | {"exiting": _CLOSING},
         thorough=("building", "idle"),
-        socketpair=("busy",),
         inflict=_kill,
     ),
     "worker: SIGSTOP": Fault(
@@ -306,7 +302,6 @@ FAULTS = {
             ("importing", "busy", "exiting", "being restarted"), (KILLED, NONE_LEFT)
         ),
         thorough=("exiting", "being restarted"),
-        socketpair=("busy",),
         signals=(signal.SIGKILL,),
     ),
     "master: SIGTERM": Fault(
@@ -368,10 +363,9 @@ FAULTS = {
 class Cell:
     fault: str
     moment: str
-    transport: TransportKind
 
     def __str__(self) -> str:
-        return f"{self.fault}, {self.moment}, {self.transport}"
+        return f"{self.fault}, {self.moment}"
 
     @property
     def row(self) -> _Row:
@@ -379,18 +373,10 @@ class Cell:
 
     @property
     def is_thorough(self) -> bool:
-        fault = FAULTS[self.fault]
-        if self.transport == "zeromq":
-            return self.moment in fault.thorough
-        return self.moment not in fault.socketpair
+        return self.moment in FAULTS[self.fault].thorough
 
 
-CELLS = [
-    Cell(name, moment, transport)
-    for transport in TRANSPORTS
-    for name, fault in FAULTS.items()
-    for moment in fault.cells
-]
+CELLS = [Cell(name, moment) for name, fault in FAULTS.items() for moment in fault.cells]
 
 
 def run_cell(cell: Cell, folder: Path, fake_model: FakeModel) -> str:
@@ -409,7 +395,7 @@ def run_cell(cell: Cell, folder: Path, fake_model: FakeModel) -> str:
     if cell.fault == "disk full":
         return _text(start_with_full_disk(folder))
     if hit is DESCRIPTORS_NEEDED:
-        seconds, said = start_without_descriptors(fake_model, cell.transport)
+        seconds, said = start_without_descriptors(fake_model)
         assert said.startswith("BuildError: ")
         hit.check(BuildError(said))
         return _text(seconds)
@@ -466,7 +452,7 @@ def _check_health(pool: Pool, *, before: bool) -> None:
 
 def _setting(cell: Cell) -> dict[str, Any]:
     """Arguments of the pool: time limits are short where the expected outcome is that they end."""
-    (hit, _), setting = cell.row, {**FAULTS[cell.fault].setting, "transport": cell.transport}
+    (hit, _), setting = cell.row, {**FAULTS[cell.fault].setting}
     if hit is TIMED_OUT:
         setting["hit_timeout"] = HIT_TIMEOUT
     stands = cell.fault in ("worker: SIGSTOP", "worker: never ends")
@@ -481,8 +467,7 @@ def _setting(cell: Cell) -> dict[str, Any]:
 def _run_in_program(cell: Cell, folder: Path, fake_model: FakeModel) -> float:
     fault, (hit, _) = FAULTS[cell.fault], cell.row
     where = folder, fake_model, cell.moment
-    how: dict[str, Any] = {"handles": fault.handles, "transport": cell.transport}
-    seconds, ended = end_service(*where, *fault.signals, **how)
+    seconds, ended = end_service(*where, *fault.signals, handles=fault.handles)
     assert ended.status == hit.status, ended
     assert not re.search(r"^\[.* worker \d", ended.err, re.MULTILINE)
     if len(fault.signals) == 1 and hit is INTERRUPTED:

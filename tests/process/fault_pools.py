@@ -17,7 +17,6 @@ from typing import Any, Self
 import pytest
 
 from mcinfer import Limits, McinferError, RestartPolicy, Timeouts
-from mcinfer.config import TransportKind
 from tests.process.hostile_worker import become
 from tests.process.models import FakeModel, Inputs, assert_answers, fake_master, rows
 from tests.process.waiting import HeldPipe, pids, states, wait_for_states, wait_until
@@ -92,7 +91,6 @@ class Pool:
         fake_model: FakeModel,
         moment: str,
         *,
-        transport: TransportKind = "zeromq",
         start: float = 30.0,
         grace: float = 0.1,
         hit_timeout: float = 20.0,
@@ -105,7 +103,6 @@ class Pool:
             folder: For this pool alone.
             fake_model: The fixture.
             moment: One of the matrix's.
-            transport: Of the pool.
             start: `Timeouts.start`.
             grace: `Timeouts.cancel_grace`.
             hit_timeout: Time limit of the request that the fault hits, in seconds.
@@ -137,7 +134,6 @@ class Pool:
             timeouts=Timeouts(start=start, predict=20.0, cancel_grace=grace, close=CLOSE),
             restart=RestartPolicy(budget=1000, backoff=0.02, backoff_limit=0.1),
             limits=limits or Limits(),
-            transport=transport,
         )
         self._threads = self._stack.enter_context(ThreadPoolExecutor(4))
         self._stack.callback(self.master.close, 0.2)

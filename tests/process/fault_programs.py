@@ -13,7 +13,6 @@ import psutil
 import pytest
 from onnx.parser import parse_model
 
-from mcinfer.config import TransportKind
 from tests.process.fault_pools import CLOSE, hold_imports
 from tests.process.models import AFFINE, FakeModel
 from tests.process.scripts import PREAMBLE, Ended, Program
@@ -22,14 +21,14 @@ from tests.process.waiting import HeldPipe, all_gone, is_alive, wait_until
 _SERVICE = """
 import threading
 import msgpack
-model, moment, late, handles, transport = sys.argv[1:6]
+model, moment, late, handles = sys.argv[1:5]
 if handles:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 if late:
     sys.path.insert(0, late)
 master = mcinfer.Master(
     model, 2, engine="fake", verify="never", timeouts=mcinfer.Timeouts(close=CLOSE),
-    restart=mcinfer.RestartPolicy(budget=1000, backoff=0.0), transport=transport,
+    restart=mcinfer.RestartPolicy(budget=1000, backoff=0.0),
 )
 
 def tell():
@@ -55,7 +54,7 @@ with master:
 _WITHOUT_DESCRIPTORS = """
 import resource
 def pool():
-    return mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never", transport=sys.argv[2])
+    return mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never")
 most = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6, most[1]))
 began = time.monotonic()
@@ -93,7 +92,6 @@ def end_service(
     moment: str,
     *signals: signal.Signals,
     handles: bool,
-    transport: TransportKind,
 ) -> tuple[float, Ended]:
     """Send signals to a program at a moment of its pool's life; fail if it leaves anything behind.
 
@@ -103,7 +101,6 @@ def end_service(
         moment: One of the matrix's.
         signals: The first at that moment, the second once a worker is gone.
         handles: The program has a handler of SIGTERM that calls `sys.exit`.
-        transport: Of its pool.
 
     Returns:
         The seconds until all processes were gone, and how the program ended.
@@ -122,7 +119,7 @@ def end_service(
         elif moment != "being restarted":
             held = pipe("build0" if moment == "building" else "run0")
         model = fake_model(build=f"told:{folder}/build", run=f"told:{folder}/run")
-        arguments = (model, moment, late, "yes" if handles else "", transport)
+        arguments = (model, moment, late, "yes" if handles else "")
         program = stack.enter_context(Program(PREAMBLE + _SERVICE, *arguments))
         workers = program.pids()
         if moment in ("busy", "exiting", "being restarted"):
@@ -165,13 +162,13 @@ def _memfds(pid: int) -> Iterator[int]:
                 yield entry.stat().st_ino
 
 
-def start_without_descriptors(fake_model: FakeModel, transport: TransportKind) -> tuple[float, str]:
+def start_without_descriptors(fake_model: FakeModel) -> tuple[float, str]:
     """Start with too few descriptors, then with all of them, which must serve.
 
     Returns:
         The seconds of the first start, and the type and the text of its error.
     """
-    with Program(PREAMBLE + _WITHOUT_DESCRIPTORS, fake_model(), transport) as program:
+    with Program(PREAMBLE + _WITHOUT_DESCRIPTORS, fake_model()) as program:
         seconds, text, right = program.line(), program.line(), program.line()
         ended = program.wait()
         assert (ended.status, right) == (0, "True"), ended

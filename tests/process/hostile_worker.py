@@ -361,20 +361,20 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
 
 
 def main() -> int:
-    inherited, connect = Cancels.inherited, transport.connect
+    inherited, connect = Cancels.inherited, transport.WorkerTransport
     cancels: list[int] = []
 
     def take_cancels(fd: int) -> Cancels:
         cancels.append(fd)
         return inherited(fd)
 
-    def join(kind: str, fd: int) -> HostileTransport:
-        return HostileTransport(connect(kind, fd), fd, os.environ[KIND], cancels[0])
+    def join(fd: int) -> HostileTransport:
+        return HostileTransport(connect(fd), fd, os.environ[KIND], cancels[0])
 
     if os.environ[KIND] == "deaf":
         Cancels.wait = lambda _: threading.Event().wait()  # type: ignore[assignment,method-assign,return-value]
     Cancels.inherited = take_cancels  # type: ignore[method-assign] # that is what this program is for
-    transport.connect = join
+    transport.WorkerTransport = join  # type: ignore[assignment,misc]
     return entry.main()
 
 

@@ -17,7 +17,6 @@ from mcinfer import (
     RestartPolicy,
     Timeouts,
 )
-from mcinfer.config import TRANSPORTS, TransportKind
 from tests.process.hostile_worker import GIANT_BYTES, become
 from tests.process.models import FakeModel, assert_answers, fake_master, rows
 from tests.process.waiting import wait_until
@@ -175,12 +174,11 @@ def test_block_that_changes_while_it_is_read_is_a_result_that_changes_no_more(
         assert np.array_equal(np.frombuffer(first, np.uint8), result.view(np.uint8).ravel())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_processes_that_a_worker_left_behind_are_not_listened_to(
-    fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: TransportKind
+    fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become(tmp_path, monkeypatch, "", "heir")
-    with fake_master(fake_model(), 2, transport=transport) as master:
+    with fake_master(fake_model(), 2) as master:
         ask_until_restarted(master, 1)
         master.wait_ready(PATIENCE)
         assert_answers(master.predict(rows(4), timeout=PATIENCE, shards=2), rows(4))

@@ -219,7 +219,7 @@ def test_intruder_at_the_socket_changes_nothing(fake_model: FakeModel) -> None:
         workers = pids(master)
         socket.setsockopt(zmq.LINGER, 1000)
         # As a process of the same user that traces this one could.
-        socket.connect(f"ipc:///proc/self/fd/{master._loop._connections.transport.add(9)}")
+        socket.connect(f"ipc:///proc/self/fd/{master._loop._connections.transport.handle}")
         future = master.submit(act(-1.0))
         for data in (b"", b"\xc1", os.urandom(1000), msgpack.packb({"id": 2, "request": 0})):
             socket.send(data)

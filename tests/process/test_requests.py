@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mcinfer import InvalidInputError, Master, PredictError
-from mcinfer.config import TRANSPORTS, TransportKind
 from tests.process.models import (
     FakeModel,
     OnnxModel,
@@ -169,8 +168,6 @@ def test_strings_go_in_and_come_out(fake_model: FakeModel) -> None:
             master.predict({"words": np.zeros((2, 2))})
 
 
-# Over each transport.
-
 PATIENCE = 40.0
 SAME_TEXT = """
 <ir_version: 8, opset_import: ["": 17]>
@@ -178,15 +175,18 @@ texts (string[batch, 4] x) => (string[batch, 4] y) { y = Identity(x) }
 """
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_strings_of_any_size_come_back(onnx_model: OnnxModel, transport: TransportKind) -> None:
-    with Master(onnx_model(SAME_TEXT), 1, verify="never", transport=transport) as master:
+def test_strings_of_any_size_come_back(onnx_model: OnnxModel) -> None:
+    with Master(onnx_model(SAME_TEXT), 1, verify="never") as master:
         for size in (10, 3_000_000, 10):
             texts = np.array([["é" * (size // 8)] * 4], dtype=object)
             (answer,) = master.predict({"x": texts}, timeout=PATIENCE).values()
             assert (answer == texts).all()
 
 
-def test_unknown_transport_is_refused(fake_model: FakeModel) -> None:
-    with pytest.raises(InvalidInputError, match=r"^transport: got 'tcp'"):
-        Master(fake_model(), 1, engine="fake", transport="tcp")  # type: ignore[arg-type]
+def test_argument_that_has_left_says_so(fake_model: FakeModel) -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"^transport: 'socketpair' has left; ZeroMQ carries"
+    ):
+        Master(fake_model(), 1, engine="fake", transport="socketpair")
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'divices'"):
+        Master(fake_model(), 1, engine="fake", divices=2)
