@@ -20,8 +20,8 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from mcinfer.cards.cuda import Card, DeviceBlock
-from mcinfer.cards.staging import CardEngine, Offered, _SharedWeights, memory_limit, open_on_card
+from mcinfer.cards.cuda import Card
+from mcinfer.cards.staging import CardEngine, _SharedWeights, memory_limit, open_on_card
 from mcinfer.config import Device
 from mcinfer.engines.base import (
     Buffer,
@@ -36,7 +36,7 @@ from mcinfer.engines.base import (
 from mcinfer.errors import BuildError, CardLostError, PredictError
 from mcinfer.examples import encoder
 from mcinfer.protocol import Build
-from mcinfer.shm.arena import SharedBlock
+from mcinfer.shm.arena import AttachedBlocks, OfferedBlock, SharedBlock
 from mcinfer.shm.block import Block
 from mcinfer.specs import ModelSpec, TensorSpec
 from tests.emulated_cards import emulated_cards
@@ -113,11 +113,11 @@ def queue_slow_work(card: Card) -> None:
         card._ask("cuLaunchHostFunc", card.stream, function, 0)
 
 
-def offered(block: DeviceBlock) -> Offered:
-    return Offered(
+def offered(block: SharedBlock) -> OfferedBlock:
+    return OfferedBlock(
         number=block.number,
         size=block.size,
-        fd=block.fd,
+        fd=os.dup(block.fd),
         token=block.token,
         device=block.device,
     )
@@ -135,13 +135,13 @@ class Tensors:
         self.number += 1
         size = 4 * count + offset
         if place is None:
-            block: SharedBlock = Block.create(self.number, size)
-            self.engine.pin(block)
+            owned: SharedBlock = Block.create(self.number, size)
         else:
             owned = Card.open(place).create(self.number, size)
-            self.blocks.append(owned)
-            block = self.engine.attach(offered(owned))
-        self.blocks.append(block)
+        self.blocks.append(owned)
+        self.engine.blocks.add(offered(owned))
+        block = self.engine.blocks.find(self.number)
+        assert block is not None
         return Buffer(
             name=name,
             element_type="float32",
@@ -153,7 +153,7 @@ class Tensors:
 
     def close(self) -> None:
         for block in self.blocks:
-            self.engine.detach(block)
+            self.engine.blocks.drop(block.number)
             block.close()
         self.engine.close()
 
@@ -270,12 +270,12 @@ def test_block_that_cannot_be_mapped_fails_the_runs_that_need_it(
         with monkeypatch.context() as full:
             refused = (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
             full.setattr(driver, "cuMemAddressReserve", lambda *_: refused)
+            engine.blocks.add(offered(block))
             for _ in range(2):
                 with pytest.raises(PredictError, match=r"no memory for block 5 of cuda:0: .* free"):
-                    engine.attach(offered(block))
-        attached = engine.attach(offered(block))  # its descriptor is there still
-        engine.detach(attached)
-        attached.close()
+                    engine.blocks.find(5)
+        assert engine.blocks.find(5) is not None  # its descriptor is there still
+        engine.blocks.drop(5)
         block.close()
 
 
@@ -423,7 +423,7 @@ def test_weights_of_another_model_are_not_opened(cards: tuple[Card, Card], tmp_p
     made = _SharedWeights(None)
     made.give(cards[0], first)
     assert made.block is not None
-    shared = _SharedWeights(replace(offered(made.block), fd=os.dup(made.block.fd)))
+    shared = _SharedWeights(offered(made.block))
     with pytest.raises(
         BuildError, match=r"got 4096 bytes of weights on cuda:0, 2048.onnx has 8192"
     ):
@@ -487,6 +487,8 @@ def test_card_that_is_not_there_is_an_engine_of_the_host_if_that_may_be() -> Non
     with emulated_cards(CARDS="0"):
         request = EngineRequest(model=str(encoder()), device=FIRST, threads=1, allow_fallback=True)
         message = replace(build(), model=request.model, shares_weights=True)
-        engine = open_on_card(message, request, None, lambda _: None)
+        earlier = AttachedBlocks()
+        engine, blocks = open_on_card(message, request, None, earlier, lambda _: None)
+        assert blocks is earlier
         assert not isinstance(engine, CardEngine)
         assert any("a copy of the weights of its own: " in note for note in engine.notes)

@@ -21,7 +21,7 @@ versions of replaced weights on the card. Blocks of tensors belong to the master
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ from mcinfer.errors import (
     ProtocolError,
 )
 from mcinfer.protocol import Build
-from mcinfer.shm.arena import SharedBlock
+from mcinfer.shm.arena import AttachedBlocks, OfferedBlock, SharedBlock
 from mcinfer.shm.block import Block
 
 _LIMIT = "gpu_mem_limit"
@@ -71,46 +71,49 @@ _SLAB = -1
 Progress = Callable[[Mapping[str, Any]], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offered:
-    """A card's block that was not opened yet; the descriptor is the holder's."""
-
-    number: int
-    size: int
-    fd: int
-    token: bytes
-    device: Device
-
-
 class _NoSlabError(BuildError):
     """The weights cannot be shared on the card."""
 
 
 def open_on_card(
-    message: Build, request: EngineRequest, offered: Offered | None, progress: Progress
-) -> Engine:
-    """Load the model on a card; a `CardEngine`, or without a driver an engine that runs on the CPU.
+    message: Build,
+    request: EngineRequest,
+    slab: OfferedBlock | None,
+    blocks: AttachedBlocks,
+    progress: Progress,
+) -> tuple[Engine, AttachedBlocks]:
+    """Load the model on a card; without a driver, where that may be, on the CPU.
 
     Args:
         message: The build.
         request: What follows from it, without what is of the card.
-        offered: The block that BUILD names as the slab; its descriptor is this function's.
+        slab: The block that BUILD names as the slab; its descriptor is this function's.
+        blocks: Those that came before BUILD.
         progress: As for `open_engine`.
+
+    Returns:
+        A `CardEngine`, and its `CardBlocks`, in the place of the blocks given; or an engine that runs on the
+        CPU, and the blocks as they were.
 
     Raises:
         BuildError: The model cannot be loaded; of too little memory, with what is free.
         MissingDependencyError: A package is missing.
         CardLostError: This process cannot use the card any more.
     """
-    weights = _SharedWeights(offered)
+    weights = _SharedWeights(slab)
     try:
-        return _open(message, request, weights, progress)
+        engine = _open(message, request, weights, blocks, progress)
     finally:
         weights.refuse()
+    return engine, engine.blocks if isinstance(engine, CardEngine) else blocks
 
 
 def _open(
-    message: Build, request: EngineRequest, weights: "_SharedWeights", progress: Progress
+    message: Build,
+    request: EngineRequest,
+    weights: "_SharedWeights",
+    blocks: AttachedBlocks,
+    progress: Progress,
 ) -> Engine:
     engine: Engine | None = None
     try:
@@ -148,7 +151,7 @@ def _open(
     if block is not None and not (engine.on_card or card.host_address(block.address)):
         block.close()  # the engine fell back to the CPU, which cannot read it
         block = None
-    return CardEngine(engine, card, block)
+    return CardEngine(engine, card, block, blocks)
 
 
 def memory_limit(card: Card, message: Build) -> int | None:
@@ -180,7 +183,7 @@ class _SharedWeights:
         block: Where they lie, once they were given.
     """
 
-    def __init__(self, offered: Offered | None) -> None:
+    def __init__(self, offered: OfferedBlock | None) -> None:
         self._offered = offered
         self.block: DeviceBlock | None = None
 
@@ -210,9 +213,7 @@ class _SharedWeights:
                 )
             else:
                 self._offered = None
-                block = card.attach(
-                    offered.number, offered.size, offered.fd, offered.token, offered.device
-                )
+                block = _attach(card, offered, offered.fd)
         except CardLostError:
             raise
         except (CardError, ProtocolError, OSError) as exc:
@@ -225,6 +226,71 @@ class _SharedWeights:
             size=block.size,
             owner=block.memory(0, block.size),
         )
+
+
+def _attach(card: Card, offered: OfferedBlock, fd: int) -> DeviceBlock:
+    """Open what another process made; the descriptor `fd` is this function's. Errors as of `Card.attach`."""
+    owner = card.device if offered.device is None else offered.device
+    return card.attach(offered.number, offered.size, fd, offered.token, owner)
+
+
+class CardBlocks(AttachedBlocks):
+    """A master's blocks in a worker on a card: of the host, pinned, and of the cards that this one reaches.
+
+    Args:
+        card: The worker's.
+        pins: Whether blocks of the host are pinned: the engine copies from them.
+        earlier: Blocks that came before the card was open, which are this object's from now on.
+    """
+
+    opens_cards = True
+
+    def __init__(self, card: Card, pins: bool, earlier: AttachedBlocks) -> None:
+        super().__init__()
+        self._card = card
+        self._pins = pins
+        self._opened, self._offered = earlier._opened, earlier._offered
+
+    def add(self, offered: OfferedBlock) -> None:
+        super().add(offered)
+        if offered.device is None:
+            self.pin(self._opened[offered.number])
+
+    def find(self, number: int) -> SharedBlock | None:
+        """As of the host; a card's block is opened when the first tensor lies in it.
+
+        Raises:
+            PredictError: The card has no room for the mapping; later there may be some.
+            CardError, ProtocolError, OSError: As `Card.attach`.
+        """
+        block, offered = self._opened.get(number), self._offered.get(number)
+        if block is None and offered is not None:
+            with _short_of_memory(self._card, f"block {number} of {offered.device}"):
+                block = _attach(self._card, offered, os.dup(offered.fd))
+            self._opened[number] = block
+            os.close(self._offered.pop(number).fd)
+        return block
+
+    def pin(self, block: SharedBlock) -> None:
+        """Pin memory of the host, if the engine copies from it; a refusal only makes copies slower."""
+        if self._pins:
+            self._card.register(block.address, block.size)
+
+    def unpin(self, block: SharedBlock) -> None:
+        """Before it is closed; nothing if it is not pinned."""
+        if block.device is None:
+            self._card.unregister(block.address)
+
+    def _leave(self, block: SharedBlock) -> None:
+        self.unpin(block)
+
+    def around(self, buffer: Buffer) -> DeviceBlock | None:
+        """The block that a tensor on a card lies in."""
+        for block in self._opened.values():
+            is_in = 0 <= buffer.address - block.address < block.size
+            if is_in and isinstance(block, DeviceBlock) and block.device == buffer.device:
+                return block
+        return None
 
 
 class _Staging:
@@ -261,15 +327,29 @@ class CardEngine(Engine):
     """An engine of a worker on a card, which takes tensors of the host and of any card that it reaches.
 
     Attributes:
-        slab: The card's weights, which this worker has made or opened; None if the engine has its own.
-        reaches: The cards whose memory tensors may lie in.
+        blocks: The master's, which tensors lie in.
         alignment: Bytes to which the address of a tensor on the card must be aligned.
     """
 
-    def __init__(self, engine: Engine, card: Card, slab: DeviceBlock | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        card: Card,
+        weights: DeviceBlock | None = None,
+        earlier: AttachedBlocks | None = None,
+    ) -> None:
+        """Wrap an engine.
+
+        Args:
+            engine: On the card's stream, or on the CPU.
+            card: The worker's.
+            weights: The slab that it uses, which this worker has made or opened; None if it has its own.
+            earlier: Blocks that came before the card was open.
+        """
         self._engine = engine
         self.card = card
-        self.slab = slab
+        self._slab = weights
+        self.slab = weights if weights is not None and weights.token else None
         self.spec, self.providers, self.weights = engine.spec, engine.providers, engine.weights
         self.notes, self.prepared, self.version = engine.notes, engine.prepared, engine.version
         self.description = engine.description
@@ -279,58 +359,24 @@ class CardEngine(Engine):
         self.alignment = ALIGNMENT if is_tensorrt else _KERNELS
         others = (Device(CARD_KINDS[0], index) for index in range(card.count))
         self.reaches = tuple(str(other) for other in others if card.reaches(other))
-        self._blocks: dict[int, DeviceBlock] = {}
+        self.blocks = CardBlocks(card, self.on_card, earlier or AttachedBlocks())
         self._versions: dict[int, tuple[tuple[Buffer, ...], DeviceBlock]] = {}
-        self._on_card = _Staging(partial(card.create, 0), self._unpin)
-        self._on_host = _Staging(self._make_pinned, self._unpin)
+        self._on_card = _Staging(partial(card.create, 0), self.blocks.unpin)
+        self._on_host = _Staging(self._make_pinned, self.blocks.unpin)
 
     def wants_on_host(self, name: str) -> bool:
         """Whether the engine takes this tensor in the host's memory."""
         on_host = self._engine.on_host
         return on_host is None or name in on_host
 
-    # Blocks.
-
-    def attach(self, offered: Offered) -> DeviceBlock:
-        """Open a block of a card's memory, for tensors.
-
-        Raises:
-            PredictError: The card has no room for the mapping; later there may be some.
-            CardError, ProtocolError, OSError: As `Card.attach`.
-        """
-        number, owner = offered.number, offered.device
-        with _short_of_memory(self.card, f"block {number} of {owner}"):
-            block = self.card.attach(number, offered.size, os.dup(offered.fd), offered.token, owner)
-        self._blocks[number] = block
-        return block
-
-    def pin(self, block: SharedBlock) -> None:
-        """Pin a block of the host's, if the engine copies from it; a refusal only makes copies slower."""
-        if self.on_card:
-            self.card.register(block.address, block.size)
-
-    def detach(self, block: SharedBlock) -> None:
-        """Before a block is closed."""
-        self._blocks.pop(block.number, None)
-        self._unpin(block)
-
-    def _unpin(self, block: SharedBlock) -> None:
-        if block.device is None:
-            self.card.unregister(block.address)
-
     def _make_pinned(self, size: int) -> Block:
         block = Block.create(0, size)
-        self.pin(block)
+        self.blocks.pin(block)
         return block
 
     # Weights that were replaced.
 
     def placed(self, version: int, weights: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
-        """A version of replaced weights, on the card where the engine wants them there.
-
-        Raises:
-            PredictError: The card has no room for them; a later run may find some.
-        """
         found = self._versions.get(version)
         if found is not None:
             return found[0]
@@ -351,7 +397,6 @@ class CardEngine(Engine):
         return result
 
     def forget(self, oldest: int) -> None:
-        """Free versions below this one; no run is bound to them any more."""
         for version in [version for version in self._versions if version < oldest]:
             self._versions.pop(version)[1].close()
 
@@ -367,13 +412,6 @@ class CardEngine(Engine):
     def bind_engine(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         """Bind tensors that all lie where the engine wants them."""
         return self._engine.bind(inputs, outputs)
-
-    def block_of(self, buffer: Buffer) -> DeviceBlock | None:
-        """The master's block that a tensor on a card lies in."""
-        for block in self._blocks.values():
-            if block.device == buffer.device and 0 <= buffer.address - block.address < block.size:
-                return block
-        return None
 
     def staged(self, sizes: Sequence[int], *, on_host: bool) -> list[int]:
         """Addresses of staging memory, for tensors of these sizes."""
@@ -439,7 +477,7 @@ class _CardRun(Run):
         card = engine.card
         tensors = [item for item in (*self._inputs, *self._outputs) if isinstance(item, Buffer)]
         # Outputs too: what the caller's stream reads of an earlier result must not be overwritten.
-        blocks = [engine.block_of(buffer) for buffer in tensors if buffer.device]
+        blocks = [engine.blocks.around(buffer) for buffer in tensors if buffer.device]
         waits = {block.number: block for block in blocks if block is not None}.values()
         by_value = any(isinstance(item, Strings) for item in self._inputs)
         moved: dict[str, Buffer] = {}  # by name, as the engine gets it

@@ -22,6 +22,7 @@ from mcinfer import machine
 from mcinfer.config import Device
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
 from mcinfer.model_cache.keys import Source
+from mcinfer.shm.arena import SharedBlock
 from mcinfer.specs import STRING, ModelDescription, ModelSpec, TensorSpec, numpy_dtype
 
 
@@ -313,6 +314,9 @@ class Engine(ABC):
         on_card: Whether it runs on a card, on `EngineRequest.stream`; then it takes tensors of that card.
         binds_host: Whether it takes tensors in the host's memory.
         description: What the runtime says of the model, if the request asks for it.
+        reaches: The cards whose memory its tensors may lie in.
+        slab: Memory of its card that it has filled with the weights, for the other engines of this card; None
+            if there is none, or another process made it.
         on_host: Names of the inputs, outputs and replaceable weights that it takes in the host's memory, and
             all others on its card; None if it takes all on the host.
     """
@@ -330,6 +334,8 @@ class Engine(ABC):
     binds_host: bool = True
     on_host: frozenset[str] | None = None
     description: ModelDescription = ModelDescription()
+    reaches: tuple[str, ...] = ()
+    slab: SharedBlock | None = None
 
     @abstractmethod
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:

@@ -13,6 +13,7 @@ first touch of a page costs more than copying it).
 
 import bisect
 import itertools
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -349,3 +350,83 @@ class Arena:
         block = self._create(number, size)
         self._blocks[block.number] = _Extents(block)
         return self._blocks[block.number]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedBlock:
+    """A block that another process made, not opened yet; the descriptor is the holder's.
+
+    Attributes:
+        number: What messages call it.
+        size: Its bytes.
+        fd: What its maker has handed over.
+        token: What came with the descriptor; empty for a block in the host's memory.
+        device: The card whose memory it is; None for the host's.
+    """
+
+    number: int
+    size: int
+    fd: int
+    token: bytes = b""
+    device: Device | None = None
+
+
+class AttachedBlocks:
+    """The other side of a master's arenas: their blocks in one of its workers, by number.
+
+    Those of the host are mapped at once. Those of cards are kept as they were offered, and opened by a
+    subclass (`mcinfer.cards.staging`) when the first tensor lies in them.
+
+    Attributes:
+        opens_cards: Whether it opens blocks of cards.
+    """
+
+    opens_cards = False
+
+    def __init__(self) -> None:
+        self._opened: dict[int, SharedBlock] = {}
+        self._offered: dict[int, OfferedBlock] = {}
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._opened or number in self._offered
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*self._opened, *self._offered])
+
+    def add(self, offered: OfferedBlock) -> None:
+        """Take a block; its descriptor is this object's, even if that fails.
+
+        Raises:
+            ProtocolError: It is a block of the host, and not as it should be (`Block.attach`).
+            OSError: This process has no memory or descriptor left.
+        """
+        number = offered.number
+        if offered.device is None:
+            self._opened[number] = Block.attach(number, offered.size, offered.fd)
+        else:
+            self._offered[number] = offered
+
+    def find(self, number: int) -> SharedBlock | None:
+        """An opened block; None if there is none of this number."""
+        return self._opened.get(number)
+
+    def take(self, number: int) -> OfferedBlock:
+        """A block that is not opened yet, which is the caller's from now on; KeyError if there is none."""
+        return self._offered.pop(number)
+
+    def drop(self, number: int) -> None:
+        """Close a block that nothing is bound to any more; nothing if there is none of this number."""
+        offered, block = self._offered.pop(number, None), self._opened.pop(number, None)
+        if offered is not None:
+            os.close(offered.fd)
+        if block is not None:
+            self._leave(block)
+            block.close()
+
+    def _leave(self, block: SharedBlock) -> None:
+        """Called before an opened block is closed."""
+
+    def close(self) -> None:
+        """Close what was not opened; the mappings end with what refers to them."""
+        while self._offered:
+            os.close(self._offered.popitem()[1].fd)

@@ -13,7 +13,7 @@ have ended. The members' tensors are the master's; this code reads and writes th
 
 import ctypes
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -33,7 +33,7 @@ from mcinfer.engines.base import (
 )
 from mcinfer.errors import PredictError, ProtocolError
 from mcinfer.protocol import PredictJoined, TensorRef, UpdateWeights, decode_body
-from mcinfer.shm.arena import SharedBlock, align
+from mcinfer.shm.arena import AttachedBlocks, align
 from mcinfer.shm.block import Block
 from mcinfer.specs import ELEMENT_TYPES, STRING, tensor_bytes
 
@@ -92,12 +92,12 @@ class Runs:
 
     Args:
         engine: Runs them.
-        block: Finds the master's block of a number, if it is there.
+        blocks: The master's.
     """
 
-    def __init__(self, engine: Engine, block: Callable[[int], SharedBlock | None]) -> None:
+    def __init__(self, engine: Engine, blocks: AttachedBlocks) -> None:
         self._engine = engine
-        self._block = block
+        self._blocks = blocks
         # By layout: the run, the blocks of its tensors, and its outputs.
         self._bound: OrderedDict[
             _Layout, tuple[Run, frozenset[int | None], tuple[TensorRef, ...]]
@@ -154,7 +154,7 @@ class Runs:
     def _buffer(self, reference: TensorRef) -> Buffer:
         name, element_type, shape, number, offset = reference
         size = tensor_bytes(element_type, prod(shape))
-        block = None if number is None else self._block(number)
+        block = None if number is None else self._blocks.find(number)
         if block is None or offset + size > block.size:
             raise ProtocolError(f"tensor {name!r} does not lie in block {number}: {reference}")
         place = block.address + offset

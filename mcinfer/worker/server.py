@@ -25,7 +25,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mcinfer.config import CARD_KINDS, INLINE, Device
 from mcinfer.engines import open_engine
@@ -85,15 +85,12 @@ from mcinfer.protocol import (
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import WorkerTransport
-from mcinfer.shm.arena import SharedBlock, align
+from mcinfer.shm.arena import AttachedBlocks, OfferedBlock, SharedBlock, align
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec
 from mcinfer.validators import MAX_SPECS, TensorFields
 from mcinfer.worker.runs import Runs
-
-if TYPE_CHECKING:  # at a run, workers of cards alone import it
-    from mcinfer.cards.staging import CardEngine, Offered
 
 STRANGER = 77
 """Exit status of a worker that got BUILD without its master's token: EX_NOPERM of sysexits.h."""
@@ -256,9 +253,7 @@ class Server:
         self._engine: Engine
         self._runs: Runs
         self._is_built = False
-        self._blocks: dict[int, SharedBlock] = {}
-        self._offered: dict[int, Offered] = {}
-        self._card: CardEngine | None = None  # the engine, if it is on a card
+        self._blocks = AttachedBlocks()
         self._own_blocks = 0
         self._lock = threading.Lock()
         self._running: tuple[int, int] | None = None
@@ -315,7 +310,7 @@ class Server:
             case Detach():
                 if self._is_built:
                     self._runs.drop_block(message.block)
-                self._detach(message.block)
+                self._blocks.drop(message.block)
             case UpdateWeights():
                 self._runs.take_weights(message)
             case Build():
@@ -343,8 +338,7 @@ class Server:
         if self._is_built:
             self._engine.close()
             self._runs.close()
-        for number in [*self._offered]:
-            self._detach(number)
+        self._blocks.close()
         self._connection.close()
         self._stopped = True
         self._cancels.hang_up()
@@ -361,7 +355,7 @@ class Server:
 
     def _build(self, message: Build) -> Message:
         start = time.perf_counter()
-        offered = self._offered_slab(message)
+        slab = self._offered_slab(message)
         try:
             request = _pinned_request(message)
             source = content_of(request)
@@ -372,18 +366,18 @@ class Server:
                 cut = (message.tensor, message.pipeline)
                 self._engine = lead(request, cut, self._followers, self._report_progress)
             elif request.device.kind in CARD_KINDS:
-                from mcinfer.cards.staging import CardEngine, open_on_card
+                from mcinfer.cards.staging import open_on_card
 
-                self._engine = open_on_card(message, request, offered, self._report_progress)
-                if isinstance(self._engine, CardEngine):
-                    self._card = self._engine
+                self._engine, self._blocks = open_on_card(
+                    message, request, slab, self._blocks, self._report_progress
+                )
             else:
                 self._engine = open_engine(message.engine, request, self._report_progress)
             self._depth = self._engine.depth
             if self._depth > 1:
                 for fd in (self._connection.fd, self._engine.fd):
                     self._poll.register(fd, select.POLLIN)
-            self._runs = Runs(self._engine, self._block)
+            self._runs = Runs(self._engine, self._blocks)
             self._is_built = True
             if source is not None and not source.unchanged():
                 raise BuildError(f"{message.model} was changed while it was loaded")
@@ -393,7 +387,6 @@ class Server:
         except Exception as exc:  # of any class: it is the runtime's
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
             return _error(kind, exc, model=message.model)
-        slab, reaches = self._hand_over_slab(message)
         engine, described = self._engine, self._engine.description
         notes = (in_words(note, message.model)[:MAX_NOTE] for note in engine.notes[:MAX_NOTES])
         options = described.provider_options.items()
@@ -406,8 +399,8 @@ class Server:
                 **content,
                 providers=engine.providers,
                 seconds=time.perf_counter() - start,
-                slab=slab,
-                reaches=reaches,
+                slab=self._hand_over(engine.slab),
+                reaches=engine.reaches,
                 about=dict(described.about),
                 properties=dict(described.properties),
                 overridable=_fields(described.overridable),
@@ -417,27 +410,24 @@ class Server:
             text = f"what is to be said of the model does not fit a message (at most {MAX_SPECS}"
             return _error("build", BuildError(f"{text} inputs, outputs, …): {exc}"))
 
-    def _offered_slab(self, message: Build) -> "Offered | None":
+    def _offered_slab(self, message: Build) -> OfferedBlock | None:
         """The block of the weights that BUILD names, as it was attached."""
         if message.slab is None:
             return None
-        if message.slab not in self._offered:
+        try:
+            return self._blocks.take(message.slab)
+        except KeyError:
             raise ProtocolError(
                 f"block {message.slab} of the weights was not attached before BUILD"
-            )
-        return self._offered.pop(message.slab)
+            ) from None
 
-    def _hand_over_slab(self, message: Build) -> tuple[tuple[int, int] | None, tuple[str, ...]]:
-        """Number and bytes of the slab that this worker made, which the master gets; the cards it reaches."""
-        card = self._card
-        if card is None:
-            return None, ()
-        block = card.slab
-        if block is None or message.slab is not None:
-            return None, card.reaches
-        self._lifeline.send_block(block.number, block.size, block.fd, block.token)
-        self._own_blocks = max(self._own_blocks, -block.number)
-        return (block.number, block.size), card.reaches
+    def _hand_over(self, slab: SharedBlock | None) -> tuple[int, int] | None:
+        """Give the master a block of weights that this worker made; its number and bytes."""
+        if slab is None:
+            return None
+        self._lifeline.send_block(slab.number, slab.size, slab.fd, slab.token)
+        self._own_blocks = max(self._own_blocks, -slab.number)
+        return slab.number, slab.size
 
     def _report_progress(self, state: Mapping[str, Any]) -> None:
         if self._stopped:
@@ -536,15 +526,6 @@ class Server:
             self._conversation.end_run()
             self._connection.send(REPLY_HEAD.pack(REPLY, request, shard, seconds))
 
-    def _block(self, number: int) -> SharedBlock | None:
-        """A block by its number; one of a card's memory is opened when the first tensor lies in it."""
-        block = self._blocks.get(number)
-        offered = self._offered.get(number)
-        if block is None and offered is not None and self._card is not None:
-            block = self._blocks[number] = self._card.attach(offered)
-            os.close(self._offered.pop(number).fd)
-        return block
-
     def _execute(self, run: Callable[[], T], request: int, shard: int) -> tuple[T, float]:
         """Run, or begin to; raises `RunCancelledError` if that was cancelled before or is meanwhile."""
         key = (request, shard)
@@ -622,43 +603,23 @@ class Server:
         return tuple(references[spec.name] for spec in self._engine.spec.outputs)
 
     def _attach(self, message: Attach) -> None:
-        if message.block in self._blocks or message.block in self._offered:
-            raise ProtocolError(f"block {message.block} was attached before")
-        if not message.device and self._conversation.state is WorkerState.CONNECTED:
-            raise ProtocolError(f"block {message.block} of the host came before BUILD")
+        number, device = message.block, None
+        if number in self._blocks:
+            raise ProtocolError(f"block {number} was attached before")
+        is_built = self._conversation.state is not WorkerState.CONNECTED
         try:
-            size, fd, token = self._lifeline.receive_block(message.block, timeout=_BLOCK_TIMEOUT)
-            if message.device:
-                self._keep_of_card(message.block, size, fd, token, message.device)
-                return
-            block = Block.attach(message.block, size, fd)
-        except OSError as exc:
-            raise ProtocolError(f"block {message.block} cannot be attached: {exc}") from exc
-        self._blocks[message.block] = block
-        if self._card is not None:
-            self._card.pin(block)
-
-    def _keep_of_card(self, number: int, size: int, fd: int, token: bytes, device: str) -> None:
-        """Keep a block of a card's memory until it is used: the card may have no room, or not be open yet."""
-        try:
-            owner = Device.parse(device)
-            if self._card is None and self._conversation.state is not WorkerState.CONNECTED:
-                raise ProtocolError("this worker has no card")
-        except McinferError as exc:
-            os.close(fd)
-            raise ProtocolError(f"block {number}: {exc}") from exc
-        from mcinfer.cards.staging import Offered
-
-        self._offered[number] = Offered(number=number, size=size, fd=fd, token=token, device=owner)
-
-    def _detach(self, number: int) -> None:
-        block, offered = self._blocks.pop(number, None), self._offered.pop(number, None)
-        if offered is not None:
-            os.close(offered.fd)
-        if block is not None:
-            if self._card is not None:
-                self._card.detach(block)
-            block.close()
+            if message.device:  # not opened yet: the card may have no room, or not be open
+                device = Device.parse(message.device)
+                if is_built and not self._blocks.opens_cards:
+                    raise ProtocolError("this worker has no card")
+            elif not is_built:
+                raise ProtocolError("a block of the host came before BUILD")
+            size, fd, token = self._lifeline.receive_block(number, timeout=_BLOCK_TIMEOUT)
+            self._blocks.add(
+                OfferedBlock(number=number, size=size, fd=fd, token=token, device=device)
+            )
+        except (McinferError, OSError) as exc:
+            raise ProtocolError(f"block {number} cannot be attached: {exc}") from exc
 
 
 def _content(request: EngineRequest, source: Source, runtime: str) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class WorkerTarget(Target):
         self._server.close()
         self._ours.close()
         self._worker_end.close()
-        for block in (*self._blocks, *self._server._blocks.values()):
+        for block in self._blocks:
             block.close()
         self._cancels.close()
         for thread in threading.enumerate():
