@@ -17,7 +17,7 @@ from typing import Any
 
 from mcinfer.cards.cuda import Card, DeviceBlock
 from mcinfer.cards.dlpack import DlpackTensor
-from mcinfer.config import Device
+from mcinfer.engines.base import Slab
 from mcinfer.errors import BuildError
 from mcinfer.model_cache.onnx_files import external_files, open_regular, scan
 from mcinfer.specs import ELEMENT_TYPES
@@ -113,22 +113,36 @@ def layout(model: Path) -> SlabLayout:
     return SlabLayout(size=end, tensors=tuple(tensors))
 
 
-def tensors_of(
-    slab: SlabLayout, address: int, device: Device | None, owner: object
-) -> dict[str, DlpackTensor]:
-    """The weights by name, in a slab at this address of a card, or of the host for None.
+def slab_in(card: Card, block: DeviceBlock) -> Slab:
+    """A block's memory as a slab, which keeps it open, also when the block is closed."""
+    return Slab(
+        device=card.device,
+        address=block.address,
+        host_address=card.host_address(block.address),
+        size=block.size,
+        owner=block.memory(0, block.size),
+    )
 
-    Each keeps the `owner` of the memory alive, and so does each consumer of its DLPack capsule.
+
+def tensors_of(
+    placed: SlabLayout, slab: Slab, *, on_host: bool = False
+) -> dict[str, DlpackTensor] | None:
+    """The weights by name, on the card, or where the host reads them; None if it cannot.
+
+    Each keeps the slab's memory open, and so does each consumer of its DLPack capsule.
     """
+    address = slab.host_address if on_host else slab.address
+    if address is None:
+        return None
     return {
         tensor.name: DlpackTensor(
             address=address + tensor.offset,
             shape=tensor.shape,
             element_type=tensor.element_type,
-            device=device,
-            owner=owner,
+            device=None if on_host else slab.device,
+            owner=slab.owner,
         )
-        for tensor in slab.tensors
+        for tensor in placed.tensors
     }
 
 
@@ -155,6 +169,22 @@ def runtime_values(
                 raise
             refused.add(tensor.element_type)
     return values
+
+
+def filled(card: Card, number: int, placed: SlabLayout) -> DeviceBlock:
+    """A new block of the card's memory with the weights in it; it has at least one byte.
+
+    Raises:
+        OSError: As `fill`.
+        CardMemoryError: The card has no room for it; another `CardError` if the driver refused.
+    """
+    block = card.create(number, max(placed.size, 1))
+    try:
+        fill(card, block, placed)
+    except BaseException:
+        block.close()  # a copy of the weights may need the room
+        raise
+    return block
 
 
 def fill(card: Card, block: DeviceBlock, slab: SlabLayout) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 from weakref import WeakSet
 
 from mcinfer.cards.cuda import Card, DeviceBlock
-from mcinfer.cards.slabs import ALIGNMENT, fill, layout
+from mcinfer.cards.slabs import ALIGNMENT, filled, layout, slab_in
 from mcinfer.config import CARD_KINDS, Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
@@ -201,12 +201,7 @@ class _SharedWeights:
                 raise _NoSlabError(f"no weights of {model.name} lie outside of its graph")
             offered = self._offered
             if offered is None:
-                block = card.create(_SLAB, placed.size)
-                try:
-                    fill(card, block, placed)
-                except BaseException:
-                    block.close()  # a copy of the weights may need the room
-                    raise
+                block = filled(card, _SLAB, placed)
             elif offered.size != placed.size:
                 raise _NoSlabError(
                     f"got {offered.size} bytes of weights on {card.device}, {model.name} has {placed.size}"
@@ -219,13 +214,7 @@ class _SharedWeights:
         except (CardError, ProtocolError, OSError) as exc:
             raise _NoSlabError(str(exc)) from exc
         self.block = block
-        return Slab(
-            device=card.device,
-            address=block.address,
-            host_address=card.host_address(block.address),
-            size=block.size,
-            owner=block.memory(0, block.size),
-        )
+        return slab_in(card, block)
 
 
 def _attach(card: Card, offered: OfferedBlock, fd: int) -> DeviceBlock:

@@ -715,10 +715,9 @@ def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights 
     if slab.size < placed.size:
         raise BuildError(f"slab: got {slab.size} bytes, expected {placed.size} for {model}")
     on_card = NAMES[provider_of(request)] in ort.get_available_providers()
-    start = slab.address if on_card else slab.host_address
-    if start is None:  # the runtime falls back to the CPU, which cannot read them
+    tensors = tensors_of(placed, slab, on_host=not on_card)
+    if tensors is None:  # the runtime falls back to the CPU, which cannot read them
         return None
-    tensors = tensors_of(placed, start, slab.device if on_card else None, slab.owner)
     values = runtime_values(tensors, ort.OrtValue.from_dlpack)
     sizes = {name: tensors[name].size for name in values}
     return _GivenWeights(model=model, values=values, sizes=sizes, on_card=on_card)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from mcinfer import sharding
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import open_engine, prepared_facts
-from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, Slab, Strings
+from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, Strings
 from mcinfer.errors import BuildError, EngineError, raised_by_handler, requires
 from mcinfer.machine import whole_cpus
 from mcinfer.model_cache import FOLDER_KEY
@@ -339,19 +339,12 @@ def _with_weights(request: EngineRequest, weights: SharedWeights | None) -> Engi
     slab = weights.slab
     if slab is None:
         return replace(request, model=weights.model)
-    if slab.card.device != request.device:
+    if slab.device != request.device:
         raise BuildError(
-            f"shareable_weight_mem_handle: the owner's weights are on {slab.card.device}, here the model is "
+            f"shareable_weight_mem_handle: the owner's weights are on {slab.device}, here the model is "
             f"for {request.device}"
         )
-    given = Slab(
-        device=slab.card.device,
-        address=slab.memory.address,
-        host_address=slab.host_address,
-        size=slab.memory.size,
-        owner=slab.memory,
-    )
-    return replace(request, model=weights.model, slab=lambda _: given)
+    return replace(request, model=weights.model, slab=lambda _: slab)
 
 
 def _check_same(facts: Mapping[str, Any], here: Mapping[str, Any]) -> None:

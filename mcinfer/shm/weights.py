@@ -5,7 +5,7 @@
     owner   WeightOwner(model) ──► handle (a random number, no secret) ──► the user passes it on
     other   open_weights(handle) ── connects to the socket that the handle names ──► the owner's thread
             SharedWeights ◄── one packet: the entry's folder and its lock (SCM_RIGHTS), or a refusal;
-                              for weights on a card also their slab: a descriptor, and a token in the packet
+                              for weights on a card also their block: a descriptor, and a token in the packet
 
 The kernel says which process and user has connected (`SO_PEERCRED`), so no process can pass for another.
 The owner never reads what a client sends, and never waits for a client.
@@ -14,14 +14,13 @@ Ownership: an owner has its own descriptors for the folder and the lock, which i
 the same open file in every process, so the entry stays until the last process has closed it or ended. A
 forked child closes the descriptors at once, or the socket's name would stay without an owner.
 
-A slab (`mcinfer.cards.slabs`) is a block of a card's memory, which keeps the rules of `mcinfer.cards.cuda`:
-it stays until the last process has closed it or ended, or, if it is of the kind "handles", until its owner
-ends.
+Weights on a card are a part of `mcinfer.cards.weights`: their block's descriptor travels as a third one, and
+the block stays until the last process has closed it or ended, or, if it is of the kind "handles", until its
+owner ends.
 """
 
 import errno
 import functools
-import logging
 import os
 import secrets
 import select
@@ -29,36 +28,29 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
-from mcinfer.cards.cuda import Card, DeviceBlock, DeviceMemory
-from mcinfer.cards.dlpack import DlpackTensor
-from mcinfer.cards.slabs import SlabLayout, fill, layout, runtime_values, tensors_of
 from mcinfer.config import Device, EngineOptions, check_count, check_seconds
 from mcinfer.errors import (
     ClosedError,
     InvalidInputError,
-    MissingDependencyError,
     ProtocolError,
     WeightAccessError,
-    requires,
 )
 from mcinfer.model_cache.building import MODEL_FILE, ensure_prepared
 from mcinfer.model_cache.cache import CacheUnusableError, Held
 from mcinfer.process import start_time
 from mcinfer.shm.descriptors import close_all, peer_credentials, receive, send
 
-_GRANTED = b'{"ok": true}'
-"""The answer that comes with the descriptors of the folder and of its lock, in this order."""
+_GRANTED = b"granted "
+"""The answer that comes with the descriptors of the folder and of its lock, in this order. For weights on a
+card the token of their block follows, and its descriptor comes third."""
 
 _REFUSED = b"refused "
 """A refusal begins with this; the reason follows, in words."""
-
-_ON_CARD = b"card "
-"""The answer for weights on a card: this, then the token of their block. Its descriptor comes third."""
 
 _MAX_ANSWER_BYTES = 1024
 
@@ -73,10 +65,6 @@ _LAST_ANSWER = 5.0
 """Seconds that `_Listener.close` waits for the answer being sent, which takes almost no time."""
 _BACK_OFF = 0.1
 """Seconds until an owner that had no descriptor left tries to accept again."""
-
-_NEEDS_RUNTIME = "weights on a card need ONNX Runtime for cards: pip install 'mcinfer[gpu]'"
-
-_log = logging.getLogger("mcinfer.shm")
 
 
 def address(handle: int) -> str:
@@ -106,28 +94,26 @@ class _Listener:
     Attributes:
         handle: Its socket's name is made from this.
         stopped: Whether it was stopped, or belongs to the process that forked this one.
+        give_up: Closes the socket, and all else that it owns.
     """
 
     def __init__(
         self,
-        descriptors: tuple[int, ...],
+        socket_: socket.socket,
+        granted: tuple[bytes, Sequence[int]],
         allowed: Mapping[int, int],
-        block: DeviceBlock | None = None,
+        owned: ExitStack,
     ) -> None:
-        # This object owns the descriptors and the block from now on, even if this call fails.
-        # `allowed` has the start times of processes by pid, since the system reuses pids. Another thread
-        # may change it.
+        # `owned` closes the socket and what is granted: this object does so from now on, even if this call
+        # fails. `allowed` has the start times of processes by pid, since the system reuses pids. Another
+        # thread may change it.
         self.stopped = False
         self.handle = 1 + secrets.randbelow(MAX_HANDLE)
+        self._socket = socket_
+        self._granted = granted
         self._allowed = allowed
-        self._descriptors = descriptors
-        self._block = block
+        self.give_up = owned.pop_all().close
         self._thread = threading.Thread(target=self._serve, name="mcinfer-weights", daemon=True)
-        try:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError:
-            self._release()
-            raise
         try:
             _listeners().add(self)  # before it has a name, which forked children would keep
             self._socket.setblocking(False)
@@ -152,18 +138,6 @@ class _Listener:
         self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join(_LAST_ANSWER)
-
-    def give_up(self) -> None:
-        """Close the socket, the descriptors and the block."""
-        self._socket.close()
-        self._release()
-
-    def _release(self) -> None:
-        descriptors, self._descriptors = self._descriptors, ()
-        close_all(descriptors)
-        block, self._block = self._block, None
-        if block is not None:
-            block.close()
 
     def _serve(self) -> None:
         try:
@@ -193,11 +167,8 @@ class _Listener:
             why = "this process: it has no pid in the owner's pid namespace, so the owner cannot allow it"
         elif (start := self._allowed.get(pid)) is None or start != start_time(pid):
             why = f"process {pid}: allow it there with WeightOwner.allow({pid})"
-        elif self._block is None:
-            send(connection, _GRANTED, self._descriptors)
-            return
         else:
-            send(connection, _ON_CARD + self._block.token, (*self._descriptors, self._block.fd))
+            send(connection, *self._granted)
             return
         send(connection, _REFUSED + why.encode())
 
@@ -247,17 +218,22 @@ class WeightOwner:
         self._allowed: dict[int, int] = {}
         for pid in allow_pids:
             _admit(self._allowed, pid)
-        card = None if device is None else _open_card(device, options)
-        with ExitStack() as opened:
+        card = None if device is None else _cards().card_to_share_on(device, options)
+        kind = "cpu" if card is None else card.device.kind
+        with ExitStack() as opened, ExitStack() as owned:
             if isinstance(model, (str, os.PathLike)):
                 held = ensure_prepared(model, options, device=device or "cpu:0")
                 model = opened.enter_context(closing(held))
-            entry = _open_entry(model, "cpu" if card is None else card.device.kind)
-            opened.push(lambda *failure: close_all(entry) if failure[0] else None)
-            block, self.weights = None, None
+            entry = _open_entry(model, kind)
+            owned.callback(close_all, entry)
+            granted: tuple[bytes, Sequence[int]] = _GRANTED, entry
+            self.weights: SharedWeights | None = None
             if card is not None:
-                block, self.weights = _put_on_card(card, model)
-        self._listener = _Listener(entry, self._allowed, block)
+                block, self.weights = _cards().put(card, Held.adopt(*_open_entry(model, kind)))
+                owned.callback(block.close)
+                granted = _GRANTED + block.token, (*entry, block.fd)
+            socket_ = owned.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            self._listener = _Listener(socket_, granted, self._allowed, owned)
         weakref.finalize(self, self._listener.stop)
         self.handle = self._listener.handle
 
@@ -297,15 +273,8 @@ class WeightOwner:
         """
         check_seconds("timeout", timeout)
         self._listener.close()
-        if self.weights is None or self.weights.slab is None:
-            return
-        if self.weights.slab.memory.is_lent(timeout):
-            _log.warning(
-                "weights %d: another process still has them open on %s, so their memory is not free yet",
-                self.handle,
-                self.weights.device,
-            )
-        self.weights.close()
+        if self.weights is not None:
+            _cards().end(self.weights, self.handle, timeout)
 
     def __enter__(self) -> "WeightOwner":
         return self
@@ -314,31 +283,11 @@ class WeightOwner:
         self.close()
 
 
-def _open_card(device: str, options: EngineOptions) -> Card:
-    """The card for an owner's arguments."""
-    found = Device.parse(device)
-    if found.kind != "cuda":
-        raise InvalidInputError(f"device: got {device!r}, expected a card such as 'cuda:0'")
-    if options.provider not in (None, "cuda"):
-        raise InvalidInputError(
-            f"options: got the provider {options.provider!r}, expected 'cuda': no other one takes weights "
-            "that are on a card"
-        )
-    return Card.open(found)
+def _cards() -> ModuleType:
+    """The part that knows cards, loaded where weights are on one."""
+    from mcinfer.cards import weights
 
-
-def _put_on_card(card: Card, model: Held) -> "tuple[DeviceBlock, SharedWeights]":
-    """A block with the slab of a prepared model, and the weights in it for this process."""
-    slab = layout(model.folder / MODEL_FILE)
-    size = max(slab.size, 1)
-    block = card.create(0, size)
-    try:
-        fill(card, block, slab)
-        held = Held.adopt(*_open_entry(model, card.device.kind))
-        return block, SharedWeights(held, OpenSlab(card, slab, block.memory(0, size)))
-    except BaseException:
-        block.close()
-        raise
+    return weights
 
 
 def _admit(allowed: dict[int, int], pid: int) -> None:
@@ -383,29 +332,6 @@ def _open_entry(model: Held, kind: str) -> tuple[int, int]:
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSlab:
-    """A slab that is open in this process as long as its memory is referred to."""
-
-    card: Card
-    layout: SlabLayout
-    memory: DeviceMemory
-
-    @property
-    def host_address(self) -> int | None:
-        """The address at which the host can read it, if it can."""
-        return self.card.host_address(self.memory.address)
-
-    def tensors(self) -> dict[str, DlpackTensor]:
-        """The weights by name, on the card."""
-        return tensors_of(self.layout, self.memory.address, self.card.device, self.memory)
-
-    def tensors_on_host(self) -> dict[str, DlpackTensor] | None:
-        """The same weights at the host's addresses; None if the host cannot read them."""
-        address = self.host_address
-        return None if address is None else tensors_of(self.layout, address, None, self.memory)
-
-
 class SharedWeights:
     """A prepared model that another process shares; it stays usable when that process ends.
 
@@ -426,16 +352,16 @@ class SharedWeights:
         slab: All of `tensors` in one piece; None if they are in the host's memory, or this is closed.
     """
 
-    def __init__(self, held: Held, slab: OpenSlab | None = None) -> None:
+    def __init__(self, held: Held) -> None:
         self.held = held
         self.folder = held.folder
         self.model = str(held.folder / MODEL_FILE)
         self.facts = held.facts
-        self.device = None if slab is None else slab.card.device
-        self.slab = slab
-        self.tensors: Mapping[str, DlpackTensor] = {} if slab is None else slab.tensors()
+        self.device: Device | None = None
+        self.slab: Any = None
+        self.tensors: Mapping[str, Any] = {}
 
-    def add_to(self, session_options: Any) -> None:
+    def add_to(self, session_options: Any) -> None:  # noqa: ARG002 weights on a card take them
         """Let a session of ONNX Runtime use the weights on the card where they are.
 
         The session is one of `model`, made with these options. Its graph is optimised already, and a weight
@@ -452,22 +378,6 @@ class SharedWeights:
         """
         if self.held.lock < 0:
             raise ClosedError(f"the shared weights {self.folder} are closed")
-        if self.slab is None:
-            return
-        with requires(_NEEDS_RUNTIME, "onnxruntime"):
-            import onnxruntime as ort
-        tensors: Mapping[str, DlpackTensor] | None = self.tensors
-        if "CUDAExecutionProvider" not in ort.get_available_providers():
-            tensors = self.slab.tensors_on_host()
-        if tensors is None:
-            raise MissingDependencyError(_NEEDS_RUNTIME)
-        values = runtime_values(tensors, ort.OrtValue.from_dlpack)
-        for name, value in values.items():
-            session_options.add_initializer(name, value)
-        session_options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        session_options.add_session_config_entry("session.disable_prepacking", "1")
-        # The options have only pointers to the values.
-        weakref.finalize(session_options, values.clear).atexit = False
 
     def close(self) -> None:
         """Release the entry; do not use what was loaded from it any more.
@@ -475,11 +385,6 @@ class SharedWeights:
         A card's memory stays open until the last of `tensors`, and of the sessions with it, is gone.
         """
         self.held.close()
-        slab, self.slab, self.tensors = self.slab, None, {}
-        if slab is not None:
-            card = slab.card
-            del slab
-            card.reclaim()
 
     def __enter__(self) -> "SharedWeights":
         return self
@@ -507,8 +412,8 @@ def open_weights(handle: int, timeout: float = 10.0) -> SharedWeights:
     check_count("handle", handle, 1)
     check_seconds("timeout", timeout)
     data, descriptors = _ask(handle, timeout)
-    on_card = data.startswith(_ON_CARD)
-    if len(descriptors) != 2 + on_card or not (on_card or data == _GRANTED):
+    granted, token = data.startswith(_GRANTED), data.removeprefix(_GRANTED)
+    if not granted or len(descriptors) != 2 + bool(token):
         close_all(descriptors)
         if not data.startswith(_REFUSED) or descriptors:
             raise ProtocolError(
@@ -524,27 +429,11 @@ def open_weights(handle: int, timeout: float = 10.0) -> SharedWeights:
         except CacheUnusableError as exc:
             raise WeightAccessError(f"weights {handle}: {exc}") from exc
         failed.callback(held.close)
-        slab = None
-        if on_card:
-            slab = _open_slab(handle, held, data.removeprefix(_ON_CARD), blocks.pop())
+        weights = SharedWeights(held)
+        if token:
+            weights = _cards().open_slab(handle, held, token, blocks.pop())
         failed.pop_all()
-    return SharedWeights(held, slab)
-
-
-def _open_slab(handle: int, held: Held, token: bytes, fd: int) -> OpenSlab:
-    """Open an owner's slab; the descriptor is this function's, even if it fails."""
-    with ExitStack() as failed:
-        failed.callback(os.close, fd)
-        plan = layout(held.folder / MODEL_FILE)
-        card = Card.find(token)
-        if card is None:
-            raise WeightAccessError(
-                f"weights {handle} are on a card that this process does not see (CUDA_VISIBLE_DEVICES)"
-            )
-        failed.pop_all()
-    size = max(plan.size, 1)
-    with closing(card.attach(0, size, fd, token, card.device)) as block:
-        return OpenSlab(card, plan, block.memory(0, size))
+    return weights
 
 
 def _ask(handle: int, timeout: float) -> tuple[bytes, list[int]]:

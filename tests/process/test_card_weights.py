@@ -79,10 +79,10 @@ def opened(handle):
     return str(weights.device)
 
 def values(weights):
-    return {name: np.from_dlpack(t).tolist() for name, t in weights.slab.tensors_on_host().items()}
+    return {name: np.from_dlpack(t).tolist() for name, t in weights.tensors_on_host().items()}
 
 def clear(weights, name):
-    tensor = weights.slab.tensors_on_host()[name]
+    tensor = weights.tensors_on_host()[name]
     ctypes.memset(tensor.address, 0, tensor.size)
 
 def used(index=0):
