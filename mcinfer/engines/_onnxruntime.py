@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
@@ -49,7 +48,6 @@ from mcinfer.engines.preparation import (
 from mcinfer.engines.providers import (
     NAMES,
     ON_CARDS,
-    captures_graphs,
     check_available,
     check_got,
     device_error,
@@ -186,12 +184,6 @@ _WARNING = 2
 _LEAST_NOTED_BYTES = 1 << 20
 """Weights that each session of a card has for itself: the small ones of every graph are no news."""
 
-_MAX_GRAPHS = 64
-"""Layouts that are captured as CUDA graphs, each of which has memory of its own; others run without."""
-
-_NO_GRAPH = "-1"
-"""The `gpu_graph_id` of runs that are not captured."""
-
 _TYPES = {
     "float": "float32",
     "double": "float64",
@@ -260,6 +252,7 @@ class OnnxRuntimeEngine(Engine):
     """
 
     version = RUNTIME.version
+    concurrent = True
 
     def __init__(self, request: EngineRequest, preparation: Preparation) -> None:
         self.held = preparation.held
@@ -285,10 +278,7 @@ class OnnxRuntimeEngine(Engine):
         self.weights = self._replaceable(request)
         if request.describe:
             self.description = _description(self.session, request.model)
-        self.binds_host = not (self.on_card and captures_graphs(request))
         self.on_host = self._tensors_on_host()
-        self.concurrent = self.binds_host
-        self._graphs = set(range(1, _MAX_GRAPHS + 1))  # numbers that are free
         self._run_options = _run_options()
         self._cancelled = False
 
@@ -304,8 +294,6 @@ class OnnxRuntimeEngine(Engine):
         strings = {spec.name for spec in self.spec.outputs if spec.element_type == STRING}
         if not self.on_card or any(spec.element_type == STRING for spec in self.spec.inputs):
             return None
-        if not self.binds_host:
-            return frozenset(strings)
         names = [spec.name for spec in (*self.spec.inputs, *self.spec.outputs)]
         infos = (*self.session.get_input_memory_infos(), *self.session.get_output_memory_infos())
         there = (n for n, info in zip(names, infos, strict=True) if info.name in _HOST_MEMORY)
@@ -346,32 +334,7 @@ class OnnxRuntimeEngine(Engine):
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         by_value = any(isinstance(item, Strings) for item in inputs)
         with _mapped_errors(PredictError):
-            if not self.binds_host:
-                return _GraphRun(self, inputs, outputs)
             return (_ValueRun if by_value else _BoundRun)(self, inputs, outputs)
-
-    @contextmanager
-    def using(self, options: Any) -> Iterator[None]:
-        """Run with options of its own, which `cancel` reaches; in one thread at a time."""
-        shared, self._run_options = self._run_options, options
-        try:
-            if self._cancelled:
-                raise RunCancelledError("the run was cancelled before it began")
-            yield
-        finally:
-            self._run_options = shared
-            options.terminate = False
-
-    def take_graph(self) -> str:
-        """A number for a layout that is captured as a graph, or the one of layouts that are not."""
-        return str(self._graphs.pop()) if self._graphs else _NO_GRAPH
-
-    def release_graph(self, number: str) -> None:
-        """Let a layout's graph and its memory go; before 1.31, the runtime keeps them to the end."""
-        release = getattr(self.session, "release_captured_graph", None)
-        if number != _NO_GRAPH and release is not None:
-            release(int(number))
-            self._graphs.add(int(number))
 
     def arm(self) -> None:
         if self._cancelled:
@@ -466,41 +429,6 @@ class _BoundRun(Run):
         return delivered([_produced(name, values[name]) for name in self._free], self._bound)
 
 
-class _GraphRun(_BoundRun):
-    """A binding whose runs after the first are replayed as a CUDA graph: at the same addresses, all at once.
-
-    https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#using-cuda-graphs
-    """
-
-    def __init__(
-        self,
-        engine: OnnxRuntimeEngine,
-        inputs: Sequence[Buffer | Strings],
-        outputs: Sequence[Buffer],
-    ) -> None:
-        for item in (*inputs, *outputs):
-            if isinstance(item, Strings) or item.device is None:
-                what = "strings" if isinstance(item, Strings) else "in the host's memory"
-                raise InvalidInputError(
-                    f"a CUDA graph cannot be captured: tensor {item.name!r} is {what}, expected memory of "
-                    "the card"
-                )
-        super().__init__(engine, inputs, outputs)
-        if self._free:
-            raise InvalidInputError(
-                f"a CUDA graph cannot be captured: the shapes of outputs {self._free} are known only to a "
-                "run, expected fixed ones, or symbols of the inputs; leave enable_cuda_graph out"
-            )
-        number = engine.take_graph()
-        self._options = _run_options(number)
-        end = weakref.finalize(self, engine.release_graph, number)
-        end.atexit = False
-
-    def execute(self) -> Sequence[Produced | Strings]:
-        with self._engine.using(self._options):
-            return super().execute()
-
-
 class _ValueRun(Run):
     """A run that takes strings: the runtime binds none, so its results are copied to their places."""
 
@@ -554,13 +482,12 @@ def _place(buffer: Buffer) -> tuple[str, int, int, tuple[int, ...], int]:
     return device, index, ELEMENT_TYPES[buffer.element_type].onnx, buffer.shape, buffer.address
 
 
-def _run_options(graph: str = "0") -> Any:
-    """Options of runs; those that are captured as a CUDA graph have its number."""
+def _run_options() -> Any:
     options = ort.RunOptions()
     options.log_severity_level = _SILENT
     # 0 is its default. If it is not set, each bound run throws and catches a C++ exception to find that
     # out (seen in 1.31), which costs more than a small run.
-    options.add_run_config_entry("gpu_graph_id", graph)
+    options.add_run_config_entry("gpu_graph_id", "0")
     return options
 
 

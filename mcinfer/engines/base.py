@@ -312,7 +312,6 @@ class Engine(ABC):
         fd: A descriptor that is readable when the oldest run that is begun can be finished without waiting.
             Others only poll it. -1 if `depth` is 1.
         on_card: Whether it runs on a card, on `EngineRequest.stream`; then it takes tensors of that card.
-        binds_host: Whether it takes tensors in the host's memory.
         description: What the runtime says of the model, if the request asks for it.
         reaches: The cards whose memory its tensors may lie in.
         slab: Memory of its card that it has filled with the weights, for the other engines of this card; None
@@ -331,7 +330,6 @@ class Engine(ABC):
     depth: int = 1
     fd: int = -1
     on_card: bool = False
-    binds_host: bool = True
     on_host: frozenset[str] | None = None
     description: ModelDescription = ModelDescription()
     reaches: tuple[str, ...] = ()

@@ -44,6 +44,8 @@ _OF_TENSORRT = "trt_"
 """How the names of options begin that TensorRT's provider alone has."""
 
 _GRAPHS = ("enable_cuda_graph", "trt_cuda_graph_enable")
+"""Options that capture runs as CUDA graphs, which has left until a card has run it."""
+
 _ENGINE_CACHE = ("trt_engine_cache_enable", "trt_engine_cache_path")
 _OF_RUNS = frozenset(
     {
@@ -120,12 +122,6 @@ def keeps_engines(request: EngineRequest) -> bool:
     return provider_of(request) == "tensorrt" and request.prepare != "never" and not chosen
 
 
-def captures_graphs(request: EngineRequest) -> bool:
-    """Whether runs are captured as CUDA graphs, which read and write the same addresses each time."""
-    options = request.provider_options
-    return request.device.kind != "cpu" and any(options.get(key) in _TRUE for key in _GRAPHS)
-
-
 def _check_options(provider: str, device: Device, options: Mapping[str, str]) -> None:
     pointers = [key for key in _POINTERS if key in options]
     if pointers:
@@ -133,6 +129,11 @@ def _check_options(provider: str, device: Device, options: Mapping[str, str]) ->
             f"provider_options: got {pointers}, whose values are addresses in another process than the "
             "worker's; each worker has a stream and memory of its own"
         )
+    for key in _GRAPHS:
+        if options.get(key) in _TRUE:
+            raise BuildError(
+                f"provider_options: {key!r} has left; runs are not captured as CUDA graphs"
+            )
     if options.get("device_id", str(device.index)) != str(device.index):
         raise BuildError(
             f"provider_options: got device_id {options['device_id']!r} for device {device}, expected it left "

@@ -80,12 +80,6 @@ def test_worker_without_memory_for_a_request_lives_on(cards: Cards, expected: An
         assert master.statistics().workers[0].pid == before
 
 
-def test_run_is_captured_in_a_graph_and_replayed(cards: Cards, expected: Any) -> None:
-    with cards.pool(encoder(), "cuda:0", provider_options={"enable_cuda_graph": "1"}) as master:
-        for _ in range(3):
-            check(master.predict({"image": IMAGES}, shards=1), expected)
-
-
 def test_tensorrt_serves_by_its_name(cards: Cards, expected: Any) -> None:
     if "TensorrtExecutionProvider" not in ort.get_available_providers():
         pytest.skip("this onnxruntime has no TensorRT")
