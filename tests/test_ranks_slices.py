@@ -20,6 +20,7 @@ from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictEr
 from mcinfer.ranks.collectives.base import Group, PeerFailedError
 from mcinfer.ranks.layouts import MAX_LAYOUTS
 from mcinfer.ranks.slices import RankEngine, prepare
+from mcinfer.ranks.slicing.slice_files import cut_segments
 from mcinfer.ranks.slicing.slicer import write_slices
 from mcinfer.specs import numpy_dtype
 from tests.engine_tensors import buffer, content
@@ -780,7 +781,9 @@ def test_prepared_segments_give_the_same(tmp_path: Path) -> None:
     folders = [tmp_path / f"rank{rank}" for rank in range(2)]
     for path, folder in zip(model.slices, folders, strict=True):
         folder.mkdir()
-        prepare(request(path), folder)
+        (tmp_path / f"{path.stem} cut").mkdir()
+        cut_segments(path, tmp_path / f"{path.stem} cut")
+        prepare(request(path), tmp_path / f"{path.stem} cut", folder)
         path.with_suffix(".data").unlink()  # the folder has all weights
 
     def rank(group: Group, stack: ExitStack) -> Arrays:

@@ -15,7 +15,7 @@ from onnx import NodeProto, helper
 from mcinfer.errors import BuildError
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.ranks.slicing.plans import Exchange, RankPlan, Segment
-from mcinfer.ranks.slicing.segments import cut_segments
+from mcinfer.ranks.slicing.slice_files import cut_segments
 from tests.sliced_models import (
     all_gather,
     all_reduce,

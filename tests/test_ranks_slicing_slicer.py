@@ -21,7 +21,8 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from mcinfer.errors import BuildError, InvalidInputError, ModelNotFoundError
 from mcinfer.ranks.check_slices import check, difference, made_up_inputs, tolerance
 from mcinfer.ranks.slicing import weights as weights_module
-from mcinfer.ranks.slicing.plans import METADATA_KEY, REPORT_FILE
+from mcinfer.ranks.slicing.plans import METADATA_KEY, REPORT_FILE, RankPlan, Segment
+from mcinfer.ranks.slicing.slice_files import cut_segments
 from mcinfer.ranks.slicing.slicer import slice_model, write_slices
 from mcinfer.ranks.slicing.weights import SMALL_BYTES, DataFile, Recipe, Selection, Weights
 from mcinfer.specs import ModelSpec, TensorSpec
@@ -147,6 +148,34 @@ def test_report_of_a_pipeline_has_the_bytes_between_stages(model: Path, folder: 
     assert [*first.sends.values()] == [(1,)]
     assert [*second.receives.values()] == [0]
     check_pipeline(model, folder, 2)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def test_file_of_a_slice_has_the_same_segments(
+    model: Path, tmp_path: Path, tensor: int, pipeline: int
+) -> None:
+    """What the slicer writes itself, and what is cut out of the files that it writes for others."""
+    written(model, tmp_path / "files", tensor=tensor, pipeline=pipeline)
+    written(model, tmp_path / "segments", tensor=tensor, pipeline=pipeline, segments=True)
+    for rank in range(tensor * pipeline):
+        direct = tmp_path / "segments" / f"rank{rank}"
+        read = tmp_path / f"read{rank}"
+        read.mkdir()
+        plan = cut_segments(tmp_path / "files" / f"model{rank}.onnx", read)
+        assert RankPlan.read(direct) == plan
+        assert files(direct) == files(read)
+        for step in plan.steps:
+            if isinstance(step, Segment):
+                one, other = (
+                    onnx.load(folder / step.file, load_external_data=False)
+                    for folder in (direct, read)
+                )
+                assert one.graph.node == other.graph.node
+                assert one.graph.input == other.graph.input
+                assert one.graph.output == other.graph.output
+                assert one.graph.initializer == other.graph.initializer
+        contents = [tmp_path / form / f"model{rank}.data" for form in ("files", "segments")]
+        assert contents[0].read_bytes() == contents[1].read_bytes()
 
 
 # Forms that a model's weights have.
@@ -476,15 +505,19 @@ def test_model_too_large_for_the_check_is_not_checked(
     )
 
 
-def written(model: Path, folder: Path, **ranks: int) -> Path:
+def written(
+    model: Path, folder: Path, *, tensor: int = 1, pipeline: int = 1, segments: bool = False
+) -> None:
     folder.mkdir()
-    write_slices(model, folder, **ranks)
-    return folder
+    write_slices(model, folder, tensor=tensor, pipeline=pipeline, segments=segments)
 
 
-@pytest.mark.parametrize("ranks", [{"tensor": 2}, {"pipeline": 2}])
-def test_wrong_weight_is_found(model: Path, folder: Path, ranks: dict[str, int]) -> None:
-    written(model, folder, **ranks)
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_wrong_weight_is_found(
+    model: Path, folder: Path, tensor: int, pipeline: int, segments: bool
+) -> None:
+    written(model, folder, tensor=tensor, pipeline=pipeline, segments=segments)
     assert check(lambda _: None, str(model), str(folder))["difference"].keys() == {"y"}
     data = folder / "model1.data"
     content = np.fromfile(data, np.float32)

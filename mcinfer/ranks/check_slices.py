@@ -2,20 +2,17 @@
 
 ::
 
-    child process   the whole model, then one thread for each rank ── joined by socket pairs
+    child process   the whole model, then the ranks step by step, which exchange values as arrays
 
 A model that quantises values runs without the runtime's optimisations: these quantise further values, which
 ones depends on the nodes around, and these are others in a slice.
 
 The whole model is closed before the slices are loaded. Free sizes of the inputs are made up, and others are
-tried if the model refuses them. Each kind of run is tried several times with other inputs: memory that is
-used again shows only then what it held before.
+tried if the model refuses them.
 """
 
-import socket
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,37 +22,34 @@ from numpy.typing import NDArray
 
 from mcinfer.config import Device
 from mcinfer.engines import open_engine
+from mcinfer.engines._onnxruntime import load
 from mcinfer.engines.base import (
     Buffer,
     Engine,
     EngineRequest,
-    Produced,
-    Run,
     Strings,
     array_over,
     produced_from,
 )
 from mcinfer.errors import (
     BuildError,
-    ClosedError,
     EngineError,
     InvalidInputError,
     McinferError,
-    WorkerDiedError,
     shortened,
 )
+from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.building import Progress
-from mcinfer.ranks.collectives.base import PeerFailedError
-from mcinfer.ranks.collectives.shm import join_sockets
-from mcinfer.ranks.slices import RankEngine
-from mcinfer.ranks.slicing.segments import cut_segments, rounding
+from mcinfer.ranks.slicing.plans import Exchange, RankPlan, Segment, rank_folder
+from mcinfer.ranks.slicing.segments import rounding
+from mcinfer.ranks.slicing.slice_files import cut_segments
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec
 
 _SIZES = ((2, 8), (2, 16), (2, 64), (1, 8), (1, 64), (1, 1))
 """What free dimensions are tried with: the first of a tensor, and others."""
 
-_RUNS = 3
-"""Of each kind: with outputs in memory of the engine, and with inputs and outputs that stay bound."""
+_RUNS = 6
+"""With other inputs each: what a runtime keeps from one run shows only in a later one."""
 
 _TOLERANCE = {"float64": 1e-10, "complex128": 1e-10, "float32": 1e-5, "complex64": 1e-5}
 _NARROW_TOLERANCE = 2e-2
@@ -70,12 +64,6 @@ _MOST_OFF = 0.1
 
 _PACKED_BITS = 4
 
-_FOLLOWED = (PeerFailedError, WorkerDiedError, ClosedError)
-"""Errors of a rank that follow from another rank's."""
-
-_TIMEOUT = 600.0
-"""Seconds that a rank waits for the others, which may still load their slices."""
-
 _WORDS = ("red", "green", "blue", "one", "two", "three")
 
 Array = NDArray[Any]
@@ -87,7 +75,7 @@ def check(_: Progress, model: str, folder: str) -> dict[str, Any]:
     Args:
         _: Not called.
         model: Path of the whole model.
-        folder: Has ``model0.onnx`` and so on, one for each rank.
+        folder: What `write_slices` has written.
 
     Returns:
         ``difference`` and ``tolerance`` by output: the largest difference relative to the largest magnitude;
@@ -96,34 +84,55 @@ def check(_: Progress, model: str, folder: str) -> dict[str, Any]:
     Raises:
         BuildError: The slices give something else, or cannot be loaded or run.
     """
-    slices = sorted(Path(folder).glob("model*.onnx"))
-    rounded = rounding(slices)
-    options = {} if rounded is None else {"graph_optimization_level": "ORT_DISABLE_ALL"}
-    whole = open_engine("onnxruntime", _request(model, options))
-    spec = whole.spec
-    for tensor in spec.inputs:
-        if ELEMENT_TYPES[tensor.element_type].bits == _PACKED_BITS:
-            return {"reason": f"no elements are made up for input {tensor}"}
-    refusals: list[str] = []
-    taken: list[tuple[list[Array], list[Array]]] = []  # inputs and outputs
-    for batch, size in _SIZES:
-        for trial in range(2 * _RUNS):
-            inputs = made_up_inputs(spec, batch, size, trial)
-            try:
-                taken.append((inputs, _run(whole, inputs)))
-            except (EngineError, InvalidInputError) as exc:
-                refusals.append(shortened(str(exc)))
-        if taken:
-            break
-    else:
-        return {"reason": f"no made-up inputs fit the model: {refusals[0]}"}
-    del whole
-    taken = (taken * 2 * _RUNS)[: 2 * _RUNS]
     # The process that kills this one removes the folder, with what is in it.
-    with TemporaryDirectory(prefix="segments-", dir=folder) as segments:
-        trials = [inputs for inputs, _ in taken]
-        found = _run_ranks(len(slices), Path(segments), options, trials)
+    with TemporaryDirectory(prefix="segments-", dir=folder) as temporary:
+        places = _segments(Path(folder), Path(temporary))
+        plans = [RankPlan.read(place) for place in places]
+        rounded = rounding(
+            place / step.file
+            for plan, place in zip(plans, places, strict=True)
+            for step in plan.steps
+            if isinstance(step, Segment)
+        )
+        options = {} if rounded is None else {"graph_optimization_level": "ORT_DISABLE_ALL"}
+        whole = open_engine("onnxruntime", _request(model, options))
+        spec = whole.spec
+        for tensor in spec.inputs:
+            if ELEMENT_TYPES[tensor.element_type].bits == _PACKED_BITS:
+                return {"reason": f"no elements are made up for input {tensor}"}
+        refusals: list[str] = []
+        taken: list[tuple[list[Array], list[Array]]] = []  # inputs and outputs
+        for batch, size in _SIZES:
+            for trial in range(_RUNS):
+                inputs = made_up_inputs(spec, batch, size, trial)
+                try:
+                    taken.append((inputs, _run(whole, inputs)))
+                except (EngineError, InvalidInputError) as exc:
+                    refusals.append(shortened(str(exc)))
+            if taken:
+                break
+        else:
+            return {"reason": f"no made-up inputs fit the model: {refusals[0]}"}
+        del whole
+        taken = (taken * _RUNS)[:_RUNS]
+        ranks = [
+            _Rank(number, plan, place, folder, options)
+            for number, (plan, place) in enumerate(zip(plans, places, strict=True))
+        ]
+        found = [_run_ranks(ranks, inputs) for inputs, _ in taken]
     return _compared(spec, [outputs for _, outputs in taken], found, rounded)
+
+
+def _segments(folder: Path, temporary: Path) -> list[Path]:
+    """The folder of each rank's segments, which are cut now if the slices are files."""
+    if (folder / rank_folder(0)).exists():
+        return [folder / rank_folder(rank) for rank in range(len([*folder.glob("model*.data")]))]
+    places = []
+    for rank in range(len([*folder.glob("model*.onnx")])):
+        places.append(temporary / rank_folder(rank))
+        places[-1].mkdir()
+        cut_segments(folder / f"model{rank}.onnx", places[-1])
+    return places
 
 
 def made_up_inputs(spec: ModelSpec, batch: int, size: int, trial: int = 0) -> list[Array]:
@@ -166,39 +175,18 @@ def _random(tensor: TensorSpec, shape: tuple[int, ...], seed: list[int]) -> Arra
 # Runs.
 
 
-def _request(model: str, options: Mapping[str, str]) -> EngineRequest:
+def _request(model: str, options: Mapping[str, str], **config: str) -> EngineRequest:
     device = Device(kind="cpu", index=0)
-    return EngineRequest(model=model, device=device, threads=1, session_options=options)
+    return EngineRequest(
+        model=model, device=device, threads=1, session_options=options, session_config=config
+    )
 
 
 def _run(engine: Engine, inputs: Sequence[Array]) -> list[Array]:
     """The outputs, in the model's order; copies."""
-    return _executed(engine, engine.bind(_tensors(engine.spec.inputs, inputs), ()))
-
-
-def _executed(engine: Engine, run: Run, places: Sequence[Buffer] = ()) -> list[Array]:
-    """The outputs, some of which have places; copies."""
-    engine.arm()
-    produced = {item.name: item for item in (*places, *run.execute())}
+    run = engine.bind([*map(produced_from, engine.spec.inputs, inputs)], ())
+    produced = {item.name: item for item in run.execute()}
     return [_array(produced[tensor.name]) for tensor in engine.spec.outputs]
-
-
-def _run_each(engine: Engine, trials: Sequence[Sequence[Array]]) -> list[list[Array]]:
-    """The outputs for each of the inputs: half of them in runs of their own, half in one that stays bound."""
-    found = [_run(engine, inputs) for inputs in trials[:_RUNS]]
-    inputs = [array.copy() for array in trials[_RUNS]]
-    outputs = _tensors(engine.spec.outputs, [np.empty_like(array) for array in found[0]])
-    places = [item for item in outputs if isinstance(item, Buffer)]
-    run = engine.bind(_tensors(engine.spec.inputs, inputs), places)
-    for trial in trials[_RUNS:]:
-        for array, elements in zip(inputs, trial, strict=True):
-            array[...] = elements
-        found.append(_executed(engine, run, places))
-    return found
-
-
-def _tensors(specs: Sequence[TensorSpec], arrays: Sequence[Array]) -> list[Produced | Strings]:
-    return [produced_from(spec, array) for spec, array in zip(specs, arrays, strict=True)]
 
 
 def _array(item: Buffer | Strings) -> Array:
@@ -207,44 +195,62 @@ def _array(item: Buffer | Strings) -> Array:
     return array_over(item).copy()
 
 
-def _run_ranks(
-    size: int, segments: Path, options: Mapping[str, str], trials: Sequence[Sequence[Array]]
-) -> list[list[list[Array]]]:
-    """By rank and trial, the outputs; `segments` is an empty folder beside the slices."""
-    folder = segments.parent
-    for rank in range(size):
-        (segments / str(rank)).mkdir()
-        cut_segments(folder / f"model{rank}.onnx", segments / str(rank))
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1, size)]
-    ends = [[ours for ours, _ in pairs], *([theirs] for _, theirs in pairs)]
+class _Rank:
+    """A rank's plan, its segments, loaded, and the values of a run."""
 
-    def run(rank: int) -> list[list[Array]]:
+    def __init__(
+        self, number: int, plan: RankPlan, place: Path, folder: str, options: Mapping[str, str]
+    ) -> None:
+        self.number, self.plan = number, plan
+        self.values: dict[str, Array] = {}
+        with self._named():
+            self._engines = {
+                step: load(_request(str(place / step.file), options, **{FOLDER_KEY: folder}))
+                for step in plan.steps
+                if isinstance(step, Segment)
+            }
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors name the rank."""
         try:
-            with join_sockets(rank, size, ends[rank], timeout=_TIMEOUT) as group:
-                request = _request(str(folder / f"model{rank}.onnx"), options)
-                with closing(RankEngine(request, group, segments / str(rank))) as engine:
-                    outputs = _run_each(engine, trials)
-                    group.barrier()  # none leaves before all have their outputs
-                    return outputs
-        except BaseException:
-            for end in ends[rank]:  # others may wait for this rank
-                end.shutdown(socket.SHUT_RDWR)
-            raise
+            yield
+        except McinferError as exc:
+            raise BuildError(f"the slices do not run: rank {self.number}: {exc}") from exc
 
-    with ExitStack() as stack:
-        for end in (end for pair in pairs for end in pair):
-            stack.enter_context(end)
-        pool = stack.enter_context(ThreadPoolExecutor(size))
-        futures = [pool.submit(run, rank) for rank in range(size)]
-    errors = {rank: exc for rank, future in enumerate(futures) if (exc := future.exception())}
-    if errors:
-        # A rank that fails makes the others fail: the cause is another error than theirs.
-        own = {rank: exc for rank, exc in errors.items() if not isinstance(exc, _FOLLOWED)}
-        rank, error = next(iter((own or errors).items()))
-        if isinstance(error, McinferError):
-            raise BuildError(f"the slices do not run: rank {rank}: {error}") from error
-        raise error
-    return [future.result() for future in futures]
+    def run(self, step: Segment) -> None:
+        with self._named():
+            outputs = _run(self._engines[step], [self.values[name] for name in step.inputs])
+            self.values.update(zip(step.outputs, outputs, strict=True))
+
+
+def _run_ranks(ranks: Sequence[_Rank], inputs: Sequence[Array]) -> list[dict[str, Array]]:
+    """The outputs of each rank: of a stage all at once, step by step; of stages one after another."""
+    size = ranks[0].plan.tensor or 1
+    for first in range(0, len(ranks), size):
+        stage = ranks[first : first + size]
+        for rank in stage:
+            names = (tensor.name for tensor in rank.plan.spec.inputs)
+            rank.values = dict(zip(names, inputs, strict=True))
+            for name, source in rank.plan.receives.items():
+                rank.values[name] = ranks[source].values[name]
+        for steps in zip(*(rank.plan.steps for rank in stage), strict=True):
+            if isinstance(steps[0], Exchange):
+                whole = _exchanged(steps[0], [rank.values[steps[0].input] for rank in stage])
+                for rank in stage:
+                    rank.values[steps[0].output] = whole
+                continue
+            for rank, step in zip(stage, steps, strict=True):
+                if isinstance(step, Segment):
+                    rank.run(step)
+    return [{name: rank.values[name] for name in rank.plan.made} for rank in ranks]
+
+
+def _exchanged(exchange: Exchange, parts: Sequence[Array]) -> Array:
+    if exchange.kind == "all_gather":
+        return np.concatenate(parts, axis=exchange.axis)
+    whole: Array = np.sum(np.stack(parts), axis=0, dtype=parts[0].dtype)
+    return whole
 
 
 # Comparison.
@@ -253,10 +259,17 @@ def _run_ranks(
 def _compared(
     spec: ModelSpec,
     expected: Sequence[Sequence[Array]],
-    found: Sequence[Sequence[Sequence[Array]]],
+    found: Sequence[Sequence[Mapping[str, Array]]],
     rounded: tuple[str, int] | None,
 ) -> dict[str, Any]:
-    """The answer of `check`; `BuildError` if an output differs too much, or ranks do not agree."""
+    """The answer of `check`; `BuildError` if an output differs too much, or ranks do not agree.
+
+    Args:
+        spec: The whole model's.
+        expected: By run and output.
+        found: By run, rank and name, of the ranks that make an output.
+        rounded: The coarsest quantisation, if there is one.
+    """
     differences, tolerances = {}, {}
     steps, why = 0.0, ""
     if rounded is not None:
@@ -269,13 +282,14 @@ def _compared(
     for number, tensor in enumerate(spec.outputs):
         largest = 0.0
         for trial, wanted in enumerate(expected):
-            got = [outputs[trial][number] for outputs in found]
-            for rank, array in enumerate(got):
-                if not _is_same(array, got[0]):
+            makers = [rank for rank, outputs in enumerate(found[trial]) if tensor.name in outputs]
+            first = found[trial][makers[0]][tensor.name]
+            for rank in makers:
+                if not _is_same(found[trial][rank][tensor.name], first):
                     raise BuildError(
-                        f"ranks 0 and {rank} do not give the same output {tensor.name!r}"
+                        f"ranks {makers[0]} and {rank} do not give the same output {tensor.name!r}"
                     )
-            largest = max(largest, difference(wanted[number], got[0]))
+            largest = max(largest, difference(wanted[number], first))
         allowed = tolerance(tensor.element_type)
         if tensor.element_type in _QUANTISED or "float" in tensor.element_type:
             allowed = max(allowed, steps)

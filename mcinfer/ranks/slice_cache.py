@@ -4,7 +4,7 @@
 
     facts (content of the model, slicer, ranks, and of prepared segments: runtime, CPU, options) ──► an entry
         └─ none yet ──► a child: slice_model, checked against the whole model
-                        └─ prepared: cut_segments for each rank, each segment optimised and packed
+                        └─ prepared: each segment of each rank optimised and packed
 
 An entry has the report of the slicer, and a folder for each rank (``rank0``, …) with its plan and segments.
 Prepared segments have their weights there; all ranks of the same number, in whatever group, map the same
@@ -43,7 +43,7 @@ from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
 from mcinfer.model_cache.keys import read_source
 from mcinfer.ranks.collectives.base import Group
 from mcinfer.ranks.slices import RankEngine, prepare
-from mcinfer.ranks.slicing.plans import REPORT_FILE
+from mcinfer.ranks.slicing.plans import REPORT_FILE, rank_folder
 
 _SLOW = "cutting %s into slices once for this machine; later starts are quick"
 
@@ -122,7 +122,7 @@ def load_slice(
     request: EngineRequest, held: Held, group: Group, parallel: tuple[int, int]
 ) -> RankEngine:
     """Load this rank's slice, which needs the entry held; raises what `RankEngine` does."""
-    place = held.opened / _rank_folder(group.rank)
+    place = held.opened / rank_folder(group.rank)
     engine = RankEngine(
         # The weights of segments that are not prepared lie beside this file.
         replace(request, model=str(held.opened / f"model{group.rank}.onnx")),
@@ -150,10 +150,6 @@ def overlap(pipeline: int) -> int:
     return 1 if pipeline == 1 else 2 * pipeline
 
 
-def _rank_folder(rank: int) -> str:
-    return f"rank{rank}"
-
-
 # In the child.
 
 
@@ -177,25 +173,24 @@ def fill(
     Raises:
         BuildError: The model cannot be cut, or its slices are not right.
     """
-    # Not at the top: the ranks do not need the package onnx.
-    from mcinfer.ranks.slicing.segments import cut_segments
-    from mcinfer.ranks.slicing.slicer import slice_model
+    from mcinfer.ranks.slicing.slicer import slice_model  # imports onnx, which ranks do not need
 
     tensor, pipeline, is_prepared = ranks
     wanted, target = request_of(request), Path(folder)
     with tempfile.TemporaryDirectory(dir=folder) as draft:
         slices = Path(draft) / "slices"
         try:
-            slice_model(wanted.model, slices, tensor=tensor, pipeline=pipeline, progress=progress)
-            # Not before: the check's group of ranks has a sparse file of terabytes.
+            slice_model(
+                wanted.model,
+                slices,
+                tensor=tensor,
+                pipeline=pipeline,
+                segments=True,
+                progress=progress,
+            )
             limit_files(most_file_bytes)
-            folders = [target / _rank_folder(rank) for rank in range(tensor * pipeline)]
-            if is_prepared:
-                is_prepared = _prepare_all(wanted, slices, folders, progress)
-            if not is_prepared:
-                for rank, place in enumerate(folders):
-                    place.mkdir()
-                    cut_segments(slices / f"model{rank}.onnx", place)
+            names = [rank_folder(rank) for rank in range(tensor * pipeline)]
+            is_prepared = is_prepared and _prepare_all(wanted, slices, target, names, progress)
             for file in slices.iterdir():
                 if file.name == REPORT_FILE or not is_prepared:
                     file.rename(target / file.name)
@@ -206,20 +201,22 @@ def fill(
 
 
 def _prepare_all(
-    request: EngineRequest, slices: Path, folders: Sequence[Path], progress: Progress
+    request: EngineRequest, slices: Path, target: Path, names: Sequence[str], progress: Progress
 ) -> bool:
     """Prepare the segments of all ranks; False, with a note in the entry, if the runtime cannot."""
     try:
-        for rank, folder in enumerate(folders):
+        for rank, name in enumerate(names):
             progress({"phase": "preparing", "rank": rank})
-            folder.mkdir()
-            prepare(replace(request, model=str(slices / f"model{rank}.onnx")), folder)
+            (target / name).mkdir()
+            # The weights lie beside this file, or would.
+            model = str(slices / f"model{rank}.onnx")
+            prepare(replace(request, model=model), slices / name, target / name)
     except BuildError as exc:
         if is_transient(str(exc)):
             raise
         # They run as they are, with more memory.
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        (folders[0].parent / FAILURE_FILE).write_text(str(exc), encoding="utf-8")
+        for name in names:
+            shutil.rmtree(target / name, ignore_errors=True)
+        (target / FAILURE_FILE).write_text(str(exc), encoding="utf-8")
         return False
     return True

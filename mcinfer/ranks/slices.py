@@ -78,32 +78,26 @@ def check_weights(request: EngineRequest) -> None:
         )
 
 
-def prepare(request: EngineRequest, folder: Path) -> None:
-    """Cut the slice `request.model`, and prepare its segments, in a folder for `RankEngine`.
+def prepare(request: EngineRequest, segments: Path, folder: Path) -> None:
+    """Prepare a rank's segments in a folder for `RankEngine`.
 
     The folder then has the plan and all weights, as ONNX Runtime's kernels pack them on this CPU.
 
+    Args:
+        request: How to run them. The segments' external data lie in the folder of its model.
+        segments: The folder with the rank's plan and segments.
+        folder: Exists, and is empty.
+
     Raises:
-        BuildError: The slice cannot be cut, or the runtime cannot load a segment.
-        MissingDependencyError: The package onnx is not installed.
+        BuildError: The runtime cannot load a segment.
     """
-    plan = _cut(request, folder)
+    plan = RankPlan.read(segments)
     for step in plan.steps:
         if isinstance(step, Segment):
             target = _prepared_form(folder, step).parent
             os.mkdir(target)
-            _onnxruntime.prepare(_segment_request(request, folder, step), str(target))
-            os.unlink(folder / step.file)
-
-
-def _cut(request: EngineRequest, folder: Path) -> RankPlan:
-    from mcinfer.ranks.slicing.segments import (
-        cut_segments,
-    )  # imports onnx, which cut slices do not need
-
-    with suppress(OSError):  # that names a file that does not exist or cannot be read
-        check_regular(request.model)
-    return cut_segments(request.model, folder)
+            _onnxruntime.prepare(_segment_request(request, segments, step), str(target))
+    plan.write(folder)
 
 
 def _prepared_form(folder: Path, segment: Segment) -> Path:
@@ -120,12 +114,18 @@ def _segment_request(request: EngineRequest, folder: Path, segment: Segment) -> 
 
 @contextmanager
 def _segments(request: EngineRequest, folder: Path | None) -> Iterator[tuple[RankPlan, Path]]:
-    """A rank's plan and the folder of its segments, which are cut now if there is none."""
+    """A rank's plan and the folder of its segments; of a slice in a file, for as long as it is used."""
     if folder is not None:
         yield RankPlan.read(folder), folder
         return
+    from mcinfer.ranks.slicing.slice_files import (
+        cut_segments,
+    )  # imports onnx: others do not need it
+
+    with suppress(OSError):  # that names a file that does not exist or cannot be read
+        check_regular(request.model)
     with PrivateFolder() as private:
-        yield _cut(request, Path(private.path)), Path(private.path)
+        yield cut_segments(request.model, private.path), Path(private.path)
 
 
 class RankEngine(Engine):
@@ -161,8 +161,7 @@ class RankEngine(Engine):
         Args:
             request: The slice, and how to run it.
             group: All ranks; this rank's number is that of the slice.
-            folder: The folder with this rank's plan and segments (`prepare`, `cut_segments`); None to cut
-                the slice now.
+            folder: The folder with this rank's plan and segments; None: the slice is a file, and is cut now.
             deliver_everywhere: Whether each rank gets all outputs. If not, a rank gets only those that it
                 makes, and no other caller may rely on its runs to have finished.
             depth: How many runs the first stage of a pipeline may begin before the last one has finished the

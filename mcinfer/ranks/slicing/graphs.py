@@ -35,7 +35,7 @@ _SMALL = 1024
 _SEARCHED = 1 << 16
 """Constants of at most so many elements are searched for infinities."""
 
-_COLLECTIVES = ("AllReduce", "AllGather", "AllToAll", "DistCollective", "Distributed", "Nccl")
+_COLLECTIVES = ("AllReduce", "AllGather", "AllToAll", "Distributed", "Nccl")
 
 # Operators whose outputs ONNX's shape inference does not know: those with the first input's shape, and, by
 # their first output, those with its type and its number of axes.
@@ -103,6 +103,9 @@ def _is_false(tensor: TensorProto | None) -> bool:
 
 
 def is_collective(node: NodeProto) -> bool:
+    """Whether ranks run it together: TensorRT's in any domain, and others that are not ONNX's own."""
+    if node.op_type == "DistCollective":
+        return True
     return node.op_type.startswith(_COLLECTIVES) and node.domain not in MAIN_DOMAINS
 
 

@@ -1,12 +1,12 @@
 """The plan of one rank: the steps that run its slice, and its place among the ranks.
 
-`mcinfer.ranks.slicing.segments` makes it. This module does not import `onnx`, so a rank whose slice was cut
+`mcinfer.ranks.slicing.segments` writes it. This module does not import `onnx`, so a rank whose slice was cut
 before needs neither the package nor its memory.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ REPORT_FILE = "slices.json"
 """The slicer's report, beside the slices."""
 
 METADATA_KEY = "mcinfer.slice"
-"""The metadata property of a slice: its plan without steps, as JSON."""
+"""The metadata property of a slice in a file: its plan without steps, as JSON."""
 
 VERSION = 1
 """Of plans, reports, and the metadata of slices."""
@@ -61,7 +61,7 @@ class Exchange:
     """
 
     node: str
-    phase: int
+    phase: int = 0
     kind: ExchangeKind
     operation: Reduction = "sum"
     axis: int = 0
@@ -103,10 +103,10 @@ class RankPlan:
     tensor: int | None
     pipeline: int
     spec: ModelSpec
-    receives: Mapping[str, int]
-    sends: Mapping[str, tuple[int, ...]]
+    receives: Mapping[str, int] = field(default_factory=dict)
+    sends: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     made: tuple[str, ...]
-    steps: tuple[Segment | Exchange, ...]
+    steps: tuple[Segment | Exchange, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -151,6 +151,11 @@ class RankPlan:
             return cls.from_json(json.loads((folder / PLAN_FILE).read_text()))
         except (OSError, ValueError) as exc:
             raise BuildError(f"{folder / PLAN_FILE}: {exc}") from exc
+
+
+def rank_folder(rank: int) -> str:
+    """The name of the folder of a rank's segments, beside its weights and those of other ranks."""
+    return f"rank{rank}"
 
 
 def _spec_json(spec: TensorSpec) -> list[Any]:

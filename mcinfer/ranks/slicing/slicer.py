@@ -1,14 +1,19 @@
-"""One model becomes a folder of slices: a file for each rank, and a report.
+"""One model becomes a folder of slices, one for each rank, and a report.
 
 ::
 
-    model ──► Weights ──► cut_stages ──► slice_tensor, for each stage ──► FOLDER/model0.onnx, model0.data
-              (stubs)     pipeline       tensor                                  model1.onnx, model1.data, …
-                                                                                 slices.json, the report
+    model ──► Weights ──► cut_stages ──► slice_tensor, for each stage ──► a RankGraph and a RankPlan
+              (stubs)     pipeline       tensor                               for each rank
+                                                                                   │
+    FOLDER/   slices.json     the report                                           │
+              model0.data     the weights of rank 0                                │
+              rank0/          its segments and its plan: for `RankEngine`  ◄───────┤
+              model0.onnx     or all of this in one file, for others       ◄───────┘
 
-Rank ``stage * tensor + t`` is the t-th slice of a stage. Each file has a metadata property `METADATA_KEY`:
-the rank, the inputs and outputs of the whole model, and which values it receives from which rank and sends to
-which. A folder appears under its name when it is complete and its slices are checked.
+Rank ``stage * tensor + t`` is the t-th slice of a stage. A file of a slice has the plan, without steps, in a
+metadata property `METADATA_KEY`: the rank, the inputs and outputs of the whole model, and which values it
+receives from which rank and sends to which. A folder appears under its name when it is complete and its
+slices are checked.
 """
 
 import json
@@ -38,7 +43,9 @@ with requires("cutting a model needs the package onnx: pip install 'mcinfer[onnx
 from mcinfer.ranks.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, drop_false_shapes, infer
 from mcinfer.ranks.slicing.graphs import drawing, is_collective, label, tensor_bytes, tensor_spec
 from mcinfer.ranks.slicing.pipeline import Stage, cut_stages
-from mcinfer.ranks.slicing.plans import METADATA_KEY, REPORT_FILE, VERSION, RankPlan
+from mcinfer.ranks.slicing.plans import METADATA_KEY, REPORT_FILE, VERSION, RankPlan, rank_folder
+from mcinfer.ranks.slicing.segments import RankGraph
+from mcinfer.ranks.slicing.slice_files import write_slice
 from mcinfer.ranks.slicing.tensor import StageReport, slice_tensor
 from mcinfer.ranks.slicing.weights import DataFile, Recipe, Weights
 from mcinfer.specs import ModelSpec
@@ -130,6 +137,7 @@ def slice_model(
     pipeline: int = 1,
     check: bool = True,
     force: bool = False,
+    segments: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Cut a model into slices for ``tensor * pipeline`` ranks, and check them.
@@ -143,6 +151,7 @@ def slice_model(
             that draws random numbers, or whose weights do not fit into memory twice, is not checked, and the
             report says so.
         force: Replace slices that are in the folder.
+        segments: Write the segments and the plan of each rank into `rank_folder`, and no files of slices.
         progress: Called with ``{"phase": "slicing"}`` or ``{"phase": "checking"}``.
 
     Raises:
@@ -169,7 +178,7 @@ def slice_model(
         try:
             draft.mkdir()
             tick({"phase": "slicing"})
-            report = write_slices(model, draft, tensor=tensor, pipeline=pipeline)
+            report = write_slices(model, draft, tensor=tensor, pipeline=pipeline, segments=segments)
             if check and report.check is _UNCHECKED:
                 tick({"phase": "checking"})
                 report = replace(report, check=_checked(Path(model), draft, report, tick))
@@ -189,6 +198,7 @@ def write_slices(
     *,
     tensor: int = 1,
     pipeline: int = 1,
+    segments: bool = False,
 ) -> Report:
     """Write the slices into a folder that exists and is empty; they are not checked.
 
@@ -227,9 +237,15 @@ def write_slices(
                         for name, users in stage.sends.items()
                     },
                     made=tuple(value.name for value in spec.outputs if value.name in made),
-                    steps=(),
                 )
-                ranks.append(_write_rank(target, weights, stage, slices.graph, recipes, plan))
+                graph = _weighted(weights, slices.graph, recipes, target / f"model{plan.rank}.data")
+                ranks.append(_rank_report(stage, graph, plan))
+                if segments:
+                    place = target / rank_folder(plan.rank or 0)
+                    place.mkdir()
+                    graph.write_segments(plan, place)
+                else:
+                    write_slice(graph, plan, target / ranks[-1].file)
         total = sum(map(tensor_bytes, initialisers.values()))
         check = _UNCHECKED
         if random is not None:
@@ -266,29 +282,26 @@ def _check_unsliced(model: ModelProto) -> None:
 # The files.
 
 
-def _write_rank(
-    folder: Path,
-    weights: Weights,
-    stage: Stage,
-    graph: ModelProto,
-    recipes: Sequence[Recipe],
-    plan: RankPlan,
-) -> RankReport:
-    rank = plan.rank or 0
+def _weighted(
+    weights: Weights, graph: RankGraph, recipes: Sequence[Recipe], path: Path
+) -> RankGraph:
+    """The graph with a rank's initialisers, of which the large ones are written into a file."""
     model = ModelProto()
-    model.CopyFrom(graph)
-    model.metadata_props.add(key=METADATA_KEY, value=json.dumps(plan.to_json()))
-    with DataFile(folder / f"model{rank}.data") as file:
+    model.CopyFrom(graph.model)
+    with DataFile(path) as file:
         model.graph.initializer.extend(weights.write(recipe, file) for recipe in recipes)
         weights.write_rest(model, file)
-    path = folder / f"model{rank}.onnx"
-    path.write_bytes(model.SerializeToString(deterministic=True))
+    return replace(graph, model=model)
+
+
+def _rank_report(stage: Stage, graph: RankGraph, plan: RankPlan) -> RankReport:
+    rank = plan.rank or 0
     return RankReport(
         rank=rank,
         stage=rank // (plan.tensor or 1),
-        file=path.name,
-        nodes=len(model.graph.node),
-        weight_bytes=sum(map(tensor_bytes, model.graph.initializer)),
+        file=f"model{rank}.onnx",
+        nodes=len(graph.model.graph.node) + len(graph.exchanges),
+        weight_bytes=sum(map(tensor_bytes, graph.model.graph.initializer)),
         operations=stage.operations,
         receives=plan.receives,
         sends=plan.sends,

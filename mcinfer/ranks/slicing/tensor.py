@@ -1,8 +1,8 @@
-"""Tensor slices: one ONNX graph becomes one graph for each rank, with parts of the weights and collectives.
+"""Tensor slices: one ONNX graph becomes one graph for each rank, with parts of the weights and exchanges.
 
 ::
 
-    model ──► Graph ──► Search ──► a Choice for each node ──► _Writer ──► one graph for all ranks
+    model ──► Graph ──► Search ──► a Choice for each node ──► _Writer ──► one RankGraph for all ranks
               shapes    rules and costs                          │
                                                                  └──► a recipe for each weight of each rank
 
@@ -49,11 +49,11 @@ from mcinfer.ranks.slicing.placements import (
     local_dims,
     ranges,
 )
+from mcinfer.ranks.slicing.plans import Exchange
 from mcinfer.ranks.slicing.rules import RULES, WEIGHTS, Choice
 from mcinfer.ranks.slicing.search import Costs, Search
+from mcinfer.ranks.slicing.segments import RankGraph
 from mcinfer.ranks.slicing.weights import Recipe, Selection
-
-COLLECTIVE_DOMAIN = "com.microsoft"
 
 _MANY = 32
 """Weights that are listed in a report one by one have at least so many elements."""
@@ -136,18 +136,18 @@ class TensorSlices:
     """The slices of one model.
 
     Attributes:
-        graph: The model of every rank, without initialisers.
+        graph: That of every rank, without initialisers.
         recipes: For each rank, its initialisers.
         report: What was cut.
     """
 
-    graph: ModelProto
+    graph: RankGraph
     recipes: tuple[tuple[Recipe, ...], ...]
     report: StageReport
 
 
 def slice_tensor(model: ModelProto, size: int, values: Values | None = None) -> TensorSlices:
-    """Cut one model into slices for `size` ranks, joined by collectives. Every rank has the whole outputs.
+    """Cut one model into slices for `size` ranks, joined by exchanges. Every rank has the whole outputs.
 
     The model is not changed, and no weights are read but small constants, which may be shapes. The ranks'
     outputs are bit-identical to each other, and equal to the model's but for rounding.
@@ -169,7 +169,7 @@ def slice_tensor(model: ModelProto, size: int, values: Values | None = None) -> 
         whole.CopyFrom(model)
         del whole.graph.initializer[:]
         recipes = tuple(Recipe(name=t.name, source=t) for t in model.graph.initializer)
-        return TensorSlices(graph=whole, recipes=(recipes,), report=StageReport())
+        return TensorSlices(graph=RankGraph(model=whole), recipes=(recipes,), report=StageReport())
     values = infer(model) if values is None else values
     graph = Graph(model, values.types)
     choices = Search(graph, Costs(graph, size, values)).run()
@@ -193,6 +193,7 @@ class _Writer:
         choices: By node.
         values: Estimates for the report.
         nodes: Of the ranks' graph so far.
+        exchanges: Of the ranks' graph so far, each with the number of nodes before it.
         there: The names in the ranks' graph, by value and how it is there.
         given: How each node gave its outputs.
         constants: The initialisers of the ranks so far, by name: source and how it is cut.
@@ -208,6 +209,7 @@ class _Writer:
     choices: Sequence[Choice]
     values: Values
     nodes: list[NodeProto] = field(default_factory=list)
+    exchanges: list[tuple[int, Exchange]] = field(default_factory=list)
     there: dict[tuple[str, Placement], str] = field(default_factory=dict)
     given: dict[str, Placement] = field(default_factory=dict)
     constants: dict[str, tuple[str, Placement]] = field(default_factory=dict)
@@ -229,7 +231,8 @@ class _Writer:
         for name in graph.outputs:
             self._fetch(name, REPLICATED, None)
         recipes = tuple(self._recipes(rank) for rank in range(self.size))
-        return TensorSlices(graph=self._model(), recipes=recipes, report=self._report())
+        graph_of_ranks = RankGraph(model=self._model(), exchanges=tuple(self.exchanges))
+        return TensorSlices(graph=graph_of_ranks, recipes=recipes, report=self._report())
 
     # Nodes.
 
@@ -302,7 +305,7 @@ class _Writer:
         self._type(partial, name, PARTIAL)
         total = self._unique(f"{name}.sum")
         self._type(total, name, PARTIAL)
-        self._collective("AllReduce", name, partial, total, view, "")
+        self._exchange(name, partial, total, view)
         bias = self._widened(self._fetch(view.inputs[index], REPLICATED, view), view.inputs[index])
         beta = view.attribute("beta", 1.0)
         if view.operator == "Gemm" and beta != 1.0:
@@ -352,10 +355,8 @@ class _Writer:
         sizes = self._constant(f"{name}.sizes", values)
         return self._node("Where", [condition, sizes, written], self._unique(f"{name}.part"))
 
-    def _node(
-        self, op: str, inputs: list[str], output: str, domain: str = "", **attributes: int
-    ) -> str:
-        node = helper.make_node(op, inputs, [output], name=f"{output}/{op}", domain=domain)
+    def _node(self, op: str, inputs: list[str], output: str, **attributes: int) -> str:
+        node = helper.make_node(op, inputs, [output], name=f"{output}/{op}")
         node.attribute.extend(helper.make_attribute(*item) for item in attributes.items())
         self.nodes.append(node)
         return output
@@ -381,25 +382,22 @@ class _Writer:
     def _make_whole(self, name: str, view: View | None) -> None:
         placement = self.given[name]
         part = self.there[name, placement]
-        reason = self._reason(name, placement, view)
         if not isinstance(placement, Sharded):
-            self._narrowed(
-                name, lambda sum_: self._collective("AllReduce", name, part, sum_, view, reason)
-            )
+            self._narrowed(name, lambda sum_: self._exchange(name, part, sum_, view))
         elif len(placement.blocks) == 1:
-            self._collective("AllGather", name, part, name, view, reason, axis=placement.axis)
+            self._exchange(name, part, name, view, placement)
         else:
             joined = self._unique(f"{name}.joined")
             self._type(joined, name, REPLICATED)
-            self._collective("AllGather", name, part, joined, view, reason, axis=placement.axis)
+            self._exchange(name, part, joined, view, placement)
             order = np.array(gathered_order(placement.blocks, self.size), np.int64)
             index = self._constant(f"{name}.order", order)
             self._node("Gather", [joined, index], name, axis=placement.axis)
         self._have(name, REPLICATED, name)
 
-    def _reason(self, name: str, placement: Placement, view: View | None) -> str:
+    def _reason(self, name: str, placement: Sharded, view: View | None) -> str:
         """Why a node does not run on the value as it is; empty if that only costs more."""
-        if view is None or not isinstance(placement, Sharded) or name not in view.inputs:
+        if view is None or name not in view.inputs:
             return ""
         forms = [
             None if self.graph.is_constant(other) else tuple(self._forms(other))
@@ -420,14 +418,21 @@ class _Writer:
         index = self._constant(f"{name}.positions", *positions)
         self._node("Gather", [name, index], written, axis=need.axis)
 
-    def _collective(
-        self, op: str, name: str, part: str, whole: str, view: View | None, reason: str, **axis: int
+    def _exchange(
+        self, name: str, part: str, whole: str, view: View | None, cut: Sharded | None = None
     ) -> None:
-        if axis:
-            axis = {"group_size": self.size, **axis}
-        self._node(op, [part], whole, COLLECTIVE_DOMAIN, **axis)
+        """Gather the parts of a value; or sum its terms, if it is not cut."""
+        named = "AllReduce" if cut is None else "AllGather"
+        exchange = Exchange(
+            node=f"{whole}/{named}",
+            kind="all_reduce" if cut is None else "all_gather",
+            axis=cut.axis if cut else 0,
+            input=part,
+            output=whole,
+        )
+        self.exchanges.append((len(self.nodes), exchange))
         dims, own = self.graph.dims(name), self.graph.element_type(name)
-        kind = own if axis else self._kind_of_terms(name)
+        kind = own if cut else self._kind_of_terms(name)
         sizes = [dim for dim in dims or () if isinstance(dim, int)]
         known = dims is not None and len(sizes) == len(dims) and kind
         count = tensor_bytes(TensorProto(dims=sizes, data_type=kind)) if known else None
@@ -435,10 +440,10 @@ class _Writer:
         self.collective_bytes += self.values.bytes(name) * wider if count is None else count
         self.collectives.append(
             CollectiveNode(
-                operator=op,
+                operator=named,
                 value=name,
                 node=label(view.node) if view else "the model's output",
-                reason=reason,
+                reason=self._reason(name, cut, view) if cut else "",
                 bytes=count,
             )
         )
@@ -518,8 +523,6 @@ class _Writer:
         )
         model = without_graph(source)
         model.graph.CopyFrom(graph)
-        if all(item.domain != COLLECTIVE_DOMAIN for item in model.opset_import):
-            model.opset_import.append(helper.make_opsetid(COLLECTIVE_DOMAIN, 1))
         return model
 
     def _report(self) -> StageReport:
