@@ -6,8 +6,8 @@ from mcinfer.config import check_count, check_seconds
 from mcinfer.errors import InvalidInputError
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Group
 
-BACKENDS = ("shm", "mpi", "nccl")
-"""The names of the backends, each a module here: one machine, several hosts, CUDA devices."""
+BACKENDS = ("shm", "mpi")
+"""The names of the backends, each a module here: one machine, several hosts."""
 
 
 def join(
@@ -19,8 +19,7 @@ def join(
         key: What all ranks of this group have in common, and no other group of this user at this time.
         rank: This rank's number, from 0 on.
         size: How many ranks there are.
-        backend: ``"shm"`` for ranks on one machine; ``"mpi"`` for ranks that mpirun started, on any hosts;
-            ``"nccl"`` for ranks with a CUDA device each, on one machine.
+        backend: ``"shm"`` for ranks on one machine; ``"mpi"`` for ranks that mpirun started, on any hosts.
         timeout: Seconds to wait for the others, here and in each operation.
 
     Raises:
@@ -38,6 +37,10 @@ def join(
         raise InvalidInputError(f"rank: got {rank}, expected one below the size, {size}")
     if not isinstance(key, str) or not key:
         raise InvalidInputError(f"key: got {key!r}, expected a text")
+    if backend == "nccl":
+        raise InvalidInputError(
+            "backend: 'nccl' has left; 'shm' joins ranks with CUDA devices, too"
+        )
     if backend not in BACKENDS:
         raise InvalidInputError(f"backend: got {backend!r}, expected one of {[*BACKENDS]}")
     check_seconds("timeout", timeout)
