@@ -93,12 +93,15 @@ class ShmRank:
         self, model: str, threads: int, inputs: dict[str, NDArray[Any]]
     ) -> tuple[Call, Callable[[], str]]:
         """A run of a slice, bound to memory of this process, and the digest of its outputs."""
-        from mcinfer.config import Device
+        from mcinfer.config import CoreShare, Device, EngineOptions
         from mcinfer.engines import open_engine
         from mcinfer.engines.base import Buffer, EngineRequest, array_over
 
         request = EngineRequest(
-            model=model, device=Device.parse("cpu:0"), threads=threads, shared_cores=True
+            model=model,
+            device=Device.parse("cpu:0"),
+            options=EngineOptions(threads=threads, prepare="never"),
+            share=CoreShare(shared=True),
         )
         engine = open_engine("onnxruntime", request, group=self._group)
 

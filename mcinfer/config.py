@@ -1,14 +1,24 @@
 """Options and devices: frozen, and checked when they are made."""
 
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Annotated, Literal, get_args
 
+from mcinfer.checks import (
+    CORE_LISTS,
+    FLAG,
+    SECONDS,
+    SIZE_MAP,
+    TEXT_MAP,
+    Options,
+    choice,
+    count,
+    different,
+    optional,
+)
 from mcinfer.errors import InvalidInputError
 
 _DEVICE = re.compile(r"([a-z][a-z0-9_]*):(\d{1,4})")
@@ -28,6 +38,8 @@ MAX_RANKS = 64
 ProviderKind = Literal["cpu", "cuda", "tensorrt", "cann"]
 PROVIDERS: tuple[ProviderKind, ...] = get_args(ProviderKind)
 """Execution providers of ONNX Runtime, by the names that it has for them in short."""
+
+PrepareKind = Literal["auto", "always", "never"]
 
 BalanceKind = Literal["even", "measured"]
 BALANCES: tuple[BalanceKind, ...] = get_args(BalanceKind)
@@ -105,9 +117,12 @@ class CoreShare:
         threads: Threads of one run, if a CPU quota allows fewer than there are cores; None is one per core.
     """
 
-    cores: tuple[int, ...]
-    shared: bool
+    cores: tuple[int, ...] = ()
+    shared: bool = False
     threads: int | None = None
+
+
+NOT_PINNED = CoreShare()
 
 
 def share_cores(
@@ -227,46 +242,15 @@ def _chosen_error(
     return f"cores: got {absent}, expected some of {[*cores]}" if absent else ""
 
 
-_MAX_COUNT = 2**63 - 1
-
-
-def check_seconds(name: str, value: float) -> None:
-    """Raise `InvalidInputError` unless the value is a number of seconds, 0 or more."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    too_large = isinstance(value, int) and value > _MAX_COUNT  # to be a float
-    if not number or too_large or math.isnan(value) or value < 0:
-        raise InvalidInputError(f"{name}: got {value!r}, expected seconds, 0 or more")
-
-
-def check_count(name: str, value: int, least: int) -> None:
-    """Raise `InvalidInputError` unless the value is an int of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_COUNT:
-        raise InvalidInputError(f"{name}: got {value!r}, expected an int of at least {least}")
-
-
-def _check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:
-    if value not in choices:
-        raise InvalidInputError(f"{name}: got {value!r}, expected one of {[*choices]}")
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _check_cores(cores: object) -> tuple[tuple[int, ...], ...]:
-    lists = cores if _is_list(cores) else ()
-    checked = tuple(tuple(item) if _is_list(item) else () for item in lists)
-    numbers = all(type(core) is int and core >= 0 for item in checked for core in item)
-    once = all(len({*item}) == len(item) for item in checked) if numbers else False
-    if not checked or not all(checked) or not once:
-        raise InvalidInputError(
-            f"cores: got {cores!r}, expected for each worker a list of different core numbers"
-        )
-    return checked
+_Positive = Annotated[int | None, optional(count(1))]
+_Time = Annotated[float, SECONDS]
+_Flag = Annotated[bool, FLAG]
+_TextMap = Annotated[Mapping[str, str], TEXT_MAP]
+_SizeMap = Annotated[Mapping[str, int], SIZE_MAP]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
+class EngineOptions(Options):
     """Options of the engine for loading and running a model.
 
     Attributes:
@@ -305,75 +289,26 @@ class EngineOptions:
             ``None`` is the device's own. ``"tensorrt"`` is for devices such as ``"cuda:0"``.
     """
 
-    threads: int | None = None
-    inter_op_threads: int | None = None
-    cores: Sequence[Sequence[int]] | None = None
-    prepare: Literal["auto", "always", "never"] = "auto"
-    variable_weights: Sequence[str] = ()
-    allow_fallback: bool = False
-    session_config: Mapping[str, str] = field(default_factory=dict)
-    provider_options: Mapping[str, str] = field(default_factory=dict)
-    provider: ProviderKind | None = None
-    session_options: Mapping[str, str] = field(default_factory=dict)
-    custom_operators: Sequence[str] = ()
-    free_dimensions: Mapping[str, int] = field(default_factory=dict)
-    free_denotations: Mapping[str, int] = field(default_factory=dict)
-    describe: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("threads", "inter_op_threads"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), 1)
-        if self.cores is not None:
-            object.__setattr__(self, "cores", _check_cores(self.cores))
-        for name in ("allow_fallback", "describe"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidInputError(
-                    f"{name}: got {getattr(self, name)!r}, expected True or False"
-                )
-        _check_choice("prepare", self.prepare, ("auto", "always", "never"))
-        _check_choice("provider", self.provider, (None, *PROVIDERS))
-        for name, what in (("variable_weights", "names"), ("custom_operators", "paths")):
-            given = getattr(self, name)
-            texts = tuple(given) if _is_list(given) else (None,)
-            if not all(isinstance(text, str) for text in texts) or len({*texts}) != len(texts):
-                raise InvalidInputError(
-                    f"{name}: got {given!r}, expected a list of different {what}"
-                )
-            object.__setattr__(self, name, texts)
-        for name in ("free_dimensions", "free_denotations"):
-            given = getattr(self, name)
-            sizes = given.items() if isinstance(given, Mapping) else [(None, None)]
-            if not all(
-                isinstance(key, str) and type(size) is int and 0 <= size <= _MAX_COUNT
-                for key, size in sizes
-            ):
-                raise InvalidInputError(
-                    f"{name}: got {given!r}, expected a mapping of names to sizes, 0 or more"
-                )
-            object.__setattr__(self, name, MappingProxyType(dict(given)))
-        for name in ("session_config", "provider_options", "session_options"):
-            given = getattr(self, name)
-            if not isinstance(given, Mapping):
-                raise InvalidInputError(f"{name}: got {given!r}, expected a mapping, text to text")
-            for key, value in given.items():
-                if not isinstance(key, str) or not isinstance(value, str):
-                    raise InvalidInputError(
-                        f"{name}: got {key!r}: {value!r}, expected text to text"
-                    )
-            object.__setattr__(self, name, MappingProxyType(dict(given)))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is made from the fields, as Python cannot copy or pickle read-only mappings."""
-        given = {one.name: getattr(self, one.name) for one in fields(self)}
-        plain: dict[str, Any] = {
-            n: dict(v) if isinstance(v, Mapping) else v for n, v in given.items()
-        }
-        return partial(type(self), **plain), ()
+    threads: _Positive = None
+    inter_op_threads: _Positive = None
+    cores: Annotated[Sequence[Sequence[int]] | None, optional(CORE_LISTS)] = None
+    prepare: Annotated[PrepareKind, choice(*get_args(PrepareKind))] = "auto"
+    variable_weights: Annotated[Sequence[str], different("names")] = ()
+    allow_fallback: _Flag = False
+    session_config: _TextMap = field(default_factory=dict)
+    provider_options: _TextMap = field(default_factory=dict)
+    provider: Annotated[
+        ProviderKind | None, optional(choice(*PROVIDERS), f"one of {[None, *PROVIDERS]}")
+    ] = None
+    session_options: _TextMap = field(default_factory=dict)
+    custom_operators: Annotated[Sequence[str], different("paths")] = ()
+    free_dimensions: _SizeMap = field(default_factory=dict)
+    free_denotations: _SizeMap = field(default_factory=dict)
+    describe: _Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parallel:
+class Parallel(Options):
     """How one model is cut over several devices: on each runs a rank, a process with a slice of the model.
 
     Rank ``stage * tensor + i`` of a group is the i-th slice of that stage.
@@ -384,13 +319,12 @@ class Parallel:
         replicas: How many groups of such ranks run side by side, each with the whole model.
     """
 
-    tensor: int = 1
-    pipeline: int = 1
-    replicas: int = 1
+    tensor: Annotated[int, count(1)] = 1
+    pipeline: Annotated[int, count(1)] = 1
+    replicas: Annotated[int, count(1)] = 1
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "replicas"):
-            check_count(name, getattr(self, name), 1)
+        Options.__post_init__(self)
         if self.ranks > MAX_RANKS:
             raise InvalidInputError(
                 f"tensor, pipeline: got {self.tensor} and {self.pipeline}, expected a group of at most "
@@ -409,7 +343,7 @@ class Parallel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
+class Timeouts(Options):
     """Time limits in seconds. `math.inf` waits for ever; no default does.
 
     Attributes:
@@ -421,18 +355,14 @@ class Timeouts:
         close: For workers to end by themselves in `Master.close`. After that they are killed.
     """
 
-    start: float = 300.0
-    predict: float = 600.0
-    cancel_grace: float = 1.0
-    close: float = 5.0
-
-    def __post_init__(self) -> None:
-        for name in ("start", "predict", "cancel_grace", "close"):
-            check_seconds(name, getattr(self, name))
+    start: _Time = 300.0
+    predict: _Time = 600.0
+    cancel_grace: _Time = 1.0
+    close: _Time = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
+class RestartPolicy(Options):
     """When a worker that died is started again. Restarts never stop; the policy says how soon they come.
 
     A worker that has answered a request since it was ready is started again at once, without limit: what
@@ -455,20 +385,12 @@ class RestartPolicy:
             a second.
     """
 
-    budget: int = 5
-    window: float = 60.0
-    backoff: float = 0.1
-    backoff_limit: float = 5.0
-    max_requests: int | None = None
-    max_memory_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        check_count("budget", self.budget, 0)
-        for name in ("window", "backoff", "backoff_limit"):
-            check_seconds(name, getattr(self, name))
-        for name in ("max_requests", "max_memory_bytes"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), 1)
+    budget: Annotated[int, count(0)] = 5
+    window: _Time = 60.0
+    backoff: _Time = 0.1
+    backoff_limit: _Time = 5.0
+    max_requests: _Positive = None
+    max_memory_bytes: _Positive = None
 
     def delay(self, earlier: int) -> float:
         """Seconds to wait before a restart, after `earlier` others within the window."""
@@ -478,7 +400,7 @@ class RestartPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(Options):
     """Limits on the requests and the memory of a master.
 
     Attributes:
@@ -498,18 +420,9 @@ class Limits:
             worker. For other devices, whose drivers reserve more, ``None`` is no limit.
     """
 
-    queue: int = 10_000
-    queue_bytes: int | None = None
-    when_queue_full: Literal["raise", "wait"] = "raise"
-    memory_bytes: int | None = None
-    when_full: Literal["wait", "raise"] = "wait"
-    worker_memory_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        check_count("queue", self.queue, 1)
-        least = {"queue_bytes": 1, "memory_bytes": 4096, "worker_memory_bytes": 1 << 20}
-        for name, minimum in least.items():
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), minimum)
-        for name in ("when_queue_full", "when_full"):
-            _check_choice(name, getattr(self, name), ("wait", "raise"))
+    queue: Annotated[int, count(1)] = 10_000
+    queue_bytes: _Positive = None
+    when_queue_full: Annotated[Literal["raise", "wait"], choice("wait", "raise")] = "raise"
+    memory_bytes: Annotated[int | None, optional(count(4096))] = None
+    when_full: Annotated[Literal["wait", "raise"], choice("wait", "raise")] = "wait"
+    worker_memory_bytes: Annotated[int | None, optional(count(1 << 20))] = None

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mcinfer.cards.tensors import CardMemory, card_of, check_types, cupy
+from mcinfer.checks import check_count, check_seconds
 from mcinfer.config import (
     BALANCES,
     CARD_KINDS,
@@ -36,8 +37,6 @@ from mcinfer.config import (
     RestartPolicy,
     Timeouts,
     check_cores,
-    check_count,
-    check_seconds,
     parse_devices,
     share_cores,
 )
@@ -57,7 +56,7 @@ from mcinfer.errors import (
 from mcinfer.machine import cores_near, usable_memory, whole_cpus
 from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.private import IN_MEMORY, ModelInMemory
-from mcinfer.protocol import Build, encode
+from mcinfer.protocol import Build, TensorFields, encode
 from mcinfer.requests.future import OutcomeFuture
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import NO_WEIGHTS, Arrays, Inputs, Request, pick
@@ -70,7 +69,6 @@ from mcinfer.scheduler.balance import Balance
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
 from mcinfer.specs import ModelDescription, ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.statistics import Health, Statistics, TraceHook
-from mcinfer.validators import TensorFields
 
 _log = logging.getLogger("mcinfer.master")
 
@@ -237,19 +235,8 @@ class Master:
                     device=str(device),
                     cores=share.cores,
                     shared=share.shared,
-                    threads=options.threads or share.threads,
-                    inter_op_threads=options.inter_op_threads,
-                    allow_fallback=options.allow_fallback,
-                    prepare=options.prepare,
-                    variable_weights=tuple(options.variable_weights),
-                    session_config=dict(options.session_config),
-                    provider_options=dict(options.provider_options),
-                    provider=options.provider,
-                    session_options=dict(options.session_options),
-                    custom_operators=tuple(options.custom_operators),
-                    free_dimensions=dict(options.free_dimensions),
-                    free_denotations=dict(options.free_denotations),
-                    describe=options.describe,
+                    threads=share.threads,
+                    options=options,
                     card_workers=on_cards[device.index] if device.kind in CARD_KINDS else 1,
                     shares_weights=may_share and device.kind == "cuda" and chosen.count(device) > 1,
                     tensor=cut.tensor,

@@ -7,7 +7,8 @@ from typing import Any, Self, overload
 
 from numpy.typing import NDArray
 
-from mcinfer.config import Timeouts, check_count
+from mcinfer.checks import check_count
+from mcinfer.config import Timeouts
 from mcinfer.errors import ClosedError, InvalidInputError
 from mcinfer.master import Master
 from mcinfer.requests.request import Arrays, Inputs

@@ -22,38 +22,36 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from math import prod
 from typing import Annotated, Any, ClassVar
 
 import msgpack
 
-from mcinfer.errors import InvalidInputError, ProtocolError
-from mcinfer.specs import STRING
-from mcinfer.validators import (
+from mcinfer.checks import (
+    MAX_DIMENSIONS,
     Check,
-    TensorFields,
-    is_axes,
+    as_map,
+    from_map,
     is_block,
     is_cores,
     is_count,
-    is_count_map,
     is_flag,
-    is_members,
     is_ranks,
-    is_references,
     is_seconds,
+    is_shape,
     is_shard,
-    is_slab,
-    is_specs,
     is_text,
     is_text_map,
     is_text_maps,
     is_text_to,
-    is_texts,
     is_texts_to,
     or_none,
 )
+from mcinfer.config import CoreShare, EngineOptions
+from mcinfer.errors import InvalidInputError, ProtocolError, shortened
+from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
 
-VERSION = 8  # raised with each change that an older peer would misread; HELLO carries it
+VERSION = 9  # raised with each change that an older peer would misread; HELLO carries it
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message. Tensors lie in shared memory, so only strings make a message large."""
@@ -106,13 +104,97 @@ PREDICT_JOINED = 12
 TensorRef = tuple[str, str, tuple[int, ...], int | None, Any]
 """Name, element type, shape, block id, byte offset; a worker's own blocks have negative ids."""
 
+TensorFields = tuple[str, str, tuple[Dimension, ...]]
+"""A tensor specification on the wire: name, element type, shape with symbols."""
+
+MAX_SPECS = 1 << 16
+
+
+def is_slab(value: Any) -> bool:
+    """The number of a block that a worker made, and its bytes."""
+    return (
+        type(value) is tuple
+        and len(value) == 2
+        and is_block(value[0])
+        and value[0] < 0
+        and is_count(value[1])
+        and value[1] > 0
+    )
+
+
+def is_values(value: Any, shape: tuple[int, ...]) -> bool:
+    """The strings of a tensor of this shape."""
+    return (
+        type(value) is tuple
+        and len(value) == prod(shape)
+        and all(type(item) in (str, bytes) for item in value)
+    )
+
+
+def is_reference(value: Any) -> bool:
+    if type(value) is not tuple or len(value) != 5:
+        return False
+    name, element_type, shape, block, where = value
+    if type(name) is not str or type(element_type) is not str or not is_shape(shape):
+        return False
+    if element_type == STRING:
+        return block is None and is_values(where, shape)
+    return is_block(block) and is_count(where) and element_type in ELEMENT_TYPES
+
+
+def is_references(value: Any) -> bool:
+    return type(value) is tuple and all(map(is_reference, value))
+
+
+def is_members(value: Any) -> bool:
+    """Two or more maps of a run's inputs and outputs."""
+    return (
+        type(value) is tuple
+        and len(value) > 1
+        and all(
+            type(member) is dict
+            and member.keys() == {"inputs", "outputs"}
+            and all(is_references(tensors) for tensors in member.values())
+            for member in value
+        )
+    )
+
+
+def is_axes(value: Any) -> bool:
+    return type(value) is tuple and all(item is None or is_count(item) for item in value)
+
+
+def is_specs(value: Any) -> bool:
+    """Tensor specifications with different names."""
+    return (
+        type(value) is tuple
+        and len(value) <= MAX_SPECS
+        and all(map(is_spec, value))
+        and len({name for name, _, _ in value}) == len(value)
+    )
+
+
+def is_spec(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) == 3
+        and type(value[0]) is str
+        and type(value[1]) is str
+        and value[1] in ELEMENT_TYPES
+        and type(value[2]) is tuple
+        and len(value[2]) <= MAX_DIMENSIONS
+        and all(
+            size is None or type(size) is str or (type(size) is int and 0 <= size < 2**63)
+            for size in value[2]
+        )
+    )
+
+
 _Count = Annotated[int, is_count]
 _Shard = Annotated[int, is_shard]
 _Seconds = Annotated[float, is_seconds]
 _Text = Annotated[str, is_text]
-_Texts = Annotated[tuple[str, ...], is_texts]
 _TextMap = Annotated[dict[str, str], is_text_map]
-_CountMap = Annotated[dict[str, int], is_count_map]
 _Flag = Annotated[bool, is_flag]
 _References = Annotated[tuple[TensorRef, ...], is_references]
 _Specs = Annotated[tuple[TensorFields, ...], is_specs]
@@ -261,8 +343,9 @@ class Hello(Message):
 class Build(Message):
     """Master to worker: load this model; the token proves that this master started the worker.
 
-    `shared`: other workers run on the same cores, so waiting threads must not spin. With `tensor` times
-    `pipeline` above 1, the worker is rank 0 of a group of so many, and loads its slice of the model.
+    `cores`, `shared` and `threads` are the worker's share of the cores. `options` travels as a map of its
+    fields. With `tensor` times `pipeline` above 1, the worker is rank 0 of a group of so many, and loads its
+    slice of the model.
 
     `card_workers`: how many workers of the pool its card has. With `shares_weights` these hold the weights
     once: this worker opens the block `slab`, which was attached before, or makes it if there is none yet.
@@ -275,24 +358,17 @@ class Build(Message):
     cores: Annotated[tuple[int, ...], is_cores] = ()
     shared: _Flag = False
     threads: Annotated[int | None, or_none(is_count)] = None
-    inter_op_threads: Annotated[int | None, or_none(is_count)] = None
-    allow_fallback: _Flag = False
-    prepare: _Text = "never"
-    variable_weights: _Texts = ()
-    session_config: _TextMap = field(default_factory=dict)
-    provider_options: _TextMap = field(default_factory=dict)
-    provider: Annotated[str | None, or_none(is_text)] = None
-    session_options: _TextMap = field(default_factory=dict)
-    custom_operators: _Texts = ()
-    free_dimensions: _CountMap = field(default_factory=dict)
-    free_denotations: _CountMap = field(default_factory=dict)
-    describe: _Flag = False
+    options: Annotated[EngineOptions, lambda value: type(value) is EngineOptions] = EngineOptions()
     card_workers: _Count = 1
     shares_weights: _Flag = False
     slab: Annotated[int | None, or_none(is_block)] = None
     tensor: Annotated[int, is_ranks] = 1
     pipeline: Annotated[int, is_ranks] = 1
     token: _Text = ""
+
+    @property
+    def share(self) -> CoreShare:
+        return CoreShare(cores=self.cores, shared=self.shared, threads=self.threads)
 
     @property
     def ranks(self) -> int:
@@ -401,7 +477,8 @@ def encode(message: Message) -> bytes:
     else:
         content: dict[str, Any] = {"id": message.ID}
         for name in _FIELDS[type(message)]:
-            content[name] = getattr(message, name)
+            value = getattr(message, name)
+            content[name] = as_map(value) if isinstance(value, EngineOptions) else value
         parts = (content,)
         data = _pack(content)
     if len(data) > _UNCOUNTED_BYTES:
@@ -545,6 +622,11 @@ def decode(data: bytes) -> Message:
             f"{message.__name__}: got fields {repr([*content])[:200]}, "
             f"expected {[*_FIELDS[message]]}"
         )
+    if message is Build:
+        try:
+            content["options"] = from_map(EngineOptions, content["options"])
+        except InvalidInputError as exc:
+            raise ProtocolError(shortened(f"Build.options does not fit: {exc}")) from None
     return message(**content)
 
 

@@ -22,11 +22,10 @@ from onnx import helper, numpy_helper
 
 from mcinfer.cards.cuda import Card
 from mcinfer.cards.staging import CardEngine, _SharedWeights, memory_limit, open_on_card
-from mcinfer.config import Device
+from mcinfer.config import Device, EngineOptions
 from mcinfer.engines.base import (
     Buffer,
     Engine,
-    EngineRequest,
     OutOfDeviceMemoryError,
     Produced,
     Run,
@@ -40,6 +39,7 @@ from mcinfer.shm.arena import AttachedBlocks, OfferedBlock, SharedBlock
 from mcinfer.shm.block import Block
 from mcinfer.specs import ModelSpec, TensorSpec
 from tests.emulated_cards import emulated_cards
+from tests.engine_requests import engine_request
 
 CARD_BYTES = 32 << 20
 FIRST, SECOND = Device("cuda", 0), Device("cuda", 1)
@@ -453,7 +453,7 @@ def build(workers: int = 2, **options: str) -> Build:
         engine="onnxruntime",
         device="cuda:0",
         card_workers=workers,
-        provider_options=options,
+        options=EngineOptions(provider_options=options),
     )
 
 
@@ -485,7 +485,7 @@ def test_memory_limit_that_is_no_number_of_bytes_is_refused(
 
 def test_card_that_is_not_there_is_an_engine_of_the_host_if_that_may_be() -> None:
     with emulated_cards(CARDS="0"):
-        request = EngineRequest(model=str(encoder()), device=FIRST, threads=1, allow_fallback=True)
+        request = engine_request(encoder(), str(FIRST), allow_fallback=True)
         message = replace(build(), model=request.model, shares_weights=True)
         earlier = AttachedBlocks()
         engine, blocks = open_on_card(message, request, None, earlier, lambda _: None)

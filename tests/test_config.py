@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import math
 import pickle
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcinfer.checks import as_map, from_map
 from mcinfer.config import (
     CoreShare,
     Device,
@@ -310,6 +312,14 @@ def test_restart_delays_grow_up_to_their_limit(backoff: float, limit: float, ear
     policy = RestartPolicy(backoff=backoff, backoff_limit=limit)
     assert policy.delay(0) == 0.0
     assert 0.0 <= policy.delay(earlier) <= policy.delay(earlier + 1) <= limit
+
+
+def test_engine_options_come_back_from_json_and_from_a_map() -> None:
+    options = EngineOptions(
+        threads=2, cores=[[0, 1]], variable_weights=["w"], session_config={"a": "b"}, provider="cpu"
+    )
+    assert from_map(EngineOptions, as_map(options)) == options
+    assert from_map(EngineOptions, json.loads(json.dumps(as_map(options)))) == options
 
 
 def test_engine_options_are_copied_and_pickled() -> None:

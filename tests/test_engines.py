@@ -21,7 +21,6 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, parser
 
-from mcinfer.config import Device
 from mcinfer.engines import _onnxruntime, open_engine
 from mcinfer.engines.base import (
     Buffer,
@@ -34,6 +33,7 @@ from mcinfer.engines.base import (
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.model_cache.onnx_files import scan
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, ModelDescription, numpy_dtype
+from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content, packed, rows
 
 ROOT = Path(__file__).parents[1]
@@ -57,9 +57,7 @@ def type_name(element_type: str) -> str:
 
 
 def request(model: str, device: str = "cpu:0", **options: Any) -> EngineRequest:
-    return EngineRequest(
-        **{"model": model, "device": Device.parse(device), "threads": 1, **options}
-    )
+    return engine_request(model, device, **options)
 
 
 def open_ort(model: str, device: str = "cpu:0", **options: Any) -> Engine:
@@ -640,7 +638,7 @@ from mcinfer.engines import open_engine
 from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import MissingDependencyError
 try:
-    open_engine(name, EngineRequest(model="m", device=Device("cpu", 0), threads=1))
+    open_engine(name, EngineRequest(model="m", device=Device("cpu", 0)))
 except MissingDependencyError as exc:
     print(exc)
 """

@@ -32,6 +32,7 @@ from mcinfer.engines.preparation import OWN_COPY, alone_in, engine_folder
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.building import ensure_prepared
 from mcinfer.model_cache.cache import Cache
+from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content
 from tests.test_cards_cuda import emulated_cards
 from tests.test_engines import save
@@ -83,8 +84,8 @@ class Leader:
 
 
 def request(model: str, **options: Any) -> EngineRequest:
-    fields = {"device": DEVICE, "threads": 1, "prepare": "always", "allow_fallback": True}
-    return EngineRequest(**{"model": model, **fields, **options})
+    given = {"device": DEVICE, "prepare": "always", "allow_fallback": True, **options}
+    return engine_request(model, **given)
 
 
 def open_on_card(model: str, **options: Any) -> OnnxRuntimeEngine:
@@ -273,7 +274,7 @@ def test_tensorrt_builds_into_a_folder_of_the_cache_for_each_content(
     write(tmp_path / "model.onnx", (CONV[0], {**CONV[1], "b": numbers(32, seed=9)}))
     other = engine_folder(wanted, _onnxruntime.RUNTIME)
     assert other not in (None, folder)
-    assert engine_folder(replace(wanted, prepare="never"), _onnxruntime.RUNTIME) is None
+    assert engine_folder(wanted.with_options(prepare="never"), _onnxruntime.RUNTIME) is None
     (Path(folder) / "TensorrtExecutionProvider_TRTKernel_0_sm90.engine").write_bytes(
         b"x" * 3_000_000
     )

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer.config import Device
 from mcinfer.engines import open_engine
 from mcinfer.engines._mindspore import MindSporeEngine
-from mcinfer.engines.base import Buffer, Engine, EngineRequest, RunCancelledError, Strings
+from mcinfer.engines.base import Buffer, Engine, RunCancelledError, Strings
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
+from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content, rows
 
 ROOT = Path(__file__).parents[1]
@@ -149,7 +149,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_model(model: str | Path, device: str = "cpu:0", **options: Any) -> Engine:
-    request = EngineRequest(model=str(model), device=Device.parse(device), threads=1, **options)
+    request = engine_request(model, device, **options)
     return open_engine("mindspore", request)
 
 
@@ -386,18 +386,21 @@ def test_runs_of_several_models_take_turns() -> None:
 
 THREADS = """
 import os, sys
-from mcinfer.config import Device
+from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import BuildError
 
-request = dict(model=sys.argv[1], device=Device("cpu", 0), inter_op_threads=1)
-open_engine("mindspore", EngineRequest(threads=2, **request))
+def request(**given):
+    options = EngineOptions(**{"threads": 2, "inter_op_threads": 1, **given})
+    return EngineRequest(model=sys.argv[1], device=Device("cpu", 0), options=options)
+
+open_engine("mindspore", request())
 print(os.environ["OMP_NUM_THREADS"], os.environ["GLOG_v"])
-open_engine("mindspore", EngineRequest(threads=2, **request))
-for other in (dict(threads=3), dict(threads=2, inter_op_threads=7)):
+open_engine("mindspore", request())
+for other in (dict(threads=3), dict(inter_op_threads=7)):
     try:
-        open_engine("mindspore", EngineRequest(**{**request, **other}))
+        open_engine("mindspore", request(**other))
     except BuildError as exc:
         print(exc)
 """

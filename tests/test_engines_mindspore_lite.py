@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcinfer.config import Device
 from mcinfer.engines import open_engine
-from mcinfer.engines.base import Engine, EngineRequest, RunCancelledError
+from mcinfer.engines.base import Engine, RunCancelledError
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.mslite import DataType, ModelType
+from tests.engine_requests import engine_request
 from tests.engine_tensors import Array, buffer, content, rows
 from tests.mindspore_lite_stand_in import Model, given, installed
 
@@ -31,9 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 def open_lite(path: Path, device: str = "cpu:0", **options: Any) -> Engine:
     options = {"threads": 3, **options}
-    return open_engine(
-        "mindspore_lite", EngineRequest(model=str(path), device=Device.parse(device), **options)
-    )
+    return open_engine("mindspore_lite", engine_request(path, device, **options))
 
 
 # The build.

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from mcinfer.config import Device
 from mcinfer.engines.base import EngineRequest, OutOfDeviceMemoryError
 from mcinfer.engines.providers import (
     check_available,
@@ -14,13 +13,14 @@ from mcinfer.engines.providers import (
     provider_list,
 )
 from mcinfer.errors import BuildError, CardLostError, PredictError
+from tests.engine_requests import engine_request
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 TENSORRT = "TensorrtExecutionProvider"
 
 
 def request(device: str, **options: Any) -> EngineRequest:
-    return EngineRequest(model="m.onnx", device=Device.parse(device), threads=1, **options)
+    return engine_request("m.onnx", device, **options)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ import pytest
 from onnx import ModelProto, OptionalProto, SequenceProto, TensorProto, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer.config import Device
 from mcinfer.engines import _onnxruntime
-from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import BuildError
+from tests.engine_requests import engine_request
 
 CPU = ["CPUExecutionProvider"]
 
@@ -86,7 +85,7 @@ def test_prepared_models_say_and_compute_what_the_models_do(tmp_path: Path) -> N
     unprepared: set[str] = set()
     equal = 0
     path = tmp_path / "model.onnx"
-    request = EngineRequest(model=str(path), device=Device.parse("cpu:0"), threads=1)
+    request = engine_request(path)
     for name, model, feeds in examples():
         path.write_bytes(model.SerializeToString())
         try:

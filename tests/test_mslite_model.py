@@ -570,7 +570,7 @@ def test_models_of_a_groups_paths_share_the_workspace_and_no_others_do(
     shared: list[bool] = []
 
     def opened(name: str, request: EngineRequest, **options: Any) -> Engine:
-        shared.append("session.use_env_allocators" in request.session_config)
+        shared.append("session.use_env_allocators" in request.options.session_config)
         return open_engine(name, request, **options)
 
     monkeypatch.setattr(_session, "open_engine", opened)

@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper, parser
 
-from mcinfer.config import Device, EngineOptions
+from mcinfer.config import EngineOptions
 from mcinfer.engines import _onnxruntime, preparation
 from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
 from mcinfer.engines.base import Engine, EngineRequest
@@ -27,6 +27,7 @@ from mcinfer.errors import BuildError
 from mcinfer.model_cache import building
 from mcinfer.model_cache.building import ChildFailedError, ensure_prepared, run_child
 from mcinfer.model_cache.cache import Cache, Held, entry_key
+from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content
 from tests.hostile_models import OUTSIDE, SECRET, UNREADABLE, Hostile, growing
 from tests.test_engines import open_ort
@@ -355,9 +356,7 @@ def test_full_or_lost_card_is_a_failure_of_the_moment(text: str) -> None:
 
 
 def test_model_is_prepared_without_the_limit_of_a_workers_share() -> None:
-    request = EngineRequest(
-        model="/m.onnx", device=Device("cuda", 0), threads=1, memory_limit=1, stream=2
-    )
+    request = engine_request("/m.onnx", "cuda:0", memory_limit=1, stream=2)
     there = preparation.request_of(json.loads(json.dumps(preparation._plain(request))))
     assert there == replace(request, memory_limit=None, stream=None)
 
@@ -637,7 +636,7 @@ def test_model_that_would_fill_the_disk_is_not_prepared(tmp_path: Path) -> None:
     model, folder = tmp_path / "model.onnx", tmp_path / "folder"
     model.write_bytes(growing(megabytes=8))
     folder.mkdir()
-    request = {"model": str(model), "device": "cpu:0", "threads": 1, "variable_weights": ()}
+    request = preparation._plain(engine_request(model))
     task = ["onnxruntime", request, str(folder)]
     with pytest.raises(BuildError):
         run_child(FILL, [*task, 1 << 20], ignore)
@@ -652,7 +651,7 @@ def test_model_that_would_fill_the_disk_is_not_prepared(tmp_path: Path) -> None:
 
 
 def identity_of(model: str, **options: Any) -> str:
-    request = EngineRequest(model=model, device=Device("cpu", 0), threads=1, **options)
+    request = engine_request(model, **options)
     source = preparation.content_of(request)
     assert source is not None
     return preparation.identity(request, source, "")

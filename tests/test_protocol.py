@@ -5,7 +5,7 @@ import re
 import tracemalloc
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import pytest
@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from mcinfer import protocol
+from mcinfer.checks import as_map
+from mcinfer.config import PROVIDERS, EngineOptions, PrepareKind
 from mcinfer.errors import InvalidInputError, ProtocolError
 from mcinfer.protocol import (
     MAX_MESSAGE_BYTES,
@@ -89,6 +91,26 @@ MEMBERS = st.one_of(
 TEXTS = st.lists(st.text(), max_size=3).map(tuple)
 TEXT_MAPS = st.dictionaries(st.text(), st.text(), max_size=3)
 
+SIZE_MAPS = st.dictionaries(st.text(), COUNTS, max_size=2)
+NAMES = st.lists(st.text(), max_size=3, unique=True)
+OPTIONS = st.builds(
+    EngineOptions,
+    threads=st.none() | st.integers(1, 2**63 - 1),
+    inter_op_threads=st.none() | st.integers(1, 2**63 - 1),
+    cores=st.none() | st.lists(st.lists(COUNTS, min_size=1, unique=True), min_size=1, max_size=3),
+    prepare=st.sampled_from(get_args(PrepareKind)),
+    variable_weights=NAMES,
+    allow_fallback=st.booleans(),
+    session_config=TEXT_MAPS,
+    provider_options=TEXT_MAPS,
+    provider=st.none() | st.sampled_from(PROVIDERS),
+    session_options=TEXT_MAPS,
+    custom_operators=NAMES,
+    free_dimensions=SIZE_MAPS,
+    free_denotations=SIZE_MAPS,
+    describe=st.booleans(),
+)
+
 STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     Error: st.builds(
         Error,
@@ -135,18 +157,7 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         cores=st.lists(COUNTS, max_size=4).map(tuple),
         shared=st.booleans(),
         threads=st.none() | COUNTS,
-        inter_op_threads=st.none() | COUNTS,
-        allow_fallback=st.booleans(),
-        prepare=st.text(),
-        variable_weights=TEXTS,
-        session_config=TEXT_MAPS,
-        provider_options=TEXT_MAPS,
-        provider=st.none() | st.text(),
-        session_options=TEXT_MAPS,
-        custom_operators=TEXTS,
-        free_dimensions=st.dictionaries(st.text(), COUNTS, max_size=2),
-        free_denotations=st.dictionaries(st.text(), COUNTS, max_size=2),
-        describe=st.booleans(),
+        options=OPTIONS,
         card_workers=COUNTS,
         shares_weights=st.booleans(),
         slab=st.none() | BLOCKS,
@@ -398,7 +409,13 @@ def many_texts(count: int) -> dict[str, str]:
         (Predict, "inputs", many_tensors(65_000), many_tensors(66_000), "values"),
         (Predict, "outputs", many_tensors(65_000), many_tensors(66_000), "values"),
         (UpdateWeights, "tensors", many_tensors(65_000), many_tensors(66_000), "values"),
-        (Build, "session_config", many_texts(1 << 16), many_texts((1 << 16) + 1), "keys of a map"),
+        (
+            Build,
+            "options",
+            EngineOptions(session_config=many_texts(1 << 16)),
+            EngineOptions(session_config=many_texts((1 << 16) + 1)),
+            "keys of a map",
+        ),
         (
             BuildFinish,
             "properties",
@@ -548,10 +565,7 @@ BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
     (Build, "cores", (0, -1)),
     (Build, "shared", 0),
     (Build, "threads", -1),
-    (Build, "variable_weights", ("w", b"v")),
-    (Build, "session_config", {"a": 1}),
-    (Build, "free_dimensions", {"batch": -1}),
-    (Build, "free_denotations", {"BATCH": True}),
+    (Build, "options", {"threads": 1}),
     (Cancel, "request", 2**63),
     (PredictJoined, "members", (MEMBER,)),
     (PredictJoined, "members", (MEMBER, {"inputs": ()})),
@@ -569,6 +583,63 @@ def test_field_that_does_not_fit_is_refused_by_its_name(
 ) -> None:
     with pytest.raises(ProtocolError, match=rf"^{kind.__name__}\.{name} does not fit"):
         dataclasses.replace(SAMPLES[kind], **{name: value})
+
+
+BAD_OPTIONS: list[tuple[str, Any]] = [
+    ("threads", 0),
+    ("cores", ((0, 0),)),
+    ("prepare", "now"),
+    ("variable_weights", ("w", b"v")),
+    ("variable_weights", ("w", "w")),
+    ("allow_fallback", 1),
+    ("session_config", {"a": 1}),
+    ("provider_options", {b"a": "b"}),
+    ("provider", "CPU"),
+    ("session_options", None),
+    ("custom_operators", "a.so"),
+    ("free_dimensions", {"batch": -1}),
+    ("free_denotations", {"BATCH": True}),
+    ("describe", None),
+]
+
+
+def build_with(options: object) -> bytes:
+    """A BUILD with this in the place of its options' map."""
+    content = msgpack.unpackb(encode(SAMPLES[Build]))
+    return bytes(msgpack.packb({**content, "options": options}))
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_OPTIONS)
+def test_options_on_the_wire_are_checked_as_a_users_are(name: str, value: Any) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{name}: got"):
+        EngineOptions(**{name: value})
+    with pytest.raises(ProtocolError, match=rf"^Build\.options does not fit: {name}: got"):
+        decode(build_with({**as_map(EngineOptions()), name: value}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        None,
+        (),
+        {},
+        {**as_map(EngineOptions()), "more": 1},
+        {**as_map(EngineOptions()), "threads": [[[]]]},
+    ],
+)
+def test_options_that_are_no_map_of_these_fields_are_refused(options: object) -> None:
+    with pytest.raises(ProtocolError, match=r"^Build\.options does not fit: "):
+        decode(build_with(options))
+
+
+def test_options_nested_deep_are_refused() -> None:
+    names = [*as_map(EngineOptions())]
+    for depth in (500, 1000, 1020):
+        for name in names:
+            whole = build_with({**as_map(EngineOptions()), name: "here"})
+            deep = b"\x91" * depth + b"\xc0"
+            with pytest.raises(ProtocolError):
+                decode(whole.replace(b"\xa4here", deep))
 
 
 @pytest.mark.parametrize("references", BAD_REFERENCES)

@@ -13,7 +13,6 @@ import pytest
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper
 
-from mcinfer.config import Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import Engine, EngineRequest, Run, RunCancelledError, Strings
 from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictError
@@ -23,6 +22,7 @@ from mcinfer.ranks.slices import RankEngine, prepare
 from mcinfer.ranks.slicing.slice_files import cut_segments
 from mcinfer.ranks.slicing.slicer import write_slices
 from mcinfer.specs import numpy_dtype
+from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content
 from tests.sliced_models import (
     FRAGILE_PLACES,
@@ -79,9 +79,7 @@ class Bound:
 
 
 def request(model: Path, **options: Any) -> EngineRequest:
-    return EngineRequest(
-        **{"model": str(model), "device": Device.parse("cpu:0"), "threads": 1, **options}
-    )
+    return engine_request(model, **options)
 
 
 def opened(

@@ -19,7 +19,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mcinfer.cards.cuda import Card
-from mcinfer.config import Device
+from mcinfer.config import Device, EngineOptions
 from mcinfer.engines._fake import _FakeRun
 from mcinfer.errors import CardLostError
 from mcinfer.protocol import (
@@ -122,9 +122,12 @@ class Peer:
                 model=model,
                 engine=engine,
                 device=device,
-                allow_fallback=True,
-                threads=1,
-                variable_weights=variable_weights,
+                options=EngineOptions(
+                    threads=1,
+                    prepare="never",
+                    allow_fallback=True,
+                    variable_weights=variable_weights,
+                ),
                 token=token,
             )
         )
@@ -600,7 +603,7 @@ def test_answer_that_no_message_can_carry_fails_its_run_and_the_next_is_served(
 def test_model_of_which_too_much_is_to_be_said_is_a_build_error(
     peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("validators", "worker.server"):
+    for module in ("protocol", "worker.server"):
         monkeypatch.setattr(f"mcinfer.{module}.MAX_SPECS", 100)
     inputs = [[f"{number}", "int8", []] for number in range(101)]
     path = fake(tmp_path, inputs=inputs, outputs=[["y", "int8", [], {"from": "0"}]])

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer.config import Device
 from mcinfer.engines import open_engine
-from mcinfer.engines.base import Buffer, Engine, EngineRequest, Run, Strings
+from mcinfer.engines.base import Buffer, Engine, Run, Strings
 from mcinfer.errors import PredictError, ProtocolError
 from mcinfer.specs import ELEMENT_TYPES, element_type_name, numpy_dtype
 from mcinfer.worker.runs import _MAX_RUNS, JoinedRuns, Member
+from tests.engine_requests import engine_request
 
 Array = NDArray[Any]
 Axes = tuple[tuple[int | None, ...], tuple[int, ...]]
@@ -28,7 +28,7 @@ class Pool:
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(content))
-        request = EngineRequest(model=str(path), device=Device("cpu", 0), threads=1)
+        request = engine_request(path)
         self.engine: Engine = open_engine("fake", request)
         self.bound: list[tuple[Sequence[Buffer | Strings], Sequence[Buffer]]] = []
         bind = self.engine.bind

@@ -156,7 +156,7 @@ def _open(
 
 def memory_limit(card: Card, message: Build) -> int | None:
     """The bytes of the card that one of its workers may take; None for all that there is."""
-    text = message.provider_options.get(_LIMIT)
+    text = message.options.provider_options.get(_LIMIT)
     if text is None:
         if message.card_workers < 2:
             return None

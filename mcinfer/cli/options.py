@@ -13,7 +13,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from mcinfer.config import check_seconds, parse_devices
+from mcinfer.checks import check_seconds
+from mcinfer.config import parse_devices
 from mcinfer.errors import BuildError, InvalidInputError
 
 _T = TypeVar("_T")

@@ -71,10 +71,10 @@ class FakeEngine(Engine):
             for name, element_type, shape, value in content.get("weights", [])
         }
         specs = {item[0]: _spec(item[:3]) for item in content.get("weights", [])}
-        unknown = [name for name in request.variable_weights if name not in specs]
+        unknown = [name for name in request.options.variable_weights if name not in specs]
         if unknown:
             raise BuildError(f"variable_weights: unknown {unknown}, expected some of {[*specs]}")
-        self.weights = tuple(specs[name] for name in request.variable_weights)
+        self.weights = tuple(specs[name] for name in request.options.variable_weights)
         self._run_act = content.get("run", "")
         self._when = content.get("when", {})
         self._row_seconds = content.get("row_seconds", "")

@@ -89,7 +89,7 @@ class MindSporeEngine(ArrayEngine):
         super().__init__()
         check_cpu(self.name, request)
         check_request(self.name, request)
-        self._runtime = _start_runtime(request.threads, request.inter_op_threads)
+        self._runtime = _start_runtime(request.threads, request.options.inter_op_threads)
         with _mindir_file(request.model) as path:
             self._graph = self._runtime.load(path)
             # After MindSpore has loaded the file: protobuf takes an empty file for a model.

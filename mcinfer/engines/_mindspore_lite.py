@@ -32,7 +32,7 @@ _PROVIDER_OPTIONS = {
     "gpu": ("precision_mode", "provider"),
     "ascend": ("precision_mode", "provider", "rank_id", "rank_table_file", "group_info_file"),
 }
-"""By target, the `EngineRequest.provider_options` that are known: most are set on its part of the context."""
+"""By target, the `EngineOptions.provider_options` that are known: most are set on its part of the context."""
 
 _MODEL_TYPES = ("MINDIR", "MINDIR_LITE")
 """What ``session_config["model_type"]`` may be."""
@@ -101,7 +101,7 @@ class MindSporeLiteEngine(ArrayEngine):
 def _model_type(request: EngineRequest) -> Any:
     """The kind of file: as the request says, else by the file's name."""
     lite = "MINDIR_LITE" if request.model.endswith(".ms") else "MINDIR"
-    name = request.session_config.get("model_type", lite)
+    name = request.options.session_config.get("model_type", lite)
     if name not in _MODEL_TYPES:
         raise BuildError(
             f"engine mindspore_lite: model_type: got {name!r}, expected one of {[*_MODEL_TYPES]}"
@@ -119,13 +119,15 @@ def _context(request: EngineRequest) -> Any:
     known = {"session_config": ("model_type",), "provider_options": _PROVIDER_OPTIONS[target]}
     check_request("mindspore_lite", request, known)
     context = mslite.Context()
-    context.target = [target, "cpu"] if request.allow_fallback and target != "cpu" else [target]
+    context.target = (
+        [target, "cpu"] if request.options.allow_fallback and target != "cpu" else [target]
+    )
     context.cpu.thread_num = request.threads
-    context.cpu.inter_op_parallel_num = request.inter_op_threads or 1
+    context.cpu.inter_op_parallel_num = request.options.inter_op_threads or 1
     if target != "cpu":
         part = getattr(context, target)
         part.device_id = request.device.index
-        for key, text in request.provider_options.items():
+        for key, text in request.options.provider_options.items():
             if key == "group_info_file":
                 context.group_info_file = text
             elif key != "rank_table_file":
@@ -135,7 +137,7 @@ def _context(request: EngineRequest) -> Any:
 
 def _table(request: EngineRequest) -> dict[str, Any]:
     """The arguments of `build_from_file` that name the rank table, if there is one."""
-    path = request.provider_options.get("rank_table_file")
+    path = request.options.provider_options.get("rank_table_file")
     return {"config_dict": {"ascend_context": {"rank_table_file": path}}} if path else {}
 
 

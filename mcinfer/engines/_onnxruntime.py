@@ -210,9 +210,9 @@ def prepared(
 
     See `mcinfer.engines.preparation.find_or_make`.
     """
-    if request.variable_weights:  # checked before a model is prepared
+    if request.options.variable_weights:  # checked before a model is prepared
         try:
-            added_inputs(scan(request.model), request.variable_weights)
+            added_inputs(scan(request.model), request.options.variable_weights)
         except OSError as exc:
             raise BuildError(f"{request.model}: {exc}") from exc
     return find_or_make("onnxruntime", request, RUNTIME, progress, patience)
@@ -276,7 +276,7 @@ class OnnxRuntimeEngine(Engine):
             ),
         )
         self.weights = self._replaceable(request)
-        if request.describe:
+        if request.options.describe:
             self.description = _description(self.session, request.model)
         self.on_host = self._tensors_on_host()
         self._run_options = _run_options()
@@ -304,17 +304,17 @@ class OnnxRuntimeEngine(Engine):
         found = {
             arg.name: _spec(
                 arg,
-                "weight" if arg.name in request.variable_weights else "initializer",
+                "weight" if arg.name in request.options.variable_weights else "initializer",
                 request.model,
             )
             for arg in self.session.get_overridable_initializers()
         }
-        given = {spec.name for spec in self.spec.outputs} & {*request.variable_weights}
+        given = {spec.name for spec in self.spec.outputs} & {*request.options.variable_weights}
         if given:  # the runtime would return the model's own weights
             raise BuildError(
                 f"variable_weights: got {sorted(given)}, which are outputs of the model"
             )
-        wanted = [found[name] for name in request.variable_weights if name in found]
+        wanted = [found[name] for name in request.options.variable_weights if name in found]
         if any(not isinstance(size, int) for spec in wanted for size in spec.shape):
             # For initialisers that are inputs too, exporters may have written symbols there.
             known = scan(request.model).initializers
@@ -323,13 +323,13 @@ class OnnxRuntimeEngine(Engine):
                 for name, spec in found.items()
                 if name in known
             }
-        missing = [name for name in request.variable_weights if name not in found]
+        missing = [name for name in request.options.variable_weights if name not in found]
         if missing:
             raise BuildError(
                 f"variable_weights: got {missing}, expected some of {[*found]}, which {request.model} "
                 "was loaded with"
             )
-        return tuple(found[name] for name in request.variable_weights)
+        return tuple(found[name] for name in request.options.variable_weights)
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         by_value = any(isinstance(item, Strings) for item in inputs)
@@ -665,7 +665,7 @@ def _open_session(
             if prepared is not None
             else opened.enter_context(_source(request, options))
         )
-        session = _new_session(path, options, providers, fallback=request.allow_fallback)
+        session = _new_session(path, options, providers, fallback=request.options.allow_fallback)
     session.disable_fallback()
     check_got(request, session.get_providers()[0])
     return session
@@ -676,7 +676,7 @@ def _providers(request: EngineRequest, engines: str | None = None) -> list[Any]:
     available = ort.get_available_providers()
     listed = provider_list(request, engines)
     check_available(request, available, ort.__version__)
-    if request.allow_fallback:
+    if request.options.allow_fallback:
         listed = [one for one in listed if one[0] in available]
     if listed[0][0] in ON_CARDS and hasattr(ort, "preload_dlls"):
         # CUDA's libraries where pip installed them. It prints which of them it does not find.
@@ -695,7 +695,7 @@ def _new_session(path: str, options: Any, providers: list[Any], *, fallback: boo
 def prepare(request: EngineRequest, folder: str) -> None:
     """Write the prepared model into a folder, and check that it loads; `BuildError` if not."""
     path = os.path.join(folder, MODEL_FILE)
-    providers = _providers(replace(request, provider_options=graph_options(request)))
+    providers = _providers(request.with_options(provider_options=graph_options(request)))
     saving = _SAVING if request.device.kind != "cpu" else {**_SAVING, **_PACKED}
     for least in _MAX_BYTES_INSIDE:
         options = _session_options(request)
@@ -743,7 +743,7 @@ def save(_: Progress, request: Mapping[str, Any], target: str) -> None:
     options = _session_options(wanted)
     options.optimized_model_filepath = target
     with _mapped_errors(), _source(wanted, options) as model:
-        _new_session(model, options, _providers(wanted), fallback=wanted.allow_fallback)
+        _new_session(model, options, _providers(wanted), fallback=wanted.options.allow_fallback)
 
 
 @contextmanager
@@ -762,23 +762,23 @@ def _session_options(
     options = ort.SessionOptions()
     config = {}
     options.intra_op_num_threads = request.threads
-    options.inter_op_num_threads = request.inter_op_threads or 1
+    options.inter_op_num_threads = request.options.inter_op_threads or 1
     if options.inter_op_num_threads > 1:
         options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
     # By default idle threads spin and take cores from others; ours stop when a run ends,
     # and do not spin at all if cores are shared.
     config["session.force_spinning_stop"] = "1"
-    if request.shared_cores:
+    if request.share.shared:
         config["session.intra_op.allow_spinning"] = "0"
-    config.update(request.session_config)
-    _set_attributes(options, request.session_options)
-    for name, size in request.free_dimensions.items():
+    config.update(request.options.session_config)
+    _set_attributes(options, request.options.session_options)
+    for name, size in request.options.free_dimensions.items():
         options.add_free_dimension_override_by_name(name, size)
-    for name, size in request.free_denotations.items():
+    for name, size in request.options.free_denotations.items():
         options.add_free_dimension_override_by_denotation(name, size)
-    for path in request.custom_operators:
+    for path in request.options.custom_operators:
         options.register_custom_ops_library(path)
-    if request.variable_weights or prepared:
+    if request.options.variable_weights or prepared:
         options.log_severity_level = _SILENT  # it warns of each that is not constant
     if prepared:  # already optimised; its weights lie beside it
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -787,13 +787,13 @@ def _session_options(
         config.update(_NOT_PACKING)
         if given.on_card:
             config.update(_RECORDING)
-        if not request.variable_weights:
+        if not request.options.variable_weights:
             options.log_severity_level = _WARNING
         for name, weight in given.values.items():
             options.add_initializer(name, weight)
     for key, value in config.items():  # each once: it warns of entries that are set again
         options.add_session_config_entry(key, value)
-    if request.session_config.get(_SHARED_ARENA) == "1":
+    if request.options.session_config.get(_SHARED_ARENA) == "1":
         with _REGISTERING:
             _register_arena()
     return options
@@ -835,7 +835,7 @@ _ATTRIBUTES: Mapping[str, Callable[[str], Any]] = {
     "log_verbosity_level": int,
     "logid": str,
 }
-"""How `EngineRequest.session_options` are read, by name."""
+"""How `EngineOptions.session_options` are read, by name."""
 
 _DEFAULT_LOGGER: Mapping[str, Callable[[int], None]] = {
     "default_logger_severity": ort.set_default_logger_severity,
@@ -870,13 +870,13 @@ def _source(request: EngineRequest, options: Any) -> Iterator[str]:
     Constant weights that are inputs too are defaults (onnx.proto, GraphProto.initializer, from IR version 4
     on). Protobuf joins the parts of a message, so inputs are added by writing them after the model's bytes.
     """
-    if _FORMAT not in request.session_config and _is_in_own_format(request.model):
+    if _FORMAT not in request.options.session_config and _is_in_own_format(request.model):
         options.add_session_config_entry(_FORMAT, "ORT")
-    if not request.variable_weights:
+    if not request.options.variable_weights:
         yield request.model
         return
     found = scan(request.model)
-    added = added_inputs(found, request.variable_weights)
+    added = added_inputs(found, request.options.variable_weights)
     with ExitStack() as opened:
         fd = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC)
         opened.callback(os.close, fd)
@@ -884,7 +884,7 @@ def _source(request: EngineRequest, options: Any) -> Iterator[str]:
             for part in chunks(model, info.st_size):
                 target.write(part)
             target.write(added)
-        if not request.session_config.get(FOLDER_KEY):
+        if not request.options.session_config.get(FOLDER_KEY):
             _add_external_data(request, options, found.external, opened)
         yield f"/proc/self/fd/{fd}"
 

@@ -6,11 +6,12 @@ next run of the same `Run`.
 """
 
 import ctypes
+import os
 import resource
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import machine
-from mcinfer.config import Device
+from mcinfer.config import NOT_PINNED, CoreShare, Device, EngineOptions
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
 from mcinfer.model_cache.keys import Source
 from mcinfer.shm.arena import SharedBlock
@@ -77,13 +78,13 @@ class Slab:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A model to load, and how; see `mcinfer.config.EngineOptions` for the options that are not listed.
+    """A model to load, and how.
 
     Attributes:
         model: Path of the model.
         device: Device to run on.
-        threads: Threads of one run, or of one operator of the run.
-        shared_cores: Whether other processes run on the same cores: then idle threads must not spin.
+        options: What the user chose.
+        share: The cores of the process that loads it.
         stream: The CUDA stream to run on; None for one of the runtime's own.
         memory_limit: Bytes of the card's memory that the runtime may take for itself; None is all there is.
         source: What was read of the model's files; None to read them when it is needed.
@@ -94,24 +95,22 @@ class EngineRequest:
 
     model: str
     device: Device
-    threads: int
-    inter_op_threads: int | None = None
-    prepare: str = "never"
-    variable_weights: tuple[str, ...] = ()
-    shared_cores: bool = False
-    allow_fallback: bool = False
-    session_config: Mapping[str, str] = field(default_factory=dict)
-    provider_options: Mapping[str, str] = field(default_factory=dict)
-    provider: str | None = None
-    session_options: Mapping[str, str] = field(default_factory=dict)
-    custom_operators: tuple[str, ...] = ()
-    free_dimensions: Mapping[str, int] = field(default_factory=dict)
-    free_denotations: Mapping[str, int] = field(default_factory=dict)
-    describe: bool = False
+    options: EngineOptions = EngineOptions()
+    share: CoreShare = NOT_PINNED
     source: Source | None = None
     stream: int | None = None
     memory_limit: int | None = None
     slab: Callable[[Path], Slab] | None = None
+
+    @property
+    def threads(self) -> int:
+        """Threads of one run, or of one operator of the run."""
+        chosen = self.options.threads or self.share.threads or len(self.share.cores)
+        return chosen or len(os.sched_getaffinity(0))
+
+    def with_options(self, **changed: Any) -> "EngineRequest":
+        """The same request with some options changed."""
+        return replace(self, options=replace(self.options, **changed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,25 +191,26 @@ def check_request(
     engine: str, request: EngineRequest, known: Mapping[str, Sequence[str]] | None = None
 ) -> None:
     """Raise `BuildError` for what only ONNX Runtime has, and for keys of options that are not `known`."""
-    if request.variable_weights:
+    options = request.options
+    if options.variable_weights:
         raise BuildError(
-            f"variable_weights: got {[*request.variable_weights]}, but the engine {engine} cannot "
+            f"variable_weights: got {[*options.variable_weights]}, but the engine {engine} cannot "
             "replace weights; onnxruntime can"
         )
-    if request.provider is not None:
+    if options.provider is not None:
         raise BuildError(
-            f"provider: got {request.provider!r}, but the engine {engine} has no execution providers; "
+            f"provider: got {options.provider!r}, but the engine {engine} has no execution providers; "
             "onnxruntime has"
         )
     for name in ("custom_operators", "free_dimensions", "free_denotations"):
-        if getattr(request, name):
+        if getattr(options, name):
             raise BuildError(
-                f"{name}: got {[*getattr(request, name)]}, but the engine {engine} has no such option; "
+                f"{name}: got {[*getattr(options, name)]}, but the engine {engine} has no such option; "
                 "onnxruntime has"
             )
     for name in ("session_config", "provider_options", "session_options"):
         keys = (known or {}).get(name, ())
-        for key in getattr(request, name):
+        for key in getattr(options, name):
             if key not in keys:
                 but = f" but {', '.join(keys)}" if keys else ""
                 raise BuildError(f"engine {engine} has no {name}{but}, got the key {key!r}")
@@ -218,7 +218,7 @@ def check_request(
 
 def check_cpu(engine: str, request: EngineRequest) -> None:
     """Raise `BuildError` unless the device is a CPU, or the engine may fall back to the CPU."""
-    if request.device.kind != "cpu" and not request.allow_fallback:
+    if request.device.kind != "cpu" and not request.options.allow_fallback:
         raise BuildError(f"engine {engine} has no device {request.device}, expected cpu:0")
 
 

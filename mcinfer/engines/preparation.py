@@ -27,7 +27,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from mcinfer.config import CARD_KINDS, Device
+from mcinfer.checks import as_map, from_map
+from mcinfer.config import CARD_KINDS, Device, EngineOptions
 from mcinfer.engines.base import EngineRequest
 from mcinfer.engines.providers import (
     NAMES,
@@ -169,11 +170,11 @@ def find_or_make(
         files = [os.path.join(entry, file) for file in (MANIFEST, ABOUT_FILE)]
         if all(map(os.path.exists, files)):
             return Preparation(held=_adopt(Path(entry), request, runtime))
-    if request.prepare == "never" or not _is_prepared_for(request):
+    if request.options.prepare == "never" or not _is_prepared_for(request):
         return Preparation()
-    folder = request.session_config.get(FOLDER_KEY)
+    folder = request.options.session_config.get(FOLDER_KEY)
     try:
-        if request.prepare == "auto" and not is_large(request.model, folder):
+        if request.options.prepare == "auto" and not is_large(request.model, folder):
             return Preparation()
         store = Cache.default()
         source = source_of(request, store)
@@ -189,7 +190,7 @@ def find_or_make(
         held = open_or_make(store, facts, work, progress, patience)
     except BuildError as exc:
         # The runtime refuses a file that is not a model, in better words; it takes a format of its own.
-        notes = (shortened(f"{OWN_COPY}: {exc}"),) if request.prepare == "always" else ()
+        notes = (shortened(f"{OWN_COPY}: {exc}"),) if request.options.prepare == "always" else ()
         return Preparation(notes=notes)
     except (CacheUnusableError, ChildFailedError, MissingDependencyError, OSError) as exc:
         if raised_by_handler(exc):
@@ -210,8 +211,8 @@ OWN_COPY = "each process has a copy of the weights of its own"
 def _is_prepared_for(request: EngineRequest) -> bool:
     """Whether models are prepared for this device: for a card, if its sessions share the weights."""
     device = request.device.kind
-    if device == "cuda" and request.provider in (None, "cuda"):
-        return request.slab is not None or request.prepare == "always"
+    if device == "cuda" and request.options.provider in (None, "cuda"):
+        return request.slab is not None or request.options.prepare == "always"
     return device == "cpu"
 
 
@@ -219,14 +220,14 @@ def source_of(request: EngineRequest, store: Cache) -> Source:
     """The content of the request's model, read or remembered."""
     if request.source is not None:
         return request.source
-    folder = request.session_config.get(FOLDER_KEY)
+    folder = request.options.session_config.get(FOLDER_KEY)
     with store.notes("sources") as memory:
         return read_source(request.model, folder=folder, memory=memory)
 
 
 def content_of(request: EngineRequest) -> Source | None:
     """What the model's files hold, of any format; None if they cannot be read, which the engine reports."""
-    folder = request.session_config.get(FOLDER_KEY)
+    folder = request.options.session_config.get(FOLDER_KEY)
     try:
         with ExitStack() as opened:
             memory = None
@@ -246,9 +247,9 @@ def identity(request: EngineRequest, source: Source, runtime: str) -> str:
     facts = {
         "model": source.digest,
         "engine": runtime,
-        "options": {k: v for k, v in request.session_config.items() if k != FOLDER_KEY},
-        "provider": request.provider,
-        "provider_options": dict(request.provider_options),
+        "options": {k: v for k, v in request.options.session_config.items() if k != FOLDER_KEY},
+        "provider": request.options.provider,
+        "provider_options": dict(request.options.provider_options),
         **_graph_facts(request),
     }
     return entry_key(facts)
@@ -289,7 +290,7 @@ def alone_in(folder: str) -> Iterator[None]:
 
 def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
     """The facts of a prepared model's key; BuildError or OSError if the model cannot be read."""
-    folder = request.session_config.get(FOLDER_KEY)
+    folder = request.options.session_config.get(FOLDER_KEY)
     with ExitStack() as opened:
         memory = None
         with suppress(CacheUnusableError):
@@ -336,12 +337,12 @@ def ensure(progress: Progress, engine: str, request: Mapping[str, Any], shown: b
         BuildError: It cannot be prepared.
     """
     module = import_module(f"mcinfer.engines._{engine}")
-    wanted = replace(request_of(request), prepare="always")
+    wanted = request_of(request).with_options(prepare="always")
     if shown:
         _log.addFilter(lambda record: record.msg != _SLOW)
     preparation: Preparation = module.prepared(wanted, progress)
     if preparation.held is None:
-        module.load(replace(wanted, prepare="never"))  # it may not be a model at all
+        module.load(wanted.with_options(prepare="never"))  # it may not be a model at all
         raise BuildError(f"{wanted.model}: {'; '.join(preparation.notes)}")
     preparation.held.close()
     key: str = preparation.held.key
@@ -386,13 +387,13 @@ def _environment(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
 
 
 def facts_of(request: EngineRequest, runtime: Runtime, source: Source) -> dict[str, Any]:
-    config = {k: v for k, v in request.session_config.items() if k not in runtime.ignored}
+    config = {k: v for k, v in request.options.session_config.items() if k not in runtime.ignored}
     facts = {
         **_environment(request, runtime),
         "model": source.digest,
         "options": dict(sorted(config.items())),
         "provider_options": dict(sorted(graph_options(request).items())),
-        "variable_weights": sorted(request.variable_weights),
+        "variable_weights": sorted(request.options.variable_weights),
     }
     return {**facts, **_graph_facts(request)}
 
@@ -400,19 +401,19 @@ def facts_of(request: EngineRequest, runtime: Runtime, source: Source) -> dict[s
 def _graph_facts(request: EngineRequest) -> dict[str, Any]:
     """The options of a session that change its graph; those that are not given have no place."""
     facts: dict[str, Any] = {}
-    graph = {k: v for k, v in request.session_options.items() if k in _OF_GRAPHS}
+    graph = {k: v for k, v in request.options.session_options.items() if k in _OF_GRAPHS}
     if graph:
         facts["session_options"] = dict(sorted(graph.items()))
-    if request.custom_operators:
-        facts["custom_operators"] = [_library(path) for path in request.custom_operators]
+    if request.options.custom_operators:
+        facts["custom_operators"] = [_library(path) for path in request.options.custom_operators]
     for name in ("free_dimensions", "free_denotations"):
-        if getattr(request, name):
-            facts[name] = dict(sorted(getattr(request, name).items()))
+        if getattr(request.options, name):
+            facts[name] = dict(sorted(getattr(request.options, name).items()))
     return facts
 
 
 _OF_GRAPHS = frozenset({"graph_optimization_level", "use_deterministic_compute"})
-"""The `EngineRequest.session_options` on which an optimised graph depends."""
+"""The `EngineOptions.session_options` on which an optimised graph depends."""
 
 
 def _library(path: str) -> list[Any]:
@@ -562,23 +563,13 @@ def _plain(request: EngineRequest) -> dict[str, Any]:
 
     Nor with its share of a card's memory: the child needs all weights at once, and other workers wait for it.
     """
-    given = replace(request, source=None, stream=None, slab=None, memory_limit=None)
-    plain = {name: getattr(given, name) for name in given.__dataclass_fields__}
-    plain["device"] = str(request.device)
-    for name in _MAPPINGS:
-        plain[name] = dict(plain[name])
-    return plain
-
-
-_MAPPINGS = (
-    *("session_config", "provider_options", "session_options"),
-    *("free_dimensions", "free_denotations"),
-)
+    options = replace(request.options, threads=request.threads, cores=None)
+    return {"model": request.model, "device": str(request.device), "options": as_map(options)}
 
 
 def request_of(plain: Mapping[str, Any]) -> EngineRequest:
-    fields = dict(plain)
-    fields["device"] = Device.parse(fields["device"])
-    for name in ("variable_weights", "custom_operators"):
-        fields[name] = tuple(fields.get(name, ()))
-    return EngineRequest(**fields)
+    return EngineRequest(
+        model=plain["model"],
+        device=Device.parse(plain["device"]),
+        options=from_map(EngineOptions, plain["options"]),
+    )

@@ -70,11 +70,11 @@ def provider_of(request: EngineRequest) -> str:
             f"engine onnxruntime has no device {device}, expected one of "
             f"{[f'{kind}:0' for kind in _OF_DEVICES]}"
         )
-    if request.provider not in (None, *known):
+    if request.options.provider not in (None, *known):
         raise BuildError(
-            f"provider: got {request.provider!r} for device {device}, expected one of {[*known]}"
+            f"provider: got {request.options.provider!r} for device {device}, expected one of {[*known]}"
         )
-    return request.provider or known[0]
+    return request.options.provider or known[0]
 
 
 def provider_list(request: EngineRequest, engine_folder: str | None = None) -> Providers:
@@ -88,7 +88,7 @@ def provider_list(request: EngineRequest, engine_folder: str | None = None) -> P
         BuildError: The device lacks the provider, or an option does not fit it.
     """
     provider = provider_of(request)
-    given = dict(request.provider_options)
+    given = dict(request.options.provider_options)
     if provider == "cpu":
         return [(NAMES["cpu"], given)]
     _check_options(provider, request.device, given)
@@ -113,13 +113,15 @@ def provider_list(request: EngineRequest, engine_folder: str | None = None) -> P
 def graph_options(request: EngineRequest) -> dict[str, str]:
     """The provider's options that a prepared model depends on."""
     ignored = _OF_RUNS if request.device.kind != "cpu" else ()
-    return {key: text for key, text in request.provider_options.items() if key not in ignored}
+    return {
+        key: text for key, text in request.options.provider_options.items() if key not in ignored
+    }
 
 
 def keeps_engines(request: EngineRequest) -> bool:
     """Whether TensorRT is to keep what it builds in the model cache: unless the user chose otherwise."""
-    chosen = any(key in request.provider_options for key in _ENGINE_CACHE)
-    return provider_of(request) == "tensorrt" and request.prepare != "never" and not chosen
+    chosen = any(key in request.options.provider_options for key in _ENGINE_CACHE)
+    return provider_of(request) == "tensorrt" and request.options.prepare != "never" and not chosen
 
 
 def _check_options(provider: str, device: Device, options: Mapping[str, str]) -> None:
@@ -150,7 +152,7 @@ def _check_options(provider: str, device: Device, options: Mapping[str, str]) ->
 def check_available(request: EngineRequest, available: Sequence[str], version: str) -> None:
     """Raise `BuildError` if this runtime lacks the provider, unless it may fall back to another one."""
     wanted = NAMES[provider_of(request)]
-    if wanted not in available and not request.allow_fallback:
+    if wanted not in available and not request.options.allow_fallback:
         raise BuildError(
             f"device {request.device} needs the {wanted}, which this onnxruntime {version} does not have; "
             f"it has {[*available]}"
@@ -160,7 +162,7 @@ def check_available(request: EngineRequest, available: Sequence[str], version: s
 def check_got(request: EngineRequest, got: str) -> None:
     """Raise `BuildError` if the runtime fell back to another provider, unless it may."""
     wanted = NAMES[provider_of(request)]
-    if got != wanted and not request.allow_fallback:
+    if got != wanted and not request.options.allow_fallback:
         where = "; its log names the libraries that it lacks" if wanted in ON_CARDS else ""
         raise BuildError(
             f"device {request.device} needs the {wanted}, but the runtime fell back to {got}{where}; "

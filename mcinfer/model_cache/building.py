@@ -15,11 +15,13 @@ import select
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from mcinfer.checks import as_map
 from mcinfer.config import EngineOptions
 from mcinfer.errors import BuildError, McinferError, raised_by_handler, shortened
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
@@ -81,7 +83,7 @@ def ensure_prepared(
         BuildError: The model cannot be prepared (the engine's message), or the cache cannot be used.
     """
     path = Path(model).absolute()
-    request = {**_request(path, options, device), "prepare": "always"}
+    request = _request(path, options, device)
 
     def tick(state: Mapping[str, Any]) -> None:
         if "seconds" in state and progress is not None:
@@ -128,21 +130,9 @@ def save_optimised(
 
 
 def _request(path: Path, options: EngineOptions, device: str) -> dict[str, Any]:
-    """The request of an engine, as JSON."""
-    return {
-        "model": str(path),
-        "device": device,
-        "threads": 1,
-        "variable_weights": [*options.variable_weights],
-        "session_config": dict(options.session_config),
-        "provider_options": dict(options.provider_options),
-        "provider": options.provider,
-        "session_options": dict(options.session_options),
-        "custom_operators": [*options.custom_operators],
-        "free_dimensions": dict(options.free_dimensions),
-        "free_denotations": dict(options.free_denotations),
-        "allow_fallback": options.allow_fallback,
-    }
+    """The request of an engine, as JSON (`mcinfer.engines.preparation`)."""
+    alone = replace(options, threads=1, inter_op_threads=None, cores=None)
+    return {"model": str(path), "device": device, "options": as_map(alone)}
 
 
 def run_child(

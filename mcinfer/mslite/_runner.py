@@ -14,7 +14,8 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from mcinfer.config import Limits, Timeouts, check_count, check_seconds
+from mcinfer.checks import check_count, check_seconds
+from mcinfer.config import Limits, Timeouts
 from mcinfer.errors import (
     BuildError,
     ClosedError,

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import sharding
-from mcinfer.config import Device, EngineOptions
+from mcinfer.config import CoreShare, Device, PrepareKind
 from mcinfer.engines import open_engine, prepared_facts
 from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, Strings
 from mcinfer.errors import BuildError, EngineError, raised_by_handler, requires
@@ -272,7 +272,7 @@ def _load(
     config = dict(attempt.options.session_config)
     model, folder = source.model, source.folder
     # A model of other sizes is another one: preparing it would keep the same weights once more.
-    prepare = "never"
+    prepare: PrepareKind = "never"
     if dims is None:
         prepare = attempt.options.prepare if source.pids is None else "always"
     else:
@@ -292,19 +292,18 @@ def _load(
             config[FOLDER_KEY] = folder
         request = EngineRequest(
             model=model,
-            prepare=prepare,
-            variable_weights=source.variable_weights,
             device=Device(attempt.kind, attempt.index),
-            threads=attempt.options.threads or min(len(cores) or cpus, cpus),
-            inter_op_threads=attempt.options.inter_op_threads,
-            session_config=config,
-            provider_options=attempt.options.provider_options,
-            provider=attempt.options.provider,
-            allow_fallback=attempt.options.allow_fallback,
+            options=replace(
+                attempt.options,
+                prepare=prepare,
+                variable_weights=source.variable_weights,
+                session_config=config,
+            ),
+            share=CoreShare(cores=tuple(cores), threads=min(len(cores) or cpus, cpus)),
         )
         owner = None
         if source.pids is not None and dims is None and onnx_runtime and attempt.kind == "cuda":
-            owner = _owner_on_card(request, attempt.options)
+            owner = _owner_on_card(request)
             request = _with_weights(request, owner.weights)
         if source.handle is not None and dims is None:
             here = prepared_facts(attempt.engine, request)
@@ -324,12 +323,9 @@ def _load(
     return Session(engine, cores, owner)
 
 
-def _owner_on_card(request: EngineRequest, options: EngineOptions) -> WeightOwner:
+def _owner_on_card(request: EngineRequest) -> WeightOwner:
     """The owner of a model's weights on a card; this process's own session uses them there, too."""
-    wanted = replace(
-        options, variable_weights=request.variable_weights, session_config=request.session_config
-    )
-    return WeightOwner(request.model, options=wanted, device=str(request.device))
+    return WeightOwner(request.model, options=request.options, device=str(request.device))
 
 
 def _with_weights(request: EngineRequest, weights: SharedWeights | None) -> EngineRequest:

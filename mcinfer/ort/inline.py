@@ -163,13 +163,13 @@ def _prepared_file(wanted: Wanted, path: str, folder: str | None) -> "tuple[str,
     request = EngineRequest(
         model=path,
         device=Device.parse("cpu:0"),
-        threads=1,
-        prepare="always",  # its size was looked at, and the notes say why it cannot be
-        session_config={**engine.session_config, **({FOLDER_KEY: folder} if folder else {})},
-        session_options=engine.session_options,
-        custom_operators=tuple(engine.custom_operators),
-        free_dimensions=engine.free_dimensions,
-        free_denotations=engine.free_denotations,
+        options=replace(
+            engine,
+            threads=1,
+            inter_op_threads=None,
+            prepare="always",  # its size was looked at, and the notes say why it cannot be
+            session_config={**engine.session_config, **({FOLDER_KEY: folder} if folder else {})},
+        ),
     )
     source = source_of(request, Cache.default())
     if source.random:  # from a seed and the node's number in the graph

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.config import Device
+from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import open_engine
 from mcinfer.engines._onnxruntime import load
 from mcinfer.engines.base import (
@@ -177,9 +177,10 @@ def _random(tensor: TensorSpec, shape: tuple[int, ...], seed: list[int]) -> Arra
 
 def _request(model: str, options: Mapping[str, str], **config: str) -> EngineRequest:
     device = Device(kind="cpu", index=0)
-    return EngineRequest(
-        model=model, device=device, threads=1, session_options=options, session_config=config
+    engine_options = EngineOptions(
+        threads=1, prepare="never", session_options=options, session_config=config
     )
+    return EngineRequest(model=model, device=device, options=engine_options)
 
 
 def _run(engine: Engine, inputs: Sequence[Array]) -> list[Array]:

@@ -28,6 +28,14 @@ from typing import Annotated, Any
 
 import msgpack
 
+from mcinfer.checks import (
+    is_count,
+    is_flag,
+    is_shape,
+    is_text,
+    is_texts,
+    or_none,
+)
 from mcinfer.engines.base import RunCancelledError
 from mcinfer.errors import (
     BuildError,
@@ -44,14 +52,6 @@ from mcinfer.errors import (
 from mcinfer.protocol import Message
 from mcinfer.shm.block import Block
 from mcinfer.shm.descriptors import close_all, send, take_packet
-from mcinfer.validators import (
-    is_count,
-    is_flag,
-    is_shape,
-    is_text,
-    is_texts,
-    or_none,
-)
 
 ENDINGS: dict[str, type[McinferError]] = {
     "missing": MissingDependencyError,

@@ -63,7 +63,7 @@ def find_or_make_slices(
         BuildError: The model cannot be read or cut, the slices do not give what the model gives, or the cache
             cannot be used.
     """
-    if folder := request.session_config.get(FOLDER_KEY):
+    if folder := request.options.session_config.get(FOLDER_KEY):
         raise BuildError(
             f"{FOLDER_KEY}: got {folder!r}, but a model that is cut has its external data beside it"
         )
@@ -97,9 +97,9 @@ def find_or_make_slices(
 
 
 def _is_to_be_prepared(request: EngineRequest) -> bool:
-    if request.device.kind != "cpu" or request.prepare == "never":
+    if request.device.kind != "cpu" or request.options.prepare == "never":
         return False
-    return request.prepare == "always" or is_large(request.model, None)
+    return request.options.prepare == "always" or is_large(request.model, None)
 
 
 @cache

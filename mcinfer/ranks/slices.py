@@ -71,9 +71,9 @@ _SHARED_ARENA = "session.use_env_allocators"
 
 def check_weights(request: EngineRequest) -> None:
     """Raise `BuildError` for replaceable weights."""
-    if request.variable_weights:
+    if request.options.variable_weights:
         raise BuildError(
-            f"variable_weights: got {[*request.variable_weights]}, but weights of a sliced model "
+            f"variable_weights: got {[*request.options.variable_weights]}, but weights of a sliced model "
             "cannot be replaced"
         )
 
@@ -106,10 +106,9 @@ def _prepared_form(folder: Path, segment: Segment) -> Path:
 
 def _segment_request(request: EngineRequest, folder: Path, segment: Segment) -> EngineRequest:
     data = os.path.realpath(Path(request.model).parent)
-    config = {_SHARED_ARENA: "1", FOLDER_KEY: data, **request.session_config}
-    return replace(
-        request, model=str(folder / segment.file), session_config=config, prepare="never"
-    )
+    config = {_SHARED_ARENA: "1", FOLDER_KEY: data, **request.options.session_config}
+    wanted = request.with_options(session_config=config, prepare="never")
+    return replace(wanted, model=str(folder / segment.file))
 
 
 @contextmanager

@@ -33,7 +33,8 @@ from contextlib import ExitStack, closing, suppress
 from types import ModuleType
 from typing import Any
 
-from mcinfer.config import Device, EngineOptions, check_count, check_seconds
+from mcinfer.checks import check_count, check_seconds
+from mcinfer.config import Device, EngineOptions
 from mcinfer.errors import (
     ClosedError,
     InvalidInputError,

@@ -57,6 +57,7 @@ from mcinfer.process import LEFT_ALONE, ORPHANED
 from mcinfer.protocol import (
     MAX_NOTE,
     MAX_NOTES,
+    MAX_SPECS,
     MAX_STRINGS,
     PREDICT,
     PREDICT_HEAD,
@@ -76,6 +77,7 @@ from mcinfer.protocol import (
     PredictJoined,
     Preparing,
     Reply,
+    TensorFields,
     TensorRef,
     UpdateWeights,
     WorkerState,
@@ -89,7 +91,6 @@ from mcinfer.shm.arena import AttachedBlocks, OfferedBlock, SharedBlock, align
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec
-from mcinfer.validators import MAX_SPECS, TensorFields
 from mcinfer.worker.runs import Runs
 
 STRANGER = 77
@@ -198,20 +199,8 @@ def _pinned_request(message: Build) -> EngineRequest:
     return EngineRequest(
         model=message.model,
         device=Device("cpu", 0) if device.kind == INLINE else device,
-        threads=message.threads or len(message.cores) or len(os.sched_getaffinity(0)),
-        inter_op_threads=message.inter_op_threads,
-        shared_cores=message.shared,
-        allow_fallback=message.allow_fallback,
-        provider=message.provider,
-        prepare=message.prepare,
-        variable_weights=message.variable_weights,
-        session_config=message.session_config,
-        provider_options=message.provider_options,
-        session_options=message.session_options,
-        custom_operators=message.custom_operators,
-        free_dimensions=message.free_dimensions,
-        free_denotations=message.free_denotations,
-        describe=message.describe,
+        options=message.options,
+        share=message.share,
     )
 
 

@@ -3,6 +3,7 @@
 import random
 from abc import ABC, abstractmethod
 
+from mcinfer.config import EngineOptions
 from mcinfer.protocol import VERSION, Build, Hello
 from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
@@ -35,12 +36,7 @@ def build(model: str, variable_weights: tuple[str, ...] = ()) -> Build:
         device="cpu:0",
         cores=(),
         shared=False,
-        threads=1,
-        inter_op_threads=None,
-        allow_fallback=False,
-        variable_weights=variable_weights,
-        session_config={},
-        provider_options={},
+        options=EngineOptions(threads=1, prepare="never", variable_weights=variable_weights),
     )
 
 

@@ -28,6 +28,7 @@ from mcinfer.protocol import (
     Message,
     Predict,
     Reply,
+    TensorFields,
     encode,
 )
 from mcinfer.runtime import transport
@@ -35,7 +36,6 @@ from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
-from mcinfer.validators import TensorFields
 from mcinfer.worker import __main__ as entry
 
 KIND = "MCINFER_HOSTILE"

@@ -14,7 +14,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper
 
-from mcinfer.config import Device
+from mcinfer.config import CoreShare, Device, EngineOptions
 from mcinfer.engines.base import EngineRequest, Run, array_over
 from mcinfer.process import watch_parent
 from mcinfer.ranks.engine import LeaderEngine, follow, lead
@@ -30,7 +30,10 @@ TIMEOUT = 120.0
 
 def request(model: Path, device: str = "cpu:0", **options: Any) -> EngineRequest:
     return EngineRequest(
-        model=str(model), device=Device.parse(device), threads=1, shared_cores=True, **options
+        model=str(model),
+        device=Device.parse(device),
+        options=EngineOptions(**{"threads": 1, "prepare": "never", **options}),
+        share=CoreShare(shared=True),
     )
 
 

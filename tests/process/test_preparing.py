@@ -18,12 +18,11 @@ import pytest
 from numpy.typing import NDArray
 
 from mcinfer import EngineOptions, Master
-from mcinfer.config import Device
 from mcinfer.engines import open_engine
-from mcinfer.engines.base import EngineRequest
 from mcinfer.model_cache import building
 from mcinfer.model_cache.building import ChildFailedError, run_child
 from mcinfer.model_cache.cache import Cache
+from tests.engine_requests import engine_request
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, is_alive, pids, wait_until
 from tests.test_preparation import write, write_sparse
@@ -192,9 +191,7 @@ def test_ctrl_c_while_a_model_is_prepared_leaves_nothing(large_model: Path, cach
 
 
 def test_preparing_and_waiting_workers_report_progress(large_model: Path, cache: Cache) -> None:
-    request = EngineRequest(
-        model=str(large_model), device=Device("cpu", 0), threads=1, prepare="always"
-    )
+    request = engine_request(large_model, prepare="always")
     reports: list[list[dict[str, Any]]] = [[], []]
     threads = [
         threading.Thread(target=open_engine, args=("onnxruntime", request, states.append))

@@ -16,7 +16,7 @@ RANK = """
 import sys
 import numpy as np
 from mcinfer.ranks.collectives import join
-from mcinfer.config import Device
+from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import Buffer, EngineRequest
 
@@ -30,7 +30,7 @@ def tensor(name, array):
     return Buffer(name=name, element_type="float32", shape=array.shape, address=address, size=size)
 
 group = join(key, rank, size, timeout=50)
-request = EngineRequest(model=model, device=Device.parse("cpu:0"), threads=1)
+request = EngineRequest(model=model, device=Device.parse("cpu:0"), options=EngineOptions(threads=1))
 engine = open_engine("onnxruntime", request, group=group)
 outputs = {spec.name: np.empty((4, 16), np.float32) for spec in engine.spec.outputs}
 x = np.empty((4, 16), np.float32)

@@ -162,7 +162,7 @@ def build(model: Path, pipeline: int) -> Build:
         engine="onnxruntime",
         device="cpu:0",
         threads=1,
-        prepare="never",
+        options=EngineOptions(prepare="never"),
         token=test_serving.BUILD_TOKEN,
         pipeline=pipeline,
     )

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from mcinfer.config import check_count, check_seconds
+from mcinfer.checks import check_count, check_seconds
 from mcinfer.errors import InvalidInputError
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Group
 

@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mcinfer.config import check_seconds
+from mcinfer.checks import check_seconds
 from mcinfer.errors import InvalidInputError, RankDiedError, shortened
 from mcinfer.process import how_it_ended
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Collective, Group, closing, end_error

@@ -1,0 +1,260 @@
+"""Checks of what comes from outside: the fields of messages, and the options that users give.
+
+A field of a message has a predicate, which never raises; types are exact (a bool is no count). A field of an
+option class (`Options`) has a `Rule`, which also says what is expected, and in which form the value is kept.
+"""
+
+import math
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
+
+from mcinfer.errors import InvalidInputError
+
+_MOST = 2**63
+_MAX_SHARDS = 2**32
+_MAX_RANKS = 1024
+MAX_DIMENSIONS = 64
+
+Check = Callable[[Any], bool]
+
+
+# Fields of messages.
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def is_shard(value: Any) -> bool:
+    """A shard's number, which has four bytes in the heads of messages."""
+    return type(value) is int and 0 <= value < _MAX_SHARDS
+
+
+def is_block(value: Any) -> bool:
+    """A block's number; those that a worker made are negative."""
+    return type(value) is int and -_MOST < value < _MOST
+
+
+def is_seconds(value: Any) -> bool:
+    """A finite number, 0 or more."""
+    return type(value) is float and 0.0 <= value < float("inf")
+
+
+def is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def is_text_to(most: int) -> Check:
+    return lambda value: type(value) is str and len(value) <= most
+
+
+def is_texts_to(most: int, characters: int) -> Check:
+    fits = is_text_to(characters)
+    return lambda value: type(value) is tuple and len(value) <= most and all(map(fits, value))
+
+
+def is_flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def is_ranks(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= _MAX_RANKS
+
+
+def is_texts(value: Any) -> bool:
+    return type(value) is tuple and all(type(item) is str for item in value)
+
+
+def is_shape(value: Any) -> bool:
+    if type(value) is not tuple or len(value) > MAX_DIMENSIONS:
+        return False
+    for size in value:  # noqa: SIM110 every request comes here, and a generator costs twice as much
+        if type(size) is not int or not 0 <= size < _MOST:
+            return False
+    return True
+
+
+def is_text_map(value: Any) -> bool:
+    return type(value) is dict and all(
+        type(key) is str and type(item) is str for key, item in value.items()
+    )
+
+
+def is_text_maps(value: Any) -> bool:
+    """Maps of texts, by a text."""
+    return type(value) is dict and all(
+        type(key) is str and is_text_map(item) for key, item in value.items()
+    )
+
+
+def is_cores(value: Any) -> bool:
+    return type(value) is tuple and all(is_count(item) for item in value)
+
+
+def or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+# Options.
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except RecursionError:  # as an intruder's value may be nested
+        return reprlib.repr(value)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a value must be.
+
+    Attributes:
+        fits: Whether a value is such; it never raises.
+        expected: What it says in an error.
+        keep: Makes the form in which a value that fits is kept.
+    """
+
+    fits: Check
+    expected: str
+    keep: Callable[[Any], Any] = _as_it_is
+
+    def check(self, name: str, value: Any) -> Any:
+        """The value as it is kept; `InvalidInputError`, of `name`, if it does not fit."""
+        if not self.fits(value):
+            raise InvalidInputError(f"{name}: got {_shown(value)}, expected {self.expected}")
+        return self.keep(value)
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < _MOST
+
+
+def _is_time(value: Any) -> bool:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    too_large = isinstance(value, int) and value >= _MOST  # to be a float
+    return not too_large and not math.isnan(value) and value >= 0
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _are_different_texts(value: Any) -> bool:
+    texts = value if _is_list(value) else (None,)
+    return all(isinstance(text, str) for text in texts) and len({*texts}) == len(texts)
+
+
+def _are_core_lists(value: Any) -> bool:
+    return (
+        _is_list(value)
+        and len(value) > 0
+        and all(_is_list(cores) and len(cores) > 0 for cores in value)
+        and all(type(core) is int and core >= 0 for cores in value for core in cores)
+        and all(len({*cores}) == len(cores) for cores in value)
+    )
+
+
+def _is_map_to(kind: Check) -> Check:
+    return lambda value: (
+        isinstance(value, Mapping)
+        and all(isinstance(key, str) and kind(item) for key, item in value.items())
+    )
+
+
+def _read_only(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(dict(value))
+
+
+def count(least: int) -> Rule:
+    return Rule(lambda value: _is_int(value, least), f"an int of at least {least}")
+
+
+def choice(*choices: str) -> Rule:
+    return Rule(lambda value: isinstance(value, str) and value in choices, f"one of {[*choices]}")
+
+
+def different(what: str) -> Rule:
+    return Rule(_are_different_texts, f"a list of different {what}", tuple)
+
+
+def optional(rule: Rule, expected: str = "") -> Rule:
+    """The rule for an option that may also be left out."""
+    return Rule(
+        lambda value: value is None or rule.fits(value),
+        expected or rule.expected,
+        lambda value: None if value is None else rule.keep(value),
+    )
+
+
+SECONDS = Rule(_is_time, "seconds, 0 or more")
+FLAG = Rule(lambda value: isinstance(value, bool), "True or False")
+TEXT_MAP = Rule(
+    _is_map_to(lambda item: isinstance(item, str)), "a mapping, text to text", _read_only
+)
+SIZE_MAP = Rule(
+    _is_map_to(lambda item: type(item) is int and 0 <= item < _MOST),
+    "a mapping of names to sizes, 0 or more",
+    _read_only,
+)
+CORE_LISTS = Rule(
+    _are_core_lists,
+    "for each worker a list of different core numbers",
+    lambda value: tuple(map(tuple, value)),
+)
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Raise `InvalidInputError` unless the value is an int of at least `least`."""
+    count(least).check(name, value)
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Raise `InvalidInputError` unless the value is a number of seconds, 0 or more."""
+    SECONDS.check(name, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Base of the option classes: each field is annotated with its `Rule`, which a new object applies."""
+
+    RULES: ClassVar[dict[str, Rule]]
+
+    def __init_subclass__(cls) -> None:
+        cls.RULES = {name: hint.__metadata__[0] for name, hint in cls.__annotations__.items()}
+
+    def __post_init__(self) -> None:
+        for name, rule in self.RULES.items():
+            object.__setattr__(self, name, rule.check(name, getattr(self, name)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is made from the fields, as Python cannot copy or pickle read-only mappings."""
+        return partial(type(self), **as_map(self)), ()
+
+
+_Options = TypeVar("_Options", bound=Options)
+
+
+def as_map(options: Options) -> dict[str, Any]:
+    """The fields of options as messages and JSON carry them."""
+    given = {item.name: getattr(options, item.name) for item in fields(options)}
+    return {name: dict(v) if isinstance(v, Mapping) else v for name, v in given.items()}
+
+
+def from_map(kind: type[_Options], given: object) -> _Options:
+    """Options from what `as_map` made; `InvalidInputError` if it is not such, by the checks of a user's."""
+    if type(given) is not dict or given.keys() != kind.RULES.keys():
+        got = [*given] if type(given) is dict else given
+        raise InvalidInputError(
+            f"{kind.__name__}: got {reprlib.repr(got)}, expected a map of {[*kind.RULES]}"
+        )
+    return kind(**given)
