@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from mcinfer.cards.dlpack import DlpackTensor
-from mcinfer.cards.slabs import ALIGNMENT, SlabLayout, layout, runtime_values
+from mcinfer.cards.slabs import ALIGNMENT, SlabLayout, layout
+from mcinfer.engines.providers import runtime_values
 from mcinfer.errors import BuildError
 
 WEIGHTS: dict[str, NDArray[Any]] = {

@@ -22,12 +22,12 @@ import pytest
 from numpy.typing import NDArray
 
 from mcinfer.cards.cuda import Card, DeviceBlock
-from mcinfer.cards.slabs import fill, layout
+from mcinfer.cards.slabs import OpenSlab, filled, layout
 from mcinfer.cli.cache import clear, list_entries
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import _onnxruntime, open_engine, prepared_facts
 from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
-from mcinfer.engines.base import EngineRequest, OutOfDeviceMemoryError, Slab, Strings
+from mcinfer.engines.base import EngineRequest, OutOfDeviceMemoryError, Strings
 from mcinfer.engines.preparation import OWN_COPY, alone_in, engine_folder
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.building import ensure_prepared
@@ -68,19 +68,12 @@ class Leader:
         self.block: DeviceBlock | None = None
         self.models: list[Path] = []
 
-    def __call__(self, model: Path) -> Slab:
+    def __call__(self, model: Path) -> OpenSlab:
         self.models.append(model)
+        placed = layout(model)
         if self.block is None:
-            placed = layout(model)
-            self.block = self.card.create(-1, placed.size)
-            fill(self.card, self.block, placed)
-        return Slab(
-            device=self.card.device,
-            address=self.block.address,
-            host_address=self.card.host_address(self.block.address),
-            size=self.block.size,
-            owner=self.block.memory(0, self.block.size),
-        )
+            self.block = filled(self.card, -1, placed)
+        return OpenSlab.within(self.card, self.block, placed)
 
 
 def request(model: str, **options: Any) -> EngineRequest:
@@ -215,8 +208,10 @@ def test_weights_that_a_session_cannot_use_are_its_own(card: Card, tmp_path: Pat
         f"{OWN_COPY}: the session runs on the CPUExecutionProvider, which cannot read the card's memory",
     )
     np.testing.assert_array_equal(results(hidden)[0], expected[0])
+    leader.block, block = card.create(-2, 100), leader.block
     with pytest.raises(BuildError, match="slab: got 100 bytes, expected "):
-        open_on_card(path, slab=lambda model: replace(leader(model), size=100))
+        open_on_card(path, slab=leader)
+    leader.block = block
 
 
 def test_weights_that_stay_with_each_session_are_noted(card: Card, tmp_path: Path) -> None:

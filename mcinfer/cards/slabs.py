@@ -8,16 +8,15 @@ since a runtime reads them while it loads a model.
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from mcinfer.cards.cuda import Card, DeviceBlock
+from mcinfer.cards.cuda import Card, DeviceBlock, DeviceMemory
 from mcinfer.cards.dlpack import DlpackTensor
-from mcinfer.engines.base import Slab
+from mcinfer.config import Device
 from mcinfer.errors import BuildError
 from mcinfer.model_cache.onnx_files import external_files, open_regular, scan
 from mcinfer.specs import ELEMENT_TYPES
@@ -27,9 +26,6 @@ ALIGNMENT = 256
 
 _STAGING_BYTES = 8 << 20
 """One of two buffers: while the card copies from one, the files are read into the other."""
-
-_REFUSED_TYPE = "dlpack_converter.cc"
-"""In its message about an element type that it does not take (1.31)."""
 
 _NAMES = {
     element.onnx: name for name, element in ELEMENT_TYPES.items() if not name.startswith("complex")
@@ -113,62 +109,59 @@ def layout(model: Path) -> SlabLayout:
     return SlabLayout(size=end, tensors=tuple(tensors))
 
 
-def slab_in(card: Card, block: DeviceBlock) -> Slab:
-    """A block's memory as a slab, which keeps it open, also when the block is closed."""
-    return Slab(
-        device=card.device,
-        address=block.address,
-        host_address=card.host_address(block.address),
-        size=block.size,
-        owner=block.memory(0, block.size),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSlab:
+    """A slab that is open in this process: as long as this is there, or one of its tensors.
 
-
-def tensors_of(
-    placed: SlabLayout, slab: Slab, *, on_host: bool = False
-) -> dict[str, DlpackTensor] | None:
-    """The weights by name, on the card, or where the host reads them; None if it cannot.
-
-    Each keeps the slab's memory open, and so does each consumer of its DLPack capsule.
+    Attributes:
+        placed: Where the weights lie in it.
+        device: The card.
+        address: Address of the first byte on the card, in this process; a multiple of 256.
+        host_address: Address at which the host reads the same memory; None if it cannot.
+        memory: What keeps it open.
     """
-    address = slab.host_address if on_host else slab.address
-    if address is None:
-        return None
-    return {
-        tensor.name: DlpackTensor(
-            address=address + tensor.offset,
-            shape=tensor.shape,
-            element_type=tensor.element_type,
-            device=None if on_host else slab.device,
-            owner=slab.owner,
+
+    placed: SlabLayout
+    device: Device
+    address: int
+    host_address: int | None
+    memory: DeviceMemory
+
+    @classmethod
+    def within(cls, card: Card, block: DeviceBlock, placed: SlabLayout) -> "OpenSlab":
+        """The slab in a block, which stays open when the block is closed.
+
+        Raises:
+            BuildError: The block is too small.
+        """
+        if block.size < placed.size:
+            raise BuildError(f"slab: got {block.size} bytes, expected {placed.size}")
+        return cls(
+            placed=placed,
+            device=card.device,
+            address=block.address,
+            host_address=card.host_address(block.address),
+            memory=block.memory(0, block.size),
         )
-        for tensor in placed.tensors
-    }
 
+    def tensors(self, *, on_host: bool = False) -> dict[str, DlpackTensor] | None:
+        """The weights by name, on the card, or where the host reads them; None if it cannot.
 
-def runtime_values(
-    tensors: Mapping[str, DlpackTensor], from_dlpack: Callable[[DlpackTensor], Any]
-) -> dict[str, Any]:
-    """The weights as values of ONNX Runtime, in place.
-
-    Without those of types that it takes from no other library: before 1.32, Booleans, and elements of eight
-    bits or less that are no integers of C. Each session loads these from the file.
-
-    Args:
-        tensors: The weights.
-        from_dlpack: `onnxruntime.OrtValue.from_dlpack`.
-    """
-    values, refused = {}, set()
-    for name, tensor in tensors.items():
-        if tensor.element_type in refused:
-            continue
-        try:
-            values[name] = from_dlpack(tensor)
-        except RuntimeError as exc:
-            if _REFUSED_TYPE not in str(exc):
-                raise
-            refused.add(tensor.element_type)
-    return values
+        Each keeps the slab's memory open, and so does each consumer of its DLPack capsule.
+        """
+        address = self.host_address if on_host else self.address
+        if address is None:
+            return None
+        return {
+            tensor.name: DlpackTensor(
+                address=address + tensor.offset,
+                shape=tensor.shape,
+                element_type=tensor.element_type,
+                device=None if on_host else self.device,
+                owner=self.memory,
+            )
+            for tensor in self.placed.tensors
+        }
 
 
 def filled(card: Card, number: int, placed: SlabLayout) -> DeviceBlock:

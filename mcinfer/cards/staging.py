@@ -28,7 +28,7 @@ from typing import Any
 from weakref import WeakSet
 
 from mcinfer.cards.cuda import Card, DeviceBlock
-from mcinfer.cards.slabs import ALIGNMENT, filled, layout, slab_in
+from mcinfer.cards.slabs import ALIGNMENT, OpenSlab, filled, layout
 from mcinfer.config import CARD_KINDS, Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
@@ -38,7 +38,6 @@ from mcinfer.engines.base import (
     OutOfDeviceMemoryError,
     Produced,
     Run,
-    Slab,
     StagedRun,
     Strings,
 )
@@ -193,7 +192,7 @@ class _SharedWeights:
         if offered is not None:
             os.close(offered.fd)
 
-    def give(self, card: Card, model: Path) -> Slab:
+    def give(self, card: Card, model: Path) -> OpenSlab:
         """The slab of the prepared model at this path; raises `_NoSlabError` if there can be none."""
         try:
             placed = layout(model)
@@ -214,7 +213,7 @@ class _SharedWeights:
         except (CardError, ProtocolError, OSError) as exc:
             raise _NoSlabError(str(exc)) from exc
         self.block = block
-        return slab_in(card, block)
+        return OpenSlab.within(card, block, placed)
 
 
 def _attach(card: Card, offered: OfferedBlock, fd: int) -> DeviceBlock:

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from typing import Any
 
-from mcinfer.cards.cuda import Card, DeviceBlock, DeviceMemory
+from mcinfer.cards.cuda import Card, DeviceBlock
 from mcinfer.cards.dlpack import DlpackTensor
-from mcinfer.cards.slabs import SlabLayout, filled, layout, runtime_values, slab_in, tensors_of
+from mcinfer.cards.slabs import OpenSlab, SlabLayout, filled, layout
 from mcinfer.config import Device, EngineOptions
-from mcinfer.engines.base import Slab
+from mcinfer.engines.providers import runtime_values
 from mcinfer.errors import (
     InvalidInputError,
     MissingDependencyError,
@@ -74,14 +74,12 @@ def open_slab(handle: int, held: Held, token: bytes, fd: int) -> "CardWeights":
 
 def end(weights: "CardWeights", handle: int, timeout: float) -> None:
     """Close an owner's own weights; a warning says if other processes have them open after these seconds."""
-    memory = None if weights.slab is None else weights.slab.owner
-    if isinstance(memory, DeviceMemory) and memory.is_lent(timeout):
+    if weights.slab is not None and weights.slab.memory.is_lent(timeout):
         _log.warning(
             "weights %d: another process still has them open on %s, so their memory is not free yet",
             handle,
             weights.device,
         )
-    del memory  # the card is given back what nothing refers to
     weights.close()
 
 
@@ -91,10 +89,9 @@ class CardWeights(SharedWeights):
     def __init__(self, held: Held, card: Card, placed: SlabLayout, block: DeviceBlock) -> None:
         super().__init__(held)
         self.device = card.device
-        self.slab: Slab | None = slab_in(card, block)
-        self.tensors: Mapping[str, DlpackTensor] = tensors_of(placed, self.slab) or {}
+        self.slab: OpenSlab | None = OpenSlab.within(card, block, placed)
+        self.tensors: Mapping[str, DlpackTensor] = self.slab.tensors() or {}
         self._card = card
-        self._placed = placed
 
     def add_to(self, session_options: Any) -> None:
         super().add_to(session_options)
@@ -114,7 +111,7 @@ class CardWeights(SharedWeights):
 
     def tensors_on_host(self) -> Mapping[str, DlpackTensor] | None:
         """The same weights at the host's addresses; None if the host cannot read them."""
-        return {} if self.slab is None else tensors_of(self._placed, self.slab, on_host=True)
+        return {} if self.slab is None else self.slab.tensors(on_host=True)
 
     def close(self) -> None:
         super().close()

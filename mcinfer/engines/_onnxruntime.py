@@ -54,6 +54,7 @@ from mcinfer.engines.providers import (
     graph_options,
     provider_list,
     provider_of,
+    runtime_values,
 )
 from mcinfer.errors import (
     BuildError,
@@ -632,17 +633,8 @@ def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights 
     """The weights on the request's card, if the model is prepared and this runtime can use them there."""
     if request.slab is None or model is None or not hasattr(ort.OrtValue, "from_dlpack"):  # 1.31
         return None
-    from mcinfer.cards.slabs import (
-        layout,
-        runtime_values,
-        tensors_of,
-    )  # no worker of a CPU needs it
-
-    slab, placed = request.slab(model), layout(model)
-    if slab.size < placed.size:
-        raise BuildError(f"slab: got {slab.size} bytes, expected {placed.size} for {model}")
     on_card = NAMES[provider_of(request)] in ort.get_available_providers()
-    tensors = tensors_of(placed, slab, on_host=not on_card)
+    tensors = request.slab(model).tensors(on_host=not on_card)
     if tensors is None:  # the runtime falls back to the CPU, which cannot read them
         return None
     values = runtime_values(tensors, ort.OrtValue.from_dlpack)

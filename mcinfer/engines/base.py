@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,25 +55,21 @@ class OutOfDeviceMemoryError(PredictError):
         self.asked = asked
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slab:
+class Slab(Protocol):
     """The weights of a prepared model in one piece of a card's memory, for all sessions of that card.
 
-    Where each weight lies in it follows from the model: see `mcinfer.cards.slabs.layout`.
-
-    Attributes:
-        device: The card.
-        address: Address of the first byte on the card, in this process; a multiple of 256.
-        host_address: Address at which the host reads the same memory; None if it cannot.
-        size: Bytes.
-        owner: Keeps the memory open; a session that uses the weights holds it.
+    `mcinfer.cards.slabs` makes them; whoever has a tensor of it keeps the memory open.
     """
 
-    device: Device
-    address: int
-    host_address: int | None
-    size: int
-    owner: object
+    @property
+    def device(self) -> Device:
+        """The card."""
+
+    def tensors(self, *, on_host: bool = False) -> Mapping[str, Any] | None:
+        """The weights by name, for consumers of DLPack, with their `size` in bytes.
+
+        They lie on the card, or where the host reads the same memory; None if it cannot.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
