@@ -6,12 +6,9 @@ Functions that read files take the root folder, which tests replace.
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import psutil
 
 from mcinfer.config import CARD_KINDS, Device
 
@@ -28,7 +25,7 @@ _PLACING_SECONDS = 5.0
 
 def usable_memory(root: Path = _ROOT) -> int:
     """Bytes of memory: the machine's, or the tightest limit of this process's control groups."""
-    total = psutil.virtual_memory().total
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = memory_limit(root)
     return total if limit is None else min(total, limit)
 
@@ -224,6 +221,8 @@ def driver_cuda_version(timeout: float = 10.0) -> str:
 
 
 def _nvidia_smi(timeout: float, *arguments: str) -> str:
+    import subprocess  # not at every worker's start
+
     try:
         done = subprocess.run(  # noqa: S603 constants
             ("nvidia-smi", *arguments),  # noqa: S607 it lies in no fixed place

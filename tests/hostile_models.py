@@ -77,10 +77,12 @@ GOOD = adding(numpy_helper.from_array(np.ones(4, np.float32), "w"))
 """y = x + 1."""
 
 
-def _file(content: bytes) -> Callable[[Path], Path]:
+def _file(content: bytes | Callable[[], bytes]) -> Callable[[Path], Path]:
+    """Content that is large is given by a function, which is called when the file is written."""
+
     def write(folder: Path) -> Path:
         path = folder / "model.onnx"
-        path.write_bytes(content)
+        path.write_bytes(content if isinstance(content, bytes) else content())
         return path
 
     return write
@@ -218,12 +220,14 @@ MALFORMED = [
     Hostile("an empty file", _file(b""), "No graph|empty"),
     Hostile(
         "5000 graphs within each other",
-        _file(nested(5000)),
+        _file(lambda: nested(5000)),
         "Protobuf parsing|expected an ONNX model",
     ),
     Hostile("an operator of a library", _file(_named("Evil", domain="evil.so")), "evil"),
-    Hostile("a giant operator", _file(_named("Frob" * (5 << 20))), "characters left out"),
-    Hostile("a giant name", _file(_named("Relu", "y" * (20 << 20))), "characters in the names"),
+    Hostile("a giant operator", _file(lambda: _named("Frob" * (5 << 20))), "characters left out"),
+    Hostile(
+        "a giant name", _file(lambda: _named("Relu", "y" * (20 << 20))), "characters in the names"
+    ),
     Hostile("a pipe", _made(os.mkfifo), "got a pipe, expected a regular file"),
     Hostile("a device", _made(_device_beside), "got a device, expected a regular file"),
 ]
