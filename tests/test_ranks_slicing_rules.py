@@ -12,7 +12,6 @@ from onnx import ModelProto, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as pybind11_state
 
 from mcinfer.ranks.slicing import rules
-from mcinfer.ranks.slicing.axes import LABELS
 from mcinfer.ranks.slicing.estimates import infer
 from mcinfer.ranks.slicing.graphs import Graph, View, operator
 from mcinfer.ranks.slicing.placements import REPLICATED, Sharded
@@ -120,7 +119,9 @@ def close(got: NDArray[Any], expected: NDArray[Any]) -> bool:
 
 
 def rule_of(name: str) -> object:
-    return rules.RULES[name] if name not in LABELS else (rules.RULES[name], LABELS[name])
+    return (
+        rules.RULES[name] if name not in rules.LABELS else (rules.RULES[name], rules.LABELS[name])
+    )
 
 
 def test_node_on_parts_gives_what_it_gives_on_the_whole() -> None:

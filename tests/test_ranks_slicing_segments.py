@@ -222,7 +222,7 @@ def test_random_numbers_beside_collectives_are_refused_with_the_node(tmp_path: P
     ]
     yes = {"yes": np.array(True)}
     path = save(tmp_path / "model0.onnx", nodes, [value("x", 2)], [value("y", 2)], yes)
-    with pytest.raises(BuildError, match=r"node noise \(RandomUniform\) draws random numbers"):
+    with pytest.raises(BuildError, match=r"node 'noise' \(RandomUniform\) draws random numbers"):
         cut_segments(path, tmp_path)
 
     path = save(tmp_path / "model0.onnx", nodes[:2], [value("x", 2)], [value("part", 2)], yes)

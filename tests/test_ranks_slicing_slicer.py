@@ -662,11 +662,11 @@ def test_random_numbers_are_drawn_by_one_rank_of_a_pipeline_alone(
     )
     whole.graph.output[0].name = "z"
     path = saved(whole, tmp_path)
-    with pytest.raises(InvalidInputError, match=r"node noise .* draws random numbers"):
+    with pytest.raises(InvalidInputError, match=r"node 'noise' .* draws random numbers"):
         slice_model(path, folder, tensor=2, pipeline=2)
     report = slice_model(path, folder, pipeline=2)
     assert report.check.state == "left out"
-    assert report.check.reason.startswith("node noise (RandomNormalLike) draws random numbers")
+    assert report.check.reason.startswith("node 'noise' (RandomNormalLike) draws random numbers")
 
 
 def test_made_up_inputs_fit_the_model() -> None:

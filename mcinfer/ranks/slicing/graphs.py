@@ -19,8 +19,7 @@ from onnx import (
     numpy_helper,
 )
 
-from mcinfer.errors import BuildError, InvalidInputError
-from mcinfer.model_cache.onnx_files import RANDOM_OPERATORS, TRAINING_INPUT
+from mcinfer.errors import BuildError
 from mcinfer.ranks.slicing.placements import REPLICATED, Dims, Placement, Sharded
 from mcinfer.specs import ELEMENT_TYPES, TensorSpec, numpy_dtype
 
@@ -70,36 +69,6 @@ def qualified(node: NodeProto) -> tuple[str, str]:
 def label(node: NodeProto) -> str:
     """How a message names a node."""
     return f"{node.name or node.output[0]} ({operator(node)})"
-
-
-def drawing(nodes: Iterable[NodeProto], *constants: Mapping[str, TensorProto]) -> NodeProto | None:
-    """The first of some nodes, or of those inside them, that may draw random numbers.
-
-    Args:
-        nodes: Of one graph.
-        constants: Initialisers that they can take, those of inner graphs first.
-    """
-    listed = [*nodes]
-    made = {tensor.name: tensor for tensor in map(_constant, listed) if tensor is not None}
-    known = (made, *constants)
-    for node in listed:
-        place = TRAINING_INPUT.get(qualified(node), len(node.input))
-        trains = "".join(node.input[place : place + 1])
-        given = next((tensors[trains] for tensors in known if trains in tensors), None)
-        if qualified(node) in RANDOM_OPERATORS or (trains and not _is_false(given)):
-            return node
-        for graph in subgraphs(node):
-            own = {tensor.name: tensor for tensor in graph.initializer}
-            found = drawing(graph.node, own, *known)
-            if found is not None:
-                return found
-    return None
-
-
-def _is_false(tensor: TensorProto | None) -> bool:
-    if tensor is None or tensor.data_location == TensorProto.EXTERNAL:
-        return False
-    return not numpy_helper.to_array(tensor).any()
 
 
 def is_collective(node: NodeProto) -> bool:
@@ -392,8 +361,6 @@ class Graph:
                 self.constants[tensor.name] = tensor
         self.inputs = [x.name for x in model.graph.input if x.name not in self.constants]
         self.outputs = [x.name for x in model.graph.output]
-        for nodes in (self.nodes, *(function.node for function in model.functions)):
-            _check(nodes, self.constants)
         self._numbers: dict[str, tuple[float, ...] | None] = {}
         self._finite: dict[str, bool] = {}
         self.derived: dict[str, Derived] = {}
@@ -557,17 +524,3 @@ def _constant(node: NodeProto) -> TensorProto | None:
     else:
         return None
     return tensor
-
-
-def _check(nodes: Sequence[NodeProto], constants: Mapping[str, TensorProto]) -> None:
-    """Refuse what would differ between ranks, and models that are slices already."""
-    random = drawing(nodes, constants)
-    if random is not None:
-        raise InvalidInputError(
-            f"model: node {label(random)} draws random numbers, which would differ between the ranks of "
-            "tensor; expected a model that draws none, or a pipeline alone, where one rank draws them"
-        )
-    for node in filter(is_collective, with_inner(nodes)):
-        raise InvalidInputError(
-            f"model: node {label(node)} is a collective, expected a model that is not sliced yet"
-        )

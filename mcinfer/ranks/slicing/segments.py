@@ -48,19 +48,6 @@ class RankGraph:
             yield node
         yield from (exchange for _, exchange in reversed(waiting))
 
-    def needed(self) -> list[NodeProto | Exchange]:
-        """The exchanges, and the nodes that an output or an exchange needs, in their order."""
-        wanted = {value.name for value in self.model.graph.output}
-        found: list[NodeProto | Exchange] = []
-        for item in reversed([*self.items()]):
-            if isinstance(item, Exchange):
-                wanted.add(item.input)
-                found.append(item)
-            elif not wanted.isdisjoint(item.output):
-                wanted.update(values_used(item))
-                found.append(item)
-        return found[::-1]
-
     def write_segments(self, place: RankPlan, folder: Path) -> RankPlan:
         """Write the segments and the plan into a folder that exists.
 
@@ -127,9 +114,22 @@ class _Cut:
         self._phases = [_Phase()]
         self._sort_into_phases()
 
+    def _needed(self) -> list[NodeProto | Exchange]:
+        """The exchanges, and the nodes that an output or an exchange needs, in their order."""
+        wanted = {*self._outputs}
+        found: list[NodeProto | Exchange] = []
+        for item in reversed([*self._graph.items()]):
+            if isinstance(item, Exchange):
+                wanted.add(item.input)
+                found.append(item)
+            elif not wanted.isdisjoint(item.output):
+                wanted.update(values_used(item))
+                found.append(item)
+        return found[::-1]
+
     def _sort_into_phases(self) -> None:
         ready = dict.fromkeys((*self._initialisers, *self._inputs), 0)
-        for item in self._graph.needed():
+        for item in self._needed():
             reads = item.inputs if isinstance(item, Exchange) else values_used(item)
             missing = [name for name in reads if name not in ready]
             if missing:

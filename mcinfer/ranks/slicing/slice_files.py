@@ -23,12 +23,11 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from mcinfer.errors import BuildError
+from mcinfer.model_cache.onnx_files import scan
 from mcinfer.ranks.slicing.graphs import (
-    drawing,
     inferred,
     is_collective,
     known_stand_ins,
-    label,
     like_input,
     resized_input,
     subgraphs,
@@ -84,6 +83,12 @@ def cut_segments(model_path: str | Path, folder: str | Path) -> RankPlan:
     try:
         model = onnx.load(str(model_path), load_external_data=False)
         graph, place = _read(model)
+        random, _ = scan(model_path).random
+        if random and graph.exchanges:  # with a seed, too, ranks would differ once one missed a run
+            raise BuildError(
+                f"{random} draws random numbers, which would differ between the ranks; expected none in a "
+                "slice with collectives"
+            )
         return graph.write_segments(place, Path(folder))
     except (BuildError, OSError, DecodeError) as exc:
         raise BuildError(f"{model_path}: {exc}") from None
@@ -109,10 +114,7 @@ def _read(model: ModelProto) -> tuple[RankGraph, RankPlan]:
     else:
         made = {spec.name for spec in place.spec.outputs}
         place = replace(place, made=tuple(name for name in names if name in made))
-    graph = _without_collectives(model, found)
-    if found:
-        _refuse_random_numbers(graph)
-    return graph, place
+    return _without_collectives(model, found), place
 
 
 def _without_collectives(model: ModelProto, found: Mapping[str, "_Collective"]) -> RankGraph:
@@ -175,19 +177,6 @@ def _refuse_inner_collectives(model: ModelProto) -> None:
         if is_collective(inner):
             raise BuildError(
                 f"{described(inner)} is in {where}, expected collectives in the main graph alone"
-            )
-
-
-def _refuse_random_numbers(graph: RankGraph) -> None:
-    """Ranks with collectives would draw different ones, with a seed too once one rank missed a run."""
-    tensors = {tensor.name: tensor for tensor in graph.model.graph.initializer}
-    live = [item for item in graph.needed() if isinstance(item, NodeProto)]
-    for nodes in (live, *(function.node for function in graph.model.functions)):
-        random = drawing(nodes, tensors)
-        if random is not None:
-            raise BuildError(
-                f"node {label(random)} draws random numbers, which would differ between the ranks; "
-                "expected none in a slice with collectives"
             )
 
 

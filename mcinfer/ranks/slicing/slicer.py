@@ -35,13 +35,14 @@ from mcinfer.errors import (
 )
 from mcinfer.machine import usable_memory
 from mcinfer.model_cache.building import ChildFailedError, Progress, run_child
+from mcinfer.model_cache.onnx_files import scan
 from mcinfer.private import OthersError, in_words, inherited, opened_place
 
 with requires("cutting a model needs the package onnx: pip install 'mcinfer[onnx]'", "onnx"):
     from onnx import ModelProto
 
 from mcinfer.ranks.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, drop_false_shapes, infer
-from mcinfer.ranks.slicing.graphs import drawing, is_collective, label, tensor_bytes, tensor_spec
+from mcinfer.ranks.slicing.graphs import is_collective, label, tensor_bytes, tensor_spec, with_inner
 from mcinfer.ranks.slicing.pipeline import Stage, cut_stages
 from mcinfer.ranks.slicing.plans import METADATA_KEY, REPORT_FILE, VERSION, RankPlan, rank_folder
 from mcinfer.ranks.slicing.segments import RankGraph
@@ -208,13 +209,18 @@ def write_slices(
     path, target = Path(model), Path(folder)
     if not path.exists():
         raise ModelNotFoundError(f"{path}: there is no such file")
+    random, _ = scan(path).random
+    if random and tensor > 1:
+        raise InvalidInputError(
+            f"model: {random} draws random numbers, which would differ between the ranks of tensor; expected "
+            "a model that draws none, or a pipeline alone, where one rank draws them"
+        )
     with Weights(path) as weights:
         whole = weights.model
         _check_unsliced(whole)
         drop_false_shapes(whole)
         values = infer(whole)
         initialisers = {tensor.name: tensor for tensor in whole.graph.initializer}
-        random = drawing(whole.graph.node, initialisers)
         spec = ModelSpec(
             inputs=tuple(tensor_spec(v) for v in whole.graph.input if v.name not in initialisers),
             outputs=tuple(tensor_spec(values.types.get(v.name, v)) for v in whole.graph.output),
@@ -248,8 +254,8 @@ def write_slices(
                     write_slice(graph, plan, target / ranks[-1].file)
         total = sum(map(tensor_bytes, initialisers.values()))
         check = _UNCHECKED
-        if random is not None:
-            reason = f"node {label(random)} draws random numbers, so no two runs are alike"
+        if random:
+            reason = f"{random} draws random numbers, so no two runs are alike"
             check = replace(check, reason=reason)
     report = Report(
         model=Path(in_words(str(path), str(path))).name,
@@ -273,7 +279,7 @@ def _check_ranks(tensor: int, pipeline: int) -> None:
 
 
 def _check_unsliced(model: ModelProto) -> None:
-    node = next(filter(is_collective, model.graph.node), None)
+    node = next(filter(is_collective, with_inner(model.graph.node)), None)
     if node is not None or any(entry.key == METADATA_KEY for entry in model.metadata_props):
         why = f", with the collective {label(node)}" if node else ""
         raise InvalidInputError(f"model: got a slice of a model{why}, expected a whole model")
