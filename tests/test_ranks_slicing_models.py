@@ -11,8 +11,7 @@ import pytest
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from mcinfer.ranks.slicing import rules
-from mcinfer.ranks.slicing.estimates import infer
-from mcinfer.ranks.slicing.graphs import Graph, View
+from mcinfer.ranks.slicing.graphs import Graph, View, infer
 from mcinfer.ranks.slicing.pipeline import cut_stages
 from mcinfer.ranks.slicing.placements import REPLICATED, Sharded
 from mcinfer.ranks.slicing.slicer import Report, slice_model
@@ -232,7 +231,7 @@ def test_attention_of_onnx_is_cut_by_heads(axes: int, keys: int, bias: Shape) ->
 
 def test_attention_whose_keys_have_too_few_heads_is_not_cut() -> None:
     model = attention("Attention", 2, q_num_heads=HEADS, kv_num_heads=2)
-    graph = Graph(model, infer(model).types)
+    graph = Graph(model, infer(model))
     [number] = [at for at, node in enumerate(graph.nodes) if node.op_type == "Attention"]
     forms = [(REPLICATED,)] * 3
     refused = rules.cut(View(graph, number, 4), 0, Sharded(2, (HEADS * SIZE,)), forms)

@@ -12,10 +12,9 @@ from onnx import ModelProto, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as pybind11_state
 
 from mcinfer.ranks.slicing import rules
-from mcinfer.ranks.slicing.estimates import infer
-from mcinfer.ranks.slicing.graphs import Graph, View, operator
+from mcinfer.ranks.slicing.graphs import Graph, View, infer, operator
 from mcinfer.ranks.slicing.placements import REPLICATED, Sharded
-from mcinfer.ranks.slicing.tensor import write_slices
+from mcinfer.ranks.slicing.tensor import slices_of
 from tests.lockstep import Arrays, models_of, run_slices, run_whole
 
 RANKS = (2, 3, 4, 5, 11)
@@ -147,11 +146,10 @@ def tried(model: ModelProto, feeds: Arrays, sizes: Sequence[int]) -> int:
         whole = run_whole(model, feeds)
     except UNSUPPORTED:
         return 0
-    values = infer(model)
-    graph, count = Graph(model, values.types), 0
+    graph, count = Graph(model, infer(model)), 0
     for ranks in sizes:
         for choice in cuts(graph, ranks):
-            slices = write_slices(graph, ranks, [choice], values)
+            slices = slices_of(graph, ranks, [choice])
             for got in run_slices(models_of(slices), feeds):
                 right = all(close(got[key], value) for key, value in whole.items())
                 assert right, (model.graph.name, ranks, choice)

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.ranks.slicing.estimates import Values, infer
-from mcinfer.ranks.slicing.graphs import Graph, tensor_bytes
+from mcinfer.ranks.slicing.graphs import Graph, infer, tensor_bytes
 from mcinfer.ranks.slicing.placements import Placement
 from mcinfer.ranks.slicing.search import Costs, Search
-from mcinfer.ranks.slicing.slicer import write_slices as write_files
+from mcinfer.ranks.slicing.slicer import write_slices
 from mcinfer.ranks.slicing.tensor import (
     CollectiveNode,
     ShardedWeight,
@@ -26,7 +25,7 @@ from mcinfer.ranks.slicing.tensor import (
     TensorSlices,
     WholeWeight,
     slice_tensor,
-    write_slices,
+    slices_of,
 )
 from tests.lockstep import models_of, run_slices, run_whole
 
@@ -781,7 +780,7 @@ def test_model_that_draws_random_numbers_is_refused_with_the_node(
     """Also with a seed: a run that one rank skips, such as a cancelled one, sets it apart for good."""
     onnx.save(drawing_model(body), tmp_path / "model.onnx")
     with pytest.raises(InvalidInputError, match=r"node (Random|Bern|Multi|Dro|Bi).* draws random"):
-        write_files(tmp_path / "model.onnx", tmp_path, tensor=2)
+        write_slices(tmp_path / "model.onnx", tmp_path, tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -799,7 +798,7 @@ def test_model_that_draws_random_numbers_is_refused_with_the_node(
 )
 def test_dropout_that_does_not_train_draws_nothing(tmp_path: Path, body: str) -> None:
     onnx.save(drawing_model(body), tmp_path / "model.onnx")
-    assert write_files(tmp_path / "model.onnx", tmp_path, tensor=2).ranks
+    assert write_slices(tmp_path / "model.onnx", tmp_path, tensor=2).ranks
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.5])
@@ -841,8 +840,8 @@ def test_report_has_the_bytes_of_collectives_whose_shape_is_known() -> None:
 class AnyCosts(Costs):
     """Costs that lead to any way through the graph: all ways are right."""
 
-    def __init__(self, graph: Graph, ranks: int, values: Values, rng: np.random.Generator) -> None:
-        super().__init__(graph, ranks, values)
+    def __init__(self, graph: Graph, ranks: int, rng: np.random.Generator) -> None:
+        super().__init__(graph, ranks)
         self._rng = rng
         self._drawn: dict[tuple[str, Placement], float] = {}
 
@@ -1007,9 +1006,8 @@ def test_any_way_to_cut_any_graph_is_right(
 ) -> None:
     rng = np.random.default_rng(seed)
     model = make(rng)
-    values = infer(model)
-    graph = Graph(model, values.types)
+    graph = Graph(model, infer(model))
     for _ in range(2):
-        choices = Search(graph, AnyCosts(graph, ranks, values, rng)).run()
-        check(model, slices=write_slices(graph, ranks, choices, values))
+        choices = Search(graph, AnyCosts(graph, ranks, rng)).run()
+        check(model, slices=slices_of(graph, ranks, choices))
     check(model, ranks)

@@ -1,9 +1,10 @@
 """ONNX graphs, read for cutting: nodes, constants, types and shapes. No weights are loaded."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from math import prod
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from onnx import (
 
 from mcinfer.errors import BuildError
 from mcinfer.ranks.slicing.placements import REPLICATED, Dims, Placement, Sharded
-from mcinfer.specs import ELEMENT_TYPES, TensorSpec, numpy_dtype
+from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, numpy_dtype
 
 MAIN_DOMAINS = ("", "ai.onnx")
 
@@ -33,6 +34,17 @@ _SMALL = 1024
 
 _SEARCHED = 1 << 16
 """Constants of at most so many elements are searched for infinities."""
+
+ASSUMED_BATCH = 1
+ASSUMED_SIZE = 64
+"""Sizes in place of symbols, where an example of a shape is needed: along the first axis, and along others.
+No result depends on them: they only choose among cuts."""
+
+_SENDABLE = {element.onnx for name, element in ELEMENT_TYPES.items() if name != STRING}
+_INTEGERS = {TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL}
+_MAX_SHAPE_ELEMENTS = 256
+_GUESSED_BITS = 32
+_GUESSED_BYTES = 1 << 20
 
 _COLLECTIVES = ("AllReduce", "AllGather", "AllToAll", "Distributed", "Nccl")
 
@@ -309,6 +321,134 @@ def _stand_in_of_matmul(
     return nodes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """What is known of the values of a graph.
+
+    Attributes:
+        types: By name, type and shape with the model's symbols.
+        shapes: By name, an example of a shape, in which symbols have the assumed sizes.
+        typical_bytes: Size of a value of unknown shape.
+    """
+
+    types: dict[str, ValueInfoProto]
+    shapes: dict[str, tuple[int, ...]]
+    typical_bytes: int
+
+    def is_sendable(self, name: str) -> bool:
+        """Whether it is known to be a tensor of elements of a fixed size."""
+        info = self.types.get(name)
+        return info is not None and info.type.tensor_type.elem_type in _SENDABLE
+
+    def is_like_a_shape(self, name: str) -> bool:
+        """Whether it is known to be a few integers, or one number."""
+        shape = self.shapes.get(name)
+        if shape is None or prod(shape) > _MAX_SHAPE_ELEMENTS or name not in self.types:
+            return False
+        tensor = self.types[name].type.tensor_type
+        fixed = _fixed(self.types[name])
+        return tensor.elem_type in _INTEGERS or (fixed is not None and prod(fixed) <= 1)
+
+    def bytes(self, name: str) -> int:
+        if name not in self.shapes:
+            return self.typical_bytes
+        kind = self.types[name].type.tensor_type.elem_type if name in self.types else 0
+        bits: int = prod(self.shapes[name]) * BITS.get(kind, _GUESSED_BITS)
+        return (bits + 7) // 8
+
+
+def infer(model: ModelProto) -> Values:
+    """Types and shapes of all values of the main graph, as far as they follow from the model.
+
+    Args:
+        model: With small constants in place; it is not changed.
+
+    Raises:
+        BuildError: The graph is not sound.
+    """
+    graph = model.graph
+    given = {value.name for value in (*graph.input, *graph.initializer)}
+    given |= {sparse.values.name for sparse in graph.sparse_initializer}
+    nodes = ordered_nodes(graph.node, given, [value.name for value in graph.output])
+    types = {
+        tensor.name: helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        for tensor in graph.initializer
+    }
+    types |= inferred(model, nodes=nodes, declared=(*graph.value_info, *graph.output))
+    sizes: dict[str, int] = {}
+    inputs = [_copied(value) for value in graph.input]
+    for value in inputs:
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if not dim.HasField("dim_value"):
+                size = ASSUMED_SIZE if axis else ASSUMED_BATCH
+                dim.dim_value = sizes.setdefault(dim.dim_param, size) if dim.dim_param else size
+    # Declared sizes may not fit these, and hide what inference finds; it knows nothing of other domains.
+    foreign = {name for node in nodes if node.domain not in MAIN_DOMAINS for name in node.output}
+    declared = [_copied(value) for value in graph.value_info if value.name in foreign]
+    for value in declared:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
+    shapes: dict[str, tuple[int, ...]] = {}
+    examples = inferred(model, nodes=nodes, inputs=inputs, declared=declared)
+    for value in (*examples.values(), *types.values()):
+        if value.name not in shapes and (shape := _fixed(value)) is not None:
+            shapes[value.name] = shape
+    known = Values(types=types, shapes=shapes, typical_bytes=_GUESSED_BYTES)
+    made = [known.bytes(name) for node in graph.node for name in node.output if name in shapes]
+    return replace(known, typical_bytes=int(median(made))) if made else known
+
+
+def _copied(value: ValueInfoProto) -> ValueInfoProto:
+    copy = ValueInfoProto()
+    copy.CopyFrom(value)
+    return copy
+
+
+def drop_false_shapes(model: ModelProto) -> None:
+    """Remove from `value_info` what contradicts the model: a runtime warns of it, but a cut would be wrong.
+
+    It comes from models that were edited after their export, such as to have a free batch.
+    """
+    found = inferred(model)
+    symbols = {
+        dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim
+    }
+    true = [
+        value
+        for value in model.graph.value_info
+        if value.name not in found or not _contradicts(value, found[value.name], symbols)
+    ]
+    model.graph.ClearField("value_info")
+    model.graph.value_info.extend(true)
+
+
+def _contradicts(value: ValueInfoProto, found: ValueInfoProto, symbols: set[str]) -> bool:
+    declared, inferred = value.type.tensor_type, found.type.tensor_type
+    if inferred.elem_type and declared.elem_type != inferred.elem_type:
+        return True
+    if not declared.HasField("shape") or not inferred.HasField("shape"):
+        return False
+    if len(declared.shape.dim) != len(inferred.shape.dim):
+        return True
+    return any(
+        one.HasField("dim_value")
+        and (
+            one.dim_value != other.dim_value
+            if other.HasField("dim_value")
+            else bool(other.dim_param) and other.dim_param in symbols
+        )
+        for one, other in zip(declared.shape.dim, inferred.shape.dim, strict=True)
+    )
+
+
+def _fixed(value: ValueInfoProto) -> tuple[int, ...] | None:
+    """A shape without symbols, or None."""
+    dims = dims_of(value)
+    sizes = tuple(dim for dim in dims or () if isinstance(dim, int))
+    return sizes if dims is not None and len(sizes) == len(dims) else None
+
+
 # A graph to be cut over ranks.
 
 
@@ -335,6 +475,7 @@ class Graph:
 
     Attributes:
         model: As given; not changed.
+        values: What is known of them; those of a larger model will do.
         nodes: In the model's order, without those that make constants, or `derived` ones.
         constants: Initialisers by name; data may be external.
         derived: Values that are a constant in other clothes, such as a transposed weight, by name.
@@ -343,10 +484,9 @@ class Graph:
         uses: For each value, the numbers of the nodes that take it, also inside of a subgraph.
     """
 
-    def __init__(self, model: ModelProto, types: Mapping[str, ValueInfoProto]) -> None:
-        """`types` are those of all values, as far as they are known."""
-        self.model = model
-        self._types = types
+    def __init__(self, model: ModelProto, values: Values) -> None:
+        self.model, self.values = model, values
+        self._types = values.types
         self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
         self.opset = max(
             (item.version for item in model.opset_import if item.domain in MAIN_DOMAINS),

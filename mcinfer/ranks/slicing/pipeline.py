@@ -19,6 +19,7 @@ each bound of the load in turn.
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +27,10 @@ from onnx import ModelProto, NodeProto
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.model_cache.onnx_files import RANDOM_OPERATORS, TRAINING_INPUT
-from mcinfer.ranks.slicing.estimates import Values, infer, operations
 from mcinfer.ranks.slicing.graphs import (
     MAIN_DOMAINS,
+    Values,
+    infer,
     ordered_nodes,
     qualified,
     subgraphs,
@@ -56,6 +58,18 @@ _OPERATIONS_PER_BYTE = 32
 
 _OPERATIONS_PER_VALUE = 200_000
 """The price of a value that is sent, whatever its size: some microseconds."""
+
+
+_OPERATIONS_PER_ELEMENT = 16
+"""An element of an operator that is bound by memory takes as long as so many multiplications."""
+
+_CONVOLUTIONS = {"Conv": 1, "FusedConv": 1, "ConvInteger": 1, "QLinearConv": 3, "NhwcFusedConv": 1}
+_MATRIX_PRODUCTS = {
+    *("MatMul", "Gemm", "FusedMatMul", "FusedGemm", "MatMulInteger", "MatMulIntegerToFloat"),
+    *("DynamicQuantizeMatMul", "QLinearMatMul", "MatMulNBits", "QGemm"),
+}
+_RECURRENT = {"LSTM", "GRU", "RNN"}
+_ATTENTION = {"Attention", "MultiHeadAttention", "GroupQueryAttention"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +183,7 @@ class _Graph:
     def operations(self, at: int) -> int:
         """The estimate for a node."""
         elements = sum(self.weights.get(name, 0) for name in self.uses[at]) // 4
-        return operations(self.nodes[at], self.values, elements)
+        return _operations(self.nodes[at], self.values, elements)
 
 
 def _is_repeatable(node: NodeProto) -> bool:
@@ -177,6 +191,45 @@ def _is_repeatable(node: NodeProto) -> bool:
     draws = qualified(node) in RANDOM_OPERATORS or qualified(node) in TRAINING_INPUT
     known = node.domain in MAIN_DOMAINS and not draws
     return known and not any(True for _ in subgraphs(node))
+
+
+def _operations(node: NodeProto, values: Values, weight_elements: int) -> int:
+    """About how many multiplications and additions a node takes; at least 1.
+
+    Args:
+        node: Its subgraphs are not looked at.
+        values: Of the graph.
+        weight_elements: Elements of the weights that it takes: these count where shapes are not known.
+    """
+    shapes = [values.shapes.get(name) for name in node.input]
+    made = values.shapes.get(node.output[0]) if node.output else None
+    products = _products(node, shapes, made)
+    if products is None and made is None:
+        return max(1, 2 * weight_elements)
+    elements = prod(made) if made is not None else 0
+    return max(1, 2 * (products or 0) + _OPERATIONS_PER_ELEMENT * elements)
+
+
+def _products(
+    node: NodeProto, shapes: Sequence[tuple[int, ...] | None], made: tuple[int, ...] | None
+) -> int | None:
+    """How many products of two elements an operator sums; None where it is no such one, or not known."""
+    kind, first = node.op_type, shapes[0] if shapes else None
+    if kind == "ConvTranspose" and first and len(shapes) > 1 and shapes[1]:
+        return prod(first) * prod(shapes[1][1:])
+    if made is None:
+        return None
+    place = _CONVOLUTIONS.get(kind)
+    if place is not None and len(shapes) > place and shapes[place]:
+        return prod(made) * prod((shapes[place] or ())[1:])
+    if kind in _MATRIX_PRODUCTS and first:
+        swapped = any(a.name == "transA" and a.i for a in node.attribute)
+        return prod(made) * first[0 if swapped else -1]
+    if kind in _RECURRENT and first and len(shapes) > 2:
+        return prod(first[:2]) * sum(prod(shape) for shape in shapes[1:3] if shape)
+    if kind in _ATTENTION and first and len(first) > 1:
+        return 2 * prod(made) * first[-2]
+    return None
 
 
 # Where to cut.

@@ -20,7 +20,6 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from mcinfer.ranks.slicing import rules
-from mcinfer.ranks.slicing.estimates import Values
 from mcinfer.ranks.slicing.graphs import Graph, View, captured, tensor_bytes
 from mcinfer.ranks.slicing.placements import (
     PARTIAL,
@@ -80,11 +79,10 @@ class Costs:
     Args:
         graph: The graph.
         ranks: How many parts it is cut in.
-        values: Estimates for the graph.
     """
 
-    def __init__(self, graph: Graph, ranks: int, values: Values) -> None:
-        self._graph, self.ranks, self._values = graph, ranks, values
+    def __init__(self, graph: Graph, ranks: int) -> None:
+        self._graph, self.ranks = graph, ranks
 
     def kept(self, name: str, placement: Placement) -> float:
         """Of an initialiser, in one rank."""
@@ -100,7 +98,7 @@ class Costs:
             times = (
                 4 if self._graph.is_narrow(name) else 2
             )  # terms of narrow floats are sent as float32
-        sent = times * self._values.bytes(name) * (self.ranks - 1) / self.ranks
+        sent = times * self._graph.values.bytes(name) * (self.ranks - 1) / self.ranks
         return SENT_WEIGHT * (sent + COLLECTIVE_BYTES)
 
 

@@ -41,8 +41,17 @@ from mcinfer.private import OthersError, in_words, inherited, opened_place
 with requires("cutting a model needs the package onnx: pip install 'mcinfer[onnx]'", "onnx"):
     from onnx import ModelProto
 
-from mcinfer.ranks.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, drop_false_shapes, infer
-from mcinfer.ranks.slicing.graphs import is_collective, label, tensor_bytes, tensor_spec, with_inner
+from mcinfer.ranks.slicing.graphs import (
+    ASSUMED_BATCH,
+    ASSUMED_SIZE,
+    drop_false_shapes,
+    infer,
+    is_collective,
+    label,
+    tensor_bytes,
+    tensor_spec,
+    with_inner,
+)
 from mcinfer.ranks.slicing.pipeline import Stage, cut_stages
 from mcinfer.ranks.slicing.plans import METADATA_KEY, REPORT_FILE, VERSION, RankPlan, rank_folder
 from mcinfer.ranks.slicing.segments import RankGraph

@@ -24,11 +24,12 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.ranks.slicing import rules
-from mcinfer.ranks.slicing.estimates import Values, infer
 from mcinfer.ranks.slicing.graphs import (
     Graph,
+    Values,
     View,
     captured,
+    infer,
     label,
     operator,
     own_names,
@@ -170,17 +171,13 @@ def slice_tensor(model: ModelProto, size: int, values: Values | None = None) -> 
         del whole.graph.initializer[:]
         recipes = tuple(Recipe(name=t.name, source=t) for t in model.graph.initializer)
         return TensorSlices(graph=RankGraph(model=whole), recipes=(recipes,), report=StageReport())
-    values = infer(model) if values is None else values
-    graph = Graph(model, values.types)
-    choices = Search(graph, Costs(graph, size, values)).run()
-    return write_slices(graph, size, choices, values)
+    graph = Graph(model, infer(model) if values is None else values)
+    return slices_of(graph, size, Search(graph, Costs(graph, size)).run())
 
 
-def write_slices(
-    graph: Graph, size: int, choices: Sequence[Choice], values: Values
-) -> TensorSlices:
+def slices_of(graph: Graph, size: int, choices: Sequence[Choice]) -> TensorSlices:
     """The slices for one choice for each node, whichever they are."""
-    return _Writer(graph, size, choices, values).write()
+    return _Writer(graph, size, choices).write()
 
 
 @dataclass(slots=True)
@@ -191,7 +188,6 @@ class _Writer:
         graph: The whole graph.
         size: How many ranks.
         choices: By node.
-        values: Estimates for the report.
         nodes: Of the ranks' graph so far.
         exchanges: Of the ranks' graph so far, each with the number of nodes before it.
         there: The names in the ranks' graph, by value and how it is there.
@@ -207,7 +203,6 @@ class _Writer:
     graph: Graph
     size: int
     choices: Sequence[Choice]
-    values: Values
     nodes: list[NodeProto] = field(default_factory=list)
     exchanges: list[tuple[int, Exchange]] = field(default_factory=list)
     there: dict[tuple[str, Placement], str] = field(default_factory=dict)
@@ -437,7 +432,7 @@ class _Writer:
         known = dims is not None and len(sizes) == len(dims) and kind
         count = tensor_bytes(TensorProto(dims=sizes, data_type=kind)) if known else None
         wider = 1 + (kind != own)
-        self.collective_bytes += self.values.bytes(name) * wider if count is None else count
+        self.collective_bytes += self.graph.values.bytes(name) * wider if count is None else count
         self.collectives.append(
             CollectiveNode(
                 operator=named,
