@@ -7,22 +7,19 @@ import os
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from concurrent.futures import Future
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from types import NoneType
-from typing import Any, NoReturn, Protocol, Self, cast, runtime_checkable
+from typing import Any, NoReturn, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from mcinfer.cards.tensors import CardMemory, card_of, check_types, cupy
 from mcinfer.checks import check_count, check_seconds
 from mcinfer.config import (
     BALANCES,
@@ -54,32 +51,27 @@ from mcinfer.errors import (
     say_once,
 )
 from mcinfer.machine import cores_near, usable_memory, whole_cpus
-from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.private import IN_MEMORY, ModelInMemory
 from mcinfer.protocol import Build, TensorFields, encode
 from mcinfer.requests.future import OutcomeFuture
-from mcinfer.requests.planner import Planner
-from mcinfer.requests.request import NO_WEIGHTS, Arrays, Inputs, Request, pick
-from mcinfer.requests.splitting import Known, OutgrownError, Splitter, Verify
+from mcinfer.requests.learning import Learner
+from mcinfer.requests.planner import HostPlace, Planner, cards
+from mcinfer.requests.request import NO_WEIGHTS, Arrays, Call, Inputs
+from mcinfer.requests.splitting import Verify
 from mcinfer.requests.waiting_threads import WaitingThreads
-from mcinfer.requests.weights import WeightVersion
 from mcinfer.runtime.loop import Loop
 from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.scheduler.balance import Balance
-from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
+from mcinfer.sharding import Axes, SaidAxes, Split
 from mcinfer.specs import ModelDescription, ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.statistics import Health, Statistics, TraceHook
 
 _log = logging.getLogger("mcinfer.master")
 
-_MAX_SPLITTERS = 64  # sets of axes that calls say, of which it is remembered what was learned
-
 _PIECES_OF_A_STAGE = 4
 """Into how many pieces per stage a batch is cut for a pipeline: p stages work for m of m + p - 1 steps."""
 
-_CHECK_SECONDS = 10.0
-_CHECK_FACTOR = 10.0
-"""Each further run of a check has so many seconds, and so many times what the first took."""
+_T = TypeVar("_T")
 
 
 @runtime_checkable
@@ -193,7 +185,7 @@ class Master:
             expected = " or ".join(map(repr, BALANCES))
             raise InvalidInputError(f"balance: got {balance!r}, expected {expected}")
         self._verify: Verify = verify
-        self._said = _said(batch_axes, output_axes)
+        self._said = SaidAxes.of(batch_axes, output_axes)
         check_count("max_batch_size", max_batch_size, 1)
         check_seconds("max_delay", max_delay)
         self._max_batch_size = max_batch_size
@@ -274,14 +266,10 @@ class Master:
             device.kind in ("cpu", INLINE) for device in chosen
         )
         self._engine = engine
-        self._identity = ""
-        self._whole = ""
-        self._splitters: dict[str, Splitter] = {}
-        self._splitter: Splitter | None = None
-        self._said_apart = False
         self._model: ModelSpec | None = None
         self._description = ModelDescription()
         self._planner: Planner | None = None
+        self._learner: Learner | None = None
         # At interpreter exit the loop closes itself; this is for a master that becomes garbage.
         self._waiting = WaitingThreads()
         self._finalizer = weakref.finalize(self, _abandon, self._loop, self._waiting)
@@ -351,25 +339,34 @@ class Master:
                 overridable=_specs(built.overridable),
                 provider_options=built.provider_options,
             )
-            self._identity = built.model
-            if built.random:
-                self._whole = f"{built.random} draws random numbers"
-            self._splitter = self._new_splitter(model, self._said)
-            if built.seeded and not self._said.inputs:
-                seeds = "from a seed with which each worker would draw the same ones"
-                self._splitter.warn(f"{self._whole}, {seeds}")
-            self._model = model
+            whole = f"{built.random} draws random numbers" if built.random else ""
             loop = self._loop
-            self._planner = Planner(
+            planner = Planner(
                 model,
-                loop.arena,
-                loop.allocate,
-                self._max_batch_size,
-                weights,
+                HostPlace(loop.arena, loop.allocate, loop.frames),
                 loop,
+                limits=self._limits,
+                max_rows=self._max_batch_size,
+                weights=weights,
                 remembers=self._remembers,
             )
-            loop.frames = self._planner
+            self._learner = Learner(
+                model,
+                planner,
+                self._waiting,
+                said=self._said,
+                verify=self._verify,
+                engine=self._engine,
+                identity=built.model,
+                whole=whole,
+                most_joined=self._max_batch_size,
+                advised=self._workers if self._may_advise else 0,
+            )
+            if built.seeded and not self._said.inputs:
+                seeds = "from a seed with which each worker would draw the same ones"
+                self._learner.splitter.warn(f"{whole}, {seeds}")
+            self._model = model
+            self._planner = planner
         except BaseException:
             self.close()
             raise
@@ -579,38 +576,11 @@ class Master:
                 "predict() was called in a future's callback, which runs in the thread that the "
                 "answer needs: use submit() there"
             )
-        call = self._call(
-            inputs, timeout, batch_axes, output_axes, shards, priority, outputs, outputs_on
+        return self._answer(
+            *self._call(
+                inputs, timeout, batch_axes, output_axes, shards, priority, outputs, outputs_on
+            )
         )
-        request: Request | None = None
-        try:
-            if call.known.open and self._learns_from(call):
-                return self._learn_from(call, _CheckRuns(self, call))
-            if self._max_batch_size > 1 and call.joins and not call.known.settled:
-                return self._predict_offered(call)
-            try:
-                request = self._request(call, may_wait=True)
-            except OutgrownError:
-                request = None
-            if request is None:
-                return self._learn_from(call, _CheckRuns(self, call))
-            self._loop.enter(request, wait=False)
-            self._loop.await_answer(request)
-            answer = request.result()
-            request.let_go()  # a trace hook may still have to hear of it
-            return answer
-        except PredictError as exc:
-            if request is None or not _may_run_whole(len(request.rows), call, exc):
-                raise
-            return self._run_whole(call, exc)
-        except BaseException:
-            # Ctrl-C while waiting: the workers need not go on.
-            if request is not None and not request.settled:
-                self._loop.forget(request)
-            raise
-        finally:
-            call.weights = NO_WEIGHTS
-            del request  # the error that this may raise must not hold what holds it
 
     def _predict_cancellable(
         self,
@@ -623,39 +593,9 @@ class Master:
 
         `offer` is called before each wait with a function that ends it, which any thread may call.
         """
-        call = self._call(inputs, None, None, None, None, 0, outputs, outputs_on)
-        runs = _CheckRuns(self, call)
-        future: OutcomeFuture[Arrays] | None = None
-        try:
-            if call.known.open and self._learns_from(call):
-                offer(runs.cancel)
-                return self._learn_from(call, runs)
-            try:
-                future = self._submit(call)
-            except OutgrownError:
-                future = None
-            if future is None:
-                offer(runs.cancel)
-                return self._learn_from(call, runs)
-            offer(future.cancel)
-            try:
-                return future.result()
-            except PredictError as exc:
-                if not _may_run_whole(len(cast("Request", future.outcome).rows), call, exc):
-                    raise
-                offer(runs.cancel)
-                return self._run_whole(call, exc, runs)
-        except McinferError:
-            if runs.cancelled:
-                raise CancelledError from None
-            raise
-        except BaseException:  # Ctrl-C while waiting
-            if future is not None:
-                future.cancel()
-            raise
-        finally:
-            call.weights = NO_WEIGHTS
-            del future  # as in `predict`
+        planner, learner, call = self._call(inputs, None, None, None, None, 0, outputs, outputs_on)
+        call.offer = offer
+        return self._answer(planner, learner, call)
 
     def submit(
         self,
@@ -685,11 +625,11 @@ class Master:
             McinferError: InvalidInputError, QueueFullError, MissingDependencyError or ClosedError as
                 `predict`, before the request is queued.
         """
-        call = self._call(
+        _, learner, call = self._call(
             inputs, timeout, batch_axes, output_axes, 1, priority, outputs, outputs_on
         )
         try:
-            return self._submit(call)
+            return learner.submit(call)
         finally:
             call.weights = NO_WEIGHTS
 
@@ -750,49 +690,52 @@ class Master:
         The event loop's thread checks and copies the inputs before the first wait, to ordinary memory if no
         shared memory is free. Arrays from `allocate`, and tensors on cards, are borrowed until it is done.
         """
-        call = self._call(
+        planner, learner, call = self._call(
             inputs, timeout, batch_axes, output_axes, shards, priority, outputs, outputs_on
         )
+        call.keeps = True
         future: OutcomeFuture[Arrays] | None = None
         try:
-            if call.known.open and self._learns_from(call):
-                return await self._learn_async(call)
+            if call.known.open and learner.teaches(call):
+                return await self._in_thread(call, partial(self._answer, planner, learner, call))
             try:
-                future = self._submit(call, wait=False, keep=True)
+                future = learner.submit(call, wait=False)
             except QueueFullError:
                 if "wait" not in (self._limits.when_full, self._limits.when_queue_full):
                     raise
                 # Waiting for room would stop the event loop; and not with memory in hand.
-                call.inputs = call.planner.copies(inputs)
-                submit = partial(self._submit, call)
+                call.inputs = planner.copies(inputs)
+                submit = partial(learner.submit, call)
                 future = await self._wait_for_room(submit, call.start + call.timeout)
-            except OutgrownError:
-                future = None
-            if future is None:
-                return await self._learn_async(call)
             return await asyncio.wrap_future(future)
         except PredictError as exc:
-            request = None if future is None else cast("Request", future.outcome)
-            if request is None or not _may_run_whole(len(request.rows), call, exc):
+            if not learner.may_rescue(call, exc):
                 raise
-            run_whole = partial(self._run_whole, call, exc)
-            return await asyncio.wrap_future(self._waiting.submit(run_whole))
+            answer = await self._in_thread(call, partial(learner.rescue, call, exc))
+            if answer is None:
+                raise
+            return answer
         finally:
             call.weights = NO_WEIGHTS
-            request = future = None  # as in `predict`
+            future = None  # as in `predict`
 
-    async def _learn_async(self, call: "_Call") -> Arrays:
-        """`_learn_from` in a thread, which gets copies of the inputs."""
-        call.inputs = [*map(np.array, call.planner.host_arrays(call.inputs, call.timeout))]
-        runs = _CheckRuns(self, call)
-        learned = self._waiting.submit(partial(copy_context().run, self._learn_from, call, runs))
+    async def _in_thread(self, call: Call, answer: Callable[[], _T]) -> _T:
+        """Answer a call in a thread, by copies of its inputs; cancelling the task cancels the call."""
+        planner, _ = self._ready()
+        if not call.rows:  # else it has run in pieces, and has copies
+            call.inputs = [*map(np.array, planner.host_arrays(call.inputs, call.timeout))]
+        ends: list[Callable[[], object]] = []
+        call.offer = ends.append
+        answered = self._waiting.submit(answer)
         try:
-            return await asyncio.wrap_future(learned)
+            return await asyncio.wrap_future(answered)
         except BaseException:
-            runs.cancel()
+            call.cancelled = True  # before it looks: the thread may not have offered yet
+            for end in ends:
+                end()
             raise
         finally:
-            del learned
+            del answered
 
     async def _wait_for_room(
         self, submit: "Callable[[], OutcomeFuture[Arrays]]", deadline: float
@@ -823,9 +766,10 @@ class Master:
 
         Axes that a single call gives do not count here. `ClosedError` before `start`.
         """
-        splitter = self._splitter_for(None, None)
-        weights = None if self._planner is None else self._planner.weights.current
-        return splitter.known_for(0 if weights is None else weights.rechecks).split
+        self._spec()
+        if self._planner is None or self._learner is None:
+            raise ClosedError("the master is still starting")
+        return self._learner.splitter.known_for(self._planner.weights.current.rechecks).split
 
     def learn(
         self,
@@ -854,11 +798,9 @@ class Master:
         """
         if not self._loop.may_wait():
             raise McinferError("learn() was called in a future's callback, where nothing may wait")
-        call = self._call(example, timeout, batch_axes, output_axes, None, 0, None)
-        runs, arrays = _CheckRuns(self, call), self._ready().host_arrays(example, call.timeout)
-        rechecks, pieces = call.weights.rechecks, max(2, call.pieces)
+        _, learner, call = self._call(example, timeout, batch_axes, output_axes, None)
         try:
-            return call.splitter.relearn(rechecks, arrays, pieces, runs, call.timeout)
+            return learner.relearn(call)
         finally:
             call.weights = NO_WEIGHTS
 
@@ -885,9 +827,9 @@ class Master:
         while True:
             self.predict(example, timeout=max(0.0, end - monotonic()))
             left = max(0.0, end - monotonic())
-            call = self._call(example, left, None, None, 1, 0, None)
-            parts = replace(call, limited=False)  # or only one at a time might have a place
-            for future in [self._submit(parts) for _ in before]:
+            _, learner, call = self._call(example, left, None, None, 1)
+            call.limited = False  # or only one at a time might have a place
+            for future in [learner.submit(call) for _ in before]:
                 future.result()
             workers = self.statistics().workers
             serving = [w for w in workers if w.state in ("ready", "busy") and not w.spare]
@@ -917,8 +859,9 @@ class Master:
             MissingDependencyError: The package cuda-bindings or CuPy is not installed.
             ClosedError: The master is not started, or closed.
         """
-        memory = None if device is None else self._card(device, "device")
-        return self._ready().allocate(shapes, 0.0, memory)
+        planner, _ = self._ready()
+        place = None if device is None else self._place(device, "device")
+        return planner.allocate(shapes, 0.0, place)
 
     @property
     def weights(self) -> tuple[TensorSpec, ...]:
@@ -951,12 +894,12 @@ class Master:
             PredictError: The system has no shared memory left.
             ClosedError: The master is not started, or closed.
         """
-        store = self._ready().weights
+        planner, _ = self._ready()
         if timeout is not None:
             check_seconds("timeout", timeout)
         waits = self._limits.when_full == "wait" and self._loop.may_wait()
         seconds = self._timeouts.predict if timeout is None else timeout
-        return store.update(weights, seconds if waits else 0.0)
+        return planner.weights.update(weights, seconds if waits else 0.0)
 
     def statistics(self) -> Statistics:
         """A snapshot of the counts so far; also after `close`.
@@ -967,11 +910,12 @@ class Master:
         version = 0 if self._planner is None else self._planner.weights.current.number
         return self._loop.statistics(version)
 
-    def _ready(self, *, for_request: bool = False) -> Planner:
+    def _ready(self, *, for_request: bool = False) -> tuple[Planner, Learner]:
         self._loop.check_open(for_request=for_request)
-        if self._planner is None:
+        planner, learner = self._planner, self._learner
+        if planner is None or learner is None:
             raise ClosedError("the master is still starting")
-        return self._planner
+        return planner, learner
 
     # A call on its way.
 
@@ -982,17 +926,17 @@ class Master:
         batch_axes: Axes | None,
         output_axes: Axes | None,
         pieces: int | None,
-        priority: int,
-        outputs: Sequence[str] | None,
+        priority: int = 0,
+        outputs: Sequence[str] | None = None,
         outputs_on: str = "host",
-    ) -> "_Call":
-        """The arguments of a request, all checked except the inputs."""
+    ) -> tuple[Planner, Learner, Call]:
+        """What answers a request, and its arguments, all checked except the inputs."""
         if outputs is not None:
             self._check_outputs(outputs)
-        card = None if outputs_on == "host" else self._output_card(outputs_on, outputs)
+        place = None if outputs_on == "host" else self._output_place(outputs_on, outputs)
         if type(priority) is not int:
             raise InvalidInputError(f"priority: got {priority!r}, expected an int")
-        planner = self._ready(for_request=True)
+        planner, learner = self._ready(for_request=True)
         if timeout is None:
             timeout = self._timeouts.predict
         else:
@@ -1004,15 +948,14 @@ class Master:
             pieces, balance = self._pieces * max(1, self._loop.serving), self._balance
         else:
             check_count("shards", pieces, 1)
-        splitter = self._splitter
-        if splitter is None or batch_axes is not None or output_axes is not None:
-            splitter = self._splitter_for(batch_axes, output_axes)
+        splitter = learner.splitter
+        if batch_axes is not None or output_axes is not None:
+            splitter = learner.splitter_for(batch_axes, output_axes)
         weights, known = planner.weights.current, splitter.known
         if known.rechecks != weights.rechecks:
             known = splitter.known_for(weights.rechecks)
-        return _Call(
+        call = Call(
             inputs,
-            planner,
             splitter,
             known,
             weights,
@@ -1022,24 +965,37 @@ class Master:
             timeout,
             priority,
             outputs,
-            card,
+            place,
             balance,
+            None if self._trace is None else copy_context(),
         )
+        return planner, learner, call
 
-    def _output_card(self, outputs_on: str, outputs: Sequence[str] | None) -> CardMemory:
-        specs = self._spec().outputs
-        check_types([s for s in specs if outputs is None or s.name in outputs], "outputs_on")
-        return self._card(outputs_on, "outputs_on")
-
-    def _card(self, text: str, name: str) -> CardMemory:
-        """The card that an argument of this name says."""
-        device = card_of(text, name, [Device.parse(device) for device in self._devices])
-        self._ready()
-        cupy()
+    def _answer(self, planner: Planner, learner: Learner, call: Call) -> Arrays:
+        """Answer a call: learn from it, or hand it on."""
         try:
-            return self._loop.card(device)
-        except BuildError as exc:
-            raise InvalidInputError(f"{name}: got {text!r}: {exc}") from exc
+            if call.known.open and (answer := learner.answer(call)) is not None:
+                return answer
+            try:
+                return planner.predict(call)
+            except PredictError as exc:
+                rescued = learner.rescue(call, exc)
+                if rescued is None:
+                    raise
+                return rescued
+        finally:
+            call.weights = NO_WEIGHTS
+
+    def _output_place(self, outputs_on: str, outputs: Sequence[str] | None) -> Any:
+        specs = self._spec().outputs
+        wanted = [spec for spec in specs if outputs is None or spec.name in outputs]
+        return self._place(outputs_on, "outputs_on", wanted)
+
+    def _place(self, text: str, name: str, specs: Sequence[TensorSpec] = ()) -> Any:
+        """The card that an argument of this name says, for tensors like these."""
+        self._ready()
+        pool = [Device.parse(device) for device in self._devices]
+        return cards().open_place(text, name, specs, pool, self._loop)
 
     def _check_outputs(self, outputs: Sequence[str]) -> None:
         names = [spec.name for spec in self._spec().outputs]
@@ -1048,317 +1004,6 @@ class Master:
         for name in outputs:
             if name not in names:
                 raise InvalidInputError(f"outputs: got {name!r}, expected some of {names}")
-
-    def _splitter_for(self, batch_axes: Axes | None, output_axes: Axes | None) -> Splitter:
-        """The splitter for these axes; they override those of the master."""
-        model, splitter = self._spec(), self._splitter
-        if splitter is None:
-            raise ClosedError("the master is still starting")
-        if batch_axes is None and output_axes is None:
-            return splitter
-        call = _said(batch_axes, output_axes)
-        # Values as text: what is no axis may not be hashable either, and True is not 1.
-        key = repr([sorted(axes.items(), key=repr) for axes in (call.inputs, call.outputs)])
-        splitter = self._splitters.get(key)
-        if splitter is None:
-            said = SaidAxes(
-                inputs={**self._said.inputs, **call.inputs},
-                outputs={**self._said.outputs, **call.outputs},
-            )
-            splitter = self._new_splitter(model, said)
-            if len(self._splitters) >= _MAX_SPLITTERS:
-                self._splitters.clear()
-            self._splitters[key] = splitter
-        return splitter
-
-    def _new_splitter(self, model: ModelSpec, said: SaidAxes) -> Splitter:
-        about = {"engine": self._engine, "inputs": dict(said.inputs), "outputs": dict(said.outputs)}
-        said.check(model)
-        record = SplitRecord(self._identity if self._verify != "never" else "", about)
-        return Splitter(
-            model,
-            said,
-            verify=self._verify,
-            whole=self._whole,
-            recorded=record.read(),
-            record=record.write,
-        )
-
-    def _learns_from(self, call: "_Call") -> bool:
-        """Whether this request will show how its batch is split."""
-        if call.pieces <= 1:
-            return False
-        arrays = call.planner.arrays(call.inputs)
-        call.inputs = arrays
-        shapes = tuple(array.shape for array in arrays)
-        return not call.splitter.busy and call.splitter.teaches(call.known, shapes)
-
-    def _learn_from(self, call: "_Call", runs: "_CheckRuns") -> Arrays:
-        """Answer a request by a whole run, and learn from it."""
-        pieces = max(2, call.pieces)  # as many as later requests have
-
-        def split_run(known: Known) -> Arrays:
-            outcome = runs.in_pieces(known, pieces)
-            if isinstance(outcome, McinferError):
-                raise outcome
-            return outcome
-
-        # If it has outgrown a split, there is to be time for its pieces, too.
-        runs.share = 0.5 if call.known.splits else 1.0
-        arrays = call.planner.host_arrays(call.inputs, call.timeout)
-        answer = call.splitter.answer(call.known, arrays, pieces, runs, split_run)
-        return self._as_wanted(call, answer)
-
-    def _advise(self, whole: float, in_pieces: float) -> None:
-        """Say that one worker is faster, if a request's pieces took longer than its whole run on one."""
-        if self._may_advise and in_pieces > whole:
-            self._may_advise = False
-            _log.info(
-                "a request took %.3g ms whole on one worker, and %.3g ms in pieces on %d workers: devices=1 "
-                "is faster for single requests of this size",
-                *(1e3 * whole, 1e3 * in_pieces, self._workers),
-            )
-
-    def _predict_offered(self, call: "_Call") -> Arrays:
-        """Answer a request that may show, with another, whether such requests can be joined."""
-        future = self._submit(call)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-        finally:
-            del future  # as in `predict`
-
-    def _run_whole(
-        self, call: "_Call", failure: PredictError, runs: "_CheckRuns | None" = None
-    ) -> Arrays:
-        """Run a request whole after its pieces failed, or raise the failure again."""
-        call.limited = False
-        runs = runs or _CheckRuns(self, call)
-        (whole,) = runs([call.planner.host_arrays(call.inputs, call.timeout)])
-        if isinstance(whole, McinferError):
-            raise failure
-        call.splitter.withdraw(f"a piece of a batch fails where the whole runs ({failure})")
-        return self._as_wanted(call, whole)
-
-    def _as_wanted(self, call: "_Call", answer: Arrays) -> Arrays:
-        """An answer with the outputs that the call wants, where it wants them."""
-        answer = pick(answer, call.outputs)
-        if call.outputs_on is None:
-            return answer
-        specs = [spec for spec in self._spec().outputs if spec.name in answer]
-        return pick(call.outputs_on.upload(specs, answer, call.timeout), call.outputs)
-
-    def _submit(
-        self, call: "_Call", *, wait: bool = True, keep: bool = False
-    ) -> "OutcomeFuture[Arrays]":
-        """Queue a request; with `keep` its pieces may have to run again as a whole, by `call.inputs`."""
-        request = self._request(call, wait=wait, may_wait=self._loop.may_wait())
-        future = OutcomeFuture(request, self._loop)
-        if keep and len(request.rows) > 1 and call.known.split.checked:
-            call.inputs = call.planner.copies(call.inputs, request)
-        if not request.settled:  # a batch of no rows is answered already
-            self._loop.enter(request, wait=wait)
-        if call.joins and call.known.most_joined < self._max_batch_size:
-            self._offer(call, request)
-        return future
-
-    def _offer(self, call: "_Call", request: Request) -> None:
-        """Compare requests, each by itself, with one joined run of all."""
-        most = self._max_batch_size
-        on_host = call.outputs_on is None
-        if not request.rows or not on_host or call.apart or self._verify != "first":
-            return
-        if sum(request.rows) >= most:  # which is never joined
-            return
-        arrays = call.planner.host_arrays(call.inputs, call.timeout)
-        offered = call.splitter.offer(call.known, call.weights.number, arrays, most)
-        if offered is not None:
-            runs = _CheckRuns(self, replace(call), late=True)
-            learn = call.splitter.learn_from_offers
-            self._waiting.submit(partial(learn, call.known, offered, runs))
-
-    def _request(self, call: "_Call", *, wait: bool = True, may_wait: bool) -> Request:
-        """The request, with its inputs in shared memory."""
-        planner, known, limits = call.planner, call.known, self._limits
-        memory_wait = 0.0
-        if wait and may_wait and limits.when_full == "wait":
-            memory_wait = max(0.0, call.start + call.timeout - monotonic())
-        pieces = call.pieces if known.settled else 1
-        if pieces > 1 and not known.splits:
-            call.splitter.warn_if_whole()
-        shares = None
-        if call.balance is not None and pieces > 1:
-            shares = call.balance.take_shares()
-        joinable = call.joins and known.splits and not call.apart
-        try:
-            request = planner.request(
-                call.inputs,
-                shares or pieces,
-                None if call.apart else known,
-                memory_wait,
-                weights=call.weights,
-                joinable=joinable,
-                outputs_on=call.outputs_on,
-                card_timeout=call.timeout,
-            )
-        except BaseException:
-            if call.balance is not None and shares is not None:
-                call.balance.give_back(shares)
-            raise
-        if call.balance is not None and shares is not None and len(request.preferred) < 2:
-            call.balance.give_back(shares)
-        if self._max_batch_size > 1 and call.joins and known.settled and not call.apart:
-            if not known.splits:
-                call.splitter.warn_if_whole()
-            elif planner.apart and not self._said_apart:
-                self._said_apart = True
-                _log.warning("requests are not joined to one run: %s", planner.apart)
-        request.called, request.timeout = call.start, call.timeout
-        request.priority = call.priority
-        if call.outputs is not None:
-            request.want(call.outputs)
-        request.contradicted = call.splitter.withdraw
-        request.waits = may_wait and limits.when_queue_full == "wait"
-        request.limited = call.limited
-        if self._trace is not None and call.traced:
-            request.context = copy_context()
-        return request
-
-
-@dataclass(slots=True)
-class _Call:
-    """The arguments of one request.
-
-    Attributes:
-        known: What is known of the split, for these weights.
-        weights: The version that it runs with; none after the call, since errors that are kept hold it.
-        pieces: Most shards that it is cut into.
-        balance: Says what each worker is to get of it; None if all are to get the same.
-        joins: Whether it may go in one run with others.
-        start: When the call came; `timeout` seconds count from then on.
-        outputs_on: The card for the outputs; None is the host.
-        apart: Whether it is a run of a check: whole, and not joined with others.
-        traced: Whether to call the trace hook.
-        limited: Whether there must be a place in the queue for it; not for a part of an accepted request.
-    """
-
-    inputs: Inputs
-    planner: Planner
-    splitter: Splitter
-    known: Known
-    weights: WeightVersion
-    pieces: int
-    joins: bool
-    start: float
-    timeout: float
-    priority: int
-    outputs: Sequence[str] | None
-    outputs_on: CardMemory | None = None
-    balance: Balance | None = None
-    apart: bool = False
-    traced: bool = True
-    limited: bool = True
-
-
-class _CheckRuns:
-    """Runs requests whole, for one check of `call`, all at once.
-
-    The first run is the answer to `call` and has its time, or that `share` of it; its duration limits the
-    others, which are not traced. With `late`, the call has its answer already, and its time counts from the
-    first run on.
-    """
-
-    def __init__(self, master: Master, call: _Call, *, late: bool = False) -> None:
-        self._master = master
-        self._call = call
-        self._late = late
-        self._first_seconds: float | None = None
-        self._futures: list[Future[Arrays]] = []
-        self.share = 1.0
-        self.cancelled = False
-
-    def __call__(self, requests: Sequence[Sequence[NDArray[Any]]]) -> list[Arrays | McinferError]:
-        """Run all at once and wait; a failed run has its error in the place of an answer."""
-        began = monotonic()
-        first = self._first_seconds is None
-        if first and self._late:
-            self._call = replace(self._call, start=began)
-        start, timeout = self._call.start, self._call.timeout
-        if first:
-            timeout *= self.share
-        else:
-            most = _CHECK_SECONDS + _CHECK_FACTOR * (self._first_seconds or 0.0)
-            start, timeout = began, min(max(0.0, start + timeout - began), most)
-        call = replace(
-            self._call,
-            pieces=1,
-            balance=None,
-            outputs=None,
-            outputs_on=None,
-            start=start,
-            timeout=timeout,
-            apart=True,
-            traced=first and not self._late,
-            limited=first and not self._late and self._call.limited,
-        )
-        outcomes: list[Arrays | McinferError] = []
-        try:
-            begun = [self.begin(replace(call, inputs=arrays)) for arrays in requests]
-            outcomes.extend(_outcome(future) for future in begun)
-        finally:
-            self.cancel(for_good=False)
-        seconds = monotonic() - began
-        if first:
-            self._first_seconds = seconds
-        elif len(requests) > 1 and not self._late:
-            self._master._advise(self._first_seconds or 0.0, seconds)
-        return outcomes
-
-    def in_pieces(self, known: Known, pieces: int) -> Arrays | McinferError:
-        """Run the request split, in the time that is left."""
-        parts = replace(
-            self._call,
-            known=known,
-            pieces=pieces,
-            balance=None,
-            outputs=None,
-            outputs_on=None,
-            limited=False,
-        )
-        return _outcome(self.begin(parts))  # which does not begin what was cancelled
-
-    def begin(self, call: _Call) -> "Future[Arrays] | McinferError":
-        """Begin a run that `cancel` stops."""
-        try:
-            if self.cancelled:
-                return ClosedError("the request was cancelled")
-            future: Future[Arrays] = self._master._submit(call)
-        except McinferError as exc:
-            return exc
-        self._futures.append(future)
-        if self.cancelled:
-            future.cancel()
-        return future
-
-    def cancel(self, *, for_good: bool = True) -> None:
-        """Stop the current runs, and with `for_good` all later ones."""
-        self.cancelled = self.cancelled or for_good
-        with suppress(IndexError):  # the thread of the runs and another one may be here at once
-            while True:
-                self._futures.pop().cancel()
-
-
-def _outcome(begun: "Future[Arrays] | McinferError") -> Arrays | McinferError:
-    if isinstance(begun, McinferError):
-        return begun
-    try:
-        return begun.result()
-    except McinferError as exc:
-        return exc
-    except CancelledError:
-        return ClosedError("the request was cancelled")
 
 
 def _in_order(futures: "Iterator[Future[Arrays]]", ahead: int) -> Iterator[Arrays]:
@@ -1373,12 +1018,6 @@ def _in_order(futures: "Iterator[Future[Arrays]]", ahead: int) -> Iterator[Array
     finally:
         for future in taken:
             future.cancel()
-
-
-def _may_run_whole(shards: int, call: _Call, failure: PredictError) -> bool:
-    """Whether pieces failed under a checked split: the whole run may still succeed."""
-    checked = call.known.split.checked
-    return checked and shards > 1 and not isinstance(failure, JoinError)
 
 
 def _check_cut(cut: Parallel, engine: str, options: EngineOptions) -> None:
@@ -1428,14 +1067,6 @@ def _refuse(arguments: Mapping[str, object]) -> None:
         if name == "transport":
             raise InvalidInputError(f"transport: {value!r} has left; ZeroMQ carries all messages")
         raise TypeError(f"Master() got an unexpected keyword argument {name!r}")
-
-
-def _said(batch_axes: Axes | None, output_axes: Axes | None) -> SaidAxes:
-    for name, axes in (("batch_axes", batch_axes), ("output_axes", output_axes)):
-        if not isinstance(axes, (Mapping, NoneType)):
-            kind = "inputs" if name == "batch_axes" else "outputs"
-            raise InvalidInputError(f"{name}: got {axes!r}, expected a mapping of {kind} to axes")
-    return SaidAxes(inputs=dict(batch_axes or {}), outputs=dict(output_axes or {}))
 
 
 def _abandon(loop: Loop, waiting: WaitingThreads) -> None:

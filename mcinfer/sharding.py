@@ -244,6 +244,17 @@ class SaidAxes:
     inputs: Axes = field(default_factory=dict)
     outputs: Axes = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, batch_axes: Axes | None, output_axes: Axes | None) -> "SaidAxes":
+        """The axes that two arguments say; raises `InvalidInputError` for what is no mapping."""
+        for name, axes in (("batch_axes", batch_axes), ("output_axes", output_axes)):
+            if axes is not None and not isinstance(axes, Mapping):
+                kind = "inputs" if name == "batch_axes" else "outputs"
+                raise InvalidInputError(
+                    f"{name}: got {axes!r}, expected a mapping of {kind} to axes"
+                )
+        return cls(inputs=dict(batch_axes or {}), outputs=dict(output_axes or {}))
+
     def check(self, model: ModelSpec) -> None:
         """Raise `InvalidInputError` unless the model has such inputs, outputs and axes."""
         sides = (

@@ -3,17 +3,19 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import ProtocolError
 from mcinfer.protocol import Predict, Reply, TensorRef, decode, encode
-from mcinfer.requests.planner import Planner
-from mcinfer.requests.request import Request
+from mcinfer.requests.frames import IdleFrames
+from mcinfer.requests.planner import Allocate, HostPlace, Planner, Queue
+from mcinfer.requests.request import NO_WEIGHTS, Call, Inputs, Request
 from mcinfer.requests.splitting import Known, Splitter
-from mcinfer.sharding import Axes, SaidAxes
+from mcinfer.requests.weights import WeightVersion
+from mcinfer.sharding import Axes, SaidAxes, Shares
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
 from mcinfer.specs import (
@@ -53,15 +55,57 @@ def known(spec: ModelSpec, inputs: Axes | None = None, outputs: Axes | None = No
 
 
 def planner_of(
-    spec: ModelSpec, arena: Arena, max_rows: int = 1, weights: Sequence[TensorSpec] = ()
+    spec: ModelSpec,
+    arena: Arena,
+    max_rows: int = 1,
+    weights: Sequence[TensorSpec] = (),
+    *,
+    allocate: Allocate | None = None,
+    remembers: bool = False,
 ) -> Planner:
-    """A planner that gets memory at once or not at all."""
-    return Planner(spec, arena, lambda sizes, _: arena.allocate_all(sizes), max_rows, weights)
+    """A planner that gets memory at once or not at all, and queues nothing."""
+    place = HostPlace(arena, allocate or (lambda sizes, _: arena.allocate_all(sizes)), IdleFrames())
+    return Planner(
+        spec,
+        place,
+        cast("Queue", None),
+        max_rows=max_rows,
+        weights=weights,
+        remembers=remembers,
+    )
+
+
+def request_of(
+    planner: Planner,
+    inputs: Inputs,
+    pieces: int | Shares,
+    known: Known | None,
+    timeout: float,
+    *,
+    weights: WeightVersion = NO_WEIGHTS,
+    joinable: bool = False,
+    outputs_on: Any = None,
+    card_timeout: float = 0.0,
+) -> Request:
+    """The request of a call; with None as what is known it runs whole."""
+    call = Call(
+        inputs=inputs,
+        splitter=_SPLITTER,
+        known=known or _SPLITTER.known,
+        weights=weights,
+        pieces=1,
+        joins=joinable,
+        start=0.0,
+        timeout=card_timeout,
+        outputs_on=outputs_on,
+        apart=known is None,
+    )
+    return planner.request(call, pieces, timeout)
 
 
 def in_use(planner: Planner, arena: Arena) -> int:
     """Bytes of memory that somebody holds: of frames, those that are not idle."""
-    planner.release_idle()
+    planner.place.idle.release()
     return arena.used
 
 
@@ -70,6 +114,7 @@ PLAIN = model(
     {"y": ("float32", ["batch", 3])},
 )
 DECLARED = known(PLAIN)
+_SPLITTER = Splitter(PLAIN, SaidAxes(), verify="never")
 X = np.ones((4, 3), np.float32)
 W = np.ones(2, np.float32)
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,7 +20,8 @@ from mcinfer.cards.tensors import CardMemory, card_of, check_types
 from mcinfer.config import Device
 from mcinfer.errors import InvalidInputError, PredictError, PredictTimeoutError, QueueFullError
 from mcinfer.protocol import TensorRef
-from mcinfer.requests.planner import Planner
+from mcinfer.requests.frames import IdleFrames
+from mcinfer.requests.planner import HostPlace, Planner, Queue
 from mcinfer.requests.request import Request
 from mcinfer.requests.splitting import Known
 from mcinfer.shm.arena import Arena
@@ -37,6 +38,7 @@ from tests.planned_requests import (
     never,
     references,
     replied,
+    request_of,
 )
 
 LIMIT = 4 * MIB
@@ -69,7 +71,8 @@ class Pool:
         self._numbers = itertools.count()
         self.arena = Arena(LIMIT, numbers=self._numbers)
         allocate = self._allocator("host", self.arena)
-        self.planner = Planner(self.model, self.arena, allocate, 8, (), self)
+        place = HostPlace(self.arena, allocate, IdleFrames())
+        self.planner = Planner(self.model, place, cast("Queue", self), max_rows=8)
 
     def _allocator(self, name: str, arena: Arena) -> Callable[..., Any]:
         def allocate(sizes: Any, _: float) -> Any:
@@ -96,8 +99,8 @@ class Pool:
         self, *inputs: Any, on: str | None = None, pieces: int = 2, how: Known | None = DECLARED
     ) -> Request:
         memory = None if on is None else self.card(Device.parse(on))
-        request = self.planner.request(
-            [*inputs], pieces, how, 1.0, outputs_on=memory, card_timeout=self.timeout
+        request = request_of(
+            self.planner, [*inputs], pieces, how, 1.0, outputs_on=memory, card_timeout=self.timeout
         )
         request.timeout = self.timeout
         return request

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mcinfer.shm.arena import Arena
-from tests.planned_requests import DECLARED, PLAIN, W, planner_of
+from tests.planned_requests import DECLARED, PLAIN, W, planner_of, request_of
 
 THREADS = 4
 
@@ -40,9 +40,9 @@ class Garbage:
 def test_threads_that_make_frames_at_once_do_not_disturb_each_other() -> None:
     arenas = [Arena(1 << 28) for _ in range(THREADS)]
     planners = [planner_of(PLAIN, arena) for arena in arenas]
-    forks = planners[0]._forks
+    forks = planners[0].place._forks
     for planner in planners:
-        planner._forks = forks
+        planner.place._forks = forks
     failures: list[BaseException] = []
 
     def make(number: int) -> None:
@@ -51,7 +51,7 @@ def test_threads_that_make_frames_at_once_do_not_disturb_each_other() -> None:
                 forks._most = 0  # look for those that are gone each time
                 Garbage()
                 x = np.ones((rows, 3), np.float32)
-                planners[number].request([x, W], 2, DECLARED, 0.0)
+                request_of(planners[number], [x, W], 2, DECLARED, 0.0)
         except BaseException as exc:
             failures.append(exc)
 

@@ -48,6 +48,7 @@ from tests.planned_requests import (
     raw_bytes,
     references,
     replied,
+    request_of,
     run,
     specs,
 )
@@ -125,7 +126,7 @@ def test_shards_read_their_part_of_each_input_and_their_outputs_join(case: Case)
         if case.order == "in the arena" and array.dtype.name not in FOUR_BITS:
             inputs[name] = planner.allocate({name: array.shape}, 0.0)[name]
             inputs[name][...] = array
-    request = planner.request(inputs, case.pieces, known(case.model, None, {"z": None}), 0.0)
+    request = request_of(planner, inputs, case.pieces, known(case.model, None, {"z": None}), 0.0)
     expected = [*zip(case.parts(case.x), case.parts(case.y), strict=True)]
     assert len(request.rows) == len(expected)
     for shard, (x, y) in enumerate(expected):
@@ -182,7 +183,7 @@ def test_slices_of_allocated_arrays_are_sent_where_they_lie(
     whole = planner.allocate({"x": (8, 3)}, 0.0)["x"]
     whole[...] = np.arange(24).reshape(8, 3)
     x = cut(whole)
-    request = planner.request({"x": x, "w": [0, 0]}, 1, None, 0.0)
+    request = request_of(planner, {"x": x, "w": [0, 0]}, 1, None, 0.0)
     reference = references(request, 0)[0][0]
     assert (arena.find(address(x), x.nbytes) == reference[3:]) == shared
     assert bytes(place(arena, reference)) == raw_bytes(x)
@@ -192,7 +193,7 @@ def test_input_in_shared_memory_is_held_as_long_as_the_request(arena: Arena) -> 
     planner = planner_of(PLAIN, arena)
     inputs = planner.allocate({"x": (1000, 3), "w": (2,)}, 0.0)
     inputs["x"][...] = 7
-    request = planner.request(inputs, 1, None, 0.0)
+    request = request_of(planner, inputs, 1, None, 0.0)
     reference = references(request, 0)[0][0]
     inputs.clear()
     others = [arena.allocate(12_000) for _ in range(3)]
@@ -208,7 +209,7 @@ def test_results_are_copies_where_memory_is_scarce() -> None:
     planner = planner_of(PLAIN, arena)
     held = arena.allocate(600_000)
     x = np.ones((4, 3), np.float32)
-    request = planner.request([x, [0, 0]], 2, DECLARED, 0.0)
+    request = request_of(planner, [x, [0, 0]], 2, DECLARED, 0.0)
     run(request, arena, double)
     request.copies = arena.crowded
     y = request.value()["y"]
@@ -226,12 +227,12 @@ def test_request_that_finds_no_room_holds_none() -> None:
     x = np.ones((20_000, 3), np.float32)  # 240 kB in, 240 kB out
     used = arena.used
     with pytest.raises(QueueFullError):
-        planner.request([x, [0, 0]], 2, DECLARED, 0.0)
+        request_of(planner, [x, [0, 0]], 2, DECLARED, 0.0)
     assert arena.used == used
     with pytest.raises(InvalidInputError, match=r"Limits\.memory_bytes"):
-        planner.request([np.ones((80_000, 3), np.float32), [0, 0]], 2, DECLARED, 0.01)
+        request_of(planner, [np.ones((80_000, 3), np.float32), [0, 0]], 2, DECLARED, 0.01)
     del held
-    run(planner.request([x, [0, 0]], 2, DECLARED, 0.0), arena, double)
+    run(request_of(planner, [x, [0, 0]], 2, DECLARED, 0.0), arena, double)
     arena.close()
 
 
@@ -243,7 +244,7 @@ def test_batch_of_no_rows_is_answered_without_a_worker(arena: Arena) -> None:
     planner.weights.update({"m": [1, 2, 3]}, 0.0)
     used = arena.used
     x = np.empty((0, 3), np.float32)
-    request = planner.request([x, [0, 0]], 2, DECLARED, 0.0, joinable=True)
+    request = request_of(planner, [x, [0, 0]], 2, DECLARED, 0.0, joinable=True)
     assert (len(request.rows), request.settled, request.join) == (0, True, None)
     assert request.result()["y"].shape == (0, 3)
     assert arena.used == used
@@ -254,7 +255,7 @@ def test_batch_of_no_rows_is_answered_without_a_worker(arena: Arena) -> None:
 
 def answered(planner: Planner, arena: Arena, x: Array = X) -> Request:
     """A request of two shards that are answered, and that no worker has any more."""
-    request = planner.request([x, W], 2, DECLARED, 0.0)
+    request = request_of(planner, [x, W], 2, DECLARED, 0.0)
     run(request, arena, double)
     request.settle()
     request.release()
@@ -278,7 +279,7 @@ def test_frame_is_used_again_once_the_last_view_of_a_view_is_gone(arena: Arena) 
     again = answered(planner, arena)
     assert address(again.result()["y"]) == place_of_y
     del both, again
-    assert arena.used == planner.idle_bytes
+    assert arena.used == planner.place.idle.bytes
 
 
 def test_plans_and_frames_take_bounded_memory_of_this_process() -> None:
@@ -292,7 +293,7 @@ def test_plans_and_frames_take_bounded_memory_of_this_process() -> None:
     try:
         for rows in range(1, 51):
             x = np.ones((rows, 4), np.float32)
-            requests = [planner.request([x], 2, split, 0.0) for _ in range(20)]
+            requests = [request_of(planner, [x], 2, split, 0.0) for _ in range(20)]
             requests.clear()
         taken, _ = tracemalloc.get_traced_memory()
     finally:
@@ -311,7 +312,7 @@ def test_frames_that_come_back_to_a_forgotten_plan_are_no_loss_of_memory(
     kept = requests[0].result()["y"]
     answered(planner, arena, np.ones((9, 3), np.float32))
     requests.clear()
-    planner.release_idle()
+    planner.place.idle.release()
     assert arena.used == 64  # what is kept
     assert (kept == 2).all()
 
@@ -320,7 +321,7 @@ def test_plans_by_shares_are_kept_while_shares_stay_and_few_of_earlier_ones(aren
     planner = planner_of(PLAIN, arena)
 
     def asked(shares: Shares | int) -> Request:
-        request = planner.request({"x": X, "w": W}, shares, DECLARED, 0.0)
+        request = request_of(planner, {"x": X, "w": W}, shares, DECLARED, 0.0)
         run(request, arena, double)
         request.settle()
         assert (request.result()["y"] == 2).all()
@@ -336,7 +337,7 @@ def test_plans_by_shares_are_kept_while_shares_stay_and_few_of_earlier_ones(aren
     kept = [key[1] for key in planner._plans]
     assert kept == [2, *by_speed[-2:], by_speed[0]]
     assert all(key[0] == shapes for key in planner._plans)
-    planner.release_idle()
+    planner.place.idle.release()
     assert arena.used == 0
 
 
@@ -356,11 +357,11 @@ def test_copy_that_was_interrupted_writes_to_no_later_request() -> None:
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        planner.request([old], 1, None, 0.0)
+        request_of(planner, [old], 1, None, 0.0)
     timer.join()
     signal.signal(signal.SIGUSR1, before)
     # Of another layout, so that one thread copies it.
-    request = planner.request([np.asfortranarray(new)], 1, None, 0.0)
+    request = request_of(planner, [np.asfortranarray(new)], 1, None, 0.0)
     goes_on.set()
     planner._copier.close()
     [(inputs, _)] = [references(request, 0)]
@@ -379,14 +380,14 @@ def test_planner_that_is_short_of_one_frame_does_not_wait_with_the_other_in_hand
         asked.append((len(sizes), timeout, arena.used))
         return arena.allocate_all(sizes)
 
-    planner = Planner(PLAIN, arena, allocate)
+    planner = planner_of(PLAIN, arena, allocate=allocate)
     x = np.ones((20_000, 3), np.float32)  # 240 kB in, 240 kB out
     request = answered(planner, arena, x)
     y = request.result()["y"]
     del request  # the frame of its inputs is idle, that of its outputs is not
     held = arena.allocate(450_000)
     with pytest.raises(QueueFullError):
-        planner.request([x, W], 2, DECLARED, 5.0)
+        request_of(planner, [x, W], 2, DECLARED, 5.0)
     assert asked[0][:2] == (2, 0.0)
     (one, at_once, _), (both, waited, used) = asked[1:]
     assert (one, at_once, both, waited) == (1, 0.0, 2, 5.0)
@@ -418,7 +419,7 @@ def test_numbers_without_a_type_take_the_inputs(
     arena: Arena, element_type: str, value: Sequence[Any]
 ) -> None:
     spec = TYPED[element_type]
-    request = planner_of(spec, arena).request([value], 1, known(spec), 0.0)
+    request = request_of(planner_of(spec, arena), [value], 1, known(spec), 0.0)
     expected = np.array([*value]).astype(numpy_dtype(element_type))
     if not len(request.rows):
         assert len(value) == 0
@@ -440,11 +441,11 @@ class HasArray:
 
 def test_tensor_of_another_library_is_taken_as_its_array(arena: Arena) -> None:
     planner = planner_of(TYPED["float32"], arena)
-    request = planner.request([HasArray(np.ones(3, np.float32))], 1, None, 0.0)
+    request = request_of(planner, [HasArray(np.ones(3, np.float32))], 1, None, 0.0)
     assert bytes(place(arena, references(request, 0)[0][0])) == np.ones(3, np.float32).tobytes()
     text = r"""'x' has dtype float64, expected float32 \(x: .*\): x\.astype\("float32"\)$"""
     with pytest.raises(InvalidInputError, match=text):
-        planner.request([HasArray(np.ones(3))], 1, None, 0.0)
+        request_of(planner, [HasArray(np.ones(3))], 1, None, 0.0)
 
 
 X32 = r"input 'x' has dtype {}, expected {} \(x: {}\[batch\]\)"
@@ -471,7 +472,9 @@ def test_value_that_does_not_fit_is_refused_with_name_what_came_and_what_was_exp
     arena: Arena, element_type: str, value: Any, text: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=text):
-        planner_of(TYPED[element_type], arena).request([value], 2, known(TYPED[element_type]), 0.0)
+        request_of(
+            planner_of(TYPED[element_type], arena), [value], 2, known(TYPED[element_type]), 0.0
+        )
     assert arena.used == 0
 
 
@@ -491,7 +494,7 @@ def test_inputs_that_do_not_fit_are_refused_with_what_came_and_what_was_expected
     arena: Arena, inputs: Any, text: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=text):
-        planner_of(PLAIN, arena).request(inputs, 2, DECLARED, 0.0)
+        request_of(planner_of(PLAIN, arena), inputs, 2, DECLARED, 0.0)
     assert arena.used == 0
 
 
@@ -526,7 +529,7 @@ def test_strings_travel_inline_row_by_row(arena: Arena) -> None:
     texts = model({"s": (STRING, ["batch"])}, {"t": (STRING, ["batch"])})
     planner = planner_of(texts, arena)
     values = ["a", b"b\x00", "ü\x00", "", np.str_("e")]
-    request = planner.request([values], 2, known(texts), 0.0)
+    request = request_of(planner, [values], 2, known(texts), 0.0)
     assert request.blocks == set()
     read = [references(request, shard)[0][0] for shard in range(2)]
     assert read[0] == ("s", STRING, (3,), None, ("a", b"b\x00", "ü\x00"))
@@ -548,7 +551,9 @@ ENCODER = model(
 
 def join_of(arena: Arena, spec: ModelSpec, inputs: Any, axes: Axes | None = None) -> Any:
     """What a request has in common with others, and its rows."""
-    request = planner_of(spec, arena, 8).request(inputs, 1, known(spec, axes), 0.0, joinable=True)
+    request = request_of(
+        planner_of(spec, arena, 8), inputs, 1, known(spec, axes), 0.0, joinable=True
+    )
     return request.join
 
 
@@ -566,7 +571,7 @@ def test_request_counts_as_more_rows_where_its_references_take_more_of_a_message
     for most, expected in ((8, 1), (100_000, range(200, 1000))):
         planner = planner_of(wide, arena, most)
         inputs = dict.fromkeys(names, np.zeros(1, np.int8))
-        request = planner.request(inputs, 1, known(wide), 0.0, joinable=True)
+        request = request_of(planner, inputs, 1, known(wide), 0.0, joinable=True)
         assert request.join is not None
         assert request.join[1] in (expected if isinstance(expected, range) else (expected,))
 
@@ -649,10 +654,10 @@ def test_all_shards_run_with_the_version_of_the_moment_when_they_were_staged(are
     requests = []
     for number in range(3):
         now = planner.weights.current
-        requests.append(planner.request(inputs, 2, DECLARED, 0.0, weights=now))
+        requests.append(request_of(planner, inputs, 2, DECLARED, 0.0, weights=now))
         assert planner.weights.update({"m": [0, 0, 0]}, 0.0) == number + 1
     now = planner.weights.current
-    requests.append(planner.request(inputs, 2, DECLARED, 0.0, weights=now))
+    requests.append(request_of(planner, inputs, 2, DECLARED, 0.0, weights=now))
     assert [[version_of(request, shard) for shard in range(2)] for request in requests] == [
         [number] * 2 for number in range(4)
     ]
@@ -663,7 +668,7 @@ def test_requests_with_another_version_of_the_weights_have_another_key(arena: Ar
 
     def key() -> Any:
         now = planner.weights.current
-        request = planner.request(encoder_inputs(), 1, how, 0.0, weights=now, joinable=True)
+        request = request_of(planner, encoder_inputs(), 1, how, 0.0, weights=now, joinable=True)
         assert request.join is not None
         return request.join[0]
 
@@ -693,12 +698,12 @@ def worker() -> Iterator[Worker]:
 
 
 def remembering(arena: Arena, spec: ModelSpec = FINDING) -> Planner:
-    return Planner(spec, arena, lambda sizes, _: arena.allocate_all(sizes), 8, remembers=True)
+    return planner_of(spec, arena, 8, remembers=True)
 
 
 def find(planner: Planner, arena: Arena, worker: Worker, width: int, pieces: int = 1) -> list[bool]:
     """Have a request answered with outputs of this width; by shard, whether all had places before."""
-    request = planner.request([WIDE], pieces, FOUND, 0.0, joinable=True)
+    request = request_of(planner, [WIDE], pieces, FOUND, 0.0, joinable=True)
     assert request.join is None
     laid, parts = [], []
     for shard, rows in enumerate(request.rows):
@@ -739,7 +744,7 @@ def test_outputs_are_laid_out_by_the_shapes_of_equal_answers(
 def test_shards_that_have_not_answered_have_no_shapes(arena: Arena, worker: Worker) -> None:
     planner = remembering(arena)
     for _ in range(5):
-        request = planner.request([WIDE], 2, FOUND, 0.0)
+        request = request_of(planner, [WIDE], 2, FOUND, 0.0)
         (y,) = references(request, 0)[1]
         own = worker.put(("u", np.ones((2, 3), np.int32)))
         request.take(0, replied([y, *own]), worker.fetch, 0, LIMIT)
@@ -778,7 +783,7 @@ def test_output_of_the_declared_shape_after_another_one_is_not_laid_out(
     """An engine would bind it, and have to run again where it has another shape once more."""
     planner = remembering(arena, PLAIN)
     for width, laid in [(7, 1), (7, 0), (7, 0), (7, 1), (3, 1), *[(3, 0)] * 5]:
-        request = planner.request([X, W], 1, None, 0.0)
+        request = request_of(planner, [X, W], 1, None, 0.0)
         assert len(references(request, 0)[1]) == laid
         y = random_array("float32", (4, width), width)
         own = [] if laid and references(request, 0)[1][0][2] == y.shape else worker.put(("y", y))

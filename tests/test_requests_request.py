@@ -35,6 +35,7 @@ from tests.planned_requests import (
     random_array,
     references,
     replied,
+    request_of,
 )
 
 
@@ -82,8 +83,8 @@ def answer(request: Request, worker: Worker, shard: int, count: int) -> tuple[Te
 
 def stage_open(arena: Arena, outputs: Axes = FOUND) -> Request:
     """A request of four rows in two shards."""
-    return planner_of(OPEN, arena).request(
-        [np.ones((4, 2), np.float32)], 2, known(OPEN, None, outputs), 0.0
+    return request_of(
+        planner_of(OPEN, arena), [np.ones((4, 2), np.float32)], 2, known(OPEN, None, outputs), 0.0
     )
 
 
@@ -135,7 +136,7 @@ def test_output_of_another_shape_is_taken_and_no_more_foreseen(
     planner = planner_of(PLAIN, arena)
     parts = [random_array("float32", (2, 7), seed) for seed in (0, 1)]
     for laid_out in (1, 0, 0):
-        request = planner.request([X, W], 2, DECLARED, 0.0)
+        request = request_of(planner, [X, W], 2, DECLARED, 0.0)
         assert [len(references(request, shard)[1]) for shard in (0, 1)] == [laid_out] * 2
         for shard, part in enumerate(parts):
             opened(request, worker, shard, part)
@@ -217,7 +218,7 @@ def test_forged_reply_is_a_protocol_error_and_changes_nothing(
 def test_output_of_more_than_the_shared_memory_may_have_is_an_os_error_and_keeps_nothing() -> None:
     arena = Arena(1 << 16)
     planner = planner_of(model({"x": ("float32", ["batch"])}, {"u": ("float32", ["found"])}), arena)
-    request = planner.request({"x": np.ones(2, np.float32)}, 1, None, 0.0)
+    request = request_of(planner, {"x": np.ones(2, np.float32)}, 1, None, 0.0)
     size = (1 << 16) + 4
     block = Block.create(-1, size)
     memoryview(block.memory(0, size)).cast("B")[:] = bytes(size)
@@ -240,7 +241,7 @@ def test_output_of_more_than_the_shared_memory_may_have_is_an_os_error_and_keeps
 def test_fresh_run_must_not_answer_with_the_memory_that_another_may_still_write_to(
     arena: Arena, worker: Worker
 ) -> None:
-    request = planner_of(PLAIN, arena).request([X, W], 1, None, 0.0)
+    request = request_of(planner_of(PLAIN, arena), [X, W], 1, None, 0.0)
     asked = references(request, 0)[1]
     request.message(0, fresh=True)
     assert not request.is_laid_out(0)
@@ -255,23 +256,23 @@ def test_memory_that_a_late_run_may_write_to_is_not_given_to_the_next_request(
     arena: Arena, worker: Worker
 ) -> None:
     planner = planner_of(PLAIN, arena)
-    request = planner.request([X, W], 1, None, 0.0)
+    request = request_of(planner, [X, W], 1, None, 0.0)
     [asked] = references(request, 0)[1]  # one worker has it
     request.message(0, fresh=True)  # and another one
     opened(request, worker, 0, 3 * X)
     request.settle()
     assert (request.result()["y"] == 3).all()
     gc.collect()
-    following = planner.request([X, W], 1, None, 0.0)
+    following = request_of(planner, [X, W], 1, None, 0.0)
     assert references(following, 0)[1] != (asked,)
     del following
     request.release()
     gc.collect()
-    assert references(planner.request([X, W], 1, None, 0.0), 0)[1] == (asked,)
+    assert references(request_of(planner, [X, W], 1, None, 0.0), 0)[1] == (asked,)
 
 
 def test_shard_that_is_sent_without_fresh_memory_again_is_answered_in_place(arena: Arena) -> None:
-    request = planner_of(PLAIN, arena).request([X, W], 1, None, 0.0)
+    request = request_of(planner_of(PLAIN, arena), [X, W], 1, None, 0.0)
     request.number = 7
     request.message(0, fresh=True)
     request.message(0)  # the late run has ended meanwhile, and the worker with fresh memory died
@@ -297,7 +298,7 @@ def test_failed_request_gives_its_memory_back_though_it_is_held(
     arena: Arena, cancelled: bool
 ) -> None:
     planner = planner_of(PLAIN, arena)
-    request = planner.request([X, W], 2, DECLARED, 0.0)
+    request = request_of(planner, [X, W], 2, DECLARED, 0.0)
     request.settle(PredictError("no"), cancelled=cancelled)
     assert in_use(planner, arena) > 0  # a worker may still write to it
     request.release()
@@ -308,7 +309,7 @@ def test_failed_request_gives_its_memory_back_though_it_is_held(
 
 def test_error_of_a_join_keeps_no_memory_and_comes_again(arena: Arena, worker: Worker) -> None:
     planner = planner_of(OPEN, arena)
-    request = planner.request([np.ones((4, 2), np.float32)], 2, known(OPEN, None, FOUND), 0.0)
+    request = request_of(planner, [np.ones((4, 2), np.float32)], 2, known(OPEN, None, FOUND), 0.0)
     replies = []
     for shard, width in ((0, 2), (1, 3)):
         y, _, *others = answer(request, worker, shard, 2)

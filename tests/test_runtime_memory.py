@@ -6,11 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Arrays
 from mcinfer.runtime.memory import SPARE_BYTES, IdleMemory
 from mcinfer.shm.arena import Arena
-from tests.planned_requests import MIB, known, model, planner_of, run
+from tests.planned_requests import MIB, known, model, planner_of, request_of, run
 
 ROW = MIB
 WIDE = model({"x": ("uint8", ["batch", ROW])}, {"y": ("uint8", ["batch", ROW])})
@@ -31,7 +32,7 @@ class Pool:
     def answer(self, rows: int, first: int = 1) -> Arrays:
         """A request of so many MiB, and its answer of as many."""
         inputs = [np.full((rows, ROW), first, np.uint8)]
-        request = self.planner.request(inputs, 1, DECLARED, 0.0)
+        request = request_of(self.planner, inputs, 1, DECLARED, 0.0)
         self.most = max(self.most, request.size)
         run(request, self.arena, lambda values: {"y": values["x"]})
         request.settle()
@@ -41,7 +42,7 @@ class Pool:
     def look(self) -> None:
         """Look at once."""
         self.idle.note_growth(self.now)
-        self.idle.look(self.now, self.planner, 0, self.most)
+        self.idle.look(self.now, self.planner.place.idle, 0, self.most)
         self.most = 0
 
     def rest(self, seconds: float) -> int:
@@ -86,15 +87,15 @@ def test_one_large_request_is_forgotten_after_half_a_minute(pool: Pool) -> None:
 def test_memory_of_a_large_request_is_kept_though_blocks_are_larger_than_what_is_in_use(
     pool: Pool,
 ) -> None:
-    del pool.planner
+    nothing = IdleFrames()
     small = pool.arena.allocate(1)
     large = pool.arena.allocate(201 * MIB)
     pool.idle.note_growth(pool.now)
-    pool.idle.look(pool.now, None, 0, 0)
+    pool.idle.look(pool.now, nothing, 0, 0)
     del large
     for _ in range(10):
         pool.now += 1.0
-        pool.idle.look(pool.now, None, 0, 0)
+        pool.idle.look(pool.now, nothing, 0, 0)
     assert pool.arena.size > 201 * MIB
     assert small.block == 0
 
@@ -114,7 +115,7 @@ def test_frames_that_were_in_use_since_the_last_look_stay(pool: Pool) -> None:
         for rows in shapes:
             pool.answer(rows)
         pool.look()
-        assert pool.planner.idle_bytes == 2 * sum(shapes) * MIB
+        assert pool.planner.place.idle.bytes == 2 * sum(shapes) * MIB
         pool.now += 1.0
 
 

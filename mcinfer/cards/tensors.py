@@ -18,6 +18,7 @@ used again while the caller's default stream still reads it, so the next run tha
 that stream has queued. Memory of cards is not there in a process that was forked.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -42,12 +43,13 @@ from mcinfer.errors import (
     raised_by_handler,
     requires,
 )
-from mcinfer.requests.request import Arrays, Lease, Part, Request
+from mcinfer.requests.frames import Lease, Plan
+from mcinfer.requests.planner import lease, output_frame
+from mcinfer.requests.request import Arrays, Call, Part, Request
+from mcinfer.requests.tensors import PlacedTensor
 from mcinfer.shm.arena import Arena, Slot
 from mcinfer.specs import STRING, TensorSpec
 from mcinfer.statistics import CARD_WAYS, CardStatistics, CardWay
-
-_ON_CARD = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
 
 _DEFAULT_STREAM = 1  # cudaStreamLegacy: it waits for all streams that are not made as non-blocking
 
@@ -208,7 +210,12 @@ class CardMemory:
         return cupy().from_dlpack(tensor)
 
     def empty(self, spec: TensorSpec, shape: Sequence[int], timeout: float) -> Any:
-        """A CuPy array of undefined content, in memory that workers read in place."""
+        """A CuPy array of undefined content, in memory that workers read in place.
+
+        Raises:
+            InvalidInputError: CuPy has no such type.
+        """
+        check_types([spec], "shapes")
         (slot,) = self.allocate([prod(shape) * spec.dtype.itemsize], timeout)
 
         def follow(stream: int | None) -> None:
@@ -253,14 +260,11 @@ class CardMemory:
         }
 
 
-class CardTensor:
+class CardTensor(PlacedTensor):
     """An input on a card.
 
     Attributes:
         memory: That card's.
-        shape: As an array's.
-        nbytes: As an array's.
-        base: Not None, as in arrays that may lie in shared memory.
         place: Block and offset, once workers can read it on the card.
     """
 
@@ -314,21 +318,6 @@ class CardTensor:
         return np.ndarray(self.shape, self._spec.dtype, copy)
 
 
-def is_on_card(value: object, spec: TensorSpec) -> bool:
-    """Whether the value for an input lies on an NVIDIA card.
-
-    Raises:
-        InvalidInputError: It does not say where it lies; names the input.
-    """
-    where = getattr(value, "__dlpack_device__", None)
-    try:
-        return where is not None and where()[0] in _ON_CARD
-    except Exception as exc:  # an object raises what it likes
-        if raised_by_handler(exc):
-            raise
-        raise InvalidInputError(f"input {spec.name!r} is not an array: {exc}") from exc
-
-
 def read_input(value: Any, spec: TensorSpec, cards: Cards) -> CardTensor:
     """Take an input that lies on a card, in place.
 
@@ -357,37 +346,60 @@ def read_input(value: Any, spec: TensorSpec, cards: Cards) -> CardTensor:
     return CardTensor(tensor, spec, memory, cards)
 
 
-def place(
-    tensors: Sequence[CardTensor], outputs: tuple[CardMemory, int] | None, timeout: float
-) -> Slot | None:
-    """Bring inputs to where workers can read them, and get memory of so many bytes for the outputs.
+def bring(
+    arrays: list[Any], plan: Plan, call: Call, timeout: float
+) -> tuple[dict[int, tuple[int, int]], Lease | None]:
+    """Bring inputs on cards to where workers can read them, and get memory for outputs on a card.
 
     The memory of one card is had at once, and cards come in a fixed order, before the host: requests that
     each held a part, and waited for what another one held, would wait for ever.
 
+    Args:
+        arrays: The inputs; those that workers cannot read on a card are on the host afterwards.
+        plan: How they are cut.
+        call: Says where the outputs go, and how long a copy to the host may take.
+        timeout: Seconds to wait for memory.
+
+    Returns:
+        By number, where inputs lie on cards; and the outputs' memory, if they are written there.
+
     Raises:
         QueueFullError: A card's memory for tensors was not free in time.
+        PredictTimeoutError: What is queued before a copy to the host took too long.
     """
     end = monotonic() + timeout
-    memories = {tensor.memory for tensor in tensors} | ({outputs[0]} if outputs else set())
-    found: Slot | None = None
+    tensors: dict[int, CardTensor] = {}
+    for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
+        if isinstance(array, CardTensor):
+            if array.memory.is_reached and layout is not None and layout.contiguous:
+                tensors[i] = array
+            else:
+                arrays[i] = array.on_host(call.timeout)
+    memories = {tensor.memory for tensor in tensors.values()}
+    target: CardMemory | None = call.outputs_on
+    if target is not None and (plan.simple_outputs is None or not target.is_reached):
+        target = None
+    if target is not None:
+        memories.add(target)
+    outputs: Lease | None = None
     for memory in sorted(memories, key=lambda memory: memory.card.device.index):
-        mine = [tensor for tensor in tensors if tensor.memory is memory]
+        mine = [tensor for tensor in tensors.values() if tensor.memory is memory]
         copied = [tensor for tensor in mine if not tensor.find()]
         sizes = [tensor.nbytes for tensor in copied]
         blocks = set()
-        if outputs is not None and outputs[0] is memory:
-            sizes.append(outputs[1])
+        if memory is target:
+            sizes.append(plan.outputs.size)
         if sizes:
             slots = memory.allocate(sizes, max(0.0, end - monotonic()))
             memory.card.follow(_DEFAULT_STREAM)
             for tensor, slot in zip(copied, slots, strict=False):
                 tensor.copy_to(slot)
-            if len(slots) > len(copied):
-                found = slots[-1]
-                blocks.add(found.block)
+            if memory is target:
+                outputs = lease(output_frame(plan, slots[-1]), deque(maxlen=0))
+                blocks.add(slots[-1].block)
         memory.announce(blocks | {tensor.place[0] for tensor in mine if tensor.place is not None})
-    return found
+    found = {i: tensor.place for i, tensor in tensors.items() if tensor.place is not None}
+    return found, outputs
 
 
 def check_types(specs: Sequence[TensorSpec], name: str) -> None:
@@ -395,6 +407,25 @@ def check_types(specs: Sequence[TensorSpec], name: str) -> None:
     for spec in specs:
         if spec.element_type == STRING or spec.dtype.isbuiltin != 1:
             raise InvalidInputError(f"{name}: got {spec}, which no CuPy array can hold")
+
+
+def open_place(
+    text: str, name: str, specs: Sequence[TensorSpec], pool: Sequence[Device], cards: Cards
+) -> CardMemory:
+    """The card that an argument names, for tensors of these types; ``"device"`` is the pool's first.
+
+    Raises:
+        InvalidInputError: There is no such card, or CuPy lacks such a type; names the argument.
+        MissingDependencyError: The package cuda-bindings or CuPy is not installed.
+        ClosedError: The master is closed.
+    """
+    check_types(specs, name)
+    device = card_of(text, name, pool)
+    cupy()
+    try:
+        return cards.card(device)
+    except BuildError as exc:
+        raise InvalidInputError(f"{name}: got {text!r}: {exc}") from exc
 
 
 def card_of(text: object, name: str, pool: Sequence[Device]) -> Device:
@@ -432,10 +463,19 @@ class CardRequest(Request):
         in_place: Whether the workers write there; otherwise the outputs come through the host.
     """
 
-    def __init__(self, memory: CardMemory, in_place: bool, *rest: Any) -> None:
-        super().__init__(*rest)
-        self.memory = memory
-        self.in_place = in_place
+    def __init__(
+        self,
+        plan: Plan,
+        call: Call,
+        inputs: Sequence[object],
+        input_bodies: Sequence[bytes],
+        outputs: Lease | None,
+        blocks: frozenset[int],
+    ) -> None:
+        super().__init__(plan, call, inputs, input_bodies, outputs, blocks)
+        self.memory: CardMemory = call.outputs_on
+        number = None if outputs is None else outputs.ticket.frame.slot.block
+        self.in_place = number is not None and self.memory.arena.block(number) is not None
         self._caller = get_ident()
 
     @property

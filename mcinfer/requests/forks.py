@@ -27,7 +27,7 @@ from itertools import count
 from typing import NamedTuple
 from weakref import ref
 
-from mcinfer.requests.request import Frame, Ticket
+from mcinfer.requests.frames import Frame, Ticket
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MAP = _LIBC.mmap

@@ -1,64 +1,52 @@
-"""From a user's arrays to a request: checks, layout and encoding happen once for each set of shapes.
+"""From a user's call to a request: checks, layout and encoding happen once for each set of shapes.
 
 ::
 
-    inputs ── their shapes ──► plan (one look-up) ──► two frames: memory for inputs, and for outputs
-           ── copied in (rows a to b of a shard are an offset) ──► Request
+    Call ── its inputs' shapes ──► plan (one look-up) ──► two frames: memory for inputs, and for outputs
+         ── copied in (rows a to b of a shard are an offset) ──► Request ──► the queue (the loop)
+
+There is one algorithm, wherever tensors lie. A *place* gives memory, views and copies: the host's arena here,
+a card's in `mcinfer.cards.tensors`. Inputs that workers can read where they lie have no part in a frame.
 
 Plans keep unused frames. So steady traffic reuses memory that is warm in every process, and references that
 are encoded and bound in the workers. Idle frames are limited in number and bytes, and freed when memory is
-short (`Planner.release_idle`). Any thread may call a planner: each access to shared state is one step of
+short (`IdleFrames.release`). Any thread may call a planner: each access to shared state is one step of
 the interpreter.
 """
 
+import logging
 import math
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from math import prod
-from operator import index
+from operator import attrgetter, index
 from time import monotonic
-from typing import Any, cast
-from weakref import ref
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import sharding
-from mcinfer.cards.tensors import (
-    CardMemory,
-    CardRequest,
-    Cards,
-    CardTensor,
-    check_types,
-    is_on_card,
-    place,
-    read_input,
-)
+from mcinfer.config import Device, Limits
 from mcinfer.errors import InvalidInputError, McinferError, QueueFullError
 from mcinfer.protocol import TensorRef, encode_references, part_of_joined
 from mcinfer.requests.forks import forks
-from mcinfer.requests.request import (
-    NO_WEIGHTS,
-    Arrays,
-    Frame,
-    Inputs,
-    Lease,
-    Plan,
-    Request,
-    Seen,
-    Side,
-    Ticket,
-    lease,
-)
+from mcinfer.requests.frames import Frame, IdleFrames, Lease, Plan, Seen, Side, Ticket
+from mcinfer.requests.future import OutcomeFuture, Owner
+from mcinfer.requests.request import Arrays, Call, Inputs, Request
 from mcinfer.requests.splitting import Known, OutgrownError
 from mcinfer.requests.tensors import (
     Copier,
     Layout,
+    PlacedTensor,
     as_input,
     copy_in,
+    is_on_card,
     lay_input,
     lay_output,
     string_rows,
@@ -68,8 +56,15 @@ from mcinfer.sharding import JoinError
 from mcinfer.shm.arena import Arena, Slot, align
 from mcinfer.specs import ELEMENT_TYPES, MOST_COPIED, STRING, ModelSpec, TensorSpec
 
+_shape = attrgetter("shape")
+
+_log = logging.getLogger("mcinfer.master")
+
 Allocate = Callable[[Sequence[int], float], list[Slot]]
 """Gets slots of so many bytes, within so many seconds: from the loop, which owns the memory."""
+
+Spot = tuple[int, int]
+"""Block and offset."""
 
 _MAX_PLANS = 256
 
@@ -89,10 +84,117 @@ _MAX_COMMON_BYTES = 4096  # of inputs that all rows share; with larger ones, req
 _LARGE_BYTES = 1 << 20  # copies from here on may use several threads
 
 
+def cards() -> Any:
+    """The door to NVIDIA cards: imported with the first tensor, or argument, that names one."""
+    return import_module("mcinfer.cards.tensors")
+
+
+class Place(Protocol):
+    """Memory for the tensors of requests, as callers name it: the host's, or a card's."""
+
+    def empty(self, spec: TensorSpec, shape: tuple[int, ...], timeout: float) -> Any:
+        """An array of undefined content, in memory that workers read in place."""
+
+
+class Queue(Owner, Protocol):
+    """The part of the loop that requests need."""
+
+    def may_wait(self) -> bool:
+        """Whether the calling thread may wait for answers."""
+
+    def enter(self, request: Request, *, wait: bool) -> None:
+        """Queue a request."""
+
+    def await_answer(self, request: Request) -> None:
+        """Wait until a request is settled."""
+
+    def forget(self, request: Request) -> None:
+        """Cancel a request without waiting for that."""
+
+    def card(self, device: Device) -> Any:
+        """A card's memory."""
+
+
+class HostPlace:
+    """The host's shared memory as a place: frames for requests, and arrays of users. Any thread may call it.
+
+    Args:
+        arena: The memory, which the loop owns.
+        allocate: Gets slots of it.
+        idle: What finds the frames that are not in use.
+    """
+
+    def __init__(self, arena: Arena, allocate: Allocate, idle: IdleFrames) -> None:
+        self.allocate = allocate
+        self.idle = idle
+        self._arena = arena
+        self._forks = forks()
+
+    def find(self, array: NDArray[Any]) -> Spot | None:
+        """Where an array lies in this memory, if workers can read it there."""
+        flags = array.flags
+        if not (flags.c_contiguous and flags.aligned and array.dtype.isnative and is_leased(array)):
+            return None
+        return self._arena.find(array.__array_interface__["data"][0], array.nbytes)
+
+    def empty(self, spec: TensorSpec, shape: tuple[int, ...], timeout: float) -> NDArray[Any]:
+        """See `Place`."""
+        (slot,) = self.allocate([prod(shape) * spec.dtype.itemsize], timeout)
+        frame, idle = make_frame(slot), deque[Ticket](maxlen=0)
+        self._forks.add(frame, idle)
+        memory = np.asarray(cast("Any", lease(frame, idle)))
+        return np.ndarray(shape, spec.dtype, memory)
+
+    def lease(
+        self, plan: Plan, timeout: float, *, with_outputs: bool = True
+    ) -> tuple[Lease | None, Lease | None]:
+        """Frames for the inputs, if they need one, and for the outputs, if any has a known shape."""
+        inputs, outputs = plan.inputs, plan.outputs
+        reads = writes = None
+        for_reads, for_writes = inputs.is_laid, outputs.is_laid and with_outputs
+        if not self._arena.wanted:  # not past those who wait for memory
+            try:
+                if for_reads:
+                    reads = inputs.idle.pop().frame
+            except IndexError:
+                pass
+            try:
+                if for_writes:
+                    writes = outputs.idle.pop().frame
+            except IndexError:
+                pass
+        if writes is not None and self._forks.held:  # after it was taken: so it was before the fork
+            writes = None
+        new_reads, new_writes = for_reads and reads is None, for_writes and writes is None
+        if new_reads or new_writes:
+            both = new_reads is for_reads and new_writes is for_writes
+            sizes = [inputs.size] * new_reads + [outputs.size] * new_writes
+            try:
+                slots = self.allocate(sizes, timeout if both else 0.0)
+            except QueueFullError:
+                if timeout <= 0 or both:
+                    raise
+                # Not with one in hand: two requests that each held one would wait for each other.
+                reads = writes = None
+                new_reads, new_writes = for_reads, for_writes
+                sizes = [inputs.size] * new_reads + [outputs.size] * new_writes
+                slots = self.allocate(sizes, timeout)
+            if new_reads:
+                reads = _input_frame(plan, slots[0])
+            if new_writes:
+                writes = output_frame(plan, slots[-1])
+                self._forks.add(writes, outputs.idle)
+        return (
+            None if reads is None else lease(reads, inputs.idle),
+            None if writes is None else lease(writes, outputs.idle),
+        )
+
+
 class Planner:
-    """Checks and lays out requests for one model.
+    """Checks and lays out requests for one model, queues them, and waits for their answers.
 
     Attributes:
+        place: The host's memory.
         weights: The replaceable weights of the model.
         apart: Why a request could not join one run with others; empty until there is such a request.
     """
@@ -100,23 +202,22 @@ class Planner:
     def __init__(
         self,
         model: ModelSpec,
-        arena: Arena,
-        allocate: Allocate,
+        place: HostPlace,
+        queue: Queue,
+        *,
+        limits: Limits = Limits(),
         max_rows: int = 1,
         weights: Sequence[TensorSpec] = (),
-        cards: Cards | None = None,
-        *,
         remembers: bool = False,
     ) -> None:
-        self._cards = cards
+        self.place = place
+        self._queue = queue
+        self._limits = limits
         self._remembers = remembers
         self._max_rows = max_rows
         self._model = model
-        self._arena = arena
-        self._allocate = allocate
-        self._forks = forks()
         self._copier = Copier(len(os.sched_getaffinity(0)))
-        self.weights = WeightStore(weights, allocate, self._copier)
+        self.weights = WeightStore(weights, place.allocate, self._copier)
         self._names = tuple(spec.name for spec in model.inputs)
         self._has_strings = any(spec.element_type == STRING for spec in model.inputs)
         self._types = tuple((spec, spec.element_type) for spec in model.inputs)
@@ -126,71 +227,139 @@ class Planner:
         )
         self._plans: dict[tuple[Any, ...], Plan] = {}
         """By shapes, pieces, the number of what is known of the split, how many outputs are opened, and the
-        numbers of borrowed inputs."""
-        self._forgotten: list[ref[deque[Ticket]]] = []
-        """Where frames of forgotten plans go that are still in use."""
+        numbers of inputs that lie elsewhere."""
         self.apart = ""
+        self._said_apart = False
         self._opened: set[str] = set()
         """Outputs that had another shape than the model declares: they are not laid out before the run."""
 
-    def request(
-        self,
-        inputs: Inputs,
-        pieces: int | sharding.Shares,
-        known: Known | None,
-        timeout: float,
-        *,
-        weights: WeightVersion = NO_WEIGHTS,
-        joinable: bool = False,
-        outputs_on: CardMemory | None = None,
-        card_timeout: float = 0.0,
-    ) -> Request:
-        """Check a request, cut it, and bring its inputs into shared memory.
+    # A call.
+
+    def predict(self, call: Call) -> Arrays:
+        """Answer a call.
+
+        Raises:
+            CancelledError: What `call.offer` got was called.
+            McinferError: As `Master.predict`.
+        """
+        request: Request | None = None
+        try:
+            request = self._begin(call, may_wait=True)
+            self._queue.enter(request, wait=False)
+            if call.offer is not None:
+                call.offer(partial(self._queue.cancel, request))
+            self._queue.await_answer(request)
+            if request.was_cancelled:
+                raise CancelledError
+            answer = request.result()
+            request.let_go()  # a trace hook may still have to hear of it
+            return answer
+        except BaseException:
+            # Ctrl-C while waiting: the workers need not go on.
+            if request is not None and not request.settled:
+                self._queue.forget(request)
+            raise
+        finally:
+            del request  # the error that this may raise must not hold what holds it
+
+    def submit(self, call: Call, *, wait: bool = True) -> OutcomeFuture[Arrays]:
+        """Queue a call; without `wait`, raise `QueueFullError` where it would wait for room."""
+        request = self._begin(call, may_wait=self._queue.may_wait(), wait=wait)
+        future = OutcomeFuture(request, self._queue)
+        if call.keeps and len(request.rows) > 1 and call.known.split.checked:
+            call.inputs = self.copies(call.inputs, request)
+        if not request.settled:  # a batch of no rows is answered already
+            self._queue.enter(request, wait=wait)
+        return future
+
+    def _begin(self, call: Call, *, may_wait: bool, wait: bool = True) -> Request:
+        """The request of a call, with its inputs where workers can read them."""
+        known, limits, balance = call.known, self._limits, call.balance
+        pieces = call.pieces if known.settled else 1
+        shares = None
+        if pieces > 1:
+            if not known.splits:
+                call.splitter.warn_if_whole()
+            if balance is not None:
+                shares = balance.take_shares()
+        patience = 0.0
+        if wait and may_wait and limits.when_full == "wait":
+            patience = max(0.0, call.start + call.timeout - monotonic())
+        try:
+            request = self.request(call, shares or pieces, patience)
+        except BaseException:
+            if balance is not None and shares is not None:
+                balance.give_back(shares)
+            raise
+        if balance is not None and shares is not None and len(request.preferred) < 2:
+            balance.give_back(shares)
+        if call.joins and self._max_rows > 1 and known.settled and not call.apart:
+            self._say_why_apart(call)
+        request.waits = may_wait and limits.when_queue_full == "wait"
+        call.rows = request.rows
+        return request
+
+    def _say_why_apart(self, call: Call) -> None:
+        """Say once why requests are not joined, if they are not."""
+        if not call.known.splits:
+            call.splitter.warn_if_whole()
+        elif self.apart and not self._said_apart:
+            self._said_apart = True
+            _log.warning("requests are not joined to one run: %s", self.apart)
+
+    def request(self, call: Call, pieces: int | sharding.Shares, timeout: float) -> Request:
+        """Check a call, cut it, and bring its inputs to where workers can read them.
+
+        Inputs on a card that are cut along an inner axis, or packed, go through the host, and so do outputs
+        for a card that are joined by copying, or whose shapes are not known before the run.
 
         Args:
-            inputs: By name, or in the model's order.
+            call: What is wanted.
             pieces: Most shards, or the rows of each worker.
-            known: How to cut it; None is whole.
             timeout: Seconds to wait for memory.
-            weights: What it runs with.
-            joinable: Whether a request of one shard may join one run with others.
-            outputs_on: The card for its outputs; None is the host.
-            card_timeout: Seconds to wait for each tensor that goes through the host.
 
         Raises:
             InvalidInputError: It does not fit the model; names the input.
             QueueFullError: No shared memory was free in time.
-            PredictTimeoutError: What is queued on a card before such a tensor took longer.
+            PredictTimeoutError: What is queued on a card before a tensor that goes through the host took too
+                long.
             OutgrownError: It would be cut, and has more rows than `known.most_rows`.
         """
-        arrays = self.arrays(inputs)
-        if outputs_on is not None:
-            return self._card_request(
-                arrays, pieces, known, timeout, card_timeout, weights, outputs_on
-            )
-        shapes = tuple([array.shape for array in arrays])
+        arrays = self.arrays(call.inputs)
+        known = None if call.apart else call.known
+        shapes = tuple(map(_shape, arrays))
         key = (shapes, pieces, 0 if known is None else known.number, len(self._opened))
         plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known)
         if not plan.cut.rows:
-            return self._empty(plan, weights)
-        borrowed = None
+            return self._empty(plan, call)
+        found: dict[int, Spot] = {}
+        outputs: Lease | None = None
+        is_elsewhere = on_card = call.outputs_on is not None
         for array in arrays:
             # A view of ordinary memory has a base as well, but not one of these.
-            if array.base is not None and _is_leased(array):
-                if any(type(given) is CardTensor for given in arrays):
-                    return self._card_request(arrays, pieces, known, timeout, card_timeout, weights)
-                borrowed = self._borrowed(arrays, plan)
+            if array.base is not None and is_leased(array):
+                is_elsewhere = True
+                on_card = on_card or any(type(given) is not np.ndarray for given in arrays)
                 break
-        if borrowed is not None:
-            longer = (*key, *borrowed)
-            plan = self._plans.get(longer) or self._new_plan(
-                longer, shapes, pieces, known, borrowed
-            )
+        if is_elsewhere:
+            end = monotonic() + timeout
+            found, outputs = self._find(arrays, plan, call, timeout, on_card=on_card)
+            timeout = max(0.0, end - monotonic())
+            if found:
+                longer = (*key, *sorted(found))
+                plan = self._plans.get(longer) or self._new_plan(
+                    longer, shapes, pieces, known, found
+                )
+            if call.outputs_on is not None:
+                plan = replace(
+                    plan, simple_outputs=None
+                )  # its value is never just a view for NumPy
         laid = plan
-        if plan.seen is None:
-            held, outputs = self._lease(plan, timeout)
+        if plan.seen is None or outputs is not None:
+            held, written = self.place.lease(plan, timeout, with_outputs=outputs is None)
         else:
-            laid, held, outputs = self._lease_laid(plan, plan.seen, timeout)
+            laid, held, written = self._lease_laid(plan, plan.seen, timeout)
+        outputs = outputs or written
         try:
             if plan.simple_inputs and held is not None:
                 frame = held.ticket.frame
@@ -203,64 +372,65 @@ class Planner:
                 bodies: Sequence[bytes] = frame.bodies
                 blocks = frame.blocks
             else:
-                keep, bodies, blocks = self._place(arrays, plan, borrowed or {}, held)
+                keep, bodies, blocks = self._place(arrays, plan, found, held)
         except BaseException:
             if held is not None:
                 # The copier's threads may still write to this frame: it goes with their views.
                 del held.ticket
             raise
         if outputs is not None:
-            written = outputs.ticket.frame.blocks
-            blocks = blocks if written <= blocks else blocks | written
-        request = Request(self._model, laid, keep, bodies, outputs, blocks, weights, self._opened)
+            theirs = outputs.ticket.frame.blocks
+            blocks = blocks if theirs <= blocks else blocks | theirs
+        make = Request if call.outputs_on is None else cards().CardRequest
+        request: Request = make(laid, call, keep, bodies, outputs, blocks)
         if self._has_strings:
             request.size += sum(map(len, bodies))  # they travel in these
-        if joinable and self._max_rows > 1:
-            request.join = self._join(arrays, plan, weights)
+        if on_card:
+            request.size += sum(
+                arrays[i].nbytes for i in found if type(arrays[i]) is not np.ndarray
+            )
+        elif call.joins and self._max_rows > 1 and known is not None and known.splits:
+            request.join = self._join(arrays, plan, call.weights)
         return request
 
+    def _find(
+        self, arrays: list[Any], plan: Plan, call: Call, timeout: float, *, on_card: bool
+    ) -> tuple[dict[int, Spot], Lease | None]:
+        """Where inputs lie that workers can read in place, by number, and memory for outputs on a card.
+
+        Memory of cards is had before the host's. What workers cannot read on a card is on the host then, in
+        `arrays`.
+        """
+        found: dict[int, Spot] = {}
+        outputs: Lease | None = None
+        if on_card:
+            found, outputs = cards().bring(arrays, plan, call, timeout)
+        for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
+            if type(array) is np.ndarray and layout is not None and layout.contiguous:
+                spot = self.place.find(array)
+                if spot is not None:
+                    found[i] = spot
+        return found, outputs
+
     def close(self) -> None:
-        """End the threads that copy, and free replaced weights."""
+        """End the threads that copy, and free replaced weights and idle frames."""
         self._copier.close()
         self.weights.close()
         for key in [*self._plans]:
-            self._forget(self._plans.pop(key, None))
+            self._forget(key)
 
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes of shared memory in frames that are not in use."""
-        return sum(t.frame.slot.size for idle in self._idle() for t in idle.copy())
-
-    def release_idle(self) -> None:
-        """Free the frames that are not in use: memory is short."""
-        for idle in self._idle():
-            idle.clear()
-
-    def unused(self, now: float) -> "list[tuple[deque[Ticket], Ticket]]":
-        """The frames that have been idle since an earlier call: where each is, the longest idle last."""
-        found = []
-        for idle in self._idle():
-            for ticket in idle.copy():
-                since = getattr(ticket, "idle_since", None)
-                if since is None:
-                    ticket.idle_since = now
-                else:
-                    found.append((since, idle, ticket))
-        found.sort(key=lambda item: item[0], reverse=True)
-        return [(idle, ticket) for _, idle, ticket in found]
-
-    def _idle(self) -> "list[deque[Ticket]]":
-        """Where idle frames are, also those of forgotten plans."""
-        idle = [side.idle for plan in [*self._plans.values()] for side in _sides(plan)]
-        return idle + [left for found in [*self._forgotten] if (left := found()) is not None]
+    def _forget(self, key: tuple[Any, ...]) -> None:
+        plan = self._plans.pop(key, None)
+        if plan is not None:
+            plan.forget()
 
     def allocate(
         self,
         shapes: Mapping[str, Sequence[int]],
         timeout: float,
-        card: CardMemory | None = None,
+        place: Place | None = None,
     ) -> Arrays:
-        """Arrays in shared memory, or in a card's."""
+        """Arrays in shared memory, or in another place."""
         specs = {spec.name: spec for spec in self._model.inputs}
         arrays: Arrays = {}
         if not isinstance(shapes, Mapping):
@@ -286,21 +456,13 @@ class Planner:
                 )
             if (spec.shape and len(shape) != len(spec.shape)) or min(shape, default=0) < 0:
                 raise InvalidInputError(f"shapes: got {list(shape)} for {name!r}, expected {spec}")
-            if card is not None:
-                check_types([spec], "shapes")
-                arrays[name] = card.empty(spec, shape, timeout)
-                continue
-            (slot,) = self._allocate([prod(shape) * spec.dtype.itemsize], timeout)
-            frame, idle = _frame(slot), deque[Ticket](maxlen=0)
-            self._forks.add(frame, idle)
-            memory = np.asarray(cast("Any", lease(frame, idle)))
-            arrays[name] = np.ndarray(shape, spec.dtype, memory)
+            arrays[name] = (place or self.place).empty(spec, shape, timeout)
         return arrays
 
     def host_arrays(self, inputs: Inputs, timeout: float) -> list[NDArray[Any]]:
         """As `arrays`; what lies on a card is copied to the host, each within so many seconds."""
         found = self.arrays(inputs)
-        return [array.on_host(timeout) if type(array) is CardTensor else array for array in found]
+        return [array if type(array) is np.ndarray else array.on_host(timeout) for array in found]
 
     def copies(self, inputs: Inputs, request: Request | None = None) -> list[Any]:
         """The inputs as they are now, whatever becomes of the caller's arrays; what is borrowed stays so.
@@ -309,7 +471,7 @@ class Planner:
         """
 
         def copy(i: int, array: Any) -> Any:
-            if _is_leased(array):
+            if is_leased(array):
                 return array
             mine = None if request is None else request.taken(i)
             return np.array(array) if mine is None else mine
@@ -319,7 +481,7 @@ class Planner:
     def arrays(self, inputs: Inputs) -> list[Any]:
         """The inputs of a request as arrays of the model's types, in its order; shapes are not checked.
 
-        Those on a card are a `CardTensor` each.
+        One on a card is a `PlacedTensor`.
 
         Raises:
             InvalidInputError: One is missing, unknown or of another type; names it.
@@ -359,76 +521,11 @@ class Planner:
         return [self._input(v, s, t) for v, (s, t) in zip(values, self._types, strict=True)]
 
     def _input(self, value: Any, spec: TensorSpec, element_type: str) -> Any:
-        if type(value) is CardTensor:
+        if isinstance(value, PlacedTensor):
             return value
-        if self._cards is not None and is_on_card(value, spec):
-            return read_input(value, spec, self._cards)
+        if is_on_card(value, spec):
+            return cards().read_input(value, spec, self._queue)
         return as_input(value, spec, element_type)
-
-    # Tensors on cards.
-
-    def _card_request(
-        self,
-        arrays: list[Any],
-        pieces: int | sharding.Shares,
-        known: Known | None,
-        timeout: float,
-        card_timeout: float,
-        weights: WeightVersion,
-        outputs_on: CardMemory | None = None,
-    ) -> Request:
-        """A request with inputs on cards, or outputs; it never joins a run with others.
-
-        Inputs that are cut along an inner axis, or packed, go through the host, and so do outputs that are
-        joined by copying, or whose shapes are not known before the run.
-        """
-        end = monotonic() + timeout
-        shapes = tuple([array.shape for array in arrays])
-        key = (shapes, pieces, 0 if known is None else known.number, len(self._opened))
-        plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known)
-        if not plan.cut.rows:
-            request = self._empty(plan, weights)
-            if outputs_on is not None:
-                request.preset(
-                    outputs_on.upload(self._model.outputs, request.value(), card_timeout)
-                )
-            return request
-        tensors: dict[int, CardTensor] = {}
-        for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
-            if type(array) is CardTensor:
-                if array.memory.is_reached and layout is not None and layout.contiguous:
-                    tensors[i] = array
-                else:
-                    arrays[i] = array.on_host(card_timeout)
-        borrowed = self._borrowed(arrays, plan) or {}
-        stays = outputs_on is not None and plan.simple_outputs is not None and outputs_on.is_reached
-        for_outputs = (outputs_on, plan.outputs.size) if outputs_on is not None and stays else None
-        slot = place([*tensors.values()], for_outputs, timeout)
-        borrowed |= {i: tensor.place for i, tensor in tensors.items() if tensor.place is not None}
-        if borrowed:
-            longer = (*key, *borrowed)
-            plan = self._plans.get(longer) or self._new_plan(
-                longer, shapes, pieces, known, borrowed
-            )
-        if outputs_on is not None:  # its value is never just a view for NumPy
-            side = replace(plan.outputs, is_laid=plan.outputs.is_laid and slot is None)
-            plan = replace(plan, outputs=side, simple_outputs=None)
-        held, outputs = self._lease(plan, max(0.0, end - monotonic()))
-        try:
-            keep, bodies, blocks = self._place(arrays, plan, borrowed, held)
-        except BaseException:
-            if held is not None:
-                del held.ticket  # as in `request`
-            raise
-        if slot is not None:
-            frame = _frame(slot, self._output_references(plan, slot))
-            outputs = lease(frame, deque(maxlen=0))
-        if outputs is not None:
-            blocks |= outputs.ticket.frame.blocks
-        make = Request if outputs_on is None else partial(CardRequest, outputs_on, slot is not None)
-        request = make(self._model, plan, keep, bodies, outputs, blocks, weights, self._opened)
-        request.size += sum(tensor.nbytes for tensor in tensors.values())
-        return request
 
     # Plans.
 
@@ -438,9 +535,9 @@ class Planner:
         shapes: tuple[tuple[int, ...], ...],
         pieces: int | sharding.Shares,
         known: Known | None,
-        borrowed: Collection[int] = (),
+        found: Collection[int] = (),
     ) -> Plan:
-        """Lay out a request; `borrowed` inputs lie elsewhere, and have no place in a frame."""
+        """Lay out a request; `found` inputs lie elsewhere, and have no place in a frame."""
         split = None if known is None else known.split
         cut = sharding.cut_batch(self._model, shapes, pieces, split)
         if known is not None and len(cut.rows) > 1 and sum(cut.rows) > known.most_rows:
@@ -453,13 +550,15 @@ class Planner:
             None if spec.name in self._opened else lay_output(spec, join)
             for spec, join in zip(self._model.outputs, cut.outputs, strict=True)
         )
-        laid = [None if i in borrowed else layout for i, layout in enumerate(inputs)]
+        laid = [None if i in found else layout for i, layout in enumerate(inputs)]
         shards = len(cut.rows)
-        reads, writes = _side(inputs, laid, shards), _side(outputs, outputs, shards)
+        reads, writes = self._side(inputs, laid, shards), self._side(outputs, outputs, shards)
         unlaid = [s for s, lay in zip(self._model.outputs, outputs, strict=True) if lay is None]
         unknown = frozenset(spec.name for spec in unlaid if spec.element_type != STRING)
         frames = 1 + (reads.idle.maxlen or 0) + (writes.idle.maxlen or 0)
         plan = Plan(
+            model=self._model,
+            opened=self._opened,
             cut=cut,
             shapes=shapes,
             inputs=reads,
@@ -479,7 +578,7 @@ class Planner:
         while len(plans) > 1 and (
             len(plans) > _MAX_PLANS or sum(p.cost for p in [*plans.values()]) > _MAX_PLAN_BYTES
         ):
-            self._forget(plans.pop(next(iter([*plans]), ()), None))
+            self._forget(next(iter([*plans]), ()))
         return plan
 
     def _simple_outputs(
@@ -515,7 +614,7 @@ class Planner:
         if any(new and not old and new.size > MOST_COPIED for new, old in laid_anew):
             seen.give_up()
             return plan
-        side = _side(layouts, layouts, len(plan.cut.rows))
+        side = self._side(layouts, layouts, len(plan.cut.rows))
         cut = replace(plan.cut, outputs=joins)
         seen.laid = laid = replace(
             plan,
@@ -533,26 +632,16 @@ class Planner:
         latest = [*dict.fromkeys(key[1] for key in reversed(keys))][:_MAX_SHARES]
         for key in keys:
             if key[1] not in latest:
-                self._forget(self._plans.pop(key, None))
+                self._forget(key)
 
-    def _forget(self, plan: Plan | None) -> None:
-        """Free a plan's idle frames; only `release_idle` finds those that come back later."""
-        if plan is None:
-            return
-        forgotten = self._forgotten
-        for side in _sides(plan):
-            side.idle.clear()
-            # The deque lives as long as a frame that is to come back to it.
-            forgotten.append(ref(side.idle, forgotten.remove))
-        if plan.seen is not None:
-            plan.seen.laid = None  # they hold each other
-
-    def _empty(self, plan: Plan, weights: WeightVersion) -> Request:
+    def _empty(self, plan: Plan, call: Call) -> Request:
         """A batch of no rows needs no run."""
-        nowhere = frozenset[int]()
-        request = Request(self._model, plan, (), (), None, nowhere, weights, self._opened)
+        request = Request(plan, call, (), (), None, frozenset())
         empty = zip(self._model.outputs, plan.cut.outputs, strict=True)
-        request.preset({s.name: np.empty(j.shape or (), s.dtype) for s, j in empty})
+        value = {s.name: np.empty(j.shape or (), s.dtype) for s, j in empty}
+        if call.outputs_on is not None:
+            value = call.outputs_on.upload(self._model.outputs, value, call.timeout)
+        request.preset(value)
         return request
 
     # Frames.
@@ -564,106 +653,28 @@ class Planner:
         laid = seen.laid or (self._lay_seen(plan, seen) if seen.is_steady else plan)
         if laid is not plan:
             try:
-                return laid, *self._lease(laid, 0.0)
+                return laid, *self.place.lease(laid, 0.0)
             except McinferError:  # no memory is free, or it is not enough for both sides
                 seen.give_up()
-        return plan, *self._lease(plan, timeout)
-
-    def _lease(self, plan: Plan, timeout: float) -> tuple[Lease | None, Lease | None]:
-        """Frames for the inputs, if they need one, and for the outputs, if any has a known shape."""
-        inputs, outputs = plan.inputs, plan.outputs
-        # Not past those who wait for memory.
-        free = not self._arena.wanted
-        reads = _pop(inputs.idle) if inputs.is_laid and free else None
-        writes = _pop(outputs.idle) if outputs.is_laid and free else None
-        if writes is not None and self._forks.held:  # after it was taken: so it was before the fork
-            writes = None
-        new_reads, new_writes = inputs.is_laid and reads is None, outputs.is_laid and writes is None
-        if new_reads or new_writes:
-            sizes = [inputs.size] * new_reads + [outputs.size] * new_writes
-            try:
-                both = new_reads is inputs.is_laid and new_writes is outputs.is_laid
-                slots = self._allocate(sizes, timeout if both else 0.0)
-            except QueueFullError:
-                if timeout <= 0 or both:
-                    raise
-                # Not with one in hand: two requests that each held one would wait for each other.
-                reads = writes = None
-                new_reads, new_writes = inputs.is_laid, outputs.is_laid
-                sizes = [inputs.size] * new_reads + [outputs.size] * new_writes
-                slots = self._allocate(sizes, timeout)
-            if new_reads:
-                reads = self._input_frame(plan, slots[0])
-            if new_writes:
-                writes = self._output_frame(plan, slots[-1])
-        return (
-            None if reads is None else lease(reads, inputs.idle),
-            None if writes is None else lease(writes, outputs.idle),
-        )
-
-    def _input_frame(self, plan: Plan, slot: Slot) -> Frame:
-        if not plan.simple_inputs:
-            return _frame(slot)
-        places = [(slot.block, slot.offset + start) for start in plan.inputs.starts]
-        references = self._input_references(plan, places)
-        memory = memoryview(slot.memory)
-        views = []
-        rows = zip(self._model.inputs, plan.shapes, plan.inputs.starts, strict=True)
-        for spec, shape, start in rows:
-            end = start + prod(shape) * spec.dtype.itemsize
-            views.append(np.ndarray(shape, spec.dtype, memory[start:end]))
-        return _frame(slot, references, tuple(views))
-
-    def _output_frame(self, plan: Plan, slot: Slot) -> Frame:
-        frame = _frame(slot, self._output_references(plan, slot))
-        self._forks.add(frame, plan.outputs.idle)
-        return frame
-
-    def _output_references(self, plan: Plan, slot: Slot) -> tuple[tuple[TensorRef, ...], ...]:
-        """By shard."""
-        shards: list[list[TensorRef]] = [[] for _ in plan.cut.rows]
-        side = plan.outputs
-        rows = zip(self._model.outputs, plan.cut.outputs, side.layouts, side.starts, strict=True)
-        for spec, join, layout, start in rows:
-            if layout is not None and join.shapes is not None:
-                places = [slot.offset + start + offset for offset in layout.offsets]
-                for references, shape, place in zip(shards, join.shapes, places, strict=True):
-                    references.append((spec.name, spec.element_type, shape, slot.block, place))
-        return tuple(map(tuple, shards))
-
-    # Inputs that are strings, packed, cut along an inner axis, or in shared memory already.
-
-    def _borrowed(self, arrays: Sequence[Any], plan: Plan) -> dict[int, tuple[int, int]] | None:
-        """By number of the input, where arrays lie in shared memory already, as workers need them."""
-        places: dict[int, tuple[int, int]] = {}
-        for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
-            if type(array) is CardTensor:
-                continue
-            flags = array.flags
-            fits = flags.c_contiguous and flags.aligned and array.dtype.isnative
-            if layout is not None and layout.contiguous and fits and _is_leased(array):
-                place = self._arena.find(array.__array_interface__["data"][0], array.nbytes)
-                if place is not None:
-                    places[i] = place
-        return places or None
+        return plan, *self.place.lease(plan, timeout)
 
     def _place(
         self,
         arrays: Sequence[NDArray[Any]],
         plan: Plan,
-        borrowed: Mapping[int, tuple[int, int]],
+        found: Mapping[int, Spot],
         held: Lease | None,
     ) -> tuple[list[object], Sequence[bytes], frozenset[int]]:
         """The holders of the inputs' memory, their references by shard, and the blocks of these."""
-        # What lies in shared memory already is the caller's, and is held until no worker reads it.
-        keep: list[object] = [arrays[i] for i in borrowed]
-        places = [borrowed.get(i) for i in range(len(arrays))]
+        # What workers read in place is the caller's, and is held until no worker reads it.
+        keep: list[object] = [arrays[i] for i in found]
+        places = [found.get(i) for i in range(len(arrays))]
         if held is not None:
             keep.append(held)
             slot = held.ticket.frame.slot
             memory = memoryview(slot.memory)
             for i, layout in enumerate(plan.inputs.layouts):
-                if layout is not None and i not in borrowed:
+                if layout is not None and i not in found:
                     spec, cut, start = (
                         self._model.inputs[i],
                         plan.cut.inputs[i],
@@ -672,30 +683,9 @@ class Planner:
                     place = memory[start : start + layout.size]
                     copy_in(arrays[i], spec, cut, layout, place, self._copier)
                     places[i] = (slot.block, slot.offset + start)
-        references = self._input_references(plan, places, arrays)
+        references = _input_references(plan, places, arrays)
         blocks = frozenset(place[0] for place in places if place is not None)
         return keep, tuple(map(encode_references, references)), blocks
-
-    def _input_references(
-        self,
-        plan: Plan,
-        places: Sequence[tuple[int, int] | None],
-        arrays: Sequence[NDArray[Any]] = (),
-    ) -> tuple[tuple[TensorRef, ...], ...]:
-        """By shard; strings have no place and come from the arrays, or are left out without arrays."""
-        shards: list[list[TensorRef]] = [[] for _ in plan.cut.rows]
-        for i, (spec, element_type) in enumerate(self._types):
-            cut, layout, place = plan.cut.inputs[i], plan.inputs.layouts[i], places[i]
-            for shard, references in enumerate(shards):
-                shape = cut.shapes[shard]
-                if layout is not None and place is not None:
-                    block, start = place
-                    offset = start + layout.offsets[shard]
-                    references.append((spec.name, element_type, shape, block, offset))
-                elif arrays:
-                    values = string_rows(arrays[i], cut, shard)
-                    references.append((spec.name, STRING, shape, None, values))
-        return tuple(map(tuple, shards))
 
     # Dynamic batching.
 
@@ -740,42 +730,39 @@ class Planner:
         values = tuple(array.astype(array.dtype.newbyteorder("=")).tobytes() for array in common)
         return (sizes, cut.input_axes, values, weights.number), rows
 
-
-def _side(layouts: tuple[Layout | None, ...], laid: Sequence[Layout | None], shards: int) -> Side:
-    """The side of a plan with these layouts, of which those in `laid` share a frame."""
-    starts, size = [], 0
-    for layout in laid:
-        starts.append(size)
-        size += 0 if layout is None else align(layout.size)
-    by_references = _MAX_IDLE_REFERENCES // max(len(layouts) * shards, 1)
-    most = max(1, min(_MAX_IDLE_FRAMES, _MAX_IDLE_BYTES // max(size, 1), by_references))
-    is_laid = any(layout is not None for layout in laid)
-    return Side(layouts, tuple(starts), size, is_laid, deque(maxlen=most))
-
-
-def _sides(plan: Plan) -> tuple[Side, ...]:
-    """The sides of a plan that have frames, also those of shapes that were seen."""
-    laid = None if plan.seen is None else plan.seen.laid
-    return (
-        (plan.inputs, plan.outputs) if laid is None else (plan.inputs, plan.outputs, laid.outputs)
-    )
+    def _side(
+        self, layouts: tuple[Layout | None, ...], laid: Sequence[Layout | None], shards: int
+    ) -> Side:
+        """The side of a plan with these layouts, of which those in `laid` share a frame."""
+        starts, size = [], 0
+        for layout in laid:
+            starts.append(size)
+            size += 0 if layout is None else align(layout.size)
+        by_references = _MAX_IDLE_REFERENCES // max(len(layouts) * shards, 1)
+        most = max(1, min(_MAX_IDLE_FRAMES, _MAX_IDLE_BYTES // max(size, 1), by_references))
+        is_laid = any(layout is not None for layout in laid)
+        idle = deque[Ticket](maxlen=most)
+        self.place.idle.add(idle)
+        return Side(layouts, tuple(starts), size, is_laid, idle)
 
 
-def _is_leased(array: Any) -> bool:
+def is_leased(array: Any) -> bool:
     """Whether an array is a view of a frame (NumPy makes views of views those of one array), or on a card."""
     base = array.base
     in_frame = isinstance(base, np.ndarray) and isinstance(base.base, Lease)
-    return in_frame or type(array) is CardTensor
+    return in_frame or type(array) is not np.ndarray
 
 
-def _pop(idle: "deque[Ticket]") -> Frame | None:
-    try:
-        return idle.pop().frame
-    except IndexError:
-        return None
+def lease(frame: Frame, idle: "deque[Ticket]") -> Lease:
+    """Lease a frame, which goes to `idle` afterwards."""
+    held = Lease()
+    held.__array_interface__ = frame.interface
+    held.ticket = ticket = Ticket(held, idle.append)
+    ticket.frame = frame
+    return held
 
 
-def _frame(
+def make_frame(
     slot: Slot,
     references: tuple[tuple[TensorRef, ...], ...] = (),
     views: tuple[NDArray[Any], ...] = (),
@@ -788,3 +775,52 @@ def _frame(
     }
     bodies = tuple(map(encode_references, references))
     return Frame(slot, frozenset((slot.block,)), bodies, references, views, interface)
+
+
+def _input_frame(plan: Plan, slot: Slot) -> Frame:
+    if not plan.simple_inputs:
+        return make_frame(slot)
+    places = [(slot.block, slot.offset + start) for start in plan.inputs.starts]
+    references = _input_references(plan, places)
+    memory = memoryview(slot.memory)
+    views = []
+    rows = zip(plan.model.inputs, plan.shapes, plan.inputs.starts, strict=True)
+    for spec, shape, start in rows:
+        end = start + prod(shape) * spec.dtype.itemsize
+        views.append(np.ndarray(shape, spec.dtype, memory[start:end]))
+    return make_frame(slot, references, tuple(views))
+
+
+def output_frame(plan: Plan, slot: Slot) -> Frame:
+    """A frame for the outputs, in any place; its references are by shard."""
+    shards: list[list[TensorRef]] = [[] for _ in plan.cut.rows]
+    side = plan.outputs
+    rows = zip(plan.model.outputs, plan.cut.outputs, side.layouts, side.starts, strict=True)
+    for spec, join, layout, start in rows:
+        if layout is not None and join.shapes is not None:
+            places = [slot.offset + start + offset for offset in layout.offsets]
+            for references, shape, place in zip(shards, join.shapes, places, strict=True):
+                references.append((spec.name, spec.element_type, shape, slot.block, place))
+    return make_frame(slot, tuple(map(tuple, shards)))
+
+
+def _input_references(
+    plan: Plan,
+    places: Sequence[Spot | None],
+    arrays: Sequence[NDArray[Any]] = (),
+) -> tuple[tuple[TensorRef, ...], ...]:
+    """By shard; strings have no place and come from the arrays, or are left out without arrays."""
+    shards: list[list[TensorRef]] = [[] for _ in plan.cut.rows]
+    for i, spec in enumerate(plan.model.inputs):
+        element_type, place = spec.element_type, places[i]
+        cut, layout = plan.cut.inputs[i], plan.inputs.layouts[i]
+        for shard, references in enumerate(shards):
+            shape = cut.shapes[shard]
+            if layout is not None and place is not None:
+                block, start = place
+                offset = start + layout.offsets[shard]
+                references.append((spec.name, element_type, shape, block, offset))
+            elif arrays:
+                values = string_rows(arrays[i], cut, shard)
+                references.append((spec.name, STRING, shape, None, values))
+    return tuple(map(tuple, shards))

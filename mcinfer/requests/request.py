@@ -15,26 +15,25 @@ answer.
 import errno
 import reprlib
 import threading
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Generic, Protocol, TypeVar, cast
-from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer import sharding
 from mcinfer.errors import PredictError, ProtocolError, raised_by_handler
 from mcinfer.protocol import PREDICT, PREDICT_HEAD, TensorRef, encode_references
-from mcinfer.requests.tensors import Layout, join_parts, unpack
+from mcinfer.requests.frames import Lease, Plan
+from mcinfer.requests.splitting import Known, Splitter
+from mcinfer.requests.tensors import join_parts, unpack
 from mcinfer.requests.weights import WeightVersion
+from mcinfer.scheduler.balance import Balance
 from mcinfer.sharding import JoinError
-from mcinfer.shm.arena import Slot
 from mcinfer.shm.block import Block
-from mcinfer.specs import STRING, ModelSpec, TensorSpec, tensor_bytes
+from mcinfer.specs import STRING, TensorSpec, tensor_bytes
 
 T = TypeVar("T")
 
@@ -45,153 +44,55 @@ NO_WEIGHTS = WeightVersion(number=0)
 
 _NO_REFERENCES = encode_references(())
 
-_MOST_AWAITED = 8
-"""Answers with the same shapes that a plan waits for at most, before it lays outputs out by them."""
-
 Part = tuple[NDArray[Any] | TensorRef, Block | None]
 """A shard's part of an output: an array, or its place in a block of the worker's."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Frame:
-    """Memory for the inputs, or the outputs, of one request of a plan.
+@dataclass(slots=True)
+class Call:
+    """What a caller wants: one request, as `Master` has checked it, except for its inputs.
 
     Attributes:
-        blocks: The number of the slot's block.
-        bodies: By shard, the references to it as PREDICT carries them.
-        references: By shard, the same references, not encoded.
-        views: Arrays to copy inputs into, if each input is one array.
-        interface: The memory as NumPy's array interface describes it.
+        inputs: By name, or in the model's order.
+        splitter: Knows how its batch is split.
+        known: What is known of that, for these weights.
+        weights: The version that it runs with; none after the call, since errors that are kept hold it.
+        pieces: Most shards that it is cut into.
+        joins: Whether it may go in one run with others.
+        start: When the call came, of `time.monotonic`; `timeout` seconds count from then on.
+        timeout: Seconds.
+        priority: Among requests that wait for a worker.
+        outputs: Names of the outputs to return; None is all.
+        outputs_on: The card (`mcinfer.cards.tensors.CardMemory`) for the outputs; None is the host.
+        balance: Says what each worker is to get of it; None if all are to get the same.
+        context: Of the caller, if the request is traced.
+        offer: Called before the wait with a function that ends it, which any thread may call.
+        apart: Whether it is a run of a check: whole, and not joined with others.
+        limited: Whether there must be a place in the queue for it; not for a part of an accepted request.
+        keeps: Whether its inputs may be needed again after its pieces.
+        rows: Rows of each shard, once it is cut.
+        cancelled: Whether its caller does not want it any more.
     """
 
-    slot: Slot
-    blocks: frozenset[int]
-    bodies: tuple[bytes, ...]
-    references: tuple[tuple[TensorRef, ...], ...]
-    views: tuple[NDArray[Any], ...]
-    interface: dict[str, Any]
-
-
-class Ticket(ref["Lease"]):
-    """Notices the end of a lease, and knows the frame.
-
-    `idle_since` is set when it is first seen among idle ones: each lease has a new ticket.
-    """
-
-    __slots__ = ("frame", "idle_since")
-
-    frame: Frame
-    idle_since: float
-
-
-class Lease:
-    """The right to a frame's memory: when the last reference is gone, the frame goes back.
-
-    NumPy arrays over its array interface hold it, and so do all views of them. The end of a lease runs no
-    Python code, so no signal's handler can interrupt it.
-    """
-
-    __slots__ = ("__array_interface__", "__weakref__", "ticket")
-
-    __array_interface__: dict[str, Any]
-    ticket: Ticket
-
-
-def lease(frame: Frame, idle: "deque[Ticket]") -> Lease:
-    """Lease a frame, which goes to `idle` afterwards."""
-    held = Lease()
-    held.__array_interface__ = frame.interface
-    held.ticket = ticket = Ticket(held, idle.append)
-    ticket.frame = frame
-    return held
-
-
-@dataclass(slots=True, eq=False)
-class Side:
-    """The inputs, or the outputs, of a plan.
-
-    Attributes:
-        layouts: Each tensor's; None for strings, and for outputs whose shape is not known before the run.
-        starts: Bytes from the start of the frame to each tensor in it.
-        size: Bytes of the frame.
-        is_laid: Whether some tensor lies in the frame.
-        idle: Frames that are not in use.
-    """
-
-    layouts: tuple[Layout | None, ...]
-    starts: tuple[int, ...]
-    size: int
-    is_laid: bool
-    idle: "deque[Ticket]"
-
-
-class Seen:
-    """The shapes in a plan's last answers, of outputs whose shapes are not known before the run.
-
-    Attributes:
-        names: These outputs.
-        laid: The plan that lays them out by the shapes; None before, and again after another shape came.
-    """
-
-    __slots__ = ("_awaited", "_same", "laid", "names", "shapes")
-
-    def __init__(self, names: frozenset[str], shards: int) -> None:
-        self.names = names
-        self.laid: Plan | None = None
-        self.shapes: list[tuple[tuple[int, ...], ...]] = [()] * shards
-        """By shard, those of all outputs of the model."""
-        self._same = 0
-        self._awaited = 1
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether enough answers in a row had the same shapes, and every shard has answered."""
-        return self._same >= self._awaited * len(self.shapes) and all(self.shapes)
-
-    def note(self, shard: int, shapes: tuple[tuple[int, ...], ...]) -> None:
-        """Note the shapes in a shard's answer."""
-        if self.shapes[shard] == shapes:
-            self._same += 1
-            return
-        self.shapes[shard] = shapes
-        self._same = 0
-
-    def give_up(self) -> None:
-        """The shapes are not those of the next answers, or cannot be laid out: wait twice as long.
-
-        A layout costs about as much as a run with it saves.
-        """
-        self.laid = None
-        self._same = 0
-        self._awaited = min(2 * self._awaited, _MOST_AWAITED)
-
-
-@dataclass(slots=True, eq=False)
-class Plan:
-    """What follows from the shapes of a request; the same for all requests that have them.
-
-    Attributes:
-        cut: Rows of each shard, and how inputs and outputs are cut and joined.
-        size: Bytes of all tensors.
-        cost: Estimated bytes of this process's memory for it and its idle frames.
-        part: How much of the message of a joined run it takes.
-        lays_all: Whether all outputs lie in their frame.
-        simple_inputs: Whether each input is one array in its frame.
-        simple_outputs: Name, shape, type and start of each output, if each is one array in its frame.
-        seen: The shapes in its answers, if some are not known before the run; None if those are not used.
-    """
-
-    cut: sharding.Cut
-    shapes: tuple[tuple[int, ...], ...]
-    inputs: Side
-    outputs: Side
-    size: int
-    cost: int
-    part: float
-    lays_all: bool
-    simple_inputs: bool
-    simple_outputs: tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] | None
-    seen: Seen | None = None
+    inputs: Inputs
+    splitter: Splitter
+    known: Known
+    weights: WeightVersion
+    pieces: int
+    joins: bool
+    start: float
+    timeout: float
+    priority: int = 0
+    outputs: Sequence[str] | None = None
+    outputs_on: Any = None
+    balance: Balance | None = None
+    context: Context | None = None
+    offer: Callable[[Callable[[], object]], object] | None = None
+    apart: bool = False
+    limited: bool = True
+    keeps: bool = False
+    rows: tuple[int, ...] = ()
+    cancelled: bool = False
 
 
 class Follower(Protocol):
@@ -307,14 +208,12 @@ class Request(Outcome[Arrays]):
 
     def __init__(
         self,
-        model: ModelSpec,
         plan: Plan,
+        call: Call,
         inputs: Sequence[object],
         input_bodies: Sequence[bytes],
         outputs: Lease | None,
         blocks: frozenset[int],
-        weights: WeightVersion,
-        opened: set[str],
     ) -> None:
         self._locks = []
         self.settled = self.was_cancelled = False
@@ -323,17 +222,17 @@ class Request(Outcome[Arrays]):
         self.rows = plan.cut.rows
         self.preferred = plan.cut.preferred
         self.size = plan.size
-        self.called = self.timeout = 0.0
-        self.priority = 0
+        self.called, self.timeout = call.start, call.timeout
+        self.priority = call.priority
         self.waits = False
-        self.limited = True
+        self.limited = call.limited
         self.join: tuple[Hashable, int] | None = None
-        self.context: Context | None = None
-        self.weights = weights
+        self.context = call.context
+        self.weights = call.weights
         self.blocks = blocks
-        self.contradicted: Callable[[str], None] | None = None
+        self.contradicted: Callable[[str], None] = call.splitter.withdraw
         self.entered: Outcome[None] | None = None
-        self._model = model
+        self._model = plan.model
         self._plan = plan
         self._inputs = inputs
         self._input_bodies = input_bodies
@@ -345,7 +244,6 @@ class Request(Outcome[Arrays]):
         else:
             frame = outputs.ticket.frame
             self._asked, self._output_bodies = frame.references, frame.bodies
-        self._opened = opened
         self.copies = False
         self._fresh: set[int] = set()
         self._shared: Lease | None = None
@@ -353,17 +251,12 @@ class Request(Outcome[Arrays]):
         self._parts: dict[tuple[int, str], Part] | None = None
         self.workers: dict[int, int] = {}
         self._value: Arrays | None = None
-        self.wanted: Sequence[str] | None = None
+        self.wanted = call.outputs
 
     def preset(self, value: Arrays) -> None:
         """Its value is known without a run."""
-        self._value = value
+        self._value = pick(value, self.wanted)
         self.settled = True
-
-    def want(self, names: Sequence[str]) -> None:
-        self.wanted = names
-        if self._value is not None:
-            self._value = pick(self._value, names)
 
     # For the loop.
 
@@ -466,7 +359,7 @@ class Request(Outcome[Arrays]):
             while blocks:  # the exception's traceback would hold the mappings of what is left here
                 blocks.popitem()[1].close()
             raise
-        self._opened.update(opened)
+        self._plan.opened.update(opened)
         if seen is not None:
             seen.note(shard, tuple(reference[2] for reference in outputs))
             if missed and seen.laid is self._plan:
@@ -582,8 +475,7 @@ class Request(Outcome[Arrays]):
                     array = unpack(place, spec, join.shape or ())
                 value[spec.name] = array.copy() if place is not None and self.copies else array
         except JoinError as exc:
-            if self.contradicted is not None:
-                self.contradicted(str(exc))
+            self.contradicted(str(exc))
             raise
         return value
 

@@ -267,7 +267,7 @@ class Known:
 _numbers = itertools.count(1)
 
 
-class OutgrownError(Exception):
+class OutgrownError(PredictError):
     """A request has many more rows than the one from which the split was learned: compare it first."""
 
 

@@ -5,6 +5,7 @@ cutting and joining copy nothing. Parts along another axis, and those of four-bi
 end within a byte, lie one after another instead, and are copied.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ _LARGE_BYTES = 16 << 20
 
 _MAX_THREADS = 4
 
+_ON_CARD = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -59,6 +62,26 @@ class Layout:
     size: int
     offsets: tuple[int, ...]
     contiguous: bool
+
+
+class PlacedTensor(ABC):
+    """An input in another place than the host's memory, which is copied there only where it has to be.
+
+    Attributes:
+        shape: As an array's.
+        nbytes: As an array's.
+        base: Not None, as in arrays that may lie in shared memory.
+    """
+
+    __slots__ = ()
+
+    shape: tuple[int, ...]
+    nbytes: int
+    base: object
+
+    @abstractmethod
+    def on_host(self, timeout: float) -> NDArray[Any]:
+        """A copy in the host's memory; raises `PredictTimeoutError` if that takes longer."""
 
 
 class Copier:
@@ -137,6 +160,21 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
     raise InvalidInputError(
         f"{role} {spec.name!r} has dtype {array.dtype}, expected {element_type} ({spec}){cure}"
     )
+
+
+def is_on_card(value: object, spec: TensorSpec) -> bool:
+    """Whether the value for an input lies on an NVIDIA card, as DLPack says.
+
+    Raises:
+        InvalidInputError: It does not say where it lies; names the input.
+    """
+    where = getattr(value, "__dlpack_device__", None)
+    try:
+        return where is not None and where()[0] in _ON_CARD
+    except Exception as exc:  # an object raises what it likes
+        if raised_by_handler(exc):
+            raise
+        raise InvalidInputError(f"input {spec.name!r} is not an array: {exc}") from exc
 
 
 def _check_range(array: NDArray[Any], spec: TensorSpec, element_type: str, role: str) -> None:

@@ -61,7 +61,7 @@ from mcinfer.protocol import (
     Preparing,
     Reply,
 )
-from mcinfer.requests.planner import Planner
+from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.request import Follower, Outcome, Promise, Request
 from mcinfer.runtime.connections import Connections, UnreachableError
 from mcinfer.runtime.delivery import Delivery
@@ -134,7 +134,7 @@ class Loop:
     Attributes:
         arena: The shared memory of tensors.
         model: The model, if it is in memory; closed when no worker is started any more.
-        frames: Has memory of it that is not in use; set after the start.
+        frames: Memory of it that is not in use.
         finished: Whether no worker is left, and none will be started.
         serving: How many workers are ready or busy.
     """
@@ -181,7 +181,7 @@ class Loop:
         devices = _some(build.device for ranks in groups for build in ranks)
         self._delivery = Delivery(f"{model_name(builds[0].model)} on {devices}")
         self.model: ModelInMemory | None = None
-        self.frames: Planner | None = None
+        self.frames = IdleFrames()
         self._bell = WakeUp()
         self._ended = WakeUp()
         self._asleep = False
@@ -192,7 +192,7 @@ class Loop:
         self._line: deque[Request] = deque()  # for a place in the queue
         self._line_due = math.inf  # when the time of one of them is over, or earlier
         self._admitting = False
-        self._memory = MemoryLine(self.arena, self._release_idle, self._requests)
+        self._memory = MemoryLine(self.arena, self.frames.release, self._requests)
         self._lines = [self._memory]  # and one for each card
         self._idle = IdleMemory(self.arena)
         self._cards: dict[Device, CardMemory] = {}
@@ -838,13 +838,6 @@ class Loop:
         table = self._table
         self._idle.look(now, self.frames, table.in_flight_bytes, table.take_peak())
 
-    def _release_idle(self) -> bool:
-        """Free the memory of frames that are not in use; whether there was any."""
-        if self.frames is None or not self.frames.idle_bytes:
-            return False
-        self.frames.release_idle()
-        return True
-
     # Life.
 
     def _start_workers(self) -> None:
@@ -984,7 +977,7 @@ class Loop:
 
     def _take_statistics(self, weights_version: int) -> Statistics:
         table = self._table
-        idle = 0 if self.frames is None else self.frames.idle_bytes
+        idle = self.frames.bytes
         return Statistics(
             accepted=table.accepted,
             succeeded=table.succeeded,

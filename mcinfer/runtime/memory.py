@@ -14,7 +14,7 @@ from contextlib import suppress
 from time import monotonic
 
 from mcinfer.errors import ClosedError, McinferError, PredictError, QueueFullError
-from mcinfer.requests.planner import Planner
+from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.request import Promise
 from mcinfer.shm.arena import Arena, BlockNeededError, SharedBlock, Slot
 
@@ -171,17 +171,17 @@ class IdleMemory:
         if self.due == math.inf and self._arena.size > SPARE_BYTES:
             self.due = now + _LOOK_INTERVAL
 
-    def look(self, now: float, frames: Planner | None, in_flight: int, most_in_flight: int) -> None:
+    def look(self, now: float, frames: IdleFrames, in_flight: int, most_in_flight: int) -> None:
         """Give back what was not in use for a while.
 
         Args:
             now: The time.
-            frames: Has the idle frames.
+            frames: The idle frames.
             in_flight: Bytes of the requests in flight.
             most_in_flight: The most that these had since the last look.
         """
         arena = self._arena
-        idle_bytes = 0 if frames is None else frames.idle_bytes
+        idle_bytes = frames.bytes
         in_use = arena.used - idle_bytes
         if now >= self._period_end:
             self._most = [0, self._most[0] if now < self._period_end + _PERIOD else 0]
@@ -189,7 +189,7 @@ class IdleMemory:
         self._most[0] = max(self._most[0], in_use, in_use - in_flight + most_in_flight)
         most = max(self._most) + SPARE_BYTES
         arena.trim(most)
-        unused = frames.unused(now) if frames is not None and arena.size > most else []
+        unused = frames.unused(now) if arena.size > most else []
         while unused and arena.size > most:
             idle, ticket = unused.pop()
             with suppress(ValueError):  # it is in use again

@@ -33,7 +33,6 @@ from mcinfer.protocol import (
     decode,
     encode,
 )
-from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Promise, Request
 from mcinfer.requests.splitting import Known
 from mcinfer.runtime.cancels import Cancels
@@ -57,6 +56,7 @@ from tests.fuzz.target import (
     build,
     hello,
 )
+from tests.planned_requests import planner_of, request_of
 
 ARENA_BYTES = 1 << 18
 OWN_BYTES = 16_000
@@ -176,10 +176,7 @@ class MasterTarget(Target):
         self._connections.transport = loop._transport = self._router
         self._connections.output = OutputForwarder("a model")
         self._processes = [FedProcess(index, 100 + index) for index in range(_WORKERS)]
-        self._planners = {
-            spec: Planner(spec, loop.arena, lambda sizes, _: loop.arena.allocate_all(sizes))
-            for spec in (SPEC, KNOWN_SPEC)
-        }
+        self._planners = {spec: planner_of(spec, loop.arena) for spec in (SPEC, KNOWN_SPEC)}
         self._spec = SPEC
         self._own = _filled(-1, OWN_BYTES)
         self._big = _filled(-2, BIG_BYTES)
@@ -210,7 +207,7 @@ class MasterTarget(Target):
             inputs = {"x": np.full((ROWS, 4), number, np.float32)}
             cut = spec is KNOWN_SPEC and rng.random() < 0.4
             known = _SPLIT if cut else None
-            request = self._planners[spec].request(inputs, 1 + cut, known, 0.0)
+            request = request_of(self._planners[spec], inputs, 1 + cut, known, 0.0)
             request.called, request.timeout = monotonic(), 10.0
             self._loop.enter(request, wait=False)
             self._loop._turn()

@@ -1,0 +1,216 @@
+"""Plans of requests, the memory that waits on them, and the right to use it.
+
+::
+
+    Plan ── a side for the inputs, one for the outputs ──► Side.idle: frames that are not in use
+    a request ── Lease ──► Frame: a slot, its references, encoded, and views of it
+    the last reference to a lease goes ──► Ticket ──► back to Side.idle
+
+Ownership: the holders of a `Lease` (a request, and NumPy arrays over the memory) own its frame. Idle frames
+belong to their side; `IdleFrames` finds them all, for whoever has to make room.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.protocol import TensorRef
+from mcinfer.requests.tensors import Layout
+from mcinfer.sharding import Cut
+from mcinfer.shm.arena import Slot
+from mcinfer.specs import ModelSpec
+
+_MOST_AWAITED = 8
+"""Answers with the same shapes that a plan waits for at most, before it lays outputs out by them."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Frame:
+    """Memory for the inputs, or the outputs, of one request of a plan.
+
+    Attributes:
+        blocks: The number of the slot's block.
+        bodies: By shard, the references to it as PREDICT carries them.
+        references: By shard, the same references, not encoded.
+        views: Arrays to copy inputs into, if each input is one array.
+        interface: The memory as NumPy's array interface describes it.
+    """
+
+    slot: Slot
+    blocks: frozenset[int]
+    bodies: tuple[bytes, ...]
+    references: tuple[tuple[TensorRef, ...], ...]
+    views: tuple[NDArray[Any], ...]
+    interface: dict[str, Any]
+
+
+class Ticket(ref["Lease"]):
+    """Notices the end of a lease, and knows the frame.
+
+    `idle_since` is set when it is first seen among idle ones: each lease has a new ticket.
+    """
+
+    __slots__ = ("frame", "idle_since")
+
+    frame: Frame
+    idle_since: float
+
+
+class Lease:
+    """The right to a frame's memory: when the last reference is gone, the frame goes back.
+
+    NumPy arrays over its array interface hold it, and so do all views of them. The end of a lease runs no
+    Python code, so no signal's handler can interrupt it.
+    """
+
+    __slots__ = ("__array_interface__", "__weakref__", "ticket")
+
+    __array_interface__: dict[str, Any]
+    ticket: Ticket
+
+
+@dataclass(slots=True, eq=False)
+class Side:
+    """The inputs, or the outputs, of a plan.
+
+    Attributes:
+        layouts: Each tensor's; None for strings, and for outputs whose shape is not known before the run.
+        starts: Bytes from the start of the frame to each tensor in it.
+        size: Bytes of the frame.
+        is_laid: Whether some tensor lies in the frame.
+        idle: Frames that are not in use.
+    """
+
+    layouts: tuple[Layout | None, ...]
+    starts: tuple[int, ...]
+    size: int
+    is_laid: bool
+    idle: "deque[Ticket]"
+
+
+class Seen:
+    """The shapes in a plan's last answers, of outputs whose shapes are not known before the run.
+
+    Attributes:
+        names: These outputs.
+        laid: The plan that lays them out by the shapes; None before, and again after another shape came.
+    """
+
+    __slots__ = ("_awaited", "_same", "laid", "names", "shapes")
+
+    def __init__(self, names: frozenset[str], shards: int) -> None:
+        self.names = names
+        self.laid: Plan | None = None
+        self.shapes: list[tuple[tuple[int, ...], ...]] = [()] * shards
+        """By shard, those of all outputs of the model."""
+        self._same = 0
+        self._awaited = 1
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether enough answers in a row had the same shapes, and every shard has answered."""
+        return self._same >= self._awaited * len(self.shapes) and all(self.shapes)
+
+    def note(self, shard: int, shapes: tuple[tuple[int, ...], ...]) -> None:
+        """Note the shapes in a shard's answer."""
+        if self.shapes[shard] == shapes:
+            self._same += 1
+            return
+        self.shapes[shard] = shapes
+        self._same = 0
+
+    def give_up(self) -> None:
+        """The shapes are not those of the next answers, or cannot be laid out: wait twice as long.
+
+        A layout costs about as much as a run with it saves.
+        """
+        self.laid = None
+        self._same = 0
+        self._awaited = min(2 * self._awaited, _MOST_AWAITED)
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """What follows from the shapes of a request; the same for all requests that have them.
+
+    Attributes:
+        model: Whose requests they are.
+        opened: Outputs that had another shape than the model declares, of all its plans: they are not laid
+            out before the run.
+        cut: Rows of each shard, and how inputs and outputs are cut and joined.
+        size: Bytes of all tensors.
+        cost: Estimated bytes of this process's memory for it and its idle frames.
+        part: How much of the message of a joined run it takes.
+        lays_all: Whether all outputs lie in their frame.
+        simple_inputs: Whether each input is one array in its frame.
+        simple_outputs: Name, shape, type and start of each output, if each is one array in its frame.
+        seen: The shapes in its answers, if some are not known before the run; None if those are not used.
+    """
+
+    model: ModelSpec
+    opened: set[str]
+    cut: Cut
+    shapes: tuple[tuple[int, ...], ...]
+    inputs: Side
+    outputs: Side
+    size: int
+    cost: int
+    part: float
+    lays_all: bool
+    simple_inputs: bool
+    simple_outputs: tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] | None
+    seen: Seen | None = None
+
+    def forget(self) -> None:
+        """Free its idle frames; only `IdleFrames` finds those that come back later."""
+        self.inputs.idle.clear()
+        self.outputs.idle.clear()
+        if self.seen is not None and self.seen.laid is not None:
+            self.seen.laid.outputs.idle.clear()
+            self.seen.laid = None  # they hold each other
+
+
+class IdleFrames:
+    """Frames that are not in use, of all plans for one arena, also of plans that are forgotten.
+
+    Any thread may call it: each access is one step of the interpreter.
+    """
+
+    def __init__(self) -> None:
+        self._sides: list[ref[deque[Ticket]]] = []
+
+    def add(self, idle: "deque[Ticket]") -> None:
+        """Register where frames of a new plan wait; it lives as long as a frame that may come back to it."""
+        self._sides.append(ref(idle, self._sides.remove))
+
+    def _all(self) -> "list[deque[Ticket]]":
+        return [idle for found in [*self._sides] if (idle := found()) is not None]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of shared memory in them."""
+        return sum(t.frame.slot.size for idle in self._all() for t in idle.copy())
+
+    def release(self) -> bool:
+        """Free them: memory is short. Whether there were any."""
+        had_any = self.bytes > 0
+        for idle in self._all():
+            idle.clear()
+        return had_any
+
+    def unused(self, now: float) -> "list[tuple[deque[Ticket], Ticket]]":
+        """Those that have been idle since an earlier call: where each is, the longest idle last."""
+        found = []
+        for idle in self._all():
+            for ticket in idle.copy():
+                since = getattr(ticket, "idle_since", None)
+                if since is None:
+                    ticket.idle_since = now
+                else:
+                    found.append((since, idle, ticket))
+        found.sort(key=lambda item: item[0], reverse=True)
+        return [(idle, ticket) for _, idle, ticket in found]
