@@ -21,7 +21,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from mcinfer.cards.cuda import Card
-from mcinfer.cards.staging import CardEngine, _SharedWeights, memory_limit, open_on_card
+from mcinfer.cards.staging import CardEngine, _CardRun, _SharedWeights, memory_limit, open_on_card
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines.base import (
     Buffer,
@@ -231,11 +231,13 @@ def test_staging_memory_of_the_host_is_not_pinned_any_more_once_it_is_left(
     with loaded(cards[0], frozenset("x")) as (engine, _, tensors):
         engine.on_card = True
         text = Strings(name="s", shape=(1,), values=("a",))
-        places = []
+        places: list[int] = []
         for count in (2, 1 << 20):
             source, target = tensors.make("x", None, count), tensors.make("y", FIRST, count)
-            places.append(engine.staged([source.size], on_host=True)[0])
-            engine.bind([text, source], [target]).execute()
+            run = engine.bind([text, source], [target])
+            assert isinstance(run, _CardRun)
+            places += engine.staging[True].addresses([source.size], run)
+            run.execute()
         pinned = import_module("cuda.bindings.driver")._pinned
         assert {*places} & {*pinned} == {places[-1]}
 
@@ -428,7 +430,7 @@ def test_weights_of_another_model_are_not_opened(cards: tuple[Card, Card], tmp_p
         BuildError, match=r"got 4096 bytes of weights on cuda:0, 2048.onnx has 8192"
     ):
         shared.give(cards[0], second)
-    shared.refuse()
+    shared.close()
     made.block.close()
 
 

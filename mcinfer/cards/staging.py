@@ -20,9 +20,10 @@ versions of replaced weights on the card. Blocks of tensors belong to the master
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -99,44 +100,41 @@ def open_on_card(
         MissingDependencyError: A package is missing.
         CardLostError: This process cannot use the card any more.
     """
-    weights = _SharedWeights(slab)
-    try:
-        engine = _open(message, request, weights, blocks, progress)
-    finally:
-        weights.refuse()
-    return engine, engine.blocks if isinstance(engine, CardEngine) else blocks
+    with closing(_SharedWeights(slab)) as weights:
+        try:
+            card = Card.open(request.device)
+        except (BuildError, MissingDependencyError) as exc:
+            engine = open_engine(message.engine, request, progress)
+            if engine.on_card:  # which needs its inputs there
+                engine.close()
+                raise
+            if message.shares_weights:
+                engine.notes += (f"{OWN_COPY}: {exc}",)
+            return engine, blocks
+        found = CardEngine(_open(card, message, request, weights, progress), card, weights, blocks)
+    return found, found.blocks
 
 
 def _open(
+    card: Card,
     message: Build,
     request: EngineRequest,
     weights: "_SharedWeights",
-    blocks: AttachedBlocks,
     progress: Progress,
 ) -> Engine:
-    engine: Engine | None = None
-    try:
-        card = Card.open(request.device)
-    except (BuildError, MissingDependencyError) as exc:
-        engine = open_engine(message.engine, request, progress)
-        if engine.on_card:  # which needs its inputs there
-            engine.close()
-            raise
-        if message.shares_weights:
-            engine.notes += (f"{OWN_COPY}: {exc}",)
-        return engine
+    """The engine on the card's stream, with the weights that are shared there, or with its own."""
     limit = memory_limit(card, message)
     request = replace(request, stream=card.stream, memory_limit=limit)
-    note = ""
     try:
-        if message.shares_weights:
-            try:
-                given = replace(request, slab=partial(weights.give, card))
-                engine = open_engine(message.engine, given, progress)
-            except _NoSlabError as exc:
-                note = f"{OWN_COPY}: {exc}"
-        if engine is None:
+        if not message.shares_weights:
+            return open_engine(message.engine, request, progress)
+        try:
+            given = replace(request, slab=partial(weights.give, card))
+            return open_engine(message.engine, given, progress)
+        except _NoSlabError as exc:
             engine = open_engine(message.engine, request, progress)
+            engine.notes += (f"{OWN_COPY}: {exc}",)
+            return engine
     except EngineError as exc:
         meant = device_error(str(exc))
         if isinstance(meant, OutOfDeviceMemoryError):
@@ -144,13 +142,6 @@ def _open(
         if meant is not None:
             raise meant from exc
         raise
-    if note:
-        engine.notes += (note,)
-    block = weights.block
-    if block is not None and not (engine.on_card or card.host_address(block.address)):
-        block.close()  # the engine fell back to the CPU, which cannot read it
-        block = None
-    return CardEngine(engine, card, block, blocks)
 
 
 def memory_limit(card: Card, message: Build) -> int | None:
@@ -186,7 +177,7 @@ class _SharedWeights:
         self._offered = offered
         self.block: DeviceBlock | None = None
 
-    def refuse(self) -> None:
+    def close(self) -> None:
         """Close what was offered, and not opened."""
         offered, self._offered = self._offered, None
         if offered is not None:
@@ -284,7 +275,7 @@ class CardBlocks(AttachedBlocks):
 class _Staging:
     """Memory on one side, host or card, that the runs of a worker share, since one runs at a time.
 
-    It is as large as the largest layout needs. When it grows, `runs` are bound anew.
+    It is as large as the largest layout needs. When it grows, the runs on it are bound anew.
     """
 
     def __init__(
@@ -293,16 +284,18 @@ class _Staging:
         self._make = make
         self._unpin = unpin
         self._block: SharedBlock | None = None
-        self.runs: WeakSet[_CardRun] = WeakSet()
+        self._runs: WeakSet[_CardRun] = WeakSet()
 
-    def address(self, size: int) -> int:
-        """Where at least so many bytes are; bound runs are unbound if that is another place than before."""
+    def addresses(self, sizes: Sequence[int], run: "_CardRun") -> list[int]:
+        """Where tensors of these sizes can lie for a run; it is unbound when that is another place."""
+        size = max(sum(map(_aligned, sizes)), 1)
         if self._block is None or self._block.size < size:
-            for run in self.runs:
-                run.unbind()
+            for bound in self._runs:
+                bound.unbind()
             self.close()
             self._block = self._make(size)
-        return self._block.address
+        self._runs.add(run)
+        return [*accumulate(map(_aligned, sizes), initial=self._block.address)][:-1]
 
     def close(self) -> None:
         block, self._block = self._block, None
@@ -315,7 +308,10 @@ class CardEngine(Engine):
     """An engine of a worker on a card, which takes tensors of the host and of any card that it reaches.
 
     Attributes:
+        engine: The one that is wrapped.
+        card: The worker's.
         blocks: The master's, which tensors lie in.
+        staging: Memory for tensors on the wrong side, of the host (True) and of the card.
         alignment: Bytes to which the address of a tensor on the card must be aligned.
     """
 
@@ -323,7 +319,7 @@ class CardEngine(Engine):
         self,
         engine: Engine,
         card: Card,
-        weights: DeviceBlock | None = None,
+        weights: _SharedWeights | None = None,
         earlier: AttachedBlocks | None = None,
     ) -> None:
         """Wrap an engine.
@@ -331,13 +327,17 @@ class CardEngine(Engine):
         Args:
             engine: On the card's stream, or on the CPU.
             card: The worker's.
-            weights: The slab that it uses, which this worker has made or opened; None if it has its own.
+            weights: Those that it was given, if it was.
             earlier: Blocks that came before the card was open.
         """
-        self._engine = engine
+        self.engine = engine
         self.card = card
-        self._slab = weights
-        self.slab = weights if weights is not None and weights.token else None
+        block = None if weights is None else weights.block
+        if block is not None and not (engine.on_card or card.host_address(block.address)):
+            block.close()  # the engine fell back to the CPU, which cannot read it
+            block = None
+        self._weights = block
+        self.slab = block if block is not None and block.token else None  # else another one made it
         self.spec, self.providers, self.weights = engine.spec, engine.providers, engine.weights
         self.notes, self.prepared, self.version = engine.notes, engine.prepared, engine.version
         self.description = engine.description
@@ -349,12 +349,15 @@ class CardEngine(Engine):
         self.reaches = tuple(str(other) for other in others if card.reaches(other))
         self.blocks = CardBlocks(card, self.on_card, earlier or AttachedBlocks())
         self._versions: dict[int, tuple[tuple[Buffer, ...], DeviceBlock]] = {}
-        self._on_card = _Staging(partial(card.create, 0), self.blocks.unpin)
-        self._on_host = _Staging(self._make_pinned, self.blocks.unpin)
+        # By whether it is the host's.
+        self.staging = {
+            False: _Staging(partial(card.create, 0), self.blocks.unpin),
+            True: _Staging(self._make_pinned, self.blocks.unpin),
+        }
 
     def wants_on_host(self, name: str) -> bool:
         """Whether the engine takes this tensor in the host's memory."""
-        on_host = self._engine.on_host
+        on_host = self.engine.on_host
         return on_host is None or name in on_host
 
     def _make_pinned(self, size: int) -> Block:
@@ -393,40 +396,21 @@ class CardEngine(Engine):
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         tensors = [item for item in (*inputs, *outputs) if isinstance(item, Buffer)]
         if all(item.device is None and self.wants_on_host(item.name) for item in tensors):
-            return self._engine.bind(inputs, outputs)
+            return self.engine.bind(inputs, outputs)
         with _short_of_memory(self.card, "the tensors of a run"):
             return _CardRun(self, inputs, outputs)
 
-    def bind_engine(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
-        """Bind tensors that all lie where the engine wants them."""
-        return self._engine.bind(inputs, outputs)
-
-    def staged(self, sizes: Sequence[int], *, on_host: bool) -> list[int]:
-        """Addresses of staging memory, for tensors of these sizes."""
-        staging = self._on_host if on_host else self._on_card
-        at = staging.address(max(sum(map(_aligned, sizes)), 1))
-        addresses = []
-        for size in sizes:
-            addresses.append(at)
-            at += _aligned(size)
-        return addresses
-
-    def note_staged(self, run: "_CardRun") -> None:
-        """A run depends on the staging memory as it is now."""
-        self._on_card.runs.add(run)
-        self._on_host.runs.add(run)
-
     def arm(self) -> None:
-        self._engine.arm()
+        self.engine.arm()
 
     def cancel(self) -> None:
-        self._engine.cancel()
+        self.engine.cancel()
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
         with suppress(CardLostError):  # then nothing is pinned any more
-            self._on_host.close()
-        self._on_card.close()
+            self.staging[True].close()
+        self.staging[False].close()
         self.forget(max(self._versions, default=0) + 1)
 
 
@@ -484,11 +468,10 @@ class _CardRun(Run):
             ):
                 continue
             staged[on_host].append(buffer)
-        engine.note_staged(self)
         for on_host, buffers in staged.items():
             if not buffers:
                 continue
-            addresses = engine.staged([buffer.size for buffer in buffers], on_host=on_host)
+            addresses = engine.staging[on_host].addresses([b.size for b in buffers], self)
             for buffer, address in zip(buffers, addresses, strict=True):
                 device = None if on_host else card.device
                 moved[buffer.name] = replace(buffer, address=address, device=device)
@@ -501,7 +484,7 @@ class _CardRun(Run):
         outward = [
             (b.address, moved[b.name].address, b.size) for b in self._outputs if b.name in copied
         ]
-        run = engine.bind_engine(
+        run = engine.engine.bind(
             [
                 moved.get(item.name, item) if isinstance(item, Buffer) else item
                 for item in self._inputs
