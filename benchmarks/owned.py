@@ -62,7 +62,7 @@ from mcinfer.errors import (
     WorkerDiedError,
 )
 from mcinfer.process import environment
-from mcinfer.scheduler.scheduler import Tally
+from mcinfer.scheduler.dispatch import Tally
 from mcinfer.statistics import LATENCY_BOUNDS, Histogram
 
 MEMORY_BYTES = 4 << 30

@@ -759,6 +759,19 @@ CANCEL is allowed in READY: it may cross the reply on its way. EXITING takes the
 build or of runs that were going on when EXIT was sent, and the other side's EXIT after a build error.
 """
 
+
+def state_after(state: WorkerState, kind: type[Message]) -> WorkerState:
+    """The state after such a message, but for the runs that are left.
+
+    Raises:
+        ProtocolError: It may not come now.
+    """
+    after = TRANSITIONS[state].get(kind)
+    if after is None:
+        raise ProtocolError(f"{kind.__name__} may not come in state {state}")
+    return after
+
+
 MAX_RUNS = 16  # what a worker has at most: a run that is going on, and those that wait for its end
 
 
@@ -778,9 +791,7 @@ class Conversation:
         Raises:
             ProtocolError: It may not come now, or answers another run than the current one.
         """
-        after = TRANSITIONS[self.state].get(type(message))
-        if after is None:
-            raise ProtocolError(f"{type(message).__name__} may not come in state {self.state}")
+        after = state_after(self.state, type(message))
         if isinstance(message, (Predict, PredictJoined)):
             self.begin_run(message.request, message.shard)
         elif isinstance(message, (Reply, Error)):

@@ -19,7 +19,7 @@ from mcinfer import Master, MissingDependencyError
 from mcinfer.errors import InvalidInputError
 from mcinfer.exporters.prometheus import MasterCollector, families
 from mcinfer.protocol import WorkerState
-from mcinfer.scheduler.scheduler import Tally
+from mcinfer.scheduler.dispatch import Tally
 from mcinfer.statistics import (
     ROW_BOUNDS,
     CardStatistics,

@@ -4,31 +4,22 @@ What they are to requests is in test_scheduler.py, and so is any order of events
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from mcinfer.config import RestartPolicy, Timeouts
 from mcinfer.errors import BuildError, MissingDependencyError
 from mcinfer.protocol import (
-    VERSION,
     Build,
     BuildFinish,
     Error,
     Exit,
-    Hello,
     Preparing,
-)
-from mcinfer.scheduler.actions import (
-    Action,
-    DumpStacks,
-    HealthChanged,
-    KillWorker,
-    PoolStarted,
-    Send,
-    ShareSlab,
-    StartWorker,
-    WorkersRestarted,
+    WorkerState,
+    state_after,
 )
 from mcinfer.scheduler.workers import (
     LONGEST_START,
@@ -37,6 +28,19 @@ from mcinfer.scheduler.workers import (
     WorkerLives,
     describe_exit,
 )
+from tests.orders import (
+    Announce,
+    AskForStacks,
+    KillWorker,
+    Order,
+    PoolStarted,
+    Recorded,
+    Recorder,
+    Send,
+    ShareSlab,
+    StartWorker,
+    WorkersRestarted,
+)
 
 TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
 RESTART = RestartPolicy(budget=2, window=60.0, backoff=0.5, backoff_limit=1.0)
@@ -44,13 +48,23 @@ SPECS = (("x", "float32", ("batch", 3)),)
 BUILT = BuildFinish(inputs=SPECS, outputs=SPECS, providers=("CPU",), seconds=0.1)
 
 
+class Lives(Recorded):
+    """Workers' lives; what happens to them returns the orders that it led to."""
+
+    def __init__(self, builds: Sequence[Build], **options: Any) -> None:
+        recorder = Recorder()
+        names = ("start", "build", "finish_build", "fail_build", "handle_time", "kill")
+        lives = WorkerLives(builds, recorder, **options)
+        super().__init__(lives, recorder, (*names, "advance", "announce", "close"))
+
+
 def build(index: int) -> Build:
     return Build(model="/m.onnx", engine="fake", device=f"cpu:{index}", cores=(index,))
 
 
-def new_lives(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives:
+def new_lives(workers: int, *, restart: RestartPolicy = RESTART) -> Lives:
     """Workers that have their process, and have connected."""
-    lives = WorkerLives([build(i) for i in range(workers)], timeouts=TIMEOUTS, restart=restart)
+    lives = Lives([build(i) for i in range(workers)], timeouts=TIMEOUTS, restart=restart)
     for w in lives.workers:
         assert lives.start(w, 0.0) == [StartWorker(worker=w.index)]
         connect(w, 100 + w.index)
@@ -59,24 +73,24 @@ def new_lives(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives:
 
 def connect(w: Worker, pid: int) -> None:
     w.pid = pid
-    w.conversation.advance(Hello(version=VERSION, pid=pid, token="secret"))  # noqa: S106
-    w.send(w.build)
+    w.state = WorkerState.CONNECTED
+    w.state = WorkerState.BUILDING
 
 
-def finish(
-    lives: WorkerLives, w: Worker, now: float = 0.0, message: BuildFinish = BUILT
-) -> list[Action]:
-    w.conversation.advance(message)
-    return lives.finish_build(w, message, now)
+def finish(lives: Lives, w: Worker, now: float = 0.0, message: BuildFinish = BUILT) -> list[Order]:
+    w.state = state_after(w.state, type(message))
+    orders: list[Order] = lives.finish_build(w, message, now)
+    return orders
 
 
-def fail(lives: WorkerLives, w: Worker, text: str, kind: str = "build") -> list[Action]:
+def fail(lives: Lives, w: Worker, text: str, kind: str = "build") -> list[Order]:
     message = Error(kind=kind, text=text)
-    w.conversation.advance(message)
-    return lives.fail_build(w, message, 1.0)
+    w.state = state_after(w.state, type(message))
+    orders: list[Order] = lives.fail_build(w, message, 1.0)
+    return orders
 
 
-def ready_lives(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives:
+def ready_lives(workers: int, *, restart: RestartPolicy = RESTART) -> Lives:
     lives = new_lives(workers, restart=restart)
     actions = [finish(lives, w) for w in lives.workers]
     assert actions[-1] == [PoolStarted()]
@@ -84,13 +98,19 @@ def ready_lives(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLive
     return lives
 
 
-def end(lives: WorkerLives, w: Worker, now: float, how: str = describe_exit(0)) -> list[Action]:
+def end(lives: Lives, w: Worker, now: float, how: str = describe_exit(0)) -> list[Order]:
     """Its process ends, and that is acted on."""
+    return lives.since(_end, lives, w, now, how)
+
+
+def _end(lives: Lives, w: Worker, now: float, how: str) -> None:
     lives.bury(w, how, now)
-    return [*lives.finish_start(), *lives.advance(now)]
+    lives.part(w, now)
+    lives.finish_start()
+    lives.advance(now)
 
 
-def come_back(lives: WorkerLives, w: Worker, now: float) -> list[Action]:
+def come_back(lives: Lives, w: Worker, now: float) -> list[Order]:
     """It is due to be started again, and loads the model."""
     assert lives.handle_time(w, now) == [StartWorker(worker=w.index)]
     connect(w, 200 + w.index)
@@ -144,7 +164,7 @@ def test_start_fails_with_the_error_of_the_build_though_the_worker_was_killed_af
     first, second = lives.workers
     fail(lives, first, "no memory")
     assert first.kill_at is not None
-    assert lives.handle_time(first, first.kill_at) == [DumpStacks(worker=0)]
+    assert lives.handle_time(first, first.kill_at) == [AskForStacks(worker=0)]
     assert first.kill_at is not None
     assert lives.handle_time(first, first.kill_at) == [KillWorker(worker=0)]
     _, started = fail(lives, second, "nor here")
@@ -168,10 +188,10 @@ def test_no_progress_prolongs_a_start_without_end() -> None:
 def test_successor_of_a_worker_with_many_runs_begins_with_one() -> None:
     lives = ready_lives(1)
     [w] = lives.workers
-    w.usual_seconds, w.capacity, w.alone = 0.001, 4, True
+    w.usual_seconds, w.capacity = 0.001, 4
     end(lives, w, 1.0, "killed by SIGSEGV")
     come_back(lives, w, 1.0)
-    assert (w.usual_seconds, w.capacity, w.alone) == (math.inf, 1, False)
+    assert (w.usual_seconds, w.capacity) == (math.inf, 1)
 
 
 # Restarts.
@@ -230,7 +250,7 @@ def test_worker_that_dies_after_an_answer_has_a_fresh_budget_and_no_other() -> N
     assert lives.circuit_open
 
 
-def kill_all(lives: WorkerLives, now: float) -> None:
+def kill_all(lives: Lives, now: float) -> None:
     for w in lives.workers:
         lives.bury(w, "killed by SIGKILL", now)
 
@@ -358,12 +378,12 @@ def test_worn_worker_is_replaced(answers: int, own_bytes: int) -> None:
 def test_health_is_told_once_for_each_change() -> None:
     lives = ready_lives(2)
     [told] = lives.announce(1.0)
-    assert isinstance(told, HealthChanged)
+    assert isinstance(told, Announce)
     assert (told.health.state, told.health.serving) == ("ready", 2)
     assert lives.announce(2.0) == []
     lives.bury(lives.workers[0], "killed by SIGKILL", 3.0)
     [told] = lives.announce(3.0)
-    assert isinstance(told, HealthChanged)
+    assert isinstance(told, Announce)
     assert (told.health.state, told.health.serving) == ("degraded", 1)
     # That it is about to be started is nothing new.
     lives.handle_time(lives.workers[0], 3.0)
@@ -397,11 +417,11 @@ def test_health_of_a_pool_that_replaces_a_worker_is_told_as_planned() -> None:
     lives.replace(lives.workers[:1])
     lives.advance(1.0)
     [told] = lives.announce(1.0)
-    assert isinstance(told, HealthChanged)
+    assert isinstance(told, Announce)
     assert (told.health.state, told.planned) == ("degraded", True)
     lives.kill(lives.workers[1], "breaks the protocol")
     [told] = lives.announce(1.0)
-    assert isinstance(told, HealthChanged)
+    assert isinstance(told, Announce)
     assert (told.health.serving, told.planned) == (0, False)
 
 
@@ -411,37 +431,38 @@ SLAB = (-1, 64)
 MADE = replace(BUILT, slab=SLAB)
 
 
-def card_lives(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives:
+def card_lives(workers: int, *, restart: RestartPolicy = RESTART) -> Lives:
     """Workers of one card that have connected: the first is the leader of the others."""
     builds = [
         replace(build(i), device="cuda:0", card_workers=workers, shares_weights=True)
         for i in range(workers)
     ]
-    lives = WorkerLives(builds, timeouts=TIMEOUTS, restart=restart)
+    lives = Lives(builds, timeouts=TIMEOUTS, restart=restart)
     for w in lives.workers:
         assert lives.start(w, 0.0) == [StartWorker(worker=w.index)]
     return lives
 
 
-def greet(lives: WorkerLives, w: Worker, now: float = 0.0) -> list[Action]:
+def greet(lives: Lives, w: Worker, now: float = 0.0) -> list[Order]:
     """Its process connects; what the master sends it."""
     w.pid = 100 + w.index
-    w.conversation.advance(Hello(version=VERSION, pid=w.pid, token="secret"))  # noqa: S106
-    return lives.build(w, now)
+    w.state = WorkerState.CONNECTED
+    orders: list[Order] = lives.build(w, now)
+    return orders
 
 
-def made(lives: WorkerLives, w: Worker, now: float = 0.0) -> list[Action]:
+def made(lives: Lives, w: Worker, now: float = 0.0) -> list[Order]:
     """The leader has the model, and has made the slab."""
     return finish(lives, w, now, MADE)
 
 
-def given(w: Worker) -> list[Action]:
+def given(w: Worker) -> list[Order]:
     """What a follower gets: the slab, then BUILD."""
     message = replace(w.build, slab=SLAB[0])
     return [ShareSlab(worker=w.index, leader=0), Send(worker=w.index, message=message)]
 
 
-def ready_card(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives:
+def ready_card(workers: int, *, restart: RestartPolicy = RESTART) -> Lives:
     lives = card_lives(workers, restart=restart)
     for w in lives.workers:
         greet(lives, w)
@@ -452,9 +473,8 @@ def ready_card(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives
     return lives
 
 
-def die(lives: WorkerLives, w: Worker, now: float, code: int = -9) -> list[Action]:
-    lives.bury(w, describe_exit(code), now)
-    return [*lives.part(w, now), *lives.finish_start(), *lives.advance(now)]
+def die(lives: Lives, w: Worker, now: float, code: int = -9) -> list[Order]:
+    return end(lives, w, now, describe_exit(code))
 
 
 def test_followers_wait_for_the_slab_without_a_time_limit_and_then_get_it() -> None:
@@ -615,7 +635,7 @@ def test_leader_has_the_time_of_the_close_and_no_more_after_its_followers() -> N
     lives.hasten_close(2.0, 1.0)
     assert die(lives, follower, 2.5, 0) == [Send(worker=0, message=Exit())]
     assert lives.due_times() == [3.0]
-    assert lives.handle_time(leader, 3.0) == [DumpStacks(worker=0)]
+    assert lives.handle_time(leader, 3.0) == [AskForStacks(worker=0)]
 
 
 def test_leader_that_can_make_no_slab_any_more_starts_again_within_its_budget() -> None:
@@ -647,7 +667,7 @@ def test_leader_that_can_make_no_slab_any_more_starts_again_within_its_budget() 
 
 def test_workers_of_different_cards_have_leaders_of_their_own() -> None:
     builds = [replace(build(i), device=f"cuda:{i % 2}", shares_weights=True) for i in range(4)]
-    lives = WorkerLives(builds, timeouts=TIMEOUTS, restart=RESTART)
+    lives = Lives(builds, timeouts=TIMEOUTS, restart=RESTART)
     assert [w.leader and w.leader.index for w in lives.workers] == [None, None, 0, 1]
 
 
@@ -656,13 +676,13 @@ def test_workers_of_different_cards_have_leaders_of_their_own() -> None:
 
 def test_one_worker_runs_a_model_with_seeds_and_another_takes_its_place() -> None:
     builds = [build(i) for i in range(3)]
-    lives = WorkerLives(builds, timeouts=TIMEOUTS, restart=RESTART, seeds_on_one=True)
+    lives = Lives(builds, timeouts=TIMEOUTS, restart=RESTART, seeds_on_one=True)
     seeded = replace(BUILT, random="node 'n' (RandomNormal)", seeded=True)
 
     def come(w: Worker) -> None:
         lives.start(w, 0.0)
         connect(w, 100 + w.index)
-        w.conversation.advance(seeded)
+        w.state = state_after(w.state, type(seeded))
         lives.finish_build(w, seeded, 0.0)
 
     def busy() -> list[int]:
@@ -684,13 +704,13 @@ def test_one_worker_runs_a_model_with_seeds_and_another_takes_its_place() -> Non
 
 @pytest.mark.parametrize(("on_one", "seeded"), [(True, False), (False, True)])
 def test_other_models_run_on_all_workers(on_one: bool, seeded: bool) -> None:
-    lives = WorkerLives(
+    lives = Lives(
         [build(i) for i in range(2)], timeouts=TIMEOUTS, restart=RESTART, seeds_on_one=on_one
     )
     message = replace(BUILT, random="node 'n' (RandomNormal)", seeded=seeded)
     for w in lives.workers:
         lives.start(w, 0.0)
         connect(w, 100 + w.index)
-        w.conversation.advance(message)
+        w.state = state_after(w.state, type(message))
         lives.finish_build(w, message, 0.0)
     assert all(w.is_free for w in lives.workers)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcinfer.scheduler.scheduler import Tally
+from mcinfer.scheduler.dispatch import Tally
 from mcinfer.statistics import Health, Histogram, Statistics, WorkerStatistics
 
 BOUNDS = st.lists(st.floats(-1e6, 1e6), unique=True, max_size=8).map(sorted)

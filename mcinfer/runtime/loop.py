@@ -2,7 +2,7 @@
 
 ::
 
-    callers ── inbox (a deque) ──► loop ── Scheduler (pure): what to do next ──► Connections: send, kill
+    callers ── inbox (a deque) ──► loop ── events ──► Scheduler (pure) ── orders ──► loop: send, kill, settle
                                     │ one wait for: messages, pidfds of all workers, the bell, what is due
     callers ◄── their own locks ────┤
     callbacks, trace hooks, logs ◄──┴── Delivery (a thread)
@@ -67,28 +67,14 @@ from mcinfer.runtime.connections import Connections, UnreachableError
 from mcinfer.runtime.delivery import Delivery
 from mcinfer.runtime.memory import ROOM_INTERVAL, Allocation, IdleMemory, MemoryLine
 from mcinfer.runtime.worker_process import ChildProcess, WorkerProcess
-from mcinfer.scheduler.actions import (
-    Action,
-    DumpStacks,
-    HealthChanged,
-    KillWorker,
-    PoolClosed,
-    PoolStarted,
-    Release,
-    Send,
-    SendPredict,
-    Settle,
-    ShareSlab,
-    StartWorker,
-    WorkersRestarted,
-)
 from mcinfer.scheduler.balance import Balance
+from mcinfer.scheduler.dispatch import Entry, trace_of
 from mcinfer.scheduler.queue import ShardId
-from mcinfer.scheduler.scheduler import LONG_RUN, Entry, Scheduler, trace_of
+from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.scheduler.workers import describe_exit
 from mcinfer.shm.arena import Arena, BlockNeededError, SharedBlock, Slot
 from mcinfer.shm.descriptors import WakeUp
-from mcinfer.statistics import Health, RequestTrace, Statistics, TraceHook, WorkerStatistics
+from mcinfer.statistics import Health, Statistics, TraceHook, WorkerStatistics
 
 T = TypeVar("T")
 
@@ -165,6 +151,8 @@ class Loop:
         self._pid = os.getpid()
         self._scheduler = Scheduler(
             builds,
+            self,
+            self,
             timeouts=timeouts,
             restart=restart,
             limits=limits,
@@ -191,13 +179,13 @@ class Loop:
         self._next_number = 0
         self._line: deque[Request] = deque()  # for a place in the queue
         self._line_due = math.inf  # when the time of one of them is over, or earlier
-        self._admitting = False
         self._memory = MemoryLine(self.arena, self.frames.release, self._requests)
         self._lines = [self._memory]  # and one for each card
         self._idle = IdleMemory(self.arena)
         self._cards: dict[Device, CardMemory] = {}
         self._reached: dict[int, frozenset[str]] = {}  # by worker, the cards that it reaches
         self._due = 0.0
+        self._news: deque[Callable[[], None]] = deque()  # what orders have led to
         self._memory_look = math.inf if restart.max_memory_bytes is None else 0.0
         self._pidfds: set[int] = set()
         self._notes: set[str] = set()
@@ -602,6 +590,8 @@ class Loop:
 
     def _turn(self) -> None:
         """Handle all that has come; wait once if that was nothing."""
+        while self._news:
+            self._news.popleft()()
         inbox = self._inbox
         count = len(inbox)
         while count:
@@ -618,17 +608,19 @@ class Loop:
             count -= 1
         if self._readable:
             self._receive()
-        now = monotonic()
-        if now >= self._due:
+        scheduler, now = self._scheduler, monotonic()
+        if now >= self._due or now >= scheduler.due:
             self._look(now)
-        if self._readable or inbox or self.finished:
+        if self._line:
+            self._admit()
+        if self._readable or inbox or self._news or self.finished:
             return
         self._asleep = True
         if inbox or not self._transport.may_sleep():
             self._asleep = False
             self._readable = True
             return
-        wait = self._due - monotonic()
+        wait = min(self._due, scheduler.due) - monotonic()
         ready = self._poll.poll(min(wait, _LONGEST_WAIT) if wait > 0 else 0)
         self._asleep = False
         if len(ready) == 1 and ready[0][0] in self._plain_fds:
@@ -640,19 +632,10 @@ class Loop:
             self._look_at_descriptors([fd for fd, _ in ready])
         self._readable = len(ready) > 1 or (bool(ready) and ready[0][0] != self._bell.fd)
 
-    def _plan(self) -> None:
-        """Note when the next thing is due."""
-        due = self._scheduler.next_time()
-        due = min(self._memory_look, self._idle.due, math.inf if due is None else due)
-        now = monotonic()
-        if any(line.waiting for line in self._lines):
-            due = min(due, now + ROOM_INTERVAL)
-        if self._line:
-            due = min(due, self._line_due)
-        self._due = due
-
     def _look(self, now: float) -> None:
-        """Do what is due."""
+        """Do what is due, and note when the next thing is."""
+        if self._scheduler.due <= now:
+            self._scheduler.handle_time(now)
         if self._memory_look <= now:
             self._look_at_memory(now)
         for line in self._lines:
@@ -663,11 +646,9 @@ class Loop:
             self._give_back(now)
         if self._line_due <= now:
             self._refuse_late(now)
-        self._admit()
-        due = self._scheduler.next_time()
-        if due is not None and due <= now:
-            self._carry_out(self._scheduler.handle_time(now))
-        self._plan()
+        self._due = min(self._memory_look, self._idle.due, self._line_due)
+        if any(line.waiting for line in self._lines):
+            self._due = min(self._due, monotonic() + ROOM_INTERVAL)
 
     def _refuse_late(self, now: float) -> None:
         """Refuse requests whose time is over while they wait for a place."""
@@ -685,69 +666,39 @@ class Loop:
     def _enter(self, request: Request) -> None:
         if request.settled:
             return
-        number = self._next_number
-        request.number = number
-        now = monotonic()
-        called, timeout = request.called, request.timeout
         if self._line and request is not self._line[0] and request.limited:
             self._wait_for_place(request)
-            return
-        given = None
-        if request.join is None:
-            given = self._scheduler.assign(
-                now, number, request.rows, called, timeout, request.size, request.preferred
-            )
-        if given is not None:
-            self._requests[number] = request
-            self._next_number = number + 1
-            if request.entered is not None:
-                request.entered.settle()
-            due = called + timeout
-            for shard, worker in enumerate(given):
-                if len(worker.runs) > 1:
-                    due = min(due, worker.began + LONG_RUN)
-                try:
-                    self._connections.send_run(worker.index, ((request, shard),))
-                except UnreachableError as exc:
-                    self._outlaw(worker.index, str(exc))
-            if due < self._due:
-                self._due = due
             return
         if self.finished:
             self._refuse(request, ClosedError("the master is closed"))
             return
+        number, now = self._next_number, monotonic()
+        request.number = number
         self._requests[number] = request
         try:
-            actions = self._scheduler.handle_request(
+            self._scheduler.handle_request(
                 now,
                 number,
                 request.rows,
-                timeout,
-                called=called,
+                request.timeout,
+                called=request.called,
                 size=request.size,
                 priority=request.priority,
                 join=request.join,
                 preferred=request.preferred,
                 limited=request.limited,
             )
-        except QueueFullError as exc:
+        except McinferError as exc:
             del self._requests[number]
-            if request.waits and called + timeout > now:
+            is_full = isinstance(exc, QueueFullError)
+            if is_full and request.waits and request.called + request.timeout > now:
                 self._wait_for_place(request)
             else:
                 self._refuse(request, exc)
             return
-        except McinferError as exc:
-            del self._requests[number]
-            self._refuse(request, exc)
-            return
         self._next_number = number + 1
         if request.entered is not None:
             request.entered.settle()
-        self._carry_out(actions)
-        due = min(called + timeout, self._scheduler.next_turn())
-        if due < self._due:
-            self._due = due
 
     def _wait_for_place(self, request: Request) -> None:
         if not self._line or request is not self._line[0]:  # the first one is looked at again
@@ -767,10 +718,7 @@ class Loop:
 
     def _admit(self) -> None:
         """Give free places to callers that wait for one."""
-        if self._admitting:
-            return
-        self._admitting = True
-        try:
+        with suppress(QueueFullError):
             while self._line:
                 request = self._line[0]
                 if not request.settled:
@@ -778,23 +726,17 @@ class Loop:
                         self._scheduler.check_room(request.size)
                     self._enter(request)
                 self._line.popleft()
-        except QueueFullError:
-            return
-        finally:
-            self._admitting = False
 
     def _cancel(self, outcome: Outcome[Any]) -> None:
         if outcome.settled or not isinstance(outcome, Request):
             return
         # By identity: the number of one that waits for a place is that of the next that gets one.
         if self._requests.get(outcome.number) is outcome:
-            self._carry_out(self._scheduler.handle_cancel(monotonic(), outcome.number))
-            self._plan()  # it may have been the last that a draining pool waits for
+            self._scheduler.handle_cancel(monotonic(), outcome.number)
             return
         if outcome in self._line:
             self._line.remove(outcome)
         self._refuse(outcome, ClosedError("the request was cancelled"), cancelled=True)
-        self._admit()
 
     def _add_card(self, card: Card, limit: int) -> CardMemory:
         if self.finished:
@@ -842,19 +784,16 @@ class Loop:
 
     def _start_workers(self) -> None:
         if not self.finished:
-            self._carry_out(self._scheduler.handle_start(monotonic()))
-            self._plan()
+            self._scheduler.handle_start(monotonic())
 
     def _drain(self, seconds: float) -> None:
-        self._carry_out(self._scheduler.handle_drain(monotonic(), seconds))
+        self._scheduler.handle_drain(monotonic(), seconds)
         self._refuse_line(_CLOSING)
-        self._plan()
 
     def _end(self, seconds: float | None) -> None:
         seconds = self._timeouts.close if seconds is None else seconds
-        self._carry_out(self._scheduler.handle_close(monotonic(), seconds))
+        self._scheduler.handle_close(monotonic(), seconds)
         self._refuse_line("the master is closed")
-        self._plan()
 
     def _refuse_line(self, reason: str) -> None:
         while self._line:
@@ -936,11 +875,10 @@ class Loop:
         restarted = Promise[None]()
         self._restarted = restarted
         try:
-            self._carry_out(self._scheduler.handle_restart(monotonic()))
+            self._scheduler.handle_restart(monotonic())
         except McinferError:
             restarted.settle()
             raise
-        self._plan()
         return None, restarted
 
     def _forget_restart(self, restarted: "Promise[None]") -> None:
@@ -986,7 +924,7 @@ class Loop:
             in_flight=table.in_flight,
             in_flight_bytes=table.in_flight_bytes,
             queued=table.not_begun,
-            queued_shards=len(table.queue),
+            queued_shards=len(self._scheduler.queue),
             latency=table.latency.snapshot(),
             batch_sizes=self._scheduler.batch_sizes.snapshot(),
             memory_bytes=self.arena.size,
@@ -1029,7 +967,6 @@ class Loop:
                     self._pidfds.discard(child.pidfd)
                 if ended and (not process.followers or self._is_group_gone(index, ended)):
                     self._bury(index, now)
-            self._plan()
 
     def _is_group_gone(self, index: int, ended: Sequence[ChildProcess]) -> bool:
         """Ranks have ended: end the others of the group, too. Whether all have ended."""
@@ -1054,7 +991,7 @@ class Loop:
         for index, process in [*self._connections.processes.items()]:
             with suppress(OSError):
                 size = process.own_bytes()
-                self._carry_out(self._scheduler.handle_own_memory(now, index, size))
+                self._scheduler.handle_own_memory(now, index, size)
 
     def _bury(self, index: int, now: float) -> None:
         """A worker's process has ended."""
@@ -1079,7 +1016,7 @@ class Loop:
         level = logging.INFO if expected and not stacks else logging.WARNING
         where = f"; where it was:\n{stacks}" if stacks else ""
         self._delivery.log(level, "%s %s%s", self._scheduler.workers[index].name, how, where)
-        self._carry_out(self._scheduler.handle_died(now, index, how, killed=killed))
+        self._scheduler.handle_died(now, index, how, killed=killed)
 
     # What comes.
 
@@ -1108,27 +1045,16 @@ class Loop:
         """Take the head of a REPLY, not checked yet: all outputs are in their places."""
         now = monotonic()
         request = self._requests.get(number)
-        entry = None
-        if request is not None and shard < len(request.rows) and request.is_laid_out(shard):
-            entry = self._scheduler.take_reply(index, number, shard, seconds, now)
-        if entry is None or request is None:
-            try:
+        try:
+            if request is None or not request.is_laid_out(shard):
                 reply = Reply(request=number, shard=shard, outputs=(), seconds=seconds)
-            except ProtocolError as exc:
-                self._handle_message(index, exc, now)
-            else:
                 self._handle_message(index, reply, now)
-            return
-        request.workers[shard] = index
-        if not entry.unanswered:
-            del self._requests[number]
-            self._settle(request, None, entry)
-            request.release()
-            if self._line:
-                self._admit()
-        if self._table.queue.items:
-            self._carry_out(self._scheduler.dispatch(now))
-            self._due = min(self._due, self._scheduler.next_turn())
+                return
+            self._scheduler.handle_answer(now, index, number, shard, seconds)
+        except ProtocolError as exc:
+            self._outlaw(index, f"breaks the protocol: {exc}")
+        if self._line:
+            self._admit()
 
     def _handle_message(self, index: int, message: Message | ProtocolError, now: float) -> None:
         try:
@@ -1138,7 +1064,7 @@ class Loop:
                 message = self._take(index, message)
             elif isinstance(message, BuildFinish) and message.slab is not None:
                 message = self._take_slab(index, message, message.slab)
-            actions = self._scheduler.handle_message(now, index, message)
+            self._scheduler.handle_message(now, index, message)
         except ProtocolError as exc:
             self._outlaw(index, f"breaks the protocol: {exc}")
             return
@@ -1158,8 +1084,8 @@ class Loop:
             self._reached[index] = frozenset(message.reaches)
             for device, memory in self._cards.items():
                 memory.is_reached = self._is_reached(device)
-        self._carry_out(actions)
-        self._plan()
+        if self._line:
+            self._admit()
         if isinstance(message, Error) and message.traceback:
             name = self._scheduler.workers[index].name
             self._delivery.log(logging.DEBUG, "%s: %s", name, message.traceback)
@@ -1209,57 +1135,69 @@ class Loop:
             return Error(request=reply.request, shard=reply.shard, kind="predict", text=text)
         return reply
 
-    # Actions.
+    # Orders of the scheduler. What fails in one is an event of the next turn.
 
-    def _carry_out(self, actions: Sequence[Action]) -> None:
-        """Do what the scheduler says, in order."""
-        pending = deque(actions)
-        while pending:
-            match pending.popleft():
-                case SendPredict(worker=worker, members=members, fresh=fresh):
-                    self._send_run(worker, members, fresh=fresh)
-                case Settle(request=number, error=error, cancelled=cancelled, trace=trace):
-                    self._settle(self._requests[number], error, trace, cancelled=cancelled)
-                case Release(request=number):
-                    # And its memory, once it is answered and no view of it is left.
-                    self._requests.pop(number).release()
-                case Send(worker=worker, message=message):
-                    self._send(worker, message)
-                case ShareSlab(worker=worker, leader=leader):
-                    self._share_slab(worker, leader)
-                case StartWorker(worker=worker):
-                    pending += self._start_worker(worker)
-                case DumpStacks(worker=worker):
-                    self._ask_for_stacks(worker)
-                case KillWorker(worker=worker):
-                    self._connections.kill(worker)
-                case PoolStarted(error=error):
-                    specs = self._scheduler.lives.specs
-                    if error is None and specs is not None:
-                        self.serving = self._scheduler.serving  # a first request comes at once
-                        self._started.set(specs)
-                    else:
-                        self._failure = error
-                        now = monotonic()
-                        pending += self._scheduler.handle_close(now, self._timeouts.close)
-                case HealthChanged(health=health, planned=planned):
-                    self._log_health(health, planned=planned)
-                case WorkersRestarted(error=error):
-                    if self._restarted is not None and not self._restarted.settled:
-                        self._restarted.settle(error)
-                case PoolClosed(abandoned=abandoned):
-                    for worker in abandoned:
-                        name = self._scheduler.workers[worker].name
-                        self._delivery.log(logging.ERROR, "%s does not end, not even killed", name)
-                    self.finished = True
-        self.serving = self._scheduler.serving
-        if self._balance is not None:
-            self._balance.serve(self._scheduler.serving_workers())
-        if self._line:
-            self._admit()
+    def send_run(self, worker: int, members: Sequence[ShardId], fresh: bool) -> None:
+        given = []
+        for number, shard in members:
+            request = self._requests[number]
+            request.workers[shard] = worker
+            given.append((request, shard))
+        try:
+            self._connections.send_run(worker, given, fresh=fresh)
+        except UnreachableError as exc:
+            self._note_unreachable(worker, exc)
 
-    def _log_health(self, health: Health, *, planned: bool) -> None:
+    def send(self, worker: int, message: Message) -> None:
+        try:
+            self._connections.send(worker, message)
+        except UnreachableError as exc:
+            self._note_unreachable(worker, exc)
+
+    def share_slab(self, worker: int, leader: int) -> None:
+        try:
+            self._connections.share_slab(worker, leader)
+        except UnreachableError as exc:
+            self._note_unreachable(worker, exc)
+
+    def _note_unreachable(self, worker: int, exc: UnreachableError) -> None:
+        process, reason = self._connections.processes[worker], str(exc)
+
+        def end() -> None:
+            if self._connections.processes.get(worker) is process:
+                self._outlaw(worker, reason)
+
+        self._news.append(end)
+
+    def release(self, request: int) -> None:
+        # And its memory, once it is answered and no view of it is left.
+        self._requests.pop(request).release()
+
+    def kill_worker(self, worker: int) -> None:
+        self._connections.kill(worker)
+
+    def pool_started(self, error: McinferError | None) -> None:
+        specs = self._scheduler.lives.specs
+        if error is None and specs is not None:
+            self.serving = self._scheduler.serving  # a first request comes at once
+            self._started.set(specs)
+        else:
+            self._failure = error
+            self._news.append(partial(self._end, None))
+
+    def workers_restarted(self, error: McinferError | None) -> None:
+        if self._restarted is not None and not self._restarted.settled:
+            self._restarted.settle(error)
+
+    def pool_closed(self, abandoned: Sequence[int]) -> None:
+        for worker in abandoned:
+            name = self._scheduler.workers[worker].name
+            self._delivery.log(logging.ERROR, "%s does not end, not even killed", name)
+        self.finished = True
+
+    def announce(self, health: Health, planned: bool) -> None:
         """Log a change; the end of a loss is a warning as the loss is, and says how long it was."""
+        self.serving = health.serving
         now = monotonic()
         level = logging.INFO if planned else _LEVELS.get(health.state, logging.INFO)
         if health.state == "ready" and self._lost_at is not None:
@@ -1271,49 +1209,24 @@ class Loop:
             self._lost_at = now
         self._delivery.log(level, "%s", health)
 
-    def _settle(
-        self,
-        request: Request,
-        error: McinferError | None,
-        trace: RequestTrace | Entry | None,
-        *,
-        cancelled: bool = False,
-    ) -> None:
+    def settle(self, entry: Entry, error: McinferError | None) -> None:
+        request = self._requests[entry.number]
         future = request.future
         request.copies = self.arena.crowded
-        request.settle(error, cancelled=cancelled)
+        request.settle(error, cancelled=entry.ending == "cancelled")
         if self._trace is not None:
             hook, context = self._trace(), request.context
-            if hook is not None and trace is not None and context is not None:
+            if hook is not None and context is not None:
                 # A queued call must not hold a result, unless its parts are still to be joined: here, or
                 # by a caller without a future.
                 is_bare = request.error is not None or request.is_simple
                 held = request.error if is_bare else request
                 joins = not is_bare and future is not None
-                call = partial(_call_trace_hook, hook, context, trace, monotonic(), held, joins)
+                call = partial(_call_trace_hook, hook, context, entry, monotonic(), held, joins)
                 (self._delivery.put if joins else self._delivery.trace)(call)
         elif future is not None and error is None and (self.arena.crowded or not request.is_simple):
             # What it holds must not wait until its user asks for it.
             self._delivery.put(partial(_prepare, ref(future)))
-
-    def _send(self, worker: int, message: Message) -> None:
-        try:
-            self._connections.send(worker, message)
-        except UnreachableError as exc:
-            self._outlaw(worker, str(exc))
-
-    def _share_slab(self, worker: int, leader: int) -> None:
-        try:
-            self._connections.share_slab(worker, leader)
-        except UnreachableError as exc:
-            self._outlaw(worker, str(exc))
-
-    def _send_run(self, worker: int, members: Sequence[ShardId], *, fresh: bool) -> None:
-        requests = [(self._requests[number], shard) for number, shard in members]
-        try:
-            self._connections.send_run(worker, requests, fresh=fresh)
-        except UnreachableError as exc:
-            self._outlaw(worker, str(exc))
 
     def _outlaw(self, worker: int, reason: str) -> None:
         """End a worker that broke the protocol or cannot be reached; its death is reported as any other."""
@@ -1325,7 +1238,7 @@ class Loop:
         self._connections.processes[worker].outlawed = True
         self._connections.kill(worker)
 
-    def _ask_for_stacks(self, worker: int) -> None:
+    def ask_for_stacks(self, worker: int) -> None:
         """Log that a worker hangs, and ask it for its stacks."""
         process = self._connections.processes.get(worker)
         if process is None:
@@ -1345,12 +1258,13 @@ class Loop:
                 except UnreachableError as exc:
                     self._outlaw(worker, str(exc))
 
-    def _start_worker(self, worker: int) -> list[Action]:
+    def start_worker(self, worker: int) -> None:
+        """Carry out the order."""
         try:
             process = self._connections.start(worker)
         except Exception as exc:  # also of what is no OSError: `sys.executable` may be None
-            how = f"could not be started: {exc}"
-            return self._scheduler.handle_died(monotonic(), worker, how)
+            self._note_no_start(worker, f"could not be started: {exc}")
+            return
         try:
             for child in process.ranks:
                 self._poll.register(child.pidfd, select.EPOLLIN)
@@ -1358,13 +1272,18 @@ class Loop:
             process.kill()
             self._connections.remove(worker)
             process.reap()
-            how = f"could not be watched: {exc}"
-            return self._scheduler.handle_died(monotonic(), worker, how)
+            self._note_no_start(worker, f"could not be watched: {exc}")
+            return
         self._pidfds.update(child.pidfd for child in process.ranks)
         self._oom_kills[worker] = oom_kills()
-        self._scheduler.handle_started(worker, process.pid)
+        self._news.append(partial(self._note_start, worker, process.pid))
+
+    def _note_start(self, worker: int, pid: int) -> None:
+        self._scheduler.handle_started(worker, pid)
         self._delivery.log(logging.INFO, "%s started", self._scheduler.workers[worker].name)
-        return []
+
+    def _note_no_start(self, worker: int, how: str) -> None:
+        self._news.append(lambda: self._scheduler.handle_died(monotonic(), worker, how))
 
 
 def _some(devices: Iterable[str]) -> str:
@@ -1398,7 +1317,7 @@ def _prepare(future: "ref[Follower]") -> None:
 def _call_trace_hook(
     hook: TraceHook,
     context: Context,
-    trace: RequestTrace | Entry,
+    entry: Entry,
     joined: float,
     outcome: Request | BaseException | None,
     joins: bool,
@@ -1411,14 +1330,8 @@ def _call_trace_hook(
         joined, error = monotonic(), outcome.error
     if error is not None and not isinstance(error, McinferError):
         error = PredictError(f"the answers could not be joined: {error!r}")
-    if isinstance(trace, Entry):
-        trace = trace_of(trace, error, "failed" if error else "succeeded", joined)
-    elif trace.error is None and error is not None:
-        trace = replace(trace, outcome="failed", error=error, joined=joined)
-    else:
-        trace = replace(trace, joined=joined)
     try:
-        context.run(hook, trace)
+        context.run(hook, trace_of(entry, error, joined))
     except BaseException:
         # Also SystemExit and its like: others wait behind it.
         _log.exception("the trace hook failed")

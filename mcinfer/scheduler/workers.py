@@ -30,11 +30,13 @@ import signal
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from mcinfer.config import RestartPolicy, Timeouts
 from mcinfer.errors import (
     BuildError,
     ClosedError,
+    McinferError,
     MissingDependencyError,
     RankDiedError,
     WorkerDiedError,
@@ -43,23 +45,12 @@ from mcinfer.errors import (
 from mcinfer.protocol import (
     Build,
     BuildFinish,
-    Conversation,
     Error,
     Exit,
     Message,
     Preparing,
     WorkerState,
-)
-from mcinfer.scheduler.actions import (
-    Action,
-    DumpStacks,
-    HealthChanged,
-    KillWorker,
-    PoolStarted,
-    Send,
-    ShareSlab,
-    StartWorker,
-    WorkersRestarted,
+    state_after,
 )
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.statistics import Health, HealthState, WorkerStatistics
@@ -80,27 +71,37 @@ _STARTING = (WorkerState.SPAWNED, WorkerState.CONNECTED, WorkerState.BUILDING)
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """What a worker gets at once; others got the members of a late run too, so its answer is ignored."""
+    """What a worker gets at once.
+
+    Attributes:
+        members: Request and shard of each.
+        sent: When it got them.
+        fresh: Whether the outputs go to memory of the worker's own.
+        late: Whether other workers got the members, too: its answer is ignored.
+        suspect: Whether the worker may die of it: nothing is put behind.
+    """
 
     members: tuple[ShardId, ...]
     sent: float
+    fresh: bool = False
     late: bool = False
+    suspect: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
     """One worker's place in the pool; it stays through restarts of the process.
 
-    A group of ranks is one worker here: it starts, runs, ends and restarts as a whole. Its `pid` and its
-    conversation are those of rank 0.
+    A group of ranks is one worker here: it starts, runs, ends and restarts as a whole. Its `pid` is that of
+    rank 0.
 
     Attributes:
+        state: Its place in `TRANSITIONS`.
         runs: What it has, the current run first.
         began: When the current run began, as far as can be known.
         usual_seconds: How long its runs take.
         capacity: How many runs it may have at a time.
         depth: How many runs it works on at a time; only those above that number wait behind others.
-        alone: Whether to put no runs behind those that it has.
         ready_by: When it must have its model.
         latest: When it must have the model, even if it reports progress.
         progress: What it reported last: seconds and bytes.
@@ -124,13 +125,12 @@ class Worker:
     index: int
     device: str
     build: Build
-    conversation: Conversation = field(default_factory=lambda: Conversation(state=WorkerState.GONE))
+    state: WorkerState = WorkerState.GONE
     runs: deque[Run] = field(default_factory=deque)
     began: float = 0.0
     usual_seconds: float = math.inf
     capacity: int = 1
     depth: int = 1
-    alone: bool = False
     pid: int | None = None
     ready_by: float | None = None
     latest: float = math.inf
@@ -162,10 +162,6 @@ class Worker:
     last_error: str = ""
 
     @property
-    def state(self) -> WorkerState:
-        return self.conversation.state
-
-    @property
     def death_error(self) -> type[WorkerDiedError]:
         """The class of the error of a request that it died on."""
         return RankDiedError if self.build.ranks > 1 else WorkerDiedError
@@ -173,7 +169,7 @@ class Worker:
     @property
     def serves(self) -> bool:
         """Whether it takes requests, now or after its current run."""
-        ready = self.conversation.state in (WorkerState.READY, WorkerState.BUSY)
+        ready = self.state in (WorkerState.READY, WorkerState.BUSY)
         return ready and not (self.doomed or self.retiring)
 
     @property
@@ -183,7 +179,7 @@ class Worker:
 
     @property
     def is_free(self) -> bool:
-        free = self.conversation.state is WorkerState.READY
+        free = self.state is WorkerState.READY
         return free and not (self.doomed or self.retiring or self.spare)
 
     @property
@@ -192,10 +188,6 @@ class Worker:
         ranks = self.build.ranks
         what = f"worker {self.index}" if ranks == 1 else f"group {self.index} of {ranks} ranks"
         return f"{what} ({self.device}{pid})"
-
-    def send(self, message: Message) -> Send:
-        self.conversation.advance(message)
-        return Send(worker=self.index, message=message)
 
 
 def describe_exit(code: int) -> str:
@@ -214,8 +206,37 @@ def _agree(one: BuildFinish, other: BuildFinish) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
+class WorkerSink(Protocol):
+    """What the scheduler orders about workers, and its news of the pool; see `scheduler.py`."""
+
+    def start_worker(self, worker: int, /) -> None:
+        """Start this worker's process; `Scheduler.handle_started` or `handle_died` follows."""
+
+    def send(self, worker: int, message: Message, /) -> None: ...
+
+    def share_slab(self, worker: int, leader: int, /) -> None:
+        """Give the worker the block with the weights of its card, which its leader has made."""
+
+    def ask_for_stacks(self, worker: int, /) -> None:
+        """The worker hangs and will be killed: make it write its stacks first, if it still can."""
+
+    def kill_worker(self, worker: int, /) -> None: ...
+
+    def announce(self, health: Health, planned: bool, /) -> None:
+        """The pool's state or its number of serving workers changed; `planned`: by a replacement alone."""
+
+    def pool_started(self, error: McinferError | None, /) -> None:
+        """Every worker is ready, or the start failed: `Scheduler.handle_close` follows."""
+
+    def workers_restarted(self, error: McinferError | None, /) -> None:
+        """All workers were replaced, or one could not be (error)."""
+
+    def pool_closed(self, abandoned: tuple[int, ...], /) -> None:
+        """No worker is left, but for those that did not end in time although they were killed."""
+
+
 class WorkerLives:
-    """All workers of a pool. Methods that return actions return them in order.
+    """All workers of a pool.
 
     Each process draws the numbers of a seed from the first on. So with `seeds_on_one`, one worker runs a
     model that has such nodes, as a single session would, and another takes its place if it ends.
@@ -231,11 +252,13 @@ class WorkerLives:
     def __init__(
         self,
         builds: Sequence[Build],
+        sink: WorkerSink,
         *,
         timeouts: Timeouts,
         restart: RestartPolicy,
         seeds_on_one: bool = False,
     ) -> None:
+        self._sink = sink
         self._seeds_on_one = seeds_on_one
         self.workers = [
             Worker(i, build.device, build, capacity=build.depth, depth=build.depth)
@@ -333,17 +356,17 @@ class WorkerLives:
             return f"{w.name} has not stopped a run that no caller waits for any more"
         return ""
 
-    def announce(self, now: float) -> list[Action]:
+    def announce(self, now: float) -> None:
         """Report the pool's health, if it changed since the last report."""
         if self.closing:
-            return []
+            return
         health = self.health(now)
         if (health.state, health.serving) == self._announced:
-            return []
+            return
         self._announced = (health.state, health.serving)
         self._note_calm()
         planned = all(w.serves or w in self._replacing for w in self.workers)
-        return [HealthChanged(health=health, planned=planned)]
+        self._sink.announce(health, planned)
 
     def due_times(self) -> list[float]:
         return [
@@ -355,14 +378,14 @@ class WorkerLives:
 
     # Starting.
 
-    def start(self, w: Worker, now: float) -> list[Action]:
-        w.conversation = Conversation(state=WorkerState.SPAWNED)
+    def start(self, w: Worker, now: float) -> None:
+        w.state = WorkerState.SPAWNED
         w.doomed = w.retiring = False
         w.answers = 0
         w.restart_at = None
         w.slab, w.has_slab, w.bereft = None, False, False
         self._wait_for(w, now)
-        return [StartWorker(worker=w.index)]
+        self._sink.start_worker(w.index)
 
     def _wait_for(self, w: Worker, now: float) -> None:
         """Give it the time of a start."""
@@ -370,28 +393,34 @@ class WorkerLives:
         w.latest = w.ready_by + LONGEST_START
         w.progress = (-1.0, -1)
 
-    def build(self, w: Worker, now: float) -> list[Action]:
+    def send(self, w: Worker, message: Message) -> None:
+        w.state = state_after(w.state, type(message))
+        self._sink.send(w.index, message)
+
+    def build(self, w: Worker, now: float) -> None:
         """It has connected: have it load the model, a follower once its leader has."""
         leader = w.leader
         if self._with_slab(w) or (leader is not None and not leader.serves):
             w.ready_by = None
-            return []
+            return
         if w.ready_by is None and not w.doomed:
             self._wait_for(w, now)
         if leader is None or leader.slab is None:
-            return [w.send(w.build)]
+            self.send(w, w.build)
+            return
         w.has_slab = True
-        build = replace(w.build, slab=leader.slab[0])
-        return [ShareSlab(worker=w.index, leader=leader.index), w.send(build)]
+        self._sink.share_slab(w.index, leader.index)
+        self.send(w, replace(w.build, slab=leader.slab[0]))
 
-    def finish_build(self, w: Worker, message: BuildFinish, now: float) -> list[Action]:
+    def finish_build(self, w: Worker, message: BuildFinish, now: float) -> None:
         w.ready_by = None
         if w.doomed:
-            return []
+            return
         shared = w.started_before and w.build.shares_weights and w.leader is None
         if shared and message.slab is None and not w.spent:
             why = "; ".join(message.notes) or "it made no slab"
-            return [self.kill(w, f"{w.name}: its card's weights are not shared any more: {why}")]
+            self.kill(w, f"{w.name}: its card's weights are not shared any more: {why}")
+            return
         w.providers = message.providers
         if self.specs is None:
             self.specs = message
@@ -400,7 +429,9 @@ class WorkerLives:
                 f"{w.name}: its model's content, inputs, outputs or weights are not those of the "
                 "others"
             )
-            return [self.kill(w, w.build_failure), *self.finish_start()]
+            self.kill(w, w.build_failure)
+            self.finish_start()
+            return
         if w.spent:
             self._renew_budget(w)
             w.trial_end = now + self._probe_delay
@@ -412,20 +443,20 @@ class WorkerLives:
         if w.leader is None and w.slab is None:
             for each in (w, *followers):
                 each.leader, each.build = None, replace(each.build, shares_weights=False)
-        actions = self.finish_start()
+        self.finish_start()
         for follower in followers:
             if follower.state is WorkerState.CONNECTED and not (follower.doomed or self.closing):
-                actions += self.build(follower, now)
-        return actions
+                self.build(follower, now)
 
-    def fail_build(self, w: Worker, message: Error, now: float) -> list[Action]:
+    def fail_build(self, w: Worker, message: Error, now: float) -> None:
         """The model does not load: final in the first start, later a death like others."""
         w.ready_by = None
         w.last_error = message.text[:MAX_TEXT]
         w.build_failure = f"{w.name}: {w.last_error}"
         w.lacks = message.kind == "missing"
         w.kill_at = now + self._timeouts.cancel_grace
-        return [w.send(Exit()), *self.finish_start()]
+        self.send(w, Exit())
+        self.finish_start()
 
     def extend_start(self, w: Worker, message: Preparing, now: float) -> None:
         """Give a start that makes progress more time."""
@@ -434,70 +465,72 @@ class WorkerLives:
             w.progress = progress
             w.ready_by = min(now + self._timeouts.start, w.latest)
 
-    def finish_start(self) -> list[Action]:
+    def finish_start(self) -> None:
         """Report the first start when every worker has either its model or a failure."""
         if self.started or self.closing:
-            return []
+            return
         ended = [
             w.started_before or w.build_failure or (w.leader is not None and w.leader.build_failure)
             for w in self.workers
         ]
         if not all(ended):
-            return []
+            return
         failed = [w for w in self.workers if w.build_failure is not None]
         if failed:
             kind = MissingDependencyError if all(w.lacks for w in failed) else BuildError
             self.closing = True
-            return [PoolStarted(error=kind(say_once(w.build_failure or "" for w in failed)))]
+            self._sink.pool_started(kind(say_once(w.build_failure or "" for w in failed)))
+            return
         self.started = True
-        return [PoolStarted()]
+        self._sink.pool_started(None)
 
     # Ending.
 
-    def kill(self, w: Worker, reason: str) -> KillWorker:
-        """End a worker. Messages that it sent before may come until its death is reported."""
+    def doom(self, w: Worker, reason: str) -> None:
+        """A worker is being killed. Messages that it sent before may come until its death is reported."""
         w.doomed = True
         w.last_error = reason
-        return KillWorker(worker=w.index)
 
-    def end_when_idle(self, w: Worker, now: float, seconds: float) -> list[Action]:
+    def kill(self, w: Worker, reason: str) -> None:
+        self.doom(w, reason)
+        self._sink.kill_worker(w.index)
+
+    def end_when_idle(self, w: Worker, now: float, seconds: float) -> None:
         """Ask a worker to end after its last answer, within so many seconds."""
         self._end_by(w, now + seconds)
-        return [w.send(Exit())]
+        self.send(w, Exit())
 
     def _end_by(self, w: Worker, time: float) -> None:
         """Have it end until then. One that does not stop a run is killed no later for that."""
         w.end_by = time
         w.kill_at = time if w.kill_at is None else min(time, w.kill_at)
 
-    def handle_time(self, w: Worker, now: float) -> list[Action]:
+    def handle_time(self, w: Worker, now: float) -> None:
         if w.restart_at is not None and w.restart_at <= now:
             w.restarts += 1
-            return self.start(w, now)
-        if w.ready_by is not None and w.ready_by <= now:
+            self.start(w, now)
+        elif w.ready_by is not None and w.ready_by <= now:
             w.ready_by = None
             waited = f"not ready within {self._timeouts.start:g} s (it was {w.state})"
-            return self._give_up_waiting(w, f"{w.name}: {waited}", now)
-        if w.kill_at is not None and w.kill_at <= now:
+            self._give_up_waiting(w, f"{w.name}: {waited}", now)
+        elif w.kill_at is not None and w.kill_at <= now:
             w.kill_at = None
             if not w.doomed:
                 reason = f"{w.name}: did not stop in time"
                 if w.state is WorkerState.EXITING and not (w.retiring or self.closing):
                     reason += f" after: {w.last_error}"  # the model did not load
-                return self._give_up_waiting(w, reason, now)
-            killing = [self.kill(w, w.last_error)]
-            if self.started or w.started_before:
-                return [*killing]
-            w.build_failure = w.build_failure or w.last_error
-            return [*killing, *self.finish_start()]
-        return []
+                self._give_up_waiting(w, reason, now)
+                return
+            self.kill(w, w.last_error)
+            if not (self.started or w.started_before):
+                w.build_failure = w.build_failure or w.last_error
+                self.finish_start()
 
-    def _give_up_waiting(self, w: Worker, reason: str, now: float) -> list[Action]:
+    def _give_up_waiting(self, w: Worker, reason: str, now: float) -> None:
         """End a worker that hangs: get its stacks, then kill it, even if it answers in between."""
-        w.doomed = True
-        w.last_error = reason
+        self.doom(w, reason)
         w.kill_at = now + STACKS_SECONDS
-        return [DumpStacks(worker=w.index)]
+        self._sink.ask_for_stacks(w.index)
 
     def bury(self, w: Worker, how: str, now: float) -> str:
         """Note that a worker's process is gone, and plan its restart; return its end in words."""
@@ -505,8 +538,8 @@ class WorkerLives:
         cause = w.last_error if w.doomed or w.state is WorkerState.EXITING else ""
         planned = w.retiring and w.state is WorkerState.EXITING
         before = w.state
-        w.conversation = Conversation(state=WorkerState.GONE)
-        w.usual_seconds, w.capacity, w.alone = math.inf, w.depth, False
+        w.state = WorkerState.GONE
+        w.usual_seconds, w.capacity = math.inf, w.depth
         w.pid = w.ready_by = w.kill_at = w.end_by = None
         w.retiring = w.has_slab = w.spare = False
         w.slab = None
@@ -532,25 +565,26 @@ class WorkerLives:
                 w.build_failure = "; ".join(w.build_deaths)
         return story
 
-    def part(self, w: Worker, now: float) -> list[Action]:
+    def part(self, w: Worker, now: float) -> None:
         """After a leader's death, end its followers; after the last of these, build the leader, or end it."""
         leader = w.leader
         if not self.closing and leader is None:
-            return [self._bereave(f, w) for f in self._with_slab(w)]
-        if leader is None or leader.doomed or self._with_slab(leader):
-            return []
-        if self.closing and leader.state in (WorkerState.READY, WorkerState.BUSY):
+            for follower in self._with_slab(w):
+                self._bereave(follower, w)
+        elif leader is None or leader.doomed or self._with_slab(leader):
+            return
+        elif self.closing and leader.state in (WorkerState.READY, WorkerState.BUSY):
             end = now + self._timeouts.close if leader.end_by is None else leader.end_by
-            return self.end_when_idle(leader, now, end - now)
-        if not self.closing and leader.state is WorkerState.CONNECTED:
-            return self.build(leader, now)
-        return []
+            self.end_when_idle(leader, now, end - now)
+        elif not self.closing and leader.state is WorkerState.CONNECTED:
+            self.build(leader, now)
 
-    def _bereave(self, follower: Worker, leader: Worker) -> Action:
+    def _bereave(self, follower: Worker, leader: Worker) -> None:
         if follower.doomed:  # for a reason of its own, or one of its run's
-            return KillWorker(worker=follower.index)
+            self._sink.kill_worker(follower.index)
+            return
         follower.bereft = True
-        return self.kill(
+        self.kill(
             follower, f"it shares the memory of its card with worker {leader.index}, which has died"
         )
 
@@ -618,29 +652,28 @@ class WorkerLives:
         if worn or (most_bytes is not None and own_bytes > most_bytes):
             self.replace([w])
 
-    def advance(self, now: float) -> list[Action]:
+    def advance(self, now: float) -> None:
         """Continue the replacements as far as possible now."""
-        actions: list[Action] = []
         while not self.closing:
             if not self._replacing:
                 if not self._to_replace:
-                    return actions
+                    return
                 first = self._to_replace[0]
                 together = (first, *self._followers(first))
                 others = [o for o in self.workers if o not in together]
                 if not all(o.serves or o.is_given_up for o in others):
-                    return actions
+                    return
                 self._replacing = together
                 self._to_replace = deque(w for w in self._to_replace if w not in together)
                 self._note_calm()
                 for w in together:
-                    actions += self._begin_to_replace(w, now)
+                    self._begin_to_replace(w, now)
             for w in self._replacing:
                 if w.retiring and w.state is WorkerState.READY and not self._with_slab(w):
-                    actions += self.end_when_idle(w, now, self._timeouts.close)
+                    self.end_when_idle(w, now, self._timeouts.close)
             replaced = self._replacing
             if not all(w.serves or w.is_given_up for w in replaced):
-                return actions
+                return
             self._replacing = ()
             self._note_calm()
             asked_for = self._asked_for.intersection(w.index for w in replaced)
@@ -649,20 +682,19 @@ class WorkerLives:
                 failures = [w.last_error for w in replaced if w.is_given_up]
                 if failures:
                     self.forget_replacing()
-                    actions.append(WorkersRestarted(WorkerDiedError(say_once(failures))))
+                    self._sink.workers_restarted(WorkerDiedError(say_once(failures)))
                 elif not self._asked_for:
-                    actions.append(WorkersRestarted())
-        return actions
+                    self._sink.workers_restarted(None)
 
-    def _begin_to_replace(self, w: Worker, now: float) -> list[Action]:
+    def _begin_to_replace(self, w: Worker, now: float) -> None:
         if w.spent or w.state is WorkerState.GONE:
             self._renew_budget(w)
         if w.state is WorkerState.GONE:
             w.restarts += 1
-            return self.start(w, now)
-        w.retiring = True
-        self._fill_in()
-        return []
+            self.start(w, now)
+        else:
+            w.retiring = True
+            self._fill_in()
 
     def _fill_in(self) -> None:
         """If no other worker gets runs, have a spare one get them."""
@@ -678,26 +710,24 @@ class WorkerLives:
                 w.end_by = min(now + seconds, math.inf if w.end_by is None else w.end_by)
                 w.doomed = w.doomed or seconds == 0
 
-    def close(self, now: float, seconds: float) -> list[Action]:
+    def close(self, now: float, seconds: float) -> None:
         """End all workers; they get so many seconds to end by themselves."""
         self.closing = True
-        actions: list[Action] = []
         if self._asked_for:
-            actions.append(WorkersRestarted(error=ClosedError("the master was closed")))
+            self._sink.workers_restarted(ClosedError("the master was closed"))
         self.forget_replacing()
         for w in self.workers:
             w.restart_at = w.ready_by = None
             if w.doomed and w.state is not WorkerState.GONE:
-                actions.append(KillWorker(worker=w.index))
+                self._sink.kill_worker(w.index)
             elif w.state in (WorkerState.READY, WorkerState.BUSY):
                 if seconds and self._with_slab(w):
                     self._end_by(w, now + seconds)  # it is asked to after its followers: see `part`
                 else:
-                    actions += self.end_when_idle(w, now, seconds)
+                    self.end_when_idle(w, now, seconds)
             elif w.state is WorkerState.EXITING:
                 w.kill_at = now + seconds
             elif w.state is not WorkerState.GONE:
-                actions.append(self.kill(w, w.last_error))
+                self.kill(w, w.last_error)
             # One that had no time to end does not hang.
             w.doomed = w.doomed or seconds == 0
-        return actions

@@ -39,7 +39,8 @@ from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.loop import Loop
 from mcinfer.runtime.transport import MasterTransport
 from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
-from mcinfer.scheduler.scheduler import LONG_RUN, Scheduler
+from mcinfer.scheduler.dispatch import LONG_RUN
+from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.sharding import Split
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
@@ -146,6 +147,8 @@ class FedProcess(WorkerProcess):
 class FedLoop(Loop):
     """A loop that was never started; an unexpected error is a violation."""
 
+    def start_worker(self, worker: int) -> None: ...
+
     def _outlaw(self, worker: int, reason: str) -> None:
         if "could not be handled" in reason:
             raise Violation(reason)
@@ -216,7 +219,7 @@ class MasterTarget(Target):
             self._answer_of_the_other()
         if rng.random() < 0.2:
             # What waits behind a run is sent elsewhere.
-            self._loop._carry_out(self._scheduler.handle_time(monotonic() + 1.1 * LONG_RUN))
+            self._scheduler.handle_time(monotonic() + 1.1 * LONG_RUN)
         if rng.random() < 0.05:
             self._loop._end(5.0)
         self._speaker = b"worker 0" if rng.random() < 0.9 else _STRANGER
@@ -237,10 +240,16 @@ class MasterTarget(Target):
         for planner in self._planners.values():
             planner._opened.clear()
         loop._scheduler = Scheduler(
-            self._builds, timeouts=self._timeouts, restart=self._restart, limits=self._limits
+            self._builds,
+            loop,
+            loop,
+            timeouts=self._timeouts,
+            restart=self._restart,
+            limits=self._limits,
         )
         loop._table = loop._scheduler.table
         loop._next_number = 0
+        loop._news.clear()
         loop._due = 0.0
         loop.finished = False
         loop._failure = None

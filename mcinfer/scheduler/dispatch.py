@@ -1,0 +1,486 @@
+"""The open requests, and which worker gets which of their shards next. Pure, for the scheduler.
+
+* A request that comes while nothing waits is given to workers at once, as far as they have room. The queue
+  has the shards that must wait.
+* Idle workers come first, always in the same order, so that their pages stay warm; then those that are likely
+  to be free first.
+* A worker with short runs gets more runs ahead. None waits behind a run that its worker may be killed, or
+  die, for.
+* With measured speeds, a shard is reserved for its preferred worker while that one serves. If it waits long,
+  another worker that is not much slower and has nothing else to do steals it.
+"""
+
+import heapq
+import math
+from bisect import bisect_left
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Protocol
+
+from mcinfer.errors import McinferError
+from mcinfer.protocol import MAX_RUNS, WorkerState
+from mcinfer.scheduler.balance import Balance
+from mcinfer.scheduler.queue import Affinity, Joinable, ShardId, ShardQueue
+from mcinfer.scheduler.workers import Run, Worker
+from mcinfer.sharding import Shares
+from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Histogram, RequestTrace, ShardTrace
+
+SHORT_RUN = 0.01  # seconds: workers with runs up to this get runs ahead
+AHEAD_SECONDS = 0.003  # seconds that the runs ahead of a worker may take, unless it is one run
+LONG_RUN = 5 * SHORT_RUN  # seconds after which the runs behind a run also go elsewhere
+LONG_WAIT = 2.0
+"""Times what a worker needs for its part of a request, after which others may steal a shard that waits for
+it; but none that would need longer than that itself."""
+
+_FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
+
+Ending = Literal["succeeded", "failed", "cancelled"]
+"""How a request was settled."""
+
+_TRACED = tuple(item.name for item in fields(ShardTrace))
+
+
+class Tally:
+    """Counts values for a `Histogram` with these upper bounds, ascending."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def snapshot(self) -> Histogram:
+        return Histogram(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request.
+
+    Attributes:
+        timeout: Seconds from `called` to `deadline`.
+        rows: Rows of each shard.
+        size: Bytes of its tensors.
+        answered: By shard, whether its reply came.
+        attempts: By shard, how often a worker got it.
+        unanswered: How many shards have no reply yet.
+        deaths: By shard, how each worker ended that died on it, or may have; in words.
+        crashes: By shard, how many of these were not killed by SIGKILL.
+        late: By shard, how many workers still have it although it was queued again.
+        closed: When it was settled.
+        ending: How it was settled; None before.
+        begun: Whether a worker got any shard of it.
+        outstanding: How many shards workers have: they may be writing to the request's memory.
+        runs: The fields of a `ShardTrace` for each answered shard, if requests are traced or workers
+            measured.
+    """
+
+    number: int
+    called: float
+    queued: float
+    timeout: float
+    deadline: float
+    rows: tuple[int, ...]
+    size: int
+    answered: list[bool]
+    attempts: list[int]
+    unanswered: int
+    deaths: dict[int, list[str]] = field(default_factory=dict)
+    crashes: dict[int, int] = field(default_factory=dict)
+    late: dict[int, int] = field(default_factory=dict)
+    closed: float = 0.0
+    ending: Ending | None = None
+    begun: bool = False
+    outstanding: int = 0
+    runs: list[tuple[Any, ...]] = field(default_factory=list)
+
+
+class RequestTable:
+    """All requests that are open, or whose memory a worker may still use.
+
+    Attributes:
+        accepted: Requests so far: always the sum of the four counts after it.
+        not_begun: Open requests of which no worker has got a shard yet.
+        latency: Seconds from a call to its answer, for results.
+    """
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        self.succeeded = 0
+        self.failed = 0
+        self.cancelled = 0
+        self.in_flight = 0
+        self.in_flight_bytes = 0
+        self._most_bytes = 0
+        self.not_begun = 0
+        self.latency = Tally(LATENCY_BOUNDS)
+        self.entries: dict[int, Entry] = {}
+        self._deadlines: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, number: int) -> Entry:
+        return self.entries[number]
+
+    def open(self) -> Iterator[Entry]:
+        return iter([entry for entry in self.entries.values() if entry.ending is None])
+
+    def find_open(self, number: int) -> Entry | None:
+        entry = self.entries.get(number)
+        return None if entry is None or entry.ending is not None else entry
+
+    # Accepting.
+
+    def accept(
+        self,
+        number: int,
+        rows: tuple[int, ...],
+        called: float,
+        now: float,
+        timeout: float,
+        size: int,
+    ) -> Entry:
+        """Enter a request; its shards are not queued yet."""
+        shards, deadline = len(rows), called + timeout
+        answered, attempts = [False] * shards, [0] * shards
+        entry = Entry(
+            number, called, now, timeout, deadline, rows, size, answered, attempts, shards
+        )
+        self.entries[number] = entry
+        self.accepted += 1
+        self.in_flight += 1
+        self.in_flight_bytes = taken = self.in_flight_bytes + size
+        if taken > self._most_bytes:
+            self._most_bytes = taken
+        self.not_begun += 1
+        if len(self._deadlines) > 2 * self.in_flight + 64:
+            # The answered ones must not outnumber the open ones: a long time-out keeps them for long.
+            self._deadlines = [item for item in self._deadlines if self.find_open(item[1])]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, number))
+        return entry
+
+    def take_peak(self) -> int:
+        """The most that `in_flight_bytes` was since the last call."""
+        peak, self._most_bytes = self._most_bytes, self.in_flight_bytes
+        return peak
+
+    # Deadlines.
+
+    def next_deadline(self) -> float:
+        while self._deadlines and not self.find_open(self._deadlines[0][1]):
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def overdue(self, now: float) -> Iterator[Entry]:
+        """The open requests whose deadline has passed, each once."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            entry = self.find_open(heapq.heappop(self._deadlines)[1])
+            if entry is not None:
+                yield entry
+
+    # Endings.
+
+    def close(self, entry: Entry, ending: Ending, now: float) -> None:
+        """Settle a request."""
+        entry.ending = ending
+        entry.closed = now
+        self.in_flight -= 1
+        self.in_flight_bytes -= entry.size
+        self.not_begun -= not entry.begun
+        match ending:
+            case "succeeded":
+                self.succeeded += 1
+                self.latency.add(now - entry.called)
+            case "failed":
+                self.failed += 1
+            case "cancelled":
+                self.cancelled += 1
+
+    def give_up(self) -> None:
+        """Count all open requests as failed, at the end."""
+        self.failed += self.in_flight
+        self.in_flight = self.in_flight_bytes = self.not_begun = 0
+
+
+class RequestSink(Protocol):
+    """What the scheduler orders about requests; see the rules of orders in `scheduler.py`."""
+
+    def send_run(self, worker: int, members: tuple[ShardId, ...], fresh: bool, /) -> None:
+        """Send the worker these shards as one run; the first stands for the run in messages.
+
+        With `fresh`, the outputs go to memory of the worker's own: another worker may still write to the
+        request's.
+        """
+
+    def settle(self, entry: Entry, error: McinferError | None, /) -> None:
+        """Answer the request with the outputs of its shards, or with an error; see `Entry.ending`."""
+
+    def release(self, request: int, /) -> None:
+        """Free the request's memory: no worker can write to it any more."""
+
+
+class Dispatch:
+    """Gives the shards of a table's requests to workers.
+
+    Attributes:
+        queue: The shards that wait.
+        batch_sizes: Rows of each answered run.
+        due: When to look again: a shard that is held or reserved is due, or runs wait behind a long one. It
+            may be earlier than that.
+        max_delay: Seconds that a request may wait for others to be joined with.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        table: RequestTable,
+        sink: RequestSink,
+        *,
+        balance: Balance | None,
+        max_batch_size: int,
+        max_delay: float,
+    ) -> None:
+        self.queue = ShardQueue(max_batch_size)
+        self.batch_sizes = Tally(ROW_BOUNDS)
+        self.due = math.inf
+        self.max_delay = max_delay
+        self._workers = workers
+        self._table = table
+        self._sink = sink
+        self._balance = balance
+        self._joins = max_batch_size > 1
+        self._shares: Shares | None = None
+        self._order = workers  # the fastest first, as far as that is known
+
+    def next_time(self) -> float:
+        """When to look again; infinite if nothing waits for a time."""
+        times = [w.began + LONG_RUN for w in self._workers if holds_back(w)]
+        if self.queue.items and any(w.is_free for w in self._workers):
+            times.append(self.queue.next_due())
+        return min(times, default=math.inf)
+
+    def enter(
+        self,
+        entry: Entry,
+        now: float,
+        priority: int,
+        join: tuple[Hashable, int] | None,
+        preferred: Sequence[int],
+    ) -> None:
+        """Give the shards of a new request to workers, or have them wait; see `Scheduler.handle_request`."""
+        queue, request, given = self.queue, entry.number, []
+        waits = self._joins or bool(queue.items)
+        for shard in range(len(entry.rows)):
+            w = None
+            if not waits:
+                among = self._preferred(preferred[shard]) if preferred else self._order
+                w = self._next_worker(among, now)
+            if w is not None:
+                given.append((w, self._give(w, ((request, shard),), now)))
+                continue
+            waits = waits or not preferred  # nor is there one for the next shard
+            # Waiting for company takes no more than half of the time that there is.
+            due = entry.called + min(self.max_delay, entry.timeout / 2)
+            joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
+            affinity = self._affinity(shard, entry.rows, preferred, now) if preferred else None
+            queue.add((request, shard), priority, joinable, affinity)
+        for w, run in given:
+            self._sink.send_run(w.index, run.members, run.fresh)
+        if queue.items:
+            self.go_on(now)
+
+    def go_on(self, now: float) -> None:
+        """Give queued shards to workers, as far as these have room."""
+        queue = self.queue
+        if not queue.items:
+            return
+        given = self._give_reserved(now) if queue.reserved else []
+        idle: set[int] = set()  # those for which nothing waits
+        while queue.items:
+            w = self._next_worker(self._order, now, idle)
+            if w is None:
+                break
+            reserved = bool(queue.reserved)
+            members = queue.take(now, ahead=bool(w.runs), worker=w.index if reserved else None)
+            if members:
+                given.append((w, self._give(w, members, now)))
+            elif reserved:
+                idle.add(w.index)
+            else:
+                break
+        for w, run in given:
+            self._sink.send_run(w.index, run.members, run.fresh)
+        if queue.items:
+            self.due = min(self.due, queue.next_due())
+
+    def send_elsewhere(self, w: Worker) -> list[Run]:
+        """Queue the runs again that wait behind a long one; these, which the worker is to skip."""
+        w.usual_seconds, w.capacity = math.inf, w.depth
+        late = [run for run in [*w.runs][: w.depth - 1 : -1] if not run.late]
+        for run in late:
+            run.late = True
+            for request, shard in run.members:
+                entry = self._table.entries[request]
+                if entry.ending is None:
+                    entry.late[shard] = entry.late.get(shard, 0) + 1
+                    self.queue.add_first((request, shard))
+        return late
+
+    # Choosing a worker.
+
+    def _next_worker(
+        self, among: Iterable[Worker], now: float, but: Container[int] = ()
+    ) -> Worker | None:
+        """The worker that gets the next run; None if none has room."""
+        best, least, began = None, MAX_RUNS, math.inf
+        for w in among:
+            runs = len(w.runs)
+            if runs > least or (runs == least and w.began >= began) or runs >= w.capacity:
+                continue
+            if w.doomed or w.retiring or w.spare or w.kill_at is not None or w.index in but:
+                continue
+            if not runs:
+                if w.state is WorkerState.READY:
+                    return w
+                continue
+            last = w.runs[-1]
+            if last.late or last.suspect or w.state is not WorkerState.BUSY:
+                continue
+            # None waits behind one that takes long, or that may be joined.
+            if runs < w.depth or not (self._joins or now - w.began > SHORT_RUN):
+                best, least, began = w, runs, w.began
+        return best
+
+    def _preferred(self, worker: int) -> tuple[Worker, ...]:
+        """A shard's preferred worker, if it was measured."""
+        balance = self._balance
+        is_known = balance is not None and balance.rows_per_second(worker) is not None
+        return (self._workers[worker],) if is_known else ()
+
+    def _affinity(
+        self, shard: int, rows: Sequence[int], preferred: Sequence[int], now: float
+    ) -> Affinity | None:
+        """That a shard is reserved for its preferred worker; None if that one is away or never measured."""
+        balance, worker = self._balance, preferred[shard]
+        preferred_one = self._workers[worker]
+        if balance is None or preferred_one.spare or not preferred_one.serves:
+            return None
+        if balance.rows_per_second(worker) is None:
+            return None
+        # The worker may run others of the request before this one.
+        own = sum(part for part, other in zip(rows, preferred, strict=True) if other == worker)
+        wait = LONG_WAIT * balance.seconds(worker, own)
+        thieves = tuple(
+            w.index
+            for w in self._workers
+            if w.index != worker and balance.seconds(w.index, rows[shard]) <= wait
+        )
+        return Affinity(worker=worker, until=now + wait, thieves=thieves)
+
+    # Giving it a run.
+
+    def _give_reserved(self, now: float) -> list[tuple[Worker, Run]]:
+        """Give queued shards to idle workers while some are reserved for one worker."""
+        given: list[tuple[Worker, Run]] = []
+        queue = self.queue
+        for index in [*queue.reserved]:
+            if not self._workers[index].serves:
+                queue.release(index)
+        # Workers without reserved shards go first, so that others have time for theirs. Stealing is the last.
+        order = sorted(self._order, key=lambda w: w.index in queue.reserved)
+        for steal in (False, True):
+            for w in order:
+                if w.is_free:
+                    members = queue.take(now, worker=w.index, steal=steal)
+                    if members:
+                        given.append((w, self._give(w, members, now)))
+        return given
+
+    def _give(self, w: Worker, members: tuple[ShardId, ...], now: float) -> Run:
+        """Note that a worker gets these shards as its next run, which is to be sent."""
+        run = Run(members, now)
+        for request, shard in members:
+            entry = self._table.entries[request]
+            entry.outstanding += 1
+            entry.attempts[shard] += 1
+            if not entry.begun:
+                entry.begun = True
+                self._table.not_begun -= 1
+            elif entry.late.get(shard):
+                run.fresh = True
+            if shard in entry.deaths:
+                run.suspect = True
+        if not w.runs:
+            w.began = now
+        w.runs.append(run)
+        w.state = WorkerState.BUSY
+        if len(w.runs) > w.depth:
+            self.due = min(self.due, w.began + LONG_RUN)
+        return run
+
+    # Learning.
+
+    def learn_run(self, w: Worker, run: Run, seconds: float) -> None:
+        """Learn from an answered run how long the worker's take, and so how many it may hold."""
+        rows = 0
+        for request, shard in run.members:
+            rows += self._table.entries[request].rows[shard]
+        self.batch_sizes.add(rows)
+        usual = 0.0 if w.usual_seconds == math.inf else w.usual_seconds
+        usual = max(seconds, _FORGETTING * usual)
+        w.usual_seconds = usual
+        if usual > SHORT_RUN:
+            w.capacity = w.depth
+        elif usual * (MAX_RUNS - 1) <= AHEAD_SECONDS:
+            w.capacity = MAX_RUNS
+        else:
+            w.capacity = max(w.depth + 1, 1 + int(AHEAD_SECONDS / usual))
+
+    def learn_speeds(self, entry: Entry, now: float) -> None:
+        """Learn from an answered request how fast its workers are; one worker alone shows nothing."""
+        found: dict[int, tuple[int, float]] = {}
+        for _, worker, *_, seconds, rows in entry.runs:
+            before = found.get(worker, (0, 0.0))
+            found[worker] = before[0] + rows, before[1] + seconds
+        if self._balance is not None and len(found) > 1:
+            self._balance.learn(found, now)
+            shares = self._balance.shares
+            if shares is not None and shares is not self._shares:
+                self._shares = shares
+                weights = dict(zip(shares.workers, shares.weights, strict=True))
+                self._order = sorted(self._workers, key=lambda w: -weights.get(w.index, 0.0))
+
+
+def holds_back(w: Worker) -> bool:
+    """Whether shards wait behind its current runs that no other worker has."""
+    return len(w.runs) > w.depth and not w.runs[-1].late and w.state is WorkerState.BUSY
+
+
+def trace_of(
+    entry: Entry, error: McinferError | None = None, joined: float | None = None
+) -> RequestTrace:
+    """The trace of a settled request with the error that its caller gets.
+
+    `joined` is when its outputs were joined, if that is known.
+    """
+    ending = entry.ending or "failed"
+    return RequestTrace(
+        request=entry.number,
+        outcome="failed" if error is not None and ending == "succeeded" else ending,
+        error=error,
+        rows=sum(entry.rows),
+        called=entry.called,
+        queued=entry.queued,
+        settled=entry.closed,
+        joined=entry.closed if joined is None else joined,
+        shards=tuple(
+            ShardTrace(**dict(zip(_TRACED, run, strict=True))) for run in sorted(entry.runs)
+        ),
+    )
