@@ -12,8 +12,9 @@ import pytest
 from onnx import helper
 
 from mcinfer.cli import main
-from mcinfer.model_cache.building import FAILURE_FILE, ensure_prepared
+from mcinfer.engines.preparation import ensure_prepared
 from mcinfer.model_cache.cache import Cache, entry_key
+from mcinfer.model_cache.entries import FAILURE_FILE
 from mcinfer.model_cache.keys import read_source
 from tests.command_line import FLOAT, Capture, Value, only_line, save, save_double
 

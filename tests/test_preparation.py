@@ -22,11 +22,11 @@ from mcinfer.config import EngineOptions
 from mcinfer.engines import _onnxruntime, preparation
 from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
 from mcinfer.engines.base import Engine, EngineRequest
-from mcinfer.engines.preparation import Preparation
+from mcinfer.engines.preparation import Preparation, ensure_prepared
 from mcinfer.errors import BuildError
-from mcinfer.model_cache import building
-from mcinfer.model_cache.building import ChildFailedError, ensure_prepared, run_child
+from mcinfer.model_cache import children
 from mcinfer.model_cache.cache import Cache, Held, entry_key
+from mcinfer.model_cache.children import ChildFailedError, run_child
 from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content
 from tests.hostile_models import OUTSIDE, SECRET, UNREADABLE, Hostile, growing
@@ -34,7 +34,6 @@ from tests.test_engines import open_ort
 
 FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 BATCHES = (1, 2, 5)
-FILL = "mcinfer.engines.preparation:fill"
 
 Array = NDArray[Any]
 Weights = Mapping[str, Array]
@@ -388,7 +387,7 @@ def test_slow_preparation_is_said_in_one_line_at_the_default_level(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparation, "_WARN_SECONDS", 0.0)
-    monkeypatch.setattr(building, "_TICK", 0.01)
+    monkeypatch.setattr(children, "_TICK", 0.01)
     model = write(tmp_path / "model.onnx", MATMUL)
     for _ in range(2):
         assert entry(open_ort(model, prepare="always"))
@@ -400,11 +399,11 @@ def test_child_that_ends_before_it_reads_its_task_or_takes_too_long_is_a_failure
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ChildFailedError, match="not done within 0 s"):
-        run_child(FILL, ["onnxruntime", {}, str(tmp_path), 1], ignore, most_seconds=0.0)
+        run_child(_onnxruntime.fill, [{}, str(tmp_path), 1], ignore, most_seconds=0.0)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     more_than_a_pipe_takes = "x" * (1 << 20)
     with pytest.raises(ChildFailedError, match="ended with status"):
-        run_child(FILL, [more_than_a_pipe_takes], ignore)
+        run_child(_onnxruntime.fill, [more_than_a_pipe_takes], ignore)
 
 
 @pytest.mark.parametrize(
@@ -637,13 +636,13 @@ def test_model_that_would_fill_the_disk_is_not_prepared(tmp_path: Path) -> None:
     model.write_bytes(growing(megabytes=8))
     folder.mkdir()
     request = preparation._plain(engine_request(model))
-    task = ["onnxruntime", request, str(folder)]
+    task = [request, str(folder)]
     with pytest.raises(BuildError):
-        run_child(FILL, [*task, 1 << 20], ignore)
+        run_child(_onnxruntime.fill, [*task, 1 << 20], ignore)
     assert max(file.stat().st_size for file in folder.iterdir()) <= 1 << 20
     for file in folder.iterdir():
         file.unlink()
-    run_child(FILL, [*task, 1 << 24], ignore)
+    run_child(_onnxruntime.fill, [*task, 1 << 24], ignore)
     assert {file.name for file in folder.iterdir()} >= {"model.onnx"}
 
 

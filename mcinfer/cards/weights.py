@@ -22,8 +22,7 @@ from mcinfer.errors import (
     WeightAccessError,
     requires,
 )
-from mcinfer.model_cache.building import MODEL_FILE
-from mcinfer.model_cache.cache import Held
+from mcinfer.model_cache.entries import MODEL_FILE, Held
 from mcinfer.shm.weights import SharedWeights
 
 _NEEDS_RUNTIME = "weights on a card need ONNX Runtime for cards: pip install 'mcinfer[gpu]'"

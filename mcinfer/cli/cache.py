@@ -10,9 +10,8 @@ from typing import Any
 from mcinfer.cli.options import ModelArgument, check_model
 from mcinfer.cli.progress import megabytes, showing_work
 from mcinfer.errors import printable
-from mcinfer.model_cache.building import FAILURE_FILE, about, ensure_prepared
 from mcinfer.model_cache.cache import Cache, EntryInfo
-from mcinfer.model_cache.entries import disk_bytes
+from mcinfer.model_cache.entries import FAILURE_FILE, about, disk_bytes
 
 KEY_CHARACTERS = 12
 """Characters of an entry's key that are shown."""
@@ -55,6 +54,8 @@ def clear() -> None:
 
 def prepare(model: ModelArgument) -> None:
     """Prepare a model, so that workers start at once."""
+    from mcinfer.engines.preparation import ensure_prepared  # which needs NumPy
+
     check_model(model)
     made = False
 

@@ -193,7 +193,7 @@ def _entries(model: Path) -> _Facts | None:
 
 def _prepared(before: _Facts, after: _Facts | None) -> _Facts | None:
     """The entry of a model after a worker has loaded it, and how it came to be there."""
-    from mcinfer.model_cache.building import FAILURE_FILE
+    from mcinfer.model_cache.entries import FAILURE_FILE
 
     if after is None:
         return None

@@ -6,7 +6,7 @@ from typing import Any
 
 from mcinfer.engines.base import Engine, EngineRequest, memory_limit
 from mcinfer.errors import BuildError, EngineError, MissingDependencyError, quotable, shortened
-from mcinfer.model_cache.building import Progress
+from mcinfer.model_cache.children import Progress
 from mcinfer.model_cache.onnx_files import check_regular
 from mcinfer.process import give_back_freed_memory
 from mcinfer.ranks.collectives.base import Group

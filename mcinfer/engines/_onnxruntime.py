@@ -40,10 +40,12 @@ from mcinfer.engines.preparation import (
     Preparation,
     Runtime,
     alone_in,
-    describe,
     engine_folder,
+    facts_of,
     find_or_make,
+    limit_files,
     request_of,
+    source_of,
 )
 from mcinfer.engines.providers import (
     NAMES,
@@ -67,7 +69,8 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.model_cache import FOLDER_KEY
-from mcinfer.model_cache.building import MODEL_FILE, Progress
+from mcinfer.model_cache.children import Progress
+from mcinfer.model_cache.entries import MODEL_FILE
 from mcinfer.model_cache.onnx_files import (
     LOOK_BYTES,
     added_inputs,
@@ -216,11 +219,11 @@ def prepared(
             added_inputs(scan(request.model), request.options.variable_weights)
         except OSError as exc:
             raise BuildError(f"{request.model}: {exc}") from exc
-    return find_or_make("onnxruntime", request, RUNTIME, progress, patience)
+    return find_or_make(request, RUNTIME, fill, progress, patience)
 
 
 def facts(request: EngineRequest) -> dict[str, Any]:
-    return describe(request, RUNTIME)
+    return facts_of(request, RUNTIME, source_of(request))
 
 
 def load(request: EngineRequest, preparation: Preparation | None = None) -> "OnnxRuntimeEngine":
@@ -725,17 +728,18 @@ def _said(session: Any) -> list[Any]:
     ]
 
 
-def save(_: Progress, request: Mapping[str, Any], target: str) -> None:
-    """Write the optimised form of a model where the user wants it; in a child.
+def fill(_: Progress, request: Mapping[str, Any], folder: str, most_file_bytes: int) -> None:
+    """Write the prepared model into the folder of an entry, in a child: see `Work.function`."""
+    limit_files(most_file_bytes)
+    prepare(request_of(request), folder)
 
-    Raises:
-        BuildError: The runtime cannot; its own message.
-    """
-    wanted = request_of(request)
-    options = _session_options(wanted)
+
+def save(request: EngineRequest, target: str) -> None:
+    """Write the optimised form of a model where the user wants it; `BuildError` if the runtime cannot."""
+    options = _session_options(request)
     options.optimized_model_filepath = target
-    with _mapped_errors(), _source(wanted, options) as model:
-        _new_session(model, options, _providers(wanted), fallback=wanted.options.allow_fallback)
+    with _mapped_errors(), _source(request, options) as model:
+        _new_session(model, options, _providers(request), fallback=request.options.allow_fallback)
 
 
 @contextmanager

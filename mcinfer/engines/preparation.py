@@ -3,7 +3,8 @@
 ::
 
     facts (content of the model, runtime, CPU, options) ──► key ──► an entry of the cache, mapped by all
-                                                             └─ none yet ──► a child writes it, once
+                                             Cache.make ◄────────────┘ none yet
+    one process of all: _Making.fill ──► run_child ──► the adapter's `fill` writes the entry's folder
 
 A model that cannot be prepared is loaded as it is, and the engine's `notes` say why. If a runtime cannot
 save a model's optimised form, an entry without a model records this, so that mcinfer tries only once.
@@ -18,11 +19,10 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -45,16 +45,15 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.model_cache import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
-from mcinfer.model_cache.building import (
+from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key, is_key
+from mcinfer.model_cache.children import ChildFailedError, Progress, run_child
+from mcinfer.model_cache.entries import (
     ABOUT_FILE,
     FAILURE_FILE,
+    MANIFEST,
     MODEL_FILE,
-    ChildFailedError,
-    Progress,
-    run_child,
+    disk_bytes,
 )
-from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key, is_key
-from mcinfer.model_cache.entries import MANIFEST, disk_bytes
 from mcinfer.model_cache.keys import Source, read_source
 from mcinfer.model_cache.onnx_files import check_regular
 from mcinfer.private import in_words, inherited
@@ -123,42 +122,19 @@ class Preparation:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """How the folder of an entry is filled.
-
-    Attributes:
-        function: ``module:name`` of what a child calls: see `fill`.
-        argument: Its second argument, as JSON.
-        request: Of the model.
-        source: The model's content.
-        slow: The line of the log, with the model for its ``%s``, that says why a start takes long.
-        failed: Called with this, the folder and the text of a `BuildError` of the function.
-        kind: What the entry is, for its list, after the model's name.
-    """
-
-    function: str
-    argument: Any
-    request: EngineRequest
-    source: Source
-    slow: str
-    failed: "Callable[[Work, Path, str], None]"
-    kind: str = ""
-
-
 def find_or_make(
-    engine: str,
     request: EngineRequest,
     runtime: Runtime,
+    fill: Callable[..., None],
     progress: Progress | None = None,
     patience: float = math.inf,
 ) -> Preparation:
     """The prepared form of the request's model; makes it if there is none yet.
 
     Args:
-        engine: The engine that will load it.
         request: The model, and how to load it.
-        runtime: The engine's.
+        runtime: That of the engine which will load it.
+        fill: The engine's; a child calls it to write the prepared form: see `Work.function`.
         progress: Called while it is made.
         patience: Seconds to wait for another process that makes it; then the model is loaded as it is.
 
@@ -170,27 +146,18 @@ def find_or_make(
         files = [os.path.join(entry, file) for file in (MANIFEST, ABOUT_FILE)]
         if all(map(os.path.exists, files)):
             return Preparation(held=_adopt(Path(entry), request, runtime))
-    if request.options.prepare == "never" or not _is_prepared_for(request):
+    prepare, folder = request.options.prepare, request.options.session_config.get(FOLDER_KEY)
+    if prepare == "never" or not _is_prepared_for(request):
         return Preparation()
-    folder = request.options.session_config.get(FOLDER_KEY)
     try:
-        if request.options.prepare == "auto" and not is_large(request.model, folder):
+        if prepare == "auto" and not is_large(request.model, folder):
             return Preparation()
-        store = Cache.default()
-        source = source_of(request, store)
-        facts = facts_of(request, runtime, source)
-        work = Work(
-            function="mcinfer.engines.preparation:fill",
-            argument=engine,
-            request=request,
-            source=source,
-            slow=_SLOW,
-            failed=_record_failure,
-        )
-        held = open_or_make(store, facts, work, progress, patience)
+        source = source_of(request)
+        work = Work(function=fill, request=request, source=source, slow=_SLOW, keeps_failure=True)
+        held = open_or_make(facts_of(request, runtime, source), work, progress, patience)
     except BuildError as exc:
         # The runtime refuses a file that is not a model, in better words; it takes a format of its own.
-        notes = (shortened(f"{OWN_COPY}: {exc}"),) if request.options.prepare == "always" else ()
+        notes = (shortened(f"{OWN_COPY}: {exc}"),) if prepare == "always" else ()
         return Preparation(notes=notes)
     except (CacheUnusableError, ChildFailedError, MissingDependencyError, OSError) as exc:
         if raised_by_handler(exc):
@@ -216,25 +183,26 @@ def _is_prepared_for(request: EngineRequest) -> bool:
     return device == "cpu"
 
 
-def source_of(request: EngineRequest, store: Cache) -> Source:
-    """The content of the request's model, read or remembered."""
+def source_of(request: EngineRequest, *, any_format: bool = False) -> Source:
+    """The content of the request's model, read or remembered.
+
+    Raises as `read_source`.
+    """
     if request.source is not None:
         return request.source
     folder = request.options.session_config.get(FOLDER_KEY)
-    with store.notes("sources") as memory:
-        return read_source(request.model, folder=folder, memory=memory)
+    with ExitStack() as opened:
+        memory = None
+        if is_large(request.model, folder):  # small ones are read as fast
+            with suppress(CacheUnusableError):
+                memory = opened.enter_context(Cache.default().notes("sources"))
+        return read_source(request.model, folder=folder, memory=memory, any_format=any_format)
 
 
 def content_of(request: EngineRequest) -> Source | None:
     """What the model's files hold, of any format; None if they cannot be read, which the engine reports."""
-    folder = request.options.session_config.get(FOLDER_KEY)
     try:
-        with ExitStack() as opened:
-            memory = None
-            if is_large(request.model, folder):  # small ones are read as fast
-                with suppress(CacheUnusableError):
-                    memory = opened.enter_context(Cache.default().notes("sources"))
-            return read_source(request.model, folder=folder, memory=memory, any_format=True)
+        return source_of(request, any_format=True)
     except (BuildError, OSError):
         return None
 
@@ -264,9 +232,8 @@ def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:
     if not keeps_engines(request):
         return None
     try:
-        store = Cache.default()
-        facts = facts_of(request, runtime, source_of(request, store))
-        return str(store.engine_folder(entry_key(facts)))
+        facts = facts_of(request, runtime, source_of(request))
+        return str(Cache.default().engine_folder(entry_key(facts)))
     except (BuildError, CacheUnusableError, MissingDependencyError, OSError) as exc:
         _log.warning("%s: TensorRT's engines are not kept: %s", request.model, exc)
         return None
@@ -286,67 +253,6 @@ def alone_in(folder: str) -> Iterator[None]:
         yield
     finally:
         os.close(opened)
-
-
-def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
-    """The facts of a prepared model's key; BuildError or OSError if the model cannot be read."""
-    folder = request.options.session_config.get(FOLDER_KEY)
-    with ExitStack() as opened:
-        memory = None
-        with suppress(CacheUnusableError):
-            memory = opened.enter_context(Cache.default().notes("sources"))
-        return facts_of(request, runtime, read_source(request.model, folder=folder, memory=memory))
-
-
-def fill(
-    _: Progress, engine: str, request: Mapping[str, Any], folder: str, most_file_bytes: int
-) -> None:
-    """Write the prepared model into a folder; in a child.
-
-    Args:
-        _: Not called: the folder's growth shows the progress.
-        engine: The engine whose `prepare` writes it.
-        request: As JSON (`_plain`).
-        folder: The entry's folder.
-        most_file_bytes: The size that no file may exceed.
-
-    Raises:
-        BuildError: The runtime cannot; its own message.
-    """
-    limit_files(most_file_bytes)
-    import_module(f"mcinfer.engines._{engine}").prepare(request_of(request), folder)
-
-
-def limit_files(most_bytes: int) -> None:
-    """Let this process write no file that is larger."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if soft == resource.RLIM_INFINITY or soft > most_bytes:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
-
-
-def ensure(progress: Progress, engine: str, request: Mapping[str, Any], shown: bool) -> str:
-    """Find or make the prepared model, in a child; its key.
-
-    Args:
-        progress: Called while it is made.
-        engine: The engine that will load it.
-        request: As JSON (`_plain`).
-        shown: Whether the caller shows the progress; otherwise one line on standard error says what is done.
-
-    Raises:
-        BuildError: It cannot be prepared.
-    """
-    module = import_module(f"mcinfer.engines._{engine}")
-    wanted = request_of(request).with_options(prepare="always")
-    if shown:
-        _log.addFilter(lambda record: record.msg != _SLOW)
-    preparation: Preparation = module.prepared(wanted, progress)
-    if preparation.held is None:
-        module.load(wanted.with_options(prepare="never"))  # it may not be a model at all
-        raise BuildError(f"{wanted.model}: {'; '.join(preparation.notes)}")
-    preparation.held.close()
-    key: str = preparation.held.key
-    return key
 
 
 def _adopt(folder: Path, request: EngineRequest, runtime: Runtime) -> Held:
@@ -437,8 +343,35 @@ def cpu_features() -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+# Making an entry.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """How the folder of an entry is filled.
+
+    Attributes:
+        function: What a child calls to fill it: with a function for its progress, `arguments`, the request as
+            `request_of` reads it, the path of the folder, and the size that no file may exceed. It raises
+            `BuildError` if it cannot.
+        arguments: As JSON.
+        request: Of the model.
+        source: The model's content.
+        slow: The line of the log, with the model for its ``%s``, that says why a start takes long.
+        kind: What the entry is, for its list, after the model's name.
+        keeps_failure: Whether an error of the function becomes an entry, which says it to all who come later.
+    """
+
+    function: Callable[..., None]
+    arguments: Sequence[Any] = ()
+    request: EngineRequest
+    source: Source
+    slow: str
+    kind: str = ""
+    keeps_failure: bool = False
+
+
 def open_or_make(
-    store: Cache,
     facts: Mapping[str, Any],
     work: Work,
     progress: Progress | None,
@@ -447,74 +380,81 @@ def open_or_make(
     """The entry of these facts; if there is none yet, one process of all that want it makes it.
 
     Raises:
+        BuildError: The function of the work raised it, and the failure is not kept.
         CacheUnusableError: See `Cache.make`.
         ChildFailedError: The process that makes it failed; another try may succeed.
     """
-    key, start = entry_key(facts), monotonic()
+    store, key = Cache.default(), entry_key(facts)
     held = store.open(key)
     if held is not None:
         return held
-
-    def report(written: int) -> None:
-        if progress is not None:
-            progress(
-                {"seconds": monotonic() - start, "written": written, "bytes": work.source.size}
-            )
-
-    def fill_folder(folder: Path, lock: int) -> None:
-        _fill_in_child(work, folder, lock, report)
-
+    making = _Making(work, progress)
     return store.make(
-        key, facts, fill_folder, wait=_STUCK_SECONDS, patience=patience, progress=report
+        key, facts, making.fill, wait=_STUCK_SECONDS, patience=patience, progress=making.report
     )
 
 
-def _fill_in_child(work: Work, folder: Path, lock: int, report: Callable[[int], None]) -> None:
-    """Fill an entry's folder. The child holds the lock as well, in case this process ends."""
-    start, warned = monotonic(), False
-    request, source = work.request, work.source
-    model = in_words(request.model, request.model)
-    size = f"{model} ({source.size / 1e6:.0f} MB)"
-    before: object = None
+class _Making:
+    """One entry that this process makes, or waits for, and what was reported of it."""
 
-    def tick(state: Mapping[str, Any]) -> None:
-        nonlocal before, warned
+    def __init__(self, work: Work, progress: Progress | None) -> None:
+        self._work = work
+        self._progress = progress
+        self._start = monotonic()
+        self._model = in_words(work.request.model, work.request.model)
+        self._size = f"{self._model} ({work.source.size / 1e6:.0f} MB)"
+        self._seen: object = None
+        self._warned = False
+
+    def report(self, written: int) -> None:
+        if self._progress is not None:
+            seconds, size = monotonic() - self._start, self._work.source.size
+            self._progress({"seconds": seconds, "written": written, "bytes": size})
+
+    def fill(self, folder: Path, lock: int) -> None:
+        """Fill the folder in a child, which holds the lock as well, in case this process ends."""
+        work, source, model = self._work, self._work.source, self._work.request.model
+        start, self._warned = monotonic(), False
+        _check_room(folder, source.size)
+        opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        place = f"/proc/self/fd/{opened}"  # the child has it by the same number
+        most_file_bytes = _MAX_GROWTH * source.size + _MAX_ADDED_BYTES
+        error = ""
+        try:
+            run_child(
+                work.function,
+                [*work.arguments, _plain(work.request), place, most_file_bytes],
+                lambda state: self._tick(folder, state, monotonic() - start),
+                pass_fds=(lock, opened, *inherited(model)),
+                most_seconds=_LEAST_SECONDS + source.size / _LEAST_BYTES_PER_SECOND,
+            )
+        except BuildError as exc:
+            error = str(exc)
+        finally:
+            os.close(opened)
+        seconds = monotonic() - start
+        if not source.unchanged():
+            raise ChildFailedError(f"{model} was changed meanwhile")
+        if error and not work.keeps_failure:
+            raise BuildError(error)
+        if error:
+            _record_failure(folder, error, source.size)
+        name = "(in memory)" if inherited(model) else os.path.basename(model)
+        about = {"name": f"{name}{work.kind}", "bytes": source.size, "seconds": seconds}
+        (folder / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
+        self._tick(folder, {}, seconds)
+        if not error:
+            _log.info("prepared %s%s in %.1f s", self._size, work.kind, seconds)
+
+    def _tick(self, folder: Path, state: Mapping[str, Any], seconds: float) -> None:
+        """Report what is new of the child, by its folder or its processor time; warn once if it is slow."""
         written = disk_bytes(folder)
-        if (written, state) != before:  # its processor time grows too
-            before = (written, state)
-            report(written)
-        if not warned and state and monotonic() - start >= _WARN_SECONDS:
-            warned = True
-            _log.warning(work.slow, size)
-
-    _check_room(folder, source.size)
-    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    most_file_bytes = _MAX_GROWTH * source.size + _MAX_ADDED_BYTES
-    error = ""
-    try:
-        run_child(
-            work.function,
-            # The child has the folder by the same number.
-            [work.argument, _plain(request), f"/proc/self/fd/{opened}", most_file_bytes],
-            tick,
-            pass_fds=(lock, opened, *inherited(request.model)),
-            most_seconds=_LEAST_SECONDS + source.size / _LEAST_BYTES_PER_SECOND,
-        )
-    except BuildError as exc:
-        error = str(exc)
-    finally:
-        os.close(opened)
-    seconds = monotonic() - start
-    if not source.unchanged():
-        raise ChildFailedError(f"{request.model} was changed meanwhile")
-    if error:
-        work.failed(work, folder, error)
-    name = "(in memory)" if inherited(request.model) else os.path.basename(request.model)
-    about = {"name": f"{name}{work.kind}", "bytes": source.size, "seconds": seconds}
-    (folder / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
-    tick({})
-    if not error:
-        _log.info("prepared %s%s in %.1f s", size, work.kind, seconds)
+        if (written, state) != self._seen:
+            self._seen = (written, state)
+            self.report(written)
+        if not self._warned and state and seconds >= _WARN_SECONDS:
+            self._warned = True
+            _log.warning(self._work.slow, self._size)
 
 
 def is_transient(error: str) -> bool:
@@ -522,13 +462,13 @@ def is_transient(error: str) -> bool:
     return bool(_SHORT_OF_SOMETHING.search(error)) or device_error(error) is not None
 
 
-def _record_failure(work: Work, folder: Path, error: str) -> None:
+def _record_failure(folder: Path, error: str, model_bytes: int) -> None:
     """Make it an entry that says why the model cannot be prepared, unless another try may succeed."""
     for entry in folder.iterdir():
         entry.unlink()
     if is_transient(error):
         raise ChildFailedError(error)
-    _check_space(folder, 2 * work.source.size + LEAST_PREPARED_BYTES)
+    _check_space(folder, 2 * model_bytes + LEAST_PREPARED_BYTES)
     (folder / FAILURE_FILE).write_text(error, encoding="utf-8")
 
 
@@ -567,9 +507,113 @@ def _plain(request: EngineRequest) -> dict[str, Any]:
     return {"model": request.model, "device": str(request.device), "options": as_map(options)}
 
 
+# In the child, and for processes that import no runtime.
+
+
 def request_of(plain: Mapping[str, Any]) -> EngineRequest:
     return EngineRequest(
         model=plain["model"],
         device=Device.parse(plain["device"]),
         options=from_map(EngineOptions, plain["options"]),
     )
+
+
+def limit_files(most_bytes: int) -> None:
+    """Let this process write no file that is larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if soft == resource.RLIM_INFINITY or soft > most_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
+
+
+def ensure_prepared(
+    model: str | os.PathLike[str],
+    options: EngineOptions = EngineOptions(),
+    progress: Progress | None = None,
+    device: str = "cpu:0",
+) -> Held:
+    """The prepared form of an ONNX model; a child process makes it if there is none yet.
+
+    Args:
+        model: Path of an ONNX model.
+        options: Options of the engine that will load it.
+        progress: Called while it is made.
+        device: The CPU, or a CUDA device.
+
+    Returns:
+        The entry of the cache, for the caller to close.
+
+    Raises:
+        BuildError: The model cannot be prepared (the engine's message), or the cache cannot be used.
+    """
+    path = Path(model).absolute()
+
+    def tick(state: Mapping[str, Any]) -> None:
+        if "seconds" in state and progress is not None:
+            progress(state)
+
+    try:
+        arguments = [_alone(path, options, device), progress is not None]
+        key = run_child(_ensure, arguments, tick, pass_fds=inherited(str(path)))
+        held = Cache.default().open(key)
+    except ChildFailedError as exc:
+        raise BuildError(f"{path}: it could not be prepared: {exc}") from exc
+    except CacheUnusableError as exc:
+        raise BuildError(f"{path}: {exc}") from exc
+    if held is None:  # its limit is too small, or it has just been cleared
+        raise BuildError(f"{path}: it was prepared, and is not in the cache any more")
+    return held
+
+
+def _ensure(progress: Progress, request: Mapping[str, Any], shown: bool) -> str:
+    """Find or make the prepared model, in a child; its key.
+
+    Without `shown`, one line on standard error says what is done.
+    """
+    from mcinfer.engines import _onnxruntime  # the runtime is imported in the child alone
+
+    wanted = request_of(request).with_options(prepare="always")
+    if shown:
+        _log.addFilter(lambda record: record.msg != _SLOW)
+    preparation = _onnxruntime.prepared(wanted, progress)
+    if preparation.held is None:
+        _onnxruntime.load(wanted.with_options(prepare="never"))  # it may not be a model at all
+        raise BuildError(f"{wanted.model}: {'; '.join(preparation.notes)}")
+    preparation.held.close()
+    return preparation.held.key
+
+
+def save_optimised(
+    model: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    options: EngineOptions = EngineOptions(),
+    device: str = "cpu:0",
+) -> None:
+    """Write the optimised form of an ONNX model to a file, as ONNX Runtime does; a child process does it.
+
+    Args:
+        model: Path of an ONNX model.
+        target: ``SessionOptions.optimized_model_filepath``; further files as the options say.
+        options: Options of the engine, by which the model is optimised.
+        device: The device for which it is optimised.
+
+    Raises:
+        BuildError: The model cannot be loaded, or the file cannot be written.
+    """
+    path = Path(model).absolute()
+    try:
+        arguments = [_alone(path, options, device), str(Path(target).absolute())]
+        run_child(_save, arguments, lambda _: None, pass_fds=inherited(str(path)))
+    except ChildFailedError as exc:
+        raise BuildError(f"{path}: its optimised form could not be saved: {exc}") from exc
+
+
+def _save(_: Progress, request: Mapping[str, Any], target: str) -> None:
+    from mcinfer.engines import _onnxruntime  # as above
+
+    _onnxruntime.save(request_of(request), target)
+
+
+def _alone(model: Path, options: EngineOptions, device: str) -> dict[str, Any]:
+    """The request of a process that runs nothing."""
+    alone = replace(options, threads=1, inter_op_threads=None)
+    return _plain(EngineRequest(model=str(model), device=Device.parse(device), options=alone))

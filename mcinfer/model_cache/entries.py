@@ -31,6 +31,15 @@ from mcinfer.private import BY_DESCRIPTOR, OthersError, access_fault, opened_fol
 
 MANIFEST = "manifest.json"
 
+MODEL_FILE = "model.onnx"
+"""File of an entry: the optimised graph; its packed weights lie beside it."""
+
+ABOUT_FILE = "about.json"
+"""File of an entry: ``name`` of the model, ``bytes`` of its files, ``seconds`` that preparing took."""
+
+FAILURE_FILE = "failure.txt"
+"""File in place of a model: the runtime's message why the model cannot be prepared."""
+
 _FORMAT = 1
 _KEY_CHARACTERS = 32
 
@@ -213,6 +222,15 @@ def facts_of(folder: Path) -> dict[str, Any]:
         return _read_manifest(folder)[0]
     except (OSError, UnsoundEntryError):
         return {}
+
+
+def about(entry: Path) -> Mapping[str, Any]:
+    """The content of an entry's `ABOUT_FILE`; empty if it is damaged or missing."""
+    try:
+        content = json.loads((entry / ABOUT_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def disk_bytes(folder: Path) -> int:

@@ -95,7 +95,7 @@ def look_up(wanted: Wanted) -> "tuple[str, Held | None]":
 
 
 def prepared_file(held: "Held") -> str:
-    from mcinfer.model_cache.building import MODEL_FILE
+    from mcinfer.model_cache.entries import MODEL_FILE
 
     return str(held.opened / MODEL_FILE)
 
@@ -141,7 +141,6 @@ def _prepared_file(wanted: Wanted, path: str, folder: str | None) -> "tuple[str,
     from mcinfer.engines import _onnxruntime as runtime
     from mcinfer.engines.base import EngineRequest
     from mcinfer.engines.preparation import OWN_COPY, source_of
-    from mcinfer.model_cache.cache import Cache
 
     try:
         passed = noted.passed(
@@ -171,7 +170,7 @@ def _prepared_file(wanted: Wanted, path: str, folder: str | None) -> "tuple[str,
             session_config={**engine.session_config, **({FOLDER_KEY: folder} if folder else {})},
         ),
     )
-    source = source_of(request, Cache.default())
+    source = source_of(request)
     if source.random:  # from a seed and the node's number in the graph
         return f"{source.random} draws random numbers, others where the graph is optimised", None
     patience = _LEAST_PATIENCE + source.size / _PREPARED_BYTES_PER_SECOND

@@ -30,7 +30,6 @@ from mcinfer.errors import BuildError, InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
 from mcinfer.model_cache import FOLDER_KEY
-from mcinfer.model_cache.building import save_optimised
 from mcinfer.ort import options as noted
 from mcinfer.ort import values
 from mcinfer.ort.errors import (
@@ -465,6 +464,8 @@ class Opening:
 
     def _save_optimised(self, choice: Choice, passed: noted.Passed) -> None:
         """Write the file that the program wants: another process loads the model for it, and ends."""
+        from mcinfer.engines.preparation import save_optimised  # few programs want it
+
         device = (choice.devices or ["cpu:0"])[0]
         with ExitStack() as opened:
             model = self.model

@@ -39,7 +39,7 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.model_cache import FOLDER_KEY
-from mcinfer.model_cache.building import Progress
+from mcinfer.model_cache.children import Progress
 from mcinfer.ranks.slicing.plans import Exchange, RankPlan, Segment, rank_folder
 from mcinfer.ranks.slicing.segments import rounding
 from mcinfer.ranks.slicing.slice_files import cut_segments

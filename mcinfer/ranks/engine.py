@@ -64,8 +64,8 @@ from mcinfer.errors import (
     RankDiedError,
     shortened,
 )
-from mcinfer.model_cache.building import Progress
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
+from mcinfer.model_cache.children import Progress
 from mcinfer.process import LEFT_ALONE, ORPHANED, how_it_ended
 from mcinfer.protocol import Message
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Collective, PeerFailedError

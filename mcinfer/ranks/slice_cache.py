@@ -35,12 +35,12 @@ from mcinfer.engines.preparation import (
     limit_files,
     open_or_make,
     request_of,
+    source_of,
 )
 from mcinfer.errors import BuildError, shortened
 from mcinfer.model_cache import FOLDER_KEY, is_large
-from mcinfer.model_cache.building import FAILURE_FILE, ChildFailedError, Progress
-from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
-from mcinfer.model_cache.keys import read_source
+from mcinfer.model_cache.children import ChildFailedError, Progress
+from mcinfer.model_cache.entries import FAILURE_FILE, CacheUnusableError, Held
 from mcinfer.ranks.collectives.base import Group
 from mcinfer.ranks.slices import RankEngine, prepare
 from mcinfer.ranks.slicing.plans import REPORT_FILE, rank_folder
@@ -69,9 +69,7 @@ def find_or_make_slices(
         )
     tensor, pipeline = parallel
     try:
-        store = Cache.default()
-        with store.notes("sources") as memory:
-            source = read_source(request.model, memory=memory)
+        source = source_of(request)
         is_prepared = _is_to_be_prepared(request)
         facts = {
             "engine": "slices",
@@ -82,15 +80,14 @@ def find_or_make_slices(
             "pipeline": pipeline,
         }
         work = Work(
-            function="mcinfer.ranks.slice_cache:fill",
-            argument=[tensor, pipeline, is_prepared],
+            function=fill,
+            arguments=[[tensor, pipeline, is_prepared]],
             request=request,
             source=source,
             slow=_SLOW,
-            failed=_refuse,
             kind=f", {tensor * pipeline} slices",
         )
-        return open_or_make(store, facts, work, progress)
+        return open_or_make(facts, work, progress)
     except (CacheUnusableError, ChildFailedError, OSError) as exc:
         text = DRAFT.sub("…", shortened(str(exc)))
         raise BuildError(f"{request.model}: its slices could not be made: {text}") from exc
@@ -112,10 +109,6 @@ def _slicer() -> str:
         if file.name.endswith(".py"):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _refuse(work: Work, folder: Path, error: str) -> None:  # noqa: ARG001 as Work.failed is called
-    raise BuildError(error)
 
 
 def load_slice(

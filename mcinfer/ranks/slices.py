@@ -46,7 +46,7 @@ from mcinfer.engines.base import (
 from mcinfer.engines.preparation import Preparation
 from mcinfer.errors import BuildError, ClosedError, PredictError
 from mcinfer.model_cache import FOLDER_KEY
-from mcinfer.model_cache.building import MODEL_FILE
+from mcinfer.model_cache.entries import MODEL_FILE
 from mcinfer.model_cache.onnx_files import check_regular
 from mcinfer.private import PrivateFolder
 from mcinfer.ranks.collectives.base import Collective, Group, PeerFailedError

@@ -41,8 +41,7 @@ from mcinfer.errors import (
     ProtocolError,
     WeightAccessError,
 )
-from mcinfer.model_cache.building import MODEL_FILE, ensure_prepared
-from mcinfer.model_cache.cache import CacheUnusableError, Held
+from mcinfer.model_cache.entries import MODEL_FILE, CacheUnusableError, Held
 from mcinfer.process import start_time
 from mcinfer.shm.descriptors import close_all, peer_credentials, receive, send
 
@@ -223,6 +222,8 @@ class WeightOwner:
         kind = "cpu" if card is None else card.device.kind
         with ExitStack() as opened, ExitStack() as owned:
             if isinstance(model, (str, os.PathLike)):
+                from mcinfer.engines.preparation import ensure_prepared  # the one door to engines
+
                 held = ensure_prepared(model, options, device=device or "cpu:0")
                 model = opened.enter_context(closing(held))
             entry = _open_entry(model, kind)

@@ -18,10 +18,10 @@ import pytest
 from numpy.typing import NDArray
 
 from mcinfer import EngineOptions, Master
-from mcinfer.engines import open_engine
-from mcinfer.model_cache import building
-from mcinfer.model_cache.building import ChildFailedError, run_child
+from mcinfer.engines import open_engine, preparation
+from mcinfer.model_cache import children
 from mcinfer.model_cache.cache import Cache
+from mcinfer.model_cache.children import ChildFailedError, run_child
 from tests.engine_requests import engine_request
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, is_alive, pids, wait_until
@@ -93,7 +93,7 @@ def preparing(root: int) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         for process in psutil.Process(root).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                if "mcinfer.model_cache.building" in process.cmdline():
+                if "mcinfer.model_cache.children" in process.cmdline():
                     found.append(process)
     return found
 
@@ -147,9 +147,9 @@ def test_program_that_is_no_python_is_not_waited_for(
     program.write_text("#!/bin/sh\nexec sleep 3600\n")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(building, "_HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(children, "_HELLO_SECONDS", 0.5)
     with pytest.raises(ChildFailedError, match=r"the process did not begin within 0\.5 s"):
-        run_child("mcinfer.engines.preparation:ensure", [], lambda _: None)
+        run_child(preparation._ensure, [], lambda _: None)
 
 
 def test_worker_that_is_killed_while_it_prepares_takes_the_child_along(

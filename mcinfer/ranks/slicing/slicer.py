@@ -34,7 +34,7 @@ from mcinfer.errors import (
     requires,
 )
 from mcinfer.machine import usable_memory
-from mcinfer.model_cache.building import ChildFailedError, Progress, run_child
+from mcinfer.model_cache.children import ChildFailedError, Progress, run_child
 from mcinfer.model_cache.onnx_files import scan
 from mcinfer.private import OthersError, in_words, inherited, opened_place
 

@@ -1,8 +1,8 @@
-"""Preparing a model in a process of its own, so that the serving process keeps no memory of that work.
+"""Work in a process of its own, so that the serving process keeps no memory of that work.
 
 ::
 
-    caller   run_child(function, arguments) ──► python -m mcinfer.model_cache.building FD, one for each task
+    caller   run_child(function, arguments) ──► python -m mcinfer.model_cache.children FD, one for each task
     child    one line of JSON in; lines of JSON out: {"progress": …}, the first of them empty and at once,
              then {"result": …} or {"error": text}
 
@@ -15,30 +15,15 @@ import select
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from mcinfer.checks import as_map
-from mcinfer.config import EngineOptions
 from mcinfer.errors import BuildError, McinferError, raised_by_handler, shortened
-from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
-from mcinfer.private import inherited
 from mcinfer.process import ORPHANED, command, cpu_time, environment, import_path, watch_parent
 
-MODEL_FILE = "model.onnx"
-"""File of an entry: the optimised graph; its packed weights lie beside it."""
-
-ABOUT_FILE = "about.json"
-"""File of an entry: ``name`` of the model, ``bytes`` of its files, ``seconds`` that preparing took."""
-
-FAILURE_FILE = "failure.txt"
-"""File in place of a model: the runtime's message why the model cannot be prepared."""
-
 Progress = Callable[[Mapping[str, Any]], None]
-"""Called with ``seconds`` so far, ``written`` bytes, and ``bytes`` of the model."""
+"""Called with what a child says of its work, such as ``seconds`` so far and ``written`` bytes."""
 
 _READ_BYTES = 1 << 16
 _TICK = 0.5
@@ -53,90 +38,8 @@ class ChildFailedError(McinferError):
     """The child ended without a result; another try may succeed."""
 
 
-def about(entry: Path) -> Mapping[str, Any]:
-    """The content of an entry's `ABOUT_FILE`; empty if it is damaged or missing."""
-    try:
-        content = json.loads((entry / ABOUT_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def ensure_prepared(
-    model: str | os.PathLike[str],
-    options: EngineOptions = EngineOptions(),
-    progress: Progress | None = None,
-    device: str = "cpu:0",
-) -> Held:
-    """The prepared form of an ONNX model; a child process makes it if there is none yet.
-
-    Args:
-        model: Path of an ONNX model.
-        options: Options of the engine that will load it.
-        progress: Called while it is made.
-        device: The CPU, or a CUDA device.
-
-    Returns:
-        The entry of the cache, for the caller to close.
-
-    Raises:
-        BuildError: The model cannot be prepared (the engine's message), or the cache cannot be used.
-    """
-    path = Path(model).absolute()
-    request = _request(path, options, device)
-
-    def tick(state: Mapping[str, Any]) -> None:
-        if "seconds" in state and progress is not None:
-            progress(state)
-
-    try:
-        arguments = ["onnxruntime", request, progress is not None]
-        function = "mcinfer.engines.preparation:ensure"
-        key = run_child(function, arguments, tick, pass_fds=inherited(str(path)))
-        held = Cache.default().open(key)
-    except ChildFailedError as exc:
-        raise BuildError(f"{path}: it could not be prepared: {exc}") from exc
-    except CacheUnusableError as exc:
-        raise BuildError(f"{path}: {exc}") from exc
-    if held is None:  # its limit is too small, or it has just been cleared
-        raise BuildError(f"{path}: it was prepared, and is not in the cache any more")
-    return held
-
-
-def save_optimised(
-    model: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    options: EngineOptions = EngineOptions(),
-    device: str = "cpu:0",
-) -> None:
-    """Write the optimised form of an ONNX model to a file, as ONNX Runtime does; a child process does it.
-
-    Args:
-        model: Path of an ONNX model.
-        target: ``SessionOptions.optimized_model_filepath``; further files as the options say.
-        options: Options of the engine, by which the model is optimised.
-        device: The device for which it is optimised.
-
-    Raises:
-        BuildError: The model cannot be loaded, or the file cannot be written.
-    """
-    path = Path(model).absolute()
-    try:
-        arguments = [_request(path, options, device), str(Path(target).absolute())]
-        function = "mcinfer.engines._onnxruntime:save"
-        run_child(function, arguments, lambda _: None, pass_fds=inherited(str(path)))
-    except ChildFailedError as exc:
-        raise BuildError(f"{path}: its optimised form could not be saved: {exc}") from exc
-
-
-def _request(path: Path, options: EngineOptions, device: str) -> dict[str, Any]:
-    """The request of an engine, as JSON (`mcinfer.engines.preparation`)."""
-    alone = replace(options, threads=1, inter_op_threads=None, cores=None)
-    return {"model": str(path), "device": device, "options": as_map(alone)}
-
-
 def run_child(
-    function: str,
+    function: Callable[..., Any] | str,
     arguments: Sequence[Any],
     tick: Progress,
     *,
@@ -146,7 +49,8 @@ def run_child(
     """Call a function of this package in a process of its own.
 
     Args:
-        function: ``module:name``. Its first argument is a function to call with its progress.
+        function: At the top of a module; or its name, ``module:name``, if this process must not import it.
+            Its first argument is a function to call with its progress.
         arguments: Further arguments: what JSON can say.
         tick: Called with the progress, and every half second with the child's processor time so far,
             ``{"cpu": clock ticks}``.
@@ -164,6 +68,8 @@ def run_child(
 
     if getattr(sys, "frozen", False):
         raise ChildFailedError("this program is frozen, and has no Python to start a process with")
+    if not isinstance(function, str):
+        function = f"{function.__module__}:{function.__qualname__}"
     start = {
         "function": function,
         "arguments": arguments,
@@ -174,7 +80,7 @@ def run_child(
     with ours:
         try:
             process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
-                command("mcinfer.model_cache.building", str(theirs.fileno())),
+                command("mcinfer.model_cache.children", str(theirs.fileno())),
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
