@@ -15,7 +15,9 @@ from onnx import NodeProto, helper
 from mcinfer.errors import BuildError
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.ranks.slicing.plans import Exchange, RankPlan, Segment
+from mcinfer.ranks.slicing.segments import RankGraph
 from mcinfer.ranks.slicing.slice_files import cut_segments
+from mcinfer.specs import ModelSpec
 from tests.sliced_models import (
     all_gather,
     all_reduce,
@@ -229,6 +231,24 @@ def test_random_numbers_beside_collectives_are_refused_with_the_node(tmp_path: P
     (segment,) = cut_segments(path, tmp_path).steps
     assert isinstance(segment, Segment)
     assert segment.outputs == ("part",)
+
+
+def test_output_that_a_later_segment_takes_has_its_type_as_an_output(tmp_path: Path) -> None:
+    """Such as a value that a stage sends, and uses itself after a sum."""
+    early = helper.make_node("Neg", ["x"], ["early"])
+    late = helper.make_node("Add", ["early", "sum"], ["y"])
+    outputs = [value("early", 2), value("y", 2)]
+    path = save(tmp_path / "model.onnx", [early, late], [value("x", 2)], outputs, {})
+    exchange = Exchange(node="reduce", kind="all_reduce", input="early", output="sum")
+    graph = RankGraph(model=onnx.load(path), exchanges=((1, exchange),))
+    graph.model.graph.value_info.append(value("sum", 2))
+    place = RankPlan(rank=0, tensor=2, pipeline=1, spec=ModelSpec(inputs=(), outputs=()), made=())
+    first, _, second = graph.write_segments(place, tmp_path).steps
+    assert isinstance(second, Segment)
+    assert first.outputs == ("early",)
+    assert second.inputs == ("early", "sum")
+    taken = onnx.load(tmp_path / second.file).graph.input
+    assert [x.type.tensor_type.elem_type for x in taken] == [onnx.TensorProto.FLOAT] * 2
 
 
 def test_subgraph_reads_values_of_an_earlier_phase(tmp_path: Path) -> None:

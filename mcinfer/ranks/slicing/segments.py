@@ -93,6 +93,10 @@ class _Phase:
     exchanges: list[Exchange] = field(default_factory=list)
 
 
+def _is_typed(value: ValueInfoProto) -> bool:
+    return value.type.WhichOneof("value") is not None
+
+
 class _Cut:
     """A rank's graph in phases. What initialisers alone make is copied to where it is needed."""
 
@@ -106,7 +110,8 @@ class _Cut:
         }
         self._inputs = {x.name: x for x in parts.input if x.name not in self._initialisers}
         self._outputs = [value.name for value in parts.output]
-        self._types = {value.name: value for value in (*parts.value_info, *self._inputs.values())}
+        typed = (*filter(_is_typed, parts.output), *parts.value_info, *self._inputs.values())
+        self._types = {value.name: value for value in typed}
         self._symbols = {
             dim.dim_param for value in parts.input for dim in value.type.tensor_type.shape.dim
         }
