@@ -75,7 +75,7 @@ class Pool:
         self.planner = Planner(self.model, place, cast("Queue", self), max_rows=8)
 
     def _allocator(self, name: str, arena: Arena) -> Callable[..., Any]:
-        def allocate(sizes: Any, _: float) -> Any:
+        def allocate(sizes: Any, _: float, *_of_cards: object) -> Any:
             self.asked.append((name, [*sizes]))
             return arena.allocate_all(sizes)
 
@@ -89,7 +89,8 @@ class Pool:
             arena = Arena(self.limit, numbers=self._numbers, create=create, name=name)
             allocate = self._allocator(str(device), arena)
             repeat = self.repeated.append
-            self.memories[device] = CardMemory(card, arena, allocate, self.reached, repeat)
+            memory = self.memories[device] = CardMemory(card, arena, allocate, repeat)
+            memory.is_reached = self.reached
         return self.memories[device]
 
     def deliver(self, call: Callable[[], object]) -> None:

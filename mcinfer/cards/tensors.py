@@ -19,7 +19,7 @@ that stream has queued. Memory of cards is not there in a process that was forke
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -47,7 +47,7 @@ from mcinfer.requests.frames import Lease, Plan
 from mcinfer.requests.planner import lease, output_frame
 from mcinfer.requests.request import Arrays, Call, Part, Request
 from mcinfer.requests.tensors import PlacedTensor
-from mcinfer.shm.arena import Arena, Slot
+from mcinfer.shm.arena import Arena, BlockNeededError, Slot
 from mcinfer.specs import STRING, TensorSpec
 from mcinfer.statistics import CARD_WAYS, CardStatistics, CardWay
 
@@ -57,7 +57,7 @@ _NO_STREAM = -1  # of `__dlpack__`: the consumer wants no order
 
 _RECLAIM_PATIENCE = 1.0  # seconds that any caller waits for memory that is to be given back
 
-ALIGNMENT_ON_CARD = 256
+_SLOT_ALIGNMENT = 256
 """Bytes to which slots on a card are aligned, as cudaMalloc's are."""
 
 _ALIGNMENT = 16
@@ -80,22 +80,52 @@ class Cards(Protocol):
         """Have the delivery thread make a call."""
 
 
-def make_block(card: Card, number: int, size: int, timeout: float) -> DeviceBlock:
-    """A block for an arena, once memory that is not used any more was given back.
+class Allocate(Protocol):
+    """How the loop gives slots of an arena: all or none, within so many seconds.
 
     Raises:
-        QueueFullError: Work on the card did not let go of that memory in time, nor within a second.
-        CardError: The driver refused, or the card has no room.
+        BlockNeededError: The arena needs a block: make one, and come again with it.
+        QueueFullError: The memory is in use, and was until the time was over.
     """
-    if card.unused:
-        try:
-            card.follow(_DEFAULT_STREAM)
-            card.synchronize(max(timeout, _RECLAIM_PATIENCE))
-        except TimeoutError as exc:
-            raise QueueFullError(
-                f"{size} bytes of memory of {card.device} wanted, and what is to be freed is in use: {exc}"
-            ) from exc
-    return card.create(number, size)
+
+    def __call__(
+        self, sizes: Sequence[int], timeout: float, arena: Arena, block: DeviceBlock | None
+    ) -> list[Slot]: ...
+
+
+def open_memory(
+    device: Device,
+    limit: int | None,
+    allocate: Allocate,
+    repeat: Callable[[Callable[[], bool]], object],
+    dropped: Callable[[int], None],
+    numbers: Iterator[int],
+) -> "CardMemory":
+    """Open a card, and make an arena for its memory.
+
+    Args:
+        device: The card.
+        limit: Bytes that its blocks may have together; None is half of what is free.
+        allocate: Of the loop.
+        repeat: Has the delivery thread make a call until it returns True.
+        dropped: Called in the loop with the number of each block that the arena has closed.
+        numbers: Of the blocks.
+
+    Raises:
+        MissingDependencyError: The package cuda-bindings is not installed.
+        BuildError: There is no such card, or no driver.
+    """
+    card = Card.open(device)
+    arena = Arena(
+        limit or card.memory()[0] // 2,
+        dropped=dropped,
+        create=None,
+        close=DeviceBlock.drop,
+        numbers=numbers,
+        alignment=_SLOT_ALIGNMENT,
+        name=f"memory of {card.device}",
+    )
+    return CardMemory(card, arena, allocate, repeat)
 
 
 class CardMemory:
@@ -104,26 +134,62 @@ class CardMemory:
     Args:
         card: As this process sees it.
         arena: Of blocks of its memory; the loop owns it.
-        allocate: Gets slots of so many bytes, all or none, within so many seconds.
-        is_reached: Whether every worker can be given that memory.
+        allocate: Of the loop.
         repeat: Has the delivery thread make a call until it returns True.
+
+    Attributes:
+        is_reached: Whether every worker can be given that memory; set by the loop.
     """
 
     def __init__(
         self,
         card: Card,
         arena: Arena,
-        allocate: Callable[[Sequence[int], float], list[Slot]],
-        is_reached: bool,
+        allocate: Allocate,
         repeat: Callable[[Callable[[], bool]], object],
     ) -> None:
         self.card = card
         self.arena = arena
-        self.allocate = allocate
-        self.is_reached = is_reached
+        self.is_reached = False
+        self._allocate = allocate
         self._repeat = repeat
         # By thread: the loop reads it, and must take no lock that a caller can hold.
         self._inputs: dict[int, dict[CardWay, tuple[int, int]]] = {}
+
+    def allocate(self, sizes: Sequence[int], timeout: float) -> list[Slot]:
+        """Slots of so many bytes, all or none. The caller makes the blocks: the loop may not wait for a card.
+
+        Raises:
+            QueueFullError: The memory was not free in time; or work on the card did not let go of what is to
+                be freed, nor within a second.
+            CardError: The driver refused, or the card has no room.
+        """
+        end = monotonic() + timeout
+        needed: BlockNeededError | None = None
+        block: DeviceBlock | None = None
+        try:
+            while True:
+                try:
+                    return self._allocate(sizes, max(0.0, end - monotonic()), self.arena, block)
+                except BlockNeededError as exc:
+                    needed = exc
+                block = self._make_block(needed, end - monotonic())
+        finally:
+            needed = block = None  # which an error's traceback would hold
+
+    def _make_block(self, needed: BlockNeededError, timeout: float) -> DeviceBlock:
+        """A block for the arena, once memory that is not used any more was given back."""
+        card = self.card
+        if card.unused:
+            try:
+                card.follow(_DEFAULT_STREAM)
+                card.synchronize(max(timeout, _RECLAIM_PATIENCE))
+            except TimeoutError as exc:
+                raise QueueFullError(
+                    f"{needed.size} bytes of memory of {card.device} wanted, and what is to be freed is in "
+                    f"use: {exc}"
+                ) from exc
+        return card.create(needed.number, needed.size)
 
     # Inputs.
 

@@ -34,8 +34,6 @@ from time import monotonic
 from typing import Any, TypeVar
 from weakref import ref
 
-from mcinfer.cards.cuda import Card, DeviceBlock
-from mcinfer.cards.tensors import ALIGNMENT_ON_CARD, CardMemory, make_block
 from mcinfer.config import Device, Limits, RestartPolicy, Timeouts
 from mcinfer.errors import (
     BuildError,
@@ -72,7 +70,7 @@ from mcinfer.scheduler.dispatch import Entry, trace_of
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.scheduler.workers import describe_exit
-from mcinfer.shm.arena import Arena, BlockNeededError, SharedBlock, Slot
+from mcinfer.shm.arena import Arena, SharedBlock, Slot
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.statistics import Health, Statistics, TraceHook, WorkerStatistics
 
@@ -180,9 +178,9 @@ class Loop:
         self._line: deque[Request] = deque()  # for a place in the queue
         self._line_due = math.inf  # when the time of one of them is over, or earlier
         self._memory = MemoryLine(self.arena, self.frames.release, self._requests)
-        self._lines = [self._memory]  # and one for each card
+        self._lines = {self.arena: self._memory}  # and one for each card
         self._idle = IdleMemory(self.arena)
-        self._cards: dict[Device, CardMemory] = {}
+        self._cards: dict[Device, Any] = {}
         self._reached: dict[int, frozenset[str]] = {}  # by worker, the cards that it reaches
         self._due = 0.0
         self._news: deque[Callable[[], None]] = deque()  # what orders have led to
@@ -433,20 +431,21 @@ class Loop:
         self,
         sizes: Sequence[int],
         timeout: float,
-        line: MemoryLine | None = None,
+        arena: Arena | None = None,
         block: SharedBlock | None = None,
     ) -> list[Slot]:
-        """Slots of shared memory of so many bytes, all or none; `line` is for the memory of a card.
+        """Slots of shared memory of so many bytes, all or none; `arena` is that of a card, None the host's.
 
         Raises:
             QueueFullError: The memory is in use, and was until the time was over.
             InvalidInputError, ClosedError: As `Arena.allocate_all`.
             PredictError: The system has no memory or descriptor left.
             McinferError: As `check_wait`.
-            BlockNeededError: The line's arena needs a block: make one, and come again with it.
+            BlockNeededError: The card's arena needs a block: make one, and come again with it.
         """
         self.check_wait()
-        wanted = Allocation(line or self._memory, sizes, timeout, block)
+        line = self._memory if arena is None else self._lines[arena]
+        wanted = Allocation(line, sizes, timeout, block)
         try:
             self._post(wanted)
             if not wanted.wait(timeout + _CALLER_PATIENCE) and self._gone:
@@ -462,8 +461,8 @@ class Loop:
             # Or the error's traceback, this frame and it would hold each other, and memory.
             del wanted, block
 
-    def card(self, device: Device) -> CardMemory:
-        """A card's memory for tensors; the first call opens the card in this process.
+    def card(self, device: Device) -> Any:
+        """A card's memory for tensors (`CardMemory`); the first call opens the card in this process.
 
         Raises:
             MissingDependencyError: The package cuda-bindings is not installed.
@@ -472,27 +471,20 @@ class Loop:
         """
         memory = self._cards.get(device)
         if memory is None:
-            card = Card.open(device)
-            limit = self._limits.memory_bytes or card.memory()[0] // 2
-            memory = self._ask(partial(self._add_card, card, limit))
-        return memory
+            from mcinfer.cards.tensors import (
+                open_memory,
+            )  # where a tensor, or an argument, names a card
 
-    def _allocate_on_card(
-        self, card: Card, line: MemoryLine, sizes: Sequence[int], timeout: float
-    ) -> list[Slot]:
-        """As `allocate`. The caller makes the blocks: the driver may wait for the card, the loop may not."""
-        end = monotonic() + timeout
-        needed: BlockNeededError | None = None
-        block: SharedBlock | None = None
-        try:
-            while True:
-                try:
-                    return self.allocate(sizes, max(0.0, end - monotonic()), line, block)
-                except BlockNeededError as exc:
-                    needed = exc
-                block = make_block(card, needed.number, needed.size, end - monotonic())
-        finally:
-            needed = block = None  # which an error's traceback would hold
+            opened = open_memory(
+                device,
+                self._limits.memory_bytes,
+                self.allocate,
+                self._delivery.repeat,
+                self._detach,
+                self._block_numbers,
+            )
+            memory = self._ask(partial(self._add_card, device, opened))
+        return memory
 
     def _ring(self) -> None:
         os.eventfd_write(self._bell.fd, 1)  # which lives as long as the loop's object
@@ -638,7 +630,7 @@ class Loop:
             self._scheduler.handle_time(now)
         if self._memory_look <= now:
             self._look_at_memory(now)
-        for line in self._lines:
+        for line in self._lines.values():
             if line.waiting:
                 line.serve(now)
         self._idle.note_growth(now)
@@ -647,7 +639,7 @@ class Loop:
         if self._line_due <= now:
             self._refuse_late(now)
         self._due = min(self._memory_look, self._idle.due, self._line_due)
-        if any(line.waiting for line in self._lines):
+        if any(line.waiting for line in self._lines.values()):
             self._due = min(self._due, monotonic() + ROOM_INTERVAL)
 
     def _refuse_late(self, now: float) -> None:
@@ -738,27 +730,14 @@ class Loop:
             self._line.remove(outcome)
         self._refuse(outcome, ClosedError("the request was cancelled"), cancelled=True)
 
-    def _add_card(self, card: Card, limit: int) -> CardMemory:
+    def _add_card(self, device: Device, memory: Any) -> Any:
         if self.finished:
             raise ClosedError("the master is closed")
-        if card.device not in self._cards:
-            arena = Arena(
-                limit,
-                dropped=self._detach,
-                create=None,
-                close=DeviceBlock.drop,
-                numbers=self._block_numbers,
-                alignment=ALIGNMENT_ON_CARD,
-                name=f"memory of {card.device}",
-            )
-            line = MemoryLine(arena, lambda: False, self._requests)
-            self._lines.append(line)
-            allocate = partial(self._allocate_on_card, card, line)
-            reached = self._is_reached(card.device)
-            self._cards[card.device] = CardMemory(
-                card, arena, allocate, reached, self._delivery.repeat
-            )
-        return self._cards[card.device]
+        if device not in self._cards:
+            self._lines[memory.arena] = MemoryLine(memory.arena, lambda: False, self._requests)
+            memory.is_reached = self._is_reached(device)
+            self._cards[device] = memory
+        return self._cards[device]
 
     def _is_reached(self, device: Device) -> bool:
         """Whether every worker can be given a card's memory, as far as they have said what they reach."""
@@ -766,7 +745,7 @@ class Loop:
 
     def _block(self, number: int) -> SharedBlock | None:
         """A block of the master's, by its number."""
-        found = (line.arena.block(number) for line in self._lines)
+        found = (line.arena.block(number) for line in self._lines.values())
         return next((block for block in found if block is not None), None)
 
     def _allocate(self, wanted: Allocation) -> None:
@@ -844,7 +823,7 @@ class Loop:
                 last.callback(self.model.close)
             last.callback(self._refuse_all)
             last.callback(self._connections.close, _LAST_OUTPUT)
-            for line in self._lines:
+            for line in self._lines.values():
                 last.callback(line.arena.close)
             last.callback(self._poll.close)
             last.callback(self._connections.close_socket)
@@ -858,7 +837,7 @@ class Loop:
         """Answer all callers that still wait."""
         closed = ClosedError("the master was closed")
         self._refuse_line("the master is closed")
-        for line in self._lines:
+        for line in self._lines.values():
             line.refuse()
         if self._restarted is not None and not self._restarted.settled:
             self._restarted.settle(closed)
