@@ -5,6 +5,7 @@ Nothing heavy is imported here: a child starts to watch its parent before its lo
 
 import faulthandler
 import fcntl
+import gc
 import os
 import select
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 # Starting a module of this package as a process, which gets its import path over its own channel.
 
@@ -41,6 +43,15 @@ def without_telemetry() -> None:
     later lacks the thread, and waits for it at its exit without an end (1.32).
     """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", _QUIET["ORT_DISABLE_TELEMETRY"])
+
+
+def end(status: int) -> NoReturn:
+    """End this process as `sys.exit` does, but without a search for garbage in all that is imported.
+
+    That search takes a sixth of the processor time from a worker's start to its end.
+    """
+    gc.freeze()
+    sys.exit(status)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

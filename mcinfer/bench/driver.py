@@ -18,7 +18,7 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from mcinfer.process import ORPHANED, watch_parent
+from mcinfer.process import ORPHANED, end, watch_parent
 
 _REST = 0.05
 """Seconds before a turn, in which threads of the way before come to rest."""
@@ -111,4 +111,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -20,7 +20,15 @@ from time import monotonic
 from typing import Any
 
 from mcinfer.errors import BuildError, McinferError, raised_by_handler, shortened
-from mcinfer.process import ORPHANED, command, cpu_time, environment, import_path, watch_parent
+from mcinfer.process import (
+    ORPHANED,
+    command,
+    cpu_time,
+    end,
+    environment,
+    import_path,
+    watch_parent,
+)
 
 Progress = Callable[[Mapping[str, Any]], None]
 """Called with what a child says of its work, such as ``seconds`` so far and ``written`` bytes."""
@@ -166,4 +174,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

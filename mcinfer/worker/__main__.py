@@ -16,7 +16,7 @@ import resource
 import signal
 import sys
 
-from mcinfer.process import LOG_FORMAT, ORPHANED, watch_parent, write_stacks_to
+from mcinfer.process import LOG_FORMAT, ORPHANED, end, watch_parent, write_stacks_to
 from mcinfer.shm.lifeline import Lifeline
 
 
@@ -61,4 +61,4 @@ def _limit_memory(size: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())
