@@ -233,6 +233,7 @@ class Master:
                     shares_weights=may_share and device.kind == "cuda" and chosen.count(device) > 1,
                     tensor=cut.tensor,
                     pipeline=cut.pipeline,
+                    rank=index % cut.ranks,
                 )
             )
         _check_build(builds[0])

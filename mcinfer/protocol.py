@@ -228,15 +228,16 @@ class Message:
 class Error(Message):
     """Worker to master: a build (request None) or a run failed, or a run was cancelled.
 
-    `kind` is ``"build"``, ``"missing"`` (a package, for a build), ``"invalid"``, ``"predict"`` or
-    ``"cancelled"``.
+    `kind` is ``"build"``, ``"missing"`` (a package, for a build), ``"invalid"``, ``"predict"``,
+    ``"cancelled"``, or ``"broken"``: a rank whose group cannot go on, of which the master hears no more.
     """
 
     ID = ERROR
     request: Annotated[int | None, or_none(is_count)] = None
     shard: Annotated[int | None, or_none(is_shard)] = None
     kind: Annotated[
-        str, lambda value: value in ("build", "missing", "invalid", "predict", "cancelled")
+        str,
+        lambda value: value in ("build", "missing", "invalid", "predict", "cancelled", "broken"),
     ]
     text: Annotated[str, is_text_to(_MAX_ERROR)]
     traceback: Annotated[str, is_text_to(_MAX_ERROR)] = ""
@@ -344,8 +345,8 @@ class Build(Message):
     """Master to worker: load this model; the token proves that this master started the worker.
 
     `cores`, `shared` and `threads` are the worker's share of the cores. `options` travels as a map of its
-    fields. With `tensor` times `pipeline` above 1, the worker is rank 0 of a group of so many, and loads its
-    slice of the model.
+    fields. With `tensor` times `pipeline` above 1, the worker is this `rank` of a group of so many, and loads
+    its slice of the model.
 
     `card_workers`: how many workers of the pool its card has. With `shares_weights` these hold the weights
     once: this worker opens the block `slab`, which was attached before, or makes it if there is none yet.
@@ -364,6 +365,7 @@ class Build(Message):
     slab: Annotated[int | None, or_none(is_block)] = None
     tensor: Annotated[int, is_ranks] = 1
     pipeline: Annotated[int, is_ranks] = 1
+    rank: _Count = 0
     token: _Text = ""
 
     @property

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper
 
 from mcinfer.engines import open_engine
-from mcinfer.engines.base import Engine, EngineRequest, Run, RunCancelledError, Strings
-from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictError
+from mcinfer.engines.base import Engine, EngineRequest, Run, Strings
+from mcinfer.errors import BuildError, ClosedError, InvalidInputError, McinferError, PredictError
 from mcinfer.ranks.collectives.base import Group, PeerFailedError
 from mcinfer.ranks.layouts import MAX_LAYOUTS
 from mcinfer.ranks.slices import RankEngine, prepare
@@ -24,6 +24,7 @@ from mcinfer.ranks.slicing.slicer import write_slices
 from mcinfer.specs import numpy_dtype
 from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content
+from tests.process.waiting import wait_until
 from tests.sliced_models import (
     FRAGILE_PLACES,
     Sliced,
@@ -89,7 +90,6 @@ def opened(
     *,
     folder: Path | None = None,
     deliver_everywhere: bool = True,
-    depth: int = 1,
     **options: Any,
 ) -> RankEngine:
     """This rank's engine, closed with the stack."""
@@ -98,7 +98,6 @@ def opened(
         group,
         folder,
         deliver_everywhere=deliver_everywhere,
-        depth=depth,
     )
     stack.callback(engine.close)
     return engine
@@ -305,7 +304,7 @@ def test_output_that_is_an_input_is_that_of_its_own_run(
                 found = run(inputs)
                 run.inputs["x"][...] = 0  # it is the caller's again
                 group.barrier()  # runs do not overlap
-                if everywhere or group.rank >= size - tensor:  # the last stage
+                if everywhere or group.rank == size - tensor:  # the first of the last stage
                     np.testing.assert_array_equal(found["x"], inputs["x"])
                     wanted = np.maximum(inputs["x"] @ weights["w0"], 0) @ weights["w1"]
                     np.testing.assert_allclose(found["y"], wanted, rtol=1e-3, atol=1e-3)
@@ -436,7 +435,7 @@ def test_stages_overlap_and_give_only_what_they_make(tmp_path: Path) -> None:
     behind = threading.Semaphore(2)
 
     def rank(group: Group, stack: ExitStack) -> list[Arrays]:
-        engine = opened(stack, group, model.slices[group.rank], deliver_everywhere=False, depth=2)
+        engine = opened(stack, group, model.slices[group.rank], deliver_everywhere=False)
         run = Bound(engine, given[0], {"y": (3, 16), "first": (3, 16)})
         found = [run(given[0])]
         for number, inputs in enumerate(given[1:]):
@@ -449,6 +448,7 @@ def test_stages_overlap_and_give_only_what_they_make(tmp_path: Path) -> None:
                     assert ahead.acquire(timeout=PATIENCE)
                 found.append(run(inputs))
                 behind.release()
+        group.barrier()  # the last stage still acknowledges
         return found
 
     first, second = run_ranks(2, rank)
@@ -489,33 +489,31 @@ def picky(folder: Path, ranks: int, *, after: bool) -> list[Path]:
 
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("after", [False, True])
-def test_failure_in_one_rank_fails_that_run_in_all(
+def test_failure_in_one_rank_fails_that_run_in_all_and_ends_the_group(
     tmp_path: Path, after: bool, learned: bool
 ) -> None:
     slices = picky(tmp_path, 3, after=after)
     good, bad = np.zeros(2, np.float32), np.ones(2, np.float32)
 
     def rank(group: Group, stack: ExitStack) -> None:
-        run = Bound(opened(stack, group, slices[group.rank]), {"x": good}, {"y": (2,)})
-        right = [15, 15] if after else [45, 45]
+        engine = opened(stack, group, slices[group.rank])
+        run = Bound(engine, {"x": good}, {"y": (2,)})
         for _ in range(2 * learned):
-            assert run({"x": good})["y"].tolist() == right
-        for _ in range(3):
-            with pytest.raises(PredictError) as raised:
-                run({"x": bad})
-            if group.rank != 1:
-                assert isinstance(raised.value, PeerFailedError)
-                assert "rank 1" in str(raised.value)
-            assert "out of data bounds" in str(raised.value)
-            for _ in range(2):
-                assert run({"x": good})["y"].tolist() == right
+            assert run({"x": good})["y"].tolist() == ([15, 15] if after else [45, 45])
+        with pytest.raises(PredictError, match="out of data bounds") as raised:
+            run({"x": bad})
+        assert isinstance(raised.value, PeerFailedError) == (group.rank != 1)
+        for _ in range(2):
+            with pytest.raises(ClosedError, match=r"the group is closed: rank 1 .* out of data"):
+                run({"x": good})
+        assert engine.broken.startswith(f"rank 1 (pid {os.getpid()}) failed: ")
 
     run_ranks(3, rank)
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("learned", [False, True])
-def test_failure_in_a_stage_fails_the_later_ones_and_all_that_wait(
+def test_failure_in_a_stage_fails_the_later_ones_all_that_wait_and_the_next_run(
     tmp_path: Path, learned: bool, everywhere: bool
 ) -> None:
     middle = [
@@ -553,64 +551,58 @@ def test_failure_in_a_stage_fails_the_later_ones_and_all_that_wait(
         for _ in range(2 * learned):
             run({"x": good})
             group.barrier()
-        for _ in range(2):
-            # The first stage waits for the others only if outputs are delivered, or memory is to be made.
-            if group.rank > 0 or everywhere or not learned:
-                with pytest.raises(PredictError, match="out of data bounds"):
-                    run({"x": bad})
-            else:
+        # The first stage waits for the others only if outputs are delivered, or memory is to be made.
+        if group.rank > 0 or everywhere or not learned:
+            with pytest.raises(
+                PredictError, match=r"rank 1 .*out of data bounds|^.*out of data bounds"
+            ):
                 run({"x": bad})
-            group.barrier()  # runs do not overlap
-        for _ in range(3):
-            outputs = run({"x": good})
-            group.barrier()
-            if everywhere or group.rank == 2:
-                assert outputs["y"].tolist() == [-5]
+        else:
+            run({"x": bad})
+        wait_until(lambda: _fails(run, {"x": good}))
 
     run_ranks(3, rank)
 
 
+def _fails(run: Bound, given: Arrays) -> bool:
+    try:
+        run(given)
+    except McinferError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize(("stages", "tensor"), [(1, 3), (2, 1), (2, 2), (3, 2)])
-def test_failure_anywhere_leaves_all_ranks_in_step(
+def test_failure_anywhere_ends_the_group_in_all_ranks(
     tmp_path: Path, stages: int, tensor: int, everywhere: bool
 ) -> None:
-    """Each segment of each rank fails; the first runs are those that find the shapes."""
+    """Each segment of each rank fails: in the first run, which finds the shapes, or in a later one."""
     slices = fragile(tmp_path, stages, tensor)
     size = stages * tensor
-    codes = [code for bad in range(FRAGILE_PLACES * size) for code in (bad, -1)]
 
-    def rank(group: Group, stack: ExitStack) -> list[str]:
+    def rank(group: Group, stack: ExitStack, bad: int) -> str:
         engine = opened(stack, group, slices[group.rank], deliver_everywhere=everywhere)
-        failed: list[str] = []
-        for number, code in enumerate(codes):
-            given = {
-                "x": np.arange(4, dtype=np.float32) + number,
-                "code": np.array(code, np.float32),
-            }
-            shapes: dict[str, Sequence[int]] = {"y": (4,)} if number % 3 else {}
+        for code in [*([-1] * (bad % 3)), bad]:
+            given = {"x": np.arange(4, dtype=np.float32), "code": np.array(code, np.float32)}
+            run = Bound(engine, given, {"y": (4,)})
             try:
-                outputs = Bound(engine, given, shapes)(given)
+                outputs = run(given)
             except PredictError as exc:
-                failed.append(str(exc))
-            else:
-                failed.append("")
+                assert code == bad or not everywhere  # then runs overlap
+                return str(exc)
+            if code < 0 and (group.rank == size - tensor or everywhere):
                 expected = given["x"] * tensor ** (2 * stages)
                 if stages > 2:
                     expected += given["x"] * tensor**2
-                if group.rank >= size - tensor or everywhere:
-                    np.testing.assert_array_equal(outputs["y"], expected)
-            if not everywhere:
-                group.barrier()  # runs do not overlap
-        return failed
+                np.testing.assert_array_equal(outputs["y"], expected)
+        wait_until(lambda: _fails(run, given))
+        return ""
 
-    for number, failed in enumerate(zip(*run_ranks(size, rank), strict=True)):
-        code = codes[number]
-        if code < 0:
-            assert not any(failed)
-        else:
-            assert "out of data bounds" in failed[code // FRAGILE_PLACES]
-            assert all("out of data bounds" in text for text in failed if text or everywhere)
+    for bad in range(FRAGILE_PLACES * size):
+        failed = run_ranks(size, partial(rank, bad=bad))
+        assert "out of data bounds" in failed[bad // FRAGILE_PLACES]
+        assert all("out of data bounds" in text for text in failed if text or everywhere)
 
 
 def test_invalid_inputs_are_refused_in_all_ranks_and_the_group_lives_on(tmp_path: Path) -> None:
@@ -632,63 +624,19 @@ def test_invalid_inputs_are_refused_in_all_ranks_and_the_group_lives_on(tmp_path
     run_ranks(2, rank)
 
 
-def test_cancel_in_one_rank_ends_the_run_in_all(tmp_path: Path) -> None:
-    """One rank runs a loop that hardly ends; the other waits for it in the collective."""
-    body = helper.make_graph(
-        [
-            helper.make_node("Identity", ["go"], ["on"]),
-            helper.make_node("Add", ["carried", "one"], ["grown"]),
-        ],
-        "body",
-        [
-            helper.make_tensor_value_info("step", TensorProto.INT64, []),
-            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
-            value("carried", 2),
-        ],
-        [helper.make_tensor_value_info("on", TensorProto.BOOL, []), value("grown", 2)],
-    )
-    slices = [
-        save(
-            tmp_path / f"model{rank}.onnx",
-            [
-                helper.make_node("Mul", ["times", "wanted"], ["count"]),
-                helper.make_node("Loop", ["count", "", "x"], ["part"], body=body),
-                all_reduce("part", "y"),
-            ],
-            [value("x", 2), helper.make_tensor_value_info("wanted", TensorProto.INT64, [])],
-            [value("y", 2)],
-            {"times": np.array(rank, np.int64), "one": np.ones(2, np.float32)},
-        )
-        for rank in range(2)
-    ]
-    short: Arrays = {"x": np.zeros(2, np.float32), "wanted": np.array(3, np.int64)}
-    endless = short | {"wanted": np.array(1 << 60, np.int64)}
+def test_cancellation_of_one_rank_changes_nothing(tmp_path: Path) -> None:
+    """It would end the run in one rank alone, and the group."""
+    model = mlp(tmp_path, 2)
 
     def rank(group: Group, stack: ExitStack) -> None:
-        engine = opened(stack, group, slices[group.rank])
-        run = Bound(engine, short, {"y": (2,)})
-        for learned in (False, True):
-            for _ in range(2 * learned):
-                assert run(short)["y"].tolist() == [3, 3]
-            engine.arm()
-            with pytest.raises(RunCancelledError):
-                cancel_soon(engine, group.rank, partial(run, endless))
-            engine.arm()
-            assert run(short)["y"].tolist() == [3, 3]
+        engine = opened(stack, group, model.slices[group.rank])
+        given = {"x": normal(1, 4, 16)}
+        run = Bound(engine, given, {"y": (4, 16)})
+        if group.rank:
+            engine.cancel()
+        np.testing.assert_allclose(run(given)["y"], model.expected(given)[0], rtol=1e-4, atol=1e-5)
 
     run_ranks(2, rank)
-
-
-def cancel_soon(engine: RankEngine, rank: int, run: Callable[[], Arrays]) -> None:
-    """Cancel the run of rank 1, before or while it runs."""
-    canceller = threading.Thread(target=engine.cancel)
-    if rank == 1:
-        canceller.start()
-    try:
-        run()
-    finally:
-        if rank == 1:
-            canceller.join()
 
 
 def test_interrupted_rank_closes_the_group(tmp_path: Path) -> None:

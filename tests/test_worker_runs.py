@@ -246,19 +246,6 @@ def test_scratch_grows_with_the_largest_run_and_smaller_ones_stay_right(start: S
     assert pool.runs._scratch is None
 
 
-def test_larger_run_leaves_the_memory_of_one_that_is_begun(start: Start) -> None:
-    """An engine that works on several runs writes the outputs of a begun one when it finishes it."""
-    pool = start(content())
-    small, arrays = member(numbers(2, 3))
-    joined = pool.runs.bound([small], ((0,), (0, 0)))
-    joined.gather([small], (0,))
-    joined.run.begin()
-    pool.check([numbers(5000, 3)])
-    assert joined.run.finish() == []
-    joined.scatter([small], (0, 0))
-    np.testing.assert_array_equal(arrays["y"], 2 * arrays["x"] + 1)
-
-
 def test_more_shapes_than_are_kept_are_all_right(start: Start) -> None:
     pool = start(content())
     for _ in range(2):

@@ -219,12 +219,7 @@ def check_cpu(engine: str, request: EngineRequest) -> None:
 
 
 class Run(ABC):
-    """One layout of inputs and outputs, bound once and executed many times.
-
-    An engine whose `depth` is more than 1 works on several runs at once: `begin` them, and `finish` them in
-    the order in which they were begun. `execute` is for a run on its own, while no other one is begun. The
-    defaults here, for all other engines, do the work in `finish`.
-    """
+    """One layout of inputs and outputs, bound once and executed many times."""
 
     @abstractmethod
     def execute(self) -> Sequence[Produced | Strings]:
@@ -242,21 +237,6 @@ class Run(ABC):
         OutOfDeviceMemoryError: The device has too little memory left.
         CardLostError: Neither this run nor another one can succeed in this process.
         """
-
-    def begin(self) -> None:  # noqa: B027 this default is complete
-        """Begin the run; `Engine.depth` runs at most, of any layouts, may be begun and not finished.
-
-        With a `depth` of more than 1 the inputs have been read when this returns, and the bound outputs are
-        written in `finish`, so one `Run` may be begun again before it is finished. Raises what `execute`
-        does; then the run is not begun.
-        """
-
-    def finish(self) -> Sequence[Produced | Strings]:
-        """Finish the oldest run that is begun, which is of this `Run`; waits unless `Engine.fd` is readable.
-
-        Returns and raises what `execute` does. Whatever it raises, the run is not begun any more.
-        """
-        return self.execute()
 
 
 class StagedRun(Run):
@@ -285,13 +265,6 @@ class StagedRun(Run):
         self._before()
         return self._after(self._run.execute())
 
-    def begin(self) -> None:
-        self._before()
-        self._run.begin()
-
-    def finish(self) -> Sequence[Produced | Strings]:
-        return self._after(self._run.finish())
-
 
 class Engine(ABC):
     """A loaded model. One thread runs it, unless it is `concurrent`; any thread may call `cancel`.
@@ -304,9 +277,8 @@ class Engine(ABC):
         version: The runtime's name and version, if it says so.
         prepared: The key of the prepared model that it maps; empty if it has its own copy of the weights.
         concurrent: Whether several threads may execute runs of their own at once.
-        depth: How many runs may be begun before the first of them is finished.
-        fd: A descriptor that is readable when the oldest run that is begun can be finished without waiting.
-            Others only poll it. -1 if `depth` is 1.
+        broken: Why it cannot run any more; empty if it can.
+        gives: Names of the outputs that its runs give; None if they give all. A rank of a group gives some.
         on_card: Whether it runs on a card, on `EngineRequest.stream`; then it takes tensors of that card.
         description: What the runtime says of the model, if the request asks for it.
         reaches: The cards whose memory its tensors may lie in.
@@ -323,8 +295,8 @@ class Engine(ABC):
     version: str = ""
     prepared: str = ""
     concurrent: bool = False
-    depth: int = 1
-    fd: int = -1
+    broken: str = ""
+    gives: frozenset[str] | None = None
     on_card: bool = False
     on_host: frozenset[str] | None = None
     description: ModelDescription = ModelDescription()
@@ -348,10 +320,10 @@ class Engine(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Ask the current run to stop; the run may continue until its next operator.
+        """Ask the current run to stop; the run may continue until its next operator."""
 
-        With a `depth` of more than 1 the current run is the one that `begin` or `execute` is in.
-        """
+    def skip(self, exc: Exception) -> None:  # noqa: B027 which most engines need not know
+        """A run that was asked for failed before `execute`, so it is not executed."""
 
     def placed(self, version: int, weights: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
         """A version of replaced weights where runs read them: where they are, unless the engine moves them.

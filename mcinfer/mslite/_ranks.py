@@ -62,7 +62,7 @@ def is_slice(path: str) -> bool:
 
 
 class Membership:
-    """The part of this process in the group of one model: joined when it is first needed."""
+    """The part of this process in the group of one model: joined when it is needed."""
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _process: ClassVar[Ranks | None] = None  # the place of all models of this process
@@ -72,7 +72,7 @@ class Membership:
         self._group: Group | None = None
 
     def group(self) -> Group:
-        """The group, which this object closes.
+        """The group, which this object closes; a new one if it is closed, as by a slice that did not load.
 
         Raises:
             InvalidInputError: Another model of this process has another place; the ranks are on several
@@ -80,7 +80,7 @@ class Membership:
             CollectiveTimeoutError: Ranks did not come in time; names them.
             RankDiedError: A rank died meanwhile.
         """
-        if self._group is None:
+        if self._group is None or self._group.is_closed:
             self._group = self._join(self._ranks)
         return self._group
 

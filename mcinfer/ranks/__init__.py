@@ -1,1 +1,77 @@
 """Models cut over ranks: the slicer, the collectives, and the engine of one rank."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mcinfer.errors import BuildError, EngineError, RankDiedError, shortened
+from mcinfer.specs import STRING, ModelSpec
+
+if TYPE_CHECKING:  # at a run, workers that are ranks alone import it
+    from mcinfer.engines.base import Engine, EngineRequest
+    from mcinfer.model_cache.children import Progress
+
+
+def open_rank(
+    request: "EngineRequest",
+    rank: int,
+    parallel: tuple[int, int],
+    descriptors: Sequence[int],
+    progress: "Progress",
+) -> "Engine":
+    """Load one rank of a model that a master cuts over several; all ranks call this.
+
+    Args:
+        request: The whole model, and how and where to load it.
+        rank: The number of this process in its group.
+        parallel: Over how many ranks each layer is cut, and the number of stages.
+        descriptors: What the master made for the group's collectives; they are this function's from now on.
+        progress: Called while the slices are made.
+
+    Raises:
+        BuildError: The model cannot be cut, or this rank cannot load its slice.
+        MissingDependencyError: A package is missing; says which.
+        RankDiedError: Another rank could not load its slice.
+        CollectiveTimeoutError: Another rank did not come in time.
+    """
+    from mcinfer.ranks.collectives.base import PeerFailedError
+    from mcinfer.ranks.collectives.shm import inherit
+    from mcinfer.ranks.slice_cache import find_or_make_slices, load_slice
+    from mcinfer.ranks.slices import break_off, check_weights, is_of_another_rank
+
+    tensor, pipeline = parallel
+    group = inherit(rank, tensor * pipeline, descriptors)
+
+    def report(state: Mapping[str, Any]) -> None:
+        group.check()
+        progress(state)
+
+    try:
+        check_weights(request)
+        held = find_or_make_slices(request, parallel, report)
+        try:
+            engine = load_slice(request, held, group)
+        except EngineError as exc:
+            if is_of_another_rank(exc):
+                raise
+            where = f"rank {rank} ({request.device}, pid {os.getpid()})"
+            raise type(exc)(shortened(f"{where}: {exc}")) from exc
+        _check_spec(engine.spec)
+    except PeerFailedError as exc:
+        raise RankDiedError(str(exc)) from exc
+    except Exception as exc:
+        if is_of_another_rank(exc):
+            raise RankDiedError(str(exc)) from exc
+        break_off([group], exc)
+        raise
+    return engine
+
+
+def _check_spec(spec: ModelSpec) -> None:
+    # A name may be an input and an output.
+    both = (*spec.inputs, *spec.outputs)
+    strings = dict.fromkeys(item.name for item in both if item.element_type == STRING)
+    if strings:
+        raise BuildError(
+            f"{[*strings]} are strings, which a model that is cut over ranks cannot have"
+        )

@@ -111,10 +111,8 @@ def _slicer() -> str:
     return digest.hexdigest()[:16]
 
 
-def load_slice(
-    request: EngineRequest, held: Held, group: Group, parallel: tuple[int, int]
-) -> RankEngine:
-    """Load this rank's slice, which needs the entry held; raises what `RankEngine` does."""
+def load_slice(request: EngineRequest, held: Held, group: Group) -> RankEngine:
+    """Load this rank's slice; the engine owns the held entry then. Raises what `RankEngine` does."""
     place = held.opened / rank_folder(group.rank)
     engine = RankEngine(
         # The weights of segments that are not prepared lie beside this file.
@@ -122,7 +120,6 @@ def load_slice(
         group,
         place,
         deliver_everywhere=False,
-        depth=overlap(parallel[1]),
     )
     notes = []
     checked = json.loads((held.opened / REPORT_FILE).read_bytes())["check"]
@@ -135,12 +132,8 @@ def load_slice(
     elif "cpu" in held.facts:
         engine.prepared = held.key
     engine.notes = tuple(notes)
+    engine.entry = held
     return engine
-
-
-def overlap(pipeline: int) -> int:
-    """How many runs may be begun at once: with two for each stage, one can wait for each that is busy."""
-    return 1 if pipeline == 1 else 2 * pipeline
 
 
 # In the child.

@@ -13,12 +13,11 @@ The first run with new input shapes leaves the memory of all values to the runti
 their shapes. From then on, all values of such runs lie in fixed memory: see `mcinfer.ranks.layouts`.
 If shapes change though those of the inputs do not, runs with these inputs continue without fixed memory.
 
-Failures: a rank whose run fails calls `Group.fail` in the place of its stage's next operation, and sends the
-later stages that it failed; at the end of a run whose outputs all ranks get, all hear of it. So the run fails
-in all ranks that wait for it, and the group lives on. Any other error of a group closes it, and the engine.
+All or nothing: inputs that do not fit are refused in `bind`, equally in all ranks. A run that fails later
+breaks off all groups, so that the other ranks do not wait for this one, and the engine is of no more use
+(`Engine.broken`). So no rank owes another anything after a failure.
 
-Ownership: the engine owns its sessions and its arena of groups. The group that it was given stays the
-caller's, but an error that is not of one run alone closes that, too.
+Ownership: the engine owns its sessions, its arena of groups, and the group that it was given.
 """
 
 import ctypes
@@ -38,14 +37,22 @@ from mcinfer.engines.base import (
     EngineRequest,
     Produced,
     Run,
-    RunCancelledError,
     Strings,
     array_over,
     delivered,
 )
 from mcinfer.engines.preparation import Preparation
-from mcinfer.errors import BuildError, ClosedError, PredictError
+from mcinfer.errors import (
+    BuildError,
+    ClosedError,
+    CollectiveTimeoutError,
+    InvalidInputError,
+    PredictError,
+    RankDiedError,
+    shortened,
+)
 from mcinfer.model_cache import FOLDER_KEY
+from mcinfer.model_cache.cache import Held
 from mcinfer.model_cache.entries import MODEL_FILE
 from mcinfer.model_cache.onnx_files import check_regular
 from mcinfer.private import PrivateFolder
@@ -62,7 +69,7 @@ from mcinfer.ranks.layouts import (
     tensor_in,
 )
 from mcinfer.ranks.slicing.plans import Exchange, RankPlan, Segment
-from mcinfer.ranks.stage_links import Meetings, StageLinks, is_cancelled
+from mcinfer.ranks.stage_links import StageLinks
 from mcinfer.specs import element_type_name
 
 _SHARED_ARENA = "session.use_env_allocators"
@@ -140,11 +147,13 @@ class RankEngine(Engine):
         uses: Who needs each value.
         links: What this rank passes to other stages.
         arena: The groups whose memory this engine uses, and the layouts.
-        meetings: What this rank owes the others in the current run.
         closes: Whether a barrier ends each run, since a rank can fail after the last exchange.
-        given: Names of the outputs that runs give in this rank.
+        held: Names of the outputs that have memory in this rank.
         parity: The parity of the exchanges that ran last.
+        entry: The entry of the cache whose files it maps, if any; closed with it.
     """
+
+    entry: Held | None = None
 
     def __init__(
         self,
@@ -153,7 +162,6 @@ class RankEngine(Engine):
         folder: Path | None = None,
         *,
         deliver_everywhere: bool = True,
-        depth: int = 1,
     ) -> None:
         """Load the slice `request.model`, and wait until all ranks have loaded theirs.
 
@@ -161,20 +169,16 @@ class RankEngine(Engine):
             request: The slice, and how to run it.
             group: All ranks; this rank's number is that of the slice.
             folder: The folder with this rank's plan and segments; None: the slice is a file, and is cut now.
-            deliver_everywhere: Whether each rank gets all outputs. If not, a rank gets only those that it
-                makes, and no other caller may rely on its runs to have finished.
-            depth: How many runs the first stage of a pipeline may begin before the last one has finished the
-                first of them; 1 if outputs are delivered everywhere.
+            deliver_everywhere: Whether each rank gets all outputs. If not, the first rank of a stage gets
+                those that its stage makes, and the stages overlap: that a run has ended in one rank does not
+                say that it has in others.
 
         Raises:
             BuildError: A rank could not load its slice, or the slices do not fit together.
             MissingDependencyError: The package onnx is needed and not installed.
         """
         self.group = group
-        self.meetings = Meetings()
         self.parity = 1
-        self._cause: str | None = None
-        self._cancelled = False
         try:
             with _segments(request, folder) as (plan, source):
                 self.plan = plan
@@ -184,23 +188,26 @@ class RankEngine(Engine):
                     for index, step in enumerate(plan.steps)
                     if isinstance(step, Segment)
                 }
+            self.spec = plan.spec
+            self.providers = next((engine.providers for engine in self.segments.values()), ())
+            self.uses = Uses(plan)
+            exchanging = self.uses.phases - 1
+            self.phases = [max(0, min(step.phase, exchanging)) for step in plan.steps]
+            roots = self._roots()
+            shared = deliver_everywhere and plan.pipeline > 1
+            self._delivered = roots if shared else {}
+            self.tensor = group.size // plan.pipeline
+            ends = bool(plan.steps) and isinstance(plan.steps[-1], Segment)
+            self.closes = deliver_everywhere and plan.pipeline == 1 and ends
+            names = [spec.name for spec in plan.spec.outputs]
+            self.held = [name for name in names if shared or name in plan.made]
+            if not deliver_everywhere:
+                is_first = group.rank % self.tensor == 0
+                self.gives = frozenset(self.held if is_first else ())
+            self._renew(None)
         except Exception as exc:
-            group.fail(str(exc))  # the others wait for this rank
+            break_off([group], exc)  # the others wait for this rank
             raise
-        self.spec = plan.spec
-        self.providers = next((engine.providers for engine in self.segments.values()), ())
-        self.uses = Uses(plan)
-        exchanging = self.uses.phases - 1
-        self.phases = [max(0, min(step.phase, exchanging)) for step in plan.steps]
-        roots = self._roots()
-        shared = deliver_everywhere and plan.pipeline > 1
-        self.links = StageLinks(plan, group.rank, roots if shared else {}, self.meetings, depth)
-        ends = bool(plan.steps) and isinstance(plan.steps[-1], Segment)
-        self.closes = deliver_everywhere and plan.pipeline == 1 and ends
-        names = [spec.name for spec in plan.spec.outputs]
-        self.given = [name for name in names if shared or name in plan.made]
-        self.tensor = group.size // plan.pipeline
-        self._renew(None)
 
     def _check(self, request: EngineRequest) -> None:
         """Raise `BuildError` unless the slice is for this rank of this group."""
@@ -222,7 +229,7 @@ class RankEngine(Engine):
         try:
             makers = self.group.all_gather(made)
         except PeerFailedError as exc:
-            raise BuildError(str(exc)) from None
+            raise BuildError(str(exc)) from exc
         missing = [name for name, column in zip(names, makers.T, strict=True) if not column.any()]
         if missing:
             raise BuildError(f"no slice makes the outputs {missing}")
@@ -231,54 +238,65 @@ class RankEngine(Engine):
     def _renew(self, old: Arena | None) -> None:
         """Put a new arena in the place of the old one; all ranks do this at once."""
         self.arena = Arena(self.group, self.tensor, self.plan.pipeline)
-        self.meetings.tensor, self.meetings.whole = self.arena.tensor, self.arena.whole
+        self.links = StageLinks(self.plan, self.arena.whole, self._delivered)
         if old is not None:
             old.close()
 
     def make_room(self) -> None:
         """Begin a new arena if there are too many layouts."""
         if len(self.arena.layouts) == MAX_LAYOUTS:
-            self.meetings.in_whole(lambda: self._renew(self.arena))
+            self._renew(self.arena)
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         check_inputs(self.spec, inputs)
         return _RankRun(self, inputs, outputs)
 
     def arm(self) -> None:
-        if self._cancelled:
-            self._cancelled = False
-            for segment in self.segments.values():
-                segment.arm()
+        """Nothing to do: see `cancel`."""
 
     def cancel(self) -> None:
-        """Ask the current run to stop, in all ranks: at the next segment here, and then at an exchange."""
-        self._cancelled = True
-        for segment in self.segments.values():
-            segment.cancel()
+        """Does nothing: a run that ended in one rank alone would be a failure of all."""
+
+    def skip(self, exc: Exception) -> None:
+        if not isinstance(exc, InvalidInputError):  # which all ranks raise
+            self.give_up(exc)
 
     def check_open(self) -> None:
         """Raise `ClosedError` if the groups are closed."""
-        if self._cause is not None:
-            raise ClosedError(f"the group is closed: {self._cause}")
+        if self.broken:
+            raise ClosedError(f"the group is closed: {self.broken}")
 
-    def close(self, cause: str = "this rank closed it") -> None:
+    def give_up(self, exc: BaseException) -> None:
+        """End the groups after an error, so that no other rank waits for this one."""
+        if not self.broken:
+            self.broken = break_off([self.arena.tensor, self.arena.whole, self.group], exc)
+
+    def close(self) -> None:
         """Leave the group."""
-        if self._cause is None:
-            self._cause = cause
-            self.arena.close()
-            self.group.close()
+        self.broken = self.broken or "this rank closed it"
+        self.arena.close()
+        self.group.close()
+        if self.entry is not None:
+            self.entry.close()
 
-    def give_up(self, exc: Exception, layout: Layout | None) -> None:
-        """Take part in the rest of a run that failed here, so that all ranks get to know."""
-        meetings = self.meetings
-        text, cancelled = str(exc), is_cancelled(exc)
-        if meetings.tensor_waits:
-            meetings.tensor_waits = False
-            with suppress(PeerFailedError):  # another rank failed as well
-                meetings.in_tensor(lambda: meetings.tensor.fail(text, cancelled=cancelled))
-        self.links.send_failure(layout, text, cancelled=cancelled)
-        if meetings.whole_waits:
-            meetings.agree(exc)
+
+def break_off(groups: Sequence[Group], exc: BaseException) -> str:
+    """Close the groups because of an error, for all ranks; in words, with the rank that it is of."""
+    if isinstance(exc, (RankDiedError, CollectiveTimeoutError)):
+        for group in groups:
+            group.close_for(exc)
+        return str(exc)
+    text = shortened(str(exc) or repr(exc))
+    if not isinstance(exc, PeerFailedError | ClosedError) and not is_of_another_rank(exc):
+        text = f"rank {groups[-1].rank} (pid {os.getpid()}) failed: {text}"
+    for group in groups:
+        group.break_off(text)
+    return text
+
+
+def is_of_another_rank(exc: BaseException) -> bool:
+    """Whether another rank could not load its slice."""
+    return isinstance(exc.__cause__, PeerFailedError)
 
 
 def _open(request: EngineRequest, folder: Path, segment: Segment) -> Engine:
@@ -330,7 +348,7 @@ class _Program:
                 if index in engine.uses.straight_out:
                     self._place(layout, step.output, collective.output)
         self.steps = [
-            self._exchange(engine, index, step, collectives[index])
+            self._exchange(engine.uses, index, step, collectives[index])
             if isinstance(step, Exchange)
             else self._segment(engine.segments[index], step)
             for index, step in enumerate(engine.plan.steps)
@@ -347,23 +365,17 @@ class _Program:
             [item for item in outputs if isinstance(item, Buffer)],
         ).execute
 
-    def _exchange(
-        self, engine: RankEngine, index: int, step: Exchange, collective: Collective
-    ) -> _Step:
-        meetings = engine.meetings
+    def _exchange(self, uses: Uses, index: int, step: Exchange, collective: Collective) -> _Step:
         run = collective.run
-        source = None if index in engine.uses.straight_in else _array(step.input, self.places)
-        target = None if index in engine.uses.straight_out else _array(step.output, self.places)
-        is_last = index == engine.uses.last_exchange
+        source = None if index in uses.straight_in else _array(step.input, self.places)
+        target = None if index in uses.straight_out else _array(step.output, self.places)
 
         def exchange() -> None:
             if source is not None:
                 np.copyto(collective.input, source)
-            meetings.in_tensor(run)
+            run()
             if target is not None:
                 np.copyto(target, collective.output)
-            if is_last:
-                meetings.tensor_waits = engine.closes
 
         return exchange
 
@@ -379,89 +391,55 @@ class _RankRun(Run):
     ) -> None:
         self._engine = engine
         self._inputs: Values = {item.name: item for item in inputs}
-        self._bound = {item.name: item for item in outputs}
+        given = engine.held if engine.gives is None else engine.gives
+        self._bound = {item.name: item for item in outputs if item.name in given}
+        self._given = [name for name in engine.held if name in given]
         self._key = tuple(item.shape for item in inputs)
         self._layout: Layout | None = None
         self._outputs: Values = {}
         self._programs: list[_Program | None] = [None, None]
 
     def execute(self) -> Sequence[Produced | Strings]:
-        engine, meetings = self._engine, self._engine.meetings
+        engine = self._engine
         engine.check_open()
-        layout = engine.arena.layouts.get(self._key)
-        stages = engine.plan.pipeline
-        learns = layout is None
-        closes = engine.closes or (learns and stages == 1)
-        meetings.tensor_waits = engine.uses.last_exchange >= 0 or closes
-        meetings.whole_waits = stages > 1 and (learns or bool(engine.links.delivered))
-        engine.links.unsent = [*engine.links.outgoing]
         try:
+            layout = engine.arena.layouts.get(self._key)
             if layout is None:
                 return self._learn()
             layout.runs += 1
             return self._run_laid_out(layout)
-        except Exception as exc:
-            self._end(exc, layout)
-            if isinstance(exc, PeerFailedError) and exc.cancelled:
-                raise RunCancelledError(str(exc)) from exc
-            raise
         except BaseException as exc:
-            engine.close(repr(exc))
+            engine.give_up(exc)
             raise
-
-    def _end(self, exc: Exception, layout: Layout | None) -> None:
-        """After an error: let the others know, or close the groups if they are no use any more."""
-        engine = self._engine
-        try:
-            if not engine.meetings.is_broken:
-                engine.give_up(exc, layout)
-        finally:
-            if engine.meetings.is_broken:
-                engine.close(str(exc))
 
     # Without fixed memory.
 
     def _learn(self) -> Sequence[Produced | Strings]:
-        """The first run with these shapes; at its end, all ranks make the layout, or none does."""
-        engine, meetings = self._engine, self._engine.meetings
+        """The first run with these shapes; at its end, all ranks make the layout."""
+        engine = self._engine
         engine.make_room()
-        values = {**self._inputs, **engine.links.receive(None, {})}
-        self._run_steps(values, 0, learns=True)
-        engine.links.send(None, values)
-        if engine.plan.pipeline > 1:
-            engine.links.check(values)
-            meetings.agree(None)
-            values |= engine.links.deliver(None, {}, values)
-        else:
-            meetings.in_tensor(meetings.tensor.barrier)
-            meetings.tensor_waits = False
-        try:
-            layout = Layout(engine.plan, engine.uses, engine.arena, values)
-            engine.links.prepare(layout, engine.arena.whole)
-        except BaseException:  # the other ranks have this layout
-            meetings.is_broken = True
-            raise
-        engine.arena.layouts[self._key] = layout
+        arena, links = engine.arena, engine.links
+        values = {**self._inputs, **links.receive(None, {})}
+        self._run_steps(values, 0)
+        links.send(None, values)
+        values |= links.deliver(None, {}, values)
+        arena.whole.barrier()
+        layout = Layout(engine.plan, engine.uses, arena, values)
+        links.prepare(layout)
+        arena.layouts[self._key] = layout
         return self._results(values)
 
-    def _run_steps(self, values: Values, first: int, *, learns: bool = False) -> None:
+    def _run_steps(self, values: Values, first: int) -> None:
         """Run the steps from `first` on, and add what they make to the values."""
         engine = self._engine
-        waits = engine.closes or (learns and engine.plan.pipeline == 1)
         for index, step in enumerate(engine.plan.steps[first:], first):
             if isinstance(step, Segment):
                 run = engine.segments[index].bind([values[name] for name in step.inputs], [])
                 values.update((item.name, item) for item in run.execute())
             else:
-                values[step.output] = self._exchanged(step, values)
-                if index == engine.uses.last_exchange:
-                    engine.meetings.tensor_waits = waits
-
-    def _exchanged(self, step: Exchange, values: Values) -> Produced:
-        meetings = self._engine.meetings
-        array = _array(step.input, values)
-        found = meetings.in_tensor(lambda: run_once(meetings.tensor, step, array))
-        return tensor_in(found, step.output, element_type_name(found.dtype), found.shape)
+                found = run_once(engine.arena.tensor, step, _array(step.input, values))
+                kind = element_type_name(found.dtype)
+                values[step.output] = tensor_in(found, step.output, kind, found.shape)
 
     # With the layout's memory.
 
@@ -471,7 +449,7 @@ class _RankRun(Run):
             self._layout = layout
             self._programs = [None, None]
             self._outputs = {}
-            for name in self._engine.given:
+            for name in self._engine.held:
                 like = layout.values[name]
                 if isinstance(like, Buffer) and name not in self._inputs:
                     place = self._bound.get(name)
@@ -485,46 +463,32 @@ class _RankRun(Run):
         return program
 
     def _run_laid_out(self, layout: Layout) -> Sequence[Produced | Strings]:
-        engine, is_bound = self._engine, layout.is_bound
+        engine, links = self._engine, self._engine.links
         start, done = 1 - engine.parity, 0
-        try:
-            program = self._program(layout, start)
-            values = program.places
-            changed = engine.links.receive(layout, values)
-            for step in program.steps if is_bound and not changed else ():
-                done += 1
-                if left := step():
-                    changed = {item.name: item for item in left}
-                    break
-        finally:
-            if is_bound and engine.phases:
-                engine.parity = (start + engine.phases[max(done - 1, 0)]) % 2
-        if changed or not is_bound:  # other shapes than those of the first run
+        program = self._program(layout, start)
+        values = program.places
+        changed = links.receive(layout, values)
+        for step in program.steps if layout.is_bound and not changed else ():
+            done += 1
+            if left := step():
+                changed = {item.name: item for item in left}
+                break
+        if layout.is_bound and engine.phases:
+            engine.parity = (start + engine.phases[max(done - 1, 0)]) % 2
+        if changed or not layout.is_bound:  # other shapes than those of the first run
             layout.is_bound = False
             values = {**values, **changed}
             self._run_steps(values, done)
-        return self._pass_on(layout, program.places, values)
-
-    def _pass_on(
-        self, layout: Layout, places: Values, values: Values
-    ) -> Sequence[Produced | Strings]:
-        """Send what later stages and other ranks wait for; return the outputs that have no place."""
-        links, meetings = self._engine.links, self._engine.meetings
-        if self._engine.closes:
-            meetings.in_tensor(meetings.tensor.barrier)
-            meetings.tensor_waits = False
+        if engine.closes:
+            engine.arena.tensor.barrier()
         links.send(layout, values)
-        if links.delivered:
-            links.check(values)
-            meetings.agree(None)
-            changed = links.deliver(layout, places, values)
-            values = {**self._outputs, **values, **changed}
-        return self._results(values)
+        changed = links.deliver(layout, program.places, values)
+        return self._results({**self._outputs, **values, **changed})
 
     def _results(self, values: Values) -> Sequence[Produced | Strings]:
         found = [
             _copied(self._inputs[name]) if name in self._inputs else values[name]
-            for name in self._engine.given
+            for name in self._given
         ]
         # A buffer of the caller's has its value already.
         return delivered(

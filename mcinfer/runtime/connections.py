@@ -7,10 +7,8 @@ the other in BUILD, so neither side serves a stranger. One thread calls the meth
 
 import hmac
 import os
-import secrets
-import socket
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
 from mcinfer.config import Limits
@@ -32,13 +30,9 @@ from mcinfer.protocol import (
     encode_predict_joined,
 )
 from mcinfer.requests.request import Request
+from mcinfer.runtime.gang import Gang
 from mcinfer.runtime.transport import MasterTransport, SendError
-from mcinfer.runtime.worker_process import (
-    ChildProcess,
-    HeldBlock,
-    OutputForwarder,
-    WorkerProcess,
-)
+from mcinfer.runtime.worker_process import HeldBlock, OutputForwarder, WorkerProcess
 from mcinfer.shm.arena import SharedBlock
 from mcinfer.shm.block import Block
 
@@ -63,7 +57,7 @@ class Connections:
     Attributes:
         transport: Carries the messages, after `open`.
         processes: The running processes, by index of the worker.
-        peers: The identified workers, by the transport's name for them.
+        peers: The identified workers of one process, by the transport's name for them.
     """
 
     def __init__(
@@ -74,13 +68,14 @@ class Connections:
         worker: type[WorkerProcess] = WorkerProcess,
     ) -> None:
         self._worker = worker
-        self.processes: dict[int, WorkerProcess] = {}
+        self.processes: dict[int, Gang] = {}
         self._builds = builds
         self._block = block  # of the master's, by its number
         self._most_memory = limits.worker_memory_bytes
         self._all_memory = usable_memory()
         self._inherited = Inherited.now()
-        self.peers: dict[bytes, WorkerProcess] = {}
+        self.peers: dict[bytes, Gang] = {}
+        self._ranks: dict[bytes, tuple[Gang, int]] = {}  # likewise those of several
 
     def open(self) -> None:
         """Make the transport, and the threads that forward output.
@@ -103,6 +98,7 @@ class Connections:
             process.abandon()
         self.processes.clear()
         self.peers.clear()
+        self._ranks.clear()
         self.transport.close()
 
     def close(self, seconds: float) -> None:
@@ -111,8 +107,8 @@ class Connections:
 
     # Processes.
 
-    def start(self, index: int) -> WorkerProcess:
-        """Start a worker with all its ranks, or none of them.
+    def start(self, index: int) -> Gang:
+        """Start a worker with all its processes, or none of them.
 
         Raises:
             OSError: The system cannot start a process.
@@ -120,42 +116,30 @@ class Connections:
         builds = self._builds[index]
         _check_descriptors(self._worker.descriptors * len(builds))
         with ExitStack() as opened, ExitStack() as passed:
-            pairs = []
-            for _ in builds[1:]:  # a star: rank 0 has a socket to each of the others
-                pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                pairs.append([passed.enter_context(end).fileno() for end in pair])
-            process = self._worker(
-                index,
-                self.label(index),
-                connection=self.transport.handle,
-                hello_token=secrets.token_hex(16),
-                build_token=secrets.token_hex(16),
-                ranks=[ours for ours, _ in pairs],
-                model=inherited(builds[0].model),
-                output=self.output,
-                inherited=self._inherited,
-                most_memory=self._limit(builds[0]),
-            )
-            opened.callback(process.reap)
-            opened.callback(process.kill)
-            for rank, (build, (_, theirs)) in enumerate(zip(builds[1:], pairs, strict=True), 1):
-                greeting = {
-                    "rank": rank,
-                    "socket": theirs,
-                    "build": encode(build).decode("latin-1"),
-                }
-                follower = ChildProcess(
+            groups: list[list[int]] = [[]]
+            if len(builds) > 1:
+                # Here, since a master without ranks does not need it.
+                from mcinfer.ranks.collectives.shm import make_shared
+
+                shared = passed.enter_context(closing(make_shared(len(builds))))
+                groups = [shared.fds(rank) for rank in range(len(builds))]
+            processes = []
+            for rank, (build, group) in enumerate(zip(builds, groups, strict=True)):
+                process = self._worker(
                     self.label(index, rank),
-                    greeting,
-                    [theirs, *inherited(build.model)],
+                    connection=self.transport.handle,
+                    group=group,
+                    model=inherited(build.model),
                     output=self.output,
                     inherited=self._inherited,
                     most_memory=self._limit(build),
                 )
-                process.followers.append(follower)
+                opened.callback(process.reap)
+                opened.callback(process.kill)
+                processes.append(process)
             opened.pop_all()
-        self.processes[index] = process
-        return process
+        gang = self.processes[index] = Gang(index, processes)
+        return gang
 
     def label(self, index: int, rank: int = 0) -> tuple[int, str]:
         """A rank's number among all of the pool's, and its device."""
@@ -168,9 +152,10 @@ class Connections:
 
     def remove(self, index: int) -> None:
         """Forget a process that has ended; the caller reaps it."""
-        process = self.processes.pop(index)
-        if process.peer is not None:
-            del self.peers[process.peer]
+        for process in self.processes.pop(index).ranks:
+            if process.peer is not None:
+                self.peers.pop(process.peer, None)
+                self._ranks.pop(process.peer, None)
 
     def kill(self, index: int) -> None:
         if index in self.processes:
@@ -179,44 +164,51 @@ class Connections:
     def standings(self) -> dict[int, str]:
         """By worker, what is wrong with its process though its messages do not show it: stopped, or ended."""
         found = {}
-        for index, process in self.processes.items():
-            for rank, child in enumerate(process.ranks):
+        for index, gang in self.processes.items():
+            for rank, process in enumerate(gang.ranks):
                 with suppress(OSError):
-                    text = _STANDINGS.get(child.standing(), "")
+                    text = _STANDINGS.get(process.standing(), "")
                     if text:
-                        found[index] = f"rank {rank} {text}" if process.followers else text
+                        found[index] = f"rank {rank} {text}" if gang.is_group else text
         return found
 
     # What comes.
 
-    def read(self, peer: bytes, data: bytes) -> tuple[int | None, Message | ProtocolError]:
-        """The worker that sent this, and the message; an error in the place of a malformed message.
+    def read(self, peer: bytes, data: bytes) -> tuple[int | None, Message | ProtocolError | None]:
+        """The worker that sent this, and its message; an error in the place of a malformed message.
 
-        A peer that shows a worker's token is that worker from then on. Messages of others, and of workers
-        that broke the protocol, have no worker.
+        A peer that shows a token is that worker, or that rank of it, from then on. Messages of others, and of
+        workers that broke the protocol, have no worker. There is no message yet if only some of a worker's
+        ranks have sent it.
         """
-        process = self.peers.get(peer)
-        if process is None and len(data) > MAX_HELLO_BYTES:
+        gang, rank = self._ranks.get(peer) or (self.peers.get(peer), 0)
+        if gang is None and len(data) > MAX_HELLO_BYTES:
             return None, ProtocolError(f"{len(data)} bytes of a stranger")
-        if process is not None and process.outlawed:
+        if gang is not None and gang.outlawed:
             return None, ProtocolError("more of a worker that broke the protocol")
         try:
             message = decode(data)
+            gang, rank = (gang, rank) if gang is not None else self._greet(peer, message)
+            return (None, message) if gang is None else (gang.index, gang.take(rank, message))
         except ProtocolError as exc:
-            return None if process is None else process.index, exc
-        return self._greet(peer, message) if process is None else process.index, message
+            return None if gang is None else gang.index, exc
 
-    def _greet(self, peer: bytes, message: Message) -> int | None:
-        """The worker whose HELLO this is."""
+    def _greet(self, peer: bytes, message: Message) -> tuple[Gang | None, int]:
+        """The worker whose HELLO this is, and the rank."""
         if isinstance(message, Hello) and message.version == VERSION:
             token = message.token.encode(errors="surrogatepass")  # whatever text it may be
-            for index, process in self.processes.items():
-                known = process.peer is None and message.pid == process.pid
-                if known and hmac.compare_digest(token, process.hello_token.encode()):
-                    process.peer = peer
-                    self.peers[peer] = process
-                    return index
-        return None
+            for gang in self.processes.values():
+                for rank, process in enumerate(gang.ranks):
+                    known = process.peer is None and message.pid == process.pid
+                    if known and hmac.compare_digest(token, process.hello_token.encode()):
+                        process.peer = peer
+                        gang.note_peers()
+                        if gang.is_group:
+                            self._ranks[peer] = gang, rank
+                        else:
+                            self.peers[peer] = gang
+                        return gang, rank
+        return None, 0
 
     def fetch(self, index: int, number: int) -> Block:
         """A block that the worker has made and handed over.
@@ -225,7 +217,7 @@ class Connections:
             ProtocolError: The worker has not handed over such a block.
             OSError: This process has no descriptor or memory left.
         """
-        size, fd, _ = self.processes[index].lifeline.receive_block(number)
+        size, fd, _ = self.processes[index].receive_block(number)
         return Block.attach(number, size, fd)
 
     def take_slab(self, index: int, slab: tuple[int, int]) -> None:
@@ -235,7 +227,7 @@ class Connections:
             ProtocolError: It was not asked for one, or has not handed over such a block.
             OSError: This process has no descriptor left.
         """
-        process = self.processes[index]
+        [process] = self.processes[index].ranks
         if not self._builds[index][0].shares_weights or process.slab is not None:
             raise ProtocolError(f"slab {slab} was not asked for")
         number, expected = slab
@@ -252,22 +244,31 @@ class Connections:
         Raises:
             UnreachableError: The worker does not accept messages; kill it.
         """
-        process = self.processes.get(index)
-        if process is None:
+        gang = self.processes.get(index)
+        if gang is None:
             return
         if isinstance(message, Cancel):
+            self._cancel(gang, message)
+        elif isinstance(message, Build) and gang.peers:
+            builds = [message] if not gang.is_group else self._builds[index]
+            for process, build in zip(gang.ranks, builds, strict=True):
+                data = encode(replace(build, token=process.build_token))
+                self._send([process.peer or b""], data)
+        else:
+            self._send(gang.peers, encode(message))
+
+    def _cancel(self, gang: Gang, message: Cancel) -> None:
+        """Cancel a run, but not in ranks: it would end in some that others wait for, or is it done in."""
+        if not gang.is_group:
             try:
-                process.cancels.send(message.request, message.shard)
+                gang.ranks[0].cancels.send(message.request, message.shard)
             except OSError as exc:
                 raise UnreachableError(f"cannot be reached: {exc}") from exc
-        elif process.peer is not None:
-            if isinstance(message, Build):
-                message = replace(message, token=process.build_token)
-            self._send(process.peer, encode(message))
 
-    def _send(self, peer: bytes, data: bytes) -> None:
+    def _send(self, peers: Sequence[bytes], data: bytes) -> None:
         try:
-            self.transport.send(peer, data)
+            for peer in peers:
+                self.transport.send(peer, data)
         except SendError as exc:
             raise UnreachableError(f"cannot be reached: {exc}") from exc
 
@@ -279,25 +280,25 @@ class Connections:
         Raises:
             UnreachableError: As `send`.
         """
-        process = self.processes.get(index)
-        if process is None or process.peer is None:
+        gang = self.processes.get(index)
+        if gang is None or gang.killed:
             return
         for request, _ in members:
-            if not request.blocks <= process.attached:
-                self._attach(index, process, request.blocks)
+            if not request.blocks <= gang.attached:
+                self._attach(gang, request.blocks)
         first, shard = members[0]
         weights = first.weights
-        if weights.number and weights.number not in process.weights:
-            self._attach(index, process, weights.blocks)
-            self._send(process.peer, weights.message)
-            given = {n for n in process.weights if n >= weights.oldest}
-            process.weights = given | {weights.number}
+        if weights.number and weights.number not in gang.weights:
+            self._attach(gang, weights.blocks)
+            self._send(gang.peers, weights.message)
+            given = {n for n in gang.weights if n >= weights.oldest}
+            gang.weights = given | {weights.number}
         if len(members) == 1:
             data = first.message(shard, fresh=fresh)
         else:
             tensors = [request.tensors(shard) for request, shard in members]
             data = encode_predict_joined(first.number, shard, weights.number, tensors, first.axes)
-        self._send(process.peer, data)
+        self._send(gang.peers, data)
 
     def share_slab(self, index: int, leader: int) -> None:
         """Give a worker the slab of another one.
@@ -305,36 +306,37 @@ class Connections:
         Raises:
             UnreachableError: As `send`.
         """
-        process, slab = self.processes.get(index), self.processes[leader].slab
-        if process is None or slab is None:
+        gang, slab = self.processes.get(index), self.processes[leader].ranks[0].slab
+        if gang is None or slab is None:
             return
-        self._hand_over(process, slab)
+        self._hand_over(gang, slab)
         device = self._builds[leader][0].device
         self.send(index, Attach(block=slab.number, size=slab.size, device=device))
 
-    def _hand_over(self, process: WorkerProcess, block: SharedBlock | HeldBlock) -> None:
+    def _hand_over(self, gang: Gang, block: SharedBlock | HeldBlock) -> None:
         try:
-            process.lifeline.send_block(block.number, block.size, block.fd, block.token)
+            for process in gang.ranks:
+                process.lifeline.send_block(block.number, block.size, block.fd, block.token)
         except OSError as exc:
             raise UnreachableError(f"does not take a block: {exc}") from exc
 
     def detach(self, index: int, number: int) -> None:
         """Have a worker unmap a block that was freed."""
-        process = self.processes.get(index)
-        if process is not None and number in process.attached:
-            process.attached.discard(number)
+        gang = self.processes.get(index)
+        if gang is not None and number in gang.attached:
+            gang.attached.discard(number)
             self.send(index, Detach(block=number))
 
-    def _attach(self, index: int, process: WorkerProcess, blocks: frozenset[int]) -> None:
+    def _attach(self, gang: Gang, blocks: frozenset[int]) -> None:
         """Give the worker the blocks that it does not have yet."""
-        for number in blocks - process.attached:
+        for number in blocks - gang.attached:
             block = self._block(number)
             if block is None:
                 continue
-            self._hand_over(process, block)
-            process.attached.add(number)
+            self._hand_over(gang, block)
+            gang.attached.add(number)
             device = "" if block.device is None else str(block.device)
-            self.send(index, Attach(block=number, size=block.size, device=device))
+            self.send(gang.index, Attach(block=number, size=block.size, device=device))
 
 
 def _check_descriptors(count: int) -> None:

@@ -47,7 +47,6 @@ from mcinfer.errors import (
 )
 from mcinfer.machine import oom_kills, usable_memory
 from mcinfer.private import ModelInMemory, model_name
-from mcinfer.process import LEFT_ALONE, ORPHANED
 from mcinfer.protocol import (
     MAX_NOTES,
     REPLY,
@@ -64,12 +63,11 @@ from mcinfer.requests.request import Follower, Outcome, Promise, Request
 from mcinfer.runtime.connections import Connections, UnreachableError
 from mcinfer.runtime.delivery import Delivery
 from mcinfer.runtime.memory import ROOM_INTERVAL, Allocation, IdleMemory, MemoryLine
-from mcinfer.runtime.worker_process import ChildProcess, WorkerProcess
+from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.dispatch import Entry, trace_of
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import Scheduler
-from mcinfer.scheduler.workers import describe_exit
 from mcinfer.shm.arena import Arena, SharedBlock, Slot
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.statistics import Health, Statistics, TraceHook, WorkerStatistics
@@ -89,9 +87,6 @@ _MAX_NOTES = 100  # different notes that are logged
 
 _NOT_STARTED = "the master is not started: call start(), or use it in a with statement"
 _CLOSING = "the master is closing: it finishes what it has, and takes no more"
-
-_FOLLOWED = (LEFT_ALONE, ORPHANED)
-"""Exit statuses of ranks that ended because another one of their group had."""
 
 _LEVELS = {"degraded": logging.WARNING, "failed": logging.ERROR}
 
@@ -944,25 +939,12 @@ class Loop:
                 for child in ended:
                     self._poll.unregister(child.pidfd)
                     self._pidfds.discard(child.pidfd)
-                if ended and (not process.followers or self._is_group_gone(index, ended)):
-                    self._bury(index, now)
-
-    def _is_group_gone(self, index: int, ended: Sequence[ChildProcess]) -> bool:
-        """Ranks have ended: end the others of the group, too. Whether all have ended."""
-        process = self._connections.processes[index]
-        left = [child for child in process.ranks if child.pidfd in self._pidfds]
-        for rank, child in enumerate(process.ranks):
-            if rank and child in ended and not process.killed:
-                status = child.wait()
-                is_asked = status == 0 and self._scheduler.is_exiting(index)
-                if not is_asked and status not in _FOLLOWED:
-                    where = f"rank {rank} ({child.label[1]}, pid {child.pid})"
-                    process.deaths.append((where, status))
-        if left and not (process.pidfd in self._pidfds and self._scheduler.is_exiting(index)):
-            if not self._scheduler.workers[index].doomed:
-                self._scheduler.handle_killed(index, "")
-            process.kill()
-        return not left
+                if ended:
+                    process.note_ends(ended, asked=self._scheduler.is_exiting(index))
+                    if self._pidfds.isdisjoint(child.pidfd for child in process.ranks):
+                        self._bury(index, now)
+                    elif process.killed and not self._scheduler.workers[index].doomed:
+                        self._scheduler.handle_killed(index, "")
 
     def _look_at_memory(self, now: float) -> None:
         """Report how much memory each worker has, where the policy limits it."""
@@ -978,12 +960,8 @@ class Loop:
         self._receive()  # its last messages
         self._connections.remove(index)
         stacks = process.stacks()
-        status = process.reap()
-        how, statuses = describe_exit(status), {status}
-        if process.deaths:
-            deaths = "; ".join(f"{rank} {describe_exit(status)}" for rank, status in process.deaths)
-            how, statuses = f"ended: {deaths}", {status for _, status in process.deaths}
-        if process.peer is None and self._limits.worker_memory_bytes is not None:
+        how, statuses = process.reap()
+        if not process.peers and self._limits.worker_memory_bytes is not None:
             how += f" (it may have {self._limits.worker_memory_bytes} bytes of memory of its own)"
         killed = statuses == {-signal.SIGKILL}
         if killed and oom_kills() > self._oom_kills.get(index, 0):
@@ -1016,7 +994,7 @@ class Loop:
                 self._take_reply(process.index, *REPLY_HEAD.unpack(data)[1:])
                 continue
             index, message = self._connections.read(peer, data)
-            if index is not None:
+            if index is not None and message is not None:
                 self._handle_message(index, message, monotonic())
         return True
 

@@ -9,11 +9,12 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import select
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from time import monotonic
@@ -37,25 +38,44 @@ _MAX_WAITING_BYTES = 1 << 22  # output beyond this is dropped
 _TICK_MS = 100
 
 
-class ChildProcess:
-    """A process of `mcinfer.worker`, with a lifeline.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBlock:
+    """A block that a worker has made for others, as its lifeline brought it; the holder closes `fd`."""
+
+    number: int
+    size: int
+    fd: int
+    token: bytes
+
+
+class WorkerProcess:
+    """One running process of `mcinfer.worker`: a worker, or one rank of it.
 
     Attributes:
         label: What its output is marked with: its number in the pool, and its device.
         pid: Its number.
         pidfd: Readable once the process has ended.
         lifeline: The master's end.
+        cancels: The channel for CANCEL.
+        hello_token: The worker must show it in HELLO.
+        build_token: The master must show it in BUILD.
+        peer: The transport's name for it, after its HELLO.
+        slab: The weights on its card that it has made for others; closed with it.
+        descriptors: Free descriptors of this process for its start. More of them are free again after it than
+            the connection needs, for which libzmq must find one, or it ends the process.
     """
 
+    descriptors: ClassVar[int] = 14
     pid: int
     pidfd: int
 
     def __init__(
         self,
         label: tuple[int, str],
-        greeting: Mapping[str, object],
-        given: Sequence[int],
         *,
+        connection: int,
+        group: Sequence[int] = (),
+        model: Sequence[int] = (),
         output: "OutputForwarder",
         inherited: Inherited,
         most_memory: int | None = None,
@@ -64,8 +84,9 @@ class ChildProcess:
 
         Args:
             label: As the attribute.
-            greeting: What it gets to know, beside what every child does.
-            given: Descriptors for it to inherit, by the same numbers.
+            connection: The handle by which it connects to the master's transport.
+            group: Descriptors of the group that it is a rank of.
+            model: The descriptor of the model, if it is in memory.
             output: Forwards its output.
             inherited: What it has of this process.
             most_memory: Bytes of memory of its own that it may have.
@@ -74,13 +95,23 @@ class ChildProcess:
             OSError: The system cannot start a process.
         """
         self.label = label
+        self.hello_token = secrets.token_hex(16)
+        self.build_token = secrets.token_hex(16)
+        self.peer: bytes | None = None
+        self.slab: HeldBlock | None = None
         with contextlib.ExitStack() as opened:
             self._stacks = StackReport()
             opened.callback(self._stacks.close)
             self.lifeline, theirs = Lifeline.pair()
             opened.callback(self.lifeline.close)
+            self.cancels, listening = Cancels.pair()
+            opened.callback(self.cancels.close)
             whole = {
-                **greeting,
+                "connection": connection,
+                "hello_token": self.hello_token,
+                "build_token": self.build_token,
+                "cancels": listening.fd,
+                "group": [*group],
                 "master": os.getpid(),
                 "stacks": self._stacks.fd,
                 "most_memory": most_memory,
@@ -88,9 +119,10 @@ class ChildProcess:
                 "pythonpath": inherited.pythonpath,
                 "log_level": _worker_log.getEffectiveLevel(),
             }
-            with theirs:
+            with theirs, contextlib.closing(listening):
                 self.lifeline.greet(json.dumps(whole).encode())
-                self._launch([theirs.fileno(), *given], output, inherited)
+                given = [theirs.fileno(), connection, listening.fd, *group, *model]
+                self._launch(given, output, inherited)
             opened.pop_all()
 
     def _launch(
@@ -159,150 +191,11 @@ class ChildProcess:
         """Free what this object owns; a process that still runs loses its lifeline."""
         os.close(self.pidfd)
         self.lifeline.close()
-        self._stacks.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBlock:
-    """A block that a worker has made for others, as its lifeline brought it; the holder closes `fd`."""
-
-    number: int
-    size: int
-    fd: int
-    token: bytes
-
-
-class WorkerProcess(ChildProcess):
-    """One running worker: rank 0 of a group, if it has followers.
-
-    Attributes:
-        cancels: The channel for CANCEL.
-        hello_token: The worker must show it in HELLO.
-        build_token: The master must show it in BUILD.
-        peer: The transport's name for it, after its HELLO.
-        attached: Numbers of the blocks that it was sent.
-        weights: Versions of the weights that it knows.
-        outlawed: Whether it broke the protocol: its messages are not read any more.
-        followers: The processes of ranks 1, 2, …
-        deaths: The followers that ended by themselves, in words, and their exit statuses.
-        killed: Whether `kill` was called.
-        slab: The weights on its card that it has made for others; closed with it.
-        descriptors: Free descriptors of this process for its start. More of them are free again after it than
-            the connection needs, for which libzmq must find one, or it ends the process.
-    """
-
-    descriptors: ClassVar[int] = 14
-
-    def __init__(
-        self,
-        index: int,
-        label: tuple[int, str],
-        *,
-        connection: int,
-        hello_token: str,
-        build_token: str,
-        ranks: Sequence[int] = (),
-        model: Sequence[int] = (),
-        output: "OutputForwarder",
-        inherited: Inherited,
-        most_memory: int | None = None,
-    ) -> None:
-        """Start it, without the followers.
-
-        Args:
-            index: Its number in the scheduler.
-            label: As for every child.
-            connection: The handle by which it connects to the master's transport.
-            hello_token: As the attribute.
-            build_token: As the attribute.
-            ranks: Descriptors of sockets, one to each follower.
-            model: The descriptor of the model, if it is in memory.
-            output: As for every child, and so are the others.
-            inherited: See there.
-            most_memory: See there.
-
-        Raises:
-            OSError: The system cannot start a process.
-        """
-        self.index = index
-        self.hello_token = hello_token
-        self.build_token = build_token
-        self.peer: bytes | None = None
-        self.attached: set[int] = set()
-        self.weights: set[int] = set()
-        self.outlawed = False
-        self.followers: list[ChildProcess] = []
-        self.deaths: list[tuple[str, int]] = []
-        self.killed = False
-        self.slab: HeldBlock | None = None
-        with contextlib.ExitStack() as opened:
-            self.cancels, listening = Cancels.pair()
-            opened.callback(self.cancels.close)
-            greeting = {
-                "connection": connection,
-                "hello_token": hello_token,
-                "build_token": build_token,
-                "cancels": listening.fd,
-                "ranks": [*ranks],
-            }
-            with contextlib.closing(listening):
-                super().__init__(
-                    label,
-                    greeting,
-                    [connection, listening.fd, *ranks, *model],
-                    output=output,
-                    inherited=inherited,
-                    most_memory=most_memory,
-                )
-            opened.pop_all()
-
-    @property
-    def ranks(self) -> Sequence[ChildProcess]:
-        """The processes of all ranks: this one and its followers."""
-        return (self, *self.followers)
-
-    def kill(self) -> None:
-        """End it and its followers at once."""
-        self.killed = True
-        super().kill()
-        for process in self.followers:
-            process.kill()
-
-    def ask_for_stacks(self) -> None:
-        """Make all ranks write their stacks: any of them may be the one that hangs."""
-        super().ask_for_stacks()
-        for process in self.followers:
-            process.ask_for_stacks()
-
-    def stacks(self) -> str:
-        """The stacks of all ranks that wrote some, each with its rank."""
-        found = [super().stacks(), *(process.stacks() for process in self.followers)]
-        if not self.followers:
-            return found[0]
-        return "\n".join(
-            f"rank {rank} ({process.label[1]}, pid {process.pid}):\n{text}"
-            for rank, (process, text) in enumerate(zip(self.ranks, found, strict=True))
-            if text
-        )
-
-    def own_bytes(self) -> int:
-        """The resident memory of its own of the rank that has most."""
-        return max(super().own_bytes(), *(process.own_bytes() for process in self.followers), 0)
-
-    def reap(self) -> int:
-        """After the end of all ranks: free what this object owns; the exit status of rank 0."""
-        for process in self.followers:
-            process.wait()
-        return super().reap()
-
-    def abandon(self) -> None:
-        super().abandon()
         self.cancels.close()
+        self._stacks.close()
         if self.slab is not None:
             os.close(self.slab.fd)
             self.slab = None
-        for process in self.followers:
-            process.abandon()
 
 
 def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:

@@ -38,11 +38,6 @@ def main() -> int:
     else:
         os.environ["PYTHONPATH"] = start["pythonpath"]
     logging.basicConfig(level=start["log_level"], format=LOG_FORMAT)
-    if "rank" in start:
-        from mcinfer.worker.server import follow
-
-        build = start["build"].encode("latin-1")
-        return follow(start["rank"], start["socket"], build)
     from mcinfer.runtime.cancels import Cancels
     from mcinfer.runtime.transport import WorkerTransport
     from mcinfer.worker.server import serve
@@ -50,7 +45,7 @@ def main() -> int:
     cancels = Cancels.inherited(start["cancels"])
     connection = WorkerTransport(start["connection"])
     tokens = (start["hello_token"], start["build_token"])
-    return serve(connection, tokens, lifeline, cancels, start["ranks"])
+    return serve(connection, tokens, lifeline, cancels, start["group"])
 
 
 def _limit_memory(size: int) -> None:

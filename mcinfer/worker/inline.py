@@ -36,6 +36,7 @@ class InlineWorker(WorkerProcess):
     def _launch(self, given: Sequence[int], output: OutputForwarder, inherited: Inherited) -> None:
         del output, inherited  # the thread has this process's
         self._status = 0
+        self._killed = False
         self._stacks_text = ""
         self.pid = os.getpid()
         with ExitStack() as opened:
@@ -73,7 +74,7 @@ class InlineWorker(WorkerProcess):
 
     def kill(self) -> None:
         """Cancel its run, and have it end after that."""
-        self.killed = True
+        self._killed = True
         self.cancels.hang_up()
 
     def ask_for_stacks(self) -> None:
@@ -87,7 +88,7 @@ class InlineWorker(WorkerProcess):
     def wait(self) -> int:
         """After its end, or until then: the status with which its process would have ended."""
         self._thread.join()
-        return 0 if self.killed else self._status
+        return 0 if self._killed else self._status
 
     def abandon(self) -> None:
         self.cancels.hang_up()

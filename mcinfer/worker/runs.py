@@ -59,6 +59,7 @@ class JoinedRun:
     scratch: Block
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
+    gives: frozenset[str] | None = None
 
     def gather(self, members: Sequence[Member], axes: Sequence[int | None]) -> None:
         """Copy the members' rows into the joined inputs."""
@@ -74,12 +75,13 @@ class JoinedRun:
         axes: Sequence[int],
         produced: Sequence[Produced | Strings] = (),
     ) -> Sequence[Produced | Strings]:
-        """Copy each member's rows out of the joined outputs; the run must have written them all there."""
+        """Copy each member's rows out of the joined outputs, where the run must have written all it gives."""
         if produced:
             names = [item.name for item in produced]
             raise PredictError(f"outputs {names} have other shapes than the model declares")
         for i, (joined, axis) in enumerate(zip(self.outputs, axes, strict=True)):
-            _copy(joined, [outputs[i] for _, outputs in members], axis, gather=False)
+            if self.gives is None or joined.name in self.gives:
+                _copy(joined, [outputs[i] for _, outputs in members], axis, gather=False)
         return ()
 
 
@@ -263,6 +265,7 @@ class JoinedRuns:
             scratch=scratch,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
+            gives=self._engine.gives,
         )
         self._runs[key] = joined
         if len(self._runs) > _MAX_RUNS:

@@ -5,8 +5,7 @@
     main thread     wait ──► PREDICT ──► bind (cached by the body's bytes) ──► engine run ──► REPLY ──► wait
     canceller thread         waits at a socket of its own: CANCEL ──► engine.cancel
 
-An engine that works on several runs at once (`Engine.depth`) begins each PREDICT as it comes, and answers in
-the same order. If the model is cut over several ranks, this worker is rank 0, and `follow` is the others.
+If the model is cut over several ranks, each is a worker like any other, with an engine that runs its slice.
 
 Ownership: the blocks belong to the master and are mapped until DETACH. Bound runs hold addresses in the
 blocks, so they are dropped before the blocks. A lock guards the cancellations; the main thread owns the rest.
@@ -17,14 +16,12 @@ import hmac
 import logging
 import os
 import select
-import socket
 import threading
 import time
 import traceback
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from mcinfer.config import CARD_KINDS, INLINE, Device
@@ -42,7 +39,6 @@ from mcinfer.engines.preparation import content_of, identity
 from mcinfer.errors import (
     BuildError,
     CardLostError,
-    ClosedError,
     CollectiveTimeoutError,
     InvalidInputError,
     McinferError,
@@ -53,7 +49,7 @@ from mcinfer.errors import (
 )
 from mcinfer.model_cache.keys import Source
 from mcinfer.private import in_words
-from mcinfer.process import LEFT_ALONE, ORPHANED
+from mcinfer.process import ORPHANED
 from mcinfer.protocol import (
     MAX_NOTE,
     MAX_NOTES,
@@ -84,7 +80,6 @@ from mcinfer.protocol import (
     decode,
     encode,
 )
-from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.shm.arena import AttachedBlocks, OfferedBlock, SharedBlock, align
@@ -104,19 +99,10 @@ _MAX_TEXT = 1 << 20
 
 _BLOCK_TIMEOUT = 10.0
 
-_LONGEST_SILENCE = DEFAULT_TIMEOUT
-"""Seconds without any news, after which the end of a begun run is waited for."""
-
 _Bound = tuple[Run, tuple[TensorRef, ...]]
 """A run, and the places that its outputs are bound to."""
 
 T = TypeVar("T")
-
-_GROUP_BROKEN = (RankDiedError, CollectiveTimeoutError, ClosedError)
-"""Errors after which a group of ranks cannot run any more; the master starts it again."""
-
-_BROKEN = (*_GROUP_BROKEN, CardLostError)
-"""Errors after which this process is of no use any more."""
 
 CARD_LOST = 74
 """Exit status of a worker that cannot use its card any more: EX_IOERR of sysexits.h. The run is to blame."""
@@ -133,26 +119,23 @@ def serve(
     tokens: tuple[str, str],
     lifeline: Lifeline,
     cancels: Cancels,
-    followers: Sequence[int] = (),
+    group: Sequence[int] = (),
     *,
     in_thread: bool = False,
 ) -> int:
     """Serve the master until EXIT or a hang-up, and close all that was opened; the exit status.
 
     The worker shows the first token in HELLO, the master the second in BUILD. The lifeline brought both.
-    `followers` are descriptors of sockets to the other ranks of its group. `in_thread`: no watcher ends this
+    `group` are the descriptors of the group that it is a rank of, if any. `in_thread`: no watcher ends this
     process when the master hangs up, since the master is in it.
     """
-    server = Server(connection, tokens[1], lifeline, cancels, followers, in_thread=in_thread)
+    server = Server(connection, tokens[1], lifeline, cancels, group, in_thread=in_thread)
     try:
         server.send(Hello(version=VERSION, pid=os.getpid(), token=tokens[0]))
         server.loop()
     except _StrangerError as exc:
         _log.error("%s; this worker does nothing for it, and ends", exc)
         return STRANGER
-    except _GROUP_BROKEN as exc:
-        _log.warning("%s; this group ends, and is started again", exc)
-        return LEFT_ALONE
     except CardLostError as exc:
         _log.error("%s; this worker ends, and is started again", exc)
         return CARD_LOST
@@ -164,31 +147,6 @@ def serve(
     finally:
         server.close()
     return 0
-
-
-def follow(rank: int, fd: int, build: bytes) -> int:
-    """Be a rank above 0 of a group, until its rank 0 ends it; the exit status.
-
-    Args:
-        rank: Its number.
-        fd: The descriptor of the socket to rank 0.
-        build: Its BUILD, which the lifeline brought.
-    """
-    message = decode(build)
-    if not isinstance(message, Build):
-        raise ProtocolError(f"got {type(message).__name__}, expected Build")
-    from mcinfer.ranks.engine import (
-        follow as follow_leader,
-    )  # which an ordinary worker does not need
-
-    with closing(_inherited(fd)) as leader:
-        return follow_leader(rank, message.ranks, leader, _pinned_request(message))
-
-
-def _inherited(fd: int) -> socket.socket:
-    end = socket.socket(fileno=fd)
-    end.set_inheritable(False)
-    return end
 
 
 def _pinned_request(message: Build) -> EngineRequest:
@@ -204,17 +162,6 @@ def _pinned_request(message: Build) -> EngineRequest:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Begun:
-    """A run that is begun and not answered."""
-
-    request: int
-    shard: int
-    run: Run
-    references: tuple[TensorRef, ...]
-    start: float
-
-
 class Server:
     """A worker's side of its conversation with the master."""
 
@@ -224,7 +171,7 @@ class Server:
         token: str,
         lifeline: Lifeline,
         cancels: Cancels,
-        followers: Sequence[int] = (),
+        group: Sequence[int] = (),
         *,
         in_thread: bool = False,
     ) -> None:
@@ -233,9 +180,7 @@ class Server:
         self._token = token
         self._cancels = cancels
         self._lifeline = lifeline
-        self._followers = [*map(_inherited, followers)]
-        self._begun: deque[_Begun] = deque()
-        self._depth = 1
+        self._group = [*group]
         self._poll = select.poll()
         self._conversation = Conversation()
         # From BUILD on; the conversation allows no run before it.
@@ -265,7 +210,7 @@ class Server:
             self._poll.register(self._connection.fd, select.POLLIN)
             self._poll.register(self._lifeline.fd, 0)  # a hang-up is always reported
         while True:
-            data = self._next() if self._begun else wait()
+            data = wait()
             if data and data[0] == PREDICT:
                 self.predict(data)
             elif not self.handle(decode(data)):
@@ -286,8 +231,6 @@ class Server:
         Raises:
             ProtocolError: The message may not come now, or cannot be followed.
         """
-        if not isinstance(message, PredictJoined):
-            self._finish_all()  # whose memory it may be about
         self._conversation.advance(message)
         match message:
             case Predict():
@@ -350,10 +293,10 @@ class Server:
             source = content_of(request)
             request = replace(request, source=source)
             if message.ranks > 1:
-                from mcinfer.ranks.engine import lead
+                from mcinfer.ranks import open_rank
 
-                cut = (message.tensor, message.pipeline)
-                self._engine = lead(request, cut, self._followers, self._report_progress)
+                cut, group = (message.tensor, message.pipeline), self._group
+                self._engine = open_rank(request, message.rank, cut, group, self._report_progress)
             elif request.device.kind in CARD_KINDS:
                 from mcinfer.cards.staging import open_on_card
 
@@ -362,17 +305,15 @@ class Server:
                 )
             else:
                 self._engine = open_engine(message.engine, request, self._report_progress)
-            self._depth = self._engine.depth
-            if self._depth > 1:
-                for fd in (self._connection.fd, self._engine.fd):
-                    self._poll.register(fd, select.POLLIN)
             self._runs = Runs(self._engine, self._blocks)
             self._is_built = True
             if source is not None and not source.unchanged():
                 raise BuildError(f"{message.model} was changed while it was loaded")
             content = {} if source is None else _content(request, source, self._engine.version)
-        except _BROKEN:  # no fault of the model: as if this process had died
+        except CardLostError:  # no fault of the model: as if this process had died
             raise
+        except (RankDiedError, CollectiveTimeoutError) as exc:  # nor of this rank
+            return _error("broken", exc)
         except Exception as exc:  # of any class: it is the runtime's
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
             return _error(kind, exc, model=message.model)
@@ -434,89 +375,31 @@ class Server:
 
     def _run(self, request: int, shard: int, bind: Callable[..., _Bound], *what: Any) -> None:
         """Run and answer; `bind` makes the run out of what the message says."""
-        if self._depth > 1:
-            self._begin(request, shard, bind, *what)
-            return
         answer: Message | None = None
         seconds = 0.0
+        run: Run | None = None
         try:
             run, references = bind(*what)
             produced, seconds = self._execute(run.execute, request, shard)
             if produced:
                 outputs = self._place(produced, references)
                 answer = Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
-        except _BROKEN:
+        except CardLostError:
             raise
         except Exception as exc:  # of any class: a run that raises fails its request only
+            if run is None:
+                self._engine.skip(exc)
             answer = _failure(exc, request, shard)
+            if self._engine.broken:
+                answer = replace(answer, kind="broken", text=self._engine.broken[:_MAX_TEXT])
         if answer is not None:
             self._answer(answer)
         else:  # all outputs are at the master's places
             self._conversation.end_run()
             self._connection.send(REPLY_HEAD.pack(REPLY, request, shard, seconds))
 
-    # Several runs at once.
-
-    def _next(self) -> bytes:
-        """The next message; runs that end meanwhile are answered."""
-        while self._begun:
-            if len(self._begun) < self._depth:
-                data = self._connection.receive()
-                if data is not None:
-                    return data
-                events = self._poll.poll(_LONGEST_SILENCE * 1000)
-                if events and all(fd != self._engine.fd for fd, _ in events):
-                    continue
-                # Without any news for so long a rank may be stopped: only `finish` has a time-out.
-            self._finish_oldest()
-        return self._connection.wait()
-
-    def _begin(self, request: int, shard: int, bind: Callable[..., _Bound], *what: Any) -> None:
-        """Begin a run, and answer it later; those that were begun before may not have ended."""
-        if len(self._begun) == self._depth:
-            self._finish_oldest()
-        try:
-            run, references = bind(*what)
-            _, seconds = self._execute(run.begin, request, shard)
-        except _BROKEN:
-            raise
-        except Exception as exc:  # as in `_run`
-            self._finish_all()
-            self._answer(_failure(exc, request, shard))
-            return
-        start = time.perf_counter() - seconds
-        self._begun.append(
-            _Begun(request=request, shard=shard, run=run, references=references, start=start)
-        )
-
-    def _finish_all(self) -> None:
-        while self._begun:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        """Wait for the run that was begun first, and answer it."""
-        begun = self._begun.popleft()
-        request, shard = begun.request, begun.shard
-        try:
-            produced = begun.run.finish()
-            seconds = time.perf_counter() - begun.start
-            outputs = self._place(produced, begun.references)
-        except _BROKEN:
-            raise
-        except Exception as exc:  # as in `_run`
-            self._answer(_failure(exc, request, shard))
-            return
-        finally:
-            with self._lock:  # it came too late for this run, and is not for a later one
-                self._cancelled.pop((request, shard), None)
-        if produced:
-            self._answer(Reply(request=request, shard=shard, outputs=outputs, seconds=seconds))
-        else:
-            self._conversation.end_run()
-            self._connection.send(REPLY_HEAD.pack(REPLY, request, shard, seconds))
-
     def _execute(self, run: Callable[[], T], request: int, shard: int) -> tuple[T, float]:
-        """Run, or begin to; raises `RunCancelledError` if that was cancelled before or is meanwhile."""
+        """Run; raises `RunCancelledError` if that was cancelled before or is meanwhile."""
         key = (request, shard)
         self._engine.arm()
         with self._lock:
@@ -556,7 +439,7 @@ class Server:
     def _place(
         self, produced: Sequence[Produced | Strings], bound: tuple[TensorRef, ...]
     ) -> tuple[TensorRef, ...]:
-        """References to all outputs, in the model's order.
+        """References to all outputs, in the model's order; of a rank, to those that it gives, or all.
 
         Outputs that the engine produced by itself go to a block of this worker's: those without a bound
         place, and those with another shape than the model declares.
@@ -589,7 +472,8 @@ class Server:
         if block is not None:
             self._lifeline.send_block(block.number, block.size, block.fd)
             block.close()
-        return tuple(references[spec.name] for spec in self._engine.spec.outputs)
+        names = [spec.name for spec in self._engine.spec.outputs]
+        return tuple(references[name] for name in names if name in references)
 
     def _attach(self, message: Attach) -> None:
         number, device = message.block, None

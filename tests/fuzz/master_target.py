@@ -36,6 +36,7 @@ from mcinfer.protocol import (
 from mcinfer.requests.request import Promise, Request
 from mcinfer.requests.splitting import Known
 from mcinfer.runtime.cancels import Cancels
+from mcinfer.runtime.gang import Gang
 from mcinfer.runtime.loop import Loop
 from mcinfer.runtime.transport import MasterTransport
 from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
@@ -111,6 +112,7 @@ class FedProcess(WorkerProcess):
         theirs: The worker's end of the lifeline.
         listening: The worker's end for cancellations.
         killed: Whether it was to end.
+        gang: The worker that it is.
     """
 
     def __init__(self, index: int, pid: int) -> None:
@@ -126,10 +128,8 @@ class FedProcess(WorkerProcess):
         self.lifeline, theirs = Lifeline.pair()
         self.theirs = Lifeline(theirs)
         self.peer = None
-        self.attached = set()
-        self.weights = set()
-        self.outlawed = False
         self.killed = False
+        self.gang = Gang(self.index, [self])
 
     def standing(self) -> str:
         return "S"
@@ -264,7 +264,7 @@ class MasterTarget(Target):
         for index, process in enumerate(self._processes):
             process.abandon()
             process.renew()
-            self._connections.processes[index] = process
+            self._connections.processes[index] = process.gang
             self._scheduler.handle_started(index, process.pid)
 
     @property
@@ -380,16 +380,16 @@ class MasterTarget(Target):
     def take(self, data: bytes) -> str:
         settled = {id(request) for request in self._requests if request.settled}
         before = [process.peer for process in self._processes]
-        outlawed = self._processes[0].outlawed
+        outlawed = self._processes[0].gang.outlawed
         running = self._scheduler.running(0)
         self._feed(self._speaker, data)
         self._check_who_is_known(before, data)
         self._check_sent()
-        outcome = "refused" if self._processes[0].outlawed and not outlawed else "taken"
+        outcome = "refused" if self._processes[0].gang.outlawed and not outlawed else "taken"
         for number, request in enumerate(self._requests):
             if request.settled and id(request) not in settled:
                 outcome = self._check_result(number, request, data, running)
-        if self._processes[0].outlawed:
+        if self._processes[0].gang.outlawed:
             self._check_outlaw()
         self._check()
         return "ignored" if self._speaker == _STRANGER else outcome
@@ -401,11 +401,11 @@ class MasterTarget(Target):
                 message, known = decode(data), (process.pid, process.hello_token)
                 if not isinstance(message, Hello) or (message.pid, message.token) != known:
                     raise Violation(f"{message} was taken for that of {process.pid}")
-            elif process.outlawed and (
+            elif process.gang.outlawed and (
                 self._speaker == _STRANGER or process is not self._processes[0]
             ):
                 raise Violation(f"{process.pid} is killed for what another one said")
-            if process.outlawed and not process.killed:
+            if process.gang.outlawed and not process.killed:
                 raise Violation(f"{process.pid} broke the protocol, and lives")
 
     def _check_outlaw(self) -> None:

@@ -3,49 +3,33 @@
 import json
 import logging
 import os
-import select
 import signal
-import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from mcinfer import EngineOptions, Master, Parallel, RestartPolicy
-from mcinfer.engines.base import Buffer
-from mcinfer.errors import PredictError, ProtocolError
-from mcinfer.process import LEFT_ALONE
-from mcinfer.protocol import Build, BuildFinish, Preparing
-from mcinfer.ranks import engine as ranks
+from mcinfer import (
+    EngineOptions,
+    Master,
+    Parallel,
+    PredictTimeoutError,
+    RestartPolicy,
+    Timeouts,
+)
+from mcinfer.errors import ProtocolError
 from mcinfer.ranks.collectives import join
 from mcinfer.ranks.collectives.rendezvous import meet
-from mcinfer.ranks.messages import Channel, Hello
-from mcinfer.worker import server
-from tests import test_serving
-from tests.engine_tensors import buffer
-from tests.process.rank_group import (
-    Bound,
-    assert_close,
-    expected,
-    followers,
-    group,
-    rows,
-    write_mlp,
-)
-from tests.process.waiting import pids, stop, wait_until
+from tests.process.rank_group import assert_close, expected, rows, write_mlp
+from tests.process.waiting import all_gone, pids, stop, wait_until
 
 WIDTH = 32
 WIDE = 1 << 19
 SECONDS = 20.0
-"""For a collective: a group that waits for itself fails soon."""
-X = ("x", "float32", (4, WIDTH), 0, 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,130 +76,60 @@ def test_stage_with_more_outputs_than_messages_may_wait_answers(tmp_path: Path) 
         [("Identity", "h4", name) for name in names],
         {name: (TensorProto.FLOAT, ["batch", WIDTH]) for name in names},
     )
-    with group(model, pipeline=2, timeout=SECONDS) as (engine, _):
-        outputs = {name: np.empty((3, WIDTH), np.float32) for name in names}
-        run = Bound(engine, {"x": rows(3)}, outputs)
-        for _ in range(2):
-            assert_close(run.execute(), expected(model, run.inputs))
+    with Master(model, parallel=Parallel(pipeline=2)) as master:
+        for _ in range(3):
+            assert_close(master.predict({"x": rows(3)}), expected(model, {"x": rows(3)}))
 
 
-def test_layouts_are_bound_while_outputs_of_unknown_shapes_wait_to_be_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [Parallel(pipeline=2), Parallel(tensor=2)], ids=str)
+def test_outputs_of_unknown_shapes_come_from_the_ranks_that_make_them(
+    tmp_path: Path, parallel: Parallel
+) -> None:
     names = {"low": "h1", "high": "h4"}  # made in both stages
     model = write_chain(
         tmp_path / "unknown.onnx",
         [("NonZero", source, name) for name, source in names.items()],
         {name: (TensorProto.INT64, [2, name]) for name in names},
     )
-    with group(model, pipeline=2, timeout=SECONDS) as (engine, _):
-        for turn in range(3):
-            runs = []
-            for count in range(engine.depth):
-                run = Bound(engine, {"x": rows(1 + count + turn * engine.depth)})
-                run.run.begin()
-                runs.append(run)
-            for run in runs:
-                assert_close(run.finish(), expected(model, run.inputs))
+    with Master(model, parallel=parallel) as master:
+        given = [{"x": rows(1 + number % 7, seed=number)} for number in range(21)]
+        futures = [master.submit(each) for each in given]
+        for each, future in zip(given, futures, strict=True):
+            assert_close(future.result(timeout=60.0), expected(model, each))
 
 
-def test_layout_that_one_rank_cannot_make_leaves_the_group_usable(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "rank"),
+    [(Parallel(tensor=2), 1), (Parallel(pipeline=2), 0), (Parallel(pipeline=2), 1)],
+    ids=str,
+)
+def test_stopped_rank_costs_those_that_run_their_time_out_alone(
+    tmp_path: Path, parallel: Parallel, rank: int
+) -> None:
     model = write_mlp(tmp_path / "mlp.onnx")
-    with group(model, pipeline=2, timeout=SECONDS) as (engine, _):
-        y = np.empty((4, WIDTH), np.float32)
-        shape = (1 << 41, WIDTH)  # 256 TiB, which rank 0 alone needs
-        huge = Buffer(name="x", element_type="float32", shape=shape, address=0, size=1 << 48)
-        for _ in range(2):
-            with pytest.raises(PredictError, match=r"rank 0: .*allocate"):
-                engine.bind([huge], [buffer("y", y)])
-            run = Bound(engine, {"x": rows(4)}, {"y": y})
-            assert_close(run.execute(), expected(model, run.inputs))
+    timeouts = Timeouts(cancel_grace=0.2)
+    with Master(model, parallel=parallel, timeouts=timeouts) as master:
+        master.predict({"x": rows(2)})
+        before = pids(master)
+        stop(before[rank])
+        with pytest.raises(PredictTimeoutError):
+            master.predict({"x": rows(2)}, timeout=0.5)
+        wait_until(lambda: all_gone(before))
+        assert_close(master.predict({"x": rows(3)}), expected(model, {"x": rows(3)}))
 
 
-# The worker of rank 0.
-
-
-def served(monkeypatch: pytest.MonkeyPatch, sockets: Sequence[int]) -> test_serving.Peer:
-    """The master's side of a worker that has these sockets to its followers."""
-    monkeypatch.setattr(test_serving, "serve", partial(server.serve, followers=sockets))
-    return test_serving.Peer()
-
-
-@contextmanager
-def answering(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> Iterator[tuple[test_serving.Peer, int]]:
-    """The master's side of a leader that has its model and a block, and the pid of its follower."""
-    model = write_mlp(folder / "mlp.onnx")
-    with (
-        followers(2, model) as others,
-        closing(served(monkeypatch, [os.dup(others.sockets[0].fileno())])) as peer,
-    ):
-        peer.send(build(model, 2))
-        while not isinstance(peer.receive(), BuildFinish):
-            continue
-        peer.attach(0)
-        yield peer, others.pids[0]
-
-
-def build(model: Path, pipeline: int) -> Build:
-    return Build(
-        model=str(model),
-        engine="onnxruntime",
-        device="cpu:0",
-        threads=1,
-        options=EngineOptions(prepare="never"),
-        token=test_serving.BUILD_TOKEN,
-        pipeline=pipeline,
-    )
-
-
-def test_rank_that_leaves_during_the_build_ends_the_group_and_is_no_build_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with closing(served(monkeypatch, [theirs.detach()])) as peer:
-        with closing(Channel(ours)) as channel:
-            channel.send(Hello(rank=1, pid=os.getpid(), device="cpu:1"))
-            peer.send(build(write_mlp(tmp_path / "mlp.onnx"), 2))
-        assert peer.finish() == LEFT_ALONE
-        assert all(isinstance(said, Preparing) for said in peer.last_words())
-
-
-def test_last_stage_that_is_stopped_while_no_rank_waits_for_it_ends_the_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(server, "_LONGEST_SILENCE", 1.0)
-    monkeypatch.setattr(ranks, "lead", partial(ranks.lead, timeout=1.0))
-    with answering(monkeypatch, tmp_path) as (peer, follower):
-        peer.ask([X])
-        stop(follower)
-        peer.predict([X])
-        assert peer.finish() == LEFT_ALONE
-    caplog.clear()  # the error in a record holds the engine
-
-
-def test_cancellation_that_came_too_late_does_not_cancel_the_same_shard_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engines = []
-    lead = ranks.lead
-
-    def noted(*arguments: Any) -> ranks.LeaderEngine:
-        engines.append(lead(*arguments))
-        return engines[0]
-
-    monkeypatch.setattr(ranks, "lead", noted)
-    with answering(monkeypatch, tmp_path) as (peer, follower):
-        peer.ask([X])
-        stop(follower)
-        begun = peer.predict([X])
-        wait_until(lambda: engines[0]._begun)
-        peer.cancels.send(begun, 0)
-        wait_until(lambda: not select.select([peer.listening.fd], [], [], 0)[0])
-        os.kill(follower, signal.SIGCONT)
-        peer.answer(begun)
-        peer.requests -= 1
-        assert peer.ask([X]).request == begun
-    engines.clear()
+def test_cancelled_requests_leave_the_group_in_step(tmp_path: Path) -> None:
+    model = write_mlp(tmp_path / "mlp.onnx")
+    with Master(model, parallel=Parallel(tensor=2, pipeline=2)) as master:
+        before = pids(master)
+        given = [{"x": rows(1 + number % 5, seed=number)} for number in range(60)]
+        futures = [master.submit(each) for each in given]
+        for future in futures[::3]:
+            future.cancel()
+        for number, (each, future) in enumerate(zip(given, futures, strict=True)):
+            if number % 3:
+                assert_close(future.result(timeout=60.0), expected(model, each))
+        assert pids(master) == before
 
 
 # A group of a master.

@@ -50,10 +50,6 @@ _MAX_KEPT = 64
 
 _BARRIER = cell("barrier")
 
-_ENDS: dict[str, type[McinferError]] = {
-    kind.__name__: kind for kind in (RankDiedError, CollectiveTimeoutError, InvalidInputError)
-}
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _G = TypeVar("_G", bound="Group")
@@ -69,6 +65,12 @@ class PeerFailedError(PredictError):
     def __init__(self, text: str, *, cancelled: bool = False) -> None:
         super().__init__(text)
         self.cancelled = cancelled
+
+
+_ENDS: dict[str, type[McinferError]] = {
+    kind.__name__: kind
+    for kind in (RankDiedError, CollectiveTimeoutError, InvalidInputError, PeerFailedError)
+}
 
 
 class Collective(ABC):
@@ -250,6 +252,11 @@ class Group(ABC):
         """Leave the group: operations of others that wait for this rank end with `RankDiedError`."""
         if self._cause is None:
             self.leave("", "this rank closed it")
+
+    def break_off(self, text: str) -> None:
+        """Close the group for good: `PeerFailedError` with this text in all ranks that wait, or will."""
+        if self._cause is None:
+            self.leave(f"{PeerFailedError.__name__}\n{text}", text)
 
     def close_for(self, exc: BaseException) -> None:
         """Close the group because of an error, which the others get too."""

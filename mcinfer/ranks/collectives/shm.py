@@ -108,6 +108,44 @@ def join_sockets(
     return ShmGroup(membership, timeout)
 
 
+class Shared:
+    """What the ranks of a group inherit from the process that starts them; closed with `close`."""
+
+    def __init__(self, size: int) -> None:
+        """Raises OSError: no descriptor is left."""
+        self._ends: list[list[socket.socket]] = [[] for _ in range(size)]
+        try:
+            for rank in range(1, size):  # a star around rank 0
+                hub, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._ends[0].append(hub)
+                self._ends[rank].append(end)
+        except OSError:
+            self.close()
+            raise
+
+    def fds(self, rank: int) -> list[int]:
+        """The descriptors that a rank inherits, for `inherit`."""
+        return [end.fileno() for end in self._ends[rank]]
+
+    def close(self) -> None:
+        for end in (end for ends in self._ends for end in ends):
+            end.close()
+
+
+def make_shared(size: int) -> Shared:
+    """What a group of so many ranks needs, for the process that starts them; `OSError` as the system says."""
+    return Shared(size)
+
+
+def inherit(
+    rank: int, size: int, fds: Sequence[int], *, timeout: float = DEFAULT_TIMEOUT
+) -> "ShmGroup":
+    """Join the group by the descriptors of `Shared.fds`, which are this function's from now on."""
+    with contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(socket.socket(fileno=fd)) for fd in fds]
+        return join_sockets(rank, size, ends, timeout=timeout)
+
+
 def join(key: str, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) -> "ShmGroup":
     """Make ranks that were started apart a group; see `mcinfer.ranks.collectives.join`."""
     with contextlib.ExitStack() as stack:

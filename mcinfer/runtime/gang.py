@@ -1,0 +1,231 @@
+"""The processes of one worker: one, or the ranks of a group that run each request together.
+
+::
+
+    scheduler ── one message ──► Gang ══ the same bytes, in the same order ══► rank 0, rank 1, …
+              ◄── one message ──      ◄════ each rank answers every message, in order ═════
+
+To the scheduler a group is one worker. Its HELLO, BUILD_FINISH, REPLY or ERROR is there when all ranks have
+sent theirs. All or nothing: if a rank says that its group is broken, or its process ends, all others are
+ended, and the worker has died.
+
+Ownership: the gang owns its processes until `reap`.
+"""
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from mcinfer.errors import ProtocolError
+from mcinfer.protocol import (
+    MAX_NOTES,
+    MAX_RUNS,
+    BuildFinish,
+    Error,
+    Message,
+    Preparing,
+    Reply,
+    TensorRef,
+)
+from mcinfer.runtime.worker_process import WorkerProcess
+from mcinfer.scheduler.workers import describe_exit
+
+_MOST_AHEAD = MAX_RUNS + 4
+"""Answers of one rank that others have not given yet, at the most: to runs, and to what came before them."""
+
+
+class Gang:
+    """See the module's docstring.
+
+    Attributes:
+        index: Its number in the scheduler.
+        ranks: Its processes.
+        peers: The transport's names for all of them; empty before the last HELLO.
+        attached: Numbers of the blocks that they were sent.
+        weights: Versions of the weights that they know.
+        outlawed: Whether it broke the protocol: its messages are not read any more.
+        killed: Whether `kill` was called.
+    """
+
+    def __init__(self, index: int, ranks: Sequence[WorkerProcess]) -> None:
+        self.index = index
+        self.ranks = ranks
+        self.peers: list[bytes] = []
+        self.attached: set[int] = set()
+        self.weights: set[int] = set()
+        self.outlawed = False
+        self.killed = False
+        self._said: list[deque[Message]] = [deque() for _ in ranks]
+        self._outputs: list[str] = []
+        self._causes: list[
+            str
+        ] = []  # why it ends: ranks that ended by themselves, or what one said
+        self._statuses: set[int] = set()
+
+    @property
+    def is_group(self) -> bool:
+        return len(self.ranks) > 1
+
+    @property
+    def pid(self) -> int:
+        return self.ranks[0].pid
+
+    def note_peers(self) -> None:
+        """A rank has said HELLO."""
+        known = [process.peer for process in self.ranks if process.peer is not None]
+        self.peers = known if len(known) == len(self.ranks) else []
+
+    # What ranks say.
+
+    def take(self, rank: int, message: Message) -> Message | None:
+        """Take a message of one rank; that of the worker, if it is the last that was missing for one.
+
+        Raises:
+            ProtocolError: The ranks do not say the same.
+        """
+        if isinstance(message, Error) and message.kind == "broken":
+            if not self.is_group:
+                raise ProtocolError("a worker that is no rank says that its group is broken")
+            if message.request is not None:
+                self._end(message.text)
+                return None
+        if not self.is_group:
+            return message
+        if isinstance(message, Preparing):
+            return None if rank else message
+        line = self._said[rank]
+        line.append(message)
+        if len(line) > _MOST_AHEAD:
+            raise ProtocolError(f"rank {rank} has said more than it was asked")
+        if not all(self._said):
+            return None
+        return self._joined([line.popleft() for line in self._said])
+
+    def _joined(self, messages: Sequence[Message]) -> Message | None:
+        """What the ranks say together."""
+        first = messages[0]
+        errors = [message for message in messages if isinstance(message, Error)]
+        answers = [message for message in messages if isinstance(message, Error | Reply)]
+        runs = {(answer.request, answer.shard) for answer in answers}
+        is_build = bool(errors) and errors[0].request is None
+        if len(runs) > 1 or (not errors and len({*map(type, messages)}) > 1):
+            said = [type(message).__name__ for message in messages]
+            raise ProtocolError(f"the ranks said {said} of the runs {[*runs]} at once")
+        if len(answers) not in (0, len(messages)) and not is_build:
+            raise ProtocolError("some ranks answered a run, and others a build, at once")
+        if errors:
+            self._drop_outputs(messages)
+            own = [error for error in errors if error.kind != "broken"]
+            if not own:
+                self._end(errors[0].text)
+            return own[0] if own else None
+        if isinstance(first, BuildFinish):
+            self._outputs = [name for name, _, _ in first.outputs]
+            found = [m for m in messages if isinstance(m, BuildFinish)]
+            notes = [*dict.fromkeys(note for m in found for note in m.notes)][:MAX_NOTES]
+            seconds = max(m.seconds for m in found)
+            return replace(first, notes=tuple(notes), seconds=seconds)
+        if isinstance(first, Reply):
+            replies = [m for m in messages if isinstance(m, Reply)]
+            outputs = self._merged([reply.outputs for reply in replies])
+            seconds = max(reply.seconds for reply in replies)
+            return replace(first, outputs=outputs, seconds=seconds)
+        return first
+
+    def _merged(self, given: Sequence[Sequence[TensorRef]]) -> tuple[TensorRef, ...]:
+        """References to all outputs: where PREDICT said, or in a block of the rank that made one itself."""
+        found: dict[str, TensorRef] = {}
+        for rank, references in enumerate(given):
+            for name, kind, shape, block, at in references:
+                if block is not None and block < 0:
+                    found[name] = (name, kind, shape, block * len(self.ranks) - rank, at)
+                else:
+                    found.setdefault(name, (name, kind, shape, block, at))
+        if not found.keys() <= {*self._outputs}:
+            raise ProtocolError(f"the ranks gave {[*found]}, which are not all outputs")
+        return tuple(found[name] for name in self._outputs if name in found)
+
+    def receive_block(self, number: int) -> tuple[int, int, bytes]:
+        """A block of a rank's, by its number in the reply of `take`; as `Lifeline.receive_block`."""
+        rank = 0
+        if self.is_group:
+            number, rank = divmod(-number, len(self.ranks))
+            number = -number
+        return self.ranks[rank].lifeline.receive_block(number)
+
+    def _drop_outputs(self, messages: Sequence[Message]) -> None:
+        """Take the blocks that ranks have handed over in vain: they are in the way of later ones."""
+        for process, message in zip(self.ranks, messages, strict=True):
+            if isinstance(message, Reply):
+                for number in {reference[3] for reference in message.outputs}:
+                    if number is not None and number < 0:
+                        with suppress(OSError):  # no descriptor is left here: the block is lost
+                            os.close(process.lifeline.receive_block(number)[1])
+
+    # Ends.
+
+    def _end(self, cause: str) -> None:
+        """End all processes, since the ranks cannot go on."""
+        if not self.killed:
+            self._causes.append(cause)
+            self.kill()
+
+    def note_ends(self, ended: Sequence[WorkerProcess], *, asked: bool) -> None:
+        """Some of its processes have ended, because they were `asked` or not; end the others then."""
+        if not self.is_group:
+            return
+        for rank, process in enumerate(self.ranks):
+            if process in ended and not self.killed:
+                status = process.wait()
+                if not (asked and status == 0):
+                    where = f"rank {rank} ({process.label[1]}, pid {process.pid})"
+                    self._causes.append(f"{where} {describe_exit(status)}")
+                    self._statuses.add(status)
+        if self._causes:
+            self.kill()
+
+    def kill(self) -> None:
+        """End all its processes at once."""
+        self.killed = True
+        for process in self.ranks:
+            process.kill()
+
+    def reap(self) -> tuple[str, set[int]]:
+        """After the end of all processes: free what this object owns.
+
+        Returns:
+            How it ended, in words; and the exit statuses that this is of, none if a rank said why.
+        """
+        statuses = [process.reap() for process in self.ranks]
+        if self._causes:
+            return f"ended: {'; '.join(self._causes)}", self._statuses
+        return describe_exit(statuses[0]), {statuses[0]}
+
+    def abandon(self) -> None:
+        """Free what this object owns; processes that still run lose their lifelines."""
+        for process in self.ranks:
+            process.abandon()
+
+    # How it is.
+
+    def ask_for_stacks(self) -> None:
+        """Make all processes write their stacks: any of them may be the one that hangs."""
+        for process in self.ranks:
+            process.ask_for_stacks()
+
+    def stacks(self) -> str:
+        """The stacks of all processes that wrote some; those of ranks with the rank."""
+        found = [process.stacks() for process in self.ranks]
+        if not self.is_group:
+            return found[0]
+        return "\n".join(
+            f"rank {rank} ({process.label[1]}, pid {process.pid}):\n{text}"
+            for rank, (process, text) in enumerate(zip(self.ranks, found, strict=True))
+            if text
+        )
+
+    def own_bytes(self) -> int:
+        """The resident memory of its own of the process that has most."""
+        return max(process.own_bytes() for process in self.ranks)
