@@ -68,6 +68,8 @@ from mcinfer.statistics import Health, Statistics, TraceHook
 
 _log = logging.getLogger("mcinfer.master")
 
+_NO_AXES = (None, None)
+
 _PIECES_OF_A_STAGE = 4
 """Into how many pieces per stage a batch is cut for a pipeline: p stages work for m of m + p - 1 steps."""
 
@@ -132,6 +134,10 @@ class Master:
         InvalidInputError: An argument is invalid.
         BuildError: The system has no descriptor left.
     """
+
+    # From `start` on; `_model` is set after both.
+    _planner: Planner
+    _learner: Learner
 
     def __init__(
         self,
@@ -269,8 +275,6 @@ class Master:
         self._engine = engine
         self._model: ModelSpec | None = None
         self._description = ModelDescription()
-        self._planner: Planner | None = None
-        self._learner: Learner | None = None
         # At interpreter exit the loop closes itself; this is for a master that becomes garbage.
         self._waiting = WaitingThreads()
         self._finalizer = weakref.finalize(self, _abandon, self._loop, self._waiting)
@@ -366,8 +370,8 @@ class Master:
             if built.seeded and not self._said.inputs:
                 seeds = "from a seed with which each worker would draw the same ones"
                 self._learner.splitter.warn(f"{whole}, {seeds}")
-            self._model = model
             self._planner = planner
+            self._model = model
         except BaseException:
             self.close()
             raise
@@ -405,7 +409,7 @@ class Master:
             self._waiting.close(wait=self._loop.may_wait())
         finally:  # also when Ctrl-C ends the waiting: the rest then goes on by itself
             self._waiting.close(wait=False)
-            if self._planner is not None:
+            if hasattr(self, "_planner"):
                 self._planner.close()
             # It holds the loop, which holds the error of a failed start, whose traceback holds this.
             self._finalizer.detach()
@@ -572,16 +576,9 @@ class Master:
             MissingDependencyError: The package cuda-bindings or CuPy is needed, and not installed.
             ClosedError: The master is not started, or closed.
         """
-        if not self._loop.may_wait():
-            raise McinferError(
-                "predict() was called in a future's callback, which runs in the thread that the "
-                "answer needs: use submit() there"
-            )
-        return self._answer(
-            *self._call(
-                inputs, timeout, batch_axes, output_axes, shards, priority, outputs, outputs_on
-            )
-        )
+        axes = (batch_axes, output_axes)
+        call = self._call(inputs, timeout, axes, shards, priority, outputs, outputs_on, "predict")
+        return self._answer(call)
 
     def _predict_cancellable(
         self,
@@ -594,9 +591,9 @@ class Master:
 
         `offer` is called before each wait with a function that ends it, which any thread may call.
         """
-        planner, learner, call = self._call(inputs, None, None, None, None, 0, outputs, outputs_on)
+        call = self._call(inputs, None, _NO_AXES, None, 0, outputs, outputs_on)
         call.offer = offer
-        return self._answer(planner, learner, call)
+        return self._answer(call)
 
     def submit(
         self,
@@ -626,11 +623,11 @@ class Master:
             McinferError: InvalidInputError, QueueFullError, MissingDependencyError or ClosedError as
                 `predict`, before the request is queued.
         """
-        _, learner, call = self._call(
-            inputs, timeout, batch_axes, output_axes, 1, priority, outputs, outputs_on
+        call = self._call(
+            inputs, timeout, (batch_axes, output_axes), 1, priority, outputs, outputs_on
         )
         try:
-            return learner.submit(call)
+            return self._learner.submit(call)
         finally:
             call.weights = NO_WEIGHTS
 
@@ -691,28 +688,28 @@ class Master:
         The event loop's thread checks and copies the inputs before the first wait, to ordinary memory if no
         shared memory is free. Arrays from `allocate`, and tensors on cards, are borrowed until it is done.
         """
-        planner, learner, call = self._call(
-            inputs, timeout, batch_axes, output_axes, shards, priority, outputs, outputs_on
+        call = self._call(
+            inputs, timeout, (batch_axes, output_axes), shards, priority, outputs, outputs_on
         )
         call.keeps = True
         future: OutcomeFuture[Arrays] | None = None
         try:
-            if call.known.open and learner.teaches(call):
-                return await self._in_thread(call, partial(self._answer, planner, learner, call))
+            if call.known.open and self._learner.teaches(call):
+                return await self._in_thread(call, partial(self._answer, call))
             try:
-                future = learner.submit(call, wait=False)
+                future = self._learner.submit(call, wait=False)
             except QueueFullError:
                 if "wait" not in (self._limits.when_full, self._limits.when_queue_full):
                     raise
                 # Waiting for room would stop the event loop; and not with memory in hand.
-                call.inputs = planner.copies(inputs)
-                submit = partial(learner.submit, call)
+                call.inputs = self._planner.copies(inputs)
+                submit = partial(self._learner.submit, call)
                 future = await self._wait_for_room(submit, call.start + call.timeout)
             return await asyncio.wrap_future(future)
         except PredictError as exc:
-            if not learner.may_rescue(call, exc):
+            if not self._learner.may_rescue(call, exc):
                 raise
-            answer = await self._in_thread(call, partial(learner.rescue, call, exc))
+            answer = await self._in_thread(call, partial(self._learner.rescue, call, exc))
             if answer is None:
                 raise
             return answer
@@ -722,9 +719,8 @@ class Master:
 
     async def _in_thread(self, call: Call, answer: Callable[[], _T]) -> _T:
         """Answer a call in a thread, by copies of its inputs; cancelling the task cancels the call."""
-        planner, _ = self._ready()
         if not call.rows:  # else it has run in pieces, and has copies
-            call.inputs = [*map(np.array, planner.host_arrays(call.inputs, call.timeout))]
+            call.inputs = [*map(np.array, self._planner.host_arrays(call.inputs, call.timeout))]
         ends: list[Callable[[], object]] = []
         call.offer = ends.append
         answered = self._waiting.submit(answer)
@@ -768,8 +764,6 @@ class Master:
         Axes that a single call gives do not count here. `ClosedError` before `start`.
         """
         self._spec()
-        if self._planner is None or self._learner is None:
-            raise ClosedError("the master is still starting")
         return self._learner.splitter.known_for(self._planner.weights.current.rechecks).split
 
     def learn(
@@ -797,11 +791,9 @@ class Master:
         Raises:
             McinferError: As `predict`, if the whole run fails.
         """
-        if not self._loop.may_wait():
-            raise McinferError("learn() was called in a future's callback, where nothing may wait")
-        _, learner, call = self._call(example, timeout, batch_axes, output_axes, None)
+        call = self._call(example, timeout, (batch_axes, output_axes), None, waiting="learn")
         try:
-            return learner.relearn(call)
+            return self._learner.relearn(call)
         finally:
             call.weights = NO_WEIGHTS
 
@@ -828,9 +820,9 @@ class Master:
         while True:
             self.predict(example, timeout=max(0.0, end - monotonic()))
             left = max(0.0, end - monotonic())
-            _, learner, call = self._call(example, left, None, None, 1)
+            call = self._call(example, left, _NO_AXES, 1)
             call.limited = False  # or only one at a time might have a place
-            for future in [learner.submit(call) for _ in before]:
+            for future in [self._learner.submit(call) for _ in before]:
                 future.result()
             workers = self.statistics().workers
             serving = [w for w in workers if w.state in ("ready", "busy") and not w.spare]
@@ -860,15 +852,15 @@ class Master:
             MissingDependencyError: The package cuda-bindings or CuPy is not installed.
             ClosedError: The master is not started, or closed.
         """
-        planner, _ = self._ready()
+        self._ready()
         place = None if device is None else self._place(device, "device")
-        return planner.allocate(shapes, 0.0, place)
+        return self._planner.allocate(shapes, 0.0, place)
 
     @property
     def weights(self) -> tuple[TensorSpec, ...]:
         """The weights that `update_weights` may replace; `ClosedError` before `start`."""
         self._spec()
-        return () if self._planner is None else self._planner.weights.specs
+        return self._planner.weights.specs
 
     def update_weights(
         self, weights: Mapping[str, ArrayLike], *, timeout: float | None = None
@@ -895,12 +887,12 @@ class Master:
             PredictError: The system has no shared memory left.
             ClosedError: The master is not started, or closed.
         """
-        planner, _ = self._ready()
+        self._ready()
         if timeout is not None:
             check_seconds("timeout", timeout)
         waits = self._limits.when_full == "wait" and self._loop.may_wait()
         seconds = self._timeouts.predict if timeout is None else timeout
-        return planner.weights.update(weights, seconds if waits else 0.0)
+        return self._planner.weights.update(weights, seconds if waits else 0.0)
 
     def statistics(self) -> Statistics:
         """A snapshot of the counts so far; also after `close`.
@@ -908,15 +900,13 @@ class Master:
         Raises:
             ClosedError: This process was forked from the master's.
         """
-        version = 0 if self._planner is None else self._planner.weights.current.number
+        version = 0 if self._model is None else self._planner.weights.current.number
         return self._loop.statistics(version)
 
-    def _ready(self, *, for_request: bool = False) -> tuple[Planner, Learner]:
+    def _ready(self, *, for_request: bool = False) -> None:
         self._loop.check_open(for_request=for_request)
-        planner, learner = self._planner, self._learner
-        if planner is None or learner is None:
+        if self._model is None:
             raise ClosedError("the master is still starting")
-        return planner, learner
 
     # A call on its way.
 
@@ -924,20 +914,28 @@ class Master:
         self,
         inputs: Inputs,
         timeout: float | None,
-        batch_axes: Axes | None,
-        output_axes: Axes | None,
+        axes: tuple[Axes | None, Axes | None],
         pieces: int | None,
         priority: int = 0,
         outputs: Sequence[str] | None = None,
         outputs_on: str = "host",
-    ) -> tuple[Planner, Learner, Call]:
-        """What answers a request, and its arguments, all checked except the inputs."""
+        waiting: str = "",
+    ) -> Call:
+        """The arguments of a request, all checked except the inputs.
+
+        `waiting` names a method that waits for the answer, which a callback must not do.
+        """
         if outputs is not None:
             self._check_outputs(outputs)
         place = None if outputs_on == "host" else self._output_place(outputs_on, outputs)
         if type(priority) is not int:
             raise InvalidInputError(f"priority: got {priority!r}, expected an int")
-        planner, learner = self._ready(for_request=True)
+        self._ready(for_request=True)
+        if waiting and not self._loop.may_wait():
+            raise McinferError(
+                f"{waiting}() was called in a future's callback, which runs in the thread that the answer "
+                "needs: use submit() there"
+            )
         if timeout is None:
             timeout = self._timeouts.predict
         else:
@@ -949,13 +947,13 @@ class Master:
             pieces, balance = self._pieces * max(1, self._loop.serving), self._balance
         else:
             check_count("shards", pieces, 1)
-        splitter = learner.splitter
-        if batch_axes is not None or output_axes is not None:
-            splitter = learner.splitter_for(batch_axes, output_axes)
-        weights, known = planner.weights.current, splitter.known
+        splitter = self._learner.splitter
+        if axes != _NO_AXES:
+            splitter = self._learner.splitter_for(*axes)
+        weights, known = self._planner.weights.current, splitter.known
         if known.rechecks != weights.rechecks:
             known = splitter.known_for(weights.rechecks)
-        call = Call(
+        return Call(
             inputs,
             splitter,
             known,
@@ -970,17 +968,16 @@ class Master:
             balance,
             None if self._trace is None else copy_context(),
         )
-        return planner, learner, call
 
-    def _answer(self, planner: Planner, learner: Learner, call: Call) -> Arrays:
+    def _answer(self, call: Call) -> Arrays:
         """Answer a call: learn from it, or hand it on."""
         try:
-            if call.known.open and (answer := learner.answer(call)) is not None:
+            if call.known.open and (answer := self._learner.try_answer(call)) is not None:
                 return answer
             try:
-                return planner.predict(call)
+                return self._planner.answer_call(call)
             except PredictError as exc:
-                rescued = learner.rescue(call, exc)
+                rescued = self._learner.rescue(call, exc)
                 if rescued is None:
                     raise
                 return rescued

@@ -45,7 +45,7 @@ from mcinfer.errors import (
 )
 from mcinfer.requests.frames import Lease, Plan
 from mcinfer.requests.planner import lease, output_frame
-from mcinfer.requests.request import Arrays, Call, Part, Request
+from mcinfer.requests.request import Arrays, Call, Part, Request, pick
 from mcinfer.requests.tensors import PlacedTensor
 from mcinfer.shm.arena import Arena, BlockNeededError, Slot
 from mcinfer.specs import STRING, TensorSpec
@@ -452,7 +452,6 @@ def bring(
         mine = [tensor for tensor in tensors.values() if tensor.memory is memory]
         copied = [tensor for tensor in mine if not tensor.find()]
         sizes = [tensor.nbytes for tensor in copied]
-        blocks = set()
         if memory is target:
             sizes.append(plan.outputs.size)
         if sizes:
@@ -462,8 +461,10 @@ def bring(
                 tensor.copy_to(slot)
             if memory is target:
                 outputs = lease(output_frame(plan, slots[-1]), deque(maxlen=0))
-                blocks.add(slots[-1].block)
-        memory.announce(blocks | {tensor.place[0] for tensor in mine if tensor.place is not None})
+        blocks = {tensor.place[0] for tensor in mine if tensor.place is not None}
+        if memory is target and outputs is not None:
+            blocks |= outputs.ticket.frame.blocks
+        memory.announce(blocks)
     found = {i: tensor.place for i, tensor in tensors.items() if tensor.place is not None}
     return found, outputs
 
@@ -543,6 +544,13 @@ class CardRequest(Request):
         number = None if outputs is None else outputs.ticket.frame.slot.block
         self.in_place = number is not None and self.memory.arena.block(number) is not None
         self._caller = get_ident()
+
+    def preset(self) -> None:
+        """As in `Request`, on the card."""
+        super().preset()
+        specs = [spec for spec in self._model.outputs if spec.name in (self._value or ())]
+        value = self.memory.upload(specs, self._value or {}, self.timeout)
+        self._value = pick(value, self.wanted)
 
     @property
     def is_simple(self) -> bool:

@@ -2,9 +2,9 @@
 
 ::
 
-    Master.predict ──► Learner.answer ── this call shows something ──► whole on one worker: the answer
+    Master.predict ──► Learner.try_answer ── this call shows something ──► whole on one worker: the answer
             │                      │                              └──► in pieces: compared with it
-            │                      └── None: Planner.predict
+            │                      └── None: Planner.answer_call
             └── its pieces failed ──► Learner.rescue ──► whole on one worker
 
 What is known, and what a comparison shows, is in `mcinfer.requests.splitting`; the cache keeps what has been
@@ -129,7 +129,7 @@ class Learner:
         shapes = tuple(array.shape for array in arrays)
         return not call.splitter.busy and call.splitter.teaches(call.known, shapes)
 
-    def answer(self, call: Call) -> Arrays | None:
+    def try_answer(self, call: Call) -> Arrays | None:
         """Answer a call from which something can be learned; None for any other.
 
         Raises:
@@ -137,7 +137,7 @@ class Learner:
             McinferError: As `Master.predict`.
         """
         if self.teaches(call):
-            return self._learn_from(call)
+            return self._answer_whole(call)
         if self._most_joined > 1 and call.joins and not call.known.settled:
             future = self.submit(call)
             try:
@@ -158,62 +158,58 @@ class Learner:
 
     def may_rescue(self, call: Call, failure: PredictError) -> bool:
         """Whether a call that failed may still be answered: it is to be compared first, or cut no more."""
-        was_cut = call.known.split.checked and len(call.rows) > 1
-        return isinstance(failure, OutgrownError) or (
-            was_cut and not isinstance(failure, JoinError)
+        if isinstance(failure, OutgrownError):
+            return True
+        return (
+            call.known.split.checked and len(call.rows) > 1 and not isinstance(failure, JoinError)
         )
 
     def rescue(self, call: Call, failure: PredictError) -> Arrays | None:
-        """Answer a call by a whole run after its pieces failed; None if that fails, too."""
+        """Answer a call that failed by a whole run; None if that fails, too."""
         if not self.may_rescue(call, failure):
             return None
         if isinstance(failure, OutgrownError):
-            return self._learn_from(call)
+            return self._answer_whole(call)
         call.limited = False
-        runs = self._runs(call)
-        (whole,) = runs([self._planner.host_arrays(call.inputs, call.timeout)])
-        if isinstance(whole, McinferError):
-            if call.cancelled:
-                raise CancelledError
-            return None
-        call.splitter.withdraw(f"a piece of a batch fails where the whole runs ({failure})")
-        return self._as_wanted(call, whole)
+        return self._answer_whole(call, failure)
 
     def relearn(self, call: Call) -> Split:
         """Learn from a call alone, and forget what was known; see `Master.learn`."""
         arrays = self._planner.host_arrays(call.inputs, call.timeout)
-        rechecks, pieces = call.weights.rechecks, max(2, call.pieces)
-        return call.splitter.relearn(rechecks, arrays, pieces, self._runs(call), call.timeout)
+        rechecks, runs = call.weights.rechecks, _Runs(self._planner, call, self._advise)
+        return call.splitter.relearn(rechecks, arrays, runs.pieces, runs, call.timeout)
 
-    def _learn_from(self, call: Call) -> Arrays:
-        """Answer a call by a whole run, and compare it with pieces."""
-        pieces = max(2, call.pieces)  # as many as later requests have
-        runs = self._runs(call)
+    def _answer_whole(self, call: Call, failure: PredictError | None = None) -> Arrays | None:
+        """Answer a call by a whole run, and learn from it.
 
-        def split_run(known: Known) -> Arrays:
-            outcome = runs.in_pieces(known, pieces)
-            if isinstance(outcome, McinferError):
-                raise outcome
-            return outcome
-
-        # If it has outgrown a split, there is to be time for its pieces, too.
-        runs.share = 0.5 if call.known.splits else 1.0
+        After the failure of its pieces the answer alone shows enough; None if there is none.
+        """
+        splitter, arrays = call.splitter, self._planner.host_arrays(call.inputs, call.timeout)
+        runs = _Runs(self._planner, call, self._advise)
+        if call.offer is not None:
+            call.offer(runs.cancel)
         try:
-            arrays = self._planner.host_arrays(call.inputs, call.timeout)
-            answer = call.splitter.answer(call.known, arrays, pieces, runs, split_run)
+            if failure is None:
+                # If it has outgrown a split, there is to be time for its pieces, too.
+                runs.share = 0.5 if call.known.splits else 1.0
+                answer = splitter.answer(call.known, arrays, runs.pieces, runs, runs.in_pieces)
+            else:
+                (whole,) = runs([arrays])
+                if isinstance(whole, McinferError):
+                    raise whole
+                splitter.withdraw(f"a piece of a batch fails where the whole runs ({failure})")
+                answer = whole
         except McinferError:
             if call.cancelled:
                 raise CancelledError from None
-            raise
-        return self._as_wanted(call, answer)
-
-    def _as_wanted(self, call: Call, answer: Arrays) -> Arrays:
-        """An answer with the outputs that the call wants, where it wants them."""
+            if failure is None:
+                raise
+            return None
         answer = pick(answer, call.outputs)
-        if call.outputs_on is None:
-            return answer
-        specs = [spec for spec in self._model.outputs if spec.name in answer]
-        return pick(call.outputs_on.upload(specs, answer, call.timeout), call.outputs)
+        if call.outputs_on is not None:
+            specs = [spec for spec in self._model.outputs if spec.name in answer]
+            answer = pick(call.outputs_on.upload(specs, answer, call.timeout), call.outputs)
+        return answer
 
     def _offer(self, call: Call) -> None:
         """Compare some calls, each by itself, with one joined run of all."""
@@ -228,12 +224,6 @@ class Learner:
             runs = _Runs(self._planner, replace(call), None)
             learn = call.splitter.learn_from_offers
             self._threads.submit(partial(learn, call.known, offered, runs))
-
-    def _runs(self, call: Call) -> "_Runs":
-        runs = _Runs(self._planner, call, self._advise)
-        if call.offer is not None:
-            call.offer(runs.cancel)
-        return runs
 
     def _advise(self, whole: float, in_pieces: float) -> None:
         """Say that one worker is faster, if a request's pieces took longer than its whole run on one."""
@@ -263,6 +253,7 @@ class _Runs:
         self._advise = advise
         self._first_seconds: float | None = None
         self._futures: list[Future[Arrays]] = []
+        self.pieces = max(2, call.pieces)  # as many as later requests have
         self.share = 1.0
 
     def __call__(self, requests: Sequence[Sequence[NDArray[Any]]]) -> list[Arrays | McinferError]:
@@ -300,10 +291,13 @@ class _Runs:
             self._advise(self._first_seconds or 0.0, seconds)
         return outcomes
 
-    def in_pieces(self, known: Known, pieces: int) -> Arrays | McinferError:
-        """Run the request split, in the time that is left."""
-        parts = replace(self._part(), known=known, pieces=pieces, limited=False)
-        return _outcome(self._begin(parts))  # which does not begin what was cancelled
+    def in_pieces(self, known: Known) -> Arrays:
+        """Run the request split, in the time that is left; raise the error of a failure."""
+        parts = replace(self._part(), known=known, pieces=self.pieces, limited=False)
+        outcome = _outcome(self._begin(parts))  # which does not begin what was cancelled
+        if isinstance(outcome, McinferError):
+            raise outcome
+        return outcome
 
     def _part(self) -> Call:
         """The call as a run of the check: of all rows alike, with all outputs, on the host."""

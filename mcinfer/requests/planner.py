@@ -235,7 +235,7 @@ class Planner:
 
     # A call.
 
-    def predict(self, call: Call) -> Arrays:
+    def answer_call(self, call: Call) -> Arrays:
         """Answer a call.
 
         Raises:
@@ -330,8 +330,11 @@ class Planner:
         shapes = tuple(map(_shape, arrays))
         key = (shapes, pieces, 0 if known is None else known.number, len(self._opened))
         plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known)
+        make: type[Request] = Request if call.outputs_on is None else cards().CardRequest
         if not plan.cut.rows:
-            return self._empty(plan, call)
+            request = make(plan, call, (), (), None, frozenset())
+            request.preset()
+            return request
         found: dict[int, Spot] = {}
         outputs: Lease | None = None
         is_elsewhere = on_card = call.outputs_on is not None
@@ -381,8 +384,7 @@ class Planner:
         if outputs is not None:
             theirs = outputs.ticket.frame.blocks
             blocks = blocks if theirs <= blocks else blocks | theirs
-        make = Request if call.outputs_on is None else cards().CardRequest
-        request: Request = make(laid, call, keep, bodies, outputs, blocks)
+        request = make(laid, call, keep, bodies, outputs, blocks)
         if self._has_strings:
             request.size += sum(map(len, bodies))  # they travel in these
         if on_card:
@@ -633,16 +635,6 @@ class Planner:
         for key in keys:
             if key[1] not in latest:
                 self._forget(key)
-
-    def _empty(self, plan: Plan, call: Call) -> Request:
-        """A batch of no rows needs no run."""
-        request = Request(plan, call, (), (), None, frozenset())
-        empty = zip(self._model.outputs, plan.cut.outputs, strict=True)
-        value = {s.name: np.empty(j.shape or (), s.dtype) for s, j in empty}
-        if call.outputs_on is not None:
-            value = call.outputs_on.upload(self._model.outputs, value, call.timeout)
-        request.preset(value)
-        return request
 
     # Frames.
 

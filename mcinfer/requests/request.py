@@ -253,8 +253,10 @@ class Request(Outcome[Arrays]):
         self._value: Arrays | None = None
         self.wanted = call.outputs
 
-    def preset(self, value: Arrays) -> None:
-        """Its value is known without a run."""
+    def preset(self) -> None:
+        """Answer a batch of no rows, which needs no run."""
+        outputs = zip(self._model.outputs, self._plan.cut.outputs, strict=True)
+        value = {spec.name: np.empty(join.shape or (), spec.dtype) for spec, join in outputs}
         self._value = pick(value, self.wanted)
         self.settled = True
 
