@@ -142,7 +142,7 @@ def made_up_inputs(spec: ModelSpec, batch: int, size: int, trial: int = 0) -> li
         spec: The model's.
         batch: Size of free dimensions that are the first of an input.
         size: Size of others.
-        trial: Others get other elements. Strings stay, since a binding has them by value.
+        trial: Others get other elements.
     """
     symbols: dict[str, int] = {}
     arrays = []
@@ -154,8 +154,7 @@ def made_up_inputs(spec: ModelSpec, batch: int, size: int, trial: int = 0) -> li
             else:
                 chosen = size if axis else batch
                 shape.append(symbols.setdefault(dimension, chosen) if dimension else chosen)
-        seed = [number, 0 if tensor.element_type == STRING else trial]
-        arrays.append(_random(tensor, tuple(shape), seed))
+        arrays.append(_random(tensor, tuple(shape), [number, trial]))
     return arrays
 
 

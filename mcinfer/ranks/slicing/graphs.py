@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import (
     AttributeProto,
     GraphProto,
@@ -110,10 +111,15 @@ def with_inner(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
             yield from with_inner(graph.node)
 
 
+def initialisers(graph: GraphProto) -> set[str]:
+    """The names of a graph's initialisers, sparse ones included."""
+    sparse = (tensor.values for tensor in graph.sparse_initializer)
+    return {tensor.name for tensor in (*graph.initializer, *sparse)}
+
+
 def own_names(graph: GraphProto) -> set[str]:
     """The values that a graph defines, without those of subgraphs."""
-    names = {value.name for value in (*graph.input, *graph.initializer)}
-    names |= {sparse.values.name for sparse in graph.sparse_initializer}
+    names = initialisers(graph) | {value.name for value in graph.input}
     return names.union(*(node.output for node in graph.node))
 
 
@@ -367,8 +373,7 @@ def infer(model: ModelProto) -> Values:
         BuildError: The graph is not sound.
     """
     graph = model.graph
-    given = {value.name for value in (*graph.input, *graph.initializer)}
-    given |= {sparse.values.name for sparse in graph.sparse_initializer}
+    given = initialisers(graph) | {value.name for value in graph.input}
     nodes = ordered_nodes(graph.node, given, [value.name for value in graph.output])
     types = {
         tensor.name: helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
@@ -537,31 +542,25 @@ class Graph:
     def numbers(self, name: str) -> tuple[float, ...] | None:
         """The elements of a small constant, flat; None for any other value."""
         if name not in self._numbers:
-            tensor = self.constants.get(name)
-            is_small = tensor is not None and prod(tensor.dims) <= _SMALL
-            if (
-                tensor is None
-                or not is_small
-                or BITS.get(tensor.data_type, 0) < 8
-                or tensor.data_location == TensorProto.EXTERNAL
-            ):
-                self._numbers[name] = None
-            else:
-                self._numbers[name] = tuple(numpy_helper.to_array(tensor).flat)
+            array = self._elements(name, _SMALL)
+            self._numbers[name] = None if array is None else tuple(array.flat)
         return self._numbers[name]
 
     def is_finite(self, name: str) -> bool:
         """Whether a constant has finite elements alone; False if these are not in the model, or too many."""
         if name not in self._finite:
-            tensor = self.constants.get(name)
-            self._finite[name] = (
-                tensor is not None
-                and prod(tensor.dims) <= _SEARCHED
-                and BITS.get(tensor.data_type, 0) >= 8
-                and tensor.data_location != TensorProto.EXTERNAL
-                and bool(np.isfinite(numpy_helper.to_array(tensor)).all())
-            )
+            array = self._elements(name, _SEARCHED)
+            self._finite[name] = array is not None and bool(np.isfinite(array).all())
         return self._finite[name]
+
+    def _elements(self, name: str, most: int) -> NDArray[Any] | None:
+        """Those of a constant, if they are in the model, and no more than so many."""
+        tensor = self.constants.get(name)
+        if tensor is None or tensor.data_location == TensorProto.EXTERNAL:
+            return None
+        if prod(tensor.dims) > most or BITS.get(tensor.data_type, 0) < 8:
+            return None
+        return numpy_helper.to_array(tensor)
 
     def is_constant(self, name: str) -> bool:
         return name in self.constants or name in self.derived
@@ -651,16 +650,15 @@ def _constant(node: NodeProto) -> TensorProto | None:
     if operator(node) != "Constant" or len(node.attribute) != 1:
         return None
     attribute = node.attribute[0]
+    given = helper.get_attribute_value(attribute)
     tensor = TensorProto()
     if attribute.name == "value":
-        tensor.CopyFrom(attribute.t)
-        tensor.name = node.output[0]
+        tensor.CopyFrom(given)
     elif attribute.name in ("value_int", "value_ints"):
-        values = np.array(helper.get_attribute_value(attribute), np.int64)
-        tensor = numpy_helper.from_array(values, node.output[0])
+        tensor = numpy_helper.from_array(np.array(given, np.int64))
     elif attribute.name in ("value_float", "value_floats"):
-        numbers = np.array(helper.get_attribute_value(attribute), np.float32)
-        tensor = numpy_helper.from_array(numbers, node.output[0])
+        tensor = numpy_helper.from_array(np.array(given, np.float32))
     else:
         return None
+    tensor.name = node.output[0]
     return tensor

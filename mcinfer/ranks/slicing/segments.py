@@ -23,7 +23,14 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from mcinfer.errors import BuildError
-from mcinfer.ranks.slicing.graphs import BITS, label, values_used, with_inner, without_graph
+from mcinfer.ranks.slicing.graphs import (
+    BITS,
+    initialisers,
+    label,
+    values_used,
+    with_inner,
+    without_graph,
+)
 from mcinfer.ranks.slicing.plans import Exchange, RankPlan, Segment
 
 
@@ -104,10 +111,7 @@ class _Cut:
         self._graph = graph
         self._model = graph.model
         parts = graph.model.graph
-        self._initialisers = {
-            *(tensor.name for tensor in parts.initializer),
-            *(sparse.values.name for sparse in parts.sparse_initializer),
-        }
+        self._initialisers = initialisers(parts)
         self._inputs = {x.name: x for x in parts.input if x.name not in self._initialisers}
         self._outputs = [value.name for value in parts.output]
         typed = (*filter(_is_typed, parts.output), *parts.value_info, *self._inputs.values())

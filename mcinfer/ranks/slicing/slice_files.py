@@ -26,6 +26,7 @@ from mcinfer.errors import BuildError
 from mcinfer.model_cache.onnx_files import scan
 from mcinfer.ranks.slicing.graphs import (
     inferred,
+    initialisers,
     is_collective,
     known_stand_ins,
     like_input,
@@ -103,9 +104,8 @@ def _read(model: ModelProto) -> tuple[RankGraph, RankPlan]:
     tensor = _ranks_of_a_stage(found.values(), place)
     names = tuple(value.name for value in model.graph.output)
     if place is None:
-        initialisers = {tensor.name for tensor in model.graph.initializer}
-        initialisers |= {sparse.values.name for sparse in model.graph.sparse_initializer}
-        inputs = (x for x in model.graph.input if x.name not in initialisers)
+        weights = initialisers(model.graph)
+        inputs = (x for x in model.graph.input if x.name not in weights)
         spec = ModelSpec(
             inputs=tuple(map(tensor_spec, inputs)),
             outputs=tuple(map(tensor_spec, model.graph.output)),
