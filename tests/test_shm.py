@@ -29,8 +29,9 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
+from mcinfer.config import Device
 from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, QueueFullError
-from mcinfer.shm.arena import ALIGNMENT, Arena, Slot, align
+from mcinfer.shm.arena import ALIGNMENT, Arena, AttachedBlocks, OfferedBlock, Slot, align
 from mcinfer.shm.block import Block
 from mcinfer.shm.descriptors import close_all
 from mcinfer.shm.lifeline import Lifeline
@@ -126,6 +127,56 @@ def test_places_outside_of_a_block_are_refused() -> None:
         with pytest.raises(ValueError, match=r"[Bb]uffer|offset"):
             block.memory(offset, size)
     block.close()
+
+
+# The other side of an arena.
+
+
+def offered(number: int, fd: int, size: int = 4096, device: Device | None = None) -> OfferedBlock:
+    return OfferedBlock(number=number, size=size, fd=fd, device=device)
+
+
+def test_block_of_the_host_is_mapped_until_it_is_dropped() -> None:
+    with no_descriptor_left():
+        theirs, blocks = Block.create(3, 4096), AttachedBlocks()
+        blocks.add(offered(3, os.dup(theirs.fd)))
+        ours = blocks.find(3)
+        assert ours is not None
+        as_bytes(ours.memory(0, 4096))[:] = 7
+        assert as_bytes(theirs.memory(0, 4096)).tolist() == [7] * 4096
+        assert 3 in blocks
+        assert [*blocks] == [3]
+        blocks.drop(3)
+        assert blocks.find(3) is None
+        assert 3 not in blocks
+        blocks.drop(3)  # there is none
+        theirs.close()
+        del ours, theirs  # and their mappings
+
+
+def test_block_that_cannot_be_mapped_leaves_no_descriptor_and_no_number() -> None:
+    blocks = AttachedBlocks()
+    with no_descriptor_left(), pytest.raises(ProtocolError, match="block 5"):
+        blocks.add(offered(5, memfd(4096, 0)))
+    assert 5 not in blocks
+
+
+def test_block_of_a_card_is_kept_closed_until_it_is_taken_dropped_or_left() -> None:
+    card = Device("cuda", 0)
+    with no_descriptor_left():
+        blocks = AttachedBlocks()
+        for number in (1, 2, 3):
+            blocks.add(offered(number, os.open(os.devnull, os.O_RDONLY), device=card))
+            assert number in blocks
+            assert blocks.find(number) is None
+        taken = blocks.take(1)
+        with pytest.raises(KeyError):
+            blocks.take(1)
+        os.close(taken.fd)
+        blocks.drop(2)
+        assert [*blocks] == [3]
+        blocks.close()
+        assert [*blocks] == []
 
 
 # The arena, as a state machine: whatever is held and dropped in whatever order.

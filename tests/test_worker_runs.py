@@ -194,6 +194,19 @@ def test_every_bit_of_every_element_type_is_copied(
             np.testing.assert_array_equal(answer.reshape(-1).view(np.uint8), raw)
 
 
+def test_run_that_fails_scatters_nothing(start: Start) -> None:
+    pool = start(content(when={"-1": "fail"}))
+    request, arrays = member(np.full((2, 3), -1, np.float32))
+    arrays["y"][:] = 5
+    staged = pool.runs.staged([request], ((0,), (0, 0)))
+    with pytest.raises(PredictError, match="asked to fail"):
+        staged.execute()
+    assert (arrays["y"] == 5).all()
+    arrays["x"][:] = 1  # the same run, with inputs of its own time
+    staged.execute()
+    np.testing.assert_array_equal(arrays["y"], 3)
+
+
 # Tensors that do not fit.
 
 X = numbers(2, 3)
