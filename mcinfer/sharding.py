@@ -19,7 +19,7 @@ from math import prod
 from typing import Literal, TypeVar
 
 from mcinfer.errors import InvalidInputError, PredictError
-from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec
+from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec, symbol_sizes
 
 Shape = tuple[int, ...]
 Axes = Mapping[str, int | None]
@@ -724,11 +724,6 @@ def _all_known(values: Iterable[_T | None]) -> tuple[_T, ...] | None:
     return known if len(known) == len(found) else None
 
 
-def declared_shape(spec: TensorSpec, sizes: Mapping[str, int]) -> Shape | None:
-    """The shape of an output by these sizes of the model's symbols; None if they do not give all of it."""
-    return _all_known(sizes.get(size) if isinstance(size, str) else size for size in spec.shape)
-
-
 def seen_join(name: str, join: OutputJoin, shapes: Sequence[Shape]) -> OutputJoin:
     """The join of an output whose shape is not known, or declared wrongly, if its parts have these shapes.
 
@@ -743,17 +738,6 @@ def seen_join(name: str, join: OutputJoin, shapes: Sequence[Shape]) -> OutputJoi
     if axis is not None:
         shape = (*shape[:axis], sum(part[axis] for part in shapes), *shape[axis + 1 :])
     return replace(join, axis=axis, shapes=tuple(shapes), shape=shape)
-
-
-def symbol_sizes(specs: Sequence[TensorSpec], shapes: Sequence[Shape]) -> dict[str, int]:
-    """The size of each symbol in a shard; unknown for a symbol with several sizes, which runtimes allow."""
-    bound: dict[str, int] = {}
-    unsure = set()
-    for spec, shape in zip(specs, shapes, strict=True):
-        for symbol, size in zip(spec.shape, shape, strict=False):
-            if isinstance(symbol, str) and bound.setdefault(symbol, size) != size:
-                unsure.add(symbol)
-    return {symbol: size for symbol, size in bound.items() if symbol not in unsure}
 
 
 def check_join(

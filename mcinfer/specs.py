@@ -126,6 +126,28 @@ class TensorSpec:
         return f"{self.name}: {self.element_type}[{dimensions}]"
 
 
+def declared_shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+    """The shape of an output by these sizes of the model's symbols; None if they do not give all of it."""
+    shape = []
+    for declared in spec.shape:
+        size = sizes.get(declared) if isinstance(declared, str) else declared
+        if size is None:
+            return None
+        shape.append(size)
+    return tuple(shape)
+
+
+def symbol_sizes(specs: Sequence[TensorSpec], shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
+    """The size of each symbol in these shapes; without those of several sizes, which runtimes allow."""
+    bound: dict[str, int] = {}
+    unsure = set()
+    for spec, shape in zip(specs, shapes, strict=True):
+        for symbol, size in zip(spec.shape, shape, strict=False):
+            if isinstance(symbol, str) and bound.setdefault(symbol, size) != size:
+                unsure.add(symbol)
+    return {symbol: size for symbol, size in bound.items() if symbol not in unsure}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The inputs and outputs of a model.

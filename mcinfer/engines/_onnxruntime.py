@@ -83,7 +83,6 @@ from mcinfer.model_cache.onnx_files import (
     scan,
 )
 from mcinfer.process import without_telemetry
-from mcinfer.sharding import declared_shape, symbol_sizes
 from mcinfer.specs import (
     ELEMENT_TYPES,
     MOST_COPIED,
@@ -91,7 +90,9 @@ from mcinfer.specs import (
     ModelDescription,
     ModelSpec,
     TensorSpec,
+    declared_shape,
     numpy_dtype,
+    symbol_sizes,
     tensor_bytes,
 )
 

@@ -222,14 +222,14 @@ FAULTS = {
     "worker: SIGKILL": Fault(
         words="an outside process kills the worker",
         cells=dict.fromkeys(MOMENTS, _DIES) | {"exiting": _CLOSING},
-        thorough=("building", "idle"),
+        thorough=("starting", "building", "idle", "exiting"),
         inflict=_kill,
     ),
     "worker: SIGSTOP": Fault(
         words="stopped and never continued",
         cells=dict.fromkeys(("importing", "building"), _NOT_READY)
         | {"idle": _HANGS, "busy": _HANGS, "exiting": _CLOSING, "being restarted": _DIES},
-        thorough=("importing", "being restarted"),
+        thorough=("importing", "idle", "being restarted"),
         inflict=_stop,
     ),
     "worker: SIGSTOP, late SIGCONT": Fault(
@@ -287,14 +287,14 @@ FAULTS = {
         thorough=("building", "idle", "busy"),
         inflict=_take_workers_descriptors,
     ),
-    "worker: answers twice": _hostile("sends every answer twice", "twice"),
+    "worker: answers twice": _hostile("sends every answer twice", "twice", thorough=("busy",)),
     "worker: answers late": _hostile("holds back each answer until the next one", "late", _HANGS),
     "worker: wrong place": _hostile("answers with a wrong place in memory", "forged_block:overlap"),
     "worker: garbage": _hostile(
         "sends random bytes instead of an answer",
         "garbage",
         cells={"exiting": _CLOSING},
-        thorough=("exiting",),
+        thorough=("busy", "exiting"),
     ),
     "master: SIGKILL": Fault(
         words="killed",
@@ -319,7 +319,7 @@ FAULTS = {
     "master: SIGINT": Fault(
         words="Ctrl-C",
         cells=dict.fromkeys(("building", "busy", "exiting"), _INTERRUPTED),
-        thorough=("exiting",),
+        thorough=("building", "exiting"),
         signals=(signal.SIGINT,),
     ),
     "master: SIGINT twice": Fault(

@@ -28,7 +28,8 @@ OPEN = (["y", "float32", ["found", 4], {"from": "x", "scale": 2, "add": 1}],)
 """An output of unknown shape, so that it comes in the worker's own block."""
 
 BREAK_THE_PROTOCOL = (
-    *("flood", "big_error", "sparse_lie", "unsealed", "descriptors", "forged_block:masters"),
+    *("twice", "garbage", "flood", "big_error", "sparse_lie", "unsealed", "descriptors"),
+    "forged_block:masters",
 )
 NOT_KILLED = ("flood_preparing", "talking", "many_connections")
 
