@@ -1,7 +1,8 @@
 """Checks of what comes from outside: the fields of messages, and the options that users give.
 
 A field of a message has a predicate, which never raises; types are exact (a bool is no count). A field of an
-option class (`Options`) has a `Rule`, which also says what is expected, and in which form the value is kept.
+option class (`Options`) has a `FieldCheck`, which also says what is expected, and in which form the value is
+kept.
 """
 
 import math
@@ -114,7 +115,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FieldCheck:
     """What a value must be.
 
     Attributes:
@@ -127,7 +128,7 @@ class Rule:
     expected: str
     keep: Callable[[Any], Any] = _as_it_is
 
-    def check(self, name: str, value: Any) -> Any:
+    def kept(self, name: str, value: Any) -> Any:
         """The value as it is kept; `InvalidInputError`, of `name`, if it does not fit."""
         if not self.fits(value):
             raise InvalidInputError(f"{name}: got {_shown(value)}, expected {self.expected}")
@@ -175,38 +176,40 @@ def _read_only(value: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType(dict(value))
 
 
-def count(least: int) -> Rule:
-    return Rule(lambda value: _is_int(value, least), f"an int of at least {least}")
+def count(least: int) -> FieldCheck:
+    return FieldCheck(lambda value: _is_int(value, least), f"an int of at least {least}")
 
 
-def choice(*choices: str) -> Rule:
-    return Rule(lambda value: isinstance(value, str) and value in choices, f"one of {[*choices]}")
-
-
-def different(what: str) -> Rule:
-    return Rule(_are_different_texts, f"a list of different {what}", tuple)
-
-
-def optional(rule: Rule, expected: str = "") -> Rule:
-    """The rule for an option that may also be left out."""
-    return Rule(
-        lambda value: value is None or rule.fits(value),
-        expected or rule.expected,
-        lambda value: None if value is None else rule.keep(value),
+def choice(*choices: str) -> FieldCheck:
+    return FieldCheck(
+        lambda value: isinstance(value, str) and value in choices, f"one of {[*choices]}"
     )
 
 
-SECONDS = Rule(_is_time, "seconds, 0 or more")
-FLAG = Rule(lambda value: isinstance(value, bool), "True or False")
-TEXT_MAP = Rule(
+def different(what: str) -> FieldCheck:
+    return FieldCheck(_are_different_texts, f"a list of different {what}", tuple)
+
+
+def optional(check: FieldCheck, expected: str = "") -> FieldCheck:
+    """The check of an option that may also be left out."""
+    return FieldCheck(
+        lambda value: value is None or check.fits(value),
+        expected or check.expected,
+        lambda value: None if value is None else check.keep(value),
+    )
+
+
+SECONDS = FieldCheck(_is_time, "seconds, 0 or more")
+FLAG = FieldCheck(lambda value: isinstance(value, bool), "True or False")
+TEXT_MAP = FieldCheck(
     _is_map_to(lambda item: isinstance(item, str)), "a mapping, text to text", _read_only
 )
-SIZE_MAP = Rule(
+SIZE_MAP = FieldCheck(
     _is_map_to(lambda item: type(item) is int and 0 <= item < _MOST),
     "a mapping of names to sizes, 0 or more",
     _read_only,
 )
-CORE_LISTS = Rule(
+CORE_LISTS = FieldCheck(
     _are_core_lists,
     "for each worker a list of different core numbers",
     lambda value: tuple(map(tuple, value)),
@@ -215,26 +218,26 @@ CORE_LISTS = Rule(
 
 def check_count(name: str, value: object, least: int) -> None:
     """Raise `InvalidInputError` unless the value is an int of at least `least`."""
-    count(least).check(name, value)
+    count(least).kept(name, value)
 
 
 def check_seconds(name: str, value: object) -> None:
     """Raise `InvalidInputError` unless the value is a number of seconds, 0 or more."""
-    SECONDS.check(name, value)
+    SECONDS.kept(name, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Base of the option classes: each field is annotated with its `Rule`, which a new object applies."""
+    """Base of the option classes: each field is annotated with its `FieldCheck`, which a new one passes."""
 
-    RULES: ClassVar[dict[str, Rule]]
+    CHECKS: ClassVar[dict[str, FieldCheck]]
 
     def __init_subclass__(cls) -> None:
-        cls.RULES = {name: hint.__metadata__[0] for name, hint in cls.__annotations__.items()}
+        cls.CHECKS = {name: hint.__metadata__[0] for name, hint in cls.__annotations__.items()}
 
     def __post_init__(self) -> None:
-        for name, rule in self.RULES.items():
-            object.__setattr__(self, name, rule.check(name, getattr(self, name)))
+        for name, check in self.CHECKS.items():
+            object.__setattr__(self, name, check.kept(name, getattr(self, name)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is made from the fields, as Python cannot copy or pickle read-only mappings."""
@@ -252,9 +255,9 @@ def as_map(options: Options) -> dict[str, Any]:
 
 def from_map(kind: type[_Options], given: object) -> _Options:
     """Options from what `as_map` made; `InvalidInputError` if it is not such, by the checks of a user's."""
-    if type(given) is not dict or given.keys() != kind.RULES.keys():
+    if type(given) is not dict or given.keys() != kind.CHECKS.keys():
         got = [*given] if type(given) is dict else given
         raise InvalidInputError(
-            f"{kind.__name__}: got {reprlib.repr(got)}, expected a map of {[*kind.RULES]}"
+            f"{kind.__name__}: got {reprlib.repr(got)}, expected a map of {[*kind.CHECKS]}"
         )
     return kind(**given)

@@ -13,9 +13,8 @@ from onnx import helper
 
 from mcinfer.cli import main
 from mcinfer.engines.preparation import ensure_prepared
-from mcinfer.model_cache.cache import Cache, entry_key
-from mcinfer.model_cache.entries import FAILURE_FILE
-from mcinfer.model_cache.keys import read_source
+from mcinfer.model_cache.cache import FAILURE_FILE, Cache, entry_key
+from mcinfer.model_cache.keys import read_content
 from tests.command_line import FLOAT, Capture, Value, only_line, save, save_double
 
 OFFERED = f"onnxruntime {ort.__version__} offers: {', '.join(ort.get_available_providers())}"
@@ -234,7 +233,7 @@ def test_state_in_the_cache_is_printed(cache: Cache, tmp_path: Path, capsys: Cap
     def fail(folder: Path, _lock: int) -> None:
         (folder / FAILURE_FILE).write_text("why")
 
-    facts = {"model": read_source(small).digest}
+    facts = {"model": read_content(small).digest}
     cache.make(entry_key(facts), facts, fail, wait=5.0).close()
     line = said(small, capsys)[-1]
     assert line == "prepared: no, it cannot be; a worker loads the file as it is"

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from mcinfer.errors import BuildError
 from mcinfer.model_cache import keys
-from mcinfer.model_cache.keys import Source, read_source
+from mcinfer.model_cache.keys import ModelContent, read_content
 from mcinfer.model_cache.onnx_files import chunks
 from tests.process.waiting import wait_until
 
@@ -72,7 +72,7 @@ def test_digest_is_of_contents_and_not_of_places_and_times(tmp_path: Path) -> No
     one, two = make(tmp_path / "one"), make(tmp_path / "two" / "deeper")
     os.utime(two, (1, 1))
     two = two.rename(two.with_name("other.onnx"))
-    sources = [read_source(one), read_source(two)]
+    sources = [read_content(one), read_content(two)]
     assert sources[0].digest == sources[1].digest
     assert sources[0].size == one.stat().st_size + 16
     assert [Path(stamp.path).name for stamp in sources[1].stamps] == [
@@ -94,7 +94,7 @@ def shifted(folder: Path) -> None:
 
 
 def test_digest_depends_on_all_bytes_of_all_files(tmp_path: Path) -> None:
-    digests = {read_source(make(tmp_path)).digest}
+    digests = {read_content(make(tmp_path)).digest}
     changes: list[Callable[[Path], object]] = [
         lambda folder: (folder / "b.bin").write_bytes(b"\2" * 8),
         lambda folder: (folder / "model.onnx").write_bytes(model("a.bin", "b.bin") + b"\x12\x01?"),
@@ -104,7 +104,7 @@ def test_digest_depends_on_all_bytes_of_all_files(tmp_path: Path) -> None:
     for change in changes:
         path = make(tmp_path)
         change(tmp_path)
-        digests.add(read_source(path).digest)
+        digests.add(read_content(path).digest)
     assert len(digests) == 1 + len(changes)
 
 
@@ -124,7 +124,7 @@ def replaced_by_its_copy(path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.onnx", "b.bin"])
 def test_change_of_any_file_is_noticed(tmp_path: Path, name: str) -> None:
     for change in (overwritten, touched, replaced_by_its_copy, os.unlink):
-        source = read_source(make(tmp_path))
+        source = read_content(make(tmp_path))
         assert source.unchanged()
         change(tmp_path / name)
         assert not source.unchanged()
@@ -141,18 +141,18 @@ def test_change_while_it_is_read_is_an_error(
 
     monkeypatch.setattr(keys, "chunks", change_and_read)
     with pytest.raises(BuildError, match=r"model\.onnx changed while it was read"):
-        read_source(path)
+        read_content(path)
 
 
 def test_missing_weights_are_named_with_the_model(tmp_path: Path) -> None:
     path = make(tmp_path)
     (tmp_path / "b.bin").unlink()
     with pytest.raises(BuildError) as caught:
-        read_source(path)
+        read_content(path)
     assert str(path) in str(caught.value)
     assert str(tmp_path / "b.bin") in str(caught.value)
     with pytest.raises(FileNotFoundError):
-        read_source(tmp_path / "none.onnx")
+        read_content(tmp_path / "none.onnx")
 
 
 def around(folder: Path) -> Path:
@@ -178,12 +178,12 @@ def test_weights_outside_of_the_folder_are_refused_as_onnx_runtime_does(
     for location in ("w", "sub/w", "sub/../w", "../in/w", "link", "round"):
         path.write_bytes(model(location))
         assert runs(path, folder)
-        read_source(path, folder=folder)
+        read_content(path, folder=folder)
     for location in ("../w", "sub/../../w", "out", "outer/w", str(weights / "w")):
         path.write_bytes(model(location))
         assert not runs(path, folder)
         with pytest.raises(BuildError) as caught:
-            read_source(path, folder=folder)
+            read_content(path, folder=folder)
         assert f"{location!r}, expected a relative path that stays within" in str(caught.value)
 
 
@@ -197,20 +197,20 @@ def test_links_into_the_store_of_a_model_hub_are_followed_as_onnx_runtime_does(
         (snapshot / name).symlink_to(f"../../blobs/{name}")
     linked = snapshot / "model.onnx"
     assert runs(linked)
-    assert read_source(linked).digest == read_source(stored).digest
+    assert read_content(linked).digest == read_content(stored).digest
     assert not runs(stored, snapshot)
     with pytest.raises(BuildError, match="stays within"):
-        read_source(linked, folder=snapshot)
+        read_content(linked, folder=snapshot)
 
 
-def read_at(clock_ns: int, path: Path, memory: Path) -> Source:
+def read_at(clock_ns: int, path: Path, memory: Path) -> ModelContent:
     """Read a model at this time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time_ns", lambda: clock_ns)
-        return read_source(path, memory=memory)
+        return read_content(path, memory=memory)
 
 
-def read_old(path: Path, memory: Path) -> Source:
+def read_old(path: Path, memory: Path) -> ModelContent:
     """Read a model long after its files have changed: it is remembered."""
     return read_at(time.time_ns() + 60 * 10**9, path, memory)
 
@@ -222,7 +222,7 @@ def memory(tmp_path: Path) -> Path:
     return folder
 
 
-def remembered(path: Path, memory: Path) -> Source:
+def remembered(path: Path, memory: Path) -> ModelContent:
     """Read a model, and have a false digest of it remembered."""
     source = read_old(path, memory)
     [notes] = memory.iterdir()
@@ -234,10 +234,10 @@ def remembered(path: Path, memory: Path) -> Source:
 def test_unchanged_model_is_recalled_and_not_read(tmp_path: Path, memory: Path) -> None:
     path = make(tmp_path)
     source = remembered(path, memory)
-    recalled = read_source(path, memory=memory)
+    recalled = read_content(path, memory=memory)
     assert recalled.digest == FALSE
     assert recalled.stamps == source.stamps
-    assert read_source(path).digest == source.digest
+    assert read_content(path).digest == source.digest
 
 
 @pytest.mark.parametrize("change", [overwritten, touched, replaced_by_its_copy])
@@ -247,8 +247,8 @@ def test_model_with_a_changed_file_is_read_again_and_too_fresh_to_be_remembered(
     path = make(tmp_path)
     old = remembered(path, memory)
     change(tmp_path / "b.bin")
-    source = read_source(path, memory=memory)
-    assert source.digest == read_source(path).digest
+    source = read_content(path, memory=memory)
+    assert source.digest == read_content(path).digest
     assert (source.digest == old.digest) == (change is not overwritten)
     [notes] = memory.iterdir()
     assert json.loads(notes.read_text())["digest"] == FALSE
@@ -309,15 +309,15 @@ def test_files_of_other_formats_are_read_as_they_are(tmp_path: Path, memory: Pat
     other = tmp_path / "other"
     other.write_text("{}")  # no ONNX model
     os.utime(other, (0, 0))
-    source = read_source(other, memory=memory, any_format=True)
+    source = read_content(other, memory=memory, any_format=True)
     assert (source.random, source.size) == ("", 2)
     with pytest.raises(BuildError, match="expected an ONNX model"):
-        read_source(other, memory=memory)
+        read_content(other, memory=memory)
     other.write_text("[]")
-    assert read_source(other, any_format=True).digest != source.digest
+    assert read_content(other, any_format=True).digest != source.digest
     assert not source.unchanged()
     path = make(tmp_path)
-    assert read_source(path, any_format=True) == read_source(path)
+    assert read_content(path, any_format=True) == read_content(path)
 
 
 def test_random_nodes_are_remembered_with_the_digest(tmp_path: Path, memory: Path) -> None:
@@ -328,5 +328,5 @@ def test_random_nodes_are_remembered_with_the_digest(tmp_path: Path, memory: Pat
     path.write_bytes(
         helper.make_model(helper.make_graph([node], "g", inputs, outputs)).SerializeToString()
     )
-    for source in (remembered(path, memory), read_source(path, memory=memory)):
+    for source in (remembered(path, memory), read_content(path, memory=memory)):
         assert (source.random, source.seeded) == ("node 'noise' (RandomUniformLike)", True)

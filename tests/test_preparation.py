@@ -651,7 +651,7 @@ def test_model_that_would_fill_the_disk_is_not_prepared(tmp_path: Path) -> None:
 
 def identity_of(model: str, **options: Any) -> str:
     request = engine_request(model, **options)
-    source = preparation.content_of(request)
+    source = preparation.readable_content(request)
     assert source is not None
     return preparation.identity(request, source, "")
 

@@ -22,7 +22,7 @@ from mcinfer.errors import (
     WeightAccessError,
     requires,
 )
-from mcinfer.model_cache.entries import MODEL_FILE, Held
+from mcinfer.model_cache.cache import MODEL_FILE, Held
 from mcinfer.shm.weights import SharedWeights
 
 _NEEDS_RUNTIME = "weights on a card need ONNX Runtime for cards: pip install 'mcinfer[gpu]'"

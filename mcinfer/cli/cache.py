@@ -10,8 +10,7 @@ from typing import Any
 from mcinfer.cli.options import ModelArgument, check_model
 from mcinfer.cli.progress import megabytes, showing_work
 from mcinfer.errors import printable
-from mcinfer.model_cache.cache import Cache, EntryInfo
-from mcinfer.model_cache.entries import FAILURE_FILE, about, disk_bytes
+from mcinfer.model_cache.cache import FAILURE_FILE, Cache, EntryInfo, about, disk_bytes
 
 KEY_CHARACTERS = 12
 """Characters of an entry's key that are shown."""

@@ -319,8 +319,7 @@ def look_at_runtime_folder() -> Iterator[Finding]:
 
 def look_at_cache() -> Iterator[Finding]:
     """The folder of prepared models; if it cannot be used, models are loaded as they are."""
-    from mcinfer.model_cache.cache import Cache, CacheUnusableError
-    from mcinfer.model_cache.entries import opened_root, unusable
+    from mcinfer.model_cache.cache import Cache, CacheUnusableError, opened_root, unusable
 
     missing: list[Path] = []  # made as for the first model, and removed again
     try:

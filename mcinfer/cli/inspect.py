@@ -173,14 +173,14 @@ def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Fact
 def _entries(model: Path) -> _Facts | None:
     """The entries of this model in the cache, by key; None if the cache cannot be read."""
     from mcinfer.model_cache.cache import Cache
-    from mcinfer.model_cache.keys import read_source
+    from mcinfer.model_cache.keys import read_content
 
     try:
         cache = Cache.default()
         entries, digest = cache.entries(), ""
         if entries:
             with cache.notes("sources") as memory:
-                digest = read_source(model, memory=memory).digest
+                digest = read_content(model, memory=memory).digest
     except (McinferError, OSError):  # the worker goes on without the cache, or says what is wrong
         return None
     itself = Path(os.path.realpath(model)).parent.name  # a prepared model may be inspected as well
@@ -193,7 +193,7 @@ def _entries(model: Path) -> _Facts | None:
 
 def _prepared(before: _Facts, after: _Facts | None) -> _Facts | None:
     """The entry of a model after a worker has loaded it, and how it came to be there."""
-    from mcinfer.model_cache.entries import FAILURE_FILE
+    from mcinfer.model_cache.cache import FAILURE_FILE
 
     if after is None:
         return None

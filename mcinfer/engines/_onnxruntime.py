@@ -40,12 +40,12 @@ from mcinfer.engines.preparation import (
     Preparation,
     Runtime,
     alone_in,
+    content_of,
     engine_folder,
     facts_of,
     find_or_make,
     limit_files,
     request_of,
-    source_of,
 )
 from mcinfer.engines.providers import (
     NAMES,
@@ -69,8 +69,8 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.model_cache import FOLDER_KEY
+from mcinfer.model_cache.cache import MODEL_FILE
 from mcinfer.model_cache.children import Progress
-from mcinfer.model_cache.entries import MODEL_FILE
 from mcinfer.model_cache.onnx_files import (
     LOOK_BYTES,
     added_inputs,
@@ -224,7 +224,7 @@ def prepared(
 
 
 def facts(request: EngineRequest) -> dict[str, Any]:
-    return facts_of(request, RUNTIME, source_of(request))
+    return facts_of(request, RUNTIME, content_of(request))
 
 
 def load(request: EngineRequest, preparation: Preparation | None = None) -> "OnnxRuntimeEngine":
@@ -659,7 +659,7 @@ def _open_session(
         path = (
             str(prepared)
             if prepared is not None
-            else opened.enter_context(_source(request, options))
+            else opened.enter_context(_model_file(request, options))
         )
         session = _new_session(path, options, providers, fallback=request.options.allow_fallback)
     session.disable_fallback()
@@ -701,7 +701,7 @@ def prepare(request: EngineRequest, folder: str) -> None:
             options.add_session_config_entry(key, value)
         try:
             with _mapped_errors():
-                with _source(request, options) as model:
+                with _model_file(request, options) as model:
                     session = _new_session(model, options, providers)
                 got, wanted = session.get_providers()[0], _said(session)
                 del session  # and its memory on the card
@@ -730,7 +730,7 @@ def _said(session: Any) -> list[Any]:
 
 
 def fill(_: Progress, request: Mapping[str, Any], folder: str, most_file_bytes: int) -> None:
-    """Write the prepared model into the folder of an entry, in a child: see `Work.function`."""
+    """Write the prepared model into the folder of an entry, in a child: see `Making.function`."""
     limit_files(most_file_bytes)
     prepare(request_of(request), folder)
 
@@ -739,7 +739,7 @@ def save(request: EngineRequest, target: str) -> None:
     """Write the optimised form of a model where the user wants it; `BuildError` if the runtime cannot."""
     options = _session_options(request)
     options.optimized_model_filepath = target
-    with _mapped_errors(), _source(request, options) as model:
+    with _mapped_errors(), _model_file(request, options) as model:
         _new_session(model, options, _providers(request), fallback=request.options.allow_fallback)
 
 
@@ -861,7 +861,7 @@ def _description(session: Any, model: str) -> ModelDescription:
 
 
 @contextmanager
-def _source(request: EngineRequest, options: Any) -> Iterator[str]:
+def _model_file(request: EngineRequest, options: Any) -> Iterator[str]:
     """The path of the model, with replaceable weights among its inputs.
 
     Constant weights that are inputs too are defaults (onnx.proto, GraphProto.initializer, from IR version 4

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from mcinfer import machine
 from mcinfer.config import NOT_PINNED, CoreShare, Device, EngineOptions
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
-from mcinfer.model_cache.keys import Source
+from mcinfer.model_cache.keys import ModelContent
 from mcinfer.shm.arena import SharedBlock
 from mcinfer.specs import STRING, ModelDescription, ModelSpec, TensorSpec, numpy_dtype
 
@@ -83,7 +83,7 @@ class EngineRequest:
         share: The cores of the process that loads it.
         stream: The CUDA stream to run on; None for one of the runtime's own.
         memory_limit: Bytes of the card's memory that the runtime may take for itself; None is all there is.
-        source: What was read of the model's files; None to read them when it is needed.
+        content: What was read of the model's files; None to read them when it is needed.
         slab: Gives the weights of the prepared model at this path, on the card. Called once, in
             `mcinfer.engines.open_engine`, before the session is made; what it raises is raised there. None to
             load the weights from the model's files.
@@ -93,7 +93,7 @@ class EngineRequest:
     device: Device
     options: EngineOptions = EngineOptions()
     share: CoreShare = NOT_PINNED
-    source: Source | None = None
+    content: ModelContent | None = None
     stream: int | None = None
     memory_limit: int | None = None
     slab: Callable[[Path], Slab] | None = None

@@ -4,7 +4,7 @@
 
     facts (content of the model, runtime, CPU, options) ──► key ──► an entry of the cache, mapped by all
                                              Cache.make ◄────────────┘ none yet
-    one process of all: _Making.fill ──► run_child ──► the adapter's `fill` writes the entry's folder
+    one process of all: Making.fill ──►  run_child ──► the adapter's `fill` writes the entry's folder
 
 A model that cannot be prepared is loaded as it is, and the engine's `notes` say why. If a runtime cannot
 save a model's optimised form, an entry without a model records this, so that mcinfer tries only once.
@@ -21,7 +21,7 @@ import re
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from time import monotonic
@@ -45,16 +45,20 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.model_cache import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
-from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key, is_key
-from mcinfer.model_cache.children import ChildFailedError, Progress, run_child
-from mcinfer.model_cache.entries import (
+from mcinfer.model_cache.cache import (
     ABOUT_FILE,
     FAILURE_FILE,
     MANIFEST,
     MODEL_FILE,
+    Cache,
+    CacheUnusableError,
+    Held,
     disk_bytes,
+    entry_key,
+    is_key,
 )
-from mcinfer.model_cache.keys import Source, read_source
+from mcinfer.model_cache.children import ChildFailedError, Progress, run_child
+from mcinfer.model_cache.keys import ModelContent, read_content
 from mcinfer.model_cache.onnx_files import check_regular
 from mcinfer.private import in_words, inherited
 
@@ -134,7 +138,7 @@ def find_or_make(
     Args:
         request: The model, and how to load it.
         runtime: That of the engine which will load it.
-        fill: The engine's; a child calls it to write the prepared form: see `Work.function`.
+        fill: The engine's; a child calls it to write the prepared form: see `Making.function`.
         progress: Called while it is made.
         patience: Seconds to wait for another process that makes it; then the model is loaded as it is.
 
@@ -152,9 +156,16 @@ def find_or_make(
     try:
         if prepare == "auto" and not is_large(request.model, folder):
             return Preparation()
-        source = source_of(request)
-        work = Work(function=fill, request=request, source=source, slow=_SLOW, keeps_failure=True)
-        held = open_or_make(facts_of(request, runtime, source), work, progress, patience)
+        content = content_of(request)
+        making = Making(
+            function=fill,
+            request=request,
+            content=content,
+            slow=_SLOW,
+            progress=progress,
+            keeps_failure=True,
+        )
+        held = open_or_make(facts_of(request, runtime, content), making, patience)
     except BuildError as exc:
         # The runtime refuses a file that is not a model, in better words; it takes a format of its own.
         notes = (shortened(f"{OWN_COPY}: {exc}"),) if prepare == "always" else ()
@@ -183,37 +194,37 @@ def _is_prepared_for(request: EngineRequest) -> bool:
     return device == "cpu"
 
 
-def source_of(request: EngineRequest, *, any_format: bool = False) -> Source:
+def content_of(request: EngineRequest, *, any_format: bool = False) -> ModelContent:
     """The content of the request's model, read or remembered.
 
-    Raises as `read_source`.
+    Raises as `read_content`.
     """
-    if request.source is not None:
-        return request.source
+    if request.content is not None:
+        return request.content
     folder = request.options.session_config.get(FOLDER_KEY)
     with ExitStack() as opened:
         memory = None
         if is_large(request.model, folder):  # small ones are read as fast
             with suppress(CacheUnusableError):
                 memory = opened.enter_context(Cache.default().notes("sources"))
-        return read_source(request.model, folder=folder, memory=memory, any_format=any_format)
+        return read_content(request.model, folder=folder, memory=memory, any_format=any_format)
 
 
-def content_of(request: EngineRequest) -> Source | None:
+def readable_content(request: EngineRequest) -> ModelContent | None:
     """What the model's files hold, of any format; None if they cannot be read, which the engine reports."""
     try:
-        return source_of(request, any_format=True)
+        return content_of(request, any_format=True)
     except (BuildError, OSError):
         return None
 
 
-def identity(request: EngineRequest, source: Source, runtime: str) -> str:
+def identity(request: EngineRequest, content: ModelContent, runtime: str) -> str:
     """Names what a model computes: of its content, its runtime, and every option that changes values.
 
     It is the same for all workers of a pool, on any device, and what is known of a split belongs to it.
     """
     facts = {
-        "model": source.digest,
+        "model": content.digest,
         "engine": runtime,
         "options": {k: v for k, v in request.options.session_config.items() if k != FOLDER_KEY},
         "provider": request.options.provider,
@@ -232,7 +243,7 @@ def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:
     if not keeps_engines(request):
         return None
     try:
-        facts = facts_of(request, runtime, source_of(request))
+        facts = facts_of(request, runtime, content_of(request))
         return str(Cache.default().engine_folder(entry_key(facts)))
     except (BuildError, CacheUnusableError, MissingDependencyError, OSError) as exc:
         _log.warning("%s: TensorRT's engines are not kept: %s", request.model, exc)
@@ -292,11 +303,11 @@ def _environment(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
     return facts
 
 
-def facts_of(request: EngineRequest, runtime: Runtime, source: Source) -> dict[str, Any]:
+def facts_of(request: EngineRequest, runtime: Runtime, content: ModelContent) -> dict[str, Any]:
     config = {k: v for k, v in request.options.session_config.items() if k not in runtime.ignored}
     facts = {
         **_environment(request, runtime),
-        "model": source.digest,
+        "model": content.digest,
         "options": dict(sorted(config.items())),
         "provider_options": dict(sorted(graph_options(request).items())),
         "variable_weights": sorted(request.options.variable_weights),
@@ -346,9 +357,23 @@ def cpu_features() -> str:
 # Making an entry.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """How the folder of an entry is filled.
+def open_or_make(facts: Mapping[str, Any], making: "Making", patience: float = math.inf) -> Held:
+    """The entry of these facts; if there is none yet, one process of all that want it makes it.
+
+    Raises:
+        BuildError: The function raised it, and the failure is not kept.
+        CacheUnusableError: See `Cache.make`.
+        ChildFailedError: The process that makes it failed; another try may succeed.
+    """
+    store, key = Cache.default(), entry_key(facts)
+    return store.open(key) or store.make(
+        key, facts, making.fill, wait=_STUCK_SECONDS, patience=patience, progress=making.report
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Making:
+    """One entry that this process makes, or waits for: how its folder is filled, and what was reported of it.
 
     Attributes:
         function: What a child calls to fill it: with a function for its progress, `arguments`, the request as
@@ -356,8 +381,10 @@ class Work:
             `BuildError` if it cannot.
         arguments: As JSON.
         request: Of the model.
-        source: The model's content.
+        content: The model's.
         slow: The line of the log, with the model for its ``%s``, that says why a start takes long.
+        progress: Called while the entry is made, here or elsewhere, with ``seconds`` so far, ``written``
+            bytes, and ``bytes`` of the model.
         kind: What the entry is, for its list, after the model's name.
         keeps_failure: Whether an error of the function becomes an entry, which says it to all who come later.
     """
@@ -365,86 +392,59 @@ class Work:
     function: Callable[..., None]
     arguments: Sequence[Any] = ()
     request: EngineRequest
-    source: Source
+    content: ModelContent
     slow: str
+    progress: Progress | None
     kind: str = ""
     keeps_failure: bool = False
-
-
-def open_or_make(
-    facts: Mapping[str, Any],
-    work: Work,
-    progress: Progress | None,
-    patience: float = math.inf,
-) -> Held:
-    """The entry of these facts; if there is none yet, one process of all that want it makes it.
-
-    Raises:
-        BuildError: The function of the work raised it, and the failure is not kept.
-        CacheUnusableError: See `Cache.make`.
-        ChildFailedError: The process that makes it failed; another try may succeed.
-    """
-    store, key = Cache.default(), entry_key(facts)
-    held = store.open(key)
-    if held is not None:
-        return held
-    making = _Making(work, progress)
-    return store.make(
-        key, facts, making.fill, wait=_STUCK_SECONDS, patience=patience, progress=making.report
-    )
-
-
-class _Making:
-    """One entry that this process makes, or waits for, and what was reported of it."""
-
-    def __init__(self, work: Work, progress: Progress | None) -> None:
-        self._work = work
-        self._progress = progress
-        self._start = monotonic()
-        self._model = in_words(work.request.model, work.request.model)
-        self._size = f"{self._model} ({work.source.size / 1e6:.0f} MB)"
-        self._seen: object = None
-        self._warned = False
+    _start: float = field(default_factory=monotonic, init=False)
+    _seen: object = field(default=None, init=False)
+    _warned: bool = field(default=False, init=False)
 
     def report(self, written: int) -> None:
-        if self._progress is not None:
-            seconds, size = monotonic() - self._start, self._work.source.size
-            self._progress({"seconds": seconds, "written": written, "bytes": size})
+        if self.progress is not None:
+            seconds = monotonic() - self._start
+            self.progress({"seconds": seconds, "written": written, "bytes": self.content.size})
 
     def fill(self, folder: Path, lock: int) -> None:
         """Fill the folder in a child, which holds the lock as well, in case this process ends."""
-        work, source, model = self._work, self._work.source, self._work.request.model
+        content, model = self.content, self.request.model
         start, self._warned = monotonic(), False
-        _check_room(folder, source.size)
+        _check_room(folder, content.size)
         opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         place = f"/proc/self/fd/{opened}"  # the child has it by the same number
-        most_file_bytes = _MAX_GROWTH * source.size + _MAX_ADDED_BYTES
+        most_file_bytes = _MAX_GROWTH * content.size + _MAX_ADDED_BYTES
         error = ""
         try:
             run_child(
-                work.function,
-                [*work.arguments, _plain(work.request), place, most_file_bytes],
+                self.function,
+                [*self.arguments, _plain(self.request), place, most_file_bytes],
                 lambda state: self._tick(folder, state, monotonic() - start),
                 pass_fds=(lock, opened, *inherited(model)),
-                most_seconds=_LEAST_SECONDS + source.size / _LEAST_BYTES_PER_SECOND,
+                most_seconds=_LEAST_SECONDS + content.size / _LEAST_BYTES_PER_SECOND,
             )
         except BuildError as exc:
             error = str(exc)
         finally:
             os.close(opened)
         seconds = monotonic() - start
-        if not source.unchanged():
+        if not content.unchanged():
             raise ChildFailedError(f"{model} was changed meanwhile")
-        if error and not work.keeps_failure:
+        if error and not self.keeps_failure:
             raise BuildError(error)
         if error:
-            _record_failure(folder, error, source.size)
+            _record_failure(folder, error, content.size)
         name = "(in memory)" if inherited(model) else os.path.basename(model)
-        about = {"name": f"{name}{work.kind}", "bytes": source.size, "seconds": seconds}
+        about = {"name": f"{name}{self.kind}", "bytes": content.size, "seconds": seconds}
         (folder / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
         self._tick(folder, {}, seconds)
         if not error:
-            _log.info("prepared %s%s in %.1f s", self._size, work.kind, seconds)
+            _log.info("prepared %s%s in %.1f s", self._model(), self.kind, seconds)
+
+    def _model(self) -> str:
+        """The model, and its size, for the log."""
+        name = in_words(self.request.model, self.request.model)
+        return f"{name} ({self.content.size / 1e6:.0f} MB)"
 
     def _tick(self, folder: Path, state: Mapping[str, Any], seconds: float) -> None:
         """Report what is new of the child, by its folder or its processor time; warn once if it is slow."""
@@ -454,7 +454,7 @@ class _Making:
             self.report(written)
         if not self._warned and state and seconds >= _WARN_SECONDS:
             self._warned = True
-            _log.warning(self._work.slow, self._size)
+            _log.warning(self.slow, self._model())
 
 
 def is_transient(error: str) -> bool:

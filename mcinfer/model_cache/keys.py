@@ -50,7 +50,7 @@ class Stamp(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ModelContent:
     """A model's content.
 
     Attributes:
@@ -79,13 +79,13 @@ class Source:
             return False
 
 
-def read_source(
+def read_content(
     path: str | os.PathLike[str],
     *,
     folder: str | os.PathLike[str] | None = None,
     memory: Path | None = None,
     any_format: bool = False,
-) -> Source:
+) -> ModelContent:
     """Read a model's files, or recall their digest if they have not changed.
 
     Args:
@@ -144,7 +144,7 @@ def _lies_in_memory(stamps: Sequence[Stamp]) -> bool:
     return False
 
 
-def _read(model: Path, folder: Path | None, *, any_format: bool) -> Source:
+def _read(model: Path, folder: Path | None, *, any_format: bool) -> ModelContent:
     stamps = [_settled_stamp(str(model))]
     try:
         found = scan(model)
@@ -168,19 +168,21 @@ def _read(model: Path, folder: Path | None, *, any_format: bool) -> Source:
     except OSError as exc:
         raise BuildError(f"{model}: {exc.filename} cannot be read: {exc}") from exc
     random, seeded = found.random
-    source = Source(digest=total.hexdigest(), stamps=tuple(stamps), random=random, seeded=seeded)
+    source = ModelContent(
+        digest=total.hexdigest(), stamps=tuple(stamps), random=random, seeded=seeded
+    )
     if not source.unchanged():
         paths = [stamp.path for stamp in stamps]
         raise BuildError(f"{model} changed while it was read: expected its files to stay: {paths}")
     return source
 
 
-def _recall(notes: Path, model: Path) -> Source | None:
+def _recall(notes: Path, model: Path) -> ModelContent | None:
     """What was remembered; None if that is missing, damaged, or of files that have changed."""
     try:
         found = json.loads(notes.read_bytes())
         version, digest = found["version"], found["digest"]
-        source = Source(
+        source = ModelContent(
             digest=digest,
             stamps=tuple(Stamp(*stamp) for stamp in found["stamps"]),
             random=str(found["random"]),

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mcinfer.errors import BuildError, InvalidInputError
-from mcinfer.model_cache.protobuf import MalformedError, Message, encode_field, read_varint
+from mcinfer.model_cache.protobuf import MalformedError, ProtoMessage, encode_field, read_varint
 from mcinfer.specs import ELEMENT_TYPES, STRING
 
 # Any file.
@@ -328,7 +328,7 @@ def scan(path: str | os.PathLike[str]) -> OnnxFile:
         OSError: The file cannot be opened.
     """
     with _mapped(path) as data:
-        return _scan(Message(data, 0, len(data)))
+        return _scan(ProtoMessage(data, 0, len(data)))
 
 
 @contextmanager
@@ -349,7 +349,7 @@ def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
 def node_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[str, ...]]:
     """The names of the inputs of each node of the main graph that has a name; raises as `scan`."""
     with _mapped(path) as data:
-        nodes = Message(data, 0, len(data)).messages(_GRAPH_OF_MODEL, 1)
+        nodes = ProtoMessage(data, 0, len(data)).messages(_GRAPH_OF_MODEL, 1)
         return {node.text(3): tuple(node.texts(1)) for node in nodes if node.text(3)}
 
 
@@ -362,13 +362,13 @@ def operator_beside(
     """
     field_number = 1 if role == "input" else 2
     with _mapped(path) as data:
-        for node in Message(data, 0, len(data)).messages(_GRAPH_OF_MODEL, 1):
+        for node in ProtoMessage(data, 0, len(data)).messages(_GRAPH_OF_MODEL, 1):
             if name in node.texts(field_number):
                 return node.text(4, "replace")
     return ""
 
 
-def _scan(model: Message) -> OnnxFile:
+def _scan(model: ProtoMessage) -> OnnxFile:
     if not model.parts(_GRAPH_OF_MODEL):
         raise MalformedError("no graph")
     found = OnnxFile(
@@ -391,7 +391,7 @@ def _scan(model: Message) -> OnnxFile:
     return found
 
 
-def _walk(message: Message, kind: str, found: OnnxFile, depth: int) -> None:
+def _walk(message: ProtoMessage, kind: str, found: OnnxFile, depth: int) -> None:
     """Note the nodes and tensors in a message, at any depth."""
     if depth > _MAX_DEPTH:
         raise MalformedError(
@@ -421,7 +421,7 @@ def _walk(message: Message, kind: str, found: OnnxFile, depth: int) -> None:
                     found.inner.add(tensor.name)
 
 
-def _note_node(node: Message, operator: tuple[str, str], found: OnnxFile) -> None:
+def _note_node(node: ProtoMessage, operator: tuple[str, str], found: OnnxFile) -> None:
     """Note whether a node draws random numbers, or is a constant that says that others do not."""
     if operator == (_MAIN_DOMAIN, "Constant"):
         if any(_is_false(tensor, _tensor(tensor)) for tensor in node.messages(5, 5)):
@@ -440,7 +440,7 @@ def _note_node(node: Message, operator: tuple[str, str], found: OnnxFile) -> Non
     found.draws.append((label, says, seeded))
 
 
-def _is_false(tensor: Message, initializer: Initializer) -> bool:
+def _is_false(tensor: ProtoMessage, initializer: Initializer) -> bool:
     """Whether a tensor is a single boolean, and False."""
     if initializer.onnx_type != _BOOL or prod(initializer.shape) != 1 or initializer.location:
         return False
@@ -450,7 +450,7 @@ def _is_false(tensor: Message, initializer: Initializer) -> bool:
     return not any(any(value) for value in values) and not any(tensor.numbers(5))
 
 
-def _tensor(tensor: Message) -> Initializer:
+def _tensor(tensor: ProtoMessage) -> Initializer:
     name, shape = tensor.text(8), tensor.numbers(1)
     place: dict[str, Any] = {}
     for at, end in tensor.parts(1):  # packed
@@ -468,7 +468,7 @@ def _tensor(tensor: Message) -> Initializer:
     return Initializer(name=name, onnx_type=tensor.number(2), shape=tuple(shape), **place)
 
 
-def _external_place(tensor: Message) -> dict[str, Any]:
+def _external_place(tensor: ProtoMessage) -> dict[str, Any]:
     """Where the elements of a tensor are, which is in another file: fields of an `Initializer`."""
     entries = {entry.text(1): entry.text(2) for entry in tensor.messages(13)}
     if not entries.get("location"):
@@ -562,7 +562,7 @@ def without_weights(path: str | os.PathLike[str], least_bytes: int) -> bytes:
     """
     with _mapped(path) as data:
         location = os.path.basename(os.fspath(path)).encode()
-        model = Message(data, 0, len(data))
+        model = ProtoMessage(data, 0, len(data))
         if not model.parts(_GRAPH_OF_MODEL):
             raise MalformedError("no graph")
         graphs = []
@@ -572,7 +572,7 @@ def without_weights(path: str | os.PathLike[str], least_bytes: int) -> bytes:
         return model.with_parts({_GRAPH_OF_MODEL: graphs})
 
 
-def _outside(tensor: Message, location: bytes, least_bytes: int) -> bytes:
+def _outside(tensor: ProtoMessage, location: bytes, least_bytes: int) -> bytes:
     """A `TensorProto` whose elements, if they are that many bytes, are at a place in a file."""
     first, last = (tensor.parts(_TENSOR_RAW) or [(0, 0)])[-1]
     if last - first < least_bytes:

@@ -29,7 +29,7 @@ def read_varint(data: mmap.mmap | bytes, at: int, end: int) -> tuple[int, int]:
     raise MalformedError(f"a number cut short or of more than 64 bits at byte {at}")
 
 
-class Message:
+class ProtoMessage:
     """The fields of the message in bytes `first` to `last`, by their numbers.
 
     Where a field that is not repeated comes more than once, the last one counts, as in protobuf's readers.
@@ -91,11 +91,11 @@ class Message:
         except UnicodeDecodeError:
             raise MalformedError(f"a name that is not UTF-8 at byte {bounds[0]}") from None
 
-    def messages(self, *fields: int) -> Iterator["Message"]:
+    def messages(self, *fields: int) -> Iterator["ProtoMessage"]:
         """The messages in the first field; with more fields, those within them."""
         field, *inner = fields
         for bounds in self.parts(field):
-            message = Message(self.data, *bounds)
+            message = ProtoMessage(self.data, *bounds)
             yield from message.messages(*inner) if inner else (message,)
 
     def with_parts(self, others: Mapping[int, Sequence[bytes]]) -> bytes:

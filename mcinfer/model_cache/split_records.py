@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import McinferError
-from mcinfer.model_cache.cache import Cache
-from mcinfer.model_cache.entries import opened_root
+from mcinfer.model_cache.cache import Cache, opened_root
 from mcinfer.model_cache.keys import write_atomically
 
 _VERSION = 2

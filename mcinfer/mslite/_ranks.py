@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.model_cache.onnx_files import read_small, scan
-from mcinfer.model_cache.protobuf import MalformedError, Message, read_varint
+from mcinfer.model_cache.protobuf import MalformedError, ProtoMessage, read_varint
 from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._configuration import rank_table
 from mcinfer.mslite.context import Context
@@ -151,7 +151,7 @@ def read_groups(path: str) -> dict[str, tuple[int, ...]]:
     data = read_small(where, path, _MAX_GROUPS_BYTES)
     groups: dict[str, tuple[int, ...]] = {}
     try:
-        for item in Message(data, 0, len(data)).messages(1):
+        for item in ProtoMessage(data, 0, len(data)).messages(1):
             name = item.text(1)
             if not name or name in groups:
                 raise MalformedError(f"the name {name!r} of a group, missing or not the only one,")
@@ -163,7 +163,7 @@ def read_groups(path: str) -> dict[str, tuple[int, ...]]:
     return groups
 
 
-def _numbers(ranks: Message) -> list[int]:
+def _numbers(ranks: ProtoMessage) -> list[int]:
     """Field 1, packed or not."""
     numbers = ranks.numbers(1)
     for at, end in ranks.parts(1):

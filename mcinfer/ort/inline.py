@@ -34,7 +34,7 @@ from mcinfer.ort.providers import CPU, NOTHING_HERE
 from mcinfer.process import give_back_freed_memory
 
 if TYPE_CHECKING:
-    from mcinfer.model_cache.entries import Held
+    from mcinfer.model_cache.cache import Held
     from mcinfer.ort.session import InferenceSession
 
 _LEAST_PATIENCE = 10.0
@@ -95,7 +95,7 @@ def look_up(wanted: Wanted) -> "tuple[str, Held | None]":
 
 
 def prepared_file(held: "Held") -> str:
-    from mcinfer.model_cache.entries import MODEL_FILE
+    from mcinfer.model_cache.cache import MODEL_FILE
 
     return str(held.opened / MODEL_FILE)
 
@@ -140,7 +140,7 @@ def _prepared_file(wanted: Wanted, path: str, folder: str | None) -> "tuple[str,
     from mcinfer.config import Device, EngineOptions
     from mcinfer.engines import _onnxruntime as runtime
     from mcinfer.engines.base import EngineRequest
-    from mcinfer.engines.preparation import OWN_COPY, source_of
+    from mcinfer.engines.preparation import OWN_COPY, content_of
 
     try:
         passed = noted.passed(
@@ -170,11 +170,11 @@ def _prepared_file(wanted: Wanted, path: str, folder: str | None) -> "tuple[str,
             session_config={**engine.session_config, **({FOLDER_KEY: folder} if folder else {})},
         ),
     )
-    source = source_of(request)
-    if source.random:  # from a seed and the node's number in the graph
-        return f"{source.random} draws random numbers, others where the graph is optimised", None
-    patience = _LEAST_PATIENCE + source.size / _PREPARED_BYTES_PER_SECOND
-    found = runtime.prepared(replace(request, source=source), patience=patience)
+    content = content_of(request)
+    if content.random:  # from a seed and the node's number in the graph
+        return f"{content.random} draws random numbers, others where the graph is optimised", None
+    patience = _LEAST_PATIENCE + content.size / _PREPARED_BYTES_PER_SECOND
+    found = runtime.prepared(replace(request, content=content), patience=patience)
     return "; ".join(note.removeprefix(f"{OWN_COPY}: ") for note in found.notes), found.held
 
 

@@ -29,18 +29,18 @@ from mcinfer.engines.base import EngineRequest
 from mcinfer.engines.preparation import (
     DRAFT,
     OWN_COPY,
-    Work,
+    Making,
+    content_of,
     facts_of,
     is_transient,
     limit_files,
     open_or_make,
     request_of,
-    source_of,
 )
 from mcinfer.errors import BuildError, shortened
 from mcinfer.model_cache import FOLDER_KEY, is_large
+from mcinfer.model_cache.cache import FAILURE_FILE, CacheUnusableError, Held
 from mcinfer.model_cache.children import ChildFailedError, Progress
-from mcinfer.model_cache.entries import FAILURE_FILE, CacheUnusableError, Held
 from mcinfer.ranks.collectives.base import Group
 from mcinfer.ranks.slices import RankEngine, prepare
 from mcinfer.ranks.slicing.plans import REPORT_FILE, rank_folder
@@ -69,25 +69,26 @@ def find_or_make_slices(
         )
     tensor, pipeline = parallel
     try:
-        source = source_of(request)
+        content = content_of(request)
         is_prepared = _is_to_be_prepared(request)
         facts = {
             "engine": "slices",
-            **(facts_of(request, _onnxruntime.RUNTIME, source) if is_prepared else {}),
-            "model": source.digest,
+            **(facts_of(request, _onnxruntime.RUNTIME, content) if is_prepared else {}),
+            "model": content.digest,
             "slicer": _slicer(),
             "tensor": tensor,
             "pipeline": pipeline,
         }
-        work = Work(
+        making = Making(
             function=fill,
             arguments=[[tensor, pipeline, is_prepared]],
             request=request,
-            source=source,
+            content=content,
             slow=_SLOW,
             kind=f", {tensor * pipeline} slices",
+            progress=progress,
         )
-        return open_or_make(facts, work, progress)
+        return open_or_make(facts, making)
     except (CacheUnusableError, ChildFailedError, OSError) as exc:
         text = DRAFT.sub("…", shortened(str(exc)))
         raise BuildError(f"{request.model}: its slices could not be made: {text}") from exc

@@ -52,8 +52,7 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.model_cache import FOLDER_KEY
-from mcinfer.model_cache.cache import Held
-from mcinfer.model_cache.entries import MODEL_FILE
+from mcinfer.model_cache.cache import MODEL_FILE, Held
 from mcinfer.model_cache.onnx_files import check_regular
 from mcinfer.private import PrivateFolder
 from mcinfer.ranks.collectives.base import Collective, Group, PeerFailedError

@@ -41,7 +41,7 @@ from mcinfer.errors import (
     ProtocolError,
     WeightAccessError,
 )
-from mcinfer.model_cache.entries import MODEL_FILE, CacheUnusableError, Held
+from mcinfer.model_cache.cache import MODEL_FILE, CacheUnusableError, Held
 from mcinfer.process import start_time
 from mcinfer.shm.descriptors import close_all, peer_credentials, receive, send
 

@@ -35,7 +35,7 @@ from mcinfer.engines.base import (
     Strings,
     memory_limit,
 )
-from mcinfer.engines.preparation import content_of, identity
+from mcinfer.engines.preparation import identity, readable_content
 from mcinfer.errors import (
     BuildError,
     CardLostError,
@@ -47,7 +47,7 @@ from mcinfer.errors import (
     ProtocolError,
     RankDiedError,
 )
-from mcinfer.model_cache.keys import Source
+from mcinfer.model_cache.keys import ModelContent
 from mcinfer.private import in_words
 from mcinfer.process import ORPHANED
 from mcinfer.protocol import (
@@ -290,8 +290,8 @@ class Server:
         slab = self._offered_slab(message)
         try:
             request = _pinned_request(message)
-            source = content_of(request)
-            request = replace(request, source=source)
+            content = readable_content(request)
+            request = replace(request, content=content)
             if message.ranks > 1:
                 from mcinfer.ranks import open_rank
 
@@ -307,9 +307,9 @@ class Server:
                 self._engine = open_engine(message.engine, request, self._report_progress)
             self._runs = Runs(self._engine, self._blocks)
             self._is_built = True
-            if source is not None and not source.unchanged():
+            if content is not None and not content.unchanged():
                 raise BuildError(f"{message.model} was changed while it was loaded")
-            content = {} if source is None else _content(request, source, self._engine.version)
+            known = {} if content is None else _known(request, content, self._engine.version)
         except CardLostError:  # no fault of the model: as if this process had died
             raise
         except (RankDiedError, CollectiveTimeoutError) as exc:  # nor of this rank
@@ -326,7 +326,7 @@ class Server:
                 outputs=_fields(engine.spec.outputs),
                 weights=_fields(engine.weights),
                 notes=tuple(notes),
-                **content,
+                **known,
                 providers=engine.providers,
                 seconds=time.perf_counter() - start,
                 slab=self._hand_over(engine.slab),
@@ -495,12 +495,12 @@ class Server:
             raise ProtocolError(f"block {number} cannot be attached: {exc}") from exc
 
 
-def _content(request: EngineRequest, source: Source, runtime: str) -> dict[str, Any]:
+def _known(request: EngineRequest, content: ModelContent, runtime: str) -> dict[str, Any]:
     """What BUILD_FINISH says of the model's content."""
     return {
-        "model": identity(request, source, runtime),
-        "random": source.random,
-        "seeded": source.seeded,
+        "model": identity(request, content, runtime),
+        "random": content.random,
+        "seeded": content.seeded,
     }
 
 

@@ -27,8 +27,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 from mcinfer import ClosedError, EngineOptions, InvalidInputError, ort
 from mcinfer.engines import preparation
 from mcinfer.model_cache import FOLDER_KEY
-from mcinfer.model_cache.cache import Cache
-from mcinfer.model_cache.entries import take_lock
+from mcinfer.model_cache.cache import Cache, take_lock
 from mcinfer.ort import inline
 from mcinfer.ort.session import PlainSession
 from tests.process.waiting import wait_until
