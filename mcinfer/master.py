@@ -348,8 +348,8 @@ class Master:
             loop = self._loop
             planner = Planner(
                 model,
-                HostPlace(loop.arena, loop.allocate, loop.frames),
-                loop,
+                HostPlace(loop.arena, loop.inbox.allocate, loop.frames),
+                loop.inbox,
                 limits=self._limits,
                 max_rows=self._max_batch_size,
                 weights=weights,
@@ -402,18 +402,18 @@ class Master:
             check_seconds("timeout", timeout)
         if not isinstance(drain, bool):
             raise InvalidInputError(f"drain: got {drain!r}, expected True or False")
-        if self._loop.is_forked:
+        if self._loop.inbox.is_forked:
             return  # what there is to close is another process's, and so are the threads that hold locks
         try:
             self._loop.close(timeout, drain=drain)
-            self._waiting.close(wait=self._loop.may_wait())
+            self._waiting.close(wait=self._loop.inbox.may_wait())
         finally:  # also when Ctrl-C ends the waiting: the rest then goes on by itself
             self._waiting.close(wait=False)
             if hasattr(self, "_planner"):
                 self._planner.close()
             # It holds the loop, which holds the error of a failed start, whose traceback holds this.
             self._finalizer.detach()
-            if self._in_memory is not None and self._loop.finished:
+            if self._in_memory is not None and self._loop.inbox.finished:
                 self._in_memory.close()  # else the loop does, when it has no worker to start any more
 
     # Health.
@@ -426,7 +426,7 @@ class Master:
         Raises:
             ClosedError: This process was forked from the master's.
         """
-        return self._loop.health()
+        return self._loop.supervision.health()
 
     def wait_ready(self, timeout: float | None = None) -> Health:
         """Wait until every worker serves. Workers that died restart by themselves.
@@ -441,7 +441,7 @@ class Master:
             ReadyTimeoutError: Not all workers were ready in time; names the others' states and the reasons.
             ClosedError: The master is closed, or was not started.
         """
-        return self._loop.wait_ready(self._patience("wait_ready", timeout, 1))
+        return self._loop.supervision.wait_ready(self._patience("wait_ready", timeout, 1))
 
     def restart_workers(self, timeout: float | None = None) -> None:
         """Replace every worker's process by a new one, one after another. No request fails because of this.
@@ -461,11 +461,13 @@ class Master:
             ClosedError: The master is closed, or was not started.
         """
         self._ready()
-        self._loop.restart_workers(self._patience("restart_workers", timeout, self._workers))
+        self._loop.supervision.restart_workers(
+            self._patience("restart_workers", timeout, self._workers)
+        )
 
     def _patience(self, call: str, timeout: float | None, workers: int) -> float:
         """The time limit, in seconds, of a call that waits for workers to be ready."""
-        if not self._loop.may_wait():
+        if not self._loop.inbox.may_wait():
             raise McinferError(
                 f"{call}() was called in a future's callback, which runs in the thread that it waits for"
             )
@@ -890,7 +892,7 @@ class Master:
         self._ready()
         if timeout is not None:
             check_seconds("timeout", timeout)
-        waits = self._limits.when_full == "wait" and self._loop.may_wait()
+        waits = self._limits.when_full == "wait" and self._loop.inbox.may_wait()
         seconds = self._timeouts.predict if timeout is None else timeout
         return self._planner.weights.update(weights, seconds if waits else 0.0)
 
@@ -904,7 +906,7 @@ class Master:
         return self._loop.statistics(version)
 
     def _ready(self, *, for_request: bool = False) -> None:
-        self._loop.check_open(for_request=for_request)
+        self._loop.inbox.check_open(for_request=for_request)
         if self._model is None:
             raise ClosedError("the master is still starting")
 
@@ -931,7 +933,7 @@ class Master:
         if type(priority) is not int:
             raise InvalidInputError(f"priority: got {priority!r}, expected an int")
         self._ready(for_request=True)
-        if waiting and not self._loop.may_wait():
+        if waiting and not self._loop.inbox.may_wait():
             raise McinferError(
                 f"{waiting}() was called in a future's callback, which runs in the thread that the answer "
                 "needs: use submit() there"
@@ -944,7 +946,7 @@ class Master:
         joins = pieces == 1
         balance = None
         if pieces is None:
-            pieces, balance = self._pieces * max(1, self._loop.serving), self._balance
+            pieces, balance = self._pieces * max(1, self._loop.supervision.serving), self._balance
         else:
             check_count("shards", pieces, 1)
         splitter = self._learner.splitter
@@ -993,7 +995,7 @@ class Master:
         """The card that an argument of this name says, for tensors like these."""
         self._ready()
         pool = [Device.parse(device) for device in self._devices]
-        return cards().open_place(text, name, specs, pool, self._loop)
+        return cards().open_place(text, name, specs, pool, self._loop.inbox)
 
     def _check_outputs(self, outputs: Sequence[str]) -> None:
         names = [spec.name for spec in self._spec().outputs]

@@ -13,10 +13,16 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context
 from functools import partial
 from time import monotonic
+from weakref import ref
 
+from mcinfer.errors import McinferError, PredictError
+from mcinfer.requests.request import Follower, Request
+from mcinfer.scheduler.dispatch import Entry, trace_of
 from mcinfer.shm.descriptors import WakeUp
+from mcinfer.statistics import TraceHook
 
 _GATHER_SECONDS = 0.02  # seconds that calls of `trace` wait for others
 
@@ -169,3 +175,33 @@ def _make(call: Callable[[], object]) -> None:
         # Also SystemExit and its like, and what a handler of the log raises: others wait behind it.
         with suppress(BaseException):
             _log.exception("%r failed", call)
+
+
+def prepare(future: "ref[Follower]") -> None:
+    """Make a future's result, if its user still has the future."""
+    found = future()
+    if found is not None:
+        found.prepare()
+
+
+def call_trace_hook(
+    hook: TraceHook,
+    context: Context,
+    entry: Entry,
+    joined: float,
+    outcome: Request | BaseException | None,
+    joins: bool,
+) -> None:
+    """Call the trace hook, in the delivery thread; `joined` is when the result was complete."""
+    error = outcome.error if isinstance(outcome, Request) else outcome
+    if isinstance(outcome, Request) and joins:
+        with suppress(Exception):  # it is the request's error then
+            outcome.value()
+        joined, error = monotonic(), outcome.error
+    if error is not None and not isinstance(error, McinferError):
+        error = PredictError(f"the answers could not be joined: {error!r}")
+    try:
+        context.run(hook, trace_of(entry, error, joined))
+    except BaseException:
+        # Also SystemExit and its like: others wait behind it.
+        _log.exception("the trace hook failed")

@@ -413,9 +413,12 @@ class Scheduler:
             self._close(now, self._timeouts.close)
         self._go_on(now, abandon=self._closing is not None and self._closing <= now)
 
-    def handle_close(self, now: float, timeout: float) -> None:
-        """End the pool: requests in flight fail, and workers get `timeout` seconds to exit."""
-        self._close(now, timeout)
+    def handle_close(self, now: float, timeout: float | None = None) -> None:
+        """End the pool: requests in flight fail, and workers get so many seconds to exit.
+
+        None is `Timeouts.close`.
+        """
+        self._close(now, self._timeouts.close if timeout is None else timeout)
         self._go_on(now)
 
     def _close(self, now: float, timeout: float) -> None:

@@ -33,11 +33,12 @@ from mcinfer.protocol import (
     decode,
     encode,
 )
-from mcinfer.requests.request import Promise, Request
+from mcinfer.requests.request import Request
 from mcinfer.requests.splitting import Known
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.gang import Gang
 from mcinfer.runtime.loop import Loop
+from mcinfer.runtime.supervision import Supervision
 from mcinfer.runtime.transport import MasterTransport
 from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
 from mcinfer.scheduler.dispatch import LONG_RUN
@@ -144,15 +145,19 @@ class FedProcess(WorkerProcess):
             end.close()
 
 
-class FedLoop(Loop):
-    """A loop that was never started; an unexpected error is a violation."""
+class FedSupervision(Supervision):
+    """It starts no process; an unexpected error is a violation."""
 
     def start_worker(self, worker: int) -> None: ...
 
-    def _outlaw(self, worker: int, reason: str) -> None:
+    def outlaw(self, worker: int, reason: str) -> None:
         if "could not be handled" in reason:
             raise Violation(reason)
-        super()._outlaw(worker, reason)
+        super().outlaw(worker, reason)
+
+
+class FedLoop(Loop):
+    """A loop that was never started; an unexpected error is a violation."""
 
     def _collapse(self, exc: BaseException) -> NoReturn:
         raise Violation(f"the loop failed: {exc!r}") from exc
@@ -212,7 +217,7 @@ class MasterTarget(Target):
             known = _SPLIT if cut else None
             request = request_of(self._planners[spec], inputs, 1 + cut, known, 0.0)
             request.called, request.timeout = monotonic(), 10.0
-            self._loop.enter(request, wait=False)
+            self._loop.inbox.enter(request, wait=False)
             self._loop._turn()
             self._requests.append(request)
         if rng.random() < 0.3:
@@ -234,27 +239,28 @@ class MasterTarget(Target):
     def _reset(self) -> None:
         loop = self._loop
         self._requests.clear()
-        loop._requests.clear()
-        loop._inbox.clear()
-        loop._line.clear()
+        loop.inbox.items.clear()
+        loop.inbox.finished = False
         for planner in self._planners.values():
             planner._opened.clear()
-        loop._scheduler = Scheduler(
-            self._builds,
-            loop,
-            loop,
-            timeouts=self._timeouts,
-            restart=self._restart,
+        loop.supervision = FedSupervision(
+            self._connections,
+            loop.inbox,
+            loop._delivery,
             limits=self._limits,
+            restart=self._restart,
+            balance=None,
         )
-        loop._table = loop._scheduler.table
-        loop._next_number = 0
-        loop._news.clear()
-        loop._due = 0.0
-        loop.finished = False
-        loop._failure = None
-        loop._started = Promise()
-        loop._notes.clear()
+        loop.oversee(
+            Scheduler(
+                self._builds,
+                loop,
+                loop.supervision,
+                timeouts=self._timeouts,
+                restart=self._restart,
+                limits=self._limits,
+            )
+        )
         loop._delivery._drain()
         self._router.inbox.clear()
         self._router.sent.clear()
@@ -276,7 +282,7 @@ class MasterTarget(Target):
 
     def _feed(self, peer: bytes, data: bytes) -> None:
         self._router.inbox.append((peer, data))
-        while self._router.inbox and not self._loop.finished:
+        while self._router.inbox and not self._loop.inbox.finished:
             self._loop._turn()
 
     def _hand_over(self, rng: random.Random, process: FedProcess) -> None:

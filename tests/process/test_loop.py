@@ -24,7 +24,7 @@ from mcinfer import (
     QueueFullError,
     Timeouts,
 )
-from mcinfer.runtime import loop as loop_module
+from mcinfer.runtime import inbox as inbox_module
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.waiting import in_line, pids, running, settle, stop, wait_until
 
@@ -63,11 +63,11 @@ def test_caller_whose_time_is_over_in_the_line_makes_way_at_once(fake_model: Fak
 def test_answer_of_a_loop_that_stands_still_is_an_error_and_never_an_array(
     fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_module, "_CALLER_PATIENCE", 0.1)
+    monkeypatch.setattr(inbox_module, "_CALLER_PATIENCE", 0.1)
     with fake_master(fake_model(), 1) as master:
         master.predict(rows(1))
         goes_on = threading.Event()
-        master._loop._post(loop_module._Call(lambda: goes_on.wait(PATIENCE)))
+        master._loop.inbox.post(inbox_module.Question(lambda: goes_on.wait(PATIENCE)))
         try:
             with pytest.raises(PredictTimeoutError, match="loop"):
                 master.predict(rows(1), timeout=0.1)
@@ -213,7 +213,7 @@ def test_thread_with_the_number_of_one_that_has_ended_is_another(fake_model: Fak
     master = fake_master(fake_model(), 1).start()
     ends: Future[int] = Future()
     master.submit(rows(1)).add_done_callback(lambda _: ends.set_result(threading.get_ident()))
-    ended = {ends.result(PATIENCE), master._loop._ident}
+    ended = {ends.result(PATIENCE), master._loop.inbox.loop_thread}
     master.close()
     seen = []
 
@@ -248,7 +248,7 @@ def test_finalizer_in_the_loop_that_would_wait_is_refused_at_once(fake_model: Fa
         ]
         for call in calls:
             outcome: Future[object] = Future()
-            master._loop._post(loop_module._Call(partial(settle, outcome, call)))
+            master._loop.inbox.post(inbox_module.Question(partial(settle, outcome, call)))
             with pytest.raises(McinferError):
                 outcome.result(PATIENCE)
             assert not future.done()
@@ -270,7 +270,7 @@ def test_loop_that_fails_leaves_no_caller_waiting_and_no_process(
             if once:
                 raise once.pop()
 
-        master._loop._post(loop_module._Call(fail))
+        master._loop.inbox.post(inbox_module.Question(fail))
         for future in waiting:
             with pytest.raises(ClosedError, match="the master failed"):
                 future.result(PATIENCE)
@@ -285,8 +285,8 @@ def test_worker_that_cannot_be_watched_counts_as_one_that_could_not_start(
 ) -> None:
     """The system bounds how many descriptors a user may watch (max_user_watches of epoll(7))."""
     with fake_master(fake_model(), 2) as master:
-        loop = master._loop
-        watched = loop._poll
+        supervision = master._loop.supervision
+        watched = supervision.poll
 
         class Full:
             """Accepts no more descriptors."""
@@ -297,10 +297,10 @@ def test_worker_that_cannot_be_watched_counts_as_one_that_could_not_start(
             def register(self, *_: object) -> None:
                 raise OSError(errno.ENOSPC, "no watches left")
 
-        monkeypatch.setattr(loop, "_poll", Full())
+        monkeypatch.setattr(supervision, "poll", Full())
         os.kill(pids(master)[0], signal.SIGKILL)
         wait_until(lambda: "could not be watched" in str(master.health()), PATIENCE)
         assert_answers(master.predict(act(1.0)), act(1.0))
-        monkeypatch.setattr(loop, "_poll", watched)
+        monkeypatch.setattr(supervision, "poll", watched)
         master.wait_ready(PATIENCE)
         assert_answers(master.predict(act(1.0)), act(1.0))

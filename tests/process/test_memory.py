@@ -13,7 +13,7 @@ import pytest
 
 from mcinfer import ClosedError, Limits, Master, QueueFullError
 from mcinfer.requests.request import Arrays
-from mcinfer.runtime.memory import SPARE_BYTES
+from mcinfer.runtime.admission import SPARE_BYTES
 from tests.process.models import FakeModel, SharedMaster, assert_answers, fake_master, rows
 from tests.process.waiting import pids, running, wait_for_states, wait_until
 
@@ -186,7 +186,7 @@ def test_memory_that_is_not_in_use_any_more_goes_back_to_the_system(
     fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each set of shapes keeps frames for the next request, of which the pool has none in use."""
-    monkeypatch.setattr("mcinfer.runtime.memory._LOOK_INTERVAL", 0.1)
+    monkeypatch.setattr("mcinfer.runtime.admission._LOOK_INTERVAL", 0.1)
     model = fake_model(
         inputs=(["x", "uint8", ["batch", 1 << 20]],),
         outputs=(["y", "uint8", ["batch", 1 << 20], {"from": "x", "add": 1}],),

@@ -1,4 +1,4 @@
-"""Tests of mcinfer/runtime/memory.py: what goes back to the system. Time is a number."""
+"""Tests of mcinfer/runtime/admission.py: what goes back to the system. Time is a number."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Arrays
-from mcinfer.runtime.memory import SPARE_BYTES, IdleMemory
+from mcinfer.runtime.admission import SPARE_BYTES, IdleMemory
 from mcinfer.shm.arena import Arena
 from tests.planned_requests import MIB, known, model, planner_of, request_of, run
 

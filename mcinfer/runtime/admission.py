@@ -1,7 +1,7 @@
-"""Who gets memory next, and which memory goes back to the system; the loop's thread owns both.
+"""Who waits for a place in the queue, or for memory; the loop's thread owns it.
 
-Callers wait in one line for each arena, first come, first served. A caller makes an `Allocation`, puts it
-into the loop's inbox and waits for it there.
+Callers wait in one line for places, and in one for each arena, first come, first served. They have a
+time-out, after which they are refused. Where users keep the memory, others may pass the first that waits.
 
 Idle frames keep memory for the next requests of their shapes: warm, but for shapes that may never come
 again. So the memory of an arena is bounded by the most that was in use lately, and a margin.
@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from contextlib import suppress
 from time import monotonic
+from typing import Any
 
 from mcinfer.errors import ClosedError, McinferError, PredictError, QueueFullError
 from mcinfer.requests.frames import IdleFrames
-from mcinfer.requests.request import Promise
+from mcinfer.requests.request import Outcome, Promise, Request
+from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.shm.arena import Arena, BlockNeededError, SharedBlock, Slot
 
 ROOM_INTERVAL = 0.001
@@ -202,3 +204,175 @@ class IdleMemory:
             return
         is_idle = size > in_use + SPARE_BYTES and (size <= most or idle_bytes > 0)
         self.due = now + (_LOOK_INTERVAL if is_idle or in_flight else _REST_INTERVAL)
+
+
+class Admission:
+    """Who waits for a place in the queue, or for memory; for the loop's thread alone.
+
+    Args:
+        scheduler: Whose queue it is.
+        arena: The shared memory of tensors.
+        frames: The memory of it that is not in use.
+
+    Attributes:
+        requests: The accepted requests, by number.
+        places: The requests that wait for a place in the queue.
+        due: When to look next, or earlier.
+    """
+
+    def __init__(self, scheduler: Scheduler, arena: Arena, frames: IdleFrames) -> None:
+        self.scheduler = scheduler
+        self.requests: dict[int, Request] = {}
+        self.places: deque[Request] = deque()
+        self.due = math.inf
+        self._frames = frames
+        self._next_number = 0
+        self._places_due = math.inf  # when the time of one of them is over, or earlier
+        self._memory = MemoryLine(arena, frames.release, self.requests)
+        self._lines = {arena: self._memory}  # and one for each card
+        self._idle = IdleMemory(arena)
+
+    def look(self, now: float) -> None:
+        """Do what is due, and note when the next thing is."""
+        for line in self._lines.values():
+            if line.waiting:
+                line.serve(now)
+        self._idle.note_growth(now)
+        if self._idle.due <= now:
+            # Give memory that was not in use for a while back to the system.
+            table = self.scheduler.table
+            self._idle.look(now, self._frames, table.in_flight_bytes, table.take_peak())
+        if self._places_due <= now:
+            self._refuse_late(now)
+        self.due = min(self._idle.due, self._places_due)
+        if any(line.waiting for line in self._lines.values()):
+            self.due = min(self.due, monotonic() + ROOM_INTERVAL)
+
+    # Places in the queue.
+
+    def enter(self, request: Request) -> None:
+        if request.settled:
+            return
+        if self.places and request is not self.places[0] and request.limited:
+            self._wait_for_place(request)
+            return
+        number, now = self._next_number, monotonic()
+        request.number = number
+        self.requests[number] = request
+        try:
+            self.scheduler.handle_request(
+                now,
+                number,
+                request.rows,
+                request.timeout,
+                called=request.called,
+                size=request.size,
+                priority=request.priority,
+                join=request.join,
+                preferred=request.preferred,
+                limited=request.limited,
+            )
+        except McinferError as exc:
+            del self.requests[number]
+            is_full = isinstance(exc, QueueFullError)
+            if is_full and request.waits and request.called + request.timeout > now:
+                self._wait_for_place(request)
+            else:
+                refuse(request, exc)
+            return
+        self._next_number = number + 1
+        if request.entered is not None:
+            request.entered.settle()
+
+    def _wait_for_place(self, request: Request) -> None:
+        if not self.places or request is not self.places[0]:  # the first one is looked at again
+            if not request.waits:
+                refuse(request, QueueFullError("others wait already for room in the queue"))
+                return
+            self.places.append(request)
+        self._places_due = min(self._places_due, request.called + request.timeout)
+        self.due = min(self.due, self._places_due)
+
+    def admit(self) -> None:
+        """Give free places to callers that wait for one."""
+        with suppress(QueueFullError):
+            while self.places:
+                request = self.places[0]
+                if not request.settled:
+                    self.scheduler.check_room(request.size)
+                    self.enter(request)
+                self.places.popleft()
+
+    def cancel(self, outcome: Outcome[Any]) -> None:
+        if outcome.settled or not isinstance(outcome, Request):
+            return
+        # By identity: the number of one that waits for a place is that of the next that gets one.
+        if self.requests.get(outcome.number) is outcome:
+            self.scheduler.handle_cancel(monotonic(), outcome.number)
+            return
+        if outcome in self.places:
+            self.places.remove(outcome)
+        refuse(outcome, ClosedError("the request was cancelled"), cancelled=True)
+
+    def _refuse_late(self, now: float) -> None:
+        """Refuse requests whose time is over while they wait for a place."""
+        for request in [r for r in self.places if r.called + r.timeout <= now]:
+            self.places.remove(request)
+            try:
+                self.scheduler.check_room(request.size)
+                raise QueueFullError("the queue was full until the time was over")
+            except QueueFullError as exc:
+                refuse(request, exc)
+        self._places_due = min((r.called + r.timeout for r in self.places), default=math.inf)
+
+    def refuse_places(self, reason: str) -> None:
+        while self.places:
+            refuse(self.places.popleft(), ClosedError(reason))
+
+    # Memory.
+
+    def line(self, arena: Arena | None) -> "MemoryLine":
+        """The line for an arena of `add_arena`, or for the shared memory."""
+        return self._memory if arena is None else self._lines[arena]
+
+    def add_arena(self, arena: Arena) -> None:
+        """Callers may wait for this memory, too."""
+        self._lines[arena] = MemoryLine(arena, lambda: False, self.requests)
+
+    @property
+    def arenas(self) -> list[Arena]:
+        return [*self._lines]
+
+    def block(self, number: int) -> SharedBlock | None:
+        """A block of the master's, by its number."""
+        found = (arena.block(number) for arena in self._lines)
+        return next((block for block in found if block is not None), None)
+
+    def allocate(self, wanted: Allocation) -> None:
+        if not wanted.settled and wanted.line.take(wanted):
+            self.due = min(self.due, monotonic() + ROOM_INTERVAL)
+        self._idle.note_growth(monotonic())
+        self.due = min(self.due, self._idle.due)
+
+    def fail_all(self, error: McinferError) -> None:
+        """A fault of mcinfer: fail all requests."""
+        requests = [*self.requests.values()]
+        self.requests.clear()
+        for request in requests:
+            if not request.settled:
+                refuse(request, error)
+
+    def refuse_all(self) -> None:
+        """The master is closed: refuse all who still wait."""
+        self.refuse_places("the master is closed")
+        for line in self._lines.values():
+            line.refuse()
+
+
+def refuse(request: Request, error: McinferError, *, cancelled: bool = False) -> None:
+    """Settle a request that was not accepted."""
+    if not request.settled:
+        request.settle(error, cancelled=cancelled)
+    request.release()
+    if request.entered is not None and not request.entered.settled:
+        request.entered.settle(error)

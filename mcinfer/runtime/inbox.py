@@ -1,0 +1,302 @@
+"""How callers reach the loop. Any thread calls it.
+
+::
+
+    callers ── requests, allocations, questions ──► Inbox ──► the loop's turn ──► Admission
+    callers ◄── their own locks ── the loop
+
+An `Inbox` is all of the loop that a caller's thread touches. A caller appends what it wants, rings the bell
+if the loop sleeps, and waits on a lock of its own (`Outcome`). So an exception anywhere in a caller leaves
+garbage, not damage. After a fork the child has no loop and must not touch the sockets: every entry point
+compares the pid.
+"""
+
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic
+from typing import Any, TypeVar
+
+from mcinfer.config import Device, Limits
+from mcinfer.errors import ClosedError, McinferError, PredictTimeoutError, QueueFullError
+from mcinfer.requests.request import Outcome, Promise, Request
+from mcinfer.runtime.admission import Admission, Allocation, refuse
+from mcinfer.runtime.delivery import Delivery
+from mcinfer.shm.arena import Arena, SharedBlock, Slot
+from mcinfer.shm.descriptors import WakeUp
+
+T = TypeVar("T")
+
+CLOSING = "the master is closing: it finishes what it has, and takes no more"
+NOT_STARTED = "the master is not started: call start(), or use it in a with statement"
+
+_CALLER_PATIENCE = 5.0  # seconds past its deadline that a caller waits for the loop
+_LOOP_PATIENCE = 60.0  # seconds that a question to the loop waits for its answer
+
+
+class Question(Promise[T]):
+    """A function for the loop to call."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        super().__init__()
+        self._function = function
+
+    def make(self) -> None:
+        try:
+            self.set(self._function())
+        except Exception as exc:
+            self.settle(exc)
+
+
+class Inbox:
+    """How callers reach the loop: any thread may call it.
+
+    Attributes:
+        pid: Of the process that made the master.
+        items: What has come, for the loop.
+        bell: Wakes the loop.
+        asleep: Whether the loop sleeps, or is about to.
+        start_claims: Not empty until the master is started.
+        opened: Whether there is a loop.
+        closing: Whether it was asked to close.
+        finished: Whether no worker is left, and none will be started.
+        gone: Whether the loop has ended: what comes is refused here.
+        loop_thread: The identifier of the loop's thread.
+        cards: The memory of cards (`CardMemory`).
+        admission: Whose lines callers would wait in; set before the loop is open.
+    """
+
+    def __init__(
+        self, limits: Limits, delivery: Delivery, open_card: Callable[[Device], Any]
+    ) -> None:
+        self.items: deque[Request | Question[Any] | Allocation] = deque()
+        self.bell = WakeUp()
+        self.asleep = False
+        self.start_claims = [True]
+        self.opened = self.closing = self.finished = self.gone = False
+        self.loop_thread = 0
+        self.admission: Admission
+        self._limits = limits
+        self._delivery = delivery
+        self._open_card = open_card
+        self._reached: dict[int, frozenset[str]] = {}  # by worker, the cards that it reaches
+        self.cards: dict[Device, Any] = {}
+        self.pid = os.getpid()
+
+    # Whether calls are taken.
+
+    def check_open(self, *, for_request: bool = False) -> None:
+        """Raise `ClosedError` unless calls are taken; `for_request`, `QueueFullError` if none has a place."""
+        if not self.opened or self.closing or os.getpid() != self.pid:
+            self.check_process()
+            if self.finished:
+                raise ClosedError("the master is closed")
+            raise ClosedError(CLOSING if self.closing else NOT_STARTED)
+        limits = self._limits
+        full = for_request and self.admission.scheduler.table.in_flight >= limits.queue
+        if full and limits.when_queue_full == "raise":
+            self.admission.scheduler.check_room(0)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the master's: then it has no loop."""
+        return os.getpid() != self.pid
+
+    def check_process(self) -> None:
+        if self.is_forked:
+            raise ClosedError(
+                f"this master belongs to process {self.pid}; process {os.getpid()} was forked from it "
+                "and needs a master of its own"
+            )
+
+    def check_wait(self) -> None:
+        """Raise an error where the calling thread would wait in vain.
+
+        Raises:
+            McinferError: It is the loop's: the collector runs a finalizer there.
+            ClosedError: This process was forked from the master's.
+        """
+        self.check_process()
+        if threading.get_ident() == self.loop_thread:
+            raise McinferError(
+                "called by a finalizer in mcinfer's own thread, where nothing may wait"
+            )
+
+    def may_wait(self) -> bool:
+        """Whether the calling thread may wait for answers: not in a callback, which others wait behind."""
+        return threading.get_ident() not in (self.loop_thread, self._delivery.ident)
+
+    # What callers want.
+
+    def enter(self, request: Request, *, wait: bool) -> None:
+        """Queue a request; with `wait`, return only when it has a place in the queue.
+
+        Raises:
+            ClosedError: The master is closed.
+            QueueFullError: Too many requests are in flight, and were until the time was over.
+        """
+        if wait:
+            limits = self._limits
+            near = self.admission.scheduler.table.in_flight + len(self.items) >= limits.queue
+            if near or self.admission.places or limits.queue_bytes is not None:
+                self.check_wait()
+                request.entered = Promise[None]()
+        self.items.append(request)
+        if self.asleep:
+            self.ring()
+        if self.gone:
+            self.refuse()
+        entered = request.entered
+        if entered is None:
+            return
+        try:
+            entered.wait(request.called + request.timeout - monotonic() + _CALLER_PATIENCE)
+            if not entered.settled:
+                raise QueueFullError("the loop did not answer in time")
+            entered.result()
+        except BaseException:
+            self.forget(request)
+            raise
+
+    def forget(self, request: Request) -> None:
+        """Cancel a request without waiting for that."""
+        self.post(Question(partial(self.admission.cancel, request)))
+
+    def await_answer(self, request: Request) -> None:
+        """Wait until a request is settled.
+
+        Raises:
+            PredictTimeoutError: The loop hangs.
+        """
+        patience = request.called + request.timeout - monotonic() + _CALLER_PATIENCE
+        if not request.wait(patience):
+            self.forget(request)
+            if not request.wait(_CALLER_PATIENCE):
+                raise PredictTimeoutError(
+                    f"no answer within {request.timeout:g} s: the loop does not answer"
+                )
+
+    def cancel(self, outcome: Outcome[Any]) -> bool:
+        """Cancel a request; False if it was settled before."""
+        if self.is_forked:
+            return False
+        call = Question(partial(self.admission.cancel, outcome))
+        self.post(call)
+        if threading.get_ident() == self.loop_thread:
+            return True  # a finalizer that the collector runs in the loop
+        self.wait_for(call)
+        return outcome.was_cancelled
+
+    def deliver(self, call: Callable[[], object]) -> None:
+        """Have the delivery thread make a call."""
+        self._delivery.put(call)
+
+    def allocate(
+        self,
+        sizes: Sequence[int],
+        timeout: float,
+        arena: Arena | None = None,
+        block: SharedBlock | None = None,
+    ) -> list[Slot]:
+        """Slots of shared memory of so many bytes, all or none; `arena` is that of a card, None the host's.
+
+        Raises:
+            QueueFullError: The memory is in use, and was until the time was over.
+            InvalidInputError, ClosedError: As `Arena.allocate_all`.
+            PredictError: The system has no memory or descriptor left.
+            McinferError: As `check_wait`.
+            BlockNeededError: The card's arena needs a block: make one, and come again with it.
+        """
+        self.check_wait()
+        wanted = Allocation(self.admission.line(arena), sizes, timeout, block)
+        try:
+            self.post(wanted)
+            if not wanted.wait(timeout + _CALLER_PATIENCE) and self.gone:
+                self.refuse()
+        except BaseException:
+            wanted.deadline = -math.inf  # nothing is to wait behind it
+            raise
+        try:
+            if not wanted.settled:
+                raise QueueFullError("the loop did not answer in time")
+            return wanted.result()
+        finally:
+            # Or the error's traceback, this frame and it would hold each other, and memory.
+            del wanted, block
+
+    def card(self, device: Device) -> Any:
+        """A card's memory for tensors (`CardMemory`); the first call opens the card in this process.
+
+        Raises:
+            MissingDependencyError: The package cuda-bindings is not installed.
+            BuildError: There is no such card, or no driver.
+            ClosedError: The master is closed.
+        """
+        memory = self.cards.get(device)
+        if memory is None:
+            opened = self._open_card(device)
+            memory = self.ask(partial(self._add_card, device, opened))
+        return memory
+
+    def _add_card(self, device: Device, memory: Any) -> Any:
+        if self.finished:
+            raise ClosedError("the master is closed")
+        if device not in self.cards:
+            self.admission.add_arena(memory.arena)
+            self.cards[device] = memory
+            self.note_reach()
+        return self.cards[device]
+
+    def note_reach(self, worker: int | None = None, cards: Sequence[str] = ()) -> None:
+        """A worker says whose memory it reaches: each card learns whether all workers reach its memory."""
+        if worker is not None:
+            self._reached[worker] = frozenset(cards)
+        for device, memory in self.cards.items():
+            memory.is_reached = all(str(device) in reached for reached in self._reached.values())
+
+    def ring(self) -> None:
+        os.eventfd_write(self.bell.fd, 1)  # which lives as long as the loop's object
+
+    def post(self, item: "Question[Any] | Allocation") -> None:
+        self.items.append(item)
+        if self.asleep:
+            self.ring()
+        if self.gone:
+            self.refuse()
+
+    def ask(self, function: Callable[[], T]) -> T:
+        """Call a function in the loop, and wait for its result or error."""
+        if not self.opened or self.gone:
+            return function()
+        self.check_wait()
+        call = Question(function)
+        self.post(call)
+        self.wait_for(call)
+        return call.result()
+
+    def wait_for(self, call: Outcome[Any]) -> None:
+        end = monotonic() + _LOOP_PATIENCE
+        while not call.wait(1.0):
+            if self.gone:
+                self.refuse()
+            elif monotonic() >= end:
+                raise McinferError(f"the loop did not answer within {_LOOP_PATIENCE:g} s")
+
+    def refuse(self) -> None:
+        """The loop has ended: refuse what came too late."""
+        while self.items:
+            try:
+                item = self.items.popleft()
+            except IndexError:
+                return
+            if isinstance(item, Request):
+                refuse(item, ClosedError("the master is closed"))
+            elif isinstance(item, Question):
+                item.make()
+            else:
+                item.settle(ClosedError("the master is closed"))

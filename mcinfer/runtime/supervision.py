@@ -1,0 +1,411 @@
+"""The workers of a pool: they start, run, die and are replaced; how they are. The loop's thread owns it.
+
+It carries out the scheduler's orders about workers (`WorkerSink`) and reports what becomes of their
+processes: that one runs, could not be started, or has ended. The master learns of an end from a pidfd, in the
+same wait as of messages. Which processes a worker has is the business of `Connections`.
+
+What fails in an order is put into `news`: events that the loop reports at the begin of its next turn.
+"""
+
+import logging
+import math
+import select
+import signal
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from time import monotonic
+
+from mcinfer.config import Limits, RestartPolicy
+from mcinfer.errors import ClosedError, McinferError, ReadyTimeoutError
+from mcinfer.machine import oom_kills, usable_memory
+from mcinfer.private import model_name
+from mcinfer.protocol import MAX_NOTES, BuildFinish, Error, Message, Preparing
+from mcinfer.requests.request import Promise
+from mcinfer.runtime.connections import Connections, UnreachableError
+from mcinfer.runtime.delivery import Delivery
+from mcinfer.runtime.inbox import NOT_STARTED, Inbox, Question
+from mcinfer.scheduler.balance import Balance
+from mcinfer.scheduler.scheduler import Scheduler
+from mcinfer.statistics import Health, WorkerStatistics
+
+_MEMORY_INTERVAL = 1.0  # seconds between two checks of workers' memory
+_HEALTH_INTERVAL = 0.2  # seconds between two checks of `wait_ready`
+_MAX_NOTES = 100  # different notes that are logged
+
+_LEVELS = {"degraded": logging.WARNING, "failed": logging.ERROR}
+
+
+class Supervision:
+    """The workers of one pool; `health`, `wait_ready` and `restart_workers` are for any thread.
+
+    Args:
+        connections: Their processes.
+        inbox: For questions of other threads.
+        delivery: Logs.
+        limits: Limits of their memory.
+        restart: When to replace those that grow.
+        balance: Their speeds, if these are measured.
+
+    Attributes:
+        scheduler: Whose orders it carries out; set before the start.
+        poll: What the loop waits with; set before the start.
+        news: What orders have led to, to be reported.
+        started: The first start.
+        failure: Why the pool could not be started, or has failed.
+        serving: How many workers take requests.
+        memory_due: When to look at workers' memory.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        inbox: Inbox,
+        delivery: Delivery,
+        *,
+        limits: Limits,
+        restart: RestartPolicy,
+        balance: Balance | None,
+    ) -> None:
+        self.scheduler: Scheduler
+        self.poll: select.epoll
+        self.news: deque[Callable[[], object]] = deque()
+        self.started = Promise[BuildFinish]()
+        self.failure: McinferError | None = None
+        self.serving = 0
+        self.memory_due = math.inf if restart.max_memory_bytes is None else 0.0
+        self._connections = connections
+        self._inbox = inbox
+        self._delivery = delivery
+        self._limits = limits
+        self._balance = balance
+        self._restarted: Promise[None] | None = None
+        self._pidfds: set[int] = set()
+        self._notes: set[str] = set()
+        self._lost_at: float | None = None  # when the pool ceased to be ready, until it is again
+        self._oom_kills: dict[int, int] = {}  # by worker: at its start
+
+    # Orders of the scheduler.
+
+    def start_worker(self, worker: int) -> None:
+        """Carry out the order."""
+        try:
+            process = self._connections.start(worker)
+        except Exception as exc:  # also of what is no OSError: `sys.executable` may be None
+            self._note_no_start(worker, f"could not be started: {exc}")
+            return
+        try:
+            for child in process.ranks:
+                self.poll.register(child.pidfd, select.EPOLLIN)
+        except OSError as exc:  # /proc/sys/fs/epoll/max_user_watches, or no memory
+            process.kill()
+            self._connections.remove(worker)
+            process.reap()
+            self._note_no_start(worker, f"could not be watched: {exc}")
+            return
+        self._pidfds.update(child.pidfd for child in process.ranks)
+        self._oom_kills[worker] = oom_kills()
+        self.news.append(partial(self._note_start, worker, process.pid))
+
+    def _note_start(self, worker: int, pid: int) -> None:
+        self.scheduler.handle_started(worker, pid)
+        self._delivery.log(logging.INFO, "%s started", self.scheduler.workers[worker].name)
+
+    def _note_no_start(self, worker: int, how: str) -> None:
+        self.news.append(lambda: self.scheduler.handle_died(monotonic(), worker, how))
+
+    def send(self, worker: int, message: Message) -> None:
+        try:
+            self._connections.send(worker, message)
+        except UnreachableError as exc:
+            self.note_unreachable(worker, exc)
+
+    def share_slab(self, worker: int, leader: int) -> None:
+        try:
+            self._connections.share_slab(worker, leader)
+        except UnreachableError as exc:
+            self.note_unreachable(worker, exc)
+
+    def note_unreachable(self, worker: int, exc: UnreachableError) -> None:
+        process, reason = self._connections.processes[worker], str(exc)
+
+        def end() -> None:
+            if self._connections.processes.get(worker) is process:
+                self.outlaw(worker, reason)
+
+        self.news.append(end)
+
+    def kill_worker(self, worker: int) -> None:
+        self._connections.kill(worker)
+
+    def ask_for_stacks(self, worker: int) -> None:
+        """Log that a worker hangs, and ask it for its stacks."""
+        process = self._connections.processes.get(worker)
+        if process is None:
+            return
+        standing = self._connections.standings().get(worker, "")
+        also = f", and {standing}" if standing else ""
+        what = self.scheduler.workers[worker].last_error
+        self._delivery.log(logging.ERROR, "%s%s; it is ended", what, also)
+        process.ask_for_stacks()
+
+    def announce(self, health: Health, planned: bool) -> None:
+        """Log a change; the end of a loss is a warning as the loss is, and says how long it was."""
+        self.serving = health.serving
+        now = monotonic()
+        level = logging.INFO if planned else _LEVELS.get(health.state, logging.INFO)
+        if health.state == "ready" and self._lost_at is not None:
+            how_long, self._lost_at = now - self._lost_at, None
+            text = str(health).removeprefix("ready")
+            self._delivery.log(logging.WARNING, "ready again, after %.1f s%s", how_long, text)
+            return
+        if level > logging.INFO and self._lost_at is None:
+            self._lost_at = now
+        self._delivery.log(level, "%s", health)
+
+    def pool_started(self, error: McinferError | None) -> None:
+        specs = self.scheduler.lives.specs
+        if error is None and specs is not None:
+            self.serving = self.scheduler.serving  # a first request comes at once
+            self.started.set(specs)
+        else:
+            self.failure = error
+            self.news.append(lambda: self.scheduler.handle_close(monotonic()))
+
+    def workers_restarted(self, error: McinferError | None) -> None:
+        if self._restarted is not None and not self._restarted.settled:
+            self._restarted.settle(error)
+
+    def pool_closed(self, abandoned: Sequence[int]) -> None:
+        for worker in abandoned:
+            name = self.scheduler.workers[worker].name
+            self._delivery.log(logging.ERROR, "%s does not end, not even killed", name)
+        self._inbox.finished = True
+
+    # Deaths.
+
+    def note_ends(self, ready: Sequence[int]) -> None:
+        """Report the processes that have ended, by their pidfds; what they sent has been received."""
+        now = monotonic()
+        # By index: the death of a card's leader comes before those that follow from it.
+        for index, process in sorted(self._connections.processes.items()):
+            ended = [child for child in process.ranks if child.pidfd in ready]
+            for child in ended:
+                self.poll.unregister(child.pidfd)
+                self._pidfds.discard(child.pidfd)
+            if ended:
+                process.note_ends(ended, asked=self.scheduler.is_exiting(index))
+                if self._pidfds.isdisjoint(child.pidfd for child in process.ranks):
+                    self._bury(index, now)
+                elif process.killed and not self.scheduler.workers[index].doomed:
+                    self.scheduler.handle_killed(index, "")
+
+    def _bury(self, index: int, now: float) -> None:
+        """A worker's process has ended."""
+        process = self._connections.processes[index]
+        self._connections.remove(index)
+        stacks = process.stacks()
+        how, statuses = process.reap()
+        if not process.peers and self._limits.worker_memory_bytes is not None:
+            how += f" (it may have {self._limits.worker_memory_bytes} bytes of memory of its own)"
+        killed = statuses == {-signal.SIGKILL}
+        if killed and oom_kills() > self._oom_kills.get(index, 0):
+            how += (
+                "; the out-of-memory killer ended a process of this container (control group) meanwhile, "
+                f"which may have {usable_memory()} bytes of memory"
+            )
+        expected = self.scheduler.is_exiting(index)
+        level = logging.INFO if expected and not stacks else logging.WARNING
+        where = f"; where it was:\n{stacks}" if stacks else ""
+        self._delivery.log(level, "%s %s%s", self.scheduler.workers[index].name, how, where)
+        self.scheduler.handle_died(now, index, how, killed=killed)
+
+    def outlaw(self, worker: int, reason: str) -> None:
+        """End a worker that broke the protocol or cannot be reached; its death is reported as any other."""
+        if self._connections.processes[worker].outlawed:
+            return
+        name = self.scheduler.workers[worker].name
+        self._delivery.log(logging.ERROR, "%s %s; it is ended", name, reason)
+        self.scheduler.handle_killed(worker, reason)
+        self._connections.processes[worker].outlawed = True
+        self._connections.kill(worker)
+
+    def detach(self, number: int) -> None:
+        """The arena has dropped a block: workers unmap it too."""
+        for worker in [*self._connections.processes]:
+            if not self.scheduler.is_exiting(worker):
+                try:
+                    self._connections.detach(worker, number)
+                except UnreachableError as exc:
+                    self.outlaw(worker, str(exc))
+
+    def look_at_memory(self, now: float) -> None:
+        """Report how much memory each worker has, where the policy limits it."""
+        self.memory_due = now + _MEMORY_INTERVAL
+        for index, process in [*self._connections.processes.items()]:
+            with suppress(OSError):
+                size = process.own_bytes()
+                self.scheduler.handle_own_memory(now, index, size)
+
+    # What workers say of themselves.
+
+    def take_slab(self, index: int, message: BuildFinish) -> BuildFinish:
+        """Get the weights on a card that a worker has made for others; none without a descriptor left."""
+        if message.slab is None:
+            return message
+        try:
+            self._connections.take_slab(index, message.slab)
+        except OSError as exc:
+            note = f"the workers of a card do not share its weights: {exc}"
+            return replace(message, slab=None, notes=(*message.notes, note)[-MAX_NOTES:])
+        return message
+
+    def report(self, index: int, message: Message) -> None:
+        """Show and log what a worker says of its start, or of a failure; each note once."""
+        if isinstance(message, Preparing):
+            size = f"{message.written / 1e6:.0f} MB"
+            name = model_name(self.scheduler.workers[index].build.model)
+            text = f"preparing {name}: {size} written, {message.seconds:.0f} s"
+            self._connections.output.show(text)
+        elif isinstance(message, BuildFinish | Error):
+            self._connections.output.show("")
+        if isinstance(message, BuildFinish):
+            for note in message.notes:
+                if note not in self._notes and len(self._notes) < _MAX_NOTES:
+                    self._notes.add(note)
+                    self._delivery.log(logging.WARNING, "%s", note)
+        if isinstance(message, Error) and message.traceback:
+            name = self.scheduler.workers[index].name
+            self._delivery.log(logging.DEBUG, "%s: %s", name, message.traceback)
+
+    # How the pool is.
+
+    def health(self) -> Health:
+        self._inbox.check_process()
+        return self._inbox.ask(self.take_health)
+
+    def wait_ready(self, timeout: float) -> Health:
+        """See `Master.wait_ready`."""
+        self._inbox.check_process()
+        end = monotonic() + timeout
+        pause = Promise[None]()
+        while True:
+            health = self._inbox.ask(self.take_health)
+            left = end - monotonic()
+            if health.state == "ready":
+                return health
+            if self._inbox.start_claims:
+                raise ClosedError(NOT_STARTED)
+            if self._inbox.finished or health.state in ("closing", "closed"):
+                raise ClosedError(f"the master does not become ready any more: {health}")
+            if left <= 0:
+                raise ReadyTimeoutError(f"not ready within {timeout:g} s: {health}")
+            pause.wait(min(left, _HEALTH_INTERVAL))
+
+    def take_health(self) -> Health:
+        """The scheduler's health, corrected by the state of the processes."""
+        health = self.scheduler.health(monotonic())
+        if self.failure is not None:
+            return replace(health, state="failed", reasons=(str(self.failure),), serving=0)
+        if self._inbox.finished:
+            return replace(health, state="closed", reasons=(), serving=0)
+        wrong = {
+            index: text
+            for index, text in self._connections.standings().items()
+            if self.scheduler.workers[index].serves
+        }
+        if not wrong:
+            return health
+        reasons = [f"{self.scheduler.workers[index].name} {text}" for index, text in wrong.items()]
+        return replace(
+            health,
+            state="degraded" if health.state == "ready" else health.state,
+            reasons=(*health.reasons, *reasons),
+            serving=health.serving - len(wrong),
+        )
+
+    def take_statistics(self) -> tuple[WorkerStatistics, ...]:
+        """One entry for each process; the ranks of a group share what the scheduler knows of the group."""
+        found = []
+        for w in self.scheduler.lives.statistics():
+            if self._balance is not None:
+                w = replace(w, rows_per_second=self._balance.rows_per_second(w.index))
+            process = self._connections.processes.get(w.index)
+            pids = [w.pid, *(child.pid for child in process.ranks[1:])] if process else []
+            for rank in range(self.scheduler.workers[w.index].build.ranks):
+                index, device = self._connections.label(w.index, rank)
+                pid = pids[rank] if rank < len(pids) else None
+                found.append(replace(w, index=index, device=device, pid=pid, rank=rank))
+        return tuple(found)
+
+    # Replacing.
+
+    def restart_workers(self, timeout: float) -> None:
+        """See `Master.restart_workers`."""
+        end = monotonic() + timeout
+        restarted: Promise[None] | None = None
+        try:
+            while True:
+                before, restarted = self._inbox.ask(self._restart)
+                if restarted is not None or before is None:
+                    break
+                if not before.wait(end - monotonic()):  # another call's
+                    raise ReadyTimeoutError(f"not all workers were replaced within {timeout:g} s")
+            if restarted is None or not restarted.wait(end - monotonic()):
+                raise ReadyTimeoutError(f"not all workers were replaced within {timeout:g} s")
+            restarted.result()
+        finally:
+            if restarted is not None:
+                self._inbox.post(Question(partial(self._forget_restart, restarted)))
+
+    def _restart(self) -> "tuple[Promise[None] | None, Promise[None] | None]":
+        """Begin to replace all workers: the restart in progress, or the one that was begun."""
+        before = self._restarted
+        if before is not None and not before.settled:
+            return before, None
+        restarted = Promise[None]()
+        self._restarted = restarted
+        try:
+            self.scheduler.handle_restart(monotonic())
+        except McinferError:
+            restarted.settle()
+            raise
+        return None, restarted
+
+    def _forget_restart(self, restarted: "Promise[None]") -> None:
+        """The caller of the restart does not wait any more: replace no further workers."""
+        if restarted is self._restarted:
+            self._restarted = None  # its error's traceback leads to the master
+            if not restarted.settled:
+                self.scheduler.handle_restart_abandoned()
+                restarted.settle()
+
+    # The end of the loop.
+
+    def end_all(self, seconds: float) -> None:
+        """End all processes, and wait for that for at most so many seconds."""
+        processes = [*self._connections.processes.items()]
+        for _, process in processes:
+            process.kill()
+        end = monotonic() + seconds
+        for index, process in processes:
+            if all(_ends(child.pidfd, end) for child in process.ranks):
+                self._connections.remove(index)
+                process.reap()
+
+    def refuse_all(self) -> None:
+        """Answer those who still wait for a start or a restart."""
+        closed = ClosedError("the master was closed")
+        if self._restarted is not None and not self._restarted.settled:
+            self._restarted.settle(closed)
+        if not self.started.settled:
+            self.started.settle(self.failure or closed)
+
+
+def _ends(pidfd: int, by: float) -> bool:
+    """Wait for the end of a process until then; whether it has ended."""
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+    return bool(ended.poll(max(0.0, by - monotonic()) * 1000))
