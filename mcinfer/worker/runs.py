@@ -7,8 +7,8 @@
 
 Ownership: the blocks belong to the master; `drop_block` comes before one is closed. Joined tensors lie in one
 scratch block of the worker, as large as the largest joined run needs, and runs are bound onto it (cached by
-shapes). Each such run holds its block: if a larger one takes its place, it lives until the runs that use it
-have ended. The members' tensors are the master's; this code reads and writes them only during a run.
+shapes). If a larger one takes its place, the runs that were bound onto it go with it: one runs at a time. The
+members' tensors are the master's; this code reads and writes them only during a run.
 """
 
 import ctypes
@@ -56,7 +56,6 @@ class JoinedRun:
     """A run bound onto scratch memory, with the joined inputs and outputs."""
 
     run: Run
-    scratch: Block
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
     gives: frozenset[str] | None = None
@@ -251,18 +250,15 @@ class JoinedRuns:
             self.close()
             self._scratch = Block.create(0, max(total, 1))
             self._scratch.close()  # the mapping stays
-        scratch = self._scratch
-        buffers, at = [], 0
+        buffers, place = [], self._scratch.address
         for (name, kind, shape), size in zip(parts, sizes, strict=True):
-            place = scratch.address + at
             buffers.append(
                 Buffer(name=name, element_type=kind, shape=shape, address=place, size=size)
             )
-            at += align(size)
+            place += align(size)
         inputs, outputs = buffers[: len(tensors[0])], buffers[len(tensors[0]) :]
         joined = JoinedRun(
             run=self._engine.bind([*inputs, *weights], outputs),
-            scratch=scratch,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             gives=self._engine.gives,

@@ -22,7 +22,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from mcinfer.config import CARD_KINDS, INLINE, Device
 from mcinfer.engines import open_engine
@@ -101,8 +101,6 @@ _BLOCK_TIMEOUT = 10.0
 
 _Bound = tuple[Run, tuple[TensorRef, ...]]
 """A run, and the places that its outputs are bound to."""
-
-T = TypeVar("T")
 
 CARD_LOST = 74
 """Exit status of a worker that cannot use its card any more: EX_IOERR of sysexits.h. The run is to blame."""
@@ -374,13 +372,29 @@ class Server:
         self._run(request, shard, self._runs.single, version, size, body)
 
     def _run(self, request: int, shard: int, bind: Callable[..., _Bound], *what: Any) -> None:
-        """Run and answer; `bind` makes the run out of what the message says."""
+        """Run and answer; `bind` makes the run out of what the message says.
+
+        Whatever the kind of run, `Run.execute` copies in, executes and copies out.
+        """
+        key = (request, shard)
         answer: Message | None = None
         seconds = 0.0
         run: Run | None = None
         try:
             run, references = bind(*what)
-            produced, seconds = self._execute(run.execute, request, shard)
+            self._engine.arm()
+            with self._lock:
+                if self._stopped or (self._cancelled and key in self._cancelled):
+                    self._cancelled.pop(key, None)
+                    raise RunCancelledError("the run was cancelled before it began")
+                self._running = key
+            start = time.perf_counter()
+            try:
+                produced = run.execute()
+                seconds = time.perf_counter() - start
+            finally:
+                with self._lock:
+                    self._running = None
             if produced:
                 outputs = self._place(produced, references)
                 answer = Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
@@ -397,23 +411,6 @@ class Server:
         else:  # all outputs are at the master's places
             self._conversation.end_run()
             self._connection.send(REPLY_HEAD.pack(REPLY, request, shard, seconds))
-
-    def _execute(self, run: Callable[[], T], request: int, shard: int) -> tuple[T, float]:
-        """Run; raises `RunCancelledError` if that was cancelled before or is meanwhile."""
-        key = (request, shard)
-        self._engine.arm()
-        with self._lock:
-            if self._stopped or (self._cancelled and key in self._cancelled):
-                self._cancelled.pop(key, None)
-                raise RunCancelledError("the run was cancelled before it began")
-            self._running = key
-        start = time.perf_counter()
-        try:
-            produced = run()
-            return produced, time.perf_counter() - start
-        finally:
-            with self._lock:
-                self._running = None
 
     def _cancel_runs(self) -> None:
         """The canceller's loop, until a hang-up, which also ends the run in progress and the main thread."""
