@@ -31,14 +31,14 @@ def models_of(slices: TensorSlices) -> list[ModelProto]:
 
 
 def _tensor(recipe: Recipe) -> TensorProto:
-    source, part = recipe.source, recipe.part
+    source = recipe.source
     tensor = TensorProto(name=recipe.name, data_type=source.data_type, dims=source.dims)
     # As bytes, since NumPy lacks some types.
     raw = source.raw_data or numpy_helper.from_array(numpy_helper.to_array(source)).raw_data
     array = np.frombuffer(raw, f"V{BITS[source.data_type] // 8}").reshape(source.dims)
-    if part is not None:
-        taken = [array.take(range(*span), part.axis) for span in part.ranges]
-        array = np.concatenate(taken, part.axis)
+    if recipe.ranges is not None:
+        taken = [array.take(range(*span), recipe.axis) for span in recipe.ranges]
+        array = np.concatenate(taken, recipe.axis)
     tensor.dims[:] = array.shape
     tensor.raw_data = array.tobytes()
     return tensor

@@ -22,7 +22,7 @@ from mcinfer.ranks.slicing import weights as weights_module
 from mcinfer.ranks.slicing.plans import METADATA_KEY, REPORT_FILE, RankPlan, Segment
 from mcinfer.ranks.slicing.slice_files import cut_segments
 from mcinfer.ranks.slicing.slicer import slice_model, write_slices
-from mcinfer.ranks.slicing.weights import SMALL_BYTES, DataFile, Recipe, Selection, Weights
+from mcinfer.ranks.slicing.weights import SMALL_BYTES, DataFile, Recipe, Weights
 from mcinfer.specs import ModelSpec, TensorSpec
 from tests.command_line import files
 from tests.pipeline_stages import run_whole
@@ -307,34 +307,33 @@ def test_model_larger_than_memory_is_cut(tmp_path: Path, folder: Path) -> None:
 
 
 @st.composite
-def selections(draw: st.DrawFn) -> tuple[tuple[int, ...], Selection]:
+def selections(draw: st.DrawFn) -> tuple[tuple[int, ...], int, tuple[tuple[int, int], ...]]:
+    """A shape, an axis, and ranges along it."""
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
     axis = draw(st.integers(0, len(shape) - 1))
     edges = sorted(draw(st.sets(st.integers(0, shape[axis]), min_size=2)) if shape[axis] else {0})
     ranges = draw(st.permutations([*pairwise(edges)][::2]))
-    return shape, Selection(axis=axis, ranges=tuple(ranges))
+    return shape, axis, tuple(ranges)
 
 
 @settings(max_examples=50)
 @given(selections(), st.integers(1, 64), st.sampled_from(["float32", "uint8", "complex128"]))
 def test_any_part_of_a_weight_is_written_in_pieces(
     tmp_path_factory: pytest.TempPathFactory,
-    case: tuple[tuple[int, ...], Selection],
+    case: tuple[tuple[int, ...], int, tuple[tuple[int, int], ...]],
     piece: int,
     dtype: str,
 ) -> None:
-    (shape, selection), tmp_path = case, tmp_path_factory.mktemp("cut")
+    (shape, axis, ranges), tmp_path = case, tmp_path_factory.mktemp("cut")
     array = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
     tensor = numpy_helper.from_array(array, "w")
-    expected = np.concatenate(
-        [array.take(range(*limits), selection.axis) for limits in selection.ranges],
-        selection.axis,
-    )
+    expected = np.concatenate([array.take(range(*limits), axis) for limits in ranges], axis)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights_module, "_PIECE_BYTES", piece)
         patch.setattr(weights_module, "_LEAST_OUTSIDE_BYTES", 100)
         with Weights(saved(mlp(), tmp_path)) as weights, DataFile(tmp_path / "data") as file:
-            part = weights.write(Recipe(name="part", source=tensor, part=selection), file)
+            recipe = Recipe(name="part", source=tensor, axis=axis, ranges=ranges)
+            part = weights.write(recipe, file)
     found = numpy_helper.to_array(part, str(tmp_path))
     assert part.name == "part"
     assert (part.data_location == TensorProto.EXTERNAL) == (expected.nbytes > 100)
@@ -343,7 +342,7 @@ def test_any_part_of_a_weight_is_written_in_pieces(
 
 def test_elements_of_half_a_byte_are_cut_only_at_bytes(tmp_path: Path) -> None:
     packed = TensorProto(name="w", data_type=TensorProto.UINT4, dims=[4, 3], raw_data=bytes(6))
-    first = Recipe(name="part", source=packed, part=Selection(axis=0, ranges=((0, 1),)))
+    first = Recipe(name="part", source=packed, axis=0, ranges=((0, 1),))
     with Weights(saved(mlp(), tmp_path)) as weights, DataFile(tmp_path / "data") as file:
         with pytest.raises(BuildError, match=r"'w' .* cannot be cut along axis 0"):
             weights.write(first, file)

@@ -22,7 +22,7 @@ from onnx import (
 )
 
 from mcinfer.errors import BuildError
-from mcinfer.ranks.slicing.placements import REPLICATED, Dims, Placement, Sharded
+from mcinfer.ranks.slicing.placements import REPLICATED, Dim, Dims, Placement, Sharded
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, numpy_dtype
 
 MAIN_DOMAINS = ("", "ai.onnx")
@@ -416,9 +416,7 @@ def drop_false_shapes(model: ModelProto) -> None:
     It comes from models that were edited after their export, such as to have a free batch.
     """
     found = inferred(model)
-    symbols = {
-        dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim
-    }
+    symbols = {dim for value in model.graph.input for dim in dims_of(value) or ()} - {None}
     true = [
         value
         for value in model.graph.value_info
@@ -428,22 +426,16 @@ def drop_false_shapes(model: ModelProto) -> None:
     model.graph.value_info.extend(true)
 
 
-def _contradicts(value: ValueInfoProto, found: ValueInfoProto, symbols: set[str]) -> bool:
-    declared, inferred = value.type.tensor_type, found.type.tensor_type
-    if inferred.elem_type and declared.elem_type != inferred.elem_type:
+def _contradicts(value: ValueInfoProto, found: ValueInfoProto, symbols: set[Dim]) -> bool:
+    kind = found.type.tensor_type.elem_type
+    if kind and value.type.tensor_type.elem_type != kind:
         return True
-    if not declared.HasField("shape") or not inferred.HasField("shape"):
+    declared, inferred = dims_of(value), dims_of(found)
+    if declared is None or inferred is None:
         return False
-    if len(declared.shape.dim) != len(inferred.shape.dim):
-        return True
-    return any(
-        one.HasField("dim_value")
-        and (
-            one.dim_value != other.dim_value
-            if other.HasField("dim_value")
-            else bool(other.dim_param) and other.dim_param in symbols
-        )
-        for one, other in zip(declared.shape.dim, inferred.shape.dim, strict=True)
+    return len(declared) != len(inferred) or any(
+        isinstance(one, int) and (one != other if isinstance(other, int) else other in symbols)
+        for one, other in zip(declared, inferred, strict=True)
     )
 
 

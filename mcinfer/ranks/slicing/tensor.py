@@ -54,7 +54,7 @@ from mcinfer.ranks.slicing.plans import Exchange
 from mcinfer.ranks.slicing.rules import RULES, WEIGHTS, Choice
 from mcinfer.ranks.slicing.search import Costs, Search
 from mcinfer.ranks.slicing.segments import RankGraph
-from mcinfer.ranks.slicing.weights import Recipe, Selection
+from mcinfer.ranks.slicing.weights import Recipe
 
 _MANY = 32
 """Weights that are listed in a report one by one have at least so many elements."""
@@ -492,11 +492,12 @@ class _Writer:
     def _recipes(self, rank: int) -> tuple[Recipe, ...]:
         found = []
         for name, (source, placement) in self.constants.items():
-            part = None
+            tensor = self.graph.constants[source]
             if isinstance(placement, Sharded):
                 held = ranges(placement.blocks, self.size, rank)
-                part = Selection(axis=placement.axis, ranges=held)
-            found.append(Recipe(name=name, source=self.graph.constants[source], part=part))
+                found.append(Recipe(name=name, source=tensor, axis=placement.axis, ranges=held))
+            else:
+                found.append(Recipe(name=name, source=tensor))
         for name, arrays in self.added.items():
             found.append(Recipe(name=name, source=numpy_helper.from_array(arrays[rank])))
         return tuple(found)

@@ -41,35 +41,20 @@ _ELEMENTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """The part of a weight that a rank has.
-
-    Attributes:
-        axis: The axis that is cut.
-        ranges: Of positions along it, first and past the last; they are joined in this order.
-    """
-
-    axis: int
-    ranges: Sequence[tuple[int, int]]
-
-    @property
-    def size(self) -> int:
-        return sum(stop - start for start, stop in self.ranges)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """How one rank gets one initialiser of its graph.
 
     Attributes:
         name: In the rank's graph.
         source: A tensor of the whole model, or one that slicing adds.
-        part: The part of it; None for all.
+        axis: The axis that is cut.
+        ranges: Of positions along it, first and past the last, joined in this order; None for all of them.
     """
 
     name: str
     source: TensorProto
-    part: Selection | None = None
+    axis: int = 0
+    ranges: Sequence[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +176,10 @@ class Weights:
 
         Elements that are few stay in the tensor.
         """
-        tensor, part = recipe.source, recipe.part
+        tensor = recipe.source
         new = TensorProto(name=recipe.name, data_type=tensor.data_type, dims=tensor.dims)
-        if part is not None:
-            new.dims[part.axis] = part.size
+        if recipe.ranges is not None:
+            new.dims[recipe.axis] = sum(stop - start for start, stop in recipe.ranges)
         is_known = bool(BITS.get(tensor.data_type))
         if tensor.data_location == TensorProto.EXTERNAL:
             place = self._places[int(tensor.external_data[0].value)]
@@ -206,7 +191,7 @@ class Weights:
             raw = _raw(tensor)
             place = _Place(len(raw), content=raw)
         size = tensor_bytes(new) if is_known else place.size
-        pieces = _pieces(place, tensor, part)
+        pieces = _pieces(place, recipe)
         if size <= _LEAST_OUTSIDE_BYTES:
             new.raw_data = b"".join(pieces)
         else:
@@ -270,12 +255,13 @@ def _is_stub(tensor: TensorProto) -> bool:
     return [entry.key for entry in tensor.external_data] == ["location"]
 
 
-def _pieces(place: _Place, tensor: TensorProto, selection: Selection | None) -> Iterator[bytes]:
+def _pieces(place: _Place, recipe: Recipe) -> Iterator[bytes]:
     """The bytes of a part of a tensor, in its own order."""
-    if selection is None:
+    tensor, axis, ranges = recipe.source, recipe.axis, recipe.ranges
+    if ranges is None:
         yield from _runs(place, 0, place.size)
         return
-    shape, axis = tuple(tensor.dims), selection.axis
+    shape = tuple(tensor.dims)
     inner_bits = prod(shape[axis + 1 :]) * BITS.get(tensor.data_type, 0)
     if not inner_bits or inner_bits % 8:
         raise BuildError(
@@ -286,7 +272,7 @@ def _pieces(place: _Place, tensor: TensorProto, selection: Selection | None) -> 
     rows = prod(shape[:axis])
     if rows == 1 or row > _PIECE_BYTES:
         for number in range(rows):
-            for start, stop in selection.ranges:
+            for start, stop in ranges:
                 yield from _runs(place, number * row + start * inner, (stop - start) * inner)
         return
     step = max(1, _PIECE_BYTES // max(row, 1))
@@ -296,7 +282,7 @@ def _pieces(place: _Place, tensor: TensorProto, selection: Selection | None) -> 
         if block.size < count * row:
             return  # the writer notices
         columns = block.reshape(count, shape[axis], inner)
-        parts = [columns[:, start:stop] for start, stop in selection.ranges]
+        parts = [columns[:, start:stop] for start, stop in ranges]
         yield np.concatenate(parts, axis=1).tobytes()
 
 
