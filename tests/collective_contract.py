@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mcinfer.errors import ClosedError, InvalidInputError
-from mcinfer.ranks.collectives.base import Group, PeerFailedError
+from mcinfer.ranks.collectives.base import Group
 
 LARGE = 100_003
 """Elements, so many that backends share the work, and a number that no group divides."""
@@ -145,41 +145,6 @@ def transfers_keep_their_order(group: Group) -> None:
         group.barrier()  # from here on the source knows that its memory is free
 
 
-def failure_of_a_rank_is_an_error_in_the_others_and_the_group_goes_on(group: Group) -> None:
-    for cancelled in (False, True):
-        if group.rank == 0:
-            group.fail("no such thing", cancelled=cancelled)
-        else:
-            with pytest.raises(PeerFailedError, match=r"rank 0 .*no such thing") as caught:
-                group.all_reduce(np.ones((3, 3)))
-            assert caught.value.cancelled == cancelled
-        reductions_are_those_of_numpy(group)
-
-
-def failure_reaches_a_rank_that_waits_for_another_one(group: Group) -> None:
-    if group.rank == 0:
-        group.fail("too late")
-    else:
-        # No rank sends anything: the last waits for rank 1, and the others for the last.
-        source = 0 if group.size == 2 else 1 if group.rank == group.size - 1 else group.size - 1
-        with pytest.raises(PeerFailedError, match="too late"):
-            group.recv((3,), np.int8, source)
-    group.barrier()
-
-
-def what_was_sent_before_a_failure_is_void(group: Group) -> None:
-    if group.rank == 0:
-        group.send(part(0), 1)
-        group.fail("wrong")
-        group.send(part(5), 1)
-    else:
-        with pytest.raises(PeerFailedError, match="wrong"):
-            group.barrier()
-        if group.rank == 1:
-            np.testing.assert_array_equal(group.recv((2, 6), np.float32, 0), part(5))
-    group.barrier()
-
-
 def subgroups_are_numbered_anew(group: Group) -> None:
     ranks = [*range(group.size)][::-1][:2]
     sub = group.subgroup(ranks)
@@ -228,9 +193,6 @@ CONTRACT: list[Callable[[Group], None]] = [
     fixed_memory_serves_many_runs,
     input_is_free_and_output_stays_when_a_run_has_returned,
     transfers_keep_their_order,
-    failure_of_a_rank_is_an_error_in_the_others_and_the_group_goes_on,
-    failure_reaches_a_rank_that_waits_for_another_one,
-    what_was_sent_before_a_failure_is_void,
     subgroups_are_numbered_anew,
     wrong_arguments_are_refused_by_name,
 ]

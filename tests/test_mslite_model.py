@@ -32,7 +32,6 @@ from mcinfer.mslite import (
     _session,
 )
 from mcinfer.mslite._session import Session, Source, open_session
-from mcinfer.ranks.collectives.base import PeerFailedError
 from tests import mindspore_lite_stand_in as stand_in
 from tests.process.models import AFFINE, OnnxModel
 
@@ -593,7 +592,6 @@ def test_models_of_a_groups_paths_share_the_workspace_and_no_others_do(
     ("error", "attributes"),
     [
         (CardMemoryError("{}: no memory", "CUDA_ERROR_OUT_OF_MEMORY"), "status"),
-        (PeerFailedError("{}: cancelled", cancelled=True), "cancelled"),
         (ModelNotFoundError("{}: there is none"), "errno"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,

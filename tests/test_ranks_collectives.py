@@ -1,7 +1,7 @@
 """Tests of the collectives in shared memory, with ranks as threads; no second process."""
 
 import errno
-import fcntl
+import json
 import os
 import resource
 import socket
@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,12 @@ from mcinfer.errors import (
     ProtocolError,
     RankDiedError,
 )
-from mcinfer.ranks.collectives import join, rendezvous
-from mcinfer.ranks.collectives.base import Group
-from mcinfer.ranks.collectives.bootstrap import _receive, send_error
-from mcinfer.ranks.collectives.memory import RING, Area
-from mcinfer.ranks.collectives.rendezvous import meet
-from mcinfer.ranks.collectives.shm import join_sockets
+from mcinfer.ranks.collectives import join, meeting
+from mcinfer.ranks.collectives.base import Group, PeerFailedError
+from mcinfer.ranks.collectives.shm import Area, inherit, make_shared
 from tests.collective_contract import CONTRACT
 from tests.open_descriptors import no_descriptor_left
-from tests.thread_ranks import in_threads, results, run_ranks, star
+from tests.thread_ranks import in_threads, results, run_ranks
 
 DTYPES = ["float32", "float64", "int8", "uint16", "int64", "float16", "bfloat16", "complex64"]
 
@@ -150,7 +146,7 @@ def test_array_that_is_received_is_not_overwritten_by_the_next_one() -> None:
     def body(group: Group) -> None:
         transfer = group.prepare_transfer([1], np.uint8, 0, 1)
         for _ in range(10):
-            for _ in range(RING // 2 - 1):
+            for _ in range(31):
                 transfer.run()
             for array in arrays:
                 if group.rank == 0:
@@ -299,7 +295,7 @@ def test_interrupted_rank_ends_the_group_for_all() -> None:
     def body(group: Group) -> None:
         group.barrier()
         if group.rank == 1:
-            group._look = interrupted  # type: ignore[attr-defined]
+            group._wire.look = interrupted  # type: ignore[attr-defined]
         group.barrier() if group.rank else group.recv((1,), np.int8, 1)
 
     def interrupted(_: float) -> bool:
@@ -312,55 +308,92 @@ def test_interrupted_rank_ends_the_group_for_all() -> None:
     assert "InterruptError: ctrl-c" in str(first)
 
 
+def test_rank_that_breaks_off_is_an_error_in_all_that_wait_or_will() -> None:
+    def body(group: Group) -> str:
+        said = []
+        if group.rank == 1:
+            group.break_off("rank 1: no such thing")
+        for _ in range(2):  # the second: in the rank itself, and in those that have had the error
+            try:
+                group.recv((3,), np.int8, 1) if group.rank == 0 else group.barrier()
+            except (PeerFailedError, ClosedError) as exc:
+                said.append(f"{type(exc).__name__}: {exc}")
+        return " ".join(said)
+
+    with no_descriptor_left():
+        outcomes = results(3, body)
+    closed = "ClosedError: the group is closed: rank 1: no such thing"
+    assert outcomes[1] == f"{closed} {closed}"
+    assert outcomes[0] == outcomes[2] == f"PeerFailedError: rank 1: no such thing {closed}"
+
+
+def test_error_in_a_subgroup_is_one_of_the_whole_group() -> None:
+    def body(group: Group) -> None:
+        pair = group.subgroup([1, 2])
+        if group.rank == 2:
+            assert pair is not None
+            pair.break_off("no such thing")
+        with pytest.raises(
+            PeerFailedError if group.rank < 2 else ClosedError, match="no such thing"
+        ):
+            (pair or group).barrier()
+        with pytest.raises(ClosedError, match="no such thing"):
+            group.barrier()
+
+    with no_descriptor_left():
+        results(3, body)
+
+
 # Joining.
 
 
-def test_sockets_are_the_callers_again() -> None:
-    with ExitStack() as stack:
-        ends = star(stack, 2)
-        with no_descriptor_left():
-            in_threads(2, lambda rank: join_sockets(rank, 2, ends[rank]).close())
-        ends[0][0].send(b"a command")
-        assert ends[1][0].recvmsg(100)[:3] == (b"a command", [], 0)
+def test_wrong_number_of_descriptors_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"rank 0 of 3 and 1 descriptors, .* 7 descriptors"):
+        inherit(0, 3, [5])
 
 
-def test_wrong_number_of_sockets_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="sockets: got 0, expected 2 in rank 0 of 3"):
-        join_sockets(0, 3, [])
-
-
-def test_ranks_of_different_sizes_are_an_error_in_all() -> None:
-    with no_descriptor_left(), ExitStack() as stack:
-        ends = star(stack, 2)
-        outcomes = in_threads(2, lambda rank: join_sockets(rank, rank + 2, ends[rank], timeout=10))
-    for exc in outcomes:
-        assert isinstance(exc, InvalidInputError)
-        assert "rank 1 of a group of 2" in str(exc)
-        assert "rank 1 of 3" in str(exc)
-
-
-def test_hub_that_hangs_up_is_an_error() -> None:
-    hub, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    hub.close()
-    with other, no_descriptor_left(), pytest.raises(RankDiedError, match="hung up"):
-        join_sockets(1, 2, [other], timeout=10)
+def test_what_ranks_inherit_is_let_go_with_the_group() -> None:
+    with no_descriptor_left():
+        shared = make_shared(3)
+        for rank in range(3):
+            inherit(rank, 3, [*map(os.dup, shared.fds(rank))]).close()
+        shared.close()
+        shared.close()
 
 
 def test_socket_that_says_something_else_is_refused() -> None:
-    hub, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with hub, other, no_descriptor_left():
-        other.send(b"GET / HTTP/1.1")
-        with pytest.raises(ProtocolError, match="rank 1: got b'GET"):
-            join_sockets(0, 2, [hub], timeout=10)
+    def call(end: socket.socket) -> None:
+        end.send(b"GET / HTTP/1.1")
+
+    with no_descriptor_left():
+        exc = called_by("other", 2, call)
+    assert isinstance(exc, ProtocolError)
+    assert f"pid {os.getpid()}: got b'GET" in str(exc)
 
 
-def test_rank_that_does_not_join_is_named() -> None:
-    with no_descriptor_left(), ExitStack() as stack:
-        ends = star(stack, 3)
-        outcomes = in_threads(2, lambda rank: join_sockets(rank, 3, ends[rank], timeout=1.0))
-    for exc in outcomes:
-        assert isinstance(exc, CollectiveTimeoutError)
-        assert "rank 2 did not join" in str(exc)
+@pytest.mark.parametrize("rank", [-1, 2, 7])
+def test_number_that_no_rank_has_is_refused(rank: int) -> None:
+    said = json.dumps({"rank": rank, "size": 2}).encode()
+    exc = called_by(f"number {rank}", 2, lambda end: end.send(said))
+    assert isinstance(exc, ProtocolError)
+    assert str(exc) == f"pid {os.getpid()} says it is rank {rank} of 2"
+
+
+def called_by(key: str, size: int, call: Callable[[socket.socket], object]) -> object:
+    """What rank 0 gets when a socket to it does something."""
+
+    def body(rank: int) -> object:
+        if rank == 0:
+            join(key, 0, size, timeout=30.0).close()
+            return None
+        end = None
+        while end is None:
+            end = meeting._connected(key, [])
+        with end:
+            call(end)
+        return None
+
+    return in_threads(2, body)[0]
 
 
 def joined(*ranks: tuple[str, int, int], timeout: float = 30.0) -> list[object]:
@@ -391,9 +424,10 @@ def test_group_meets_in_a_folder_of_its_user_alone_and_leaves_none(
     entered.mkdir()
     entered.chmod(0o777)
     groups_meet_in(monkeypatch, entered.parent, private.parent)
-    sockets = met("a", lambda: [private.stat().st_mode & 0o777, *private.iterdir()])
-    assert sockets[0] == 0o700
-    assert len(sockets) == 2
+    modes = met("a", lambda: [private.stat().st_mode & 0o777])
+    assert modes == [0o700]
+    sockets = met("a", lambda: [path for path in private.iterdir() if path.is_socket()])
+    assert len(sockets) == 1
     assert not [*entered.iterdir()]
     assert not private.exists()
 
@@ -401,9 +435,9 @@ def test_group_meets_in_a_folder_of_its_user_alone_and_leaves_none(
     private.mkdir(0o700)
     fd = os.open(private, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
-        left.bind(f"/proc/self/fd/{fd}/{sockets[1].name}")
+        left.bind(f"/proc/self/fd/{fd}/{sockets[0].name}")
     os.close(fd)
-    assert met("a", lambda: [*private.iterdir()]) == sockets[1:]
+    assert met("a", lambda: [path for path in private.iterdir() if path.is_socket()]) == sockets
     assert not private.exists()
 
     private.mkdir()
@@ -416,7 +450,7 @@ def test_group_meets_in_a_folder_of_its_user_alone_and_leaves_none(
 
 def groups_meet_in(monkeypatch: pytest.MonkeyPatch, *places: Path) -> None:
     found = [str(place) for place in places]
-    monkeypatch.setattr(rendezvous, "temporary_places", lambda *_: found)
+    monkeypatch.setattr(meeting, "temporary_places", lambda *_: found)
 
 
 @pytest.mark.parametrize("kind", ["a file", "a link", "below a file"])
@@ -447,7 +481,7 @@ def test_rank_that_has_no_descriptor_left_says_so(monkeypatch: pytest.MonkeyPatc
     def refuse(_: Path) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(rendezvous, "open_private", refuse)
+    monkeypatch.setattr(meeting, "open_private", refuse)
     for exc in joined(("a", 0, 2), ("a", 1, 2)):
         assert isinstance(exc, OSError)
         assert exc.errno == errno.EMFILE
@@ -469,67 +503,27 @@ def test_ranks_with_other_temporary_folders_meet(
     assert in_threads(2, body) == [[2, 2]] * 2
 
 
-def test_lock_that_another_process_does_not_let_go_ends_at_the_deadline(
+def test_name_that_another_process_does_not_let_go_ends_at_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As one that is stopped while its group meets."""
     folder = tmp_path / f"mcinfer-groups-{os.geteuid()}"
     folder.mkdir(0o700)
     groups_meet_in(monkeypatch, tmp_path)
-    fd = os.open(folder, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    timer = threading.Timer(10.0, fcntl.flock, (fd, fcntl.LOCK_UN))
-    timer.start()
-    try:
+    with meeting._named("key", 2) as listener:
+        assert listener is not None
         start = time.monotonic()
-        (exc,) = joined(("a", 0, 2), timeout=0.2)
+        with no_descriptor_left(), pytest.raises(CollectiveTimeoutError, match=r"within 0\.2 s"):
+            join("key", 0, 2, timeout=0.2)
         assert time.monotonic() - start < 5.0
-    finally:
-        timer.cancel()
-        os.close(fd)
-    assert isinstance(exc, CollectiveTimeoutError)
-    assert str(exc).startswith(f"{folder}: another process did not let its lock go within 0.2 s")
-
-
-def test_lock_that_another_process_takes_while_ranks_meet_does_not_cost_the_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / f"mcinfer-groups-{os.geteuid()}"
-    groups_meet_in(monkeypatch, tmp_path)
-    held = []
-
-    def body(rank: int) -> object:
-        (end,) = meet("a", rank, 2, 1.0)
-        with end:
-            if rank:
-                fd = os.open(folder, os.O_RDONLY)
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                held.append((fd, threading.Timer(10.0, fcntl.flock, (fd, fcntl.LOCK_UN))))
-                held[0][1].start()
-                end.send(b'{"rank": 1, "size": 2}')
-        return time.monotonic()
-
-    start = time.monotonic()
-    outcomes = in_threads(2, body)
-    for fd, timer in held:
-        timer.cancel()
-        os.close(fd)
-    assert [type(end) for end in outcomes] == [float, float]
-    assert all(isinstance(end, float) and end - start < 8.0 for end in outcomes)
+    assert not folder.exists()
 
 
 def met(key: str, look: Callable[[], list[Any]]) -> list[Any]:
-    """What there is to be seen when rank 1 has connected, and rank 0 still waits for it to say so."""
-    seen = []
-
-    def body(rank: int) -> None:
-        (end,) = meet(key, rank, 2, 30.0)
-        with end:
-            if rank:
-                seen.extend(look())
-                end.send(b'{"rank": 1, "size": 2}')
-
-    with no_descriptor_left():
-        assert in_threads(2, body) == [None, None]
+    """What there is to be seen when another one has connected, and rank 0 waits for it to say its rank."""
+    seen: list[Any] = []
+    exc = called_by(key, 2, lambda _: seen.extend(look()))
+    assert isinstance(exc, RankDiedError)
     return seen
 
 
@@ -570,17 +564,10 @@ def test_different_sizes_of_one_key_are_an_error_in_both() -> None:
 
 
 def test_rank_that_ends_before_all_have_joined_is_an_error() -> None:
-    key = "test of an early end"
-
-    def body(rank: int) -> object:
-        if rank == 0:
-            return join(key, 0, 3, timeout=30)
-        (end,) = meet(key, 1, 3, 30)
-        with end:
-            return end.send(b'{"rank": 1, "size": 3}')
-
     with no_descriptor_left():
-        exc, _ = in_threads(2, body)
+        exc = called_by(
+            "early end", 3, lambda end: end.send(json.dumps({"rank": 1, "size": 3}).encode())
+        )
     assert isinstance(exc, RankDiedError)
     assert str(exc) == "rank 1 hung up before the group was complete"
 
@@ -614,20 +601,23 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(st.lists(st.integers(0, 40 << 20), max_size=30))
 def test_fixed_memory_does_not_overlap(sizes: list[int]) -> None:
-    area = Area()
+    shared = make_shared(1)
+    area = Area(shared.fds(0)[0], 0, 1 << 40)
     end = 0
     for size in sizes:
-        place = area.take(size)
-        start = place.window + place.offset
-        assert start >= end
-        assert start % 64 == 0
-        assert place.offset + size <= place.length
-        end = start + size
+        window, offset, number = area.take(size)
+        assert number > end
+        assert (number - 1) % 64 == 0
+        assert offset + size <= len(window)
+        end = number - 1 + size
+    shared.close()
 
 
 def test_more_memory_than_there_is_is_refused() -> None:
+    shared = make_shared(1)
     with pytest.raises(InvalidInputError, match="do not fit the memory of a group"):
-        Area().take(1 << 40)
+        Area(shared.fds(0)[0], 0, 1 << 39).take(1 << 40)
+    shared.close()
 
 
 def test_a_limit_of_files_that_this_process_may_raise_does_not_keep_ranks_from_meeting() -> None:
@@ -639,11 +629,3 @@ def test_a_limit_of_files_that_this_process_may_raise_does_not_keep_ranks_from_m
         assert resource.getrlimit(resource.RLIMIT_FSIZE) == (1 << 20, before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_long_error_of_one_rank_comes_to_the_others() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        send_error([ours], InvalidInputError("x" * 100_000))
-        with pytest.raises(InvalidInputError, match="characters left out"):
-            _receive(theirs, "rank 0")

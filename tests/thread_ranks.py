@@ -1,25 +1,15 @@
-"""Ranks as threads of the test's process, joined by socket pairs: fast, and their errors are at hand."""
+"""Ranks as threads of the test's process: fast, and their errors are at hand."""
 
-import socket
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import closing
 from typing import TypeVar
 
 from mcinfer.ranks.collectives.base import Group
-from mcinfer.ranks.collectives.shm import join_sockets
+from mcinfer.ranks.collectives.shm import inherit, make_shared
 
 T = TypeVar("T")
-
-
-def star(stack: ExitStack, size: int) -> list[list[socket.socket]]:
-    """By rank, the sockets of a star; rank 0 is in its middle."""
-    ends: list[list[socket.socket]] = [[]]
-    for _ in range(1, size):
-        hub, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ends[0].append(stack.enter_context(hub))
-        ends.append([stack.enter_context(other)])
-    return ends
 
 
 def in_threads(size: int, body: Callable[[int], T]) -> list[T | Exception]:
@@ -38,16 +28,15 @@ def in_threads(size: int, body: Callable[[int], T]) -> list[T | Exception]:
 def run_ranks(
     size: int, body: Callable[[Group], T], *, timeout: float = 30.0
 ) -> list[T | Exception]:
-    """What the body returns or raises in each rank of a group of the backend shm, which all join first."""
-    with ExitStack() as stack:
-        ends = star(stack, size)
+    """What the body returns or raises in each rank of a group of the backend shm, which all inherit."""
+    with closing(make_shared(size)) as shared:
+        fds = [[*map(os.dup, shared.fds(rank))] for rank in range(size)]
 
-        def join(rank: int) -> T:
-            with join_sockets(rank, size, ends[rank], timeout=30.0) as group:
-                group.timeout = timeout
-                return body(group)
+    def join(rank: int) -> T:
+        with inherit(rank, size, fds[rank], timeout=timeout) as group:
+            return body(group)
 
-        return in_threads(size, join)
+    return in_threads(size, join)
 
 
 def results(size: int, body: Callable[[Group], T]) -> list[T]:

@@ -1,10 +1,8 @@
 """Groups of ranks at their limits: many outputs, shapes that only a run shows, faults of one rank alone."""
 
-import json
 import logging
 import os
 import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -21,9 +19,6 @@ from mcinfer import (
     RestartPolicy,
     Timeouts,
 )
-from mcinfer.errors import ProtocolError
-from mcinfer.ranks.collectives import join
-from mcinfer.ranks.collectives.rendezvous import meet
 from tests.process.rank_group import assert_close, expected, rows, write_mlp
 from tests.process.waiting import all_gone, pids, stop, wait_until
 
@@ -179,22 +174,3 @@ def own_bytes(pid: int) -> int:
     """Resident and not shared (statm of proc(5))."""
     resident, shared = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1:3]
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
-
-
-# Ranks that were started apart.
-
-
-@pytest.mark.parametrize("rank", [-1, 2, 7])
-def test_number_that_no_rank_has_is_refused(rank: int) -> None:
-    key = f"{os.getpid()} {rank}"
-
-    def call() -> None:
-        (end,) = meet(key, 1, 2, SECONDS)
-        with end:
-            end.send(json.dumps({"rank": rank, "size": 2}).encode())
-
-    caller = threading.Thread(target=call)
-    caller.start()
-    with pytest.raises(ProtocolError, match=rf"pid {os.getpid()} says it is rank {rank} of 2"):
-        join(key, 0, 2, timeout=SECONDS)
-    caller.join()

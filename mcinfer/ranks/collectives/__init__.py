@@ -6,8 +6,8 @@ from mcinfer.checks import check_count, check_seconds
 from mcinfer.errors import InvalidInputError
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Group
 
-BACKENDS = ("shm", "mpi")
-"""The names of the backends, each a module here: one machine, several hosts."""
+BACKENDS = {"shm": "meeting", "mpi": "mpi"}
+"""The modules here that join the ranks of one machine, and of several hosts."""
 
 
 def join(
@@ -44,7 +44,6 @@ def join(
     if backend not in BACKENDS:
         raise InvalidInputError(f"backend: got {backend!r}, expected one of {[*BACKENDS]}")
     check_seconds("timeout", timeout)
-    group: Group = import_module(f"mcinfer.ranks.collectives.{backend}").join(
-        key, rank, size, timeout=timeout
-    )
+    module = import_module(f"mcinfer.ranks.collectives.{BACKENDS[backend]}")
+    group: Group = module.join(key, rank, size, timeout=timeout)
     return group

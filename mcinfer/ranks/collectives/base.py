@@ -17,9 +17,9 @@ also while views of them live.
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -32,15 +32,7 @@ from mcinfer.errors import (
     PredictError,
     RankDiedError,
 )
-from mcinfer.ranks.collectives.operations import (
-    CANCELLED,
-    FAILURES,
-    Operation,
-    Signature,
-    cell,
-    difference,
-    kind_of,
-)
+from mcinfer.ranks.collectives.operations import Operation, Signature
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds that a rank waits for the others in one operation. A death is noticed at once, not only then."""
@@ -48,23 +40,13 @@ DEFAULT_TIMEOUT = 300.0
 _MAX_KEPT = 64
 """One-shot operations whose memory is kept for the next call."""
 
-_BARRIER = cell("barrier")
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _G = TypeVar("_G", bound="Group")
 
 
 class PeerFailedError(PredictError):
-    """A rank called `Group.fail` in the place of an operation; the group stays usable.
-
-    Attributes:
-        cancelled: Whether that run was cancelled, and did not fail.
-    """
-
-    def __init__(self, text: str, *, cancelled: bool = False) -> None:
-        super().__init__(text)
-        self.cancelled = cancelled
+    """Another rank broke the group off (`Group.break_off`)."""
 
 
 _ENDS: dict[str, type[McinferError]] = {
@@ -94,7 +76,7 @@ class Collective(ABC):
             RankDiedError: A rank died; names the rank, its pid, and how it ended.
             CollectiveTimeoutError: Ranks did not take part in time; names them.
             InvalidInputError: Ranks run different operations, shapes or dtypes; names two of them.
-            PeerFailedError: A rank called `Group.fail`.
+            PeerFailedError: A rank called `Group.break_off`.
             ClosedError: The group is closed.
         """
 
@@ -106,14 +88,12 @@ def end_error(text: str) -> McinferError | None:
 
 
 def closing(method: "Callable[Concatenate[_G, _P], _T]") -> "Callable[Concatenate[_G, _P], _T]":
-    """A method of a group after whose errors, but `PeerFailedError`, the group is closed."""
+    """A method of a group after whose errors the group is closed."""
 
     @wraps(method)
     def closed_after_errors(group: _G, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return method(group, *args, **kwargs)
-        except PeerFailedError:
-            raise
         except BaseException as exc:
             found = group.translated(exc)
             group.close_for(found)
@@ -127,8 +107,8 @@ def closing(method: "Callable[Concatenate[_G, _P], _T]") -> "Callable[Concatenat
 class Group(ABC):
     """Ranks 0 to ``size - 1``, as one of them sees the group. One thread calls the methods.
 
-    Every operation raises what `Collective.run` raises. After any of these errors but `PeerFailedError` the
-    group is closed. Arrays are any; results are new arrays.
+    Every operation raises what `Collective.run` raises. After any of these errors the group is closed, in all
+    ranks. Arrays are any; results are new arrays.
 
     Attributes:
         rank: This process's number.
@@ -139,9 +119,6 @@ class Group(ABC):
     rank: int
     size: int
     timeout: float = DEFAULT_TIMEOUT
-    _peers: Sequence[Any] = ()  # the other ranks; the text of one is its name in messages
-    _cause: str | None = None  # why it is closed
-    _epoch = 0  # the steps at which a rank failed: messages of an earlier one are void
 
     def __init__(self) -> None:
         self._kept: dict[Signature, Collective] = {}
@@ -176,14 +153,7 @@ class Group(ABC):
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
-        self.meet(_BARRIER)
-
-    @abstractmethod
-    def fail(self, text: str, *, cancelled: bool = False) -> None:
-        """Take part in the next operation, whatever it is, with a failure: it raises in all other ranks.
-
-        The text names this rank. Returns when all ranks have arrived; the group stays usable.
-        """
+        self.meet("barrier")
 
     # Operations on fixed memory. All ranks make them in the same order.
 
@@ -232,35 +202,37 @@ class Group(ABC):
     def subgroup(self, ranks: Sequence[int]) -> Self | None:
         """A group of some ranks, numbered anew in this order; None in a rank that is none of them.
 
-        All ranks of this group call it, in the same order. Errors of one do not close the other, but a dead
-        rank ends every group that it is in.
+        All ranks of this group call it, in the same order. An error closes both.
         """
         members = [*map(int, ranks)]
         if not members or {*members} - {*range(self.size)} or len({*members}) != len(members):
             raise InvalidInputError(
                 f"ranks: got {members}, expected different ranks below {self.size}"
             )
-        self.meet(cell(f"subgroup {members}"))
         return self._subgroup(members)
 
     @property
+    @abstractmethod
+    def cause(self) -> str | None:
+        """Why it is closed, by this rank or by an error; None if it is not."""
+
+    @property
     def is_closed(self) -> bool:
-        """Whether it was closed, by this rank or by an error."""
-        return self._cause is not None
+        """Whether it is closed."""
+        return self.cause is not None
 
     def close(self) -> None:
         """Leave the group: operations of others that wait for this rank end with `RankDiedError`."""
-        if self._cause is None:
+        if self.cause is None:
             self.leave("", "this rank closed it")
 
     def break_off(self, text: str) -> None:
-        """Close the group for good: `PeerFailedError` with this text in all ranks that wait, or will."""
-        if self._cause is None:
-            self.leave(f"{PeerFailedError.__name__}\n{text}", text)
+        """This rank failed for good: `PeerFailedError` with this text in all ranks that wait, or will."""
+        self.close_for(PeerFailedError(text))
 
     def close_for(self, exc: BaseException) -> None:
         """Close the group because of an error, which the others get too."""
-        if self._cause is None:
+        if self.cause is None:
             name, text = type(exc).__name__, str(exc)
             if name not in _ENDS:
                 text = f"rank {self.rank} (pid {os.getpid()}) left the group: {name}: {exc}"
@@ -275,8 +247,8 @@ class Group(ABC):
     # What a backend brings.
 
     @abstractmethod
-    def meet(self, packed: bytes) -> None:
-        """Return when all ranks have come to this step with this cell."""
+    def meet(self, text: str) -> None:
+        """Return when all ranks have come to this step with this text."""
 
     @abstractmethod
     def leave(self, text: str, cause: str) -> None:
@@ -284,7 +256,7 @@ class Group(ABC):
 
     @abstractmethod
     def _subgroup(self, members: Sequence[int]) -> Self | None:
-        """`subgroup`, when all ranks have come."""
+        """`subgroup`, of members that were checked."""
 
     @abstractmethod
     def _prepare(self, signature: Signature) -> Collective:
@@ -326,33 +298,9 @@ class Group(ABC):
         return Signature.of(kind, shape, dtype, self.size, **rest)
 
     def _check_open(self) -> None:
-        if self._cause is not None:
-            raise ClosedError(f"the group is closed: {self._cause}")
-
-    def _peer(self, rank: int) -> Any:
-        for peer in self._peers:
-            if peer.rank == rank:
-                return peer
-        raise InvalidInputError(f"rank: got {rank}, expected another one of {self.size}")
-
-    def _begin_epoch(self) -> None:
-        """Forget what ranks sent before the failure that all have seen."""
-        self._epoch += 1
-
-    def _raise_difference(
-        self, own: bytes, cells: Mapping[int, bytes], reason: Callable[[Any], str]
-    ) -> NoReturn:
-        """Raise what the cells of a step say: a rank failed (a `reason`), or two run different operations."""
-        for peer in self._peers:
-            kind = kind_of(cells[peer.rank])
-            if kind in FAILURES:
-                text = reason(peer)
-                self._begin_epoch()
-                verb = "was cancelled" if kind == CANCELLED else "failed"
-                raise PeerFailedError(f"{peer} {verb}: {text}", cancelled=kind == CANCELLED)
-        exc = difference({**cells, self.rank: own})
-        self.close_for(exc)
-        raise exc
+        cause = self.cause
+        if cause is not None:
+            raise ClosedError(f"the group is closed: {cause}")
 
     def _too_late(self, text: str, late: Sequence[object]) -> CollectiveTimeoutError:
         names = ", ".join(map(str, late)) or "another rank"

@@ -2,31 +2,33 @@
 
 ::
 
-    each rank ── a cell to each other one ──► all compare ──► the parts travel as bytes ──► NumPy reduces them
+    each rank ── a cell: what it runs ──► all compare ──► MPI's own collective, or parts that NumPy reduces
 
-Before each operation, ranks exchange cells of 128 bytes: so those that differ, failed or left are an error
+Before each operation, ranks exchange cells of 256 bytes: so those that run different operations get an error
 with names, and an operation that does not fit never begins. This costs one more exchange of small messages;
 on one machine, the backend shm takes less time for the whole.
 
-MPI moves bytes, and each rank reduces them in the order of the ranks: results have the same bits in all
-ranks and the same as those of the backend shm, and types that MPI lacks, such as bfloat16, work.
+MPI adds the types that it knows. Of others, such as bfloat16, and for other reductions, ranks get all parts
+and reduce them in their order. All ranks have the same bits, which need not be those of the backend shm.
 
 MPI cannot wait with a time limit. So requests are tested again and again: a thousand times with the CPU given
 up in between, then after pauses that grow to 1 ms. Transfers and `send` make progress only while the sending
 rank is in a method of a group.
 
-A rank that dies: mpirun by default ends all ranks of the job. Where MPI goes on without it (ULFM of MPI 5),
-the others get `RankDiedError`; where MPI says nothing, `CollectiveTimeoutError`.
+A rank that leaves with an error sends that to the others, which get it when they wait; one that only closed
+the group is noticed a second later. A rank that dies: mpirun by default ends all ranks of the job. Where MPI
+goes on without it (ULFM of MPI 5), the others get `RankDiedError`; where MPI says nothing,
+`CollectiveTimeoutError`.
 
 Ownership: a group owns its buffers. MPI's communicators are not freed: that would wait for all ranks.
 """
 
 import os
 import socket
-import struct
-from collections import deque
+import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from functools import partial
+from hashlib import blake2b
 from typing import Any
 from zlib import crc32
 
@@ -44,23 +46,7 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Collective, Group, closing, end_error
-from mcinfer.ranks.collectives.operations import (
-    CANCELLED,
-    CELL_BYTES,
-    END,
-    FAILED,
-    FAILURES,
-    Operation,
-    Signature,
-    cell,
-    difference,
-    epoch_of,
-    kind_of,
-    place_of,
-    reduction,
-    text_of,
-    until,
-)
+from mcinfer.ranks.collectives.operations import Signature, difference
 
 with requires(
     "collectives of the backend mpi need the package mpi4py: pip install 'mcinfer[mpi]'", "mpi4py"
@@ -75,18 +61,23 @@ with requires(
             + printable(exc)
         ) from exc
 
-_LARGE_BYTES = 64 << 10
-"""From here on ranks share the work of an all-reduce: each reduces a part of the array for all."""
-
 _MAX_BYTES = (1 << 31) - 1
 """Bytes of all parts together: MPI counts them with an int."""
 
-_CELLS, _TEXTS, _MESSAGES, _PAYLOADS = 1, 2, 3, 4  # tags
+_SUMMED = "bhilqBHILQfd"
+"""The types, by their NumPy characters, that MPI itself adds."""
+
+_ENDS, _CELLS, _PAYLOADS = 1, 2, 3  # tags
+_CELL_BYTES = 256
 _MAX_TEXT_BYTES = 4000  # sent at once, without waiting for the receiver
 _LAST_SENDS = 1.0
-"""Seconds that `close` waits until what was sent has left this process."""
+"""Seconds that `close` waits until what was sent has left this process, and others for one that closed."""
 
-_INTRODUCTION = struct.Struct("<IIQ16s64s")  # rank, size, pid, digest of the key, host
+_YIELDS = 1000
+_LONGEST_PAUSE = 1e-3
+
+_Part = Callable[[], object]
+"""Begins to move bytes, or works on what came before it."""
 
 
 def join(key: str, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) -> "MpiGroup":
@@ -95,81 +86,53 @@ def join(key: str, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) ->
     All processes of the MPI job call this, each with the key of its own group.
     """
     world = MPI.COMM_WORLD
-    if not until(world.Ibarrier().Test, timeout):
+    if not _until(world.Ibarrier().Test, timeout):
         raise CollectiveTimeoutError(
             f"the group {key!r} was not complete within {timeout:g} s: not all {world.size} processes of "
             "the MPI job have joined a group"
         )
-    packed_key = key.encode()
-    communicator = world.Split(crc32(packed_key) & 0x7FFFFFFF, rank)
-    introductions = _introduce(communicator, rank, size, packed_key)
-    said = [(number, total) for number, total, *_ in introductions]
+    communicator = world.Split(crc32(key.encode()) & 0x7FFFFFFF, rank)
+    name = f"rank {rank} (pid {os.getpid()} on {socket.gethostname()})"
+    said = communicator.allgather((rank, size, key, name))
+    numbers = [one[:2] for one in said]
     expected = [(number, communicator.size) for number in range(communicator.size)]
-    if said != expected or len({digest for *_, digest, _ in introductions}) > 1:
-        ranks = ", ".join(f"{number} of {total}" for number, total in said)
+    if numbers != expected or len({one[2] for one in said}) > 1:
+        ranks = ", ".join(f"{number} of {total}" for number, total in numbers)
         raise InvalidInputError(
             f"rank, size: the {communicator.size} processes of the group {key!r} say that they are rank "
             f"{ranks}; expected 0 to {communicator.size - 1} of {communicator.size}"
         )
-    names = [
-        f"rank {number} (pid {pid} on {bytes(host).rstrip(bytes(1)).decode()})"
-        for number, _, pid, _, host in introductions
-    ]
-    return MpiGroup(communicator, names, timeout)
+    return MpiGroup(communicator, [one[3] for one in said], timeout)
 
 
-def _introduce(communicator: Any, rank: int, size: int, key: bytes) -> list[tuple[Any, ...]]:
-    """What each process of the communicator says about itself."""
-    digest = crc32(key[::-1]).to_bytes(16, "little")
-    host = socket.gethostname().encode()
-    own = _INTRODUCTION.pack(rank, size, os.getpid(), digest, host)
-    found = bytearray(communicator.size * len(own))
-    communicator.Allgather([own, MPI.BYTE], [found, MPI.BYTE])
-    return [*_INTRODUCTION.iter_unpack(found)]
+def _until(is_done: Callable[[], object], timeout: float) -> bool:
+    """Ask until something is done, at first with the CPU given up in between, then after growing pauses.
+
+    Returns:
+        False if it was not done in so many seconds.
+    """
+    deadline = time.monotonic() + timeout
+    rounds = 0
+    while not is_done():
+        rounds += 1
+        if rounds <= _YIELDS:
+            os.sched_yield()
+        elif time.monotonic() >= deadline:
+            return False
+        else:
+            time.sleep(min(_LONGEST_PAUSE, 1e-5 * (rounds - _YIELDS)))
+    return True
 
 
-class _Stream:
-    """Cells that come from another rank with one tag; the next is always being received."""
-
-    def __init__(self, communicator: Any, rank: int, tag: int) -> None:
-        self.came: deque[bytes] = deque()
-        self._buffer = bytearray(CELL_BYTES)
-        self._receive: Callable[[], MPI.Request] = lambda: communicator.Irecv(
-            [self._buffer, MPI.BYTE], rank, tag
-        )
-        self._request = self._receive()
-
-    def look(self) -> None:
-        """Take what has come."""
-        while self._request.Test():
-            self.came.append(bytes(self._buffer))
-            self._request = self._receive()
-
-    def close(self) -> None:
-        self._request.Cancel()
-        self._request.Wait()
+def _cell(text: str) -> bytes:
+    """What a rank runs, in words, in so many bytes."""
+    encoded = text.encode()
+    digest = blake2b(encoded, digest_size=8).digest()
+    return (encoded[: _CELL_BYTES - len(digest)].ljust(_CELL_BYTES - len(digest), b"\0")) + digest
 
 
-class _Peer:
-    """Another rank: its cells of the coming steps, and of its messages."""
-
-    def __init__(self, communicator: Any, rank: int, name: str) -> None:
-        self.rank = rank
-        self._name = name
-        self.steps = _Stream(communicator, rank, _CELLS)
-        self.messages = _Stream(communicator, rank, _MESSAGES)
-        self.end: str | None = None  # what it said when it left
-
-    def close(self) -> None:
-        self.steps.close()
-        self.messages.close()
-
-    def look(self) -> None:
-        self.steps.look()
-        self.messages.look()
-
-    def __str__(self) -> str:
-        return self._name
+def _text_of(cell: bytes) -> str:
+    return cell[:-8].rstrip(b"\0").decode(errors="replace")
 
 
 def _bytes(array: NDArray[Any]) -> list[Any]:
@@ -183,19 +146,15 @@ class _Collective(Collective):
     def __init__(
         self,
         group: "MpiGroup",
-        signature: Signature,
+        text: str,
         arrays: tuple[NDArray[Any], NDArray[Any]],
-        begin: Sequence[Callable[[], "MPI.Request | None"]],
+        parts: Sequence[_Part],
     ) -> None:
         self.input, self.output = arrays
-        self._group = group
-        self._text = str(signature)
-        self._cell = cell(self._text)
-        self._begin = begin  # each begins to move bytes, or works on what came before it
+        self._run = partial(group._move, text, parts)
 
     def run(self) -> None:
-        self._group.meet(self._cell)
-        self._group._move(self._begin, self._text)
+        self._run()
 
 
 class _Transfer(Collective):
@@ -203,16 +162,11 @@ class _Transfer(Collective):
 
     def __init__(self, group: "MpiGroup", signature: Signature, root: int, to: int) -> None:
         self.input = self.output = np.zeros(signature.shape, signature.dtype)
-        self._group = group
-        self._signature = signature
-        self._is_source = group.rank == root
-        self._peer = group._peer(to if self._is_source else root)
+        move, other = (group._post, to) if group.rank == root else (group._take, root)
+        self._run = partial(move, other, str(signature), self.input)
 
     def run(self) -> None:
-        if self._is_source:
-            self._group._post(self._peer, self._signature, self.input)
-        else:
-            self._group._take(self._peer, self._signature, self.output)
+        self._run()
 
 
 class MpiGroup(Group):
@@ -225,29 +179,32 @@ class MpiGroup(Group):
         self.timeout = timeout
         self._communicator = communicator
         self._names = names
-        self._peers: list[_Peer] = [
-            _Peer(communicator, rank, name) for rank, name in enumerate(names) if rank != self.rank
-        ]
+        self._cause: str | None = None
+        self._closed: tuple[str, float] | None = (
+            None  # a rank that closed the group, and since when
+        )
         self._pending: list[tuple[MPI.Request, object]] = []  # sends that MPI has not finished
+
+    @property
+    def cause(self) -> str | None:
+        return self._cause
 
     def send(self, array: NDArray[Any], to: int) -> None:
         signature = self._signature("send", array.shape, array.dtype, root=self.rank, to=to)
-        copy = np.array(array, signature.dtype, order="C")
-        self._post(self._peer(to), signature, copy)
+        self._post(to, str(signature), np.array(array, signature.dtype, order="C"))
 
     def recv(self, shape: Sequence[int], dtype: DTypeLike, source: int) -> NDArray[Any]:
         signature = self._signature("send", shape, dtype, root=source, to=self.rank)
         result: NDArray[Any] = np.empty(signature.shape, signature.dtype)
-        self._take(self._peer(source), signature, result)
+        self._take(source, str(signature), result)
         return result
 
-    def fail(self, text: str, *, cancelled: bool = False) -> None:
-        self._check_open()
-        self._arrive(cell("fail", CANCELLED if cancelled else FAILED), text)
-        self._begin_epoch()
+    def meet(self, text: str) -> None:
+        self._move(text, ())
 
     @closing
     def _subgroup(self, members: Sequence[int]) -> "MpiGroup | None":
+        self.meet(f"subgroup {[*members]}")
         if self.rank not in members:
             return None
         chosen = self._communicator.group.Incl(members)
@@ -255,166 +212,97 @@ class MpiGroup(Group):
         chosen.Free()
         return MpiGroup(communicator, [self._names[rank] for rank in members], self.timeout)
 
-    # Steps: meetings of all ranks.
-
-    def meet(self, packed: bytes) -> None:
-        cells = self._arrive(packed)
-        if any(theirs != packed for theirs in cells.values()):
-            failed = [peer for peer in self._peers if kind_of(cells[peer.rank]) in FAILURES]
-            texts = {peer.rank: self._receive_text(peer) for peer in failed}
-            self._raise_difference(packed, cells, lambda peer: texts[peer.rank])
+    # Moving bytes.
 
     @closing
-    def _arrive(self, packed: bytes, text: str | None = None) -> dict[int, bytes]:
-        """Come to the next step, and return the cells of the others when all have."""
+    def _move(self, text: str, parts: Sequence[_Part]) -> None:
+        """Come to the next operation, and do its parts one after another once all ranks have come."""
         self._check_open()
-        self._tell(packed, text)
-        self._await(lambda: not self._late(), text_of(packed), self._late)
-        return {peer.rank: peer.steps.came.popleft() for peer in self._peers}
+        own = _cell(text)
+        cells = bytearray(self.size * _CELL_BYTES)
+        gathering = self._communicator.Iallgather([own, MPI.BYTE], [cells, MPI.BYTE])
 
-    def _tell(self, packed: bytes, text: str | None) -> None:
-        """Send a cell, and a text where the cell's kind has one, to all others."""
-        for peer in self._peers:
-            self._send(packed, peer, _CELLS)
-            if text is not None:
-                self._send(shortened(text).encode(errors="replace")[:_MAX_TEXT_BYTES], peer, _TEXTS)
+        def found() -> list[bytes]:
+            starts = range(0, len(cells), _CELL_BYTES)
+            return [bytes(cells[start : start + _CELL_BYTES]) for start in starts]
 
-    def _late(self) -> list[_Peer]:
-        """The others that have not come to the next step, or have left instead."""
-        return [
-            peer
-            for peer in self._peers
-            if not peer.steps.came or kind_of(peer.steps.came[0]) == END
-        ]
+        def late() -> list[int]:  # as far as MPI has brought the cells of others
+            return [rank for rank, cell in enumerate(found()) if not any(cell)]
 
-    def _receive_text(self, peer: _Peer) -> str:
-        """The text that the peer has sent after a cell."""
-        buffer = bytearray(_MAX_TEXT_BYTES)
-        status = MPI.Status()
-        self._communicator.Recv([buffer, MPI.BYTE], peer.rank, _TEXTS, status)
-        return bytes(buffer[: status.Get_count(MPI.BYTE)]).decode(errors="replace")
-
-    # Messages between two ranks.
-
-    @closing
-    def _move(self, begin: Sequence[Callable[[], "MPI.Request | None"]], text: str) -> None:
-        """Do the parts of an operation, one after another."""
-        for part in begin:
+        self._await(gathering, text, late)
+        if cells != own * self.size:
+            raise difference({rank: _text_of(cell) for rank, cell in enumerate(found())})
+        for part in parts:
             request = part()
-            if request is not None:
-                self._await(request.Test, text)
+            if isinstance(request, MPI.Request):
+                self._await(request, text, list)
 
     @closing
-    def _post(self, peer: _Peer, signature: Signature, array: NDArray[Any]) -> None:
+    def _post(self, to: int, text: str, array: NDArray[Any]) -> None:
         self._check_open()
-        self._look()
-        self._check_ends([])
-        self._join_failure()
-        self._send(self._message_cell(signature), peer, _MESSAGES)
-        request = self._communicator.Isend(_bytes(array), peer.rank, _PAYLOADS)
-        self._pending.append((request, array))
-
-    @closing
-    def _take(self, peer: _Peer, signature: Signature, out: NDArray[Any]) -> None:
-        self._check_open()
-        expected = self._message_cell(signature)
-        while True:
-            self._await_from(peer, lambda: peer.messages.came, str(signature))
-            got = peer.messages.came.popleft()
-            if epoch_of(got) == self._epoch:
-                break
-            void = np.empty(place_of(got), np.uint8)
-            self._await_payload(peer, signature, void)
-        if got != expected:
-            raise difference({peer.rank: got, self.rank: expected})
-        self._await_payload(peer, signature, out)
-
-    def _await_payload(self, peer: _Peer, signature: Signature, out: NDArray[Any]) -> None:
-        request = self._communicator.Irecv(_bytes(out), peer.rank, _PAYLOADS)
-        self._await_from(peer, request.Test, str(signature))
-
-    def _message_cell(self, signature: Signature) -> bytes:
-        return cell(str(signature), place=signature.nbytes, epoch=self._epoch)
-
-    def _send(self, packed: bytes, peer: _Peer, tag: int) -> None:
-        request = self._communicator.Isend([packed, MPI.BYTE], peer.rank, tag)
-        self._pending.append((request, packed))
-
-    # Waiting.
-
-    def _look(self) -> None:
-        for peer in self._peers:
-            peer.look()
         self._pending = [sent for sent in self._pending if not sent[0].Test()]
+        self._raise_ends()
+        cell = _cell(text)
+        for what, tag in (([cell, MPI.BYTE], _CELLS), (_bytes(array), _PAYLOADS)):
+            self._pending.append((self._communicator.Isend(what, to, tag), (what, array)))
 
-    def _await(
-        self,
-        is_done: Callable[[], object],
-        text: str,
-        late: Callable[[], Sequence[_Peer]] = lambda: (),
-    ) -> None:
-        """Return when something is done; an error if a rank is gone, or the others are too late."""
+    @closing
+    def _take(self, source: int, text: str, out: NDArray[Any]) -> None:
+        self._check_open()
+        cell = bytearray(_CELL_BYTES)
+        self._await(
+            self._communicator.Irecv([cell, MPI.BYTE], source, _CELLS), text, lambda: [source]
+        )
+        if cell != _cell(text):
+            raise difference({source: _text_of(bytes(cell)), self.rank: text})
+        self._await(
+            self._communicator.Irecv(_bytes(out), source, _PAYLOADS), text, lambda: [source]
+        )
+
+    def _await(self, request: "MPI.Request", text: str, late: Callable[[], Sequence[int]]) -> None:
+        """Return when a request is done; an error if a rank left, or the others are too late."""
 
         def is_over() -> bool:
-            self._look()
-            if is_done():
+            if request.Test():
                 return True
-            self._check_ends(late())
+            self._pending = [sent for sent in self._pending if not sent[0].Test()]
+            self._raise_ends()
+            if self._closed and time.monotonic() > self._closed[1] + _LAST_SENDS:
+                raise RankDiedError(f"{self._closed[0]} closed the group")
             return False
 
-        if not until(is_over, self.timeout):
-            raise self._too_late(text, late())
+        if not _until(is_over, self.timeout):
+            raise self._too_late(text, [self._names[rank] for rank in late()])
 
-    def _await_from(self, peer: _Peer, is_done: Callable[[], object], text: str) -> None:
-        """Return when what a peer is to send has come; an error if a rank waits in `fail`."""
+    def _raise_ends(self) -> None:
+        """Raise what a rank said that left with an error; note one that only closed the group."""
+        status = MPI.Status()
+        while self._communicator.Iprobe(MPI.ANY_SOURCE, _ENDS, status):
+            buffer = bytearray(status.Get_count(MPI.BYTE))
+            self._communicator.Recv([buffer, MPI.BYTE], status.Get_source(), _ENDS)
+            exc = end_error(buffer.decode(errors="replace"))
+            if exc is not None:
+                raise exc
+            self._closed = self._names[status.Get_source()], time.monotonic()
 
-        def is_over() -> bool:
-            if is_done():
-                return True
-            self._join_failure()
-            return False
-
-        self._await(is_over, text, lambda: [peer])
-
-    def _join_failure(self) -> None:
-        for peer in self._peers:
-            if peer.steps.came and kind_of(peer.steps.came[0]) in FAILURES:
-                self.meet(cell("send or recv"))
-
-    def _check_ends(self, late: Sequence[_Peer]) -> None:
-        """Raise for a peer that left with an error; for one that only closed the group, if it is late."""
-        for peer in self._peers:
-            if peer.steps.came and kind_of(peer.steps.came[-1]) == END:
-                if peer.end is None:
-                    peer.end = self._receive_end(peer)
-                exc = end_error(peer.end)
-                if exc is not None:
-                    raise exc
-                if peer in late and len(peer.steps.came) == 1:
-                    raise RankDiedError(f"{peer} closed the group")
-
-    def _receive_end(self, peer: _Peer) -> str:
-        """The text of the peer's last cell, behind that of a failure, if it failed just before."""
-        if kind_of(peer.steps.came[0]) in FAILURES:
-            self._receive_text(peer)
-        return self._receive_text(peer)
+    def leave(self, text: str, cause: str) -> None:
+        self._cause = cause
+        self._kept.clear()
+        said = shortened(text).encode(errors="replace")[:_MAX_TEXT_BYTES]
+        try:
+            for rank in range(self.size):
+                if rank != self.rank:
+                    request = self._communicator.Isend([said, MPI.BYTE], rank, _ENDS)
+                    self._pending.append((request, said))
+            _until(lambda: all(sent[0].Test() for sent in self._pending), _LAST_SENDS)
+        except MPI.Exception as exc:
+            self._cause = f"{cause} (then MPI reported: {exc})"
 
     def translated(self, exc: BaseException) -> BaseException:
         if not isinstance(exc, MPI.Exception):
             return exc
         is_death = exc.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED)
         return (RankDiedError if is_death else EngineError)(f"MPI reports: {exc}")
-
-    def leave(self, text: str, cause: str) -> None:
-        self._cause = cause
-        self._kept.clear()
-        try:
-            self._tell(cell("end", END), text)
-            until(lambda: all(sent[0].Test() for sent in self._pending), _LAST_SENDS)
-            for peer in self._peers:
-                peer.close()
-        except MPI.Exception as exc:
-            self._cause = f"{cause} (then MPI reported: {exc})"
 
     # Making operations.
 
@@ -431,70 +319,27 @@ class MpiGroup(Group):
         output: NDArray[Any] = np.zeros(signature.output_shape, signature.dtype)
         if signature.root is not None:
             output = mine
-        begin = self._plan(signature, mine, output)
-        return _Collective(self, signature, (mine, output), begin)
+        return _Collective(
+            self, str(signature), (mine, output), self._plan(signature, mine, output)
+        )
 
-    def _plan(
-        self, signature: Signature, mine: NDArray[Any], output: NDArray[Any]
-    ) -> list[Callable[[], "MPI.Request | None"]]:
-        """The parts of an operation: each begins to move bytes, or works on what came before it."""
-        communicator = self._communicator
-        if signature.root is not None:
-            root, buffer = signature.root, _bytes(mine)
-            return [lambda: communicator.Ibcast(buffer, root)]
-        if signature.kind == "all_gather":
-            return self._gather_plan(signature, mine, output)
+    def _plan(self, signature: Signature, mine: NDArray[Any], output: NDArray[Any]) -> list[_Part]:
+        """The parts of an operation, one after another."""
+        communicator, own, whole = self._communicator, _bytes(mine), _bytes(output)
         operation = signature.operation or "sum"
-        if signature.kind == "reduce_scatter":
-            packed: NDArray[Any] = np.empty((self.size, *output.shape), output.dtype)
-            received = np.empty_like(packed)
-            outgoing, incoming = _bytes(packed), _bytes(received)
-            return [
-                lambda: signature.scatter(mine, packed),
-                lambda: communicator.Ialltoall(outgoing, incoming),
-                reduction([*received], output, operation),
-            ]
-        if signature.nbytes >= _LARGE_BYTES:
-            return self._large_plan(mine, output, operation)
-        parts: NDArray[Any] = np.empty((self.size, *mine.shape), mine.dtype)
-        own, every = _bytes(mine), _bytes(parts)
+        if signature.root is not None:
+            return [partial(communicator.Ibcast, own, signature.root)]
+        if signature.kind == "all_gather" and not signature.axis:
+            return [partial(communicator.Iallgather, own, whole)]
+        is_sum = signature.kind == "all_reduce" and operation != "max"
+        if is_sum and mine.dtype.char in _SUMMED:
+            plan: list[_Part] = [partial(communicator.Iallreduce, mine, output, MPI.SUM)]
+            if operation == "mean":
+                plan.append(partial(np.divide, output, self.size, output))
+            return plan
+        every: NDArray[Any] = np.empty((self.size, *mine.shape), mine.dtype)
+        parts = [every[rank, ...] for rank in range(self.size)]
         return [
-            lambda: communicator.Iallgather(own, every),
-            reduction([parts[rank, ...] for rank in range(self.size)], output, operation),
-        ]
-
-    def _gather_plan(
-        self, signature: Signature, mine: NDArray[Any], output: NDArray[Any]
-    ) -> list[Callable[[], "MPI.Request | None"]]:
-        own = _bytes(mine)
-        if not signature.axis:
-            whole = _bytes(output)
-            return [lambda: self._communicator.Iallgather(own, whole)]
-        parts: NDArray[Any] = np.empty((self.size, *mine.shape), mine.dtype)
-        every = _bytes(parts)
-        return [
-            lambda: self._communicator.Iallgather(own, every),
-            lambda: signature.gather(parts, output),
-        ]
-
-    def _large_plan(
-        self, mine: NDArray[Any], output: NDArray[Any], operation: Operation
-    ) -> list[Callable[[], "MPI.Request | None"]]:
-        """Each rank reduces its share, and sends it to all."""
-        bounds = [mine.size * rank // self.size for rank in range(self.size + 1)]
-        starts = [bound * mine.itemsize for bound in bounds[:-1]]
-        counts = [(end - start) * mine.itemsize for start, end in pairwise(bounds)]
-        share = slice(bounds[self.rank], bounds[self.rank + 1])
-        parts: NDArray[Any] = np.empty((self.size, share.stop - share.start), mine.dtype)
-        length = counts[self.rank]
-        places = [rank * length for rank in range(self.size)]
-        outgoing = [_bytes(mine)[0], counts, starts, MPI.BYTE]
-        incoming = [_bytes(parts)[0], [length] * self.size, places, MPI.BYTE]
-        reduced: NDArray[Any] = np.empty(share.stop - share.start, mine.dtype)
-        own = _bytes(reduced)
-        whole = [_bytes(output)[0], counts, starts, MPI.BYTE]
-        return [
-            lambda: self._communicator.Ialltoallv(outgoing, incoming),
-            reduction([*parts], reduced, operation),
-            lambda: self._communicator.Iallgatherv(own, whole),
+            partial(communicator.Iallgather, own, _bytes(every)),
+            signature.work(parts, output, self.rank),
         ]

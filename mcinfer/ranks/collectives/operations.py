@@ -1,15 +1,7 @@
-"""What all backends work with: an operation's signature, its cell, and its reduction in NumPy.
+"""What all backends work with: an operation with checked arguments, and its reduction in NumPy."""
 
-A *signature* is an operation with checked arguments. A *cell* says the same in bytes that are equal in all
-ranks which run the same; backends send cells to find ranks that do not.
-"""
-
-import os
-import struct
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from math import prod
 from typing import Any, Literal, get_args
 
@@ -105,15 +97,28 @@ class Signature:
         length = array.shape[axis] // self.size
         return array[(slice(None),) * axis + (slice(rank * length, (rank + 1) * length),)]
 
-    def scatter(self, whole: NDArray[Any], parts: NDArray[Any]) -> None:
-        """Copy each rank's part of the whole array."""
-        for rank, part in enumerate(parts):
-            part[...] = self.part(whole, rank)
+    def work(
+        self, parts: Sequence[NDArray[Any]], output: NDArray[Any], rank: int
+    ) -> Callable[[], None]:
+        """A function for what a rank does with the parts of all, for itself alone."""
+        if self.root is not None:
+            return _copier([] if self.root == rank else [(output, parts[self.root])])
+        if self.kind == "all_gather":
+            return _copier([(self.part(output, n), part) for n, part in enumerate(parts)])
+        if self.kind == "reduce_scatter":
+            parts = [self.part(part, rank) for part in parts]
+        return _reduction(parts, output, self.operation or "sum")
 
-    def gather(self, parts: NDArray[Any], whole: NDArray[Any]) -> None:
-        """Copy the ranks' parts to their places in the whole array."""
-        for rank, part in enumerate(parts):
-            self.part(whole, rank)[...] = part
+    def share(
+        self, parts: Sequence[NDArray[Any]], output: NDArray[Any], rank: int
+    ) -> Callable[[], None]:
+        """A rank's share of the work on an output that all share, of an all-gather or all-reduce."""
+        if self.kind == "all_gather":
+            return _copier([(self.part(output, rank), parts[rank])])
+        count = output.size
+        share = slice(count * rank // self.size, count * (rank + 1) // self.size)
+        own = [part.reshape(-1)[share] for part in parts]
+        return _reduction(own, output.reshape(-1)[share], self.operation or "sum")
 
     def __str__(self) -> str:
         words = [self.kind]
@@ -145,12 +150,12 @@ def _is_narrow(dtype: "np.dtype[Any]") -> bool:
     return dtype.itemsize <= 2 and (dtype.kind == "f" or "float" in dtype.name)
 
 
-def reduction(
+def _reduction(
     parts: Sequence[NDArray[Any]], out: NDArray[Any], operation: Operation
 ) -> Callable[[], None]:
-    """A function that reduces the parts, in their order, to `out`; sums of narrow floats are made in float32.
+    """A function that reduces the parts, in their order, to `out`.
 
-    It is made once and called often: the arrays are bound. Overflows are infinities, without a warning.
+    Sums of narrow floats are made in float32. Overflows are infinities, without a warning.
     """
     ufunc = _UFUNCS[operation]
     if len(parts) == 1:
@@ -177,72 +182,24 @@ def reduction(
     return reduce
 
 
-# Cells.
+def _copier(copies: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Callable[[], None]:
+    """A function that copies arrays to arrays."""
 
-_CELL = struct.Struct("<B3xIQ8s104s")  # kind, epoch, place, digest of the text, text
-_TEXT_IN_CELL = 104
-CELL_BYTES = _CELL.size
-OPERATION, FAILED, CANCELLED, END = 1, 2, 3, 4
-FAILURES = (FAILED, CANCELLED)
+    def copy() -> None:
+        for to, source in copies:
+            np.copyto(to, source)
 
-
-def cell(text: str, kind: int = OPERATION, place: int = 0, epoch: int = 0) -> bytes:
-    """A cell: what a rank runs, in words, and where its memory lies, if that has to agree."""
-    encoded = text.encode()
-    digest = blake2b(encoded, digest_size=8).digest()
-    return _CELL.pack(kind, epoch, place, digest, encoded[:_TEXT_IN_CELL])
+    return copy
 
 
-def text_of(packed: bytes) -> str:
-    """What a cell says, in words."""
-    return bytes(_CELL.unpack(packed)[4]).rstrip(b"\0").decode(errors="replace")
-
-
-def kind_of(packed: bytes) -> int:
-    return packed[0]
-
-
-def epoch_of(packed: bytes) -> int:
-    return int(_CELL.unpack(packed)[1])
-
-
-def place_of(packed: bytes) -> int:
-    return int(_CELL.unpack(packed)[2])
-
-
-def difference(cells: Mapping[int, bytes]) -> InvalidInputError:
-    """The error for cells by rank that are not all equal: the same in every rank."""
-    first, *others = sorted(cells)
-    other = next(rank for rank in others if cells[rank] != cells[first])
-    one, two = text_of(cells[first]), text_of(cells[other])
+def difference(operations: Mapping[int, str]) -> InvalidInputError:
+    """The error for ranks that do not all run the same, from what each runs: the same text in every rank."""
+    first, *others = sorted(operations)
+    other = next((rank for rank in others if operations[rank] != operations[first]), others[0])
+    one, two = operations[first], operations[other]
     verb = (
         "run different operations"
         if one != two
         else "prepared their operations in different orders"
     )
     return InvalidInputError(f"ranks {verb}: rank {first}: {one}; rank {other}: {two}")
-
-
-# Waiting for what poll(2) cannot wait for.
-
-_YIELDS = 1000
-_LONGEST_PAUSE = 1e-3
-
-
-def until(is_done: Callable[[], object], timeout: float) -> bool:
-    """Ask until something is done, at first with the CPU given up in between, then after growing pauses.
-
-    Returns:
-        False if it was not done in so many seconds.
-    """
-    deadline = time.monotonic() + timeout
-    rounds = 0
-    while not is_done():
-        rounds += 1
-        if rounds <= _YIELDS:
-            os.sched_yield()
-        elif time.monotonic() >= deadline:
-            return False
-        else:
-            time.sleep(min(_LONGEST_PAUSE, 1e-5 * (rounds - _YIELDS)))
-    return True

@@ -2,11 +2,11 @@
 
 ::
 
-    rank 0                                                               rank 1
-    writes its part into its region ──────┐   one memfd:   ┌────── writes its part into its region
-    writes its cell: what it runs ────────┴──► memory.py ◄─┴────── writes its cell
-    writes the eventfd of each other one ─────────────────► poll
-    waits in poll(2) for the others' eventfds, their pidfds and the deadline at once; never spins
+    rank 0                                                                  rank 1
+    writes its part ──────────────────► one sparse memfd, ◄──────────────── writes its part
+    writes a cell: what it runs ──────► which all map
+    writes rank 1's eventfd ─────────────────────────────────────────────► poll(2)
+    waits in poll(2) for the others' eventfds, the ends of processes and the deadline at once; never spins
     compares all cells ──► reads the others' parts ──► writes its output
 
 A *step* is one such meeting of all ranks. Small operations take one: a rank copies its part into memory for
@@ -15,21 +15,32 @@ when all have read it. Large operations take two steps. Their parts lie in share
 after the first step each rank reduces its share into a result that all read after the second. So a caller
 may write its part again as soon as an operation has returned.
 
-The order of memory needs no fence: what a rank writes before it writes an eventfd (eventfd(2)) is seen by the
-rank that has read that eventfd; a cell or a part is never read on the word of shared memory alone.
+Cells wait in a ring for each rank and each other one. The order of memory needs no fence: what a rank writes
+before it writes an eventfd (eventfd(2)) is seen by the rank that has read that eventfd; a cell or a part is
+never read on the word of shared memory alone.
 
-Messages between two ranks go another way: the sender writes a cell into a ring and the receiver's eventfd.
+A group is *inherited*: the process that starts the ranks makes the memory and the eventfds (`make_shared`),
+and each rank inherits its own (`inherit`). Ranks that were started apart give each other the same: see
+`mcinfer.ranks.collectives.meeting`.
 
-Ownership: a group owns its descriptors until `close` or an error; arrays keep their memory alive.
+Ownership: a group owns its descriptors until `close` or an error; arrays keep their memory alive. Subgroups
+use the cells of the group that they are of, and have memory of their own, which rank 0 makes for all.
 """
 
-import contextlib
+import errno
+import mmap
 import os
+import resource
 import select
 import socket
+import struct
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import permutations
 from math import prod
 from typing import Any
 
@@ -37,154 +48,446 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mcinfer.checks import check_seconds
-from mcinfer.errors import InvalidInputError, RankDiedError, shortened
+from mcinfer.config import MAX_RANKS
+from mcinfer.errors import CollectiveTimeoutError, InvalidInputError, RankDiedError, shortened
 from mcinfer.process import how_it_ended
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Collective, Group, closing, end_error
-from mcinfer.ranks.collectives.bootstrap import Member, Membership, bootstrap
-from mcinfer.ranks.collectives.memory import (
-    END_TEXT,
-    RING,
-    Area,
-    Control,
-    Place,
-    Windows,
-    large_part,
-    result,
-    slot,
-    small_part,
-    transfers,
-)
-from mcinfer.ranks.collectives.operations import (
-    CANCELLED,
-    FAILED,
-    FAILURES,
-    Signature,
-    cell,
-    difference,
-    epoch_of,
-    reduction,
-    text_of,
-)
-from mcinfer.ranks.collectives.rendezvous import meet
+from mcinfer.ranks.collectives.operations import Signature, difference
+from mcinfer.shm.descriptors import close_all, receive, send
 
 _LARGE_BYTES = 256 << 10
 """From here on an operation takes two steps: to share the work, and not to copy, gains more (measured)."""
-
-# Counts in an eventfd: what the writer did since the reader read it last.
-_ARRIVAL = 1
-_MESSAGE = 1 << 16
-_ACKNOWLEDGEMENT = 1 << 32
-_END = 1 << 48
-_FIELD = (1 << 16) - 1
 
 _SHARED = ("all_reduce", "all_gather")
 """Operations whose large outputs all ranks share."""
 
 _LONGEST_WAIT = 86400.0
+_PAUSE = 0.1  # between looks at the others while rank 0 makes the memory of a subgroup
+_PACKETS = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+# What a group of ranks inherits.
+
+_FILE_BYTES = 1 << 53
+_ENLARGING = threading.Lock()
 
 
-def join_sockets(
+class Shared:
+    """What the ranks of a group inherit.
+
+    Each has the memory, a socket to rank 0 (rank 0: to each), and an eventfd from and to each other rank.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Raises OSError: No descriptor is left, or files may not be as large as the sparse memory."""
+        self._size = size
+        self._owned: list[int] = []
+        try:
+            self._memory = self._own(_new_memory())
+            self._star = [
+                tuple(self._own(end.detach()) for end in socket.socketpair(*_PACKETS))
+                for _ in range(1, size)
+            ]
+            self._eventfds = {
+                pair: self._own(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+                for pair in permutations(range(size), 2)
+            }
+        except BaseException:
+            self.close()
+            raise
+
+    def _own(self, fd: int) -> int:
+        self._owned.append(fd)
+        return fd
+
+    def fds(self, rank: int) -> list[int]:
+        """The descriptors of a rank, for `inherit`; they stay this object's."""
+        others = [other for other in range(self._size) if other != rank]
+        return [
+            self._memory,
+            *([self._star[rank - 1][1]] if rank else [pair[0] for pair in self._star]),
+            *(self._eventfds[other, rank] for other in others),
+            *(self._eventfds[rank, other] for other in others),
+        ]
+
+    def close(self) -> None:
+        """Let all go, as no rank is to be started any more."""
+        close_all(self._owned)
+        self._owned.clear()
+
+
+def make_shared(size: int) -> Shared:
+    """What a group of so many ranks inherits, made by the process that starts them; raises OSError."""
+    return Shared(size)
+
+
+def _new_memory() -> int:
+    """A sparse memfd: its size takes no memory, though it counts against the limit for files."""
+    memory = os.memfd_create("mcinfer-group", os.MFD_CLOEXEC)
+    try:
+        with _ENLARGING:  # the limit is the whole process's
+            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if hard != resource.RLIM_INFINITY and hard < _FILE_BYTES:
+                raise OSError(
+                    errno.EFBIG,
+                    f"the group's memory is a sparse file of {_FILE_BYTES} bytes, and the limit is {hard} "
+                    "(ulimit -f)",
+                )
+            try:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+                os.ftruncate(memory, _FILE_BYTES)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    except BaseException:
+        os.close(memory)
+        raise
+    return memory
+
+
+def inherit(
     rank: int,
     size: int,
-    sockets: Sequence[socket.socket],
+    fds: Sequence[int],
     *,
     timeout: float = DEFAULT_TIMEOUT,
+    pidfds: Sequence[int] = (),
 ) -> "ShmGroup":
-    """Make ranks that a star of sockets connects a group. The sockets are the caller's again afterwards.
+    """Join a group by the descriptors of `Shared.fds`. Waits for no other rank.
 
     Args:
         rank: This rank's number.
         size: How many ranks there are.
-        sockets: Connected SOCK_SEQPACKET sockets: in rank 0 those to ranks 1, 2, …; in others the one to
-            rank 0.
-        timeout: Seconds to wait for the others, here and in each operation.
+        fds: This group's from now on.
+        timeout: Seconds to wait for the others in each operation.
+        pidfds: Of the other ranks' processes, in their order, so that errors can say how one ended; this
+            group's from now on.
 
-    Raises what `mcinfer.ranks.collectives.join` does.
+    Raises:
+        InvalidInputError: The arguments do not fit each other.
     """
     check_seconds("timeout", timeout)
-    membership = bootstrap(rank, size, sockets, timeout)
-    if membership is None:
-        raise InvalidInputError(f"rank: got {rank}, which is no member of the group")
-    return ShmGroup(membership, timeout)
+    others = [other for other in range(size) if other != rank]
+    sockets = min(len(others), 1) if rank else len(others)
+    expected = 1 + sockets + 2 * len(others)
+    if not 0 <= rank < size <= MAX_RANKS or len(fds) != expected:
+        raise InvalidInputError(
+            f"rank, size, fds: got rank {rank} of {size} and {len(fds)} descriptors, expected a rank below "
+            f"the size, at most {MAX_RANKS} ranks, and {expected} descriptors"
+        )
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    incoming, outgoing = fds[1 + sockets : -len(others)], fds[len(fds) - len(others) :]
+    peers = [
+        _Peer(rank=other, incoming=one, outgoing=two, pidfd=pidfd)
+        for other, one, two, pidfd in zip(
+            others, incoming, outgoing, pidfds or [-1] * len(others), strict=True
+        )
+    ]
+    star = [socket.socket(fileno=fd) for fd in fds[1 : 1 + sockets]]
+    wire = _Wire(rank, peers, fds[0], star)
+    return ShmGroup(wire, [*range(size)], fds[0], timeout)
 
 
-class Shared:
-    """What the ranks of a group inherit from the process that starts them; closed with `close`."""
+# Cells, and what else ranks know of each other.
 
-    def __init__(self, size: int) -> None:
-        """Raises OSError: no descriptor is left."""
-        self._ends: list[list[socket.socket]] = [[] for _ in range(size)]
-        try:
-            for rank in range(1, size):  # a star around rank 0
-                hub, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                self._ends[0].append(hub)
-                self._ends[rank].append(end)
-        except OSError:
-            self.close()
-            raise
+_CELL = struct.Struct("<8sQ8s104s")  # stream, place, digest of the text, text
+_STREAM_BYTES = 8
+_TEXT_IN_CELL = 104
+_CELL_BYTES = _CELL.size
+_RING = 64
+"""Cells to one rank that can wait until it looks."""
 
-    def fds(self, rank: int) -> list[int]:
-        """The descriptors that a rank inherits, for `inherit`."""
-        return [end.fileno() for end in self._ends[rank]]
+_ABOUT = struct.Struct("<II")  # a rank's pid, the bytes of what it says when it leaves
+_ABOUT_BYTES = 16 << 10
 
-    def close(self) -> None:
-        for end in (end for ends in self._ends for end in ends):
-            end.close()
+# Counts in an eventfd: what the writer did since the reader read it last.
+_SENT = 1
+_TAKEN = 1 << 24
+_LEFT = 1 << 48
+_FIELD = (1 << 24) - 1
 
 
-def make_shared(size: int) -> Shared:
-    """What a group of so many ranks needs, for the process that starts them; `OSError` as the system says."""
-    return Shared(size)
+def _text_of(cell: bytes) -> str:
+    return bytes(_CELL.unpack(cell)[3]).rstrip(b"\0").decode(errors="replace")
 
 
-def inherit(
-    rank: int, size: int, fds: Sequence[int], *, timeout: float = DEFAULT_TIMEOUT
-) -> "ShmGroup":
-    """Join the group by the descriptors of `Shared.fds`, which are this function's from now on."""
-    with contextlib.ExitStack() as stack:
-        ends = [stack.enter_context(socket.socket(fileno=fd)) for fd in fds]
-        return join_sockets(rank, size, ends, timeout=timeout)
-
-
-def join(key: str, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) -> "ShmGroup":
-    """Make ranks that were started apart a group; see `mcinfer.ranks.collectives.join`."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(end) for end in meet(key, rank, size, timeout)]
-        return join_sockets(rank, size, sockets, timeout=timeout)
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Peer:
     """Another rank, as this one knows it by what it has read of its eventfd and pidfd.
 
     Attributes:
-        number: In messages: its rank in the group that a subgroup is of.
-        cells: Where its cells of even and of odd steps are.
-        arrivals: The steps at which it has arrived.
-        messages: Those that it has sent to this rank.
-        acknowledged: Those of this rank that it has taken.
-        sent: Messages of this rank to it.
-        slot_free: How many of them it must have taken before `send` may write again.
-        taken: Messages that this rank has taken from it.
-        reported: How many of them it has been sent an acknowledgement of.
+        incoming: The eventfd that it writes and this rank reads.
+        outgoing: The eventfd that this rank writes and it reads.
+        pidfd: Readable when its process has ended; -1 if this rank has none.
+        outbox: Where the ring of cells to it begins.
+        inbox: Where the ring of its cells to this rank begins.
+        sent: The cells that this rank has sent it.
+        acknowledged: How many of them it has taken, as far as it has said.
+        came: The cells that it has sent this rank.
+        taken: How many of them this rank has taken.
+        reported: How many of them this rank has said that it has taken.
+        waiting: By stream, those that were taken before an operation wanted them.
+        left: What it said when it left the group.
+        died: Its process has ended.
     """
 
     rank: int
-    number: int
-    member: Member
-    cells: tuple[slice, slice]
-    arrivals: int = 0
-    messages: int = 0
-    acknowledged: int = 0
-    died: bool = False
-    ended: bool = False
+    incoming: int
+    outgoing: int
+    pidfd: int
+    outbox: int = 0
+    inbox: int = 0
     sent: int = 0
-    slot_free: int = 0
+    acknowledged: int = 0
+    came: int = 0
     taken: int = 0
     reported: int = 0
+    waiting: dict[bytes, deque[bytes]] = field(default_factory=dict)
+    left: str | None = None
+    died: bool = False
 
-    def __str__(self) -> str:
-        return f"rank {self.number} (pid {self.member.pid})"
+
+class _Wire:
+    """What this rank has of the others, for a group and all its subgroups.
+
+    Attributes:
+        rank: This rank's number.
+        peers: The others, by rank.
+        star: The socket to rank 0; in rank 0, to each other rank.
+        owned: Descriptors that go with it.
+        cause: Why the groups are closed.
+    """
+
+    def __init__(
+        self, rank: int, peers: Sequence[_Peer], memory: int, star: Sequence[socket.socket]
+    ) -> None:
+        self.rank = rank
+        self.peers = peers
+        self.star = star
+        self.owned = {memory}
+        self.cause: str | None = None
+        self._alarm = False  # a peer has died, or left
+        self._poll = select.poll()
+        self._by_fd: dict[int, _Peer] = {}
+        for peer in peers:
+            for fd in (peer.incoming, peer.outgoing, peer.pidfd):
+                if fd >= 0:
+                    self.owned.add(fd)
+            for fd in (peer.incoming, peer.pidfd):
+                if fd >= 0:
+                    self._by_fd[fd] = peer
+                    self._poll.register(fd, select.POLLIN)
+        size = len(peers) + 1
+        self._stride = _ABOUT_BYTES + size * _RING * _CELL_BYTES
+        self._control = mmap.mmap(memory, size * self._stride)
+        for peer in peers:  # in the pages of the one that writes
+            ours, theirs = rank * self._stride, peer.rank * self._stride
+            peer.outbox = ours + _ABOUT_BYTES + peer.rank * _RING * _CELL_BYTES
+            peer.inbox = theirs + _ABOUT_BYTES + rank * _RING * _CELL_BYTES
+        self._say("")
+
+    def post(self, peer: _Peer, cell: bytes, timeout: float) -> bool:
+        """Send a cell; False if there was no room for it within the time."""
+        if peer.sent - peer.acknowledged >= _RING:
+            deadline = time.monotonic() + timeout
+            while peer.sent - peer.acknowledged >= _RING:
+                self.raise_ends([peer])
+                if not self.look(deadline):
+                    return False
+        start = peer.outbox + peer.sent % _RING * _CELL_BYTES
+        self._control[start : start + _CELL_BYTES] = cell
+        peer.sent += 1
+        os.eventfd_write(peer.outgoing, _SENT)
+        return True
+
+    def take(self, peer: _Peer, stream: bytes) -> bytes | None:
+        """The peer's next cell of a stream, if it has come."""
+        if peer.waiting and (queue := peer.waiting.get(stream)):
+            return queue.popleft()
+        while peer.taken < peer.came:
+            start = peer.inbox + peer.taken % _RING * _CELL_BYTES
+            cell = self._control[start : start + _CELL_BYTES]
+            peer.taken += 1
+            count = peer.taken - peer.reported
+            if count >= _RING // 2:
+                os.eventfd_write(peer.outgoing, count * _TAKEN)
+                peer.reported = peer.taken
+            if cell.startswith(stream):
+                return cell
+            peer.waiting.setdefault(cell[:_STREAM_BYTES], deque()).append(cell)
+        return None
+
+    def look(self, deadline: float) -> bool:
+        """Wait for any news of the peers, and note it; False if the deadline has passed without any."""
+        wait = min(deadline - time.monotonic(), _LONGEST_WAIT)
+        events = self._poll.poll(wait * 1000 if wait > 0 else 0)
+        for fd, _ in events:
+            peer = self._by_fd[fd]
+            if fd == peer.pidfd:
+                peer.died = self._alarm = True
+                self._poll.unregister(fd)
+            try:
+                news = os.eventfd_read(peer.incoming)
+            except BlockingIOError:  # it did nothing before it ended
+                continue
+            peer.came += news & _FIELD
+            if news > _FIELD:
+                peer.acknowledged += news // _TAKEN & _FIELD
+                if news >= _LEFT:
+                    peer.left = self._said(peer)[1]
+                    self._alarm = True
+        return bool(events) or wait > _LONGEST_WAIT / 2
+
+    def _say(self, text: str) -> None:
+        start = self.rank * self._stride
+        encoded = text.encode(errors="replace")[: _ABOUT_BYTES - _ABOUT.size]
+        _ABOUT.pack_into(self._control, start, os.getpid(), len(encoded))
+        start += _ABOUT.size
+        self._control[start : start + len(encoded)] = encoded
+
+    def _said(self, peer: _Peer) -> tuple[int, str]:
+        """A rank's pid, 0 if it has not begun, and its text."""
+        start = peer.rank * self._stride
+        pid, length = _ABOUT.unpack_from(self._control, start)
+        start += _ABOUT.size
+        return pid, self._control[start : start + length].decode(errors="replace")
+
+    def name(self, peer: _Peer) -> str:
+        """A rank in words."""
+        pid, _ = self._said(peer)
+        return f"rank {peer.rank} (pid {pid})" if pid else f"rank {peer.rank}"
+
+    def raise_ends(self, late: Sequence[_Peer], past: Container[_Peer] = ()) -> None:
+        """Raise for a peer that died or left with an error, unless it is `past` what this rank waits for.
+
+        Raise for one that only closed the group if it is late.
+        """
+        if not self._alarm:
+            return
+        peers = [peer for peer in self.peers if peer not in past]
+        for peer in peers:
+            if peer.died and peer.left is None:
+                how = how_it_ended(self._said(peer)[0], peer.pidfd)
+                raise RankDiedError(f"{self.name(peer)} {how}")
+        for peer in peers:
+            exc = end_error(peer.left or "")
+            if exc is not None:
+                raise exc
+        for peer in late:
+            if peer.left is not None:
+                raise RankDiedError(f"{self.name(peer)} closed the group")
+
+    def close(self, text: str, cause: str) -> None:
+        """Leave, and have the others get the text."""
+        self.cause = cause
+        self._say(shortened(text))
+        for peer in self.peers:
+            os.eventfd_write(peer.outgoing, _LEFT)
+        self._control.close()
+        close_all([*self.owned])
+        for end in self.star:
+            end.close()
+
+
+# Memory.
+
+_ALIGNMENT = 64
+_SMALL = 1 << 40  # the cells come first
+_FIRST_WINDOW = 4 << 20
+_ONCE = 1 << 49
+_PREPARED = 1 << 50
+_PAIRS = 1 << 52
+_PAIR = 1 << 40
+
+_Place = tuple[mmap.mmap, int, int]
+"""A mapping, an offset in it, and a number that is the same in all ranks; never 0, which is no place."""
+
+
+class Area:
+    """A part of a group's memory, handed out for ever, in windows that double in size; each is mapped once.
+
+    All ranks that use it take the same sizes in the same order, and so get the same places.
+    """
+
+    def __init__(self, fd: int, start: int, length: int) -> None:
+        self._fd = fd
+        self._end = start + length
+        self._start = start
+        self._length = _FIRST_WINDOW
+        self._used = 0
+        self._window: mmap.mmap | None = None
+
+    def take(self, nbytes: int) -> _Place:
+        wanted = max((nbytes + _ALIGNMENT - 1) & -_ALIGNMENT, _ALIGNMENT)
+        while self._used + wanted > self._length:
+            self._start += self._length
+            self._length *= 2
+            self._used = 0
+            self._window = None
+            if self._start + self._length > self._end:
+                raise _too_large(nbytes)
+        if self._window is None:
+            self._window = mmap.mmap(self._fd, self._length, offset=self._start)
+        place = (self._window, self._used, self._start + self._used + 1)
+        self._used += wanted
+        return place
+
+
+def _too_large(nbytes: int) -> InvalidInputError:
+    return InvalidInputError(f"shape: {nbytes} bytes do not fit the memory of a group")
+
+
+class _Memory:
+    """The memory of a group, as one rank maps it.
+
+    ::
+
+        [ cells │ parts of small operations, even and odd │ an operation that is run once, its result │
+          prepared operations │ from each rank to each other one: the array of `send`, transfers ]
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self._fd = fd
+        self._size = size
+        self._windows: dict[int, mmap.mmap] = {}  # by their start
+        self._transfers: dict[int, Area] = {}
+        self.prepared = Area(fd, _PREPARED, _PREPARED)
+
+    def small(self, parity: int, rank: int) -> _Place:
+        """A rank's part of a small operation, in an even or odd step."""
+        window = self._window(_SMALL, 2 * self._size * _LARGE_BYTES)
+        return window, (parity * self._size + rank) * _LARGE_BYTES, 0
+
+    def once(self, nbytes: int) -> _Place:
+        """The parts of an operation that is run once."""
+        return self._reused(_ONCE, nbytes, _ONCE // 2)
+
+    def result(self, nbytes: int) -> _Place:
+        """What ranks copy after the last step of such an operation, while parts of the next are written."""
+        return self._reused(_ONCE + _ONCE // 2, nbytes, _ONCE // 2)
+
+    def slot(self, rank: int, to: int, nbytes: int) -> _Place:
+        """An array that is sent."""
+        return self._reused(self._pair(rank, to), nbytes, _PAIR // 2)
+
+    def transfers(self, rank: int, to: int) -> Area:
+        start = self._pair(rank, to) + _PAIR // 2
+        if start not in self._transfers:
+            self._transfers[start] = Area(self._fd, start, _PAIR // 2)
+        return self._transfers[start]
+
+    def _pair(self, rank: int, to: int) -> int:
+        return _PAIRS + (rank * self._size + to) * _PAIR
+
+    def _reused(self, start: int, nbytes: int, most: int) -> _Place:
+        if nbytes > most:
+            raise _too_large(nbytes)
+        return self._window(start, max(_FIRST_WINDOW, 1 << (nbytes - 1).bit_length())), 0, start
+
+    def _window(self, start: int, length: int) -> mmap.mmap:
+        found = self._windows.get(start)
+        if found is None or len(found) < length:
+            found = self._windows[start] = mmap.mmap(self._fd, length, offset=start)
+        return found
 
 
 # Operations on fixed memory.
@@ -203,17 +506,17 @@ class _Small(Collective):
     ) -> None:
         self.input, self.output = arrays
         self._group = group
-        self._cell = cell(str(signature))
+        self._cell = group._cell_of(str(signature))
         self._slots = slots  # for even and odd steps
         self._works = works
         self._has_part = signature.root is None or signature.root == group.rank
 
     def run(self) -> None:
         group = self._group
-        parity = (group._steps + 1) & 1
+        parity = group._steps & 1
         if self._has_part:
             np.copyto(self._slots[parity], self.input)
-        group.meet(self._cell)
+        group._step(self._cell)
         self._works[parity]()
 
 
@@ -230,89 +533,66 @@ class _Large(Collective):
     ) -> None:
         self.input, self.output = arrays
         self._group = group
-        self._cell = cell(str(signature), place=place)
-        self._end = cell(f"{signature} (second step)", place=place)
+        self._cell = group._cell_of(str(signature), place=place)
+        self._end = group._cell_of(f"{signature} (second step)", place=place)
         self._work = work
 
     def run(self) -> None:
-        self._group.meet(self._cell)
+        self._group._step(self._cell)
         self._work()
-        self._group.meet(self._end)
+        self._group._step(self._end)
 
 
 class _Transfer(Collective):
     """One array from a rank to another, in memory that both map."""
 
     def __init__(
-        self, group: "ShmGroup", signature: Signature, place: Place, root: int, to: int
+        self, group: "ShmGroup", signature: Signature, place: _Place, root: int, to: int
     ) -> None:
-        self.input = self.output = group._windows.array(
-            root, place, signature.shape, signature.dtype
-        )
-        self._group = group
-        self._signature = str(signature)
-        self._place = place.number
-        self._is_source = group.rank == root
-        self._peer = group._peer(to if self._is_source else root)
-        self._epoch = -1
+        window, offset, number = place
+        self.input = self.output = np.ndarray(signature.shape, signature.dtype, window, offset)
+        self._cell = group._cell_of(str(signature), _MESSAGES, place=number)
+        self._move = group._give if group.rank == root else group._take
+        self._peer = group._by_rank[to if group.rank == root else root]
 
     def run(self) -> None:
-        group = self._group
-        if self._epoch != group._epoch:
-            self._epoch = group._epoch
-            self._cell = cell(self._signature, place=self._place, epoch=self._epoch)
-        if self._is_source:
-            group._await_room(self._peer, self._signature, 0)
-            group._post(self._peer, self._cell)
-        else:
-            peer = self._peer
-            group._take(peer, self._cell)
-            if peer.taken - peer.reported >= RING // 2:
-                group._acknowledge(peer)
+        self._move(self._peer, self._cell)
+
+
+# A group uses three streams: cells of one do not wait behind those of another.
+_STEPS, _MESSAGES, _ACKNOWLEDGEMENTS, _STREAMS = range(4)
 
 
 class ShmGroup(Group):
-    """A group of ranks on one machine; see `join_sockets`. Errors call rank r of it ``numbers[r]``."""
+    """A group of ranks on one machine; see `inherit`. Errors name ranks by the group that was inherited."""
 
     def __init__(
-        self, membership: Membership, timeout: float, numbers: Sequence[int] | None = None
+        self, wire: _Wire, members: Sequence[int], memory: int, timeout: float, number: int = 0
     ) -> None:
-        # The membership is this object's from now on, even if this call fails.
+        """`members` are ranks of the wire; each subgroup has another `number`, the same in all ranks."""
         super().__init__()
-        self.rank = membership.rank
-        self.size = membership.size
+        self.rank = members.index(wire.rank)
+        self.size = len(members)
         self.timeout = timeout
-        self._membership = membership
-        try:
-            self._control = Control(membership.memory, self.size)
-        except (OSError, ValueError):
-            membership.close()
-            raise
-        self._windows = Windows(membership.memory)
-        self._numbers = [*range(self.size)] if numbers is None else numbers
-        self._peers: list[_Peer] = [
-            _Peer(
-                rank=other.rank,
-                number=self._numbers[other.rank],
-                member=other,
-                cells=self._control.step_cells(other.rank),
-            )
-            for other in membership.others
-        ]
-        self._outgoing = [other.outgoing for other in membership.others]
-        self._incoming = {peer.member.incoming: peer for peer in self._peers}
-        self._pidfds = {peer.member.pidfd: peer for peer in self._peers}
-        self._poll = select.poll()
-        for fd in (*self._incoming, *self._pidfds):
-            self._poll.register(fd, select.POLLIN)
-        self._cells = self._control.step_cells(self.rank)
-        self._their_cells = [[peer.cells[parity] for peer in self._peers] for parity in (0, 1)]
+        peers = {peer.rank: peer for peer in wire.peers}
+        self._wire = wire
+        self._by_rank = {place: peers[one] for place, one in enumerate(members) if one in peers}
+        self._peers = [*self._by_rank.values()]
+        self._number = number
+        self._streams = [(number * _STREAMS + one).to_bytes(8, "little") for one in range(_STREAMS)]
+        self._fd = memory
+        self._memory = _Memory(memory, self.size)
         self._steps = 0
-        self._alarm = False  # a peer has died, or left the group
-        self._prepared = Area()
-        own = [(self.rank, peer.rank) for peer in self._peers]
-        own += [(peer.rank, self.rank) for peer in self._peers]
-        self._transfers = {(root, to): transfers(to, self.size) for root, to in own}
+        self._subgroups = 0
+        self._unread: set[int] = (
+            set()
+        )  # the ranks that have not said that they read the last `send`
+        self._left: str | None = None
+        self._barrier = self._cell_of("barrier")
+
+    @property
+    def cause(self) -> str | None:
+        return self._wire.cause or self._left
 
     # Operations on any arrays.
 
@@ -322,284 +602,192 @@ class ShmGroup(Group):
         One array waits in shared memory for the other rank; a second `send` waits until it was received.
         """
         signature = self._signature("send", array.shape, array.dtype, root=self.rank, to=to)
-        peer = self._peer(to)
-        self._await_room(peer, str(signature), peer.slot_free)
-        np.copyto(self._slot(signature, to), array)
-        self._post(peer, cell(str(signature), epoch=self._epoch))
-        peer.slot_free = peer.sent
+        peer = self._by_rank[to]
+        if to in self._unread:
+            self._take(peer, self._cell_of("received", _ACKNOWLEDGEMENTS), _ACKNOWLEDGEMENTS)
+        np.copyto(self._slot(signature, self.rank, to), array)
+        self._give(peer, self._cell_of(str(signature), _MESSAGES))
+        self._unread.add(to)
 
     def recv(self, shape: Sequence[int], dtype: DTypeLike, source: int) -> NDArray[Any]:
         signature = self._signature("send", shape, dtype, root=source, to=self.rank)
-        peer = self._peer(source)
-        self._take(peer, cell(str(signature), epoch=self._epoch))
-        result = self._slot(signature, self.rank).copy()
-        self._acknowledge(peer)
+        peer = self._by_rank[source]
+        self._take(peer, self._cell_of(str(signature), _MESSAGES))
+        result = self._slot(signature, source, self.rank).copy()
+        self._post(peer, self._cell_of("received", _ACKNOWLEDGEMENTS))
         return result
 
-    def fail(self, text: str, *, cancelled: bool = False) -> None:
-        self._check_open()
-        kind = CANCELLED if cancelled else FAILED
-        self._control.write_text(self.rank, (self._steps + 1) & 1, shortened(text))
-        self._arrive(cell("fail", kind))
-        self._begin_epoch()
+    def _slot(self, signature: Signature, root: int, to: int) -> NDArray[Any]:
+        window, offset, _ = self._memory.slot(root, to, signature.nbytes)
+        return np.ndarray(signature.shape, signature.dtype, window, offset)
 
-    # The group itself.
+    # Cells.
+
+    def _cell_of(self, text: str, stream: int = _STEPS, *, place: int = 0) -> bytes:
+        """A cell: what a rank runs, in words, and where its memory lies, if that has to agree."""
+        encoded = text.encode()
+        digest = blake2b(encoded, digest_size=8).digest()
+        return _CELL.pack(self._streams[stream], place, digest, encoded[:_TEXT_IN_CELL])
+
+    def meet(self, text: str) -> None:
+        self._step(self._cell_of(text))
+
+    def barrier(self) -> None:
+        self._step(self._barrier)
 
     @closing
-    def _subgroup(self, members: Sequence[int]) -> "ShmGroup | None":
-        star = self._membership.star
-        membership = bootstrap(self.rank, self.size, star, self.timeout, members)
-        if membership is None:
-            return None
-        return ShmGroup(membership, self.timeout, [self._numbers[rank] for rank in members])
+    def _step(self, cell: bytes) -> None:
+        """Return when all ranks have come to this step with this cell."""
+        self._check_open()
+        self._steps += 1
+        for peer in self._peers:
+            self._post(peer, cell)
+        cells = self._take_all(self._peers, cell, self._streams[_STEPS])
+        if any(got != cell for got in cells.values()):
+            raise self._difference(cell, cells)
 
-    # Steps: meetings of all ranks.
+    @closing
+    def _give(self, peer: _Peer, cell: bytes) -> None:
+        """Send a cell to one rank; a sender notices ends, too."""
+        self._check_open()
+        self._wire.look(0.0)
+        self._wire.raise_ends([peer])
+        self._post(peer, cell)
+
+    @closing
+    def _take(self, peer: _Peer, cell: bytes, stream: int = _MESSAGES) -> None:
+        """Return when the peer's next cell of this stream has come, if it is this one."""
+        self._check_open()
+        cells = self._take_all([peer], cell, self._streams[stream])
+        if cells[peer] != cell:
+            raise self._difference(cell, cells)
+
+    def _post(self, peer: _Peer, cell: bytes) -> None:
+        if not self._wire.post(peer, cell, self.timeout):
+            raise self._late(_text_of(cell), [peer])
+
+    def _take_all(self, peers: Sequence[_Peer], cell: bytes, stream: bytes) -> dict[_Peer, bytes]:
+        """The next cell of this stream from each of these ranks, once all have come."""
+        wire = self._wire
+        cells: dict[_Peer, bytes] = {}
+        deadline, has_news = 0.0, True
+        while True:
+            for peer in peers:
+                if peer not in cells and (got := wire.take(peer, stream)):
+                    cells[peer] = got
+            if len(cells) == len(peers):
+                return cells
+            late = [peer for peer in peers if peer not in cells]
+            if not has_news:
+                raise self._late(_text_of(cell), late)
+            deadline = deadline or time.monotonic() + self.timeout
+            # What ranks do after they have come, as they can once all have, is the next operation's matter.
+            wire.raise_ends(late, cells)
+            has_news = wire.look(deadline)
+
+    def _late(self, text: str, late: Sequence[_Peer]) -> CollectiveTimeoutError:
+        return self._too_late(text, [self._wire.name(peer) for peer in late])
+
+    def _difference(self, cell: bytes, others: dict[_Peer, bytes]) -> InvalidInputError:
+        cells = {self._wire.rank: cell, **{peer.rank: got for peer, got in others.items()}}
+        return difference({rank: _text_of(got) for rank, got in cells.items()})
 
     @closing
     def check(self) -> None:
         """Raise if a rank has died or left with an error; the group is closed then."""
         self._check_open()
-        self._look(0.0)
-        if self._alarm:
-            self._raise_end([])
+        self._wire.look(0.0)
+        self._wire.raise_ends([])
 
-    def meet(self, packed: bytes) -> None:
-        self._arrive(packed)
-        parity = self._steps & 1
-        control = self._control.map
-        for place in self._their_cells[parity]:
-            if control[place] != packed:
-                cells = {peer.rank: control[peer.cells[parity]] for peer in self._peers}
-                self._raise_difference(
-                    packed, cells, lambda peer: self._control.read_text(peer.rank, parity)
-                )
+    # The group itself.
 
     @closing
-    def _arrive(self, packed: bytes) -> None:
-        """Come to the next step, and return when all ranks have, whatever they run there."""
-        self._check_open()
-        step = self._steps = self._steps + 1
-        self._control.map[self._cells[step & 1]] = packed
-        for fd in self._outgoing:
-            os.eventfd_write(fd, _ARRIVAL)
-        for peer in self._peers:
-            if peer.arrivals < step:
-                self._await_step(step, packed)
-                break
+    def _subgroup(self, members: Sequence[int]) -> "ShmGroup | None":
+        if self._number:
+            raise InvalidInputError("ranks: got a subgroup's, expected those of the whole group")
+        wire = self._wire
+        self.meet(f"subgroup {[*members]}")
+        self._subgroups += 1
+        if self.rank == 0:
+            memory = _new_memory()
+            for one in members:
+                if one:
+                    send(wire.star[one - 1], b"memory", [memory])
+        if self.rank not in members:
+            if self.rank == 0:
+                os.close(memory)
+            return None
+        if self.rank:
+            memory = self._receive_memory()
+        wire.owned.add(memory)
+        return ShmGroup(wire, members, memory, self.timeout, self._subgroups)
 
-    def _await_step(self, step: int, packed: bytes) -> None:
+    def _receive_memory(self) -> int:
         deadline = time.monotonic() + self.timeout
-        while late := [peer for peer in self._peers if peer.arrivals < step]:
-            if self._alarm:
-                self._raise_end(late)
-            if not self._look(deadline):
-                raise self._too_late(text_of(packed), late)
-
-    def _begin_epoch(self) -> None:
-        super()._begin_epoch()
-        for peer in self._peers:
-            while peer.taken < peer.messages and epoch_of(self._next_message(peer)) < self._epoch:
-                peer.taken += 1
-            self._acknowledge(peer)
-
-    # Messages between two ranks.
-
-    def _post(self, peer: _Peer, packed: bytes) -> None:
-        self._control.map[self._control.message_cell(self.rank, peer.rank, peer.sent)] = packed
-        peer.sent += 1
-        os.eventfd_write(peer.member.outgoing, _MESSAGE)
-
-    @closing
-    def _await_room(self, peer: _Peer, text: str, free: int) -> None:
-        """Return once the peer has taken as many messages as `free`, and its ring has room for one more."""
-        self._check_open()
-        free = max(free, peer.sent - RING + 1)
-        self._look(0.0)  # a sender notices ends, too
-        deadline = time.monotonic() + self.timeout
-        self._check_peers(peer)
-        while peer.acknowledged < free:
-            if not self._look(deadline):
-                raise self._too_late(text, [peer])
-            self._check_peers(peer)
-
-    @closing
-    def _take(self, peer: _Peer, packed: bytes) -> None:
-        """Return when the peer's next message has come, if it has this cell; it is not acknowledged yet."""
-        self._check_open()
-        if peer.messages == peer.taken:
-            deadline = time.monotonic() + self.timeout
-            while peer.messages == peer.taken:
-                self._check_peers(peer)
-                if not self._look(deadline):
-                    raise self._too_late(text_of(packed), [peer])
-        got = self._next_message(peer)
-        if got != packed:
-            raise difference({peer.rank: got, self.rank: packed})
-        peer.taken += 1
-
-    def _next_message(self, peer: _Peer) -> bytes:
-        """The cell of the peer's next message."""
-        return self._control.map[self._control.message_cell(peer.rank, self.rank, peer.taken)]
-
-    def _acknowledge(self, peer: _Peer) -> None:
-        count = peer.taken - peer.reported
-        if count:
-            peer.reported = peer.taken
-            os.eventfd_write(peer.member.outgoing, count * _ACKNOWLEDGEMENT)
-
-    def _check_peers(self, peer: _Peer) -> None:
-        """Raise if a message to or from the peer can no longer be: a rank is gone, or waits in `fail`."""
-        if self._alarm:
-            self._raise_end([peer])
-        step = self._steps + 1
-        for other in self._peers:
-            if other.arrivals >= step:
-                kind = self._control.map[other.cells[step & 1].start]
-                if kind in FAILURES:
-                    self.meet(cell("send or recv"))
-
-    # Waiting.
-
-    def _look(self, deadline: float) -> bool:
-        """Wait for any news of the peers, and note it; False if the deadline has passed without any."""
-        wait = min(deadline - time.monotonic(), _LONGEST_WAIT)
-        events = self._poll.poll(wait * 1000 if wait > 0 else 0)
-        for fd, _ in events:
-            peer = self._incoming.get(fd)
-            if peer is None:
-                self._note_death(self._pidfds[fd])
-            else:
-                self._note_news(peer)
-        return bool(events) or wait > _LONGEST_WAIT / 2
-
-    def _note_news(self, peer: _Peer) -> None:
-        news = os.eventfd_read(peer.member.incoming)
-        peer.arrivals += news & _FIELD
-        if news > _FIELD:
-            peer.messages += news // _MESSAGE & _FIELD
-            peer.acknowledged += news // _ACKNOWLEDGEMENT & _FIELD
-            if news >= _END:
-                peer.ended = self._alarm = True
-
-    def _note_death(self, peer: _Peer) -> None:
-        peer.died = self._alarm = True
-        self._poll.unregister(peer.member.pidfd)
-        try:
-            self._note_news(peer)  # what it did last
-        except BlockingIOError:
-            return
-
-    def _raise_end(self, late: Sequence[_Peer]) -> None:
-        """Raise for a peer that died or ended the group; for one that only closed it, if it is late."""
-        for peer in self._peers:
-            if peer.died and not peer.ended:
-                how = how_it_ended(peer.member.pid, peer.member.pidfd)
-                raise RankDiedError(f"{peer} {how}")
-        for peer in self._peers:
-            if peer.ended:
-                exc = end_error(self._control.read_text(peer.rank, END_TEXT))
-                if exc is not None:
-                    raise exc
-        for peer in late:
-            if peer.ended:
-                raise RankDiedError(f"{peer} closed the group")
-
-    # The end.
+        [end] = self._wire.star
+        while not select.select([end], [], [], _PAUSE)[0]:
+            self._wire.look(0.0)
+            self._wire.raise_ends(self._peers[:1])
+            if time.monotonic() > deadline:
+                raise self._late("subgroup", self._peers[:1])
+        _, [memory] = receive(end, _CELL_BYTES)
+        return memory
 
     def leave(self, text: str, cause: str) -> None:
-        self._cause = cause
-        self._control.write_text(self.rank, END_TEXT, shortened(text))
-        for fd in self._outgoing:
-            os.eventfd_write(fd, _END)
         self._kept.clear()
-        self._windows.clear()
-        self._control.map.close()
-        self._membership.close()
+        if self._number and not text:
+            self._left = cause
+            self._wire.owned.discard(self._fd)
+            os.close(self._fd)
+        else:
+            self._wire.close(text, cause)
 
     # Making operations.
 
-    def _slot(self, signature: Signature, to: int) -> NDArray[Any]:
-        """The memory of `send`, in the second half of the channel."""
-        place = slot(to, self.size, signature.nbytes)
-        root = signature.root if signature.root is not None else self.rank
-        return self._windows.array(root, place, signature.shape, signature.dtype)
-
     def _prepare(self, signature: Signature) -> Collective:
-        return self._make(signature, self._prepared.take, self._prepared.take)
-
-    def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
-        place = self._transfers[root, to].take(signature.nbytes)
-        return _Transfer(self, signature, place, root, to)
+        return self._make(signature, self._memory.prepared.take, self._memory.prepared.take)
 
     def _make_once(self, signature: Signature) -> Collective:
-        return self._make(signature, large_part, result)
+        return self._make(signature, self._memory.once, self._memory.result)
+
+    def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
+        place = self._memory.transfers(root, to).take(signature.nbytes)
+        return _Transfer(self, signature, place, root, to)
 
     def _make(
         self,
         signature: Signature,
-        take_part: Callable[[int], Place],
-        take_result: Callable[[int], Place],
+        take_parts: Callable[[int], _Place],
+        take_result: Callable[[int], _Place],
     ) -> Collective:
         """An operation, whose memory lies where these functions say if the operation is large."""
         shape, dtype = signature.output_shape, signature.dtype
         nbytes = prod(shape) * dtype.itemsize
         is_root = signature.root == self.rank
+        ranks = range(self.size)
         output: NDArray[Any]
         if max(nbytes, signature.nbytes) < _LARGE_BYTES:
             mine: NDArray[Any] = np.zeros(signature.shape, dtype)
             output = mine if is_root else np.empty(shape, dtype)
-            parts = [self._parts(signature, small_part(parity)) for parity in (0, 1)]
-            works = [self._work(signature, every, output) for every in parts]
-            slots = [every[self.rank] for every in parts]
-            return _Small(self, signature, (mine, output), slots, works)
-        place = take_part(signature.nbytes)
-        every = self._parts(signature, place)
+            parts = [
+                [_array(signature, *self._memory.small(parity, rank)[:2]) for rank in ranks]
+                for parity in (0, 1)
+            ]
+            works = [signature.work(every, output, self.rank) for every in parts]
+            return _Small(
+                self, signature, (mine, output), [every[self.rank] for every in parts], works
+            )
+        stride = (signature.nbytes + _ALIGNMENT - 1) & -_ALIGNMENT
+        window, offset, number = take_parts(self.size * stride)
+        every = [_array(signature, window, offset + rank * stride) for rank in ranks]
         if signature.kind in _SHARED:
-            output = self._windows.array(0, take_result(nbytes), shape, dtype)
-            work = self._shared_work(signature, every, output)
+            output = np.ndarray(shape, dtype, *take_result(nbytes)[:2])
+            work = signature.share(every, output, self.rank)
         else:
             output = every[self.rank] if is_root else np.empty(shape, dtype)
-            work = self._work(signature, every, output)
-        return _Large(self, signature, place.number, (every[self.rank], output), work)
-
-    def _parts(self, signature: Signature, place: Place) -> list[NDArray[Any]]:
-        """The parts of all ranks, at this place in each region."""
-        return [
-            self._windows.array(rank, place, signature.shape, signature.dtype)
-            for rank in range(self.size)
-        ]
-
-    def _work(
-        self, signature: Signature, parts: Sequence[NDArray[Any]], output: NDArray[Any]
-    ) -> Callable[[], None]:
-        """What this rank does with all parts, for itself alone."""
-        if signature.root is not None:
-            is_root = signature.root == self.rank
-            return _copier([] if is_root else [(output, parts[signature.root])])
-        if signature.kind == "all_gather":
-            ranks = range(self.size)
-            return _copier([(signature.part(output, rank), parts[rank]) for rank in ranks])
-        if signature.kind == "reduce_scatter":
-            parts = [signature.part(part, self.rank) for part in parts]
-        return reduction(parts, output, signature.operation or "sum")
-
-    def _shared_work(
-        self, signature: Signature, parts: Sequence[NDArray[Any]], output: NDArray[Any]
-    ) -> Callable[[], None]:
-        """This rank's share of the work on an output that all ranks share."""
-        if signature.kind == "all_gather":
-            return _copier([(signature.part(output, self.rank), parts[self.rank])])
-        count = output.size
-        share = slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
-        own = [part.reshape(-1)[share] for part in parts]
-        return reduction(own, output.reshape(-1)[share], signature.operation or "sum")
+            work = signature.work(every, output, self.rank)
+        return _Large(self, signature, number, (every[self.rank], output), work)
 
 
-def _copier(copies: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Callable[[], None]:
-    """A function that copies arrays to arrays."""
-
-    def copy() -> None:
-        for to, source in copies:
-            np.copyto(to, source)
-
-    return copy
+def _array(signature: Signature, window: mmap.mmap, offset: int) -> NDArray[Any]:
+    return np.ndarray(signature.shape, signature.dtype, window, offset)

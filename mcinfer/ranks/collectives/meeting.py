@@ -1,0 +1,376 @@
+"""How ranks of one machine that were started apart become a group: they meet at a socket named by their key.
+
+::
+
+    rank i  ── {rank, size} ───────────────────────────────────────────► rank 0, which listens
+    rank i  ◄── the group's memory, sockets to the others, their pidfds ── once all have come
+
+Rank 0 listens in a folder that is this user's alone, so that another user who knows the key cannot take the
+name. The kernel says which process and user each side is of (`SO_PEERCRED`), so no pid is taken on trust.
+Rank 0 opens the pidfds and hands them on. An error of one rank here is sent to all that have come.
+
+Ownership: the name's lock is rank 0's until all have come. The next group of this key removes the name of a
+rank 0 that was killed.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mcinfer.config import MAX_RANKS
+from mcinfer.errors import (
+    CollectiveTimeoutError,
+    InvalidInputError,
+    McinferError,
+    ProtocolError,
+    RankDiedError,
+    shortened,
+)
+from mcinfer.private import open_private, opened_folder, temporary_places
+from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT
+from mcinfer.ranks.collectives.shm import ShmGroup, inherit, make_shared
+from mcinfer.shm.descriptors import close_all, peer_credentials
+
+_PAUSE = 0.02
+"""Seconds between two attempts to connect: the system does not show when a process begins to listen."""
+
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What another folder would not change."""
+
+_MAX_BYTES = 1 << 16
+_DESCRIPTOR = struct.Struct("=i")
+_RIGHTS_BYTES = socket.CMSG_SPACE(253 * _DESCRIPTOR.size)
+_LONGEST_WAIT = 86400.0
+_VERDICT = 1.0
+"""Seconds that the others wait longer than rank 0: its error names the ranks that are missing."""
+
+_ERRORS = {
+    kind.__name__: kind
+    for kind in (CollectiveTimeoutError, InvalidInputError, ProtocolError, RankDiedError)
+}
+
+
+class _Deadline:
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._end = time.monotonic() + timeout
+
+    def milliseconds(self, more: float = 0.0) -> float:
+        """What is left, and some seconds more, for poll(2)."""
+        return 1000 * min(max(self._end + more - time.monotonic(), 0.0), _LONGEST_WAIT)
+
+
+def join(key: str, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) -> ShmGroup:
+    """Make ranks that were started apart a group; see `mcinfer.ranks.collectives.join`."""
+    if size > MAX_RANKS:
+        raise InvalidInputError(f"size: got {size}, expected at most {MAX_RANKS} ranks")
+    deadline = _Deadline(timeout)
+    if size == 1:
+        return _grouped([], size, timeout)
+    while True:
+        faults: list[str] = []
+        if rank == 0:
+            with _named(key, size) as listener:
+                if listener is not None:
+                    return _grouped(_gather(listener, key, size, deadline), size, timeout)
+        end = _connected(key, faults)
+        if end is not None:
+            with end:
+                group = _call(end, rank, size, deadline)
+            if group is not None:
+                return group
+        if not deadline.milliseconds():
+            if rank == 0:
+                raise InvalidInputError(f"key: got {key!r}, which another group uses")
+            raise CollectiveTimeoutError(
+                f"no rank 0 of the group {key!r} was there within {timeout:g} s"
+                + (f" ({'; '.join(faults)})" if faults else "")
+            )
+        time.sleep(_PAUSE)
+
+
+# The folder, and the name in it.
+
+
+def _folders() -> list[str]:
+    """Where this user's groups may meet, first choice first.
+
+    Ranks may have different variables: what all have comes before TMPDIR.
+    """
+    user = os.geteuid()
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    places = temporary_places(runtime, f"/run/user/{user}", "/tmp")  # noqa: S108 it is checked
+    return [f"{place}/mcinfer-groups-{user}" for place in places]
+
+
+@contextlib.contextmanager
+def _opened(folder: str, *, make: bool = False) -> Iterator[Path]:
+    """The path, by a descriptor, of a folder that no other user can enter or replace; else `OSError`."""
+    with opened_folder(os.path.dirname(folder)) as place:
+        own = place / os.path.basename(folder)
+        while True:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    own.mkdir(0o700)
+            try:
+                fd = open_private(own)
+                break
+            except FileNotFoundError:
+                if not make:  # else another process has removed it
+                    raise
+    try:
+        yield Path(f"/proc/self/fd/{fd}")  # its own path may be too long for a socket's
+    finally:
+        os.close(fd)
+
+
+def _name(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def _fault(folder: str, exc: OSError) -> str:
+    """Why a folder cannot be used; raises what is not the folder's."""
+    if exc.errno in _EXHAUSTED:
+        raise exc
+    return f"{folder}: {exc.strerror}"
+
+
+@contextlib.contextmanager
+def _named(key: str, size: int) -> Iterator[socket.socket | None]:
+    """A socket that listens in the first folder that can be used; None if another one has the name."""
+    with contextlib.ExitStack() as stack:
+        faults = []
+        for folder in _folders():
+            try:
+                opened = stack.enter_context(_opened(folder, make=True))
+                break
+            except OSError as exc:
+                faults.append(_fault(folder, exc))
+        else:
+            raise OSError(
+                f"no folder for the group's socket: {'; '.join(faults)}; XDG_RUNTIME_DIR can name one"
+            )
+        if not stack.enter_context(_locked(opened / f"{_name(key)}.lock", folder)):
+            yield None
+            return
+        path = opened / _name(key)
+        path.unlink(missing_ok=True)  # of a rank 0 that was killed
+        stack.callback(path.unlink, missing_ok=True)
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(str(path))
+        listener.listen(size)
+        listener.setblocking(False)
+        yield listener
+
+
+@contextlib.contextmanager
+def _locked(path: Path, folder: str) -> Iterator[bool]:
+    """Hold a lock, which ends with this process; False if another one has it. The file and folder then go."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:  # another rank 0 has just removed the folder
+        yield False
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = os.fstat(fd).st_nlink > 0  # else another rank 0 has just removed it
+    except BlockingIOError:
+        is_locked = False
+    try:
+        yield is_locked
+    finally:
+        if is_locked:
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # other groups use it
+                os.rmdir(folder)
+        os.close(fd)
+
+
+def _connected(key: str, faults: list[str]) -> socket.socket | None:
+    """A socket to the rank 0 that listens; None if there is none, and why folders cannot be used.
+
+    A place that cannot be used has none: rank 0 passes over it too.
+    """
+    for folder in _folders():
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with _opened(folder) as opened:
+                end.setblocking(False)
+                end.connect(str(opened / _name(key)))
+            return end
+        except BaseException as exc:
+            end.close()
+            # It does not listen yet, or too many wait to be accepted there.
+            if isinstance(exc, FileNotFoundError | ConnectionRefusedError | BlockingIOError):
+                continue
+            if not isinstance(exc, OSError):
+                raise
+            faults.append(_fault(folder, exc))
+    return None
+
+
+# Rank 0.
+
+
+def _gather(
+    listener: socket.socket, key: str, size: int, deadline: _Deadline
+) -> list[socket.socket]:
+    """The sockets of ranks 1, 2, …, once all have said which they are."""
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    ends: dict[int, socket.socket] = {}  # what has connected, by descriptor
+    ranks: dict[int, int] = {}  # of those that have said their rank
+    try:
+        while len(ranks) < size - 1:
+            events = poll.poll(deadline.milliseconds())
+            if not events:
+                missing = sorted({*range(1, size)} - {*ranks.values()})
+                raise CollectiveTimeoutError(
+                    f"the group {key!r} of {size} ranks was not complete within {deadline.timeout:g} s: no "
+                    f"{', '.join(f'rank {rank}' for rank in missing)} came"
+                )
+            for fd, _ in events:
+                if fd == listener.fileno():
+                    with contextlib.suppress(BlockingIOError):  # it is gone again
+                        end, _ = listener.accept()
+                        if peer_credentials(end)[1] != os.geteuid():
+                            end.close()  # another user must not disturb
+                        else:
+                            ends[end.fileno()] = end
+                            poll.register(end, select.POLLIN)
+                elif fd in ranks:
+                    raise RankDiedError(f"rank {ranks[fd]} hung up before the group was complete")
+                else:
+                    joined = {rank: ends[other] for other, rank in ranks.items()}
+                    ranks[fd] = _rank_of(ends[fd], size, joined)
+                    poll.modify(fd, 0)  # from now on only its end is news
+        by_rank = {rank: ends.pop(fd) for fd, rank in ranks.items()}
+        return [by_rank[rank] for rank in range(1, size)]
+    except McinferError as exc:
+        fields = {"error": type(exc).__name__, "text": shortened(str(exc))}
+        for end in ends.values():
+            _send(end, fields)
+        raise
+    finally:
+        for end in ends.values():
+            end.close()
+
+
+def _rank_of(end: socket.socket, size: int, joined: dict[int, socket.socket]) -> int:
+    """The rank that a process says it is, if that fits."""
+    pid, _ = peer_credentials(end)
+    fields, descriptors = _receive(end, f"pid {pid}")
+    close_all(descriptors)
+    rank, said = fields.get("rank"), fields.get("size")
+    if not isinstance(rank, int) or not isinstance(said, int):
+        raise ProtocolError(f"pid {pid}: got rank {rank!r} of {said!r}, expected two integers")
+    if said != size:
+        raise InvalidInputError(
+            f"size: rank 0 (pid {os.getpid()}) expects {size} ranks, rank {rank} (pid {pid}) expects {said}"
+        )
+    if not 0 <= rank < size:
+        raise ProtocolError(f"pid {pid} says it is rank {rank} of {size}")
+    if rank == 0 or rank in joined:
+        other = peer_credentials(joined[rank])[0] if rank else os.getpid()
+        raise InvalidInputError(
+            f"rank: pids {other} and {pid} are both rank {rank} of one group; does another group have "
+            "the same key?"
+        )
+    return rank
+
+
+def _grouped(ends: list[socket.socket], size: int, timeout: float) -> ShmGroup:
+    """Rank 0's group, after the others have been sent what they need for theirs."""
+    with contextlib.ExitStack() as stack:
+        for end in ends:
+            stack.enter_context(end)
+        shared = make_shared(size)
+        stack.callback(shared.close)
+        pidfds = []
+        for rank in range(size):
+            pid = peer_credentials(ends[rank - 1])[0] if rank else os.getpid()
+            try:
+                pidfds.append(os.pidfd_open(pid))
+            except ProcessLookupError as exc:
+                text = f"rank {rank} (pid {pid}) ended before the group was complete"
+                raise RankDiedError(text) from exc
+            stack.callback(os.close, pidfds[-1])
+        for rank, end in enumerate(ends, 1):
+            _send(end, {}, [*shared.fds(rank), *pidfds[:rank], *pidfds[rank + 1 :]])
+        fds, others = map(os.dup, shared.fds(0)), map(os.dup, pidfds[1:])
+        return inherit(0, size, [*fds], timeout=timeout, pidfds=[*others])
+
+
+# The others.
+
+
+def _call(end: socket.socket, rank: int, size: int, deadline: _Deadline) -> ShmGroup | None:
+    """A rank's group, from rank 0; None if this is rank 0 itself, and the other one is gone."""
+    if peer_credentials(end)[1] != os.geteuid():
+        raise ProtocolError(f"rank 0 is of another user, and this rank of user {os.geteuid()}")
+    _send(end, {"rank": rank, "size": size})
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
+    if not poll.poll(deadline.milliseconds(_VERDICT)):
+        raise CollectiveTimeoutError(
+            f"rank 0 did not complete the group within {deadline.timeout:g} s"
+        )
+    try:
+        _, fds = _receive(end, "rank 0")
+    except RankDiedError:
+        if rank == 0:
+            return None
+        raise
+    own = len(fds) - (size - 1)
+    return inherit(rank, size, fds[:own], timeout=deadline.timeout, pidfds=fds[own:])
+
+
+# Packets.
+
+
+def _send(end: socket.socket, fields: dict[str, Any], descriptors: list[int] | None = None) -> None:
+    """Send a packet, unless the other side is gone: this side sees that when it next receives."""
+    rights = b"".join(map(_DESCRIPTOR.pack, descriptors or ()))
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        end.sendmsg([json.dumps(fields).encode()], ancillary, socket.MSG_NOSIGNAL)
+
+
+def _receive(end: socket.socket, sender: str) -> tuple[dict[str, Any], list[int]]:
+    """One packet that has come, and its descriptors; raises the error that a packet carries."""
+    flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+    try:
+        data, ancillary, said, _ = end.recvmsg(_MAX_BYTES, _RIGHTS_BYTES, flags)
+    except ConnectionResetError:
+        # The other side closed before it read all. What it sent comes after this error.
+        data, ancillary, said, _ = end.recvmsg(_MAX_BYTES, _RIGHTS_BYTES, flags)
+    fds = [fd for _, _, packed in ancillary for (fd,) in _DESCRIPTOR.iter_unpack(packed)]
+    try:
+        if not data:
+            raise RankDiedError(f"{sender} hung up before the group was complete")
+        try:
+            fields = json.loads(data)
+        except ValueError:
+            fields = None
+        if not isinstance(fields, dict):
+            raise ProtocolError(f"{sender}: got {data[:40]!r}, expected a packet of a rank")
+        if said & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+            raise ProtocolError(
+                f"{sender}: its packet was cut off: too long, or no descriptor is left here"
+            )
+        if "error" in fields:
+            raise _ERRORS.get(fields["error"], ProtocolError)(str(fields.get("text")))
+    except McinferError:
+        close_all(fds)
+        raise
+    return fields, fds
