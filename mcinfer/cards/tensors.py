@@ -441,12 +441,11 @@ def bring(
                 tensors[i] = array
             else:
                 arrays[i] = array.on_host(call.timeout)
-    memories = {tensor.memory for tensor in tensors.values()}
     target: CardMemory | None = call.outputs_on
     if target is not None and (plan.simple_outputs is None or not target.is_reached):
         target = None
-    if target is not None:
-        memories.add(target)
+    memories = {tensor.memory for tensor in tensors.values()}
+    memories |= set() if target is None else {target}
     outputs: Lease | None = None
     for memory in sorted(memories, key=lambda memory: memory.card.device.index):
         mine = [tensor for tensor in tensors.values() if tensor.memory is memory]

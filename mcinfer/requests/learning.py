@@ -147,14 +147,21 @@ class Learner:
                 raise
             finally:
                 del future  # the error that this may raise must not hold what holds it
+        self._warn_if_whole(call)
         return None
 
     def submit(self, call: Call, *, wait: bool = True) -> OutcomeFuture[Arrays]:
         """Queue a call, as `Planner.submit`; it may show, with others, whether such calls can be joined."""
+        if call.known.open:
+            self._warn_if_whole(call)
         future = self._planner.submit(call, wait=wait)
         if call.joins and call.known.most_joined < self._most_joined:
             self._offer(call)
         return future
+
+    def _warn_if_whole(self, call: Call) -> None:
+        if call.pieces > 1 or (call.joins and self._most_joined > 1):
+            call.splitter.warn_if_whole()
 
     def may_rescue(self, call: Call, failure: PredictError) -> bool:
         """Whether a call that failed may still be answered: it is to be compared first, or cut no more."""
@@ -184,10 +191,10 @@ class Learner:
 
         After the failure of its pieces the answer alone shows enough; None if there is none.
         """
-        splitter, arrays = call.splitter, self._planner.host_arrays(call.inputs, call.timeout)
-        runs = _Runs(self._planner, call, self._advise)
+        splitter, runs = call.splitter, _Runs(self._planner, call, self._advise)
         if call.offer is not None:
             call.offer(runs.cancel)
+        arrays = self._planner.host_arrays(call.inputs, call.timeout)
         try:
             if failure is None:
                 # If it has outgrown a split, there is to be time for its pieces, too.
@@ -218,10 +225,10 @@ class Learner:
             return
         if sum(call.rows) >= most:  # which is never joined
             return
+        runs = _Runs(self._planner, replace(call), None)
         arrays = self._planner.host_arrays(call.inputs, call.timeout)
         offered = call.splitter.offer(call.known, call.weights.number, arrays, most)
         if offered is not None:
-            runs = _Runs(self._planner, replace(call), None)
             learn = call.splitter.learn_from_offers
             self._threads.submit(partial(learn, call.known, offered, runs))
 

@@ -66,6 +66,8 @@ Allocate = Callable[[Sequence[int], float], list[Slot]]
 Spot = tuple[int, int]
 """Block and offset."""
 
+Texts = tuple[str | bytes, ...]
+
 _MAX_PLANS = 256
 
 _MAX_SHARES = 3
@@ -221,15 +223,13 @@ class Planner:
         self._names = tuple(spec.name for spec in model.inputs)
         self._has_strings = any(spec.element_type == STRING for spec in model.inputs)
         self._types = tuple((spec, spec.element_type) for spec in model.inputs)
-        self._plain = tuple(
-            (spec.name, None if spec.element_type == STRING else spec.dtype)
-            for spec in model.inputs
+        self._dtypes = tuple(
+            None if spec.element_type == STRING else spec.dtype for spec in model.inputs
         )
         self._plans: dict[tuple[Any, ...], Plan] = {}
         """By shapes, pieces, the number of what is known of the split, how many outputs are opened, and the
         numbers of inputs that lie elsewhere."""
         self.apart = ""
-        self._said_apart = False
         self._opened: set[str] = set()
         """Outputs that had another shape than the model declares: they are not laid out before the run."""
 
@@ -274,14 +274,9 @@ class Planner:
 
     def _begin(self, call: Call, *, may_wait: bool, wait: bool = True) -> Request:
         """The request of a call, with its inputs where workers can read them."""
-        known, limits, balance = call.known, self._limits, call.balance
-        pieces = call.pieces if known.settled else 1
-        shares = None
-        if pieces > 1:
-            if not known.splits:
-                call.splitter.warn_if_whole()
-            if balance is not None:
-                shares = balance.take_shares()
+        limits, balance = self._limits, call.balance
+        pieces = call.pieces if call.known.settled else 1
+        shares = None if balance is None or pieces < 2 else balance.take_shares()
         patience = 0.0
         if wait and may_wait and limits.when_full == "wait":
             patience = max(0.0, call.start + call.timeout - monotonic())
@@ -293,19 +288,9 @@ class Planner:
             raise
         if balance is not None and shares is not None and len(request.preferred) < 2:
             balance.give_back(shares)
-        if call.joins and self._max_rows > 1 and known.settled and not call.apart:
-            self._say_why_apart(call)
         request.waits = may_wait and limits.when_queue_full == "wait"
         call.rows = request.rows
         return request
-
-    def _say_why_apart(self, call: Call) -> None:
-        """Say once why requests are not joined, if they are not."""
-        if not call.known.splits:
-            call.splitter.warn_if_whole()
-        elif self.apart and not self._said_apart:
-            self._said_apart = True
-            _log.warning("requests are not joined to one run: %s", self.apart)
 
     def request(self, call: Call, pieces: int | sharding.Shares, timeout: float) -> Request:
         """Check a call, cut it, and bring its inputs to where workers can read them.
@@ -488,13 +473,11 @@ class Planner:
         Raises:
             InvalidInputError: One is missing, unknown or of another type; names it.
         """
-        if type(inputs) is dict and len(inputs) == len(self._plain):
-            arrays = []
-            for name, dtype in self._plain:
-                array = inputs.get(name)
+        if type(inputs) is dict and len(inputs) == len(self._names):
+            arrays = [*map(inputs.get, self._names)]
+            for array, dtype in zip(arrays, self._dtypes, strict=True):
                 if type(array) is not np.ndarray or array.dtype is not dtype:
                     break
-                arrays.append(array)
             else:
                 return arrays
         return self._converted(inputs)
@@ -660,22 +643,26 @@ class Planner:
         """The holders of the inputs' memory, their references by shard, and the blocks of these."""
         # What workers read in place is the caller's, and is held until no worker reads it.
         keep: list[object] = [arrays[i] for i in found]
-        places = [found.get(i) for i in range(len(arrays))]
+        places: list[Spot | None] = []
+        texts: dict[int, list[Texts]] = {}
+        memory = slot = None
         if held is not None:
             keep.append(held)
             slot = held.ticket.frame.slot
             memory = memoryview(slot.memory)
-            for i, layout in enumerate(plan.inputs.layouts):
-                if layout is not None and i not in found:
-                    spec, cut, start = (
-                        self._model.inputs[i],
-                        plan.cut.inputs[i],
-                        plan.inputs.starts[i],
-                    )
-                    place = memory[start : start + layout.size]
-                    copy_in(arrays[i], spec, cut, layout, place, self._copier)
-                    places[i] = (slot.block, slot.offset + start)
-        references = _input_references(plan, places, arrays)
+        for i, (spec, layout) in enumerate(
+            zip(plan.model.inputs, plan.inputs.layouts, strict=True)
+        ):
+            cut, start = plan.cut.inputs[i], plan.inputs.starts[i]
+            place = found.get(i)
+            if layout is None:
+                texts[i] = [string_rows(arrays[i], cut, shard) for shard in range(len(cut.shapes))]
+            elif place is None and memory is not None and slot is not None:
+                part = memory[start : start + layout.size]
+                copy_in(arrays[i], spec, cut, layout, part, self._copier)
+                place = slot.block, slot.offset + start
+            places.append(place)
+        references = _input_references(plan, places, texts)
         blocks = frozenset(place[0] for place in places if place is not None)
         return keep, tuple(map(encode_references, references)), blocks
 
@@ -706,7 +693,9 @@ class Planner:
         if opened:
             why = f"the shape of output {opened[0]!r} is not known before the run"
         if why:
-            self.apart = self.apart or why
+            if not self.apart:
+                self.apart = why
+                _log.warning("requests are not joined to one run: %s", why)
             return None
         # So that as many as are joined fit one message to a worker.
         rows = max(cut.rows[0], math.ceil(plan.part * self._max_rows))
@@ -773,7 +762,7 @@ def _input_frame(plan: Plan, slot: Slot) -> Frame:
     if not plan.simple_inputs:
         return make_frame(slot)
     places = [(slot.block, slot.offset + start) for start in plan.inputs.starts]
-    references = _input_references(plan, places)
+    references = _input_references(plan, places, {})
     memory = memoryview(slot.memory)
     views = []
     rows = zip(plan.model.inputs, plan.shapes, plan.inputs.starts, strict=True)
@@ -797,22 +786,17 @@ def output_frame(plan: Plan, slot: Slot) -> Frame:
 
 
 def _input_references(
-    plan: Plan,
-    places: Sequence[Spot | None],
-    arrays: Sequence[NDArray[Any]] = (),
+    plan: Plan, places: Sequence[Spot | None], texts: Mapping[int, Sequence[Texts]]
 ) -> tuple[tuple[TensorRef, ...], ...]:
-    """By shard; strings have no place and come from the arrays, or are left out without arrays."""
+    """By shard; strings have no place and travel in the references."""
     shards: list[list[TensorRef]] = [[] for _ in plan.cut.rows]
-    for i, spec in enumerate(plan.model.inputs):
-        element_type, place = spec.element_type, places[i]
+    for i, (spec, place) in enumerate(zip(plan.model.inputs, places, strict=True)):
         cut, layout = plan.cut.inputs[i], plan.inputs.layouts[i]
         for shard, references in enumerate(shards):
             shape = cut.shapes[shard]
             if layout is not None and place is not None:
-                block, start = place
-                offset = start + layout.offsets[shard]
-                references.append((spec.name, element_type, shape, block, offset))
-            elif arrays:
-                values = string_rows(arrays[i], cut, shard)
-                references.append((spec.name, STRING, shape, None, values))
+                offset = place[1] + layout.offsets[shard]
+                references.append((spec.name, spec.element_type, shape, place[0], offset))
+            elif i in texts:
+                references.append((spec.name, STRING, shape, None, texts[i][shard]))
     return tuple(map(tuple, shards))

@@ -247,7 +247,8 @@ class Known:
     Attributes:
         settled: Whether it is final.
         splits: Whether requests are split: it is settled, and `Split.splits`.
-        open: Whether requests of few rows may show something: it is not settled, or not for all sizes.
+        open: Whether calls go through the learner: requests of few rows may show something, since it is not
+            settled, or not for all sizes; or it was not said yet that requests run whole.
         most_rows: A request of more rows is to be compared before it is split.
         most_joined: If a joined run may have more rows, requests are to be offered (`Splitter.offer`).
         rechecks: `WeightVersion.rechecks` of the weights for which it holds.
@@ -308,7 +309,9 @@ class Splitter:
         self._names = tuple(spec.name for spec in model.inputs)
         self._first = first_split(model, said)
         self._whole = whole
-        if whole and not said.inputs and not is_fixed(model, self._first):
+        self._is_fixed = is_fixed(model, self._first)
+        """Whether runs take one number of rows, of which nothing is learned."""
+        if whole and not said.inputs and not self._is_fixed:
             self._first = replace(self._first, reason=whole)
         self._learning = threading.Lock()
         self._teaching: dict[tuple[int, tuple[Shape, ...]], bool] = {}
@@ -333,7 +336,7 @@ class Splitter:
             split=split,
             settled=settled,
             splits=splits,
-            open=not settled or (splits and bool(split.narrow)),
+            open=not splits or bool(split.narrow),
             most_rows=most_rows,
             most_joined=most_rows if settled else 1,
             rechecks=rechecks,
@@ -373,7 +376,7 @@ class Splitter:
             by_name = self._by_name(shapes)
             rows = rows_of(by_name, now.split.inputs) or 0
             found = not now.settled or rows > now.most_rows
-            found = found or (now.open and not now.split.covers(by_name))
+            found = found or (now.splits and not now.split.covers(by_name))
             found = found and next(iter(self._candidates(shapes)), None) is not None
             self._teaching[key] = found
         return found
@@ -456,7 +459,7 @@ class Splitter:
     @property
     def _has_nothing_to_learn(self) -> bool:
         """Whether nothing can be compared, all go whole as the user says, or runs take one number of rows."""
-        return bool(self._whole) or self._said_whole or is_fixed(self._model, self._first)
+        return bool(self._whole) or self._said_whole or self._is_fixed
 
     def offer(self, known: Known, version: int, arrays: Inputs, most: int) -> list[Offer] | None:
         """Note a request that may be joined with others if that is right; copies its inputs.
@@ -525,9 +528,11 @@ class Splitter:
     def warn_if_whole(self) -> None:
         """Say once why a request that may have rows is not split."""
         known, split = self.known, self.known.split
-        if self._warned or not known.settled or known.splits:
+        if not known.settled or known.splits:
             return
-        if not is_fixed(self._model, split):
+        if known.open:
+            self.known = replace(known, open=False)  # with its number: plans hold
+        if not self._warned and not self._is_fixed:
             self.warn(split.reason or f"output {split.unjoined[0]!r}: its axis is not known")
 
     # How.
