@@ -7,7 +7,7 @@ kept.
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from types import MappingProxyType
@@ -64,10 +64,6 @@ def is_flag(value: Any) -> bool:
 
 def is_ranks(value: Any) -> bool:
     return type(value) is int and 1 <= value <= _MAX_RANKS
-
-
-def is_texts(value: Any) -> bool:
-    return type(value) is tuple and all(type(item) is str for item in value)
 
 
 def is_shape(value: Any) -> bool:
@@ -233,7 +229,9 @@ class Options:
     CHECKS: ClassVar[dict[str, FieldCheck]]
 
     def __init_subclass__(cls) -> None:
-        cls.CHECKS = {name: hint.__metadata__[0] for name, hint in cls.__annotations__.items()}
+        hints = cls.__annotations__.items()
+        own = {name: hint.__metadata__[0] for name, hint in hints if hasattr(hint, "__metadata__")}
+        cls.CHECKS = {**getattr(cls, "CHECKS", {}), **own}
 
     def __post_init__(self) -> None:
         for name, check in self.CHECKS.items():
@@ -241,7 +239,7 @@ class Options:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is made from the fields, as Python cannot copy or pickle read-only mappings."""
-        return partial(type(self), **as_map(self)), ()
+        return partial(type(self), **_plain(self, (item.name for item in fields(self)))), ()
 
 
 _Options = TypeVar("_Options", bound=Options)
@@ -249,7 +247,11 @@ _Options = TypeVar("_Options", bound=Options)
 
 def as_map(options: Options) -> dict[str, Any]:
     """The fields of options as messages and JSON carry them."""
-    given = {item.name: getattr(options, item.name) for item in fields(options)}
+    return _plain(options, options.CHECKS)
+
+
+def _plain(options: Options, names: Iterable[str]) -> dict[str, Any]:
+    given = {name: getattr(options, name) for name in names}
     return {name: dict(v) if isinstance(v, Mapping) else v for name, v in given.items()}
 
 

@@ -359,7 +359,9 @@ class Build(Message):
     cores: Annotated[tuple[int, ...], is_cores] = ()
     shared: _Flag = False
     threads: Annotated[int | None, or_none(is_count)] = None
-    options: Annotated[EngineOptions, lambda value: type(value) is EngineOptions] = EngineOptions()
+    options: Annotated[EngineOptions, lambda value: isinstance(value, EngineOptions)] = (
+        EngineOptions()
+    )
     card_workers: _Count = 1
     shares_weights: _Flag = False
     slab: Annotated[int | None, or_none(is_block)] = None

@@ -322,6 +322,18 @@ def test_engine_options_come_back_from_json_and_from_a_map() -> None:
     assert from_map(EngineOptions, json.loads(json.dumps(as_map(options)))) == options
 
 
+def test_options_of_a_class_of_ones_own_are_checked_kept_and_sent_as_the_others() -> None:
+    class Own(EngineOptions):
+        pass
+
+    own = Own(session_config={"a": "b"})
+    with pytest.raises(TypeError):
+        own.session_config["a"] = "z"  # type: ignore[index]
+    with pytest.raises(InvalidInputError, match=r"^threads: got 0,"):
+        Own(threads=0)
+    assert from_map(EngineOptions, as_map(own)) == EngineOptions(session_config={"a": "b"})
+
+
 def test_engine_options_are_copied_and_pickled() -> None:
     options = EngineOptions(threads=2, session_config={"a": "b"}, free_dimensions={"n": 3})
     made: list[Any] = [pickle.loads(pickle.dumps(options)), copy.deepcopy(options)]  # noqa: S301 our own
