@@ -126,15 +126,16 @@ def _open(
     limit = memory_limit(card, message)
     request = replace(request, stream=card.stream, memory_limit=limit)
     try:
-        if not message.shares_weights:
-            return open_engine(message.engine, request, progress)
-        try:
-            given = replace(request, slab=partial(weights.give, card))
-            return open_engine(message.engine, given, progress)
-        except _NoSlabError as exc:
-            engine = open_engine(message.engine, request, progress)
-            engine.notes += (f"{OWN_COPY}: {exc}",)
-            return engine
+        notes: tuple[str, ...] = ()
+        if message.shares_weights:
+            try:
+                given = replace(request, slab=partial(weights.give, card))
+                return open_engine(message.engine, given, progress)
+            except _NoSlabError as exc:
+                notes = (f"{OWN_COPY}: {exc}",)
+        engine = open_engine(message.engine, request, progress)
+        engine.notes += notes
+        return engine
     except EngineError as exc:
         meant = device_error(str(exc))
         if isinstance(meant, OutOfDeviceMemoryError):
