@@ -163,6 +163,13 @@ def test_model_without_collectives_is_one_segment(tmp_path: Path) -> None:
     assert (plan.rank, plan.tensor, plan.pipeline) == (None, None, 1)
 
 
+def test_operator_of_another_domain_is_no_collective(tmp_path: Path) -> None:
+    """A library of the user's own may run it."""
+    own = helper.make_node("AllReduce", ["x"], ["y"], domain="own")
+    path = save(tmp_path / "model.onnx", [own], [value("x", 2)], [value("y", 2)], {})
+    assert [type(step).__name__ for step in cut_segments(path, tmp_path).steps] == ["Segment"]
+
+
 def test_outputs_that_no_segment_makes_are_delivered_too(tmp_path: Path) -> None:
     """A collective's result, a constant; and collectives of an input and of constants."""
     nodes = [

@@ -27,7 +27,6 @@ from mcinfer.model_cache.onnx_files import scan
 from mcinfer.ranks.slicing.graphs import (
     inferred,
     initialisers,
-    is_collective,
     known_stand_ins,
     like_input,
     resized_input,
@@ -98,7 +97,7 @@ def cut_segments(model_path: str | Path, folder: str | Path) -> RankPlan:
 def _read(model: ModelProto) -> tuple[RankGraph, RankPlan]:
     """The graph of a rank, and the rank's plan without steps; the model is changed."""
     _refuse_inner_collectives(model)
-    collectives = filter(is_collective, model.graph.node)
+    collectives = filter(_is_collective, model.graph.node)
     found = {"".join(node.output[:1]): _collective(node) for node in collectives}
     place = _metadata(model)
     tensor = _ranks_of_a_stage(found.values(), place)
@@ -125,7 +124,7 @@ def _without_collectives(model: ModelProto, found: Mapping[str, "_Collective"]) 
     at = 0
     while at < len(model.graph.node):
         node = model.graph.node[at]
-        if is_collective(node):
+        if _is_collective(node):
             exchanges += [(at, exchange) for exchange in found[node.output[0]].exchanges]
             del model.graph.node[at]
         else:
@@ -174,7 +173,7 @@ def _refuse_inner_collectives(model: ModelProto) -> None:
         where = f"the function {function.name!r}"
         inside += [(inner, where) for inner in with_inner(function.node)]
     for inner, where in inside:
-        if is_collective(inner):
+        if _is_collective(inner):
             raise BuildError(
                 f"{described(inner)} is in {where}, expected collectives in the main graph alone"
             )
@@ -188,7 +187,7 @@ def _infer(model: ModelProto, found: Mapping[str, "_Collective"]) -> dict[str, V
     """
 
     def stand_ins(node: NodeProto, constants: Mapping[str, TensorProto]) -> Iterable[NodeProto]:
-        if not is_collective(node):
+        if not _is_collective(node):
             return known_stand_ins(node, constants)
         collective, places = found[node.output[0]], range(len(node.input))
         kind, axis = collective.exchanges[0].kind, collective.exchanges[0].axis
@@ -210,6 +209,12 @@ def _infer(model: ModelProto, found: Mapping[str, "_Collective"]) -> dict[str, V
 
 
 # Collective nodes.
+
+
+def _is_collective(node: NodeProto) -> bool:
+    if node.op_type == "DistCollective":
+        return True
+    return node.domain == _DOMAIN and node.op_type in ("AllReduce", "AllGather", "AllToAll")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
