@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import PredictTimeoutError, RequestTrace, WorkerDiedError
-from mcinfer.requests.request import Arrays
+from mcinfer.requests.tensors import Arrays
 
 COLUMNS = 256
 """Of the model's input and output: a row is 1 KiB."""

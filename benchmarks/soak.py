@@ -51,7 +51,7 @@ from mcinfer import (
 )
 from mcinfer.bench.runner import machine
 from mcinfer.bench.texts import seconds_text
-from mcinfer.requests.request import Arrays
+from mcinfer.requests.tensors import Arrays
 from mcinfer.statistics import Histogram
 
 THREADS = 12

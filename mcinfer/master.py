@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import os
 import weakref
 from collections import Counter, deque
@@ -47,17 +46,16 @@ from mcinfer.errors import (
     PredictTimeoutError,
     ProtocolError,
     QueueFullError,
-    raised_by_handler,
     say_once,
 )
 from mcinfer.machine import cores_near, usable_memory, whole_cpus
 from mcinfer.private import IN_MEMORY, ModelInMemory
 from mcinfer.protocol import Build, TensorFields, encode
-from mcinfer.requests.future import OutcomeFuture
 from mcinfer.requests.learning import Learner
 from mcinfer.requests.planner import HostPlace, Planner, cards
-from mcinfer.requests.request import NO_WEIGHTS, Arrays, Call, Inputs
+from mcinfer.requests.request import NO_WEIGHTS, Call, Inputs
 from mcinfer.requests.splitting import Verify
+from mcinfer.requests.tensors import Arrays
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.runtime.loop import Loop
 from mcinfer.runtime.worker_process import WorkerProcess
@@ -694,7 +692,7 @@ class Master:
             inputs, timeout, (batch_axes, output_axes), shards, priority, outputs, outputs_on
         )
         call.keeps = True
-        future: OutcomeFuture[Arrays] | None = None
+        future: Future[Arrays] | None = None
         try:
             if call.known.open and self._learner.teaches(call):
                 return await self._in_thread(call, partial(self._answer, call))
@@ -705,8 +703,8 @@ class Master:
                     raise
                 # Waiting for room would stop the event loop; and not with memory in hand.
                 call.inputs = self._planner.copies(inputs)
-                submit = partial(self._learner.submit, call)
-                future = await self._wait_for_room(submit, call.start + call.timeout)
+                submit = partial(copy_context().run, self._learner.submit, call)
+                future = await self._waiting.wait_for_room(submit, call.start + call.timeout)
             return await asyncio.wrap_future(future)
         except PredictError as exc:
             if not self._learner.may_rescue(call, exc):
@@ -735,27 +733,6 @@ class Master:
             raise
         finally:
             del answered
-
-    async def _wait_for_room(
-        self, submit: "Callable[[], OutcomeFuture[Arrays]]", deadline: float
-    ) -> "OutcomeFuture[Arrays]":
-        """Wait in a thread until the call can be made; at the deadline the call fails."""
-        waiting = self._waiting.submit(partial(copy_context().run, submit))
-        left = deadline - monotonic()
-        try:
-            async with asyncio.timeout(None if left == math.inf else max(0.0, left)):
-                return await asyncio.wrap_future(waiting)
-        except BaseException as exc:
-            # A thread cannot be cancelled: what it still queues is to be cancelled then.
-            waiting.add_done_callback(_cancel_late)
-            is_over = isinstance(exc, TimeoutError) and not isinstance(exc, McinferError)
-            if is_over and not raised_by_handler(exc):
-                raise QueueFullError(
-                    "the queue or the memory was full until the time was over"
-                ) from exc
-            raise
-        finally:
-            del waiting  # an error that the user keeps must not hold what came of it
 
     # How a batch is split.
 
@@ -1073,11 +1050,6 @@ def _abandon(loop: Loop, waiting: WaitingThreads) -> None:
     """Close what a garbage-collected master leaves, without a wait."""
     loop.abandon()
     waiting.close(wait=False)
-
-
-def _cancel_late(waiting: "Future[OutcomeFuture[Arrays]]") -> None:
-    if not waiting.cancelled() and waiting.exception() is None:
-        waiting.result().cancel()
 
 
 def _specs(fields: Sequence[TensorFields]) -> tuple[TensorSpec, ...]:

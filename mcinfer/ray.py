@@ -39,7 +39,8 @@ from mcinfer.config import INLINE, Device, EngineOptions, Parallel, parse_device
 from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError, requires
 from mcinfer.machine import usable_cpus, whole_cpus
 from mcinfer.master import Master, SerializableModel
-from mcinfer.requests.request import Arrays, Inputs
+from mcinfer.requests.request import Inputs
+from mcinfer.requests.tensors import Arrays
 from mcinfer.sharding import Axes
 from mcinfer.statistics import Health, Statistics
 

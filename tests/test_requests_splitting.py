@@ -21,7 +21,7 @@ from mcinfer.errors import (
 from mcinfer.requests import splitting
 from mcinfer.requests.splitting import (
     _MAX_PAIRS,
-    Inputs,
+    Batch,
     Known,
     Splitter,
     as_record,
@@ -70,7 +70,7 @@ class Model:
         self.records: list[dict[str, Any] | None] = []
         self.splitter = Splitter(spec, said, record=self.records.append, **options)
         self.runs = 0
-        self.before: Callable[[int, Inputs], None] = lambda *_: None
+        self.before: Callable[[int, Batch], None] = lambda *_: None
         self._spec = spec
         self._function = function
 
@@ -95,7 +95,7 @@ class Model:
             return self.run(arrays)
         return self._run_split(arrays, known, pieces)
 
-    def run(self, arrays: Inputs) -> Arrays:
+    def run(self, arrays: Batch) -> Arrays:
         """One run, of the whole request."""
         self.runs += 1
         self.before(self.runs, arrays)
@@ -105,7 +105,7 @@ class Model:
             raise PredictError(str(exc)) from exc
         return {name: np.asarray(array) for name, array in answer.items()}
 
-    def run_all(self, requests: Sequence[Inputs]) -> list[Arrays | McinferError]:
+    def run_all(self, requests: Sequence[Batch]) -> list[Arrays | McinferError]:
         """What a splitter has run."""
         outcomes: list[Arrays | McinferError] = []
         for arrays in requests:
@@ -115,7 +115,7 @@ class Model:
                 outcomes.append(exc)
         return outcomes
 
-    def _run_split(self, arrays: Inputs, known: Known, pieces: int) -> Arrays:
+    def _run_split(self, arrays: Batch, known: Known, pieces: int) -> Arrays:
         cut = cut_batch(self._spec, [array.shape for array in arrays], pieces, known.split)
         parts = []
         for array, one in zip(arrays, cut.inputs, strict=True):
@@ -132,10 +132,10 @@ class Model:
         }
 
 
-def failing_above(rows: int, kind: type[McinferError]) -> Callable[[int, Inputs], None]:
+def failing_above(rows: int, kind: type[McinferError]) -> Callable[[int, Batch], None]:
     """For `Model.before`: runs of more rows fail."""
 
-    def fail(_number: int, arrays: Inputs) -> None:
+    def fail(_number: int, arrays: Batch) -> None:
         if len(arrays[0]) > rows:
             raise kind("too many rows")
 
@@ -408,10 +408,10 @@ def test_what_speaks_against_a_split_counts_unless_the_user_says_what_to_split(
 # Runs that fail.
 
 
-def at_most(rows: int) -> Callable[[int, Inputs], None]:
+def at_most(rows: int) -> Callable[[int, Batch], None]:
     """As where one device has not the memory for more."""
 
-    def check(_: int, arrays: Inputs) -> None:
+    def check(_: int, arrays: Batch) -> None:
         if len(arrays[0]) > rows:
             raise PredictError("no memory for so many rows")
 
@@ -450,7 +450,7 @@ def test_worker_that_dies_in_the_check_costs_the_check_and_not_the_request(
 ) -> None:
     model = Model(DECLARED, double)
 
-    def die(run: int, _: Inputs) -> None:
+    def die(run: int, _: Batch) -> None:
         if run == number:
             raise WorkerDiedError("worker 1 was killed")
 
@@ -469,7 +469,7 @@ def test_others_run_whole_while_one_learns() -> None:
     model = Model(DECLARED, double)
     other = random(6, 3, seed=1)
 
-    def meanwhile(run: int, _: Inputs) -> None:
+    def meanwhile(run: int, _: Batch) -> None:
         if run == 2:
             assert model.splitter.busy
             assert np.array_equal(model.ask(other)["y"], 2 * other)
@@ -732,7 +732,7 @@ def test_record_of_a_model_is_not_believed_for_other_weights() -> None:
 def test_check_that_an_update_overtakes_says_nothing_of_the_new_weights() -> None:
     model = Reweighed(0)
 
-    def update(number: int, _: Inputs) -> None:
+    def update(number: int, _: Batch) -> None:
         if number == 2:
             model.splitter.known_for(1)  # as a request with the new weights does
 
@@ -776,7 +776,7 @@ def test_split_that_was_withdrawn_while_it_was_checked_again_stays_so() -> None:
     model = Model(DECLARED, double)
     model.ask(random(4, 3))
 
-    def withdraw(number: int, _: Inputs) -> None:
+    def withdraw(number: int, _: Batch) -> None:
         if number == model.runs == 5:  # the pieces of a request with more rows
             model.splitter.withdraw("a piece failed")
 
@@ -878,7 +878,7 @@ def test_requests_whose_rows_meet_are_not_joined(
 
 @pytest.mark.parametrize("kind", [PredictError, PredictTimeoutError, WorkerDiedError])
 def test_requests_that_fail_by_themselves_show_nothing(kind: type[McinferError]) -> None:
-    def fail(_number: int, _arrays: Inputs) -> None:
+    def fail(_number: int, _arrays: Batch) -> None:
         raise kind("it failed")
 
     model = Model(DECLARED, double)

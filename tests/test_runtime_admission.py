@@ -8,7 +8,7 @@ import pytest
 
 from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.planner import Planner
-from mcinfer.requests.request import Arrays
+from mcinfer.requests.tensors import Arrays
 from mcinfer.runtime.admission import SPARE_BYTES, IdleMemory
 from mcinfer.shm.arena import Arena
 from tests.planned_requests import MIB, known, model, planner_of, request_of, run

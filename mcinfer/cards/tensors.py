@@ -45,8 +45,8 @@ from mcinfer.errors import (
 )
 from mcinfer.requests.frames import Lease, Plan
 from mcinfer.requests.planner import lease, output_frame
-from mcinfer.requests.request import Arrays, Call, Part, Request, pick
-from mcinfer.requests.tensors import PlacedTensor
+from mcinfer.requests.request import Call, Part, Request, pick
+from mcinfer.requests.tensors import Arrays, PlacedTensor
 from mcinfer.shm.arena import Arena, BlockNeededError, Slot
 from mcinfer.specs import STRING, TensorSpec
 from mcinfer.statistics import CARD_WAYS, CardStatistics, CardWay

@@ -63,7 +63,7 @@ from mcinfer.mslite.tensor import (
     check_outputs,
     input_arrays,
 )
-from mcinfer.requests.request import Arrays
+from mcinfer.requests.tensors import Arrays
 from mcinfer.specs import TensorSpec
 from mcinfer.statistics import Statistics
 

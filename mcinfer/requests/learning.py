@@ -26,8 +26,9 @@ from mcinfer.errors import ClosedError, McinferError, PredictError
 from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.requests.future import OutcomeFuture
 from mcinfer.requests.planner import Planner
-from mcinfer.requests.request import Arrays, Call, pick
+from mcinfer.requests.request import Call, pick
 from mcinfer.requests.splitting import Known, OutgrownError, Splitter, Verify
+from mcinfer.requests.tensors import Arrays
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
 from mcinfer.specs import ModelSpec

@@ -38,9 +38,10 @@ from mcinfer.protocol import TensorRef, encode_references, part_of_joined
 from mcinfer.requests.forks import forks
 from mcinfer.requests.frames import Frame, IdleFrames, Lease, Plan, Seen, Side, Ticket
 from mcinfer.requests.future import OutcomeFuture, Owner
-from mcinfer.requests.request import Arrays, Call, Inputs, Request
+from mcinfer.requests.request import Call, Inputs, Request
 from mcinfer.requests.splitting import Known, OutgrownError
 from mcinfer.requests.tensors import (
+    Arrays,
     Copier,
     Layout,
     PlacedTensor,

@@ -28,7 +28,7 @@ from mcinfer.errors import PredictError, ProtocolError, raised_by_handler
 from mcinfer.protocol import PREDICT, PREDICT_HEAD, TensorRef, encode_references
 from mcinfer.requests.frames import Lease, Plan
 from mcinfer.requests.splitting import Known, Splitter
-from mcinfer.requests.tensors import join_parts, unpack
+from mcinfer.requests.tensors import Arrays, join_parts, unpack
 from mcinfer.requests.weights import WeightVersion
 from mcinfer.scheduler.balance import Balance
 from mcinfer.sharding import JoinError
@@ -37,7 +37,6 @@ from mcinfer.specs import STRING, TensorSpec, tensor_bytes
 
 T = TypeVar("T")
 
-Arrays = dict[str, NDArray[Any]]
 Inputs = Mapping[str, Any] | Sequence[Any]
 
 NO_WEIGHTS = WeightVersion(number=0)

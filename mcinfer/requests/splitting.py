@@ -39,7 +39,7 @@ from mcinfer.errors import (
     PredictTimeoutError,
     WorkerDiedError,
 )
-from mcinfer.requests.tensors import difference, split_rows
+from mcinfer.requests.tensors import Arrays, difference, split_rows
 from mcinfer.sharding import (
     MAX_RANK,
     Axes,
@@ -68,11 +68,9 @@ _MAX_OFFERED_BYTES = 64 << 20  # of requests kept until they are compared as one
 _MAX_SHOWN = 4  # pieces whose shapes a message shows
 _MAX_SHAPES = 256  # shapes in the cache of `teaches`
 
-Arrays = dict[str, NDArray[Any]]  # by output name, in the model's order
+Batch = Sequence[NDArray[Any]]  # the inputs of a request, in the model's order
 
-Inputs = Sequence[NDArray[Any]]  # in the model's order
-
-Runs = Callable[[Sequence[Inputs]], "Sequence[Arrays | McinferError]"]
+Runs = Callable[[Sequence[Batch]], "Sequence[Arrays | McinferError]"]
 """Runs each of these requests whole, on one worker; all at once."""
 
 
@@ -80,10 +78,10 @@ Runs = Callable[[Sequence[Inputs]], "Sequence[Arrays | McinferError]"]
 class Offer:
     """A request that may be joined with others: copies of its inputs, and the version of its weights."""
 
-    arrays: Inputs
+    arrays: Batch
     version: int
 
-    def fits(self, arrays: Inputs, known: "Known") -> bool:
+    def fits(self, arrays: Batch, known: "Known") -> bool:
         """Whether a run may have its rows and these, as far as that is known."""
         axes = known.split.inputs.values() if known.settled else [None] * len(arrays)
         return all(
@@ -208,7 +206,7 @@ def _in_words(refuted: Mapping[str, Joint]) -> str:
 
 
 def cut_rows(
-    arrays: Inputs, axes: Sequence[int | None], rows: Sequence[int]
+    arrays: Batch, axes: Sequence[int | None], rows: Sequence[int]
 ) -> list[list[NDArray[Any]]]:
     """The inputs of each piece: views, of so many rows each."""
     inputs = [split_rows(array, axis, rows) for array, axis in zip(arrays, axes, strict=True)]
@@ -227,7 +225,7 @@ def _tells(parts: Sequence[NDArray[Any]], axis: int) -> bool:
     return not all(_equal(part, first) for part in parts[1:])
 
 
-def _rows_of(names: Sequence[str], arrays: Inputs, axes: Axes) -> int:
+def _rows_of(names: Sequence[str], arrays: Batch, axes: Axes) -> int:
     """The rows of a request; one if nothing of it is cut."""
     shapes = dict(zip(names, (array.shape for array in arrays), strict=True))
     return rows_of(shapes, axes) or 1
@@ -384,7 +382,7 @@ class Splitter:
     def answer(
         self,
         known: Known,
-        arrays: Inputs,
+        arrays: Batch,
         pieces: int,
         run: Runs,
         split_run: Callable[[Known], Arrays],
@@ -417,7 +415,7 @@ class Splitter:
                 self._learning.release()
 
     def relearn(
-        self, rechecks: int, arrays: Inputs, pieces: int, run: Runs, timeout: float
+        self, rechecks: int, arrays: Batch, pieces: int, run: Runs, timeout: float
     ) -> Split:
         """Forget what was learned, and learn from this request, unless there is nothing to learn.
 
@@ -461,7 +459,7 @@ class Splitter:
         """Whether nothing can be compared, all go whole as the user says, or runs take one number of rows."""
         return bool(self._whole) or self._said_whole or self._is_fixed
 
-    def offer(self, known: Known, version: int, arrays: Inputs, most: int) -> list[Offer] | None:
+    def offer(self, known: Known, version: int, arrays: Batch, most: int) -> list[Offer] | None:
         """Note a request that may be joined with others if that is right; copies its inputs.
 
         Args:
@@ -578,7 +576,7 @@ class Splitter:
     def _without_whole(
         self,
         known: Known,
-        arrays: Inputs,
+        arrays: Batch,
         failure: McinferError,
         split_run: Callable[[Known], Arrays],
         *,
@@ -864,11 +862,11 @@ class _Trial:
 
     least_rows = 1
 
-    def __init__(self, names: Sequence[str], arrays: Inputs, answer: Arrays, run: Runs) -> None:
+    def __init__(self, names: Sequence[str], arrays: Batch, answer: Arrays, run: Runs) -> None:
         self.shapes = tuple(array.shape for array in arrays)
         self._names, self._arrays, self._answer, self._run = names, arrays, answer, run
 
-    def answers(self, requests: Sequence[Inputs]) -> list[Arrays]:
+    def answers(self, requests: Sequence[Batch]) -> list[Arrays]:
         return _successes(self._run(requests))
 
     def is_random(self) -> bool:
@@ -882,7 +880,7 @@ class _Pieces(_Trial):
     least_rows = 2
 
     def __init__(
-        self, names: Sequence[str], arrays: Inputs, whole: Arrays, pieces: int, run: Runs
+        self, names: Sequence[str], arrays: Batch, whole: Arrays, pieces: int, run: Runs
     ) -> None:
         super().__init__(names, arrays, whole, run)
         self._pieces = pieces
@@ -891,7 +889,7 @@ class _Pieces(_Trial):
         total = rows_of(dict(zip(self._names, self.shapes, strict=True)), axes) or 0
         return split_evenly(total, self._pieces)
 
-    def parts(self, axes: Axes) -> Sequence[Inputs]:
+    def parts(self, axes: Axes) -> Sequence[Batch]:
         along = [axes[name] for name in self._names]
         return cut_rows(self._arrays, along, self.rows(axes))
 
@@ -903,7 +901,7 @@ class _Members(_Trial):
     """Requests that have run apart, and are to be run as one."""
 
     def __init__(
-        self, names: Sequence[str], members: Sequence[Inputs], answers: Sequence[Arrays], run: Runs
+        self, names: Sequence[str], members: Sequence[Batch], answers: Sequence[Arrays], run: Runs
     ) -> None:
         super().__init__(names, members[0], answers[0], run)
         self._members, self._apart = members, answers
@@ -912,7 +910,7 @@ class _Members(_Trial):
     def rows(self, axes: Axes) -> tuple[int, ...]:
         return tuple(_rows_of(self._names, member, axes) for member in self._members)
 
-    def parts(self, axes: Axes) -> Sequence[Inputs]:  # noqa: ARG002 the same for all axes
+    def parts(self, axes: Axes) -> Sequence[Batch]:  # noqa: ARG002 the same for all axes
         return self._members
 
     def run(self, axes: Axes) -> tuple[Arrays, Sequence[Arrays]]:

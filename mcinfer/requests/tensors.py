@@ -22,6 +22,9 @@ from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
 from mcinfer.shm.arena import align
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, element_type_name, tensor_bytes
 
+Arrays = dict[str, NDArray[Any]]
+"""Outputs by name, in the model's order."""
+
 TOLERANCES = {
     "float64": 1e-10,
     "complex128": 1e-10,

@@ -4,12 +4,17 @@ They are daemons: a call that waits for memory must not delay the end of the int
 the threads of `concurrent.futures`.
 """
 
+import asyncio
+import math
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from time import monotonic
 from typing import TypeVar
+
+from mcinfer.errors import McinferError, QueueFullError, raised_by_handler
 
 _MAX_THREADS = 8  # calls beyond these wait for a thread, first come first served
 
@@ -53,6 +58,29 @@ class WaitingThreads:
             run()
         return future
 
+    async def wait_for_room(self, submit: Callable[[], Future[_T]], deadline: float) -> Future[_T]:
+        """Have a thread wait until this call can be made.
+
+        Raises:
+            QueueFullError: It could not be made until the deadline, of `time.monotonic`.
+        """
+        waiting = self.submit(submit)
+        left = deadline - monotonic()
+        try:
+            async with asyncio.timeout(None if left == math.inf else max(0.0, left)):
+                return await asyncio.wrap_future(waiting)
+        except BaseException as exc:
+            # A thread cannot be cancelled: what it still queues is to be cancelled then.
+            waiting.add_done_callback(_cancel_late)
+            is_over = isinstance(exc, TimeoutError) and not isinstance(exc, McinferError)
+            if is_over and not raised_by_handler(exc):
+                raise QueueFullError(
+                    "the queue or the memory was full until the time was over"
+                ) from exc
+            raise
+        finally:
+            del waiting  # an error that the user keeps must not hold what came of it
+
     def close(self, *, wait: bool) -> None:
         """Let the threads end after their calls; with `wait`, wait for their ends."""
         if os.getpid() != self._pid:
@@ -73,3 +101,8 @@ class WaitingThreads:
                 call = self._calls.popleft()
             call()
             del call  # it holds its arguments
+
+
+def _cancel_late(waiting: Future[Future[_T]]) -> None:
+    if not waiting.cancelled() and waiting.exception() is None:
+        waiting.result().cancel()

@@ -20,7 +20,7 @@ from mcinfer import (
     WorkerDiedError,
 )
 from mcinfer.machine import whole_cpus
-from mcinfer.requests.request import Arrays
+from mcinfer.requests.tensors import Arrays
 from mcinfer.statistics import WorkerStatistics
 from tests.process.models import (
     FakeModel,

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from mcinfer import ClosedError, Limits, Master, Timeouts
-from mcinfer.requests.request import Arrays
+from mcinfer.requests.tensors import Arrays
 from tests.process.models import (
     FakeModel,
     SharedMaster,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mcinfer import Master, Timeouts, WorkerDiedError
-from mcinfer.requests.request import Arrays
+from mcinfer.requests.tensors import Arrays
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.waiting import all_gone, busy_pid, pids, states, wait_for_states, wait_until
 

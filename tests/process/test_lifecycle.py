@@ -18,7 +18,7 @@ import zmq
 
 from mcinfer import ClosedError, RestartPolicy, WorkerDiedError
 from mcinfer.protocol import VERSION, BuildFinish, Error, Hello, Reply, encode
-from mcinfer.requests.request import Arrays
+from mcinfer.requests.tensors import Arrays
 from mcinfer.statistics import RequestTrace
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.waiting import all_gone, pids, wait_until

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mcinfer import ClosedError, Limits, Master, QueueFullError
-from mcinfer.requests.request import Arrays
+from mcinfer.requests.tensors import Arrays
 from mcinfer.runtime.admission import SPARE_BYTES
 from tests.process.models import FakeModel, SharedMaster, assert_answers, fake_master, rows
 from tests.process.waiting import pids, running, wait_for_states, wait_until

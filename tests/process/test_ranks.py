@@ -24,7 +24,7 @@ from mcinfer import (
     RestartPolicy,
     Timeouts,
 )
-from mcinfer.requests.request import Arrays
+from mcinfer.requests.tensors import Arrays
 from tests.process.models import OnnxModel
 from tests.process.rank_group import assert_close, expected, rows, write_mlp
 from tests.process.scripts import PREAMBLE, Program

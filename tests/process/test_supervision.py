@@ -28,7 +28,7 @@ from mcinfer import (
     WorkerDiedError,
 )
 from mcinfer.errors import ReadyTimeoutError
-from mcinfer.requests.request import Arrays
+from mcinfer.requests.tensors import Arrays
 from mcinfer.statistics import Health, RequestTrace
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.scripts import PREAMBLE, Program
