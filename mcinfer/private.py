@@ -71,7 +71,7 @@ def opened_folder(
     """
     fd, _ = _walk(Path(path).absolute(), guarded=guarded, make=make)
     try:
-        yield _path_of(fd)
+        yield path_of(fd)
     finally:
         os.close(fd)
 
@@ -84,7 +84,7 @@ def opened_place(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     fd, name = _walk(Path(path).absolute(), entry=True)
     try:
-        yield _path_of(fd) / name
+        yield path_of(fd) / name
     finally:
         os.close(fd)
 
@@ -144,12 +144,13 @@ def _error(number: int, path: Path) -> OSError:
     return OSError(number, os.strerror(number), str(path))
 
 
-def _path_of(fd: int) -> Path:
+def path_of(fd: int) -> Path:
+    """The path of an open file or folder, for this process."""
     return Path(f"/proc/self/fd/{fd}")
 
 
 def _real(fd: int) -> Path:
-    return Path(os.readlink(_path_of(fd)))
+    return Path(os.readlink(path_of(fd)))
 
 
 def _check_guarded(fd: int, info: os.stat_result) -> None:
@@ -175,7 +176,7 @@ def _is_private(fd: int, gid: int) -> bool:
     """
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
-        lists = [name for name in os.listxattr(_path_of(fd)) if "acl" in name]
+        lists = [name for name in os.listxattr(path_of(fd)) if "acl" in name]
     except (KeyError, OSError):
         return False
     return (
@@ -250,7 +251,7 @@ class PrivateFolder:
                     continue
                 self.place = Path(place)
                 self.path = str(_real(fd))
-                self.opened = _path_of(fd)
+                self.opened = path_of(fd)
                 self._end = weakref.finalize(self, _end, os.getpid(), made.pop_all())
                 return
         raise OSError(failure.errno, f"no place for a private folder: {'; '.join(faults)}")
@@ -278,7 +279,7 @@ def _claim(place: Path, made: ExitStack) -> int:
         os.mkdir(name, 0o700, dir_fd=above)
         with ExitStack() as tried, suppress(FileNotFoundError):  # it was swept before it was locked
             tried.callback(shutil.rmtree, name, ignore_errors=True, dir_fd=above)
-            fd = open_private(_path_of(above) / name)
+            fd = open_private(path_of(above) / name)
             tried.callback(os.close, fd)
             fcntl.flock(fd, fcntl.LOCK_EX)
             os.stat(name, dir_fd=above)
@@ -305,9 +306,9 @@ def _sweep(place: int) -> None:
     import shutil
 
     with suppress(OSError):  # it cannot be listed
-        for name in filter(_NAME.fullmatch, os.listdir(_path_of(place))):
+        for name in filter(_NAME.fullmatch, os.listdir(path_of(place))):
             with suppress(OSError), ExitStack() as opened:  # its owner lives, or is another user
-                fd = open_private(_path_of(place) / name)
+                fd = open_private(path_of(place) / name)
                 opened.callback(os.close, fd)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(name, dir_fd=place)
@@ -332,7 +333,7 @@ class ModelInMemory:
             self._fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3)
         finally:
             os.close(low)
-        self.path = str(_path_of(self._fd))
+        self.path = str(path_of(self._fd))
         self.close = weakref.finalize(self, os.close, self._fd)
         self.close.atexit = False
         if content is not None:

@@ -173,9 +173,6 @@ ORPHANED = 70
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 """Of records that mcinfer itself prints: the command line's, and those of workers."""
 
-LEFT_ALONE = 69
-"""Exit status of a rank whose group is broken: EX_UNAVAILABLE of sysexits.h."""
-
 
 def watch_parent(pid: int, channel: int) -> None:
     """Start a daemon thread that ends this process as soon as its parent is gone.

@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import InvalidInputError, McinferError
-from mcinfer.private import BY_DESCRIPTOR, OthersError, access_fault, opened_folder
+from mcinfer.private import BY_DESCRIPTOR, OthersError, access_fault, opened_folder, path_of
 
 MANIFEST = "manifest.json"
 
@@ -301,7 +301,7 @@ class Held:
 
     def __init__(self, folder: Path, folder_fd: int, facts: Mapping[str, Any], lock: int) -> None:
         self.folder = folder
-        self.opened = _path_of(folder_fd)
+        self.opened = path_of(folder_fd)
         self.key = folder.name
         self.facts = facts
         self.lock = lock
@@ -319,7 +319,7 @@ class Held:
         """
         adopted = False
         try:
-            link = _path_of(folder_fd)
+            link = path_of(folder_fd)
             with unusable(link):
                 folder = link.readlink()
             if not _leads_to(folder, folder_fd):
@@ -353,10 +353,6 @@ class Held:
 def _close(*descriptors: int) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-def _path_of(fd: int) -> Path:
-    return Path(f"/proc/self/fd/{fd}")
 
 
 def _leads_to(path: Path, fd: int) -> bool:
