@@ -165,6 +165,28 @@ def subgroups_are_numbered_anew(group: Group) -> None:
     group.barrier()
 
 
+def memory_of_forgotten_operations_is_used_again(group: Group) -> None:
+    for run in range(3):
+        reduce = group.prepare_all_reduce((LARGE,), np.float32)
+        if group.rank < 2:
+            source = group.prepare_transfer((LARGE,), np.float32, 0, 1)
+            if group.rank == 0:
+                for _ in range(run):  # the other rank does not run these
+                    source.run()
+        group.forget()
+        reduce = group.prepare_all_reduce((LARGE,), np.float32)
+        reduce.input[:] = group.rank + run
+        reduce.run()
+        assert (reduce.output == sum(rank + run for rank in range(group.size))).all()
+        if group.rank < 2:
+            source = group.prepare_transfer((LARGE,), np.float32, 0, 1)
+            if group.rank == 0:
+                source.input[:] = run
+            source.run()
+            assert group.rank == 0 or (source.output == run).all()
+        group.barrier()
+
+
 def wrong_arguments_are_refused_by_name(group: Group) -> None:
     own = part(group.rank)
     for expected, call in (
@@ -194,5 +216,6 @@ CONTRACT: list[Callable[[Group], None]] = [
     input_is_free_and_output_stays_when_a_run_has_returned,
     transfers_keep_their_order,
     subgroups_are_numbered_anew,
+    memory_of_forgotten_operations_is_used_again,
     wrong_arguments_are_refused_by_name,
 ]

@@ -62,7 +62,7 @@ def open_rank(
     except Exception as exc:
         if is_of_another_rank(exc):
             raise RankDiedError(str(exc)) from exc
-        break_off([group], exc)
+        break_off(group, exc)
         raise
     return engine
 

@@ -10,9 +10,8 @@ alternate between two sets (*parities*). A set is written again only after the e
 so that other ranks have read it (see `Collective.input`); a run begins with the parity that the last run of
 this rank did not end with. All ranks of a stage have the same sequence of runs, hence the same parities.
 
-Ownership: an `Arena` owns the groups whose memory the collectives use, and the layouts. Memory of a group
-cannot be freed singly. So when there are `MAX_LAYOUTS` layouts, a new arena with groups of its own takes the
-place of the old one; its memory goes with the last run that is bound to it.
+Ownership: an `Arena` owns the layouts. Memory of a group cannot be freed singly. So when there are
+`MAX_LAYOUTS` layouts, all ranks forget them at once, and the groups' memory is used for new ones.
 """
 
 from collections import Counter, defaultdict
@@ -24,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.engines.base import Buffer, Produced, Strings
-from mcinfer.errors import InvalidInputError, ProtocolError
+from mcinfer.errors import InvalidInputError
 from mcinfer.ranks.collectives.base import Collective, Group
 from mcinfer.ranks.slicing.plans import Exchange, RankPlan, Segment
 from mcinfer.shm.arena import ALIGNMENT, align
@@ -153,7 +152,7 @@ def _without_memory(value: Buffer | Strings) -> Buffer | Strings:
 
 
 class Arena:
-    """The groups whose memory the layouts use; all ranks make it together.
+    """The layouts, and the groups whose memory they use.
 
     Attributes:
         whole: All ranks.
@@ -161,18 +160,11 @@ class Arena:
         layouts: By the shapes of the inputs.
     """
 
-    def __init__(self, group: Group, tensor: int, pipeline: int) -> None:
-        self.whole = all_of(group)
-        self.tensor = self.whole
+    def __init__(self, whole: Group, tensor: Group) -> None:
+        self.whole = whole
+        self.tensor = tensor
         self.layouts: dict[Key, Layout] = {}
         self._pool: dict[tuple[Any, ...], Collective] = {}
-        try:
-            for stage in range(pipeline if pipeline > 1 else 0):
-                found = group.subgroup(range(stage * tensor, (stage + 1) * tensor))
-                self.tensor = found or self.tensor
-        except BaseException:
-            self.close()
-            raise
 
     def collective(self, step: Exchange, value: Buffer, parity: int, number: int) -> Collective:
         """The collective of one exchange; `number` counts those of its phase with the same memory."""
@@ -183,18 +175,6 @@ class Arena:
             dtype = numpy_dtype(value.element_type)
             self._pool[key] = prepare(value.shape, dtype, **step.options)
         return self._pool[key]
-
-    def close(self) -> None:
-        for group in {id(group): group for group in (self.tensor, self.whole)}.values():
-            group.close()
-
-
-def all_of(group: Group) -> Group:
-    """A group of the same ranks, with memory of its own."""
-    found = group.subgroup([*range(group.size)])
-    if found is None:
-        raise ProtocolError(f"rank {group.rank} is in no group of all ranks")
-    return found
 
 
 class Layout:

@@ -14,10 +14,10 @@ their shapes. From then on, all values of such runs lie in fixed memory: see `mc
 If shapes change though those of the inputs do not, runs with these inputs continue without fixed memory.
 
 All or nothing: inputs that do not fit are refused in `bind`, equally in all ranks. A run that fails later
-breaks off all groups, so that the other ranks do not wait for this one, and the engine is of no more use
+breaks off the group, so that the other ranks do not wait for this one, and the engine is of no more use
 (`Engine.broken`). So no rank owes another anything after a failure.
 
-Ownership: the engine owns its sessions, its arena of groups, and the group that it was given.
+Ownership: the engine owns its sessions, its arena, and the group that it was given.
 """
 
 import ctypes
@@ -142,10 +142,11 @@ class RankEngine(Engine):
 
     Attributes:
         plan: The steps of this rank.
-        group: All ranks; the caller's.
+        group: All ranks.
         uses: Who needs each value.
         links: What this rank passes to other stages.
-        arena: The groups whose memory this engine uses, and the layouts.
+        stage: The ranks of this rank's stage; the same object as `group` if there is one stage.
+        arena: The layouts.
         closes: Whether a barrier ends each run, since a rank can fail after the last exchange.
         held: Names of the outputs that have memory in this rank.
         parity: The parity of the exchanges that ran last.
@@ -203,9 +204,12 @@ class RankEngine(Engine):
             if not deliver_everywhere:
                 is_first = group.rank % self.tensor == 0
                 self.gives = frozenset(self.held if is_first else ())
-            self._renew(None)
+            stages = range(0, group.size, self.tensor) if plan.pipeline > 1 else ()
+            groups = [group.subgroup(range(start, start + self.tensor)) for start in stages]
+            self.stage = next(filter(None, groups), group)
+            self._begin_layouts()
         except Exception as exc:
-            break_off([group], exc)  # the others wait for this rank
+            break_off(group, exc)  # the others wait for this rank
             raise
 
     def _check(self, request: EngineRequest) -> None:
@@ -234,17 +238,16 @@ class RankEngine(Engine):
             raise BuildError(f"no slice makes the outputs {missing}")
         return {name: int(makers[:, index].argmax()) for index, name in enumerate(names)}
 
-    def _renew(self, old: Arena | None) -> None:
-        """Put a new arena in the place of the old one; all ranks do this at once."""
-        self.arena = Arena(self.group, self.tensor, self.plan.pipeline)
-        self.links = StageLinks(self.plan, self.arena.whole, self._delivered)
-        if old is not None:
-            old.close()
+    def _begin_layouts(self) -> None:
+        self.arena = Arena(self.group, self.stage)
+        self.links = StageLinks(self.plan, self.group, self._delivered)
 
     def make_room(self) -> None:
-        """Begin a new arena if there are too many layouts."""
+        """Forget the layouts if there are too many; all ranks do this at once."""
         if len(self.arena.layouts) == MAX_LAYOUTS:
-            self._renew(self.arena)
+            for group in dict.fromkeys([self.group, self.stage]):
+                group.forget()
+            self._begin_layouts()
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         check_inputs(self.spec, inputs)
@@ -261,35 +264,32 @@ class RankEngine(Engine):
             self.give_up(exc)
 
     def check_open(self) -> None:
-        """Raise `ClosedError` if the groups are closed."""
+        """Raise `ClosedError` if the group is closed."""
         if self.broken:
             raise ClosedError(f"the group is closed: {self.broken}")
 
     def give_up(self, exc: BaseException) -> None:
-        """End the groups after an error, so that no other rank waits for this one."""
+        """End the group after an error, so that no other rank waits for this one."""
         if not self.broken:
-            self.broken = break_off([self.arena.tensor, self.arena.whole, self.group], exc)
+            self.broken = break_off(self.group, exc)
 
     def close(self) -> None:
         """Leave the group."""
         self.broken = self.broken or "this rank closed it"
-        self.arena.close()
         self.group.close()
         if self.entry is not None:
             self.entry.close()
 
 
-def break_off(groups: Sequence[Group], exc: BaseException) -> str:
-    """Close the groups because of an error, for all ranks; in words, with the rank that it is of."""
+def break_off(group: Group, exc: BaseException) -> str:
+    """Close a group because of an error, for all ranks; in words, with the rank that it is of."""
     if isinstance(exc, (RankDiedError, CollectiveTimeoutError)):
-        for group in groups:
-            group.close_for(exc)
+        group.close_for(exc)
         return str(exc)
     text = shortened(str(exc) or repr(exc))
     if not isinstance(exc, PeerFailedError | ClosedError) and not is_of_another_rank(exc):
-        text = f"rank {groups[-1].rank} (pid {os.getpid()}) failed: {text}"
-    for group in groups:
-        group.break_off(text)
+        text = f"rank {group.rank} (pid {os.getpid()}) failed: {text}"
+    group.break_off(text)
     return text
 
 

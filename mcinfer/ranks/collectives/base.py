@@ -211,6 +211,14 @@ class Group(ABC):
             )
         return self._subgroup(members)
 
+    @abstractmethod
+    def forget(self) -> None:
+        """Use the memory of all operations that were prepared for others; all ranks call this at once.
+
+        They must not be run any more, and their arrays change. A transfer that only its source has run is
+        void.
+        """
+
     @property
     @abstractmethod
     def cause(self) -> str | None:

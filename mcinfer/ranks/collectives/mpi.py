@@ -67,7 +67,10 @@ _MAX_BYTES = (1 << 31) - 1
 _SUMMED = "bhilqBHILQfd"
 """The types, by their NumPy characters, that MPI itself adds."""
 
-_ENDS, _CELLS, _PAYLOADS = 1, 2, 3  # tags
+_ENDS, _CELLS, _PAYLOADS, _TAGS = range(4)
+"""Tags; after each `forget`, other ones for cells and payloads."""
+
+_MAX_TAG = 30_000  # MPI has at least 32,767
 _CELL_BYTES = 256
 _MAX_TEXT_BYTES = 4000  # sent at once, without waiting for the receiver
 _LAST_SENDS = 1.0
@@ -180,6 +183,7 @@ class MpiGroup(Group):
         self._communicator = communicator
         self._names = names
         self._cause: str | None = None
+        self._tag = 0
         self._closed: tuple[str, float] | None = (
             None  # a rank that closed the group, and since when
         )
@@ -211,6 +215,10 @@ class MpiGroup(Group):
         communicator = self._communicator.Create_group(chosen)
         chosen.Free()
         return MpiGroup(communicator, [self._names[rank] for rank in members], self.timeout)
+
+    def forget(self) -> None:
+        self.meet("forget")
+        self._tag = (self._tag + _TAGS) % _MAX_TAG
 
     # Moving bytes.
 
@@ -244,19 +252,25 @@ class MpiGroup(Group):
         self._raise_ends()
         cell = _cell(text)
         for what, tag in (([cell, MPI.BYTE], _CELLS), (_bytes(array), _PAYLOADS)):
-            self._pending.append((self._communicator.Isend(what, to, tag), (what, array)))
+            self._pending.append(
+                (self._communicator.Isend(what, to, self._tag + tag), (what, array))
+            )
 
     @closing
     def _take(self, source: int, text: str, out: NDArray[Any]) -> None:
         self._check_open()
         cell = bytearray(_CELL_BYTES)
         self._await(
-            self._communicator.Irecv([cell, MPI.BYTE], source, _CELLS), text, lambda: [source]
+            self._communicator.Irecv([cell, MPI.BYTE], source, self._tag + _CELLS),
+            text,
+            lambda: [source],
         )
         if cell != _cell(text):
             raise difference({source: _text_of(bytes(cell)), self.rank: text})
         self._await(
-            self._communicator.Irecv(_bytes(out), source, _PAYLOADS), text, lambda: [source]
+            self._communicator.Irecv(_bytes(out), source, self._tag + _PAYLOADS),
+            text,
+            lambda: [source],
         )
 
     def _await(self, request: "MPI.Request", text: str, late: Callable[[], Sequence[int]]) -> None:

@@ -24,7 +24,7 @@ and each rank inherits its own (`inherit`). Ranks that were started apart give e
 `mcinfer.ranks.collectives.meeting`.
 
 Ownership: a group owns its descriptors until `close` or an error; arrays keep their memory alive. Subgroups
-use the cells of the group that they are of, and have memory of their own, which rank 0 makes for all.
+use the cells of the group that they are of, and have a part of the memory to themselves.
 """
 
 import errno
@@ -32,7 +32,6 @@ import mmap
 import os
 import resource
 import select
-import socket
 import struct
 import threading
 import time
@@ -53,7 +52,7 @@ from mcinfer.errors import CollectiveTimeoutError, InvalidInputError, RankDiedEr
 from mcinfer.process import how_it_ended
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Collective, Group, closing, end_error
 from mcinfer.ranks.collectives.operations import Signature, difference
-from mcinfer.shm.descriptors import close_all, receive, send
+from mcinfer.shm.descriptors import close_all
 
 _LARGE_BYTES = 256 << 10
 """From here on an operation takes two steps: to share the work, and not to copy, gains more (measured)."""
@@ -62,20 +61,17 @@ _SHARED = ("all_reduce", "all_gather")
 """Operations whose large outputs all ranks share."""
 
 _LONGEST_WAIT = 86400.0
-_PAUSE = 0.1  # between looks at the others while rank 0 makes the memory of a subgroup
-_PACKETS = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 # What a group of ranks inherits.
 
-_FILE_BYTES = 1 << 53
+_GROUP_BYTES = 1 << 53
+_MAX_GROUPS = 1 << 9  # the whole one, and subgroups
+_FILE_BYTES = _GROUP_BYTES * _MAX_GROUPS
 _ENLARGING = threading.Lock()
 
 
 class Shared:
-    """What the ranks of a group inherit.
-
-    Each has the memory, a socket to rank 0 (rank 0: to each), and an eventfd from and to each other rank.
-    """
+    """What the ranks of a group inherit: the memory, and an eventfd from and to each other rank."""
 
     def __init__(self, size: int) -> None:
         """Raises OSError: No descriptor is left, or files may not be as large as the sparse memory."""
@@ -83,10 +79,6 @@ class Shared:
         self._owned: list[int] = []
         try:
             self._memory = self._own(_new_memory())
-            self._star = [
-                tuple(self._own(end.detach()) for end in socket.socketpair(*_PACKETS))
-                for _ in range(1, size)
-            ]
             self._eventfds = {
                 pair: self._own(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
                 for pair in permutations(range(size), 2)
@@ -104,7 +96,6 @@ class Shared:
         others = [other for other in range(self._size) if other != rank]
         return [
             self._memory,
-            *([self._star[rank - 1][1]] if rank else [pair[0] for pair in self._star]),
             *(self._eventfds[other, rank] for other in others),
             *(self._eventfds[rank, other] for other in others),
         ]
@@ -166,25 +157,20 @@ def inherit(
     """
     check_seconds("timeout", timeout)
     others = [other for other in range(size) if other != rank]
-    sockets = min(len(others), 1) if rank else len(others)
-    expected = 1 + sockets + 2 * len(others)
-    if not 0 <= rank < size <= MAX_RANKS or len(fds) != expected:
+    if not 0 <= rank < size <= MAX_RANKS or len(fds) != 2 * size - 1:
         raise InvalidInputError(
             f"rank, size, fds: got rank {rank} of {size} and {len(fds)} descriptors, expected a rank below "
-            f"the size, at most {MAX_RANKS} ranks, and {expected} descriptors"
+            f"the size, at most {MAX_RANKS} ranks, and {2 * size - 1} descriptors"
         )
     for fd in fds:
         os.set_inheritable(fd, False)
-    incoming, outgoing = fds[1 + sockets : -len(others)], fds[len(fds) - len(others) :]
     peers = [
-        _Peer(rank=other, incoming=one, outgoing=two, pidfd=pidfd)
-        for other, one, two, pidfd in zip(
-            others, incoming, outgoing, pidfds or [-1] * len(others), strict=True
+        _Peer(rank=other, incoming=incoming, outgoing=outgoing, pidfd=pidfd)
+        for other, incoming, outgoing, pidfd in zip(
+            others, fds[1:size], fds[size:], pidfds or [-1] * len(others), strict=True
         )
     ]
-    star = [socket.socket(fileno=fd) for fd in fds[1 : 1 + sockets]]
-    wire = _Wire(rank, peers, fds[0], star)
-    return ShmGroup(wire, [*range(size)], fds[0], timeout)
+    return ShmGroup(_Wire(rank, peers, fds[0]), [*range(size)], timeout)
 
 
 # Cells, and what else ranks know of each other.
@@ -252,26 +238,19 @@ class _Wire:
     Attributes:
         rank: This rank's number.
         peers: The others, by rank.
-        star: The socket to rank 0; in rank 0, to each other rank.
-        owned: Descriptors that go with it.
+        memory: That of all groups.
         cause: Why the groups are closed.
     """
 
-    def __init__(
-        self, rank: int, peers: Sequence[_Peer], memory: int, star: Sequence[socket.socket]
-    ) -> None:
+    def __init__(self, rank: int, peers: Sequence[_Peer], memory: int) -> None:
         self.rank = rank
         self.peers = peers
-        self.star = star
-        self.owned = {memory}
+        self.memory = memory
         self.cause: str | None = None
         self._alarm = False  # a peer has died, or left
         self._poll = select.poll()
         self._by_fd: dict[int, _Peer] = {}
         for peer in peers:
-            for fd in (peer.incoming, peer.outgoing, peer.pidfd):
-                if fd >= 0:
-                    self.owned.add(fd)
             for fd in (peer.incoming, peer.pidfd):
                 if fd >= 0:
                     self._by_fd[fd] = peer
@@ -382,10 +361,9 @@ class _Wire:
         self._say(shortened(text))
         for peer in self.peers:
             os.eventfd_write(peer.outgoing, _LEFT)
+            close_all([fd for fd in (peer.incoming, peer.outgoing, peer.pidfd) if fd >= 0])
         self._control.close()
-        close_all([*self.owned])
-        for end in self.star:
-            end.close()
+        os.close(self.memory)
 
 
 # Memory.
@@ -445,25 +423,30 @@ class _Memory:
           prepared operations │ from each rank to each other one: the array of `send`, transfers ]
     """
 
-    def __init__(self, fd: int, size: int) -> None:
+    def __init__(self, fd: int, size: int, start: int) -> None:
         self._fd = fd
         self._size = size
+        self._start = start
         self._windows: dict[int, mmap.mmap] = {}  # by their start
+        self.forget()
+
+    def forget(self) -> None:
+        """Hand out the memory of prepared operations anew."""
+        self.prepared = Area(self._fd, self._start + _PREPARED, _PREPARED)
         self._transfers: dict[int, Area] = {}
-        self.prepared = Area(fd, _PREPARED, _PREPARED)
 
     def small(self, parity: int, rank: int) -> _Place:
         """A rank's part of a small operation, in an even or odd step."""
-        window = self._window(_SMALL, 2 * self._size * _LARGE_BYTES)
+        window = self._window(self._start + _SMALL, 2 * self._size * _LARGE_BYTES)
         return window, (parity * self._size + rank) * _LARGE_BYTES, 0
 
     def once(self, nbytes: int) -> _Place:
         """The parts of an operation that is run once."""
-        return self._reused(_ONCE, nbytes, _ONCE // 2)
+        return self._reused(self._start + _ONCE, nbytes, _ONCE // 2)
 
     def result(self, nbytes: int) -> _Place:
         """What ranks copy after the last step of such an operation, while parts of the next are written."""
-        return self._reused(_ONCE + _ONCE // 2, nbytes, _ONCE // 2)
+        return self._reused(self._start + _ONCE + _ONCE // 2, nbytes, _ONCE // 2)
 
     def slot(self, rank: int, to: int, nbytes: int) -> _Place:
         """An array that is sent."""
@@ -476,7 +459,7 @@ class _Memory:
         return self._transfers[start]
 
     def _pair(self, rank: int, to: int) -> int:
-        return _PAIRS + (rank * self._size + to) * _PAIR
+        return self._start + _PAIRS + (rank * self._size + to) * _PAIR
 
     def _reused(self, start: int, nbytes: int, most: int) -> _Place:
         if nbytes > most:
@@ -567,7 +550,7 @@ class ShmGroup(Group):
     """A group of ranks on one machine; see `inherit`. Errors name ranks by the group that was inherited."""
 
     def __init__(
-        self, wire: _Wire, members: Sequence[int], memory: int, timeout: float, number: int = 0
+        self, wire: _Wire, members: Sequence[int], timeout: float, number: int = 0
     ) -> None:
         """`members` are ranks of the wire; each subgroup has another `number`, the same in all ranks."""
         super().__init__()
@@ -580,8 +563,7 @@ class ShmGroup(Group):
         self._peers = [*self._by_rank.values()]
         self._number = number
         self._streams = [(number * _STREAMS + one).to_bytes(8, "little") for one in range(_STREAMS)]
-        self._fd = memory
-        self._memory = _Memory(memory, self.size)
+        self._memory = _Memory(wire.memory, self.size, number * _GROUP_BYTES)
         self._steps = 0
         self._subgroups = 0
         self._unread: set[int] = (
@@ -705,40 +687,24 @@ class ShmGroup(Group):
     def _subgroup(self, members: Sequence[int]) -> "ShmGroup | None":
         if self._number:
             raise InvalidInputError("ranks: got a subgroup's, expected those of the whole group")
-        wire = self._wire
         self.meet(f"subgroup {[*members]}")
         self._subgroups += 1
-        if self.rank == 0:
-            memory = _new_memory()
-            for one in members:
-                if one:
-                    send(wire.star[one - 1], b"memory", [memory])
+        if self._subgroups == _MAX_GROUPS:
+            raise InvalidInputError(f"ranks: a group has at most {_MAX_GROUPS - 1} subgroups")
         if self.rank not in members:
-            if self.rank == 0:
-                os.close(memory)
             return None
-        if self.rank:
-            memory = self._receive_memory()
-        wire.owned.add(memory)
-        return ShmGroup(wire, members, memory, self.timeout, self._subgroups)
+        return ShmGroup(self._wire, members, self.timeout, self._subgroups)
 
-    def _receive_memory(self) -> int:
-        deadline = time.monotonic() + self.timeout
-        [end] = self._wire.star
-        while not select.select([end], [], [], _PAUSE)[0]:
-            self._wire.look(0.0)
-            self._wire.raise_ends(self._peers[:1])
-            if time.monotonic() > deadline:
-                raise self._late("subgroup", self._peers[:1])
-        _, [memory] = receive(end, _CELL_BYTES)
-        return memory
+    def forget(self) -> None:
+        self.meet("forget")
+        for peer in self._peers:  # cells of transfers that did not run here
+            peer.waiting.pop(self._streams[_MESSAGES], None)
+        self._memory.forget()
 
     def leave(self, text: str, cause: str) -> None:
         self._kept.clear()
         if self._number and not text:
             self._left = cause
-            self._wire.owned.discard(self._fd)
-            os.close(self._fd)
         else:
             self._wire.close(text, cause)
 
