@@ -52,6 +52,7 @@ from mcinfer.scheduler.dispatch import (
     LONG_RUN,
     LONG_WAIT,
     SHORT_RUN,
+    UNBOUNDED_RUN,
     RequestTable,
 )
 from mcinfer.scheduler.queue import ShardId
@@ -60,10 +61,9 @@ from mcinfer.scheduler.scheduler import (
     KILLS_SECONDS,
     MAX_ATTEMPTS,
     MAX_KILLS,
-    UNBOUNDED_RUN,
     Scheduler,
 )
-from mcinfer.scheduler.workers import MAX_DEATHS, STACKS_SECONDS, describe_exit
+from mcinfer.scheduler.workers import MAX_DEATHS, STACKS_SECONDS, Fate, describe_exit
 from mcinfer.statistics import Health, RequestTrace
 from tests.orders import (
     Announce,
@@ -655,7 +655,7 @@ def test_worker_holds_as_many_runs_as_take_some_milliseconds(seconds: float, cap
     pool = pool_of_short_runs(seconds=seconds)
     given = ask(pool, 1.0, *range(10, 30))
     assert given == [predict(0, (request, 0)) for request in range(10, 10 + capacity)]
-    assert pool.running(0) == ((10, 0),)
+    assert pool.current_run(0).members == ((10, 0),)
     assert pool.handle_message(1.001, 0, reply(10, seconds=seconds)) == [
         Settle(request=10),
         Release(request=10),
@@ -686,10 +686,10 @@ def test_late_answer_is_ignored_whatever_it_is_and_memory_is_held_until_then(end
         SendRun(worker=1, members=((12, 0),), fresh=True),
     ]
     assert pool.next_time() == pool.due == 11.0
-    assert not pool.is_late(0)
+    assert not pool.current_run(0).late
     assert pool.handle_message(1.2, 1, reply(12)) == [Settle(request=12)]
     assert pool.handle_message(3.0, 0, reply(10)) == [Settle(request=10), Release(request=10)]
-    assert pool.is_late(0)
+    assert pool.current_run(0).late
     if end == "death":
         actions = pool.handle_died(3.0, 0, SIGKILL)
     else:
@@ -1230,7 +1230,7 @@ class Pools(RuleBasedStateMachine):
                 case StartWorker(worker=worker):
                     assert worker not in self.processes
                     assert not self.is_closing
-                    if self.scheduler.workers[worker].spent:
+                    if self.scheduler.workers[worker].budget.spent:
                         probe = self.died_at[worker] + RESTART.backoff_limit
                         assert self.now >= probe, "a start past the budget that is too early"
                     process = _Process(deaf=self.deaf_next)
@@ -1748,7 +1748,7 @@ class Pools(RuleBasedStateMachine):
     def nothing_waits_while_a_worker_is_ready_but_what_is_held_for_others(self) -> None:
         # A leader that is to be replaced waits until its followers have ended.
         ready = [w for w in self.scheduler.workers if w.state is WorkerState.READY]
-        free = [self.processes[w.index] for w in ready if not w.retiring]
+        free = [self.processes[w.index] for w in ready if w.fate is not Fate.RETIRES]
         if not any(not (process.killed or process.asked) for process in free):
             return
         due = self.scheduler.next_time()
@@ -1819,7 +1819,7 @@ class Pools(RuleBasedStateMachine):
             assert not self.open()
             assert self.scheduler.serving == 0
         for w in self.scheduler.workers:
-            assert not (w.spent and (w.serves or w.retiring))
+            assert not (w.budget.spent and (w.serves or w.fate is Fate.RETIRES))
 
     @invariant()
     def worker_that_died_is_always_started_again(self) -> None:
@@ -1829,7 +1829,7 @@ class Pools(RuleBasedStateMachine):
 
     @invariant()
     def one_worker_at_a_time_is_replaced_or_one_card(self) -> None:
-        retiring = [w for w in self.scheduler.workers if w.retiring]
+        retiring = [w for w in self.scheduler.workers if w.fate is Fate.RETIRES]
         assert len(retiring) <= 1 or (self.card and len({w.device for w in retiring}) == 1)
 
     @invariant()

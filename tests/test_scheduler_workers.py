@@ -236,15 +236,15 @@ def test_worker_that_dies_after_an_answer_has_a_fresh_budget_and_no_other() -> N
     for now in (1.0, 2.0):
         lives.bury(first, "killed by SIGKILL", now)
         lives.handle_time(first, now)
-    assert first.spent
+    assert first.budget.spent
     second.answers = 1
     lives.bury(second, "killed by SIGKILL", 2.5)
-    assert first.spent
+    assert first.budget.spent
     assert not lives.circuit_open
     assert sorted(lives.due_times()) == [2.5, 3.0]
     lives.handle_time(second, 2.5)
     lives.bury(second, "killed by SIGKILL", 3.0)
-    assert not second.spent
+    assert not second.budget.spent
     lives.handle_time(second, 3.0)
     lives.bury(second, "killed by SIGKILL", 3.0)
     assert lives.circuit_open
@@ -299,9 +299,9 @@ def test_worker_that_is_well_again_has_a_fresh_budget() -> None:
         [now] = lives.due_times()
         lives.handle_time(w, now)
     connect(w, 200)
-    assert w.spent
+    assert w.budget.spent
     finish(lives, w, now)
-    assert not w.spent
+    assert not w.budget.spent
     now += RESTART.backoff_limit
     for delay in (0.0, 0.5, 1.0):
         lives.bury(w, "killed by SIGKILL", now)
@@ -372,6 +372,19 @@ def test_worn_worker_is_replaced(answers: int, own_bytes: int) -> None:
     assert w.answers == 0
 
 
+def test_worker_that_does_not_end_to_be_replaced_is_killed_and_says_so() -> None:
+    lives = ready_lives(1, restart=replace(RESTART, budget=0))
+    [w] = lives.workers
+    w.answers = 1
+    lives.replace(lives.workers, asked_for=True)
+    assert lives.advance(1.0) == [Send(worker=0, message=Exit())]
+    assert lives.handle_time(w, 1.0 + TIMEOUTS.close) == [AskForStacks(worker=0)]
+    assert lives.handle_time(w, 7.0) == [KillWorker(worker=0)]
+    assert end(lives, w, 7.0, "killed by SIGKILL") == []
+    assert w.last_error.endswith("did not stop in time")
+    assert come_back(lives, w, 7.0) == [WorkersRestarted()]
+
+
 # Health.
 
 
@@ -398,7 +411,7 @@ def test_probe_under_way_has_a_new_budget_when_its_worker_is_replaced() -> None:
     lives.bury(w, "killed by SIGKILL", 1.0)
     lives.handle_time(w, 1.0)
     lives.bury(w, "killed by SIGKILL", 1.0)
-    assert w.spent
+    assert w.budget.spent
     lives.handle_time(w, 2.0)
     connect(w, 200)
     lives.replace(lives.workers, asked_for=True)
@@ -484,7 +497,7 @@ def test_followers_wait_for_the_slab_without_a_time_limit_and_then_get_it() -> N
     assert greet(lives, leader) == [Send(worker=0, message=leader.build)]
     assert lives.due_times() == [TIMEOUTS.start, TIMEOUTS.start]  # the leader's and the last one's
     assert made(lives, leader, 20.0) == given(first)
-    assert first.ready_by == 20.0 + TIMEOUTS.start
+    assert first.start.due == 20.0 + TIMEOUTS.start
     assert greet(lives, last, 25.0) == given(last)
     assert finish(lives, first) == []
     assert finish(lives, last) == [PoolStarted()]
@@ -532,7 +545,7 @@ def test_leaders_death_ends_its_followers_at_no_cost_to_their_budgets() -> None:
         assert die(lives, leader, now) == [KillWorker(worker=1), KillWorker(worker=2)]
         for w in followers:
             assert die(lives, w, now) == []
-            assert (w.restart_at, w.spent, len(w.starts)) == (now, False, 0)
+            assert (w.restart_at, w.budget.spent, len(w.budget.starts)) == (now, False, 0)
             assert lives.handle_time(w, now) == [StartWorker(worker=w.index)]
             assert greet(lives, w, now) == []
         assert (
@@ -556,17 +569,17 @@ def test_next_slab_is_made_when_the_last_one_is_gone() -> None:
     die(lives, leader, 1.0)
     assert lives.handle_time(leader, 1.0) == [StartWorker(worker=0)]
     assert greet(lives, leader, 1.0) == []
-    assert leader.ready_by is None
+    assert leader.start.due is None
     assert die(lives, last, 2.0) == []
     assert die(lives, first, 3.0) == [Send(worker=0, message=leader.build)]
-    assert leader.ready_by == 3.0 + TIMEOUTS.start
+    assert leader.start.due == 3.0 + TIMEOUTS.start
 
 
 def test_followers_death_leaves_the_leader_alone_and_the_slab_is_given_again() -> None:
     lives = ready_card(2)
     leader, follower = lives.workers
     assert die(lives, follower, 1.0) == []
-    assert len(follower.starts) == 1
+    assert len(follower.budget.starts) == 1
     assert lives.handle_time(follower, 1.0) == [StartWorker(worker=1)]
     assert greet(lives, follower, 1.0) == given(follower)
     assert leader.serves
@@ -599,8 +612,8 @@ def test_leader_is_replaced_together_with_its_followers_and_after_them() -> None
     assert made(lives, leader, 2.0) == given(follower)
     finish(lives, follower)
     assert lives.advance(2.0) == [WorkersRestarted()]
-    assert not leader.starts
-    assert not follower.starts
+    assert not leader.budget.starts
+    assert not follower.budget.starts
 
 
 def test_worn_follower_is_replaced_alone() -> None:
@@ -656,8 +669,8 @@ def test_leader_that_can_make_no_slab_any_more_starts_again_within_its_budget() 
         assert leader.last_error.endswith(
             "its card's weights are not shared any more: the card is full"
         )
-        assert not follower.restarts > 1
-    assert leader.spent
+        assert not follower.counts.restarts > 1
+    assert leader.budget.spent
     now = leader.restart_at or 0.0
     lives.handle_time(leader, now)
     greet(lives, leader, now)

@@ -489,10 +489,11 @@ class Loop:
         Returns:
             The reply, or the run's failure if this process has no memory for the outputs.
         """
-        members = self._scheduler.running(index)
-        if not members or members[0] != (reply.request, reply.shard):
+        run = self._scheduler.current_run(index)
+        if run is None or run.members[0] != (reply.request, reply.shard):
             return reply  # the scheduler will say what is wrong with it
-        if self._scheduler.is_late(index):
+        members = run.members
+        if run.late:
             for number in {reference[3] for reference in reply.outputs}:
                 if number is not None and number < 0:
                     with suppress(OSError):  # which the worker cannot help

@@ -21,13 +21,14 @@ from mcinfer.errors import McinferError
 from mcinfer.protocol import MAX_RUNS, WorkerState
 from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.queue import Affinity, Joinable, ShardId, ShardQueue
-from mcinfer.scheduler.workers import Run, Worker
+from mcinfer.scheduler.workers import Fate, Run, Worker
 from mcinfer.sharding import Shares
 from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Histogram, RequestTrace, ShardTrace
 
 SHORT_RUN = 0.01  # seconds: workers with runs up to this get runs ahead
 AHEAD_SECONDS = 0.003  # seconds that the runs ahead of a worker may take, unless it is one run
 LONG_RUN = 5 * SHORT_RUN  # seconds after which the runs behind a run also go elsewhere
+UNBOUNDED_RUN = 600.0  # seconds for a cancelled run without a deadline
 LONG_WAIT = 2.0
 """Times what a worker needs for its part of a request, after which others may steal a shard that waits for
 it; but none that would need longer than that itself."""
@@ -98,6 +99,15 @@ class Entry:
     begun: bool = False
     outstanding: int = 0
     runs: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def end(self, now: float) -> float:
+        """Until when a run of it may go on once it is settled: as long as the caller gave it."""
+        return self.deadline if self.deadline < math.inf else now + UNBOUNDED_RUN
+
+    def keep_run(self, shard: int, w: Worker, sent: float, seconds: float, now: float) -> None:
+        """Note for traces, and for speeds, where a shard ran."""
+        attempts, rows = self.attempts[shard], self.rows[shard]
+        self.runs.append((shard, w.index, w.device, w.pid, attempts, sent, now, seconds, rows))
 
 
 class RequestTable:
@@ -186,6 +196,12 @@ class RequestTable:
                 yield entry
 
     # Endings.
+
+    def is_over(self, run: Run) -> bool:
+        """Whether no request needs this run any more."""
+        return run.late or all(
+            self.entries[request].ending is not None for request, _ in run.members
+        )
 
     def close(self, entry: Entry, ending: Ending, now: float) -> None:
         """Settle a request."""
@@ -344,7 +360,7 @@ class Dispatch:
             runs = len(w.runs)
             if runs > least or (runs == least and w.began >= began) or runs >= w.capacity:
                 continue
-            if w.doomed or w.retiring or w.spare or w.kill_at is not None or w.index in but:
+            if w.fate is not Fate.STAYS or w.spare or w.kill_at is not None or w.index in but:
                 continue
             if not runs:
                 if w.state is WorkerState.READY:

@@ -59,12 +59,18 @@ from mcinfer.scheduler.dispatch import (
     RequestTable,
     holds_back,
 )
-from mcinfer.scheduler.queue import ShardId
-from mcinfer.scheduler.workers import MAX_DEATHS, MAX_TEXT, Run, Worker, WorkerLives, WorkerSink
+from mcinfer.scheduler.workers import (
+    MAX_DEATHS,
+    MAX_TEXT,
+    Fate,
+    Run,
+    Worker,
+    WorkerLives,
+    WorkerSink,
+)
 from mcinfer.statistics import Health
 
 KILLED_ENDS = 10.0  # seconds that a killed process may take to end
-UNBOUNDED_RUN = 600.0  # seconds for a cancelled run without a deadline
 MAX_ATTEMPTS = 8  # runs of a shard that are answered as cancelled, though they were not
 
 MAX_KILLS = 5
@@ -73,6 +79,30 @@ MAX_KILLS = 5
 KILLS_SECONDS = 60.0
 """Seconds after a kill that came from outside in which others are taken to come from there as well; and
 between two kills that hit different requests, so that no single one can be to blame."""
+
+
+class Kills:
+    """Whether workers are killed from outside, by no request's fault."""
+
+    def __init__(self) -> None:
+        self._outside = -math.inf  # when one was last
+        self._last: tuple[float, set[int]] = (
+            -math.inf,
+            set(),
+        )  # when, and the requests that it hit
+
+    def note(self, now: float, hit: set[int]) -> None:
+        """A worker was killed that had these requests.
+
+        Kills come from outside if they hit idle workers, or different requests within a short time.
+        """
+        before, hit_before = self._last
+        self._last = now, hit
+        if not hit or (now < before + KILLS_SECONDS and hit.isdisjoint(hit_before)):
+            self._outside = now
+
+    def come_from_outside(self, now: float) -> bool:
+        return now < self._outside + KILLS_SECONDS
 
 
 class Scheduler:
@@ -110,8 +140,7 @@ class Scheduler:
         self.due = math.inf
         self._timeouts = timeouts
         self._limits = limits
-        self._killed_outside = -math.inf  # when a worker was last, by no request's fault
-        self._last_kill: tuple[float, set[int]] = (-math.inf, set())  # and the requests that it hit
+        self._kills = Kills()
         self._draining: float | None = None
         self._closing: float | None = None
         self._closed = False
@@ -146,15 +175,9 @@ class Scheduler:
             return replace(health, state="closing", reasons=(*reasons, *health.reasons))
         return health
 
-    def running(self, worker: int) -> tuple[ShardId, ...]:
-        """Request and shard of each member of the worker's current run."""
+    def current_run(self, worker: int) -> Run | None:
         runs = self.workers[worker].runs
-        return runs[0].members if runs else ()
-
-    def is_late(self, worker: int) -> bool:
-        """Whether the worker's current run was given to others as well, so that its answer is ignored."""
-        runs = self.workers[worker].runs
-        return bool(runs) and runs[0].late
+        return runs[0] if runs else None
 
     def is_exiting(self, worker: int) -> bool:
         """Whether the worker was asked to end."""
@@ -324,11 +347,11 @@ class Scheduler:
         if not runs or runs[0].members[0] != (request, shard) or not 0.0 <= seconds < math.inf:
             raise _bad_answer(w, request, shard, seconds, error)
         run = runs.popleft()
-        if not w.doomed:
+        if w.kill_at is not None and not w.doomed:
             w.kill_at = w.end_by
         if not runs and w.state is WorkerState.BUSY:
             w.state = WorkerState.READY
-        elif runs and self._is_over(runs[0]):
+        elif runs and self.table.is_over(runs[0]):
             self._await_skip(w, now)
         members, w.began = run.members, now
         w.answers += len(members)
@@ -342,9 +365,9 @@ class Scheduler:
             self._dispatch.learn_run(w, run, seconds)
             # The worker's word, as far as it can be.
             seconds = max(0.0, min(seconds, now - run.sent))
-            w.runs_done += 1
-            w.completed += len(members)
-            w.busy_seconds += seconds
+            w.counts.runs += 1
+            w.counts.completed += len(members)
+            w.counts.busy_seconds += seconds
             for number, part in members:
                 entry = self.table.entries[number]
                 entry.outstanding -= 1
@@ -352,7 +375,7 @@ class Scheduler:
                     entry.answered[part] = True
                     entry.unanswered -= 1
                     if self._keeps_runs:
-                        self._keep_run(entry, part, w, run.sent, seconds, now)
+                        entry.keep_run(part, w, run.sent, seconds, now)
                     if not entry.unanswered:
                         if self._balance is not None:
                             self._dispatch.learn_speeds(entry, now)
@@ -372,11 +395,11 @@ class Scheduler:
         w = self.workers[worker]
         runs, w.runs = w.runs, deque()
         if killed and not w.doomed and w.state in (WorkerState.READY, WorkerState.BUSY):
-            self._note_kill(now, {request for run in runs for request, _ in run.members})
+            self._kills.note(now, {request for run in runs for request, _ in run.members})
         story = self.lives.bury(w, how, now)
-        blames = not w.bereft and bool(runs) and not runs[0].late
+        blames = w.fate is not Fate.BEREFT and bool(runs) and not runs[0].late
         if blames and all(run.late for run in [*runs][1:]):
-            w.failed += len(runs[0].members)
+            w.counts.failed += len(runs[0].members)
             for run in [*runs][1:]:
                 self._forget_late(run)
             self._handle_lost_run(w, runs[0], story, now, killed=killed)
@@ -384,21 +407,14 @@ class Scheduler:
             # It is not known which it was at, since an answer may have been lost with it: none is blamed, and
             # each runs apart from the others.
             for run in reversed(runs):
-                w.failed += len(run.members)
-                self._run_again(run, suspect=not w.bereft)
+                w.counts.failed += len(run.members)
+                self._run_again(run, suspect=w.fate is not Fate.BEREFT)
         self.lives.part(w, now)
         self.lives.finish_start()
         if self._closing is None and self.lives.circuit_open:
             for entry in self.table.open():
                 self._fail(entry, self.lives.outage(now), now)
         self._go_on(now)
-
-    def _note_kill(self, now: float, hit: set[int]) -> None:
-        """Kills come from outside if they hit idle workers, or different requests within a short time."""
-        before, hit_before = self._last_kill
-        self._last_kill = now, hit
-        if not hit or (now < before + KILLS_SECONDS and hit.isdisjoint(hit_before)):
-            self._killed_outside = now
 
     def handle_time(self, now: float) -> None:
         """Act on everything that was due by `now`."""
@@ -476,16 +492,9 @@ class Scheduler:
         """The worker is to skip its next run, which was cancelled; it has the time that this run had."""
         if w.doomed or w.state is not WorkerState.BUSY:
             return
-        ends = [self._end_of(self.table[request], now) for request, _ in w.runs[0].members]
+        ends = [self.table[request].end(now) for request, _ in w.runs[0].members]
         w.kill_at = (now if w.runs[0].late else max([now, *ends])) + self._timeouts.cancel_grace
         self.due = min(self.due, w.kill_at)
-
-    def _keep_run(
-        self, entry: Entry, shard: int, w: Worker, sent: float, seconds: float, now: float
-    ) -> None:
-        """Note for traces, and for speeds, where a shard ran."""
-        attempts, rows = entry.attempts[shard], entry.rows[shard]
-        entry.runs.append((shard, w.index, w.device, w.pid, attempts, sent, now, seconds, rows))
 
     def _forget_late(self, run: Run) -> None:
         """A late run has ended, with or without an answer."""
@@ -500,7 +509,7 @@ class Scheduler:
         """A run failed or was cancelled; joined shards run again apart, so that only the bad one fails."""
         members = run.members
         if message.kind != "cancelled":
-            w.failed += len(members)
+            w.counts.failed += len(members)
             w.last_error = message.text[:MAX_TEXT]
         if len(members) > 1:
             self._run_again(run)
@@ -545,16 +554,12 @@ class Scheduler:
             self.queue.discard((entry.number, shard))
         self._sink.settle(entry, error)
         for w, run in self._runs_for(entry):
-            if self._is_over(run):
+            if self.table.is_over(run):
                 self._cancel_run(w, run)
                 # A run that does not stop may not keep its worker past the request's deadline.
                 if run is w.runs[0] and w.kill_at is None:
-                    w.kill_at = self._end_of(entry, now) + self._timeouts.cancel_grace
+                    w.kill_at = entry.end(now) + self._timeouts.cancel_grace
         self._release_if_done(entry)
-
-    def _end_of(self, entry: Entry, now: float) -> float:
-        """Until when a run of a settled request may go on: as long as the caller gave it."""
-        return entry.deadline if entry.deadline < math.inf else now + UNBOUNDED_RUN
 
     def _runs_for(self, entry: Entry) -> list[tuple[Worker, Run]]:
         return [
@@ -563,10 +568,6 @@ class Scheduler:
             for run in w.runs
             if any(request == entry.number for request, _ in run.members)
         ]
-
-    def _is_over(self, run: Run) -> bool:
-        """Whether no request needs this run any more."""
-        return run.late or all(self.table[request].ending is not None for request, _ in run.members)
 
     def _cancel_run(self, w: Worker, run: Run) -> None:
         if w.state is WorkerState.BUSY:
@@ -599,7 +600,7 @@ class Scheduler:
         stories = entry.deaths.setdefault(shard, [])
         stories.append(story)
         crashes = entry.crashes[shard] = entry.crashes.get(shard, 0) + (not killed)
-        from_outside = not crashes and now < self._killed_outside + KILLS_SECONDS
+        from_outside = not crashes and self._kills.come_from_outside(now)
         if len(stories) < (MAX_KILLS if from_outside else MAX_DEATHS):
             self.queue.add_first((request, shard))
             return
@@ -634,7 +635,7 @@ class Scheduler:
                 w.kill_at = grace if w.kill_at is None else min(w.kill_at, grace)
         self._fail(entry, error, now)
         for w, run in runs:
-            if not self._is_over(run):
+            if not self.table.is_over(run):
                 self._cancel_run(w, run)
 
 

@@ -30,6 +30,7 @@ import signal
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import Protocol
 
 from mcinfer.config import RestartPolicy, Timeouts
@@ -88,6 +89,102 @@ class Run:
     suspect: bool = False
 
 
+class Fate(Enum):
+    """What becomes of a worker's process; the start of another one makes it STAYS again."""
+
+    STAYS = auto()
+    RETIRES = auto()
+    """It ends after its last answer, to be replaced."""
+    DOOMED = auto()
+    """It will be killed, or was; messages that it sent before may still come."""
+    BEREFT = auto()
+    """It is killed as well, because its leader has died, and is not to blame."""
+
+
+@dataclass(slots=True)
+class Start:
+    """How a worker's process comes to have its model, and what went wrong with that.
+
+    Attributes:
+        due: When it must have the model; None if it has it, or is not waited for.
+        latest: When it must have the model, even if it reports progress.
+        progress: What it reported last: seconds and bytes.
+        succeeded: Whether a process of the worker had the model once.
+        deaths: How those ended that died before the first success.
+        failure: Why there is no success.
+        lacks: Whether that is because a package is missing.
+    """
+
+    due: float | None = None
+    latest: float = math.inf
+    progress: tuple[float, int] = (-1.0, -1)
+    succeeded: bool = False
+    deaths: list[str] = field(default_factory=list)
+    failure: str | None = None
+    lacks: bool = False
+
+    def begin(self, now: float, seconds: float) -> None:
+        """Give it so many seconds, and more while it reports progress."""
+        self.due = now + seconds
+        self.latest = self.due + LONGEST_START
+        self.progress = (-1.0, -1)
+
+
+@dataclass(slots=True)
+class Budget:
+    """How often a worker may be started again, and how soon.
+
+    Attributes:
+        starts: When it was started again, within the policy's window.
+        spent: No start is left, and no probe (a start past the budget) has had the model yet.
+        trial_end: Until when a death makes it `spent` at once: a probe has just had the model.
+    """
+
+    policy: RestartPolicy
+    starts: deque[float] = field(default_factory=deque)
+    spent: bool = False
+    trial_end: float = -math.inf
+
+    @property
+    def probe_delay(self) -> float:
+        """Seconds between a death and a probe, and for which a probe must live to be well."""
+        return max(self.policy.backoff_limit, SHORTEST_PROBE)
+
+    def renew(self) -> None:
+        self.spent = False
+        self.trial_end = -math.inf
+        self.starts.clear()
+
+    def begin_trial(self, now: float) -> None:
+        """A probe has the model."""
+        self.renew()
+        self.trial_end = now + self.probe_delay
+
+    def next_start(self, now: float) -> float:
+        """When to start again after a death without an answer; it takes one start."""
+        while self.starts and self.starts[0] <= now - self.policy.window:
+            self.starts.popleft()
+        earlier = len(self.starts)
+        # Once spent, a worker stays so, however many starts have left the window: else the circuit would
+        # close, and requests wait, with no worker that serves.
+        self.spent = self.spent or earlier >= self.policy.budget or now < self.trial_end
+        if self.spent:
+            return now + self.probe_delay
+        self.starts.append(now + self.policy.delay(earlier))
+        return self.starts[-1]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a worker's processes have done together; see `WorkerStatistics`."""
+
+    restarts: int = 0
+    runs: int = 0
+    completed: int = 0
+    failed: int = 0
+    busy_seconds: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Worker:
     """One worker's place in the pool; it stays through restarts of the process.
@@ -96,70 +193,61 @@ class Worker:
     rank 0.
 
     Attributes:
-        state: Its place in `TRANSITIONS`.
-        runs: What it has, the current run first.
+        leader: The worker that makes the slab that this one opens; None without one.
+        followers: Those whose leader it is.
+        state: The process's place in `TRANSITIONS`.
+        fate: What becomes of the process.
+        kill_at: When to kill it unless it has answered or ended.
+        end_by: When it must have ended, if it is to end after its last answer.
+        restart_at: When to start the next one.
+        slab: Number and bytes of the slab that the process has made, or was given.
+        answers: How many shards the process has answered, with a result or an error.
+        runs: What it has to run, the current run first.
         began: When the current run began, as far as can be known.
         usual_seconds: How long its runs take.
         capacity: How many runs it may have at a time.
         depth: How many runs it works on at a time; only those above that number wait behind others.
-        ready_by: When it must have its model.
-        latest: When it must have the model, even if it reports progress.
-        progress: What it reported last: seconds and bytes.
-        kill_at: When to kill it unless it has answered or ended.
-        end_by: When it must have ended, if it is to end after its last answer.
-        doomed: It will be killed, or was; messages that it sent before may still come.
-        restart_at: When to start it again.
-        spent: Its budget of starts is spent, and no probe (a start past the budget) has had the model yet.
-        trial_end: Until when a death makes it `spent` at once: a probe of it has just had the model.
-        retiring: Whether it ends after its last answer, to be replaced.
-        starts: When it was started again, within the policy's window.
-        lacks: Whether its build failed because a package is missing.
-        leader: The worker that makes the slab that this one opens; None without one.
-        slab: Number and bytes of the slab that its process has made.
-        has_slab: Whether its process was given the leader's slab.
-        bereft: It is killed because its leader has died.
-        answers: How many shards this process of it has answered, with a result or an error.
         spare: It serves, and gets no runs as long as another worker does: see `WorkerLives`.
+        last_error: What went wrong last.
     """
 
     index: int
-    device: str
     build: Build
+    budget: Budget
+    capacity: int
+    depth: int
+    leader: "Worker | None" = None
+    followers: list["Worker"] = field(default_factory=list)
     state: WorkerState = WorkerState.GONE
+    pid: int | None = None
+    fate: Fate = Fate.STAYS
+    kill_at: float | None = None
+    end_by: float | None = None
+    restart_at: float | None = None
+    slab: tuple[int, int] | None = None
+    answers: int = 0
     runs: deque[Run] = field(default_factory=deque)
     began: float = 0.0
     usual_seconds: float = math.inf
-    capacity: int = 1
-    depth: int = 1
-    pid: int | None = None
-    ready_by: float | None = None
-    latest: float = math.inf
-    progress: tuple[float, int] = (-1.0, -1)
-    kill_at: float | None = None
-    end_by: float | None = None
-    doomed: bool = False
-    restart_at: float | None = None
-    spent: bool = False
-    trial_end: float = -math.inf
-    retiring: bool = False
-    starts: deque[float] = field(default_factory=deque)
-    started_before: bool = False
-    build_deaths: list[str] = field(default_factory=list)
-    build_failure: str | None = None
-    lacks: bool = False
-    leader: "Worker | None" = None
-    slab: tuple[int, int] | None = None
-    has_slab: bool = False
-    bereft: bool = False
-    answers: int = 0
     spare: bool = False
-    restarts: int = 0
-    runs_done: int = 0
-    completed: int = 0
-    failed: int = 0
-    busy_seconds: float = 0.0
+    start: Start = field(default_factory=Start)
+    counts: Counts = field(default_factory=Counts)
     providers: tuple[str, ...] = ()
     last_error: str = ""
+
+    @property
+    def device(self) -> str:
+        return self.build.device
+
+    @property
+    def borrowers(self) -> list["Worker"]:
+        """The followers that have the worker's slab open."""
+        return [follower for follower in self.followers if follower.slab is not None]
+
+    @property
+    def doomed(self) -> bool:
+        """Whether the process will be killed, or was."""
+        return self.fate is Fate.DOOMED or self.fate is Fate.BEREFT
 
     @property
     def death_error(self) -> type[WorkerDiedError]:
@@ -170,17 +258,22 @@ class Worker:
     def serves(self) -> bool:
         """Whether it takes requests, now or after its current run."""
         ready = self.state in (WorkerState.READY, WorkerState.BUSY)
-        return ready and not (self.doomed or self.retiring)
+        return ready and self.fate is Fate.STAYS
 
     @property
     def is_given_up(self) -> bool:
         """Whether it does not serve, and only a probe, of it or of its leader, can change that."""
-        return self.spent or (self.leader is not None and self.leader.spent)
+        return self.budget.spent or (self.leader is not None and self.leader.budget.spent)
 
     @property
     def is_free(self) -> bool:
-        free = self.state is WorkerState.READY
-        return free and not (self.doomed or self.retiring or self.spare)
+        """Whether it may be given a run at once."""
+        return self.state is WorkerState.READY and self.fate is Fate.STAYS and not self.spare
+
+    def end_until(self, time: float) -> None:
+        """Have it end until then. One that does not stop a run is killed no later for that."""
+        self.end_by = time
+        self.kill_at = time if self.kill_at is None else min(time, self.kill_at)
 
     @property
     def name(self) -> str:
@@ -261,14 +354,15 @@ class WorkerLives:
         self._sink = sink
         self._seeds_on_one = seeds_on_one
         self.workers = [
-            Worker(i, build.device, build, capacity=build.depth, depth=build.depth)
+            Worker(i, build, Budget(restart), capacity=build.depth, depth=build.depth)
             for i, build in enumerate(builds)
         ]
         leaders: dict[str, Worker] = {}
         for w in self.workers:
-            if w.build.shares_weights:
-                leader = leaders.setdefault(w.device, w)
-                w.leader = None if leader is w else leader
+            leader = leaders.setdefault(w.device, w) if w.build.shares_weights else w
+            if leader is not w:
+                w.leader = leader
+                leader.followers.append(w)
         self.specs: BuildFinish | None = None
         self.started = False
         self.closing = False
@@ -289,7 +383,7 @@ class WorkerLives:
 
     def outage(self, now: float) -> WorkerDiedError:
         """The error of a request while the circuit is open."""
-        spent = [w for w in self.workers if w.spent]
+        spent = [w for w in self.workers if w.budget.spent]
         dues = [w.restart_at for w in spent if w.restart_at is not None]
         if dues and len(dues) == len(spent):
             probe = f"the next start is in {max(0.0, min(dues) - now):.1f} s"
@@ -308,11 +402,11 @@ class WorkerLives:
                 device=w.device,
                 pid=w.pid,
                 state=str(w.state),
-                restarts=w.restarts,
-                runs=w.runs_done,
-                completed=w.completed,
-                failed=w.failed,
-                busy_seconds=w.busy_seconds,
+                restarts=w.counts.restarts,
+                runs=w.counts.runs,
+                completed=w.counts.completed,
+                failed=w.counts.failed,
+                busy_seconds=w.counts.busy_seconds,
                 providers=w.providers,
                 last_error=w.last_error,
                 spare=w.spare,
@@ -333,9 +427,17 @@ class WorkerLives:
     def _why_not(self, w: Worker, now: float) -> str:
         """Why a worker does not serve, or may not; empty if it does."""
         after = f": {w.last_error}" if w.last_error and not self.closing else ""
-        if w.doomed and w.state is not WorkerState.GONE:
+        if w.state is WorkerState.GONE:
+            if w.restart_at is None:
+                return f"{w.name} is not started"
+            wait = f"{max(0.0, w.restart_at - now):.1f} s"
+            if w.budget.spent:
+                budget = f"{self._restart.budget} restarts within {self._restart.window:g} s"
+                return f"{w.name} is past its budget of {budget}, next start in {wait}{after}"
+            return f"{w.name} starts again in {wait}{after}"
+        if w.doomed:
             return f"{w.name} is being ended{after}"
-        if w.retiring:
+        if w.fate is Fate.RETIRES:
             return f"{w.name} is being replaced"
         if w.state is WorkerState.CONNECTED and w.leader is not None:
             return f"{w.name} waits for {w.leader.name}, which loads the weights of the card{after}"
@@ -343,14 +445,6 @@ class WorkerLives:
             return f"{w.name} is starting ({w.state}){after}"
         if w.state is WorkerState.EXITING:
             return f"{w.name} is ending{after}"
-        if w.state is WorkerState.GONE:
-            if w.restart_at is None:
-                return f"{w.name} is not started"
-            wait = f"{max(0.0, w.restart_at - now):.1f} s"
-            if w.spent:
-                budget = f"{self._restart.budget} restarts within {self._restart.window:g} s"
-                return f"{w.name} is past its budget of {budget}, next start in {wait}{after}"
-            return f"{w.name} starts again in {wait}{after}"
         # Most stop at once: nothing is wrong before half of the time for it is over.
         if w.kill_at is not None and w.kill_at - now <= self._timeouts.cancel_grace / 2:
             return f"{w.name} has not stopped a run that no caller waits for any more"
@@ -372,26 +466,18 @@ class WorkerLives:
         return [
             time
             for w in self.workers
-            for time in (w.ready_by, w.kill_at, w.restart_at)
+            for time in (w.start.due, w.kill_at, w.restart_at)
             if time is not None
         ]
 
     # Starting.
 
     def start(self, w: Worker, now: float) -> None:
-        w.state = WorkerState.SPAWNED
-        w.doomed = w.retiring = False
+        w.state, w.fate = WorkerState.SPAWNED, Fate.STAYS
         w.answers = 0
-        w.restart_at = None
-        w.slab, w.has_slab, w.bereft = None, False, False
-        self._wait_for(w, now)
+        w.restart_at = w.slab = None
+        w.start.begin(now, self._timeouts.start)
         self._sink.start_worker(w.index)
-
-    def _wait_for(self, w: Worker, now: float) -> None:
-        """Give it the time of a start."""
-        w.ready_by = now + self._timeouts.start
-        w.latest = w.ready_by + LONGEST_START
-        w.progress = (-1.0, -1)
 
     def send(self, w: Worker, message: Message) -> None:
         w.state = state_after(w.state, type(message))
@@ -400,24 +486,24 @@ class WorkerLives:
     def build(self, w: Worker, now: float) -> None:
         """It has connected: have it load the model, a follower once its leader has."""
         leader = w.leader
-        if self._with_slab(w) or (leader is not None and not leader.serves):
-            w.ready_by = None
+        if w.borrowers or (leader is not None and not leader.serves):
+            w.start.due = None
             return
-        if w.ready_by is None and not w.doomed:
-            self._wait_for(w, now)
+        if w.start.due is None and not w.doomed:
+            w.start.begin(now, self._timeouts.start)
         if leader is None or leader.slab is None:
             self.send(w, w.build)
             return
-        w.has_slab = True
+        w.slab = leader.slab
         self._sink.share_slab(w.index, leader.index)
         self.send(w, replace(w.build, slab=leader.slab[0]))
 
     def finish_build(self, w: Worker, message: BuildFinish, now: float) -> None:
-        w.ready_by = None
+        w.start.due = None
         if w.doomed:
             return
-        shared = w.started_before and w.build.shares_weights and w.leader is None
-        if shared and message.slab is None and not w.spent:
+        shared = w.start.succeeded and w.build.shares_weights and w.leader is None
+        if shared and message.slab is None and not w.budget.spent:
             why = "; ".join(message.notes) or "it made no slab"
             self.kill(w, f"{w.name}: its card's weights are not shared any more: {why}")
             return
@@ -425,22 +511,23 @@ class WorkerLives:
         if self.specs is None:
             self.specs = message
         elif not _agree(message, self.specs):
-            w.build_failure = (
+            w.start.failure = (
                 f"{w.name}: its model's content, inputs, outputs or weights are not those of the "
                 "others"
             )
-            self.kill(w, w.build_failure)
+            self.kill(w, w.start.failure)
             self.finish_start()
             return
-        if w.spent:
-            self._renew_budget(w)
-            w.trial_end = now + self._probe_delay
-        w.started_before = True
+        if w.budget.spent:
+            w.budget.begin_trial(now)
+        w.start.succeeded = True
         w.spare = self._seeds_on_one and message.seeded
         self._fill_in()
-        w.slab = message.slab
-        followers = self._followers(w)
+        followers = w.followers
+        if w.leader is None:
+            w.slab = message.slab
         if w.leader is None and w.slab is None:
+            w.followers = []
             for each in (w, *followers):
                 each.leader, each.build = None, replace(each.build, shares_weights=False)
         self.finish_start()
@@ -450,10 +537,10 @@ class WorkerLives:
 
     def fail_build(self, w: Worker, message: Error, now: float) -> None:
         """The model does not load: final in the first start, later a death like others."""
-        w.ready_by = None
+        w.start.due = None
         w.last_error = message.text[:MAX_TEXT]
-        w.build_failure = f"{w.name}: {w.last_error}"
-        w.lacks = message.kind == "missing"
+        w.start.failure = f"{w.name}: {w.last_error}"
+        w.start.lacks = message.kind == "missing"
         w.kill_at = now + self._timeouts.cancel_grace
         self.send(w, Exit())
         self.finish_start()
@@ -461,25 +548,27 @@ class WorkerLives:
     def extend_start(self, w: Worker, message: Preparing, now: float) -> None:
         """Give a start that makes progress more time."""
         progress = (message.seconds, message.written)
-        if w.ready_by is not None and progress > w.progress:
-            w.progress = progress
-            w.ready_by = min(now + self._timeouts.start, w.latest)
+        if w.start.due is not None and progress > w.start.progress:
+            w.start.progress = progress
+            w.start.due = min(now + self._timeouts.start, w.start.latest)
 
     def finish_start(self) -> None:
         """Report the first start when every worker has either its model or a failure."""
         if self.started or self.closing:
             return
         ended = [
-            w.started_before or w.build_failure or (w.leader is not None and w.leader.build_failure)
+            w.start.succeeded
+            or w.start.failure
+            or (w.leader is not None and w.leader.start.failure)
             for w in self.workers
         ]
         if not all(ended):
             return
-        failed = [w for w in self.workers if w.build_failure is not None]
+        failed = [w.start for w in self.workers if w.start.failure is not None]
         if failed:
-            kind = MissingDependencyError if all(w.lacks for w in failed) else BuildError
+            kind = MissingDependencyError if all(start.lacks for start in failed) else BuildError
             self.closing = True
-            self._sink.pool_started(kind(say_once(w.build_failure or "" for w in failed)))
+            self._sink.pool_started(kind(say_once(start.failure or "" for start in failed)))
             return
         self.started = True
         self._sink.pool_started(None)
@@ -488,7 +577,8 @@ class WorkerLives:
 
     def doom(self, w: Worker, reason: str) -> None:
         """A worker is being killed. Messages that it sent before may come until its death is reported."""
-        w.doomed = True
+        if w.fate is not Fate.BEREFT:
+            w.fate = Fate.DOOMED
         w.last_error = reason
 
     def kill(self, w: Worker, reason: str) -> None:
@@ -497,33 +587,28 @@ class WorkerLives:
 
     def end_when_idle(self, w: Worker, now: float, seconds: float) -> None:
         """Ask a worker to end after its last answer, within so many seconds."""
-        self._end_by(w, now + seconds)
+        w.end_until(now + seconds)
         self.send(w, Exit())
-
-    def _end_by(self, w: Worker, time: float) -> None:
-        """Have it end until then. One that does not stop a run is killed no later for that."""
-        w.end_by = time
-        w.kill_at = time if w.kill_at is None else min(time, w.kill_at)
 
     def handle_time(self, w: Worker, now: float) -> None:
         if w.restart_at is not None and w.restart_at <= now:
-            w.restarts += 1
+            w.counts.restarts += 1
             self.start(w, now)
-        elif w.ready_by is not None and w.ready_by <= now:
-            w.ready_by = None
+        elif w.start.due is not None and w.start.due <= now:
+            w.start.due = None
             waited = f"not ready within {self._timeouts.start:g} s (it was {w.state})"
             self._give_up_waiting(w, f"{w.name}: {waited}", now)
         elif w.kill_at is not None and w.kill_at <= now:
             w.kill_at = None
             if not w.doomed:
                 reason = f"{w.name}: did not stop in time"
-                if w.state is WorkerState.EXITING and not (w.retiring or self.closing):
+                if w.state is WorkerState.EXITING and not (w.fate is Fate.RETIRES or self.closing):
                     reason += f" after: {w.last_error}"  # the model did not load
                 self._give_up_waiting(w, reason, now)
                 return
             self.kill(w, w.last_error)
-            if not (self.started or w.started_before):
-                w.build_failure = w.build_failure or w.last_error
+            if not (self.started or w.start.succeeded):
+                w.start.failure = w.start.failure or w.last_error
                 self.finish_start()
 
     def _give_up_waiting(self, w: Worker, reason: str, now: float) -> None:
@@ -536,13 +621,12 @@ class WorkerLives:
         """Note that a worker's process is gone, and plan its restart; return its end in words."""
         story = f"{w.name} {how}"
         cause = w.last_error if w.doomed or w.state is WorkerState.EXITING else ""
-        planned = w.retiring and w.state is WorkerState.EXITING
+        planned = w.fate is Fate.RETIRES and w.state is WorkerState.EXITING
         before = w.state
         w.state = WorkerState.GONE
         w.usual_seconds, w.capacity = math.inf, w.depth
-        w.pid = w.ready_by = w.kill_at = w.end_by = None
-        w.retiring = w.has_slab = w.spare = False
-        w.slab = None
+        w.pid = w.start.due = w.kill_at = w.end_by = w.slab = None
+        w.spare = False
         if self.closing:
             return story
         self._fill_in()
@@ -553,75 +637,40 @@ class WorkerLives:
         if w in self._to_replace and w.index not in self._asked_for:
             self._to_replace.remove(w)  # what was worn is gone; its budget stays as it is
             self._note_calm()
-        if w.bereft:
-            w.restart_at = now + (self._probe_delay if w.spent else 0.0)
-        elif self.started or w.started_before:
-            self._plan_restart(w, now)
-        elif w.build_failure is None:  # else it was reported
-            w.build_deaths.append(f"{story} while {before}")
-            if len(w.build_deaths) < MAX_DEATHS:
+        if w.fate is Fate.BEREFT:
+            w.restart_at = now + (w.budget.probe_delay if w.budget.spent else 0.0)
+        elif (self.started or w.start.succeeded) and w.answers:
+            # It loads and runs the model. Another worker that cannot, keeps its back-off.
+            w.budget.renew()
+            w.restart_at = now
+        elif self.started or w.start.succeeded:
+            w.restart_at = w.budget.next_start(now)
+        elif w.start.failure is None:  # else it was reported
+            w.start.deaths.append(f"{story} while {before}")
+            if len(w.start.deaths) < MAX_DEATHS:
                 w.restart_at = now
             else:
-                w.build_failure = "; ".join(w.build_deaths)
+                w.start.failure = "; ".join(w.start.deaths)
         return story
 
     def part(self, w: Worker, now: float) -> None:
         """After a leader's death, end its followers; after the last of these, build the leader, or end it."""
         leader = w.leader
         if not self.closing and leader is None:
-            for follower in self._with_slab(w):
-                self._bereave(follower, w)
-        elif leader is None or leader.doomed or self._with_slab(leader):
+            for follower in w.borrowers:
+                if follower.doomed:  # for a reason of its own, or one of its run's
+                    self._sink.kill_worker(follower.index)
+                    continue
+                why = f"it shares the memory of its card with worker {w.index}, which has died"
+                self.kill(follower, why)
+                follower.fate = Fate.BEREFT
+        elif leader is None or leader.doomed or leader.borrowers:
             return
         elif self.closing and leader.state in (WorkerState.READY, WorkerState.BUSY):
             end = now + self._timeouts.close if leader.end_by is None else leader.end_by
             self.end_when_idle(leader, now, end - now)
         elif not self.closing and leader.state is WorkerState.CONNECTED:
             self.build(leader, now)
-
-    def _bereave(self, follower: Worker, leader: Worker) -> None:
-        if follower.doomed:  # for a reason of its own, or one of its run's
-            self._sink.kill_worker(follower.index)
-            return
-        follower.bereft = True
-        self.kill(
-            follower, f"it shares the memory of its card with worker {leader.index}, which has died"
-        )
-
-    def _followers(self, w: Worker) -> list[Worker]:
-        return [other for other in self.workers if other.leader is w]
-
-    def _with_slab(self, w: Worker) -> list[Worker]:
-        """The followers of a leader that have its memory open."""
-        return [f for f in self._followers(w) if f.has_slab and f.state is not WorkerState.GONE]
-
-    def _plan_restart(self, w: Worker, now: float) -> None:
-        if w.answers:
-            # It loads and runs the model. Another worker that cannot, keeps its back-off.
-            self._renew_budget(w)
-            w.restart_at = now
-            return
-        while w.starts and w.starts[0] <= now - self._restart.window:
-            w.starts.popleft()
-        earlier = len(w.starts)
-        # Once spent, a worker stays so, however many starts have left the window: else the circuit would
-        # close, and requests wait, with no worker that serves.
-        w.spent = w.spent or earlier >= self._restart.budget or now < w.trial_end
-        if w.spent:
-            w.restart_at = now + self._probe_delay
-        else:
-            w.restart_at = now + self._restart.delay(earlier)
-            w.starts.append(w.restart_at)
-
-    @property
-    def _probe_delay(self) -> float:
-        """Seconds between a death and a probe, and for which a probe must live to be well."""
-        return max(self._restart.backoff_limit, SHORTEST_PROBE)
-
-    def _renew_budget(self, w: Worker) -> None:
-        w.spent = False
-        w.trial_end = -math.inf
-        w.starts.clear()
 
     # Replacing.
 
@@ -647,7 +696,7 @@ class WorkerLives:
         """Plan to replace a worker that has answered, or grown, as much as the policy allows."""
         most_answers, most_bytes = self._restart.max_requests, self._restart.max_memory_bytes
         worn = most_answers is not None and w.answers >= most_answers
-        if w.spent:
+        if w.budget.spent:
             return  # a probe in progress; a later check decides
         if worn or (most_bytes is not None and own_bytes > most_bytes):
             self.replace([w])
@@ -659,7 +708,7 @@ class WorkerLives:
                 if not self._to_replace:
                     return
                 first = self._to_replace[0]
-                together = (first, *self._followers(first))
+                together = (first, *first.followers)
                 others = [o for o in self.workers if o not in together]
                 if not all(o.serves or o.is_given_up for o in others):
                     return
@@ -669,7 +718,7 @@ class WorkerLives:
                 for w in together:
                     self._begin_to_replace(w, now)
             for w in self._replacing:
-                if w.retiring and w.state is WorkerState.READY and not self._with_slab(w):
+                if w.fate is Fate.RETIRES and w.state is WorkerState.READY and not w.borrowers:
                     self.end_when_idle(w, now, self._timeouts.close)
             replaced = self._replacing
             if not all(w.serves or w.is_given_up for w in replaced):
@@ -687,13 +736,14 @@ class WorkerLives:
                     self._sink.workers_restarted(None)
 
     def _begin_to_replace(self, w: Worker, now: float) -> None:
-        if w.spent or w.state is WorkerState.GONE:
-            self._renew_budget(w)
+        if w.budget.spent or w.state is WorkerState.GONE:
+            w.budget.renew()
         if w.state is WorkerState.GONE:
-            w.restarts += 1
+            w.counts.restarts += 1
             self.start(w, now)
         else:
-            w.retiring = True
+            if w.fate is Fate.STAYS:
+                w.fate = Fate.RETIRES
             self._fill_in()
 
     def _fill_in(self) -> None:
@@ -708,7 +758,8 @@ class WorkerLives:
             if w.state is not WorkerState.GONE:
                 w.kill_at = min(now + seconds, math.inf if w.kill_at is None else w.kill_at)
                 w.end_by = min(now + seconds, math.inf if w.end_by is None else w.end_by)
-                w.doomed = w.doomed or seconds == 0
+                if seconds == 0:
+                    w.fate = Fate.DOOMED
 
     def close(self, now: float, seconds: float) -> None:
         """End all workers; they get so many seconds to end by themselves."""
@@ -717,12 +768,12 @@ class WorkerLives:
             self._sink.workers_restarted(ClosedError("the master was closed"))
         self.forget_replacing()
         for w in self.workers:
-            w.restart_at = w.ready_by = None
+            w.restart_at = w.start.due = None
             if w.doomed and w.state is not WorkerState.GONE:
                 self._sink.kill_worker(w.index)
             elif w.state in (WorkerState.READY, WorkerState.BUSY):
-                if seconds and self._with_slab(w):
-                    self._end_by(w, now + seconds)  # it is asked to after its followers: see `part`
+                if seconds and w.borrowers:
+                    w.end_until(now + seconds)  # it is asked to after its followers: see `part`
                 else:
                     self.end_when_idle(w, now, seconds)
             elif w.state is WorkerState.EXITING:
@@ -730,4 +781,5 @@ class WorkerLives:
             elif w.state is not WorkerState.GONE:
                 self.kill(w, w.last_error)
             # One that had no time to end does not hang.
-            w.doomed = w.doomed or seconds == 0
+            if seconds == 0:
+                w.fate = Fate.DOOMED

@@ -42,6 +42,7 @@ from mcinfer.runtime.supervision import Supervision
 from mcinfer.runtime.transport import MasterTransport
 from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
 from mcinfer.scheduler.dispatch import LONG_RUN
+from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.sharding import Split
 from mcinfer.shm.block import Block
@@ -231,7 +232,7 @@ class MasterTarget(Target):
         return [encode(message) for message in self._messages(rng)] + self._bent(rng)
 
     def _answer_of_the_other(self) -> None:
-        for number, shard in self._scheduler.running(1):
+        for number, shard in self._running(1):
             if self._spec is KNOWN_SPEC:
                 self._write(number)
                 self._say(1, Reply(request=number, shard=shard, outputs=(), seconds=0.1))
@@ -272,6 +273,10 @@ class MasterTarget(Target):
             process.renew()
             self._connections.processes[index] = process.gang
             self._scheduler.handle_started(index, process.pid)
+
+    def _running(self, worker: int) -> tuple[ShardId, ...]:
+        run = self._scheduler.current_run(worker)
+        return () if run is None else run.members
 
     @property
     def _scheduler(self) -> Scheduler:
@@ -318,7 +323,7 @@ class MasterTarget(Target):
         every = [
             (n, i) for n, request in enumerate(self._requests) for i in range(len(request.rows))
         ]
-        return [*self._scheduler.running(0) * 4, *every]
+        return [*self._running(0) * 4, *every]
 
     def _bent(self, rng: random.Random) -> list[bytes]:
         """Replies with one wrong value, at the edges of what is allowed."""
@@ -387,7 +392,7 @@ class MasterTarget(Target):
         settled = {id(request) for request in self._requests if request.settled}
         before = [process.peer for process in self._processes]
         outlawed = self._processes[0].gang.outlawed
-        running = self._scheduler.running(0)
+        running = self._running(0)
         self._feed(self._speaker, data)
         self._check_who_is_known(before, data)
         self._check_sent()
@@ -417,7 +422,7 @@ class MasterTarget(Target):
     def _check_outlaw(self) -> None:
         """Nothing of it is read any more, right or not."""
         waiting = [request for request in self._requests if not request.settled]
-        for number, shard in self._scheduler.running(0):
+        for number, shard in self._running(0):
             outputs = self._outputs(number, shard)
             self._say(0, Reply(request=number, shard=shard, outputs=outputs, seconds=0.1))
             self._say(0, Reply(request=number, shard=shard, outputs=(), seconds=0.1))
