@@ -16,7 +16,6 @@ CREDENTIALS = struct.Struct("=iII")
 
 _DESCRIPTOR = struct.Struct("=i")
 _MAX_DESCRIPTORS = 4
-_RIGHTS_BYTES = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR.size)
 _CUT_OFF = socket.MSG_TRUNC | socket.MSG_CTRUNC
 
 
@@ -33,7 +32,10 @@ def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()
 
 
 def take_packet(
-    connection: socket.socket, most_bytes: int, flags: int = 0
+    connection: socket.socket,
+    most_bytes: int,
+    flags: int = 0,
+    most_descriptors: int = _MAX_DESCRIPTORS,
 ) -> tuple[bytes, list[int], int]:
     """Receive one packet; `flags` are of recvmsg(2).
 
@@ -46,9 +48,8 @@ def take_packet(
     """
     # Not socket.recv_fds: it drops its flags too, and processes that are started later would inherit
     # the descriptors.
-    data, rights, said, _ = connection.recvmsg(
-        most_bytes, _RIGHTS_BYTES, flags | socket.MSG_CMSG_CLOEXEC
-    )
+    space = socket.CMSG_SPACE(most_descriptors * _DESCRIPTOR.size)
+    data, rights, said, _ = connection.recvmsg(most_bytes, space, flags | socket.MSG_CMSG_CLOEXEC)
     descriptors = [
         fd
         for level, kind, packed in rights

@@ -21,7 +21,6 @@ import json
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +38,7 @@ from mcinfer.errors import (
 from mcinfer.private import open_private, opened_folder, temporary_places
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT
 from mcinfer.ranks.collectives.shm import ShmGroup, inherit, make_shared
-from mcinfer.shm.descriptors import close_all, peer_credentials
+from mcinfer.shm.descriptors import close_all, peer_credentials, send, take_packet
 
 _PAUSE = 0.02
 """Seconds between two attempts to connect: the system does not show when a process begins to listen."""
@@ -48,8 +47,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What another folder would not change."""
 
 _MAX_BYTES = 1 << 16
-_DESCRIPTOR = struct.Struct("=i")
-_RIGHTS_BYTES = socket.CMSG_SPACE(253 * _DESCRIPTOR.size)
+_MAX_DESCRIPTORS = 253  # of one packet (unix(7))
 _LONGEST_WAIT = 86400.0
 _VERDICT = 1.0
 """Seconds that the others wait longer than rank 0: its error names the ranks that are missing."""
@@ -340,21 +338,18 @@ def _call(end: socket.socket, rank: int, size: int, deadline: _Deadline) -> ShmG
 
 def _send(end: socket.socket, fields: dict[str, Any], descriptors: list[int] | None = None) -> None:
     """Send a packet, unless the other side is gone: this side sees that when it next receives."""
-    rights = b"".join(map(_DESCRIPTOR.pack, descriptors or ()))
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        end.sendmsg([json.dumps(fields).encode()], ancillary, socket.MSG_NOSIGNAL)
+        send(end, json.dumps(fields).encode(), descriptors or ())
 
 
 def _receive(end: socket.socket, sender: str) -> tuple[dict[str, Any], list[int]]:
     """One packet that has come, and its descriptors; raises the error that a packet carries."""
-    flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+    wanted = (end, _MAX_BYTES, socket.MSG_DONTWAIT, _MAX_DESCRIPTORS)
     try:
-        data, ancillary, said, _ = end.recvmsg(_MAX_BYTES, _RIGHTS_BYTES, flags)
+        data, fds, cut_off = take_packet(*wanted)
     except ConnectionResetError:
         # The other side closed before it read all. What it sent comes after this error.
-        data, ancillary, said, _ = end.recvmsg(_MAX_BYTES, _RIGHTS_BYTES, flags)
-    fds = [fd for _, _, packed in ancillary for (fd,) in _DESCRIPTOR.iter_unpack(packed)]
+        data, fds, cut_off = take_packet(*wanted)
     try:
         if not data:
             raise RankDiedError(f"{sender} hung up before the group was complete")
@@ -364,7 +359,7 @@ def _receive(end: socket.socket, sender: str) -> tuple[dict[str, Any], list[int]
             fields = None
         if not isinstance(fields, dict):
             raise ProtocolError(f"{sender}: got {data[:40]!r}, expected a packet of a rank")
-        if said & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+        if cut_off:
             raise ProtocolError(
                 f"{sender}: its packet was cut off: too long, or no descriptor is left here"
             )

@@ -143,30 +143,12 @@ def _bytes(array: NDArray[Any]) -> list[Any]:
     return [MPI.buffer.fromaddress(array.ctypes.data, array.nbytes), MPI.BYTE]
 
 
-class _Collective(Collective):
-    """An operation of all ranks: they compare their cells, then the parts travel."""
+class _Prepared(Collective):
+    """An operation on these arrays."""
 
-    def __init__(
-        self,
-        group: "MpiGroup",
-        text: str,
-        arrays: tuple[NDArray[Any], NDArray[Any]],
-        parts: Sequence[_Part],
-    ) -> None:
+    def __init__(self, arrays: tuple[NDArray[Any], NDArray[Any]], run: Callable[[], None]) -> None:
         self.input, self.output = arrays
-        self._run = partial(group._move, text, parts)
-
-    def run(self) -> None:
-        self._run()
-
-
-class _Transfer(Collective):
-    """One array from a rank to another."""
-
-    def __init__(self, group: "MpiGroup", signature: Signature, root: int, to: int) -> None:
-        self.input = self.output = np.zeros(signature.shape, signature.dtype)
-        move, other = (group._post, to) if group.rank == root else (group._take, root)
-        self._run = partial(move, other, str(signature), self.input)
+        self._run = run
 
     def run(self) -> None:
         self._run()
@@ -321,7 +303,9 @@ class MpiGroup(Group):
     # Making operations.
 
     def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
-        return _Transfer(self, signature, root, to)
+        array: NDArray[Any] = np.zeros(signature.shape, signature.dtype)
+        move, other = (self._post, to) if self.rank == root else (self._take, root)
+        return _Prepared((array, array), partial(move, other, str(signature), array))
 
     def _prepare(self, signature: Signature) -> Collective:
         if signature.nbytes * self.size > _MAX_BYTES:
@@ -333,9 +317,8 @@ class MpiGroup(Group):
         output: NDArray[Any] = np.zeros(signature.output_shape, signature.dtype)
         if signature.root is not None:
             output = mine
-        return _Collective(
-            self, str(signature), (mine, output), self._plan(signature, mine, output)
-        )
+        parts = self._plan(signature, mine, output)
+        return _Prepared((mine, output), partial(self._move, str(signature), parts))
 
     def _plan(self, signature: Signature, mine: NDArray[Any], output: NDArray[Any]) -> list[_Part]:
         """The parts of an operation, one after another."""
