@@ -166,6 +166,18 @@ def test_source_of_many_transfers_waits_for_room() -> None:
     results(2, body)
 
 
+def test_ranks_that_wait_for_room_at_each_other_make_it() -> None:
+    def body(group: Group) -> None:
+        ours = group.prepare_transfer((1,), np.int32, group.rank, 1 - group.rank)
+        theirs = group.prepare_transfer((1,), np.int32, 1 - group.rank, group.rank)
+        for transfer in (ours, theirs):
+            for _ in range(500):
+                transfer.run()
+        group.barrier()
+
+    results(2, body)
+
+
 # Errors.
 
 

@@ -177,6 +177,7 @@ def inherit(
 
 _CELL = struct.Struct("<8sQ8s104s")  # stream, place, digest of the text, text
 _STREAM_BYTES = 8
+_NO_STREAM = b"\xff" * _STREAM_BYTES
 _TEXT_IN_CELL = 104
 _CELL_BYTES = _CELL.size
 _RING = 64
@@ -272,6 +273,8 @@ class _Wire:
                 self.raise_ends([peer])
                 if not self.look(deadline):
                     return False
+                for other in self.peers:  # one of them may wait for room here
+                    self.take(other, _NO_STREAM)
         start = peer.outbox + peer.sent % _RING * _CELL_BYTES
         self._control[start : start + _CELL_BYTES] = cell
         peer.sent += 1
