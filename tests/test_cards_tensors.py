@@ -64,6 +64,7 @@ class Pool:
     delivered: list[Callable[[], object]] = field(default_factory=list)
     repeated: list[Callable[[], bool]] = field(default_factory=list)
     timeout: float = 30.0
+    remembers: bool = False
     asked: list[tuple[str, list[int]]] = field(default_factory=list)
     memories: dict[Device, CardMemory] = field(default_factory=dict)
 
@@ -72,7 +73,9 @@ class Pool:
         self.arena = Arena(LIMIT, numbers=self._numbers)
         allocate = self._allocator("host", self.arena)
         place = HostPlace(self.arena, allocate, IdleFrames())
-        self.planner = Planner(self.model, place, cast("Queue", self), max_rows=8)
+        self.planner = Planner(
+            self.model, place, cast("Queue", self), max_rows=8, remembers=self.remembers
+        )
 
     def _allocator(self, name: str, arena: Arena) -> Callable[..., Any]:
         def allocate(sizes: Any, _: float, *_of_cards: object) -> Any:
@@ -274,6 +277,19 @@ def test_answer_in_a_workers_own_memory_is_joined_and_brought_to_the_card(
     pool, own = make(), Worker()
     value = pool.answer(pool.request(pool.cupy.asarray(X), W, on="cuda:0"), own)
     np.testing.assert_array_equal(value["y"].get(), 2 * X)
+    own.close()
+
+
+def test_outputs_of_shapes_seen_before_still_come_to_the_card(make: Callable[..., Pool]) -> None:
+    spec = model({"x": PLAIN_X}, {"y": ("float32", ["batch", "found"])})
+    pool, own = make(model=spec, reached=False, remembers=True), Worker()
+    how = known(spec, outputs={"y": 0})
+    for _ in range(4):
+        request = pool.request(X, on="cuda:0", how=how)
+        is_laid = any(references(request, shard)[1] for shard in (0, 1))
+        value = pool.answer(request, None if is_laid else own)
+        assert isinstance(value["y"], pool.cupy.ndarray)
+        np.testing.assert_array_equal(value["y"].get(), 2 * X)
     own.close()
 
 

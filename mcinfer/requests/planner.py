@@ -339,12 +339,10 @@ class Planner:
                 plan = self._plans.get(longer) or self._new_plan(
                     longer, shapes, pieces, known, found
                 )
-            if call.outputs_on is not None:
-                plan = replace(
-                    plan, simple_outputs=None
-                )  # its value is never just a view for NumPy
+            if call.outputs_on is not None:  # its value is never just a view for NumPy
+                plan = replace(plan, simple_outputs=None)
         laid = plan
-        if plan.seen is None or outputs is not None:
+        if plan.seen is None or call.outputs_on is not None:
             held, written = self.place.lease(plan, timeout, with_outputs=outputs is None)
         else:
             laid, held, written = self._lease_laid(plan, plan.seen, timeout)
