@@ -15,7 +15,14 @@ from onnx import NodeProto, TensorProto, helper
 
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import Engine, EngineRequest, Run, Strings
-from mcinfer.errors import BuildError, ClosedError, InvalidInputError, McinferError, PredictError
+from mcinfer.errors import (
+    BuildError,
+    ClosedError,
+    CollectiveTimeoutError,
+    InvalidInputError,
+    McinferError,
+    PredictError,
+)
 from mcinfer.ranks.collectives.base import Group, PeerFailedError
 from mcinfer.ranks.layouts import MAX_LAYOUTS
 from mcinfer.ranks.slices import RankEngine, prepare
@@ -463,8 +470,8 @@ def test_stages_overlap_and_give_only_what_they_make(tmp_path: Path) -> None:
 # Failures.
 
 
-def picky(folder: Path, ranks: int, *, after: bool) -> list[Path]:
-    """Slices whose rank 1 fails if ``x[0]`` is not 0, before or after a collective."""
+def picky(folder: Path, ranks: int, *, after: bool, bad: Sequence[int] = (1,)) -> list[Path]:
+    """Slices of which some ranks fail if ``x[0]`` is not 0, before or after a collective."""
     slices = []
     for rank in range(ranks):
         pick = [
@@ -479,7 +486,7 @@ def picky(folder: Path, ranks: int, *, after: bool) -> list[Path]:
             all_reduce("picked" if after else "picked2", "y"),
         ]
         weights = {
-            "factor": np.array(1000 if rank == 1 else 0, np.float32),
+            "factor": np.array(1000 if rank in bad else 0, np.float32),
             "table": np.array([5], np.float32),
         }
         path = folder / f"model{rank}.onnx"
@@ -511,8 +518,55 @@ def test_failure_in_one_rank_fails_that_run_in_all_and_ends_the_group(
     run_ranks(3, rank)
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("learned", [False, True])
+def test_run_that_all_ranks_of_a_master_refuse_before_they_meet_fails_alone(
+    tmp_path: Path, learned: bool
+) -> None:
+    slices = picky(tmp_path, 3, after=False, bad=range(3))
+    good, bad = np.zeros(2, np.float32), np.ones(2, np.float32)
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, slices[group.rank], deliver_everywhere=False)
+        run = Bound(engine, {"x": good}, {"y": (2,)})
+        for _ in range(2 * learned):
+            run({"x": good})
+        for _ in range(2):
+            with pytest.raises(PredictError, match="out of data bounds"):
+                run({"x": bad})
+            found = run({"x": good})["y"].tolist()
+            if not group.rank:
+                assert found == [45, 45]
+
+    run_ranks(3, rank)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_rank_of_a_master_that_fails_in_fixed_memory_stays_in_step(
+    tmp_path: Path, after: bool
+) -> None:
+    slices = picky(tmp_path, 3, after=after)
+    good, bad = np.zeros(2, np.float32), np.ones(2, np.float32)
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, slices[group.rank], deliver_everywhere=False)
+        run = Bound(engine, {"x": good}, {"y": (2,)})
+        for _ in range(4):
+            run({"x": good})
+            for _ in range(2):
+                if group.rank == 1:
+                    with pytest.raises(PredictError, match="out of data bounds"):
+                        run({"x": bad})
+                else:
+                    run({"x": bad})  # the master drops it
+            found = run({"x": good})["y"].tolist()
+            if not group.rank:
+                assert found == ([15, 15] if after else [45, 45])
+        assert not engine.broken
+
+    run_ranks(3, rank)
+
+
+@pytest.mark.parametrize(("everywhere", "learned"), [(True, True), (True, False)])
 def test_failure_in_a_stage_fails_the_later_ones_all_that_wait_and_the_next_run(
     tmp_path: Path, learned: bool, everywhere: bool
 ) -> None:
@@ -572,10 +626,12 @@ def _fails(run: Bound, given: Arrays) -> bool:
     return False
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize(("stages", "tensor"), [(1, 3), (2, 1), (2, 2), (3, 2)])
+STAGES = pytest.mark.parametrize(("stages", "tensor"), [(1, 3), (2, 1), (2, 2), (3, 2)])
+
+
+@STAGES
 def test_failure_anywhere_ends_the_group_in_all_ranks(
-    tmp_path: Path, stages: int, tensor: int, everywhere: bool
+    tmp_path: Path, stages: int, tensor: int
 ) -> None:
     """Each segment of each rank fails: in the first run, which finds the shapes, or in a later one."""
     slices = fragile(tmp_path, stages, tensor)
@@ -583,29 +639,103 @@ def test_failure_anywhere_ends_the_group_in_all_ranks(
 
     def rank(group: Group, stack: ExitStack, bad: int) -> str:
         try:
-            engine = opened(stack, group, slices[group.rank], deliver_everywhere=everywhere)
+            engine = opened(stack, group, slices[group.rank])
         except PeerFailedError as exc:  # others were ready before this rank
             return str(exc)
         for code in [*([-1] * (bad % 3)), bad]:
             given = {"x": np.arange(4, dtype=np.float32), "code": np.array(code, np.float32)}
             run = Bound(engine, given, {"y": (4,)})
             try:
-                outputs = run(given)
+                run(given)
             except PredictError as exc:
-                assert code == bad or not everywhere  # then runs overlap
+                assert code == bad
                 return str(exc)
-            if code < 0 and (group.rank == size - tensor or everywhere):
+        return ""
+
+    for bad in range(FRAGILE_PLACES * size):
+        assert all("out of data bounds" in text for text in run_ranks(size, partial(rank, bad=bad)))
+
+
+@STAGES
+def test_failure_anywhere_leaves_the_ranks_of_a_master_in_step(
+    tmp_path: Path, stages: int, tensor: int
+) -> None:
+    """Each segment of each rank fails, in the first runs and in later ones."""
+    slices = fragile(tmp_path, stages, tensor)
+    size = stages * tensor
+    codes = [code for bad in range(FRAGILE_PLACES * size) for code in (bad, -1)]
+    codes = [*codes[:8], *codes[:1:-2], *codes]
+
+    def rank(group: Group, stack: ExitStack) -> list[str]:
+        engine = opened(stack, group, slices[group.rank], deliver_everywhere=False)
+        failed: list[str] = []
+        for number, code in enumerate(codes):
+            given = {
+                "x": np.arange(4, dtype=np.float32) + number,
+                "code": np.array(code, np.float32),
+            }
+            try:
+                outputs = Bound(engine, given, {"y": (4,)} if number % 3 else {})(given)
+            except PredictError as exc:
+                failed.append(str(exc))
+                continue
+            failed.append("")
+            if code < 0 and group.rank == size - tensor:
                 expected = given["x"] * tensor ** (2 * stages)
                 if stages > 2:
                     expected += given["x"] * tensor**2
                 np.testing.assert_array_equal(outputs["y"], expected)
-        wait_until(lambda: _fails(run, given))
-        return ""
+        group.barrier()  # later stages may still acknowledge
+        return failed
 
-    for bad in range(FRAGILE_PLACES * size):
-        failed = run_ranks(size, partial(rank, bad=bad))
-        assert "out of data bounds" in failed[bad // FRAGILE_PLACES]
-        assert all("out of data bounds" in text for text in failed if text or everywhere)
+    for code, failed in zip(codes, zip(*run_ranks(size, rank), strict=True), strict=True):
+        if code < 0:
+            assert not any(failed)
+        else:
+            assert "out of data bounds" in failed[code // FRAGILE_PLACES]
+
+
+def test_rank_that_does_not_come_is_a_time_out_that_ends_the_group(tmp_path: Path) -> None:
+    model = mlp(tmp_path, 2)
+    came = threading.Event()
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        group.timeout = 0.5
+        engine = opened(stack, group, model.slices[group.rank])
+        given = {"x": normal(1, 4, 16)}
+        run = Bound(engine, given, {"y": (4, 16)})
+        run(given)
+        if group.rank:
+            assert came.wait(PATIENCE)
+        else:
+            with pytest.raises(CollectiveTimeoutError, match=r"rank 1 .* did not take part"):
+                run(given)
+            came.set()
+        with pytest.raises(McinferError):
+            run(given)
+        assert "rank 1 (pid" in engine.broken
+
+    run_ranks(2, rank)
+
+
+def test_run_that_is_not_executed_ends_the_group_unless_all_ranks_refuse_it(
+    tmp_path: Path,
+) -> None:
+    model = mlp(tmp_path, 2)
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, model.slices[group.rank])
+        given = {"x": normal(1, 4, 16)}
+        run = Bound(engine, given, {"y": (4, 16)})
+        engine.skip(InvalidInputError("of another shape"))
+        run(given)
+        if group.rank:
+            engine.skip(MemoryError("none is left"))
+        else:
+            with pytest.raises(PeerFailedError, match=r"rank 1 \(pid .* failed: none is left"):
+                run(given)
+
+    run_ranks(2, rank)
 
 
 def test_invalid_inputs_are_refused_in_all_ranks_and_the_group_lives_on(tmp_path: Path) -> None:

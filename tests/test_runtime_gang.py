@@ -143,7 +143,7 @@ def test_error_after_a_run_is_that_of_the_request_and_blocks_of_others_are_dropp
 ) -> None:
     ranks[0].hand_over(-1)
     found = say(gang, [reply(ref("z", -1)), error("predict", "no memory"), reply()])
-    assert found == error("predict", "no memory")
+    assert found == error("predict", "rank 1 (cpu:1, pid 101): no memory")
     assert not gang.killed
     with pytest.raises(ProtocolError):
         gang.receive_block(-3)

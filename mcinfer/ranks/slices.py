@@ -13,9 +13,11 @@ The first run with new input shapes leaves the memory of all values to the runti
 their shapes. From then on, all values of such runs lie in fixed memory: see `mcinfer.ranks.layouts`.
 If shapes change though those of the inputs do not, runs with these inputs continue without fixed memory.
 
-All or nothing: inputs that do not fit are refused in `bind`, equally in all ranks. A run that fails later
-breaks off the group, so that the other ranks do not wait for this one, and the engine is of no more use
-(`Engine.broken`). So no rank owes another anything after a failure.
+Failures: inputs that do not fit are refused in `bind`, in all ranks alike. In a master's group, a rank whose
+segment fails stays in step with the others. In the first run with new shapes, the ranks agree before each
+meeting that all are well. In later ones the rank still takes part in all that follows, with what an earlier
+run left in the memory, and the master drops what the others make of it. After any other failure the rank
+breaks off the group, so that no rank waits for it, and the engine is of no more use (`Engine.broken`).
 
 Ownership: the engine owns its sessions, its arena, and the group that it was given.
 """
@@ -298,6 +300,11 @@ def is_of_another_rank(exc: BaseException) -> bool:
     return isinstance(exc.__cause__, PeerFailedError)
 
 
+def _all_well(group: Group, is_well: bool) -> bool:
+    """Whether all ranks of a group say that they are; all of them call this."""
+    return bool(group.all_reduce(np.array([not is_well], np.int64), "max")[0] == 0)
+
+
 def _open(request: EngineRequest, folder: Path, segment: Segment) -> Engine:
     prepared = _prepared_form(folder, segment)
     preparation = Preparation(path=prepared if prepared.exists() else None)
@@ -394,6 +401,7 @@ class _RankRun(Run):
         self._bound = {item.name: item for item in outputs if item.name in given}
         self._given = [name for name in engine.held if name in given]
         self._key = tuple(item.shape for item in inputs)
+        self._failure: Exception | None = None
         self._layout: Layout | None = None
         self._outputs: Values = {}
         self._programs: list[_Program | None] = [None, None]
@@ -401,44 +409,68 @@ class _RankRun(Run):
     def execute(self) -> Sequence[Produced | Strings]:
         engine = self._engine
         engine.check_open()
+        self._failure = None
         try:
             layout = engine.arena.layouts.get(self._key)
             if layout is None:
-                return self._learn()
-            layout.runs += 1
-            return self._run_laid_out(layout)
+                found = self._learn()
+            else:
+                layout.runs += 1
+                found = self._run_laid_out(layout)
         except BaseException as exc:
             engine.give_up(exc)
             raise
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return found
 
     # Without fixed memory.
 
     def _learn(self) -> Sequence[Produced | Strings]:
-        """The first run with these shapes; at its end, all ranks make the layout."""
+        """The first run with these shapes; at its end, all ranks make the layout, or none does.
+
+        The ranks agree before they meet: in a master's group, a segment that fails in one leaves all in step.
+        """
         engine = self._engine
         engine.make_room()
         arena, links = engine.arena, engine.links
-        values = {**self._inputs, **links.receive(None, {})}
-        self._run_steps(values, 0)
-        links.send(None, values)
+        received = links.receive(None, {})
+        values = {**self._inputs, **(received or {})}
+        is_well = self._run_steps(values, 0, is_well=received is not None, learns=True)
+        links.send(None, values if is_well else None)
+        if not _all_well(arena.whole, is_well):
+            return ()
         values |= links.deliver(None, {}, values)
-        arena.whole.barrier()
         layout = Layout(engine.plan, engine.uses, arena, values)
         links.prepare(layout)
         arena.layouts[self._key] = layout
         return self._results(values)
 
-    def _run_steps(self, values: Values, first: int) -> None:
-        """Run the steps from `first` on, and add what they make to the values."""
-        engine = self._engine
+    def _run_steps(
+        self, values: Values, first: int, *, is_well: bool = True, learns: bool = False
+    ) -> bool:
+        """Run the steps from `first` on, and add what they make to the values; whether that went well.
+
+        Only a run that `learns` may go badly and leave the ranks in step.
+        """
+        engine, tensor = self._engine, self._engine.arena.tensor
         for index, step in enumerate(engine.plan.steps[first:], first):
-            if isinstance(step, Segment):
-                run = engine.segments[index].bind([values[name] for name in step.inputs], [])
-                values.update((item.name, item) for item in run.execute())
-            else:
-                found = run_once(engine.arena.tensor, step, _array(step.input, values))
+            if isinstance(step, Exchange):
+                if learns and not _all_well(tensor, is_well):
+                    return False
+                found = run_once(tensor, step, _array(step.input, values))
                 kind = element_type_name(found.dtype)
                 values[step.output] = tensor_in(found, step.output, kind, found.shape)
+            elif is_well:
+                try:
+                    run = engine.segments[index].bind([values[name] for name in step.inputs], [])
+                    values.update((item.name, item) for item in run.execute())
+                except Exception as exc:
+                    if not learns or engine.gives is None:
+                        raise
+                    self._failure, is_well = exc, False
+        return not learns or _all_well(tensor, is_well)
 
     # With the layout's memory.
 
@@ -466,10 +498,10 @@ class _RankRun(Run):
         start, done = 1 - engine.parity, 0
         program = self._program(layout, start)
         values = program.places
-        changed = links.receive(layout, values)
+        changed = links.receive(layout, values) or {}
         for step in program.steps if layout.is_bound and not changed else ():
             done += 1
-            if left := step():
+            if left := self._attempt(step, done - 1):
                 changed = {item.name: item for item in left}
                 break
         if layout.is_bound and engine.phases:
@@ -483,6 +515,18 @@ class _RankRun(Run):
         links.send(layout, values)
         changed = links.deliver(layout, program.places, values)
         return self._results({**self._outputs, **values, **changed})
+
+    def _attempt(self, step: _Step, index: int) -> Sequence[Produced | Strings] | None:
+        """Run a step. A segment that fails in a master's group is skipped, and the run's failure is kept."""
+        engine = self._engine
+        is_exchange = isinstance(engine.plan.steps[index], Exchange)
+        try:
+            return step()
+        except Exception as exc:
+            if is_exchange or engine.gives is None:
+                raise
+            self._failure = self._failure or exc
+            return None
 
     def _results(self, values: Values) -> Sequence[Produced | Strings]:
         found = [

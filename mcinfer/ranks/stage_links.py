@@ -4,7 +4,8 @@
 
     with a layout      one packet, in fixed memory: [0 or 1][values, each at its place]
     0                  the values are in the packet
-    1, or no layout    a note follows (its length, then the shapes), and then the values, one by one
+    1, or no layout    a note follows (its length, then the shapes), and then the values, one by one; a length
+                       of -1 says that there are no values, since the stage failed
 
 A rank receives all values before its first step and sends all after its last one, in the order of the ranks:
 since values only go to later stages, no two ranks wait for each other. The packets of a link take turns. A
@@ -28,6 +29,7 @@ from mcinfer.ranks.layouts import Layout, Values, owned, side_by_side
 from mcinfer.ranks.slicing.plans import RankPlan
 
 _HEADER_BYTES = 64
+_FAILED = -1
 _TURNS = 2
 """Packets of a link: while one is read, the next can be written."""
 
@@ -115,17 +117,25 @@ class StageLinks:
             turns = tuple(link.prepare(size) for _ in range(_TURNS))
             layout.packets[link] = Packet(turns=turns, places=places)
 
-    def receive(self, layout: Layout | None, places: Values) -> Values:
-        """Before the first step, receive from all earlier stages; return what did not fit its place."""
-        changed: Values = {}
-        for link in self.incoming:
-            changed |= _take(link, layout, places)
-        return changed
+    def receive(self, layout: Layout | None, places: Values) -> Values | None:
+        """Before the first step, receive from all earlier stages.
 
-    def send(self, layout: Layout | None, values: Values) -> None:
-        """After the last step, send to all later stages."""
+        Returns:
+            What did not fit its place; None if an earlier stage failed.
+        """
+        found = [_take(link, layout, places) for link in self.incoming]
+        changed: Values = {}
+        for values in found:
+            changed |= values or {}
+        return None if None in found else changed
+
+    def send(self, layout: Layout | None, values: Values | None) -> None:
+        """After the last step, send to all later stages; None, without a layout, if this one failed."""
         for link in self.outgoing:
-            _give(link, layout, values)
+            if values is None:
+                link.send(np.array([_FAILED], np.int64).view(np.uint8))
+            else:
+                _give(link, layout, values)
 
     def deliver(self, layout: Layout | None, places: Values, values: Values) -> Values:
         """Give all ranks the outputs; return those that did not fit their places here."""
@@ -134,7 +144,7 @@ class StageLinks:
             if link.is_sent:
                 _give(link, layout, values)
             else:
-                changed |= _take(link, layout, places)
+                changed |= _take(link, layout, places) or {}
         return changed
 
 
@@ -158,8 +168,8 @@ def _give(link: Link, layout: Layout | None, values: Values) -> None:
         link.send(_bytes_of(value))
 
 
-def _take(link: Link, layout: Layout | None, places: Values) -> Values:
-    """Receive values to their places; return those that did not come in the layout's memory."""
+def _take(link: Link, layout: Layout | None, places: Values) -> Values | None:
+    """Receive values to their places; return those that did not fit, or None if the sender has failed."""
     if layout is not None:
         packet = layout.packets[link]
         turn = packet.turns[layout.runs % _TURNS]
@@ -175,6 +185,8 @@ def _take(link: Link, layout: Layout | None, places: Values) -> Values:
         if is_packed:
             return {}
     [length] = link.receive(8).view(np.int64)
+    if length == _FAILED:
+        return None
     found: Values = {}
     shapes = json.loads(link.receive(int(length)).tobytes())
     for name, (element_type, shape) in zip(link.names, shapes, strict=True):

@@ -120,7 +120,12 @@ class Gang:
             own = [error for error in errors if error.kind != "broken"]
             if not own:
                 self._end(errors[0].text)
-            return own[0] if own else None
+                return None
+            if is_build or len(own) == len(messages):
+                return own[0]
+            rank = messages.index(own[0])
+            about = f"rank {rank} ({self.ranks[rank].label[1]}, pid {self.ranks[rank].pid})"
+            return replace(own[0], text=f"{about}: {own[0].text}")
         if isinstance(first, BuildFinish):
             self._outputs = [name for name, _, _ in first.outputs]
             found = [m for m in messages if isinstance(m, BuildFinish)]

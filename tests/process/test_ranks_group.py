@@ -16,14 +16,14 @@ from mcinfer import (
     InvalidInputError,
     Master,
     Parallel,
-    RankDiedError,
+    PredictError,
     RestartPolicy,
 )
 from mcinfer.model_cache.cache import Cache
 from mcinfer.ranks.layouts import MAX_LAYOUTS
 from tests.process.models import OnnxModel
 from tests.process.rank_group import Arrays, assert_close, expected, rows, write_lookup, write_mlp
-from tests.process.waiting import pids, wait_until
+from tests.process.waiting import pids
 
 STRINGS = """
 <ir_version: 8, opset_import: ["": 17]>
@@ -131,17 +131,37 @@ def test_inputs_that_do_not_fit_fail_alone(shared: Groups, mlp: Path) -> None:
     assert pids(master) == before
 
 
-def test_run_that_fails_in_one_rank_ends_its_group_and_names_it(lookup: Path) -> None:
+@CUTS
+def test_run_that_fails_in_a_rank_fails_alone(lookup: Path, tensor: int, pipeline: int) -> None:
     good: Arrays = {"x": rows(3), "index": np.array([2, 0])}
     wrong: Arrays = {"x": rows(3), "index": np.array([7, 0])}
     wanted = expected(lookup, good)
-    with Master(lookup, parallel=Parallel(pipeline=2)) as master:
+    with Master(lookup, parallel=Parallel(tensor=tensor, pipeline=pipeline)) as master:
         assert_close(master.predict(good), wanted)
         before = pids(master)
-        with pytest.raises(RankDiedError, match=r"rank 1 \(pid \d+\) failed: .*lookup"):
-            master.predict(wrong, timeout=120.0)
-        wait_until(lambda: not {*before} & {*pids(master)})
-        assert_close(master.predict(good, timeout=120.0), wanted)
+        for _ in range(3):
+            futures = [master.submit(each) for each in (good, wrong, good)]
+            text = r"rank 1 \(cpu:1, pid \d+\): .*lookup" if pipeline > 1 else "lookup"
+            with pytest.raises((PredictError, InvalidInputError), match=text):
+                futures[1].result(timeout=60.0)
+            for future in (futures[0], futures[2]):
+                assert_close(future.result(timeout=60.0), wanted)
+        assert pids(master) == before
+
+
+@CUTS
+def test_run_with_new_shapes_that_fails_in_a_rank_fails_alone(
+    lookup: Path, tensor: int, pipeline: int
+) -> None:
+    with Master(lookup, parallel=Parallel(tensor=tensor, pipeline=pipeline)) as master:
+        before = pids(master)
+        for count in range(1, 6):
+            wrong: Arrays = {"x": rows(count), "index": np.full(2 * count, 99)}
+            with pytest.raises((PredictError, InvalidInputError), match="lookup"):
+                master.predict(wrong, timeout=60.0)
+            good: Arrays = {"x": rows(count), "index": np.arange(3) % count}
+            assert_close(master.predict(good, timeout=60.0), expected(lookup, good))
+        assert pids(master) == before
 
 
 # Models and machines that cannot be.
