@@ -240,6 +240,7 @@ class _Wire:
         rank: This rank's number.
         peers: The others, by rank.
         memory: That of all groups.
+        alarm: A peer has died, or left.
         cause: Why the groups are closed.
     """
 
@@ -248,7 +249,7 @@ class _Wire:
         self.peers = peers
         self.memory = memory
         self.cause: str | None = None
-        self._alarm = False  # a peer has died, or left
+        self.alarm = False
         self._poll = select.poll()
         self._by_fd: dict[int, _Peer] = {}
         for peer in peers:
@@ -283,6 +284,8 @@ class _Wire:
 
     def take(self, peer: _Peer, stream: bytes) -> bytes | None:
         """The peer's next cell of a stream, if it has come."""
+        if peer.taken == peer.came and not peer.waiting:
+            return None
         if peer.waiting and (queue := peer.waiting.get(stream)):
             return queue.popleft()
         while peer.taken < peer.came:
@@ -305,7 +308,7 @@ class _Wire:
         for fd, _ in events:
             peer = self._by_fd[fd]
             if fd == peer.pidfd:
-                peer.died = self._alarm = True
+                peer.died = self.alarm = True
                 self._poll.unregister(fd)
             try:
                 news = os.eventfd_read(peer.incoming)
@@ -316,7 +319,7 @@ class _Wire:
                 peer.acknowledged += news // _TAKEN & _FIELD
                 if news >= _LEFT:
                     peer.left = self._said(peer)[1]
-                    self._alarm = True
+                    self.alarm = True
         return bool(events) or wait > _LONGEST_WAIT / 2
 
     def _say(self, text: str) -> None:
@@ -343,7 +346,7 @@ class _Wire:
 
         Raise for one that only closed the group if it is late.
         """
-        if not self._alarm:
+        if not self.alarm:
             return
         peers = [peer for peer in self.peers if peer not in past]
         for peer in peers:
@@ -623,13 +626,17 @@ class ShmGroup(Group):
     @closing
     def _step(self, cell: bytes) -> None:
         """Return when all ranks have come to this step with this cell."""
-        self._check_open()
+        if self._wire.cause is not None or self._left is not None:
+            self._check_open()
         self._steps += 1
+        post, timeout = self._wire.post, self.timeout
         for peer in self._peers:
-            self._post(peer, cell)
+            if not post(peer, cell, timeout):
+                raise self._late(_text_of(cell), [peer])
         cells = self._take_all(self._peers, cell, self._streams[_STEPS])
-        if any(got != cell for got in cells.values()):
-            raise self._difference(cell, cells)
+        for got in cells.values():
+            if got != cell:
+                raise self._difference(cell, cells)
 
     @closing
     def _give(self, peer: _Peer, cell: bytes) -> None:
@@ -653,12 +660,13 @@ class ShmGroup(Group):
 
     def _take_all(self, peers: Sequence[_Peer], cell: bytes, stream: bytes) -> dict[_Peer, bytes]:
         """The next cell of this stream from each of these ranks, once all have come."""
-        wire = self._wire
+        wire, late = self._wire, peers
         cells: dict[_Peer, bytes] = {}
         deadline, has_news = 0.0, True
         while True:
-            for peer in peers:
-                if peer not in cells and (got := wire.take(peer, stream)):
+            for peer in late:
+                got = wire.take(peer, stream)
+                if got is not None:
                     cells[peer] = got
             if len(cells) == len(peers):
                 return cells
@@ -666,8 +674,9 @@ class ShmGroup(Group):
             if not has_news:
                 raise self._late(_text_of(cell), late)
             deadline = deadline or time.monotonic() + self.timeout
-            # What ranks do after they have come, as they can once all have, is the next operation's matter.
-            wire.raise_ends(late, cells)
+            if wire.alarm:
+                # What ranks do after they have come is the next operation's matter.
+                wire.raise_ends(late, cells)
             has_news = wire.look(deadline)
 
     def _late(self, text: str, late: Sequence[_Peer]) -> CollectiveTimeoutError:
