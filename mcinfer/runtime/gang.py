@@ -59,9 +59,8 @@ class Gang:
         self.killed = False
         self._said: list[deque[Message]] = [deque() for _ in ranks]
         self._outputs: list[str] = []
-        self._causes: list[
-            str
-        ] = []  # why it ends: ranks that ended by themselves, or what one said
+        # Why it ends: ranks that ended by themselves, or what one said.
+        self._causes: list[str] = []
         self._statuses: set[int] = set()
 
     @property
