@@ -395,6 +395,15 @@ def test_grace_counts_from_when_the_deadline_was_noticed() -> None:
     assert pool.next_time() == 16.0
 
 
+def test_run_without_a_deadline_whose_request_failed_does_not_keep_its_worker_for_ever() -> None:
+    pool = ready_pool(2)
+    pool.handle_request(0.0, 1, (2, 2), math.inf)
+    actions = pool.handle_message(5.0, 0, error(1, 0))
+    assert Send(worker=1, message=Cancel(request=1, shard=1)) in actions
+    assert pool.due == 5.0 + UNBOUNDED_RUN + TIMEOUTS.cancel_grace
+    end_hung(pool, pool.due, 1)
+
+
 def test_cancelled_run_without_a_deadline_does_not_keep_its_worker_for_ever() -> None:
     """It did: a restart of all workers then never came to its end."""
     pool = ready_pool(1)
@@ -590,6 +599,17 @@ def test_run_goes_on_while_any_of_its_requests_is_wanted_and_is_cancelled_with_t
     assert sorted(released, key=str) == [Release(request=n) for n in (1, 2, 3)]
     assert pool.next_time() is None
     assert pool.lives.statistics()[0].failed == 0
+
+
+def test_held_shard_goes_in_time_to_a_worker_that_works_on_several_runs_and_has_one() -> None:
+    pool = new_pool(1, pipeline=2, max_batch_size=8, max_delay=0.3)
+    finish_build(pool, 0)
+    pool.handle_request(0.0, 1, (1,), 20.0, join=JOIN)
+    assert pool.handle_time(0.3) == [predict(0, (1, 0))]
+    assert pool.handle_request(1.0, 2, (1,), 20.0, join=JOIN) == []
+    assert pool.handle_own_memory(1.1, 0, 5) == []  # any event that looks at all again
+    assert pool.due == 1.3
+    assert pool.handle_time(1.3) == [predict(0, (2, 0))]
 
 
 def test_run_that_one_member_has_no_more_time_for_is_stopped_and_the_others_run_apart() -> None:
@@ -1768,6 +1788,15 @@ class Pools(RuleBasedStateMachine):
             assert due is not None
             assert due <= asked.due
         assert all(count < MAX_ROWS for count in rows.values())
+
+    @invariant()
+    def held_shards_go_in_time_to_workers_that_work_on_several_runs(self) -> None:
+        busy = [w for w in self.scheduler.workers if w.state is WorkerState.BUSY and w.serves]
+        free = [w for w in busy if len(w.runs) < w.depth and w.kill_at is None]
+        if any(not (w.runs[-1].late or w.runs[-1].suspect) for w in free):
+            for asked in map(self.asked, self.scheduler.queue.items):
+                if asked.join is not None and not asked.runs and asked.due > self.now:
+                    assert self.scheduler.due <= asked.due
 
     @invariant()
     def memory_is_held_as_long_as_a_worker_may_write_it(self) -> None:

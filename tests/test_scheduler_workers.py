@@ -372,10 +372,11 @@ def test_worn_worker_is_replaced(answers: int, own_bytes: int) -> None:
     assert w.answers == 0
 
 
-def test_worker_that_does_not_end_to_be_replaced_is_killed_and_says_so() -> None:
+@pytest.mark.parametrize("answers", [0, 1])
+def test_worker_that_does_not_end_to_be_replaced_is_killed_and_says_so(answers: int) -> None:
     lives = ready_lives(1, restart=replace(RESTART, budget=0))
     [w] = lives.workers
-    w.answers = 1
+    w.answers = answers
     lives.replace(lives.workers, asked_for=True)
     assert lives.advance(1.0) == [Send(worker=0, message=Exit())]
     assert lives.handle_time(w, 1.0 + TIMEOUTS.close) == [AskForStacks(worker=0)]

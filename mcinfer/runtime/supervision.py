@@ -239,7 +239,7 @@ class Supervision:
                 try:
                     self._connections.detach(worker, number)
                 except UnreachableError as exc:
-                    self.outlaw(worker, str(exc))
+                    self.note_unreachable(worker, exc)
 
     def look_at_memory(self, now: float) -> None:
         """Report how much memory each worker has, where the policy limits it."""

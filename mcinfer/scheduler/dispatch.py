@@ -278,7 +278,8 @@ class Dispatch:
     def next_time(self) -> float:
         """When to look again; infinite if nothing waits for a time."""
         times = [w.began + LONG_RUN for w in self._workers if holds_back(w)]
-        if self.queue.items and any(w.is_free for w in self._workers):
+        # Whatever the time, which only says who may have more than it works on.
+        if self.queue.items and self._next_worker(self._order, math.inf) is not None:
             times.append(self.queue.next_due())
         return min(times, default=math.inf)
 

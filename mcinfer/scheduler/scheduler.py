@@ -559,6 +559,7 @@ class Scheduler:
                 # A run that does not stop may not keep its worker past the request's deadline.
                 if run is w.runs[0] and w.kill_at is None:
                     w.kill_at = entry.end(now) + self._timeouts.cancel_grace
+                    self.due = min(self.due, w.kill_at)
         self._release_if_done(entry)
 
     def _runs_for(self, entry: Entry) -> list[tuple[Worker, Run]]:

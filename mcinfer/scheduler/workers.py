@@ -621,7 +621,7 @@ class WorkerLives:
         """Note that a worker's process is gone, and plan its restart; return its end in words."""
         story = f"{w.name} {how}"
         cause = w.last_error if w.doomed or w.state is WorkerState.EXITING else ""
-        planned = w.fate is Fate.RETIRES and w.state is WorkerState.EXITING
+        planned = w.end_by is not None  # also if it had to be killed at the end
         before = w.state
         w.state = WorkerState.GONE
         w.usual_seconds, w.capacity = math.inf, w.depth
