@@ -178,7 +178,72 @@ def test_ranks_that_wait_for_room_at_each_other_make_it() -> None:
     results(2, body)
 
 
+def test_source_of_many_transfers_gets_room_from_a_rank_that_waits_for_another() -> None:
+    def body(group: Group) -> None:
+        if group.rank < 2:
+            transfer = group.prepare_transfer((1,), np.int32, 0, 1)
+            if group.rank == 0:
+                for _ in range(500):
+                    transfer.run()
+        group.barrier()
+        if group.rank == 1:
+            for _ in range(500):
+                transfer.run()
+
+    results(3, body)
+
+
+def test_forget_voids_what_was_sent_and_not_received() -> None:
+    def body(group: Group) -> None:
+        for number in range(3):
+            if group.rank == 0:
+                group.send(np.array([number]), 1)
+            if group.rank == 1 and number == 1:
+                assert group.recv((1,), np.int64, 0).tolist() == [1]
+            group.forget()
+        if group.rank == 0:
+            group.send(np.array([7]), 1)
+        if group.rank == 1:
+            assert group.recv((1,), np.int64, 0).tolist() == [7]
+
+    assert run_ranks(3, body, timeout=5.0) == [None] * 3
+
+
+def test_forget_keeps_what_is_sent_after_it() -> None:
+    """Also by ranks that go on while others still forget."""
+
+    def body(group: Group) -> None:
+        for number in range(200):
+            group.forget()
+            if group.rank == 0:
+                for other in range(1, group.size):
+                    group.send(np.array([number]), other)
+            else:
+                assert group.recv((1,), np.int64, 0).tolist() == [number]
+
+    assert run_ranks(4, body, timeout=20.0) == [None] * 4
+
+
 # Errors.
+
+
+def test_steps_of_different_groups_are_an_error_with_names() -> None:
+    def body(group: Group) -> None:
+        pair = group.subgroup([0, 1])
+        for _ in range(3):
+            group.barrier()
+            if pair is not None:
+                pair.barrier()
+        used = pair if group.rank == 1 else group
+        assert used is not None
+        used.all_reduce(np.ones(2, np.int8))
+
+    start = time.monotonic()
+    outcomes = run_ranks(3, body)
+    assert time.monotonic() - start < 20.0  # at once, not at the time limit of 30 s
+    for exc in outcomes:
+        assert isinstance(exc, InvalidInputError)
+        assert "rank 1: all_reduce sum int8[2]" in str(exc) or "rank 1: an operation of" in str(exc)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 
     rank 0                                                                  rank 1
     writes its part ──────────────────► one sparse memfd, ◄──────────────── writes its part
-    writes a cell: what it runs ──────► which all map
+    writes its cell: what it runs ────► which all map ◄──────────────────── writes its cell
     writes rank 1's eventfd ─────────────────────────────────────────────► poll(2)
     waits in poll(2) for the others' eventfds, the ends of processes and the deadline at once; never spins
     compares all cells ──► reads the others' parts ──► writes its output
@@ -15,9 +15,10 @@ when all have read it. Large operations take two steps. Their parts lie in share
 after the first step each rank reduces its share into a result that all read after the second. So a caller
 may write its part again as soon as an operation has returned.
 
-Cells wait in a ring for each rank and each other one. The order of memory needs no fence: what a rank writes
-before it writes an eventfd (eventfd(2)) is seen by the rank that has read that eventfd; a cell or a part is
-never read on the word of shared memory alone.
+Each rank has a cell for even and one for odd steps of each group; all others compare them with their own.
+Messages between two ranks go another way: their cells wait in a ring for each rank and each other one. The
+order of memory needs no fence: what a rank writes before it writes an eventfd (eventfd(2)) is seen by the
+rank that has read that eventfd; a cell or a part is never read on the word of shared memory alone.
 
 A group is *inherited*: the process that starts the ranks makes the memory and the eventfds (`make_shared`),
 and each rank inherits its own (`inherit`). Ranks that were started apart give each other the same: see
@@ -175,26 +176,34 @@ def inherit(
 
 # Cells, and what else ranks know of each other.
 
-_CELL = struct.Struct("<8sQ8s104s")  # stream, place, digest of the text, text
-_STREAM_BYTES = 8
-_NO_STREAM = b"\xff" * _STREAM_BYTES
+_BODY = struct.Struct("<Q8s104s")  # place, digest of the text, text
 _TEXT_IN_CELL = 104
-_CELL_BYTES = _CELL.size
+_HEAD_BYTES = 8  # a message's stream, or the number of a step
+_NO_STREAM = b"\xff" * _HEAD_BYTES
+_CELL_BYTES = _HEAD_BYTES + _BODY.size
 _RING = 64
-"""Cells to one rank that can wait until it looks."""
+"""Messages to one rank that can wait until it looks."""
 
 _ABOUT = struct.Struct("<II")  # a rank's pid, the bytes of what it says when it leaves
 _ABOUT_BYTES = 16 << 10
 
 # Counts in an eventfd: what the writer did since the reader read it last.
-_SENT = 1
-_TAKEN = 1 << 24
+_ARRIVED = 1
+_SENT = 1 << 16
+_TAKEN = 1 << 32
 _LEFT = 1 << 48
-_FIELD = (1 << 24) - 1
+_FIELD = (1 << 16) - 1
+
+
+def _body_of(text: str, place: int = 0) -> bytes:
+    """What a rank runs, in words, and where its memory lies, if that has to agree."""
+    encoded = text.encode()
+    digest = blake2b(encoded, digest_size=8).digest()
+    return _BODY.pack(place, digest, encoded[:_TEXT_IN_CELL])
 
 
 def _text_of(cell: bytes) -> str:
-    return bytes(_CELL.unpack(cell)[3]).rstrip(b"\0").decode(errors="replace")
+    return cell[-_TEXT_IN_CELL:].rstrip(b"\0").decode(errors="replace")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -205,11 +214,12 @@ class _Peer:
         incoming: The eventfd that it writes and this rank reads.
         outgoing: The eventfd that this rank writes and it reads.
         pidfd: Readable when its process has ended; -1 if this rank has none.
-        outbox: Where the ring of cells to it begins.
-        inbox: Where the ring of its cells to this rank begins.
-        sent: The cells that this rank has sent it.
+        outbox: Where the ring of messages to it begins.
+        inbox: Where the ring of its messages to this rank begins.
+        ahead: The steps, of all groups that both are in, at which it is further than this rank.
+        sent: The messages that this rank has sent it.
         acknowledged: How many of them it has taken, as far as it has said.
-        came: The cells that it has sent this rank.
+        came: The messages that it has sent this rank.
         taken: How many of them this rank has taken.
         reported: How many of them this rank has said that it has taken.
         waiting: By stream, those that were taken before an operation wanted them.
@@ -223,6 +233,7 @@ class _Peer:
     pidfd: int
     outbox: int = 0
     inbox: int = 0
+    ahead: int = 0
     sent: int = 0
     acknowledged: int = 0
     came: int = 0
@@ -240,6 +251,7 @@ class _Wire:
         rank: This rank's number.
         peers: The others, by rank.
         memory: That of all groups.
+        control: Its begin: the texts, messages and cells of steps of all ranks.
         alarm: A peer has died, or left.
         cause: Why the groups are closed.
     """
@@ -257,40 +269,44 @@ class _Wire:
                 if fd >= 0:
                     self._by_fd[fd] = peer
                     self._poll.register(fd, select.POLLIN)
-        size = len(peers) + 1
+        size = self._size = len(peers) + 1
         self._stride = _ABOUT_BYTES + size * _RING * _CELL_BYTES
-        self._control = mmap.mmap(memory, size * self._stride)
+        self.control = mmap.mmap(memory, size * (self._stride + _MAX_GROUPS * 2 * _CELL_BYTES))
         for peer in peers:  # in the pages of the one that writes
             ours, theirs = rank * self._stride, peer.rank * self._stride
             peer.outbox = ours + _ABOUT_BYTES + peer.rank * _RING * _CELL_BYTES
             peer.inbox = theirs + _ABOUT_BYTES + rank * _RING * _CELL_BYTES
         self._say("")
 
+    def step_cells(self, group: int, rank: int) -> tuple[slice, slice]:
+        """Where a rank's cells of even and of odd steps of a group are, in `control`."""
+        start = self._size * self._stride + (group * self._size + rank) * 2 * _CELL_BYTES
+        middle = start + _CELL_BYTES
+        return slice(start, middle), slice(middle, middle + _CELL_BYTES)
+
     def post(self, peer: _Peer, cell: bytes, timeout: float) -> bool:
-        """Send a cell; False if there was no room for it within the time."""
+        """Send a message; False if there was no room for it within the time."""
         if peer.sent - peer.acknowledged >= _RING:
             deadline = time.monotonic() + timeout
             while peer.sent - peer.acknowledged >= _RING:
                 self.raise_ends([peer])
                 if not self.look(deadline):
                     return False
-                for other in self.peers:  # one of them may wait for room here
-                    self.take(other, _NO_STREAM)
         start = peer.outbox + peer.sent % _RING * _CELL_BYTES
-        self._control[start : start + _CELL_BYTES] = cell
+        self.control[start : start + _CELL_BYTES] = cell
         peer.sent += 1
         os.eventfd_write(peer.outgoing, _SENT)
         return True
 
     def take(self, peer: _Peer, stream: bytes) -> bytes | None:
-        """The peer's next cell of a stream, if it has come."""
+        """The cell of the peer's next message in a stream, if it has come."""
         if peer.taken == peer.came and not peer.waiting:
             return None
         if peer.waiting and (queue := peer.waiting.get(stream)):
             return queue.popleft()
         while peer.taken < peer.came:
             start = peer.inbox + peer.taken % _RING * _CELL_BYTES
-            cell = self._control[start : start + _CELL_BYTES]
+            cell = self.control[start : start + _CELL_BYTES]
             peer.taken += 1
             count = peer.taken - peer.reported
             if count >= _RING // 2:
@@ -298,7 +314,7 @@ class _Wire:
                 peer.reported = peer.taken
             if cell.startswith(stream):
                 return cell
-            peer.waiting.setdefault(cell[:_STREAM_BYTES], deque()).append(cell)
+            peer.waiting.setdefault(cell[:_HEAD_BYTES], deque()).append(cell)
         return None
 
     def look(self, deadline: float) -> bool:
@@ -314,8 +330,11 @@ class _Wire:
                 news = os.eventfd_read(peer.incoming)
             except BlockingIOError:  # it did nothing before it ended
                 continue
-            peer.came += news & _FIELD
+            peer.ahead += news & _FIELD
             if news > _FIELD:
+                peer.came += news // _SENT & _FIELD
+                if peer.came - peer.taken >= _RING // 2:  # it may wait for room
+                    self.take(peer, _NO_STREAM)
                 peer.acknowledged += news // _TAKEN & _FIELD
                 if news >= _LEFT:
                     peer.left = self._said(peer)[1]
@@ -325,16 +344,16 @@ class _Wire:
     def _say(self, text: str) -> None:
         start = self.rank * self._stride
         encoded = text.encode(errors="replace")[: _ABOUT_BYTES - _ABOUT.size]
-        _ABOUT.pack_into(self._control, start, os.getpid(), len(encoded))
+        _ABOUT.pack_into(self.control, start, os.getpid(), len(encoded))
         start += _ABOUT.size
-        self._control[start : start + len(encoded)] = encoded
+        self.control[start : start + len(encoded)] = encoded
 
     def _said(self, peer: _Peer) -> tuple[int, str]:
         """A rank's pid, 0 if it has not begun, and its text."""
         start = peer.rank * self._stride
-        pid, length = _ABOUT.unpack_from(self._control, start)
+        pid, length = _ABOUT.unpack_from(self.control, start)
         start += _ABOUT.size
-        return pid, self._control[start : start + length].decode(errors="replace")
+        return pid, self.control[start : start + length].decode(errors="replace")
 
     def name(self, peer: _Peer) -> str:
         """A rank in words."""
@@ -368,7 +387,7 @@ class _Wire:
         for peer in self.peers:
             os.eventfd_write(peer.outgoing, _LEFT)
             close_all([fd for fd in (peer.incoming, peer.outgoing, peer.pidfd) if fd >= 0])
-        self._control.close()
+        self.control.close()
         os.close(self.memory)
 
 
@@ -425,7 +444,8 @@ class _Memory:
 
     ::
 
-        [ cells │ parts of small operations, even and odd │ an operation that is run once, its result │
+        [ the whole group's: `_Wire.control` │ parts of small operations, even and odd │
+          an operation that is run once, its result │
           prepared operations │ from each rank to each other one: the array of `send`, transfers ]
     """
 
@@ -495,7 +515,7 @@ class _Small(Collective):
     ) -> None:
         self.input, self.output = arrays
         self._group = group
-        self._cell = group._cell_of(str(signature))
+        self._body = _body_of(str(signature))
         self._slots = slots  # for even and odd steps
         self._works = works
         self._has_part = signature.root is None or signature.root == group.rank
@@ -505,7 +525,7 @@ class _Small(Collective):
         parity = group._steps & 1
         if self._has_part:
             np.copyto(self._slots[parity], self.input)
-        group._step(self._cell)
+        group._step(self._body)
         self._works[parity]()
 
 
@@ -522,12 +542,12 @@ class _Large(Collective):
     ) -> None:
         self.input, self.output = arrays
         self._group = group
-        self._cell = group._cell_of(str(signature), place=place)
-        self._end = group._cell_of(f"{signature} (second step)", place=place)
+        self._body = _body_of(str(signature), place)
+        self._end = _body_of(f"{signature} (second step)", place)
         self._work = work
 
     def run(self) -> None:
-        self._group._step(self._cell)
+        self._group._step(self._body)
         self._work()
         self._group._step(self._end)
 
@@ -540,7 +560,7 @@ class _Transfer(Collective):
     ) -> None:
         window, offset, number = place
         self.input = self.output = np.ndarray(signature.shape, signature.dtype, window, offset)
-        self._cell = group._cell_of(str(signature), _MESSAGES, place=number)
+        self._cell = group._message(str(signature), place=number)
         self._move = group._give if group.rank == root else group._take
         self._peer = group._by_rank[to if group.rank == root else root]
 
@@ -548,8 +568,8 @@ class _Transfer(Collective):
         self._move(self._peer, self._cell)
 
 
-# A group uses three streams: cells of one do not wait behind those of another.
-_STEPS, _MESSAGES, _ACKNOWLEDGEMENTS, _STREAMS = range(4)
+# A group uses two streams: messages of one do not wait behind those of the other.
+_MESSAGES, _ACKNOWLEDGEMENTS, _STREAMS = range(3)
 
 
 class ShmGroup(Group):
@@ -570,13 +590,14 @@ class ShmGroup(Group):
         self._number = number
         self._streams = [(number * _STREAMS + one).to_bytes(8, "little") for one in range(_STREAMS)]
         self._memory = _Memory(wire.memory, self.size, number * _GROUP_BYTES)
+        theirs = [wire.step_cells(number, peer.rank) for peer in self._peers]
+        self._own_cells = wire.step_cells(number, wire.rank)
+        self._their_cells = [[cells[parity] for cells in theirs] for parity in (0, 1)]
         self._steps = 0
         self._subgroups = 0
-        self._unread: set[int] = (
-            set()
-        )  # the ranks that have not said that they read the last `send`
+        self._unread: set[int] = set()  # those that have not said that they read the last `send`
         self._left: str | None = None
-        self._barrier = self._cell_of("barrier")
+        self._barrier = _body_of("barrier")
 
     @property
     def cause(self) -> str | None:
@@ -592,51 +613,72 @@ class ShmGroup(Group):
         signature = self._signature("send", array.shape, array.dtype, root=self.rank, to=to)
         peer = self._by_rank[to]
         if to in self._unread:
-            self._take(peer, self._cell_of("received", _ACKNOWLEDGEMENTS), _ACKNOWLEDGEMENTS)
+            self._take(peer, self._message("received", _ACKNOWLEDGEMENTS), _ACKNOWLEDGEMENTS)
         np.copyto(self._slot(signature, self.rank, to), array)
-        self._give(peer, self._cell_of(str(signature), _MESSAGES))
+        self._give(peer, self._message(str(signature)))
         self._unread.add(to)
 
     def recv(self, shape: Sequence[int], dtype: DTypeLike, source: int) -> NDArray[Any]:
         signature = self._signature("send", shape, dtype, root=source, to=self.rank)
         peer = self._by_rank[source]
-        self._take(peer, self._cell_of(str(signature), _MESSAGES))
+        self._take(peer, self._message(str(signature)))
         result = self._slot(signature, source, self.rank).copy()
-        self._post(peer, self._cell_of("received", _ACKNOWLEDGEMENTS))
+        self._post(peer, self._message("received", _ACKNOWLEDGEMENTS))
         return result
 
     def _slot(self, signature: Signature, root: int, to: int) -> NDArray[Any]:
         window, offset, _ = self._memory.slot(root, to, signature.nbytes)
         return np.ndarray(signature.shape, signature.dtype, window, offset)
 
-    # Cells.
-
-    def _cell_of(self, text: str, stream: int = _STEPS, *, place: int = 0) -> bytes:
-        """A cell: what a rank runs, in words, and where its memory lies, if that has to agree."""
-        encoded = text.encode()
-        digest = blake2b(encoded, digest_size=8).digest()
-        return _CELL.pack(self._streams[stream], place, digest, encoded[:_TEXT_IN_CELL])
+    # Steps: meetings of all ranks.
 
     def meet(self, text: str) -> None:
-        self._step(self._cell_of(text))
+        self._step(_body_of(text))
 
     def barrier(self) -> None:
         self._step(self._barrier)
 
     @closing
-    def _step(self, cell: bytes) -> None:
+    def _step(self, body: bytes) -> None:
         """Return when all ranks have come to this step with this cell."""
         if self._wire.cause is not None or self._left is not None:
             self._check_open()
+        parity = self._steps & 1
         self._steps += 1
-        post, timeout = self._wire.post, self.timeout
+        cell = self._steps.to_bytes(_HEAD_BYTES, "little") + body
+        control = self._wire.control
+        control[self._own_cells[parity]] = cell
         for peer in self._peers:
-            if not post(peer, cell, timeout):
-                raise self._late(_text_of(cell), [peer])
-        cells = self._take_all(self._peers, cell, self._streams[_STEPS])
-        for got in cells.values():
-            if got != cell:
-                raise self._difference(cell, cells)
+            os.eventfd_write(peer.outgoing, _ARRIVED)
+            peer.ahead -= 1
+        self._await_step(body)
+        for place in self._their_cells[parity]:
+            if control[place] != cell:
+                raise self._different_steps(cell, parity)
+
+    def _await_step(self, body: bytes) -> None:
+        wire = self._wire
+        deadline = 0.0
+        while late := [peer for peer in self._peers if peer.ahead < 0]:
+            deadline = deadline or time.monotonic() + self.timeout
+            if wire.alarm:
+                # What ranks do after they have come is the next operation's matter.
+                wire.raise_ends(late, {*self._peers}.difference(late))
+            if not wire.look(deadline):
+                raise self._late(_text_of(body), late)
+
+    def _different_steps(self, cell: bytes, parity: int) -> InvalidInputError:
+        texts = {self._wire.rank: _text_of(cell)}
+        for peer, place in zip(self._peers, self._their_cells[parity], strict=True):
+            got = self._wire.control[place]
+            is_here = got[:_HEAD_BYTES] == cell[:_HEAD_BYTES]
+            texts[peer.rank] = _text_of(got) if is_here else "an operation of another group"
+        return difference(texts)
+
+    # Messages between two ranks.
+
+    def _message(self, text: str, stream: int = _MESSAGES, *, place: int = 0) -> bytes:
+        return self._streams[stream] + _body_of(text, place)
 
     @closing
     def _give(self, peer: _Peer, cell: bytes) -> None:
@@ -650,41 +692,22 @@ class ShmGroup(Group):
     def _take(self, peer: _Peer, cell: bytes, stream: int = _MESSAGES) -> None:
         """Return when the peer's next cell of this stream has come, if it is this one."""
         self._check_open()
-        cells = self._take_all([peer], cell, self._streams[stream])
-        if cells[peer] != cell:
-            raise self._difference(cell, cells)
+        wire, name = self._wire, self._streams[stream]
+        deadline = 0.0
+        while (got := wire.take(peer, name)) is None:
+            deadline = deadline or time.monotonic() + self.timeout
+            wire.raise_ends([peer])
+            if not wire.look(deadline):
+                raise self._late(_text_of(cell), [peer])
+        if got != cell:
+            raise difference({peer.rank: _text_of(got), wire.rank: _text_of(cell)})
 
     def _post(self, peer: _Peer, cell: bytes) -> None:
         if not self._wire.post(peer, cell, self.timeout):
             raise self._late(_text_of(cell), [peer])
 
-    def _take_all(self, peers: Sequence[_Peer], cell: bytes, stream: bytes) -> dict[_Peer, bytes]:
-        """The next cell of this stream from each of these ranks, once all have come."""
-        wire, late = self._wire, peers
-        cells: dict[_Peer, bytes] = {}
-        deadline, has_news = 0.0, True
-        while True:
-            for peer in late:
-                got = wire.take(peer, stream)
-                if got is not None:
-                    cells[peer] = got
-            if len(cells) == len(peers):
-                return cells
-            late = [peer for peer in peers if peer not in cells]
-            if not has_news:
-                raise self._late(_text_of(cell), late)
-            deadline = deadline or time.monotonic() + self.timeout
-            if wire.alarm:
-                # What ranks do after they have come is the next operation's matter.
-                wire.raise_ends(late, cells)
-            has_news = wire.look(deadline)
-
     def _late(self, text: str, late: Sequence[_Peer]) -> CollectiveTimeoutError:
         return self._too_late(text, [self._wire.name(peer) for peer in late])
-
-    def _difference(self, cell: bytes, others: dict[_Peer, bytes]) -> InvalidInputError:
-        cells = {self._wire.rank: cell, **{peer.rank: got for peer, got in others.items()}}
-        return difference({rank: _text_of(got) for rank, got in cells.items()})
 
     @closing
     def check(self) -> None:
@@ -709,9 +732,13 @@ class ShmGroup(Group):
 
     def forget(self) -> None:
         self.meet("forget")
-        for peer in self._peers:  # cells of transfers that did not run here
-            peer.waiting.pop(self._streams[_MESSAGES], None)
+        for peer in self._peers:  # messages that did not run here
+            self._wire.take(peer, _NO_STREAM)
+            for stream in self._streams:
+                peer.waiting.pop(stream, None)
+        self._unread.clear()
         self._memory.forget()
+        self.meet("forget (second step)")  # from here on there are new ones
 
     def leave(self, text: str, cause: str) -> None:
         self._kept.clear()
