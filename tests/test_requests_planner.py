@@ -710,7 +710,7 @@ def find(planner: Planner, arena: Arena, worker: Worker, width: int, pieces: int
         u = random_array("int32", (rows, width), len(worker.blocks))
         parts.append(u)
         outputs = {reference[0]: reference for reference in references(request, shard)[1]}
-        laid.append(request.is_laid_out(shard))
+        laid.append(request.is_laid_out)
         place(arena, outputs["y"])[:] = raw_bytes(WIDE[:rows])
         if "u" in outputs and outputs["u"][2] == u.shape:
             place(arena, outputs["u"])[:] = raw_bytes(u)

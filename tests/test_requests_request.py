@@ -244,7 +244,7 @@ def test_fresh_run_must_not_answer_with_the_memory_that_another_may_still_write_
     request = request_of(planner_of(PLAIN, arena), [X, W], 1, None, 0.0)
     asked = references(request, 0)[1]
     request.message(0, fresh=True)
-    assert not request.is_laid_out(0)
+    assert request.fresh == {0}
     for outputs in (asked, ()):
         with pytest.raises(ProtocolError):
             request.take(0, outputs, never, 0, LIMIT)
@@ -276,7 +276,8 @@ def test_shard_that_is_sent_without_fresh_memory_again_is_answered_in_place(aren
     request.number = 7
     request.message(0, fresh=True)
     request.message(0)  # the late run has ended meanwhile, and the worker with fresh memory died
-    assert request.is_laid_out(0)
+    assert request.is_laid_out
+    assert not request.fresh
     request.take(0, (), never, 2, 0)
     assert request.value()["y"].shape == X.shape
 

@@ -675,7 +675,7 @@ def test_worker_holds_as_many_runs_as_take_some_milliseconds(seconds: float, cap
     pool = pool_of_short_runs(seconds=seconds)
     given = ask(pool, 1.0, *range(10, 30))
     assert given == [predict(0, (request, 0)) for request in range(10, 10 + capacity)]
-    assert pool.current_run(0).members == ((10, 0),)
+    assert pool.workers[0].runs[0].members == ((10, 0),)
     assert pool.handle_message(1.001, 0, reply(10, seconds=seconds)) == [
         Settle(request=10),
         Release(request=10),
@@ -706,10 +706,10 @@ def test_late_answer_is_ignored_whatever_it_is_and_memory_is_held_until_then(end
         SendRun(worker=1, members=((12, 0),), fresh=True),
     ]
     assert pool.next_time() == pool.due == 11.0
-    assert not pool.current_run(0).late
+    assert not pool.workers[0].runs[0].late
     assert pool.handle_message(1.2, 1, reply(12)) == [Settle(request=12)]
     assert pool.handle_message(3.0, 0, reply(10)) == [Settle(request=10), Release(request=10)]
-    assert pool.current_run(0).late
+    assert pool.workers[0].runs[0].late
     if end == "death":
         actions = pool.handle_died(3.0, 0, SIGKILL)
     else:
@@ -879,7 +879,7 @@ def test_replacing_ends_with_an_error_when_a_fresh_worker_fails_and_the_rest_sta
     assert isinstance(told.error, WorkerDiedError)
     assert "no such file" in str(told.error)
     assert restarted(pool, 0, 2.0 + RESTART.backoff_limit) == []
-    assert (pool.serving, pool.lives.statistics()[1].restarts) == (2, 0)
+    assert (pool.lives.health(0.0).serving, pool.lives.statistics()[1].restarts) == (2, 0)
 
 
 # Recycling.
@@ -1846,7 +1846,7 @@ class Pools(RuleBasedStateMachine):
     def circuit_is_open_while_no_worker_serves_and_no_start_within_the_budget_is_left(self) -> None:
         if self.circuit_open:
             assert not self.open()
-            assert self.scheduler.serving == 0
+            assert not any(w.serves for w in self.scheduler.workers)
         for w in self.scheduler.workers:
             assert not (w.budget.spent and (w.serves or w.fate is Fate.RETIRES))
 

@@ -44,7 +44,7 @@ from mcinfer.protocol import (
     encode_references,
 )
 from mcinfer.runtime.cancels import Cancels
-from mcinfer.runtime.transport import MasterTransport, SendError, WorkerTransport
+from mcinfer.runtime.transport import MasterTransport, UnreachableError, WorkerTransport
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
@@ -94,11 +94,11 @@ class Peer:
         """What the worker still says until it closes."""
         said: list[Message] = []
         self.thread.join(PATIENCE)
-        with suppress(SendError):  # the connection has ended, after all that was sent
+        with suppress(UnreachableError):  # the connection has ended, after all that was sent
             while True:
                 while received := self.router.receive():
                     said.append(decode(received[1]))
-                self.router.send(self.peer, b"")
+                self.router.send([self.peer], b"")
                 select.select([self.router.fd], [], [], 0.01)
         return said
 
@@ -107,7 +107,7 @@ class Peer:
 
     def send(self, *messages: Message) -> None:
         for message in messages:
-            self.router.send(self.peer, encode(message))
+            self.router.send([self.peer], encode(message))
 
     def build(
         self,
@@ -486,7 +486,7 @@ def test_body_that_is_no_references_fails_its_run_and_the_next_is_served(
     for size, body in bad:
         peer.requests += 1
         head = PREDICT_HEAD.pack(PREDICT, peer.requests, 0, 0, size)
-        peer.router.send(peer.peer, head + body)
+        peer.router.send([peer.peer], head + body)
         assert peer.error(peer.requests).kind == "predict"
     peer.ask([x_at(0)], [y_at(64)])
 

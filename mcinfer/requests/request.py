@@ -199,6 +199,9 @@ class Request(Outcome[Arrays]):
         context: Context of the call, if the request is traced.
         weights: The version of the weights that it runs with.
         blocks: Numbers of the blocks of its references.
+        is_laid_out: Whether PREDICT gives the place of every output, but for fresh shards: then a reply may
+            have no outputs.
+        fresh: Shards whose outputs go to memory of the worker's own.
         copies: Whether to copy its value to ordinary memory, since shared memory is short.
         contradicted: Called with the reason if its parts do not join.
         workers: By shard, the index of the worker that answered it.
@@ -236,7 +239,7 @@ class Request(Outcome[Arrays]):
         self._inputs = inputs
         self._input_bodies = input_bodies
         self._outputs = outputs
-        self._complete = plan.lays_all and outputs is not None
+        self.is_laid_out = plan.lays_all and outputs is not None
         if outputs is None:
             self._asked: Sequence[tuple[TensorRef, ...]] = ((),) * len(self.rows)
             self._output_bodies: Sequence[bytes] = (_NO_REFERENCES,) * len(self.rows)
@@ -244,7 +247,7 @@ class Request(Outcome[Arrays]):
             frame = outputs.ticket.frame
             self._asked, self._output_bodies = frame.references, frame.bodies
         self.copies = False
-        self._fresh: set[int] = set()
+        self.fresh: set[int] = set()
         self._shared: Lease | None = None
         """The outputs' memory, where a late run may write to it after the answer."""
         self._parts: dict[tuple[int, str], Part] | None = None
@@ -281,21 +284,17 @@ class Request(Outcome[Arrays]):
         inputs = self._input_bodies[shard]
         outputs = self._output_bodies[shard]
         if fresh:
-            self._fresh.add(shard)
+            self.fresh.add(shard)
             self._shared = self._outputs
             outputs = _NO_REFERENCES
-        elif self._fresh:
-            self._fresh.discard(shard)
+        elif self.fresh:
+            self.fresh.discard(shard)
         head = PREDICT_HEAD.pack(PREDICT, self.number, shard, self.weights.number, len(inputs))
         return head + inputs + outputs
 
     def tensors(self, shard: int) -> tuple[bytes, bytes]:
         """The shard's tensors, as PREDICT_JOINED carries them."""
         return self._input_bodies[shard], self._output_bodies[shard]
-
-    def is_laid_out(self, shard: int) -> bool:
-        """Whether PREDICT gave the place of every output, so that a reply may have no outputs."""
-        return self._complete and shard not in self._fresh
 
     def take(
         self,
@@ -320,9 +319,9 @@ class Request(Outcome[Arrays]):
                 descriptor left. The request is as before.
         """
         self.workers[shard] = worker
-        if not outputs and self.is_laid_out(shard):
+        if not outputs and self.is_laid_out and shard not in self.fresh:
             return
-        asked = () if shard in self._fresh else self._asked[shard]
+        asked = () if shard in self.fresh else self._asked[shard]
         if len(asked) == len(self._model.outputs) and outputs == asked:
             return
         expected = {reference[0]: reference for reference in asked}

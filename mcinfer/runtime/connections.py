@@ -31,7 +31,7 @@ from mcinfer.protocol import (
 )
 from mcinfer.requests.request import Request
 from mcinfer.runtime.gang import Gang
-from mcinfer.runtime.transport import MasterTransport, SendError
+from mcinfer.runtime.transport import MasterTransport, UnreachableError
 from mcinfer.runtime.worker_process import HeldBlock, OutputForwarder, WorkerProcess
 from mcinfer.shm.arena import SharedBlock
 from mcinfer.shm.block import Block
@@ -45,10 +45,6 @@ _STANDINGS = {
 
 
 DESCRIPTORS_TO_OPEN = 24  # free descriptors of this process that a pool needs for itself
-
-
-class UnreachableError(OSError):
-    """A worker does not accept messages and must be killed."""
 
 
 class Connections:
@@ -253,9 +249,9 @@ class Connections:
             builds = [message] if not gang.is_group else self._builds[index]
             for process, build in zip(gang.ranks, builds, strict=True):
                 data = encode(replace(build, token=process.build_token))
-                self._send([process.peer or b""], data)
+                self.transport.send([process.peer or b""], data)
         else:
-            self._send(gang.peers, encode(message))
+            self.transport.send(gang.peers, encode(message))
 
     def _cancel(self, gang: Gang, message: Cancel) -> None:
         """Cancel a run, but not in ranks: it would end in some that others wait for, or is it done in."""
@@ -264,13 +260,6 @@ class Connections:
                 gang.ranks[0].cancels.send(message.request, message.shard)
             except OSError as exc:
                 raise UnreachableError(f"cannot be reached: {exc}") from exc
-
-    def _send(self, peers: Sequence[bytes], data: bytes) -> None:
-        try:
-            for peer in peers:
-                self.transport.send(peer, data)
-        except SendError as exc:
-            raise UnreachableError(f"cannot be reached: {exc}") from exc
 
     def send_run(
         self, index: int, members: Sequence[tuple[Request, int]], *, fresh: bool = False
@@ -290,7 +279,7 @@ class Connections:
         weights = first.weights
         if weights.number and weights.number not in gang.weights:
             self._attach(gang, weights.blocks)
-            self._send(gang.peers, weights.message)
+            self.transport.send(gang.peers, weights.message)
             given = {n for n in gang.weights if n >= weights.oldest}
             gang.weights = given | {weights.number}
         if len(members) == 1:
@@ -298,7 +287,7 @@ class Connections:
         else:
             tensors = [request.tensors(shard) for request, shard in members]
             data = encode_predict_joined(first.number, shard, weights.number, tensors, first.axes)
-        self._send(gang.peers, data)
+        self.transport.send(gang.peers, data)
 
     def share_slab(self, index: int, leader: int) -> None:
         """Give a worker the slab of another one.

@@ -46,10 +46,11 @@ from mcinfer.protocol import (
 from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.request import Request
 from mcinfer.runtime.admission import Admission
-from mcinfer.runtime.connections import Connections, UnreachableError
+from mcinfer.runtime.connections import Connections
 from mcinfer.runtime.delivery import Delivery, call_trace_hook, prepare
 from mcinfer.runtime.inbox import CLOSING, Inbox, Question
 from mcinfer.runtime.supervision import Supervision
+from mcinfer.runtime.transport import UnreachableError
 from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.dispatch import Entry
@@ -451,7 +452,7 @@ class Loop:
         now = monotonic()
         request = self.admission.requests.get(number)
         try:
-            if request is None or not request.is_laid_out(shard):
+            if request is None or not request.is_laid_out or shard in request.fresh:
                 reply = Reply(request=number, shard=shard, outputs=(), seconds=seconds)
                 self._handle_message(index, reply, now)
                 return
@@ -489,10 +490,10 @@ class Loop:
         Returns:
             The reply, or the run's failure if this process has no memory for the outputs.
         """
-        run = self._scheduler.current_run(index)
-        if run is None or run.members[0] != (reply.request, reply.shard):
+        runs = self._scheduler.workers[index].runs
+        if not runs or runs[0].members[0] != (reply.request, reply.shard):
             return reply  # the scheduler will say what is wrong with it
-        members = run.members
+        run, members = runs[0], runs[0].members
         if run.late:
             for number in {reference[3] for reference in reply.outputs}:
                 if number is not None and number < 0:

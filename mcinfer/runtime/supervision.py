@@ -24,9 +24,10 @@ from mcinfer.machine import oom_kills, usable_memory
 from mcinfer.private import model_name
 from mcinfer.protocol import MAX_NOTES, BuildFinish, Error, Message, Preparing
 from mcinfer.requests.request import Promise
-from mcinfer.runtime.connections import Connections, UnreachableError
+from mcinfer.runtime.connections import Connections
 from mcinfer.runtime.delivery import Delivery
 from mcinfer.runtime.inbox import NOT_STARTED, Inbox, Question
+from mcinfer.runtime.transport import UnreachableError
 from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.statistics import Health, WorkerStatistics
@@ -168,7 +169,8 @@ class Supervision:
     def pool_started(self, error: McinferError | None) -> None:
         specs = self.scheduler.lives.specs
         if error is None and specs is not None:
-            self.serving = self.scheduler.serving  # a first request comes at once
+            # Before the pool's first report: a first request comes at once.
+            self.serving = self.scheduler.health(monotonic()).serving
             self.started.set(specs)
         else:
             self.failure = error

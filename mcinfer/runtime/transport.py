@@ -18,6 +18,7 @@ holds the handle can connect, and a descriptor must be free for a worker before 
 
 import os
 import socket
+from collections.abc import Sequence
 
 import zmq
 
@@ -40,8 +41,8 @@ _READABLE = int(zmq.POLLIN)
 _send = zmq.backend.Socket.send
 
 
-class SendError(OSError):
-    """The peer is gone, or does not accept messages."""
+class UnreachableError(OSError):
+    """A worker is gone, or does not accept messages: it must be killed."""
 
 
 class RuntimeFolder(PrivateFolder):
@@ -108,18 +109,19 @@ class MasterTransport:
             self.close()
             raise OSError(exc.errno, f"cannot make a ZeroMQ socket: {exc}") from exc
 
-    def send(self, peer: bytes, data: bytes) -> None:
-        """Send a message without waiting.
+    def send(self, peers: Sequence[bytes], data: bytes) -> None:
+        """Send a message to each of these without waiting.
 
         Raises:
-            SendError: The peer is gone or does not read.
+            UnreachableError: One of them is gone or does not read; those after it have got nothing.
         """
         self._drained = False
         try:
-            _send(self._socket, peer, _SEND_MORE)
-            _send(self._socket, data, _DONT_WAIT)
+            for peer in peers:
+                _send(self._socket, peer, _SEND_MORE)
+                _send(self._socket, data, _DONT_WAIT)
         except zmq.ZMQError as exc:
-            raise SendError(exc.errno, str(exc)) from exc
+            raise UnreachableError(f"cannot be reached: {exc}") from exc
 
     def receive(self) -> tuple[bytes, bytes] | None:
         """The next message and its peer; None when there is nothing more.

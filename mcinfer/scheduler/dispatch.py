@@ -337,6 +337,15 @@ class Dispatch:
         if queue.items:
             self.due = min(self.due, queue.next_due())
 
+    def runs_for(self, entry: Entry) -> list[tuple[Worker, Run]]:
+        """The runs with shards of a request, and whose they are."""
+        return [
+            (w, run)
+            for w in self._workers
+            for run in w.runs
+            if any(request == entry.number for request, _ in run.members)
+        ]
+
     def send_elsewhere(self, w: Worker) -> list[Run]:
         """Queue the runs again that wait behind a long one; these, which the worker is to skip."""
         w.usual_seconds, w.capacity = math.inf, w.depth

@@ -161,10 +161,6 @@ class Scheduler:
 
     # What the shell and the statistics may ask.
 
-    @property
-    def serving(self) -> int:
-        return sum(w.serves for w in self.workers)
-
     def health(self, now: float) -> Health:
         health = self.lives.health(now)
         if self._closed:
@@ -174,10 +170,6 @@ class Scheduler:
             reasons = (f"{left} requests are still to be answered",) if left else ()
             return replace(health, state="closing", reasons=(*reasons, *health.reasons))
         return health
-
-    def current_run(self, worker: int) -> Run | None:
-        runs = self.workers[worker].runs
-        return runs[0] if runs else None
 
     def is_exiting(self, worker: int) -> bool:
         """Whether the worker was asked to end."""
@@ -276,7 +268,7 @@ class Scheduler:
 
     def handle_killed(self, worker: int, reason: str) -> None:
         """The loop has killed the worker; its death will be reported."""
-        self.lives.doom(self.workers[worker], reason)
+        self.workers[worker].doom(reason)
 
     def handle_own_memory(self, now: float, worker: int, size: int) -> None:
         """The worker's process has so many bytes of memory of its own."""
@@ -553,7 +545,7 @@ class Scheduler:
         for shard in range(len(entry.rows)):
             self.queue.discard((entry.number, shard))
         self._sink.settle(entry, error)
-        for w, run in self._runs_for(entry):
+        for w, run in self._dispatch.runs_for(entry):
             if self.table.is_over(run):
                 self._cancel_run(w, run)
                 # A run that does not stop may not keep its worker past the request's deadline.
@@ -561,14 +553,6 @@ class Scheduler:
                     w.kill_at = entry.end(now) + self._timeouts.cancel_grace
                     self.due = min(self.due, w.kill_at)
         self._release_if_done(entry)
-
-    def _runs_for(self, entry: Entry) -> list[tuple[Worker, Run]]:
-        return [
-            (w, run)
-            for w in self.workers
-            for run in w.runs
-            if any(request == entry.number for request, _ in run.members)
-        ]
 
     def _cancel_run(self, w: Worker, run: Run) -> None:
         if w.state is WorkerState.BUSY:
@@ -614,7 +598,7 @@ class Scheduler:
 
     def _handle_deadline(self, entry: Entry, now: float) -> None:
         """Its time is over. Requests that were joined with it run again apart: this one may be what hangs."""
-        runs = self._runs_for(entry)
+        runs = self._dispatch.runs_for(entry)
         places = {
             shard: f"{'ran on' if run is w.runs[0] else 'waited at'} {w.name}"
             for w, run in runs
@@ -626,7 +610,7 @@ class Scheduler:
             for i, answered in enumerate(entry.answered)
             if not answered
         ]
-        if not self.serving:
+        if not any(w.serves for w in self.workers):
             where += self.lives.health(now).reasons
         error = PredictTimeoutError(f"no answer within {entry.timeout:g} s: {', '.join(where)}")
         for w, run in runs:

@@ -270,6 +270,12 @@ class Worker:
         """Whether it may be given a run at once."""
         return self.state is WorkerState.READY and self.fate is Fate.STAYS and not self.spare
 
+    def doom(self, reason: str) -> None:
+        """It is being killed. Messages that it sent before may come until its death is reported."""
+        if self.fate is not Fate.BEREFT:
+            self.fate = Fate.DOOMED
+        self.last_error = reason
+
     def end_until(self, time: float) -> None:
         """Have it end until then. One that does not stop a run is killed no later for that."""
         self.end_by = time
@@ -575,14 +581,8 @@ class WorkerLives:
 
     # Ending.
 
-    def doom(self, w: Worker, reason: str) -> None:
-        """A worker is being killed. Messages that it sent before may come until its death is reported."""
-        if w.fate is not Fate.BEREFT:
-            w.fate = Fate.DOOMED
-        w.last_error = reason
-
     def kill(self, w: Worker, reason: str) -> None:
-        self.doom(w, reason)
+        w.doom(reason)
         self._sink.kill_worker(w.index)
 
     def end_when_idle(self, w: Worker, now: float, seconds: float) -> None:
@@ -613,7 +613,7 @@ class WorkerLives:
 
     def _give_up_waiting(self, w: Worker, reason: str, now: float) -> None:
         """End a worker that hangs: get its stacks, then kill it, even if it answers in between."""
-        self.doom(w, reason)
+        w.doom(reason)
         w.kill_at = now + STACKS_SECONDS
         self._sink.ask_for_stacks(w.index)
 

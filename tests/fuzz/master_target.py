@@ -9,6 +9,7 @@ import logging
 import math
 import random
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 from time import monotonic
@@ -95,8 +96,8 @@ class FedTransport(MasterTransport):
         self.inbox: deque[tuple[bytes, bytes]] = deque()
         self.sent: list[tuple[bytes, bytes]] = []
 
-    def send(self, peer: bytes, data: bytes) -> None:
-        self.sent.append((peer, data))
+    def send(self, peers: Sequence[bytes], data: bytes) -> None:
+        self.sent += [(peer, data) for peer in peers]
 
     def receive(self) -> tuple[bytes, bytes] | None:
         return self.inbox.popleft() if self.inbox else None
@@ -275,8 +276,8 @@ class MasterTarget(Target):
             self._scheduler.handle_started(index, process.pid)
 
     def _running(self, worker: int) -> tuple[ShardId, ...]:
-        run = self._scheduler.current_run(worker)
-        return () if run is None else run.members
+        runs = self._scheduler.workers[worker].runs
+        return runs[0].members if runs else ()
 
     @property
     def _scheduler(self) -> Scheduler:
