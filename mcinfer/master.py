@@ -703,7 +703,7 @@ class Master:
                     raise
                 # Waiting for room would stop the event loop; and not with memory in hand.
                 call.inputs = self._planner.copies(inputs)
-                submit = partial(copy_context().run, self._learner.submit, call)
+                submit = partial(self._learner.submit, call)
                 future = await self._waiting.wait_for_room(submit, call.start + call.timeout)
             return await asyncio.wrap_future(future)
         except PredictError as exc:
@@ -727,7 +727,7 @@ class Master:
         try:
             return await asyncio.wrap_future(answered)
         except BaseException:
-            call.cancelled = True  # before it looks: the thread may not have offered yet
+            call.cancelled = True  # before it looks: the thread first offers, and then reads this
             for end in ends:
                 end()
             raise

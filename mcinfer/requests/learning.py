@@ -139,17 +139,12 @@ class Learner:
         """
         if self.teaches(call):
             return self._answer_whole(call)
-        if self._most_joined > 1 and call.joins and not call.known.settled:
-            future = self.submit(call)
-            try:
-                return future.result()
-            except BaseException:
-                future.cancel()
-                raise
-            finally:
-                del future  # the error that this may raise must not hold what holds it
         self._warn_if_whole(call)
-        return None
+        if self._most_joined == 1 or not call.joins or call.known.settled:
+            return None
+        answer = self._planner.answer_call(call)
+        self._offer(call)
+        return answer
 
     def submit(self, call: Call, *, wait: bool = True) -> OutcomeFuture[Arrays]:
         """Queue a call, as `Planner.submit`; it may show, with others, whether such calls can be joined."""

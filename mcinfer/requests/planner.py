@@ -249,6 +249,8 @@ class Planner:
             self._queue.enter(request, wait=False)
             if call.offer is not None:
                 call.offer(partial(self._queue.cancel, request))
+                if call.cancelled:  # before it was offered
+                    self._queue.forget(request)
             self._queue.await_answer(request)
             if request.was_cancelled:
                 raise CancelledError

@@ -388,6 +388,32 @@ def test_task_that_is_cancelled_while_it_learns_stops_its_runs(fake_model: FakeM
         assert master.statistics().cancelled == 1
 
 
+def test_task_that_is_cancelled_before_its_thread_has_a_request_stops_that_request(
+    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fake_model(run="sleep:30")
+    begun, cancelled = threading.Event(), threading.Event()
+
+    def learn_nothing(_: object) -> None:  # as when another thread learns
+        begun.set()
+        assert cancelled.wait(30.0)
+
+    async def ask(master: Master) -> None:
+        task = asyncio.create_task(master.predict_async(rows(4)))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with Master(model, 2, engine="fake") as master:
+        monkeypatch.setattr(master._learner, "try_answer", learn_nothing)
+        asyncio.run(ask(master))
+        cancelled.set()
+        wait_until(lambda: master.statistics().cancelled == 1, timeout=20.0)
+        assert not master.statistics().in_flight
+
+
 def test_program_of_the_documentation_prints_what_it_says(
     onnx_model: OnnxModel, tmp_path: Path
 ) -> None:
