@@ -421,6 +421,52 @@ def test_error_in_a_subgroup_is_one_of_the_whole_group() -> None:
         results(3, body)
 
 
+def test_rank_that_closes_a_subgroup_ends_what_its_others_wait_for() -> None:
+    """Not the whole group: ranks that do not wait for it there do not notice."""
+    ended = threading.Event()
+
+    def body(group: Group) -> None:
+        pair = group.subgroup([1, 2])
+        if group.rank == 0:
+            assert ended.wait(30)
+            return
+        assert pair is not None
+        if group.rank == 1:
+            pair.close()
+            group.send(np.ones(1), 2)
+            assert ended.wait(30)
+            return
+        assert group.recv((1,), np.float64, 1).tolist() == [1]
+        try:
+            pair.barrier()
+        finally:
+            ended.set()
+
+    outcomes = run_ranks(3, body)
+    assert outcomes[:2] == [None, None]
+    assert isinstance(outcomes[2], RankDiedError)
+    assert "rank 1 (pid" in str(outcomes[2])
+    assert "closed the group" in str(outcomes[2])
+
+
+def test_group_that_is_closed_holds_no_descriptor() -> None:
+    """Also the memory of subgroups, and while the objects live."""
+    held: list[Group | None] = []
+
+    def body(group: Group) -> None:
+        pair = group.subgroup([0, 1])
+        held.extend([group, pair])
+        for one in filter(None, (group, pair)):
+            one.all_reduce(np.ones(300_000))
+            one.prepare_all_gather((100_000,), np.float32).run()
+            if one.rank < 2:
+                one.send(np.ones(3), 1) if one.rank == 0 else one.recv((3,), np.float64, 0)
+
+    with no_descriptor_left():
+        results(3, body)
+    assert len(held) == 6
+
+
 # Joining.
 
 
@@ -562,6 +608,21 @@ def test_rank_that_has_no_descriptor_left_says_so(monkeypatch: pytest.MonkeyPatc
     for exc in joined(("a", 0, 2), ("a", 1, 2)):
         assert isinstance(exc, OSError)
         assert exc.errno == errno.EMFILE
+
+
+def test_error_of_rank_0_at_the_end_of_the_meeting_is_one_in_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: int) -> object:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(meeting, "make_shared", refuse)
+    first, second = joined(("a", 0, 2), ("a", 1, 2))
+    assert isinstance(first, OSError)
+    assert isinstance(second, RankDiedError)
+    assert str(second) == (
+        f"rank 0 (pid {os.getpid()}) left before the group was complete: {first}"
+    )
 
 
 def test_ranks_with_other_temporary_folders_meet(

@@ -254,14 +254,21 @@ def _gather(
                     poll.modify(fd, 0)  # from now on only its end is news
         by_rank = {rank: ends.pop(fd) for fd, rank in ranks.items()}
         return [by_rank[rank] for rank in range(1, size)]
-    except McinferError as exc:
-        fields = {"error": type(exc).__name__, "text": shortened(str(exc))}
-        for end in ends.values():
-            _send(end, fields)
+    except (McinferError, OSError) as exc:
+        _send_error([*ends.values()], exc)
         raise
     finally:
         for end in ends.values():
             end.close()
+
+
+def _send_error(ends: list[socket.socket], exc: McinferError | OSError) -> None:
+    name, text = type(exc).__name__, str(exc)
+    if name not in _ERRORS:
+        name = RankDiedError.__name__
+        text = f"rank 0 (pid {os.getpid()}) left before the group was complete: {text}"
+    for end in ends:
+        _send(end, {"error": name, "text": shortened(text)})
 
 
 def _rank_of(end: socket.socket, size: int, joined: dict[int, socket.socket]) -> int:
@@ -288,10 +295,19 @@ def _rank_of(end: socket.socket, size: int, joined: dict[int, socket.socket]) ->
 
 
 def _grouped(ends: list[socket.socket], size: int, timeout: float) -> ShmGroup:
-    """Rank 0's group, after the others have been sent what they need for theirs."""
+    """Rank 0's group, after the others have been sent what they need for theirs, or the error."""
     with contextlib.ExitStack() as stack:
         for end in ends:
             stack.enter_context(end)
+        try:
+            return _send_shares(ends, size, timeout)
+        except (McinferError, OSError) as exc:
+            _send_error(ends, exc)
+            raise
+
+
+def _send_shares(ends: list[socket.socket], size: int, timeout: float) -> ShmGroup:
+    with contextlib.ExitStack() as stack:
         shared = make_shared(size)
         stack.callback(shared.close)
         pidfds = []
@@ -303,10 +319,17 @@ def _grouped(ends: list[socket.socket], size: int, timeout: float) -> ShmGroup:
                 text = f"rank {rank} (pid {pid}) ended before the group was complete"
                 raise RankDiedError(text) from exc
             stack.callback(os.close, pidfds[-1])
+        # Nothing fails after the first of the others has its share.
+        with contextlib.ExitStack() as failed:
+            own = []
+            for fd in (*shared.fds(0), *pidfds[1:]):
+                own.append(os.dup(fd))
+                failed.callback(os.close, own[-1])
+            failed.pop_all()
+        group = inherit(0, size, own[: 2 * size - 1], timeout=timeout, pidfds=own[2 * size - 1 :])
         for rank, end in enumerate(ends, 1):
             _send(end, {}, [*shared.fds(rank), *pidfds[:rank], *pidfds[rank + 1 :]])
-        fds, others = map(os.dup, shared.fds(0)), map(os.dup, pidfds[1:])
-        return inherit(0, size, [*fds], timeout=timeout, pidfds=[*others])
+        return group
 
 
 # The others.

@@ -171,7 +171,11 @@ def inherit(
             others, fds[1:size], fds[size:], pidfds or [-1] * len(others), strict=True
         )
     ]
-    return ShmGroup(_Wire(rank, peers, fds[0]), [*range(size)], timeout)
+    try:
+        return ShmGroup(_Wire(rank, peers, fds[0]), [*range(size)], timeout)
+    except BaseException:
+        close_all([fd for fd in (*fds, *pidfds) if fd >= 0])
+        raise
 
 
 # Cells, and what else ranks know of each other.
@@ -184,7 +188,9 @@ _CELL_BYTES = _HEAD_BYTES + _BODY.size
 _RING = 64
 """Messages to one rank that can wait until it looks."""
 
-_ABOUT = struct.Struct("<II")  # a rank's pid, the bytes of what it says when it leaves
+_ABOUT = struct.Struct(
+    "<II64s"
+)  # a rank's pid, the bytes of what it says when it leaves, what it left
 _ABOUT_BYTES = 16 << 10
 
 # Counts in an eventfd: what the writer did since the reader read it last.
@@ -223,7 +229,8 @@ class _Peer:
         taken: How many of them this rank has taken.
         reported: How many of them this rank has said that it has taken.
         waiting: By stream, those that were taken before an operation wanted them.
-        left: What it said when it left the group.
+        left: What it said when it left the whole group.
+        closed: The numbers of the groups that it has left, as bits.
         died: Its process has ended.
     """
 
@@ -241,6 +248,7 @@ class _Peer:
     reported: int = 0
     waiting: dict[bytes, deque[bytes]] = field(default_factory=dict)
     left: str | None = None
+    closed: int = 0
     died: bool = False
 
 
@@ -254,6 +262,7 @@ class _Wire:
         control: Its begin: the texts, messages and cells of steps of all ranks.
         alarm: A peer has died, or left.
         cause: Why the groups are closed.
+        groups: Those that are to let go what they hold when this is closed.
     """
 
     def __init__(self, rank: int, peers: Sequence[_Peer], memory: int) -> None:
@@ -262,6 +271,8 @@ class _Wire:
         self.memory = memory
         self.cause: str | None = None
         self.alarm = False
+        self.groups: list[ShmGroup] = []
+        self._closed = 0
         self._poll = select.poll()
         self._by_fd: dict[int, _Peer] = {}
         for peer in peers:
@@ -284,12 +295,12 @@ class _Wire:
         middle = start + _CELL_BYTES
         return slice(start, middle), slice(middle, middle + _CELL_BYTES)
 
-    def post(self, peer: _Peer, cell: bytes, timeout: float) -> bool:
+    def post(self, peer: _Peer, cell: bytes, group: int, timeout: float) -> bool:
         """Send a message; False if there was no room for it within the time."""
         if peer.sent - peer.acknowledged >= _RING:
             deadline = time.monotonic() + timeout
             while peer.sent - peer.acknowledged >= _RING:
-                self.raise_ends([peer])
+                self.raise_ends(group, [peer])
                 if not self.look(deadline):
                     return False
         start = peer.outbox + peer.sent % _RING * _CELL_BYTES
@@ -337,33 +348,37 @@ class _Wire:
                     self.take(peer, _NO_STREAM)
                 peer.acknowledged += news // _TAKEN & _FIELD
                 if news >= _LEFT:
-                    peer.left = self._said(peer)[1]
+                    _, text, peer.closed = self._said(peer)
                     self.alarm = True
+                    if peer.closed & 1:
+                        peer.left = text
         return bool(events) or wait > _LONGEST_WAIT / 2
 
     def _say(self, text: str) -> None:
         start = self.rank * self._stride
         encoded = text.encode(errors="replace")[: _ABOUT_BYTES - _ABOUT.size]
-        _ABOUT.pack_into(self.control, start, os.getpid(), len(encoded))
+        closed = self._closed.to_bytes(_MAX_GROUPS // 8, "little")
+        _ABOUT.pack_into(self.control, start, os.getpid(), len(encoded), closed)
         start += _ABOUT.size
         self.control[start : start + len(encoded)] = encoded
 
-    def _said(self, peer: _Peer) -> tuple[int, str]:
-        """A rank's pid, 0 if it has not begun, and its text."""
+    def _said(self, peer: _Peer) -> tuple[int, str, int]:
+        """A rank's pid, 0 if it has not begun, its text, and the groups that it has left, as bits."""
         start = peer.rank * self._stride
-        pid, length = _ABOUT.unpack_from(self.control, start)
+        pid, length, closed = _ABOUT.unpack_from(self.control, start)
         start += _ABOUT.size
-        return pid, self.control[start : start + length].decode(errors="replace")
+        text = self.control[start : start + length].decode(errors="replace")
+        return pid, text, int.from_bytes(closed, "little")
 
     def name(self, peer: _Peer) -> str:
         """A rank in words."""
-        pid, _ = self._said(peer)
+        pid, *_ = self._said(peer)
         return f"rank {peer.rank} (pid {pid})" if pid else f"rank {peer.rank}"
 
-    def raise_ends(self, late: Sequence[_Peer], past: Container[_Peer] = ()) -> None:
+    def raise_ends(self, group: int, late: Sequence[_Peer], past: Container[_Peer] = ()) -> None:
         """Raise for a peer that died or left with an error, unless it is `past` what this rank waits for.
 
-        Raise for one that only closed the group if it is late.
+        Raise for one that only closed this group, or the whole one, if it is late.
         """
         if not self.alarm:
             return
@@ -377,15 +392,24 @@ class _Wire:
             if exc is not None:
                 raise exc
         for peer in late:
-            if peer.left is not None:
+            if peer.closed & (1 << group | 1):
                 raise RankDiedError(f"{self.name(peer)} closed the group")
 
-    def close(self, text: str, cause: str) -> None:
-        """Leave, and have the others get the text."""
-        self.cause = cause
+    def leave(self, group: int, text: str = "") -> None:
+        """Say that this rank has left a group; the whole one with a text that the others get."""
+        self._closed |= 1 << group
         self._say(shortened(text))
         for peer in self.peers:
             os.eventfd_write(peer.outgoing, _LEFT)
+
+    def close(self, text: str, cause: str) -> None:
+        """Leave the whole group."""
+        self.cause = cause
+        self.leave(0, text)
+        for group in self.groups:
+            group.let_go()
+        self.groups.clear()
+        for peer in self.peers:
             close_all([fd for fd in (peer.incoming, peer.outgoing, peer.pidfd) if fd >= 0])
         self.control.close()
         os.close(self.memory)
@@ -460,6 +484,11 @@ class _Memory:
         """Hand out the memory of prepared operations anew."""
         self.prepared = Area(self._fd, self._start + _PREPARED, _PREPARED)
         self._transfers: dict[int, Area] = {}
+
+    def close(self) -> None:
+        """Keep no window; each ends with the last array over it."""
+        self._windows.clear()
+        self.forget()
 
     def small(self, parity: int, rank: int) -> _Place:
         """A rank's part of a small operation, in an even or odd step."""
@@ -598,6 +627,7 @@ class ShmGroup(Group):
         self._unread: set[int] = set()  # those that have not said that they read the last `send`
         self._left: str | None = None
         self._barrier = _body_of("barrier")
+        wire.groups.append(self)
 
     @property
     def cause(self) -> str | None:
@@ -663,7 +693,7 @@ class ShmGroup(Group):
             deadline = deadline or time.monotonic() + self.timeout
             if wire.alarm:
                 # What ranks do after they have come is the next operation's matter.
-                wire.raise_ends(late, {*self._peers}.difference(late))
+                wire.raise_ends(self._number, late, {*self._peers}.difference(late))
             if not wire.look(deadline):
                 raise self._late(_text_of(body), late)
 
@@ -685,7 +715,7 @@ class ShmGroup(Group):
         """Send a cell to one rank; a sender notices ends, too."""
         self._check_open()
         self._wire.look(0.0)
-        self._wire.raise_ends([peer])
+        self._wire.raise_ends(self._number, [peer])
         self._post(peer, cell)
 
     @closing
@@ -696,14 +726,14 @@ class ShmGroup(Group):
         deadline = 0.0
         while (got := wire.take(peer, name)) is None:
             deadline = deadline or time.monotonic() + self.timeout
-            wire.raise_ends([peer])
+            wire.raise_ends(self._number, [peer])
             if not wire.look(deadline):
                 raise self._late(_text_of(cell), [peer])
         if got != cell:
             raise difference({peer.rank: _text_of(got), wire.rank: _text_of(cell)})
 
     def _post(self, peer: _Peer, cell: bytes) -> None:
-        if not self._wire.post(peer, cell, self.timeout):
+        if not self._wire.post(peer, cell, self._number, self.timeout):
             raise self._late(_text_of(cell), [peer])
 
     def _late(self, text: str, late: Sequence[_Peer]) -> CollectiveTimeoutError:
@@ -714,7 +744,7 @@ class ShmGroup(Group):
         """Raise if a rank has died or left with an error; the group is closed then."""
         self._check_open()
         self._wire.look(0.0)
-        self._wire.raise_ends([])
+        self._wire.raise_ends(self._number, [])
 
     # The group itself.
 
@@ -741,11 +771,18 @@ class ShmGroup(Group):
         self.meet("forget (second step)")  # from here on there are new ones
 
     def leave(self, text: str, cause: str) -> None:
-        self._kept.clear()
         if self._number and not text:
             self._left = cause
+            self._wire.groups.remove(self)
+            self._wire.leave(self._number)
+            self.let_go()
         else:
             self._wire.close(text, cause)
+
+    def let_go(self) -> None:
+        """Keep no memory; arrays keep theirs."""
+        self._kept.clear()
+        self._memory.close()
 
     # Making operations.
 
