@@ -313,7 +313,9 @@ class CardMemory:
             PredictTimeoutError: What our stream, or the default one, has queued took longer.
         """
         chosen = [(spec, np.ascontiguousarray(arrays[spec.name])) for spec in specs]
-        slots = self.allocate([array.nbytes for _, array in chosen], 0.0)
+        # Another caller may just be making a block. Not long: this may be the delivery thread.
+        patience = min(timeout, _RECLAIM_PATIENCE)
+        slots = self.allocate([array.nbytes for _, array in chosen], patience)
         self.card.follow(_DEFAULT_STREAM)
         self.finish(timeout)  # as in `download`
         for (_, array), slot in zip(chosen, slots, strict=True):

@@ -42,6 +42,10 @@ affine (float[batch, 4] x, float[batch, 4] z) => (float[batch, 4] y, float[batch
     v = Add(b, one)
 }
 """
+UNKNOWN = """
+<ir_version: 8, opset_import: ["": 17]>
+unknown (float[batch, 4] x) => (int64[a, b] found) { found = NonZero(x) }
+"""
 LIMIT = 8 << 20
 CARDS = ("cuda:0", "cuda:1")
 X = np.arange(24, dtype=np.float32).reshape(6, 4)
@@ -243,6 +247,35 @@ def test_full_card_is_waited_for_until_the_time_is_over(pool: Master) -> None:
     held.clear()
     gc.collect()
     check(pool.predict([big, big], outputs_on="cuda:1"), big, big)
+
+
+@pytest.mark.usefixtures("checked")
+def test_outputs_that_come_through_the_host_wait_for_the_cards_first_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    making, go_on = threading.Event(), threading.Event()
+    create = Card.create
+
+    def slowly(card: Card, number: int, size: int) -> Any:
+        making.set()
+        assert go_on.wait(30.0)
+        return create(card, number, size)
+
+    model = parser.parse_model(UNKNOWN)
+    options, limits = EngineOptions(allow_fallback=True), Limits(memory_bytes=LIMIT)
+    with (
+        Master(model, "cuda:0", options=options, limits=limits) as master,
+        ThreadPoolExecutor() as threads,
+    ):
+        master.predict([X])
+        monkeypatch.setattr(Card, "create", slowly)
+        threads.submit(master.allocate, {"x": (6, 4)}, device="cuda:0")
+        assert making.wait(30.0)
+        answer = threads.submit(master.predict, [X], outputs_on="cuda:0")
+        wait_until(lambda: answer.done() or any(a.wanted for a in master._loop.admission.arenas))
+        go_on.set()
+        found: Any = answer.result()["found"]
+        np.testing.assert_array_equal(found.get(), np.nonzero(X))
 
 
 @pytest.mark.parametrize(
