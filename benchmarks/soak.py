@@ -8,7 +8,7 @@ workers, replace weights and ask for the figures (disturbances.py), and all of i
 compared (books.py). What the pool has after a first warm-up, it may have at the end. The exit status is 1
 where anything was not as promised. With ``--kills``, a pool with default options is under kills alone, and
 no request may fail. With ``--parallel``, a model that passes its input on is cut over groups of ranks:
-requests have 1 to 8 rows, and a kill, which costs a whole group, comes every few seconds.
+requests have 1 to 64 rows, and a kill, which costs a whole group, comes every few seconds.
 """
 
 import argparse
@@ -63,7 +63,7 @@ QUEUE = 48
 MEMORY = 256 << 20
 """Bytes of shared memory: not enough for two of the largest requests and anything else."""
 
-GROUP_ROWS = 8
+GROUP_ROWS = 64
 GROUP_KILL_PERIOD = 4.0
 KILL_PERIOD = 0.2
 

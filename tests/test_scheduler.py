@@ -93,7 +93,7 @@ MAX_BYTES = 40
 MAX_ROWS = 4
 
 
-def build(index: int, pipeline: int = 1, card: int = 0) -> Build:
+def build(index: int, pipeline: int = 1, card: int = 0, tensor: int = 1) -> Build:
     """With `card`, as many workers share one, and its weights."""
     return Build(
         model="/m.onnx",
@@ -101,6 +101,7 @@ def build(index: int, pipeline: int = 1, card: int = 0) -> Build:
         device=f"cuda:{index // card}" if card else f"cpu:{index}",
         cores=(index,),
         pipeline=pipeline,
+        tensor=tensor,
         card_workers=card or 1,
         shares_weights=card > 0,
     )
@@ -154,10 +155,10 @@ class Pool(Recorded):
         return [order for order in orders if not isinstance(order, Announce)]
 
 
-def new_pool(workers: int, pipeline: int = 1, **options: Any) -> Pool:
+def new_pool(workers: int, pipeline: int = 1, tensor: int = 1, **options: Any) -> Pool:
     """A pool whose workers all have their process, and have said nothing yet."""
     given = {"timeouts": TIMEOUTS, "restart": RESTART, "limits": Limits(), **options}
-    scheduler = Pool([build(i, pipeline) for i in range(workers)], **given)
+    scheduler = Pool([build(i, pipeline, tensor=tensor) for i in range(workers)], **given)
     assert scheduler.handle_start(0.0) == [StartWorker(worker=i) for i in range(workers)]
     for i in range(workers):
         scheduler.handle_started(i, 100 + i)
@@ -653,9 +654,9 @@ def test_message_that_may_not_come_is_refused_and_changes_nothing() -> None:
 # Several runs of a worker, where they are short.
 
 
-def pool_of_short_runs(workers: int = 1, *, seconds: float = SHORT_RUN) -> Pool:
+def pool_of_short_runs(workers: int = 1, *, seconds: float = SHORT_RUN, tensor: int = 1) -> Pool:
     """A pool whose workers have each answered a run of so many seconds; the test's requests begin at 10."""
-    pool = ready_pool(workers)
+    pool = ready_pool(workers, tensor=tensor)
     pool.handle_request(0.0, 0, (1,) * workers, 10.0)
     for worker in range(workers):
         pool.handle_message(0.0, worker, reply(0, worker, seconds=seconds))
@@ -774,6 +775,26 @@ def test_worker_that_does_not_skip_what_is_late_is_killed() -> None:
     end_hung(pool, 2.0 + TIMEOUTS.cancel_grace, 0)
     assert pool.handle_died(3.5, 0, SIGKILL) == []
     assert restarted(pool, 0, 3.5) == [predict(0, (11, 0))]
+
+
+def test_group_alone_runs_nothing_twice_since_it_skips_nothing() -> None:
+    pool = pool_of_short_runs(tensor=2)
+    assert ask(pool, 1.0, 10, 11) == [predict(0, (10, 0)), predict(0, (11, 0))]
+    assert pool.handle_time(LATE) == []
+    assert pool.next_time() == pool.due == 11.0
+    assert pool.handle_message(3.0, 0, reply(10)) == [Settle(request=10), Release(request=10)]
+    assert pool.handle_message(6.0, 0, reply(11)) == [Settle(request=11), Release(request=11)]
+
+
+def test_group_that_does_not_skip_what_is_late_is_not_killed_for_it() -> None:
+    pool = pool_of_short_runs(2, tensor=2)
+    ask(pool, 1.0, 10, 11, 12)
+    pool.handle_message(1.001, 1, reply(11, seconds=0.001))
+    assert SendRun(worker=1, members=((12, 0),), fresh=True) in pool.handle_time(LATE)
+    pool.handle_message(1.2, 1, reply(12))
+    pool.handle_message(3.0, 0, reply(10))
+    assert pool.handle_time(3.0 + TIMEOUTS.cancel_grace) == []
+    assert pool.handle_message(6.0, 0, reply(12)) == [Release(request=12)]
 
 
 # Draining.

@@ -308,7 +308,7 @@ class Request(Outcome[Arrays]):
 
         Args:
             shard: The answered shard.
-            outputs: The reply's references; none if all are in their places.
+            outputs: The reply's references, without some or all of those that are in their places.
             fetch: Gets a block of the worker's by its number; its exceptions come through.
             worker: The worker's index.
             limit: Most bytes of tensors in the worker's blocks.
@@ -325,10 +325,14 @@ class Request(Outcome[Arrays]):
         if len(asked) == len(self._model.outputs) and outputs == asked:
             return
         expected = {reference[0]: reference for reference in asked}
-        if [reference[0] for reference in outputs] != [spec.name for spec in self._model.outputs]:
+        names = [spec.name for spec in self._model.outputs]
+        given = {reference[0]: reference for reference in outputs}
+        # Those that a reply leaves out are in their places: ranks name only what they give.
+        whole = [found for name in names if (found := given.get(name) or expected.get(name))]
+        in_order = [name for name in names if name in given]
+        if len(whole) < len(names) or [reference[0] for reference in outputs] != in_order:
             raise ProtocolError(
-                f"reply with outputs {reprlib.repr([ref[0] for ref in outputs])}, expected "
-                f"{[spec.name for spec in self._model.outputs]}"
+                f"reply with outputs {reprlib.repr([ref[0] for ref in outputs])}, expected {names}"
             )
         seen, missed = self._plan.seen, False
         parts: dict[tuple[int, str], Part] = {}
@@ -336,7 +340,7 @@ class Request(Outcome[Arrays]):
         opened: list[str] = []
         left = limit
         try:
-            for spec, reference in zip(self._model.outputs, outputs, strict=True):
+            for spec, reference in zip(self._model.outputs, whole, strict=True):
                 name, element_type, shape = reference[:3]
                 if element_type != spec.element_type:
                     raise ProtocolError(f"reply with {reprlib.repr(reference)}, expected {spec}")
@@ -361,7 +365,7 @@ class Request(Outcome[Arrays]):
             raise
         self._plan.opened.update(opened)
         if seen is not None:
-            seen.note(shard, tuple(reference[2] for reference in outputs))
+            seen.note(shard, tuple(reference[2] for reference in whole))
             if missed and seen.laid is self._plan:
                 seen.give_up()
         if not self.settled:  # else it failed before this answer

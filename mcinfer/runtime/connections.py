@@ -110,7 +110,8 @@ class Connections:
             OSError: The system cannot start a process.
         """
         builds = self._builds[index]
-        _check_descriptors(self._worker.descriptors * len(builds))
+        between = len(builds) * (len(builds) - 1)  # what the ranks share, until all are started
+        _check_descriptors(self._worker.descriptors * len(builds) + between)
         with ExitStack() as opened, ExitStack() as passed:
             groups: list[list[int]] = [[]]
             if len(builds) > 1:

@@ -59,6 +59,7 @@ class Gang:
         self.killed = False
         self._said: list[deque[Message]] = [deque() for _ in ranks]
         self._outputs: list[str] = []
+        self._progress = (0.0, 0)
         # Why it ends: ranks that ended by themselves, or what one said.
         self._causes: list[str] = []
         self._statuses: set[int] = set()
@@ -92,8 +93,10 @@ class Gang:
                 return None
         if not self.is_group:
             return message
-        if isinstance(message, Preparing):
-            return None if rank else message
+        if isinstance(message, Preparing):  # of whichever rank prepares the slices
+            self._progress = max(self._progress, (message.seconds, message.written))
+            seconds, written = self._progress
+            return replace(message, seconds=seconds, written=written)
         line = self._said[rank]
         line.append(message)
         if len(line) > _MOST_AHEAD:

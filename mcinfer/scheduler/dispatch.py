@@ -277,7 +277,7 @@ class Dispatch:
 
     def next_time(self) -> float:
         """When to look again; infinite if nothing waits for a time."""
-        times = [w.began + LONG_RUN for w in self._workers if holds_back(w)]
+        times = [w.began + LONG_RUN for w in self._workers if self.holds_back(w)]
         # Whatever the time, which only says who may have more than it works on.
         if self.queue.items and self._next_worker(self._order, math.inf) is not None:
             times.append(self.queue.next_due())
@@ -345,6 +345,15 @@ class Dispatch:
             for run in w.runs
             if any(request == entry.number for request, _ in run.members)
         ]
+
+    def holds_back(self, w: Worker) -> bool:
+        """Whether shards wait behind its current runs that no other worker has.
+
+        A group of ranks skips no run, so it would run them twice where no other one takes them.
+        """
+        if len(w.runs) <= w.depth or w.runs[-1].late or w.state is not WorkerState.BUSY:
+            return False
+        return w.build.ranks == 1 or any(o.serves for o in self._workers if o is not w)
 
     def send_elsewhere(self, w: Worker) -> list[Run]:
         """Queue the runs again that wait behind a long one; these, which the worker is to skip."""
@@ -482,11 +491,6 @@ class Dispatch:
                 self._shares = shares
                 weights = dict(zip(shares.workers, shares.weights, strict=True))
                 self._order = sorted(self._workers, key=lambda w: -weights.get(w.index, 0.0))
-
-
-def holds_back(w: Worker) -> bool:
-    """Whether shards wait behind its current runs that no other worker has."""
-    return len(w.runs) > w.depth and not w.runs[-1].late and w.state is WorkerState.BUSY
 
 
 def trace_of(

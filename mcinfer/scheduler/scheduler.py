@@ -57,7 +57,6 @@ from mcinfer.scheduler.dispatch import (
     Entry,
     RequestSink,
     RequestTable,
-    holds_back,
 )
 from mcinfer.scheduler.workers import (
     MAX_DEATHS,
@@ -413,7 +412,7 @@ class Scheduler:
         for entry in self.table.overdue(now):
             self._handle_deadline(entry, now)
         for w in self.workers:
-            if holds_back(w) and w.began + LONG_RUN <= now:
+            if self._dispatch.holds_back(w) and w.began + LONG_RUN <= now:
                 for run in self._dispatch.send_elsewhere(w):
                     self._cancel_run(w, run)
             self.lives.handle_time(w, now)
@@ -481,11 +480,15 @@ class Scheduler:
     # Answers.
 
     def _await_skip(self, w: Worker, now: float) -> None:
-        """The worker is to skip its next run, which was cancelled; it has the time that this run had."""
+        """The worker is to skip its next run, which was cancelled; it has the time that this run had.
+
+        A group of ranks skips none, so that one is no sign of a fault before its request's time is over.
+        """
         if w.doomed or w.state is not WorkerState.BUSY:
             return
         ends = [self.table[request].end(now) for request, _ in w.runs[0].members]
-        w.kill_at = (now if w.runs[0].late else max([now, *ends])) + self._timeouts.cancel_grace
+        skips = w.runs[0].late and w.build.ranks == 1
+        w.kill_at = (now if skips else max([now, *ends])) + self._timeouts.cancel_grace
         self.due = min(self.due, w.kill_at)
 
     def _forget_late(self, run: Run) -> None:

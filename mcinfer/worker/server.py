@@ -443,7 +443,8 @@ class Server:
         """
         if not produced:
             return ()
-        references = {reference[0]: reference for reference in bound}
+        gives = self._engine.gives
+        references = {ref[0]: ref for ref in bound if gives is None or ref[0] in gives}
         strings = sum(len(item.values) for item in produced if isinstance(item, Strings))
         if strings > MAX_STRINGS:
             raise PredictError(

@@ -93,6 +93,30 @@ def test_outputs_of_unknown_shapes_come_from_the_ranks_that_make_them(
             assert_close(future.result(timeout=60.0), expected(model, each))
 
 
+def test_outputs_of_other_shapes_than_declared_are_those_of_their_ranks_also_if_empty(
+    tmp_path: Path,
+) -> None:
+    declared: tuple[int, Sequence[int | str]] = (TensorProto.INT64, [2, "batch"])
+    model = write_chain(
+        tmp_path / "other.onnx",
+        [("Relu", "h4", "r"), ("NonZero", "r", "high")],
+        {"low": declared, "high": declared},
+    )
+    whole = onnx.load(str(model))
+    # Beside the first product, so that the first stage makes it.
+    whole.graph.node.insert(1, helper.make_node("NonZero", ["h1"], ["low"]))
+    for weight in whole.graph.initializer:
+        weight.CopyFrom(numpy_helper.from_array(np.eye(WIDTH, dtype=np.float32), weight.name))
+    onnx.save(whole, str(model))
+    x = np.zeros((1, WIDTH), np.float32)
+    x[0, :7] = -1.0
+    with Master(model, parallel=Parallel(pipeline=2), verify="never") as master:
+        for given in (x, -x, x):
+            answer = master.predict({"x": given})
+            assert_close(answer, expected(model, {"x": given}))
+            assert answer["high"].shape == (2, 0 if given is x else 7)
+
+
 @pytest.mark.parametrize(
     ("parallel", "rank"),
     [(Parallel(tensor=2), 1), (Parallel(pipeline=2), 0), (Parallel(pipeline=2), 1)],
