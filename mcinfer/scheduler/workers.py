@@ -662,8 +662,8 @@ class WorkerLives:
                     self._sink.kill_worker(follower.index)
                     continue
                 why = f"it shares the memory of its card with worker {w.index}, which has died"
-                self.kill(follower, why)
                 follower.fate = Fate.BEREFT
+                self.kill(follower, why)
         elif leader is None or leader.doomed or leader.borrowers:
             return
         elif self.closing and leader.state in (WorkerState.READY, WorkerState.BUSY):
