@@ -105,7 +105,9 @@ class Loop:
             balance=balance,
         )
         self._block_numbers = count()
-        self.arena = Arena(memory_bytes, dropped=self._detach, numbers=self._block_numbers)
+        self.arena = Arena(
+            memory_bytes, dropped=self.supervision.detach, numbers=self._block_numbers
+        )
         self.frames = IdleFrames()
         self.oversee(
             Scheduler(
@@ -271,15 +273,11 @@ class Loop:
             self._limits.memory_bytes,
             self.inbox.allocate,
             self._delivery.repeat,
-            self._detach,
+            self.supervision.detach,
             self._block_numbers,
         )
 
     # The loop's thread.
-
-    def _detach(self, number: int) -> None:
-        """An arena has dropped a block: workers unmap it too."""
-        self.supervision.detach(number)
 
     def _run(self) -> None:
         if not _take(self._run_claims):
@@ -426,16 +424,16 @@ class Loop:
 
     # What comes.
 
-    def _receive(self) -> bool:
-        """Handle the messages that are there, or the first of very many; whether there were any."""
+    def _receive(self) -> None:
+        """Handle the messages that are there, or the first of very many."""
         if self.inbox.finished:
-            return False
+            return
         receive, peers = self._transport.receive, self._connections.peers
-        for taken in range(_MAX_MESSAGES):
+        for _ in range(_MAX_MESSAGES):
             received = receive()
             if received is None:
                 self._readable = False
-                return taken > 0
+                return
             peer, data = received
             process = peers.get(peer)
             is_head = len(data) == REPLY_HEAD.size and data[0] == REPLY
@@ -445,7 +443,6 @@ class Loop:
             index, message = self._connections.read(peer, data)
             if index is not None and message is not None:
                 self._handle_message(index, message, monotonic())
-        return True
 
     def _take_reply(self, index: int, number: int, shard: int, seconds: float) -> None:
         """Take the head of a REPLY, not checked yet: all outputs are in their places."""
