@@ -1537,6 +1537,10 @@ class Pools(RuleBasedStateMachine):
         assert due is None or due > self.now, "something that was due was not done"
         assert self.scheduler.due == (math.inf if due is None else due)
         for worker, runs in self.running.items():
+            # A group of ranks skips no run: it would run these twice if no other worker takes them.
+            others = [w for w in self.scheduler.workers if w.serves and w.index != worker]
+            if self.pipeline > 1 and not others:
+                continue
             if len(runs) > self.depth and self.now - self.began[worker] > LONG_RUN * 1.01:
                 held = [run for run in [*runs][self.depth :] if not run.late]
                 assert all(self.asked(member).settled for run in held for member in run.members)
