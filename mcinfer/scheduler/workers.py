@@ -627,6 +627,8 @@ class WorkerLives:
         w.usual_seconds, w.capacity = math.inf, w.depth
         w.pid = w.start.due = w.kill_at = w.end_by = w.slab = None
         w.spare = False
+        if w.fate is Fate.RETIRES:
+            w.fate = Fate.STAYS  # there is nothing left to replace
         if self.closing:
             return story
         self._fill_in()
