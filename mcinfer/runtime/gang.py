@@ -6,8 +6,8 @@
               ◄── one message ──      ◄════ each rank answers every message, in order ═════
 
 To the scheduler a group is one worker. Its HELLO, BUILD_FINISH, REPLY or ERROR is there when all ranks have
-sent theirs. All or nothing: if a rank says that its group is broken, or its process ends, all others are
-ended, and the worker has died.
+sent theirs; a rank whose build fails speaks for all. All or nothing: if a rank says that its group is broken,
+or its process ends, all others are ended, and the worker has died.
 
 Ownership: the gang owns its processes until `reap`.
 """
@@ -60,6 +60,7 @@ class Gang:
         self._said: list[deque[Message]] = [deque() for _ in ranks]
         self._outputs: list[str] = []
         self._progress = (0.0, 0)
+        self._build_failed = False
         # Why it ends: ranks that ended by themselves, or what one said.
         self._causes: list[str] = []
         self._statuses: set[int] = set()
@@ -97,6 +98,11 @@ class Gang:
             self._progress = max(self._progress, (message.seconds, message.written))
             seconds, written = self._progress
             return replace(message, seconds=seconds, written=written)
+        if self._build_failed:
+            return None
+        if isinstance(message, Error) and message.request is None and message.kind != "broken":
+            self._build_failed = True  # the others may wait for this rank, until the group is ended
+            return message
         line = self._said[rank]
         line.append(message)
         if len(line) > _MOST_AHEAD:
@@ -111,11 +117,10 @@ class Gang:
         errors = [message for message in messages if isinstance(message, Error)]
         answers = [message for message in messages if isinstance(message, Error | Reply)]
         runs = {(answer.request, answer.shard) for answer in answers}
-        is_build = bool(errors) and errors[0].request is None
         if len(runs) > 1 or (not errors and len({*map(type, messages)}) > 1):
             said = [type(message).__name__ for message in messages]
             raise ProtocolError(f"the ranks said {said} of the runs {[*runs]} at once")
-        if len(answers) not in (0, len(messages)) and not is_build:
+        if len(answers) not in (0, len(messages)):
             raise ProtocolError("some ranks answered a run, and others a build, at once")
         if errors:
             self._drop_outputs(messages)
@@ -123,7 +128,7 @@ class Gang:
             if not own:
                 self._end(errors[0].text)
                 return None
-            if is_build or len(own) == len(messages):
+            if len(own) == len(messages):
                 return own[0]
             rank = messages.index(own[0])
             about = f"rank {rank} ({self.ranks[rank].label[1]}, pid {self.ranks[rank].pid})"
