@@ -416,6 +416,26 @@ def test_cancelled_run_without_a_deadline_does_not_keep_its_worker_for_ever() ->
 # Restarts.
 
 
+def test_follower_that_grows_while_its_leader_is_past_its_budget_serves_with_the_next_one() -> None:
+    """It was to be replaced, which was given up at once; then it served no more."""
+    restart = replace(RESTART, budget=0, max_memory_bytes=MAX_BYTES)
+    builds = [build(i, card=2) for i in range(2)]
+    pool = Pool(builds, timeouts=TIMEOUTS, restart=restart, limits=Limits())
+    pool.handle_start(0.0)
+    for now in (0.0, 9.0):
+        for worker in (0, 1):
+            pool.handle_message(now, worker, hello(worker))
+        pool.handle_message(now, 0, built(SLAB))
+        pool.handle_message(now, 1, built())
+        if now == 0.0:
+            pool.handle_died(1.0, 0, SIGSEGV)
+            pool.handle_died(1.0, 1, SIGKILL)
+            assert pool.handle_time(1.0) == [StartWorker(worker=1)]
+            pool.handle_own_memory(1.1, 1, MAX_BYTES + 1)
+            assert pool.handle_time(5.0) == [StartWorker(worker=0)]
+    assert pool.health(9.0).state == "ready"
+
+
 def test_model_that_does_not_load_again_counts_against_the_budget_and_is_told() -> None:
     pool = ready_pool(1, restart=replace(RESTART, budget=1))
     pool.handle_died(1.0, 0, SIGSEGV)

@@ -726,6 +726,9 @@ class WorkerLives:
             if not all(w.serves or w.is_given_up for w in replaced):
                 return
             self._replacing = ()
+            for w in replaced:
+                if w.fate is Fate.RETIRES and w.state is not WorkerState.EXITING:
+                    w.fate = Fate.STAYS  # what its leader's next start leads to is to serve
             self._note_calm()
             asked_for = self._asked_for.intersection(w.index for w in replaced)
             if asked_for:
