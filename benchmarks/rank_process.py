@@ -94,8 +94,8 @@ class ShmRank:
     ) -> tuple[Call, Callable[[], str]]:
         """A run of a slice, bound to memory of this process, and the digest of its outputs."""
         from mcinfer.config import CoreShare, Device, EngineOptions
-        from mcinfer.engines import open_engine
         from mcinfer.engines.base import Buffer, EngineRequest, array_over
+        from mcinfer.ranks import open_slice
 
         request = EngineRequest(
             model=model,
@@ -103,7 +103,7 @@ class ShmRank:
             options=EngineOptions(threads=threads, prepare="never"),
             share=CoreShare(shared=True),
         )
-        engine = open_engine("onnxruntime", request, group=self._group)
+        engine = open_slice("onnxruntime", request, self._group)
 
         def over(name: str, element_type: str, array: NDArray[Any]) -> Buffer:
             return Buffer(

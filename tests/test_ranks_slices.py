@@ -23,6 +23,7 @@ from mcinfer.errors import (
     McinferError,
     PredictError,
 )
+from mcinfer.ranks import open_slice
 from mcinfer.ranks.collectives.base import Group, PeerFailedError
 from mcinfer.ranks.layouts import MAX_LAYOUTS
 from mcinfer.ranks.slices import RankEngine, prepare
@@ -821,12 +822,12 @@ def test_weights_of_slices_cannot_be_replaced(tmp_path: Path) -> None:
     failing_loads(slices, ["weights of a sliced model"] * 2, variable_weights=("up0",))
 
 
-def test_open_engine_loads_a_slice_in_a_group(tmp_path: Path) -> None:
+def test_open_slice_loads_a_slice_in_a_group(tmp_path: Path) -> None:
     model = mlp(tmp_path, 2)
 
     def rank(group: Group, stack: ExitStack) -> Arrays:
         asked = request(model.slices[group.rank], threads=2)
-        engine = open_engine("onnxruntime", asked, group=group)
+        engine = open_slice("onnxruntime", asked, group)
         assert isinstance(engine, RankEngine)
         assert engine.providers == ("CPUExecutionProvider",)
         stack.callback(engine.close)
@@ -840,7 +841,7 @@ def test_open_engine_loads_a_slice_in_a_group(tmp_path: Path) -> None:
 def test_only_onnxruntime_runs_slices(tmp_path: Path) -> None:
     def rank(group: Group, _stack: ExitStack) -> None:
         with pytest.raises(BuildError, match="engine fake runs no slices"):
-            open_engine("fake", request(tmp_path / "m.json"), group=group)
+            open_slice("fake", request(tmp_path / "m.json"), group)
 
     run_ranks(1, rank)
 

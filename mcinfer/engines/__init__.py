@@ -1,5 +1,6 @@
 """Adapters to inference runtimes, one file each; a runtime is imported only when it is opened."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -9,7 +10,6 @@ from mcinfer.errors import BuildError, EngineError, MissingDependencyError, quot
 from mcinfer.model_cache.children import Progress
 from mcinfer.model_cache.onnx_files import check_regular
 from mcinfer.process import give_back_freed_memory
-from mcinfer.ranks.collectives.base import Group
 
 _MAX_NAME_CHARACTERS = 1 << 20
 """Characters in all names of inputs, outputs and replaceable weights, which messages carry."""
@@ -28,44 +28,41 @@ def _adapter(name: str) -> Any:
         raise BuildError(f"engine {name} cannot be imported: {exc}") from exc
 
 
-def open_engine(
-    name: str,
-    request: EngineRequest,
-    progress: Progress | None = None,
-    group: Group | None = None,
-) -> Engine:
+def open_engine(name: str, request: EngineRequest, progress: Progress | None = None) -> Engine:
     """Load a model with the engine of this name.
 
     Args:
         name: Name of the engine.
         request: The model, and how to load it.
         progress: Called if the model is prepared first.
-        group: All ranks of the model: it is loaded as this rank's slice, once all ranks have called this.
 
     Raises:
         BuildError: There is no such engine, or it cannot load the model; with the engine's message.
         MissingDependencyError: The runtime's package is not installed; says what to install.
     """
     module = _adapter(name)
-    if group is not None and name != "onnxruntime":
-        raise BuildError(f"engine {name} runs no slices of a model, expected onnxruntime")
-    if group is None:
-        with suppress(OSError):  # the engine names a file that does not exist or cannot be read
-            check_regular(request.model)
+    with suppress(OSError):  # the engine names a file that does not exist or cannot be read
+        check_regular(request.model)
+
+    def load() -> Engine:
+        prepared = (module.prepared(request, progress),) if hasattr(module, "prepared") else ()
+        engine: Engine = module.load(request, *prepared)
+        return engine
+
+    return checked(request.model, load)
+
+
+def checked(model: str, load: Callable[[], Engine]) -> Engine:
+    """The engine that `load` gives for the model at this path; raises `BuildError` as `open_engine` does."""
     try:
-        if group is not None:
-            engine: Engine = import_module("mcinfer.ranks.slices").RankEngine(request, group)
-        elif hasattr(module, "prepared"):
-            engine = module.load(request, module.prepared(request, progress))
-        else:
-            engine = module.load(request)
+        engine = load()
     except EngineError as exc:
         if quotable(exc):
             raise
         raise type(exc)(shortened(str(exc))) from None
     except MemoryError as exc:
         text = str(exc) or "out of memory"
-        raise BuildError(f"{request.model}: {text}{memory_limit()}") from exc
+        raise BuildError(f"{model}: {text}{memory_limit()}") from exc
     _check_names(engine)
     give_back_freed_memory()
     return engine

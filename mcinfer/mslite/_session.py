@@ -39,6 +39,7 @@ from mcinfer.mslite._ranks import Membership, is_slice, place_of
 from mcinfer.mslite._targets import Attempt, ModelType, attempts, open_first, pinned_cores
 from mcinfer.mslite.context import Context
 from mcinfer.private import ModelInMemory, PrivateFolder, in_words, inherited
+from mcinfer.ranks import open_slice
 from mcinfer.requests.tensors import as_input, string_rows
 from mcinfer.requests.weights import check_weights
 from mcinfer.sharding import Shape
@@ -313,7 +314,10 @@ def _load(
         ranks = None if membership is None else membership.group()
         try:
             with _pinned(cores):
-                engine = open_engine(attempt.engine, request, group=ranks)
+                if ranks is None:
+                    engine = open_engine(attempt.engine, request)
+                else:
+                    engine = open_slice(attempt.engine, request, ranks)
         except EngineError as exc:
             if inherited(request.model):
                 exc.args = (in_words(str(exc), request.model),)

@@ -10,6 +10,7 @@ from mcinfer.specs import STRING, ModelSpec
 if TYPE_CHECKING:  # at a run, workers that are ranks alone import it
     from mcinfer.engines.base import Engine, EngineRequest
     from mcinfer.model_cache.children import Progress
+    from mcinfer.ranks.collectives.base import Group
 
 
 def open_rank(
@@ -65,6 +66,26 @@ def open_rank(
         break_off(group, exc)
         raise
     return engine
+
+
+def open_slice(engine: str, request: "EngineRequest", group: "Group") -> "Engine":
+    """Load this rank's slice of a model in a group that joined itself, once all its ranks have called this.
+
+    Args:
+        engine: Name of the engine.
+        request: The slice, and how and where to load it.
+        group: All ranks of the model; the caller's.
+
+    Raises:
+        BuildError: The engine runs no slices, or cannot load this one; with the engine's message.
+        MissingDependencyError: A package is missing; says which.
+    """
+    from mcinfer.engines import checked
+    from mcinfer.ranks.slices import RankEngine
+
+    if engine != "onnxruntime":
+        raise BuildError(f"engine {engine} runs no slices of a model, expected onnxruntime")
+    return checked(request.model, lambda: RankEngine(request, group))
 
 
 def _check_spec(spec: ModelSpec) -> None:

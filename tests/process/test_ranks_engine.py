@@ -17,7 +17,7 @@ import sys
 import numpy as np
 from mcinfer.ranks.collectives import join
 from mcinfer.config import Device, EngineOptions
-from mcinfer.engines import open_engine
+from mcinfer.ranks import open_slice
 from mcinfer.engines.base import Buffer, EngineRequest
 
 key, model, rank, size = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
@@ -31,7 +31,7 @@ def tensor(name, array):
 
 group = join(key, rank, size, timeout=50)
 request = EngineRequest(model=model, device=Device.parse("cpu:0"), options=EngineOptions(threads=1))
-engine = open_engine("onnxruntime", request, group=group)
+engine = open_slice("onnxruntime", request, group)
 outputs = {spec.name: np.empty((4, 16), np.float32) for spec in engine.spec.outputs}
 x = np.empty((4, 16), np.float32)
 run = engine.bind([tensor("x", x)], [tensor(*item) for item in outputs.items()])
