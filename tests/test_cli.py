@@ -58,6 +58,8 @@ def test_help_names_all_parameters(monkeypatch: pytest.MonkeyPatch, capsys: Capt
         assert out.startswith(f"Usage: {' '.join(['mcinfer', *names])} ")
         assert max(map(len, out.splitlines())) <= 80
         for parameter in command.params:
+            if getattr(parameter, "hidden", False):  # what has left
+                continue
             takes = parameter.opts if parameter.param_type_name == "option" else [parameter.metavar]
             assert all(f"  {word}" in out or f", {word}" in out for word in takes), names
             assert parameter.help, (names, takes)
@@ -276,3 +278,8 @@ def test_progress_is_lines_where_there_is_no_terminal(
     with showing_work(sys.stderr, "cutting", None) as work:
         work.show(2)
     assert capsys.readouterr().err == "mcinfer: measuring 25 %: sharded\nmcinfer: cutting\n"
+
+
+def test_option_that_has_left_says_so(capfd: Capture) -> None:
+    assert main(["bench", "m.onnx", "--transport", "socketpair"]) == 2
+    assert "--transport': 'socketpair' has left; ZeroMQ carries all" in capfd.readouterr().err

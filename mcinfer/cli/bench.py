@@ -58,6 +58,12 @@ def parse_modes(text: str) -> tuple[str, ...]:
     return names
 
 
+def _refuse_transport(value: str | None) -> None:
+    """Say that an option has left."""
+    if value is not None:
+        raise typer.BadParameter(f"{value!r} has left; ZeroMQ carries all messages")
+
+
 def bench(
     model: ModelArgument,
     devices: DevicesOption = None,
@@ -98,6 +104,7 @@ def bench(
     max_delay: Annotated[
         Any, parsed("SECONDS", parse_pause, "Mode batched: longest wait of a request for others.")
     ] = "0.001",
+    transport: Annotated[str | None, typer.Option(hidden=True, callback=_refuse_transport)] = None,
     scaling: Annotated[
         bool, typer.Option(help="Also measure pools of fewer workers.", show_default=False)
     ] = True,
@@ -120,6 +127,7 @@ def bench(
     """
     from mcinfer.bench.runner import Benchmark, Plan
 
+    del transport  # refused where it is given
     if concurrency is None:
         concurrency = () if rate else (1, 4)
     ways = (*against, *modes)
