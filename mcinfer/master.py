@@ -127,6 +127,7 @@ class Master:
             the package onnx (``pip install 'mcinfer[onnx]'``). None: every device has the whole model.
         balance: How many rows of a batch each worker gets. ``"even"``: all the same. ``"measured"``: by the
             moving average of its rows a second, for devices of unequal speed.
+        transport: Has left, and is refused; the next release does not have it.
 
     Raises:
         InvalidInputError: An argument is invalid.
@@ -155,9 +156,12 @@ class Master:
         verify: Verify = "first",
         parallel: Parallel | None = None,
         balance: BalanceKind = "even",
-        **left: object,
+        transport: object = None,
     ) -> None:
-        _refuse(left)
+        if transport is not None:
+            raise InvalidInputError(
+                f"transport: {transport!r} has left; ZeroMQ carries all messages"
+            )
         self._timeouts = timeouts
         self._limits = limits
         self._given = b""
@@ -1036,14 +1040,6 @@ def _check_build(build: Build) -> None:
         encode(replace(build, token="0" * 64))  # as long as one, or longer
     except ProtocolError as exc:
         raise InvalidInputError(f"options: they do not fit a message to a worker: {exc}") from exc
-
-
-def _refuse(arguments: Mapping[str, object]) -> None:
-    """Raise for arguments that `Master` does not have; for one that it had, say that it has left."""
-    for name, value in arguments.items():
-        if name == "transport":
-            raise InvalidInputError(f"transport: {value!r} has left; ZeroMQ carries all messages")
-        raise TypeError(f"Master() got an unexpected keyword argument {name!r}")
 
 
 def _abandon(loop: Loop, waiting: WaitingThreads) -> None:

@@ -189,4 +189,4 @@ def test_argument_that_has_left_says_so(fake_model: FakeModel) -> None:
     ):
         Master(fake_model(), 1, engine="fake", transport="socketpair")
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'divices'"):
-        Master(fake_model(), 1, engine="fake", divices=2)
+        Master(fake_model(), 1, engine="fake", divices=2)  # type: ignore[call-arg]
