@@ -79,6 +79,7 @@ class WorkerTarget(Target):
         self._server.send(Hello(version=VERSION, pid=100, token=""))
         self._server.handle(build(self._model, ("w",)))
         self._restore()
+        self._answers.sent.clear()  # they are no answers to inputs
 
     def _connect(self) -> None:
         self._ours_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
