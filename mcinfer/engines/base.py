@@ -58,7 +58,7 @@ class OutOfDeviceMemoryError(PredictError):
 class Slab(Protocol):
     """The weights of a prepared model in one piece of a card's memory, for all sessions of that card.
 
-    `mcinfer.cards.slabs` makes them; whoever has a tensor of it keeps the memory open.
+    `mcinfer.cards.slabs` makes them; each tensor of it keeps the memory open.
     """
 
     @property

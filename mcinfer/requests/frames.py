@@ -7,7 +7,7 @@
     the last reference to a lease goes ──► Ticket ──► back to Side.idle
 
 Ownership: the holders of a `Lease` (a request, and NumPy arrays over the memory) own its frame. Idle frames
-belong to their side; `IdleFrames` finds them all, for whoever has to make room.
+belong to their side; `IdleFrames` finds them all where room must be made.
 """
 
 from collections import deque
