@@ -19,13 +19,12 @@ versions of replaced weights on the card. Blocks of tensors belong to the master
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 from weakref import WeakSet
 
 from mcinfer.cards.cuda import Card, DeviceBlock
@@ -54,6 +53,7 @@ from mcinfer.errors import (
     PredictError,
     ProtocolError,
 )
+from mcinfer.model_cache.children import Progress
 from mcinfer.protocol import Build
 from mcinfer.shm.arena import AttachedBlocks, OfferedBlock, SharedBlock
 from mcinfer.shm.block import Block
@@ -67,8 +67,6 @@ _KERNELS = 16
 
 _SLAB = -1
 """The number of a slab: the first block that a leader makes."""
-
-Progress = Callable[[Mapping[str, Any]], None]
 
 
 class _NoSlabError(BuildError):
