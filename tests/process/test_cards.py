@@ -41,7 +41,12 @@ def card() -> Iterator[Card]:
         cupy.asarray(X)
         for block in [card.create(0, 1) for _ in range(3)]:
             block.close()
-        cupy.get_default_memory_pool().free_all_blocks()
+
+        def free() -> bool:  # once the stream has written the array
+            cupy.get_default_memory_pool().free_all_blocks()
+            return not taken(card)
+
+        wait_until(free)
         yield card
 
 
@@ -87,13 +92,12 @@ def taken(card: Card) -> int:
     return total - free
 
 
-def slab_descriptor() -> int:
-    """A descriptor of the slab beside the master's: while it is open, its memory is not free."""
+def slab_descriptors() -> list[int]:
+    """This process's descriptors of memory of the slab's size: while one is open, its memory is not free."""
     mark = f"memfd:card-{os.environ['MCINFER_EMULATED_LEDGER']}-"
     with os.scandir("/proc/self/fd") as entries:
         descriptors = [int(entry.name) for entry in entries if mark in os.readlink(entry.path)]
-    [found] = [fd for fd in descriptors if os.fstat(fd).st_size == SLAB_BYTES]
-    return os.dup(found)
+    return [fd for fd in descriptors if os.fstat(fd).st_size == SLAB_BYTES]
 
 
 def y(outputs: dict[str, Any]) -> NDArray[np.float32]:
@@ -152,8 +156,13 @@ def test_worker_without_room_for_tensors_of_the_card_fails_the_request_and_lives
     np.testing.assert_array_equal(y(pool.predict({"x": x}, shards=1)), X)
     assert pids(pool) == before
     del x
-    gc.collect()  # what `pytest.raises` leaves holds the errors, and these hold memory of the card
-    cupy.get_default_memory_pool().free_all_blocks()
+
+    def only_the_slab_is_left() -> bool:
+        gc.collect()  # what `pytest.raises` leaves holds the errors, and these hold memory of the card
+        cupy.get_default_memory_pool().free_all_blocks()
+        return len(slab_descriptors()) == 1
+
+    wait_until(only_the_slab_is_left)  # the master's thread lets go of a request after its answer
 
 
 def test_leader_that_is_killed_idle_is_replaced_with_its_follower(pool: Master) -> None:
@@ -192,13 +201,14 @@ def test_card_that_is_full_for_a_while_holds_the_weights_once_again_later(
 ) -> None:
     before, in_use = pids(pool), taken(card)
     others = card.create(0, card.memory()[0])
-    kept = slab_descriptor()
-    futures = [pool.submit({"x": X}) for _ in range(8)]
+    [of_the_slab] = slab_descriptors()
+    kept = os.dup(of_the_slab)
     for pid in before:
         os.kill(pid, signal.SIGKILL)
     refused = re.compile("not shared any more: each process .* of its own: cuda:0: cuMemCreate")
     try:
         wait_until(lambda: refused.search(pool.statistics().workers[0].last_error))
+        futures = [pool.submit({"x": X}) for _ in range(8)]
     finally:
         os.close(kept)
         others.close()
