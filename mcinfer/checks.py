@@ -53,9 +53,15 @@ def is_text_to(most: int) -> Check:
     return lambda value: type(value) is str and len(value) <= most
 
 
-def is_texts_to(most: int, characters: int) -> Check:
-    fits = is_text_to(characters)
+def is_tuple_of(fits: Check, most: int = _MOST) -> Check:
     return lambda value: type(value) is tuple and len(value) <= most and all(map(fits, value))
+
+
+def is_map_to(fits: Check) -> Check:
+    """A map, from texts."""
+    return lambda value: (
+        type(value) is dict and all(map(is_text, value)) and all(map(fits, value.values()))
+    )
 
 
 def is_flag(value: Any) -> bool:
@@ -73,23 +79,6 @@ def is_shape(value: Any) -> bool:
         if type(size) is not int or not 0 <= size < _MOST:
             return False
     return True
-
-
-def is_text_map(value: Any) -> bool:
-    return type(value) is dict and all(
-        type(key) is str and type(item) is str for key, item in value.items()
-    )
-
-
-def is_text_maps(value: Any) -> bool:
-    """Maps of texts, by a text."""
-    return type(value) is dict and all(
-        type(key) is str and is_text_map(item) for key, item in value.items()
-    )
-
-
-def is_cores(value: Any) -> bool:
-    return type(value) is tuple and all(is_count(item) for item in value)
 
 
 def or_none(check: Check) -> Check:

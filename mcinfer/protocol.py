@@ -1,7 +1,7 @@
 """The messages between a master and its workers, and the order in which they may come.
 
 One MessagePack map per message (https://github.com/msgpack/msgpack/blob/master/spec.md), never pickle.
-`TRANSITIONS` is the whole life of a worker, and both sides keep a `Conversation` that follows it. A message
+`TRANSITIONS` is the whole life of a worker, and both sides keep the state of each worker by it. A message
 that is malformed, or that the table does not allow, raises `ProtocolError` and changes nothing.
 
 PREDICT and REPLY have a head of fixed size instead, whose first byte is the message's id (no map of
@@ -18,9 +18,8 @@ travel inline: then the block is None and the last place holds the values.
 
 import reprlib
 import struct
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
 from typing import Annotated, Any, ClassVar
@@ -33,18 +32,16 @@ from mcinfer.checks import (
     as_map,
     from_map,
     is_block,
-    is_cores,
     is_count,
     is_flag,
+    is_map_to,
     is_ranks,
     is_seconds,
     is_shape,
     is_shard,
     is_text,
-    is_text_map,
-    is_text_maps,
     is_text_to,
-    is_texts_to,
+    is_tuple_of,
     or_none,
 )
 from mcinfer.config import CoreShare, EngineOptions
@@ -86,20 +83,7 @@ PREDICT_HEAD = struct.Struct("<BQIQI")
 
 REPLY_HEAD = struct.Struct("<BQId")  # id, request, shard, seconds
 
-ERROR = 0
-PREDICT = 1
-REPLY = 2
-BUILD_FINISH = 3
-EXIT = 4
-HELLO = 5
-BUILD = 6
-CANCEL = 7
-ATTACH = 8
-DETACH = 9
-UPDATE_WEIGHTS = 10
-PREPARING = 11
-PREDICT_JOINED = 12
-
+PREDICT, REPLY, PREDICT_JOINED = 1, 2, 12
 
 TensorRef = tuple[str, str, tuple[int, ...], int | None, Any]
 """Name, element type, shape, block id, byte offset; a worker's own blocks have negative ids."""
@@ -112,23 +96,13 @@ MAX_SPECS = 1 << 16
 
 def is_slab(value: Any) -> bool:
     """The number of a block that a worker made, and its bytes."""
-    return (
-        type(value) is tuple
-        and len(value) == 2
-        and is_block(value[0])
-        and value[0] < 0
-        and is_count(value[1])
-        and value[1] > 0
-    )
+    if type(value) is not tuple or len(value) != 2:
+        return False
+    number, size = value
+    return is_block(number) and number < 0 and is_count(size) and size > 0
 
 
-def is_values(value: Any, shape: tuple[int, ...]) -> bool:
-    """The strings of a tensor of this shape."""
-    return (
-        type(value) is tuple
-        and len(value) == prod(shape)
-        and all(type(item) in (str, bytes) for item in value)
-    )
+are_strings = is_tuple_of(lambda item: type(item) in (str, bytes))
 
 
 def is_reference(value: Any) -> bool:
@@ -138,39 +112,19 @@ def is_reference(value: Any) -> bool:
     if type(name) is not str or type(element_type) is not str or not is_shape(shape):
         return False
     if element_type == STRING:
-        return block is None and is_values(where, shape)
+        return block is None and are_strings(where) and len(where) == prod(shape)
     return is_block(block) and is_count(where) and element_type in ELEMENT_TYPES
 
 
-def is_references(value: Any) -> bool:
-    return type(value) is tuple and all(map(is_reference, value))
+is_references = is_tuple_of(is_reference)
 
 
-def is_members(value: Any) -> bool:
-    """Two or more maps of a run's inputs and outputs."""
+def is_member(value: Any) -> bool:
+    """A map of a run's inputs and outputs."""
     return (
-        type(value) is tuple
-        and len(value) > 1
-        and all(
-            type(member) is dict
-            and member.keys() == {"inputs", "outputs"}
-            and all(is_references(tensors) for tensors in member.values())
-            for member in value
-        )
-    )
-
-
-def is_axes(value: Any) -> bool:
-    return type(value) is tuple and all(item is None or is_count(item) for item in value)
-
-
-def is_specs(value: Any) -> bool:
-    """Tensor specifications with different names."""
-    return (
-        type(value) is tuple
-        and len(value) <= MAX_SPECS
-        and all(map(is_spec, value))
-        and len({name for name, _, _ in value}) == len(value)
+        type(value) is dict
+        and value.keys() == {"inputs", "outputs"}
+        and all(map(is_references, value.values()))
     )
 
 
@@ -181,23 +135,32 @@ def is_spec(value: Any) -> bool:
         and type(value[0]) is str
         and type(value[1]) is str
         and value[1] in ELEMENT_TYPES
-        and type(value[2]) is tuple
-        and len(value[2]) <= MAX_DIMENSIONS
-        and all(
-            size is None or type(size) is str or (type(size) is int and 0 <= size < 2**63)
-            for size in value[2]
-        )
+        and is_dimensions(value[2])
     )
+
+
+is_dimensions = is_tuple_of(
+    lambda size: size is None or type(size) is str or is_count(size), MAX_DIMENSIONS
+)
+are_specs = is_tuple_of(is_spec)
+
+
+def is_specs(value: Any) -> bool:
+    """Tensor specifications with different names."""
+    return are_specs(value) and len({name for name, *_ in value}) == len(value) <= MAX_SPECS
 
 
 _Count = Annotated[int, is_count]
 _Shard = Annotated[int, is_shard]
 _Seconds = Annotated[float, is_seconds]
 _Text = Annotated[str, is_text]
-_TextMap = Annotated[dict[str, str], is_text_map]
+_TextMap = Annotated[dict[str, str], is_map_to(is_text)]
 _Flag = Annotated[bool, is_flag]
 _References = Annotated[tuple[TensorRef, ...], is_references]
 _Specs = Annotated[tuple[TensorFields, ...], is_specs]
+
+
+MESSAGES: dict[int, "type[Message]"] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +175,7 @@ class Message:
 
     def __init_subclass__(cls) -> None:
         cls.CHECKS = {name: hint.__metadata__[0] for name, hint in cls.__annotations__.items()}
+        MESSAGES[cls.ID] = cls  # called again for the class with slots, which takes the place
 
     def __post_init__(self) -> None:
         for name, check in self.CHECKS.items():
@@ -232,7 +196,7 @@ class Error(Message):
     ``"cancelled"``, or ``"broken"``: a rank whose group cannot go on, of which the master hears no more.
     """
 
-    ID = ERROR
+    ID = 0
     request: Annotated[int | None, or_none(is_count)] = None
     shard: Annotated[int | None, or_none(is_shard)] = None
     kind: Annotated[
@@ -256,24 +220,6 @@ class Predict(Message):
     weights: _Count = 0
     inputs: _References
     outputs: _References
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictJoined(Message):
-    """Master to worker: run one shard of each of several requests as one batch.
-
-    The first member's request and shard stand for the run in REPLY, ERROR and CANCEL. All members have the
-    same tensors in the same order, whose shapes differ in the batch's axis alone; every output has its place.
-    An input axis of None is for an input that all members share.
-    """
-
-    ID = PREDICT_JOINED
-    request: _Count
-    shard: _Shard
-    weights: _Count = 0
-    members: Annotated[tuple[dict[str, tuple[TensorRef, ...]], ...], is_members]
-    input_axes: Annotated[tuple[int | None, ...], is_axes]
-    output_axes: Annotated[tuple[int, ...], lambda value: is_axes(value) and None not in value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,22 +249,22 @@ class BuildFinish(Message):
     If BUILD asked for it, the last four say what the runtime says of the model: see `ModelDescription`.
     """
 
-    ID = BUILD_FINISH
+    ID = 3
     inputs: _Specs
     outputs: _Specs
     weights: _Specs = ()
     model: Annotated[str, is_text_to(_MAX_NAME)] = ""
     random: Annotated[str, is_text_to(_MAX_NAME)] = ""
     seeded: _Flag = False
-    providers: Annotated[tuple[str, ...], is_texts_to(_MAX_PROVIDERS, _MAX_NAME)]
-    notes: Annotated[tuple[str, ...], is_texts_to(MAX_NOTES, MAX_NOTE)] = ()
+    providers: Annotated[tuple[str, ...], is_tuple_of(is_text_to(_MAX_NAME), _MAX_PROVIDERS)]
+    notes: Annotated[tuple[str, ...], is_tuple_of(is_text_to(MAX_NOTE), MAX_NOTES)] = ()
     seconds: _Seconds
     slab: Annotated[tuple[int, int] | None, or_none(is_slab)] = None
-    reaches: Annotated[tuple[str, ...], is_texts_to(_MAX_CARDS, _MAX_NAME)] = ()
+    reaches: Annotated[tuple[str, ...], is_tuple_of(is_text_to(_MAX_NAME), _MAX_CARDS)] = ()
     about: _TextMap = field(default_factory=dict)
     properties: _TextMap = field(default_factory=dict)
     overridable: _Specs = ()
-    provider_options: Annotated[dict[str, dict[str, str]], is_text_maps] = field(
+    provider_options: Annotated[dict[str, dict[str, str]], is_map_to(is_map_to(is_text))] = field(
         default_factory=dict
     )
 
@@ -327,14 +273,14 @@ class BuildFinish(Message):
 class Exit(Message):
     """Master to worker: finish and end with status 0."""
 
-    ID = EXIT
+    ID = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
     """Worker to master, the first message: the token proves that the master started this worker."""
 
-    ID = HELLO
+    ID = 5
     version: _Count
     pid: _Count
     token: _Text
@@ -352,11 +298,11 @@ class Build(Message):
     once: this worker opens the block `slab`, which was attached before, or makes it if there is none yet.
     """
 
-    ID = BUILD
+    ID = 6
     model: _Text
     engine: _Text
     device: _Text
-    cores: Annotated[tuple[int, ...], is_cores] = ()
+    cores: Annotated[tuple[int, ...], is_tuple_of(is_count)] = ()
     shared: _Flag = False
     threads: Annotated[int | None, or_none(is_count)] = None
     options: Annotated[EngineOptions, lambda value: isinstance(value, EngineOptions)] = (
@@ -392,7 +338,7 @@ class Cancel(Message):
     It comes over a socket of its own, so that a worker hears it during a run.
     """
 
-    ID = CANCEL
+    ID = 7
     request: _Count
     shard: _Shard
 
@@ -404,7 +350,7 @@ class Attach(Message):
     `device` is the card whose memory it is, or empty for the host's.
     """
 
-    ID = ATTACH
+    ID = 8
     block: Annotated[int, is_block]
     size: _Count
     device: _Text = ""
@@ -414,17 +360,8 @@ class Attach(Message):
 class Detach(Message):
     """Master to worker: unmap this block."""
 
-    ID = DETACH
+    ID = 9
     block: _Count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preparing(Message):
-    """Worker to master: the preparation of the model makes progress, here or in another process."""
-
-    ID = PREPARING
-    seconds: _Seconds
-    written: _Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,32 +371,40 @@ class UpdateWeights(Message):
     No later run names a version below `oldest`.
     """
 
-    ID = UPDATE_WEIGHTS
+    ID = 10
     version: _Count
     oldest: _Count
     tensors: _References
 
 
-MESSAGES: dict[int, type[Message]] = {
-    message.ID: message
-    for message in (
-        Error,
-        Predict,
-        Reply,
-        BuildFinish,
-        Exit,
-        Hello,
-        Build,
-        Cancel,
-        Attach,
-        Detach,
-        UpdateWeights,
-        Preparing,
-        PredictJoined,
-    )
-}
-_FIELDS = {message: tuple(item.name for item in fields(message)) for message in MESSAGES.values()}
-_FIELD_SETS = {message: frozenset(names) for message, names in _FIELDS.items()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparing(Message):
+    """Worker to master: the preparation of the model makes progress, here or in another process."""
+
+    ID = 11
+    seconds: _Seconds
+    written: _Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictJoined(Message):
+    """Master to worker: run one shard of each of several requests as one batch.
+
+    The first member's request and shard stand for the run in REPLY, ERROR and CANCEL. All members have the
+    same tensors in the same order, whose shapes differ in the batch's axis alone; every output has its place.
+    An input axis of None is for an input that all members share.
+    """
+
+    ID = PREDICT_JOINED
+    request: _Count
+    shard: _Shard
+    weights: _Count = 0
+    members: Annotated[
+        tuple[dict[str, tuple[TensorRef, ...]], ...],
+        lambda value: is_tuple_of(is_member)(value) and len(value) > 1,
+    ]
+    input_axes: Annotated[tuple[int | None, ...], is_tuple_of(or_none(is_count))]
+    output_axes: Annotated[tuple[int, ...], is_tuple_of(is_count)]
 
 
 def encode(message: Message) -> bytes:
@@ -479,10 +424,9 @@ def encode(message: Message) -> bytes:
         data = REPLY_HEAD.pack(REPLY, message.request, message.shard, message.seconds)
         data += _pack(message.outputs) if message.outputs else b""
     else:
-        content: dict[str, Any] = {"id": message.ID}
-        for name in _FIELDS[type(message)]:
-            value = getattr(message, name)
-            content[name] = as_map(value) if isinstance(value, EngineOptions) else value
+        content = {"id": message.ID, **{name: getattr(message, name) for name in message.CHECKS}}
+        if isinstance(message, Build):
+            content["options"] = as_map(message.options)
         parts = (content,)
         data = _pack(content)
     if len(data) > _UNCOUNTED_BYTES:
@@ -621,10 +565,9 @@ def decode(data: bytes) -> Message:
     message = MESSAGES.get(kind) if type(kind) is int else None
     if message is None or message in (Predict, Reply):  # these are no maps
         raise ProtocolError(f"unknown message id {reprlib.repr(kind)}")
-    if content.keys() != _FIELD_SETS[message]:
+    if content.keys() != message.CHECKS.keys():
         raise ProtocolError(
-            f"{message.__name__}: got fields {repr([*content])[:200]}, "
-            f"expected {[*_FIELDS[message]]}"
+            f"{message.__name__}: got fields {repr([*content])[:200]}, expected {[*message.CHECKS]}"
         )
     if message is Build:
         try:
@@ -716,44 +659,31 @@ class WorkerState(StrEnum):
 
 _S = WorkerState
 
-TRANSITIONS: dict[WorkerState, dict[type[Message], WorkerState]] = {
-    _S.SPAWNED: {Hello: _S.CONNECTED},
-    _S.CONNECTED: {Attach: _S.CONNECTED, Build: _S.BUILDING, Exit: _S.EXITING},
+_TABLE: dict[WorkerState, dict[WorkerState, tuple[type[Message], ...]]] = {
+    _S.SPAWNED: {_S.CONNECTED: (Hello,)},
+    _S.CONNECTED: {_S.CONNECTED: (Attach,), _S.BUILDING: (Build,), _S.EXITING: (Exit,)},
     _S.BUILDING: {
-        Preparing: _S.BUILDING,
-        BuildFinish: _S.READY,
-        Error: _S.EXITING,
-        Exit: _S.EXITING,
+        _S.BUILDING: (Preparing,),
+        _S.READY: (BuildFinish,),
+        _S.EXITING: (Error, Exit),
     },
     _S.READY: {
-        Predict: _S.BUSY,
-        PredictJoined: _S.BUSY,
-        Attach: _S.READY,
-        Detach: _S.READY,
-        UpdateWeights: _S.READY,
-        Cancel: _S.READY,
-        Exit: _S.EXITING,
+        _S.READY: (Attach, Detach, UpdateWeights, Cancel),
+        _S.BUSY: (Predict, PredictJoined),
+        _S.EXITING: (Exit,),
     },
     _S.BUSY: {
-        Predict: _S.BUSY,
-        PredictJoined: _S.BUSY,
-        Reply: _S.READY,
-        Error: _S.READY,
-        Cancel: _S.BUSY,
-        Attach: _S.BUSY,
-        Detach: _S.BUSY,
-        UpdateWeights: _S.BUSY,
-        Exit: _S.EXITING,
+        _S.READY: (Reply, Error),
+        _S.BUSY: (Predict, PredictJoined, Cancel, Attach, Detach, UpdateWeights),
+        _S.EXITING: (Exit,),
     },
-    _S.EXITING: {
-        Preparing: _S.EXITING,
-        BuildFinish: _S.EXITING,
-        Reply: _S.EXITING,
-        Error: _S.EXITING,
-        Cancel: _S.EXITING,
-        Exit: _S.EXITING,
-    },
+    _S.EXITING: {_S.EXITING: (Preparing, BuildFinish, Reply, Error, Cancel, Exit)},
     _S.GONE: {},
+}
+
+TRANSITIONS: dict[WorkerState, dict[type[Message], WorkerState]] = {
+    state: {kind: after for after, kinds in row.items() for kind in kinds}
+    for state, row in _TABLE.items()
 }
 """What may come in which state, and the state after it. A process's end leads to GONE from any.
 
@@ -777,58 +707,3 @@ def state_after(state: WorkerState, kind: type[Message]) -> WorkerState:
 
 
 MAX_RUNS = 16  # what a worker has at most: a run that is going on, and those that wait for its end
-
-
-@dataclass(slots=True)
-class Conversation:
-    """One worker's place in `TRANSITIONS`, as one side sees it.
-
-    `runs` has request and shard of each unanswered run, the current run first.
-    """
-
-    state: WorkerState = WorkerState.SPAWNED
-    runs: deque[tuple[int, int]] = field(default_factory=deque)
-
-    def advance(self, message: Message) -> None:
-        """Take a message that was sent or received.
-
-        Raises:
-            ProtocolError: It may not come now, or answers another run than the current one.
-        """
-        after = state_after(self.state, type(message))
-        if isinstance(message, (Predict, PredictJoined)):
-            self.begin_run(message.request, message.shard)
-        elif isinstance(message, (Reply, Error)):
-            answers = (message.request, message.shard)
-            expected = self.runs[0] if self.runs else (None, None)
-            if answers != expected:
-                raise ProtocolError(
-                    f"{type(message).__name__} for request and shard {answers}, "
-                    f"expected {expected} in state {self.state}"
-                )
-            if self.runs:
-                self.runs.popleft()
-            if not self.runs:
-                self.state = after
-        else:
-            self.state = after
-
-    def begin_run(self, request: int, shard: int) -> None:
-        """Begin a run, as PREDICT does: for the side that has not decoded the tensors.
-
-        Raises:
-            ProtocolError: No run may begin now.
-        """
-        after = TRANSITIONS[self.state].get(Predict)
-        if after is None or len(self.runs) >= MAX_RUNS:
-            raise ProtocolError(
-                f"Predict may not come in state {self.state} with {len(self.runs)} runs"
-            )
-        self.runs.append((request, shard))
-        self.state = after
-
-    def end_run(self) -> None:
-        """End the current run, as a REPLY does that was checked before."""
-        self.runs.popleft()
-        if not self.runs:
-            self.state = WorkerState.READY

@@ -38,7 +38,6 @@ from mcinfer.protocol import (
     Build,
     BuildFinish,
     Cancel,
-    Conversation,
     Error,
     Exit,
     Hello,
@@ -65,6 +64,7 @@ from mcinfer.scheduler.scheduler import (
 )
 from mcinfer.scheduler.workers import MAX_DEATHS, STACKS_SECONDS, Fate, describe_exit
 from mcinfer.statistics import Health, RequestTrace
+from tests.conversations import Conversation
 from tests.orders import (
     Announce,
     AskForStacks,

@@ -63,7 +63,6 @@ from mcinfer.protocol import (
     Attach,
     Build,
     BuildFinish,
-    Conversation,
     Detach,
     Error,
     Exit,
@@ -79,6 +78,7 @@ from mcinfer.protocol import (
     WorkerState,
     decode,
     encode,
+    state_after,
 )
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import WorkerTransport
@@ -180,8 +180,8 @@ class Server:
         self._lifeline = lifeline
         self._group = [*group]
         self._poll = select.poll()
-        self._conversation = Conversation()
-        # From BUILD on; the conversation allows no run before it.
+        self._state = WorkerState.SPAWNED
+        # From BUILD on; `TRANSITIONS` allow no run before it.
         self._engine: Engine
         self._runs: Runs
         self._is_built = False
@@ -197,7 +197,7 @@ class Server:
         self._canceller.start()
 
     def send(self, message: Message) -> None:
-        self._conversation.advance(message)
+        self._state = state_after(self._state, type(message))
         self._connection.send(encode(message))
 
     def loop(self) -> None:
@@ -229,7 +229,7 @@ class Server:
         Raises:
             ProtocolError: The message may not come now, or cannot be followed.
         """
-        self._conversation.advance(message)
+        self._state = state_after(self._state, type(message))
         match message:
             case Predict():
                 raise ProtocolError("PREDICT: expected it as bytes")
@@ -261,7 +261,7 @@ class Server:
                 text=f"the answer does not fit a message to the master: {exc}",
             )
             data = encode(message)
-        self._conversation.advance(message)
+        self._state = state_after(self._state, type(message))
         self._connection.send(data)
 
     def close(self) -> None:
@@ -368,7 +368,7 @@ class Server:
             raise ProtocolError(f"Predict: got {len(data)} bytes, expected a head")
         _, request, shard, version, size = PREDICT_HEAD.unpack_from(data)
         body = data[PREDICT_HEAD.size :]
-        self._conversation.begin_run(request, shard)
+        self._state = state_after(self._state, Predict)
         self._run(request, shard, self._runs.single, version, size, body)
 
     def _run(self, request: int, shard: int, bind: Callable[..., _Bound], *what: Any) -> None:
@@ -409,7 +409,7 @@ class Server:
         if answer is not None:
             self._answer(answer)
         else:  # all outputs are at the master's places
-            self._conversation.end_run()
+            self._state = WorkerState.READY
             self._connection.send(REPLY_HEAD.pack(REPLY, request, shard, seconds))
 
     def _cancel_runs(self) -> None:
@@ -477,7 +477,7 @@ class Server:
         number, device = message.block, None
         if number in self._blocks:
             raise ProtocolError(f"block {number} was attached before")
-        is_built = self._conversation.state is not WorkerState.CONNECTED
+        is_built = self._state is not WorkerState.CONNECTED
         try:
             if message.device:  # not opened yet: the card may have no room, or not be open
                 device = Device.parse(message.device)

@@ -16,7 +16,6 @@ from mcinfer.protocol import (
     VERSION,
     Attach,
     Cancel,
-    Conversation,
     Detach,
     Error,
     Exit,
@@ -88,7 +87,7 @@ class WorkerTarget(Target):
     def _restore(self) -> None:
         """Bring the worker back to one model and two blocks."""
         server = self._server
-        server._conversation = Conversation(state=WorkerState.READY)
+        server._state = WorkerState.READY
         for number in {*server._blocks} - {0, 1}:
             server.handle(Detach(block=number))
         for number, block in enumerate(self._blocks):
@@ -109,7 +108,7 @@ class WorkerTarget(Target):
         if rng.random() < 0.01 or {0, 1} != {*self._server._blocks}:
             self._restore()
         state = rng.choice((WorkerState.READY,) * 6 + (WorkerState.CONNECTED, WorkerState.EXITING))
-        self._server._conversation = Conversation(state=state)
+        self._server._state = state
         number, block = rng.choice((5, 5, 5, 0, 6, 2**62)), self._blocks[0]
         self._ours.send_block(number, rng.choice((block.size,) * 4 + (1, 2**64 - 1)), block.fd)
         # So that the worker does not wait for a descriptor that does not come.
