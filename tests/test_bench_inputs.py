@@ -155,13 +155,11 @@ def test_unknown_batch_takes_one_request(spec: ModelSpec, dims: Mapping[str, int
         made(spec, 2, options)
 
 
-@pytest.mark.parametrize("kind", ["npz", "npy", "bin", "swapped", "fortran"])
+@pytest.mark.parametrize("kind", ["npz", "npy", "swapped", "fortran"])
 def test_rows_of_files_are_cut_or_repeated(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"x.{kind if kind in ('npz', 'bin') else 'npy'}"
+    path = tmp_path / f"x.{'npz' if kind == 'npz' else 'npy'}"
     if kind == "npz":
         np.savez(path, x=ROWS)
-    elif kind == "bin":
-        path.write_bytes(ROWS.tobytes())
     else:
         other = np.asfortranarray(ROWS) if kind == "fortran" else ROWS.astype(">f4")
         saved(path, ROWS if kind == "npy" else other)
@@ -211,8 +209,6 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         assert error == f"input 'x' has shape {[*shape]}, {expected}"
     assert "has dtype float64, expected float32" in refused(tmp_path, np.ones((2, 3)))
     assert "has dtype |V4" in refused(tmp_path, np.ones((2, 3), "V4"))
-    assert "got 30 bytes, expected 12, or a multiple" in refused(tmp_path, bytes(30), "x.raw")
-    assert "got 0 bytes" in refused(tmp_path, b"", "x.raw")
     for content in (b"", b"PK\x03\x04", b"text", np.array([[{}]], object)):  # nothing is unpickled
         assert refused(tmp_path, content).startswith("not an .npy or .npz file of numbers or text")
     np.savez(tmp_path / "more.npz", x=ROWS)
@@ -222,15 +218,15 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_names_that_the_model_does_not_have_are_refused_with_the_file(tmp_path: Path) -> None:
     np.savez(tmp_path / "in.npz", x=ROWS, q=ROWS)
     saved(tmp_path / "q.npy", ROWS)
-    for text in (f"{tmp_path}/in.npz", f"q={tmp_path}/q.npy", f"q={tmp_path}/q.raw"):
+    for text in (f"{tmp_path}/in.npz", f"q={tmp_path}/q.npy"):
         expected = rf"{Path(text).name}: .* 'q', expected one of \['x'\]"
         with pytest.raises(InvalidInputError, match=expected):
             made(model(SQUARES), 2, parse_input_options([text], {}))
 
 
 def test_error_about_an_unreadable_file_names_the_option(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    names = ("none.npy", "none.raw", "pipe", "")
+    os.mkfifo(tmp_path / "pipe.npy")
+    names = ("none.npy", "pipe.npy")
     for text in (f"{tmp_path}/none.npz", *(f"x={tmp_path}/{name}" for name in names)):
         path = Path(text.rpartition("=")[2])
         why = "it is no regular file" if path.exists() else "No such file or directory"

@@ -7,7 +7,6 @@ model's `mcinfer.sharding.Split` says where a request's rows lie.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,7 @@ class InputOptions:
     """Where inputs come from; those that are in no file are random.
 
     Attributes:
-        files: By input name: an ``.npy`` file, or one of elements alone, in C order and in the machine's
-            byte order, as NumPy (or ml_dtypes) holds them.
+        files: By input name, an ``.npy`` file.
         archive: An ``.npz`` file with arrays by input name.
         dims: Sizes of dimensions other than the batch: by symbol, or as ``"input:axis"`` without one.
         integers: Least random integer, and the first that is too large, as far as a type holds them.
@@ -59,7 +57,7 @@ def parse_input_options(
     integers: tuple[int, int] = (0, 10),
     seed: int = 0,
 ) -> InputOptions:
-    """Options of the command line; texts are ``x.npz``, ``x=x.npy`` or ``x=x.raw``, by an input's name.
+    """Options of the command line; texts are ``x.npz``, or ``x=x.npy`` by an input's name.
 
     Raises:
         InvalidInputError: A text is none of these, two are for the same, or there are no such integers.
@@ -76,7 +74,12 @@ def parse_input_options(
         if not name or not path or path.endswith(".npz"):
             raise InvalidInputError(
                 f"--input: got {text!r}, expected an archive (x.npz), or an input's name and its "
-                f"file (x=x.npy or x=x.raw)"
+                f"file (x=x.npy)"
+            )
+        if not path.endswith(".npy"):
+            raise InvalidInputError(
+                f"--input: got {text!r}, expected an .npy file: raw files have left; "
+                f"numpy.save writes what numpy.fromfile reads of one"
             )
         if name in files:
             raise InvalidInputError(f"--input: got {name!r} twice: {files[name]} and {path}")
@@ -258,8 +261,7 @@ def saved_inputs(model: ModelSpec, options: InputOptions) -> dict[str, tuple[Pat
     for name, path in options.files.items():
         if name in found:
             raise InvalidInputError(f"--input {path}: input {name!r} is in {found[name][0]} too")
-        if path.suffix == ".npy":
-            found[name] = path, _load(path)
+        found[name] = path, _load(path)
     return {name: (path, _typed(array, specs[name], path)) for name, (path, array) in found.items()}
 
 
@@ -270,26 +272,6 @@ def _typed(array: Any, spec: TensorSpec, path: Path) -> Array:
     if spec.dtype.isbuiltin != 1 and array.dtype == np.dtype((np.void, spec.dtype.itemsize)):
         array = array.view(spec.dtype)
     return as_input(array, spec, spec.element_type, f"--input {path}: input")
-
-
-def _raw(path: Path, spec: TensorSpec, shape: tuple[int, ...], axis: int | None) -> Array:
-    if spec.element_type == STRING:
-        raise InvalidInputError(
-            f"--input {path}: input {spec} takes strings, expected an .npy file"
-        )
-    content = np.frombuffer(_read(path), np.uint8)
-    rest = shape if axis is None else (*shape[:axis], *shape[axis + 1 :])
-    row_bytes = prod(rest) * spec.dtype.itemsize
-    rows = content.size // row_bytes if row_bytes else 1
-    if content.size != rows * row_bytes or rows < 1 or (axis is None and rows > 1):
-        of = "" if axis is None else ", or a multiple of it,"
-        raise InvalidInputError(
-            f"--input {path}: got {content.size} bytes, expected {row_bytes}{of} for {spec}"
-        )
-    if axis is not None:
-        shape = (*shape[:axis], rows, *shape[axis + 1 :])
-    array: Array = content.view(spec.dtype).reshape(shape)
-    return array
 
 
 # The arrays of a request.
@@ -345,8 +327,6 @@ def make_inputs(
         axis, shape = split.inputs[spec.name], shapes[spec.name]
         if spec.name in found:
             _, array = found[spec.name]
-        elif spec.name in options.files:
-            array = _raw(options.files[spec.name], spec, shape, axis)
         else:
             array = _random(spec, shape, options, options.seed)
         if axis is not None and array.shape[axis] != shape[axis]:

@@ -36,7 +36,6 @@ from mcinfer.bench.texts import (
 )
 
 _NAME_WIDTH = 16
-_STYLES = {"faster": "green", "less": "green", "slower": "red", "more": "red"}
 
 Cell = str | tuple[Spread, Unit]
 """Text as it is, or a figure."""
@@ -44,19 +43,16 @@ Cell = str | tuple[Spread, Unit]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """A table before its width is known; the columns `left` are of text.
+    """A table before its width is known.
 
     Attributes:
         flawed: Rows of ways that did not answer all requests, or not as fast as they came.
-        sections: Rows after which there is a line.
     """
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    left: tuple[int, ...] = (0,)
     flawed: frozenset[int] = frozenset()
-    sections: frozenset[int] = frozenset()
 
 
 def grids(report: Report) -> tuple[Grid, ...]:
@@ -192,15 +188,14 @@ def _table(grid: Grid, write: Callable[[Cell], str]) -> Table:
         padding=(0, 1, 0, 0),
     )
     for index, name in enumerate(grid.header):
-        table.add_column(name, justify="left" if index in grid.left else "right", no_wrap=True)
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
     for index, (first, *rest) in enumerate(grid.rows):
         name = write(first)
         folded = (name[i : i + _NAME_WIDTH] for i in range(0, len(name), _NAME_WIDTH))
         table.add_row(
             Text("\n".join(folded)),
-            *(Text(write(cell), style=_STYLES.get(str(cell), "")) for cell in rest),
+            *(Text(write(cell)) for cell in rest),
             style="red" if index in grid.flawed else "",
-            end_section=index in grid.sections,
         )
     return table
 

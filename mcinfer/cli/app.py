@@ -11,25 +11,13 @@ from mcinfer import __version__
 from mcinfer.cli import bench, cache, devices, doctor, inspect, ort, run, tune
 from mcinfer.cli.slice import slice_model
 
-_COMPARE = (
-    "mcinfer bench compare A.json B.json: what differs between two of its results. A model that is "
-    "called compare is ./compare."
-)
-
 
 class _Commands(TyperGroup):
-    """Treats ``bench compare`` as one command: ``bench`` alone takes a model, so it cannot be a group."""
-
     # Any: typer does not make public of what types contexts and commands are.
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         if args[:2] == ["bench", "compare"]:
-            args = [" ".join(args[:2]), *args[2:]]
+            ctx.fail("bench compare has left; docs/howto/compare.md has it as a short program")
         return super().resolve_command(ctx, args)
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        # A shell completes one word at a time: ``compare`` is offered after ``bench``.
-        offered = super().shell_complete(ctx, incomplete)
-        return [item for item in offered if " " not in item.value]
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -68,8 +56,7 @@ def make_app() -> typer.Typer:
     _add(group, "clear", cache.clear)
     _add(group, "prepare", cache.prepare)
     _add(app, "slice", slice_model)
-    _add(app, "bench", bench.bench, epilog=_COMPARE)
-    _add(app, "bench compare", bench.compare)
+    _add(app, "bench", bench.bench)
     _add(app, "tune", tune.tune)
     _add(app, "ort", ort.ort, context_settings=ort.SETTINGS)
     return app
@@ -79,7 +66,6 @@ def _add(
     app: typer.Typer,
     name: str,
     command: Callable[..., None],
-    epilog: str | None = None,
     context_settings: dict[str, Any] | None = None,
 ) -> None:
     """Add a command, with the first paragraph of its docstring as its help."""
@@ -89,7 +75,6 @@ def _add(
         name,
         help=paragraph,
         short_help=f"{sentence}.",
-        epilog=epilog,
         context_settings=context_settings,
     )(command)
 

@@ -121,10 +121,7 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="Write a page with bars to this file.")
     ] = None,
 ) -> None:
-    """Measure your speed-up: mcinfer and the usual alternatives, on your model.
-
-    `mcinfer bench compare A.json B.json` compares two of its files.
-    """
+    """Measure your speed-up: mcinfer and the usual alternatives, on your model."""
     from mcinfer.bench.runner import Benchmark, Plan
 
     del transport  # refused where it is given
@@ -169,19 +166,6 @@ def bench(
     _show(report, outputs if benchmark.turns_taken else {})
     if not benchmark.turns_taken:
         raise McinferError("nothing was measured: no way has answered a request")
-
-
-def compare(
-    a: Annotated[Path, typer.Argument(metavar="A.json", help="JSON file of bench")],
-    b: Annotated[Path, typer.Argument(metavar="B.json", help="JSON file to compare with it")],
-) -> None:
-    """Show what became faster or slower from report A to report B, with the spread."""
-    from rich.console import Console
-
-    from mcinfer.bench.compare import show
-    from mcinfer.bench.report import load
-
-    show(load(a), load(b), Console(highlight=False))
 
 
 def _show(report: Report, outputs: Mapping[str, Path | None]) -> None:

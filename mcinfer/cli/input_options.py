@@ -54,7 +54,7 @@ InputOption = Annotated[
     typer.Option(
         "--input",
         metavar="FILE",
-        help="Arrays by name (x.npz), or one input's (x=x.npy, x=x.raw); default: random. May be repeated.",
+        help="Arrays by name (x.npz), or one input's (x=x.npy); default: random. May be repeated.",
         show_default=False,
     ),
 ]

@@ -115,20 +115,8 @@ def _rate(text: str) -> float:
     return rate
 
 
-def _complete_model(context: typer.Context, incomplete: str) -> list[str]:
-    """``compare`` after ``bench``; else nothing, and the shell completes the names of files."""
-    begun = context.info_name == "bench" and incomplete and "compare".startswith(incomplete)
-    return ["compare"] if begun else []
-
-
 ModelArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="MODEL",
-        help="Path of an ONNX model.",
-        show_default=False,
-        autocompletion=_complete_model,
-    ),
+    Path, typer.Argument(metavar="MODEL", help="Path of an ONNX model.", show_default=False)
 ]
 
 DevicesOption = Annotated[

@@ -27,7 +27,9 @@ from packaging.requirements import Requirement
 
 from examples.build_encoder import build_encoder
 from mcinfer import errors
+from mcinfer.bench.report import dump
 from mcinfer.examples import encoder
+from tests import bench_reports
 from tests.process.scripts import ROOT, Program, run_documented
 from tests.process.waiting import all_gone
 
@@ -56,7 +58,7 @@ def program(page: Path) -> str:
 
 def test_every_page_has_one_program_and_a_test() -> None:
     assert all(program(page) for page in PAGES)
-    others = {"docker", "fastapi", "gunicorn", "lora", "notebook", "pytest"}
+    others = {"compare", "docker", "fastapi", "gunicorn", "lora", "notebook", "pytest"}
     shown = {Path(page).stem for page in PRINTING} | others
     assert shown == {page.stem for page in PAGES}
 
@@ -65,6 +67,16 @@ def test_every_page_has_one_program_and_a_test() -> None:
 def test_program_prints_what_its_page_shows(page: str, tmp_path: Path) -> None:
     [shown] = blocks(ROOT / page, "text")
     assert run_documented(program(ROOT / page), tmp_path) == shown
+
+
+def test_program_that_compares_two_benchmarks_prints_what_changed(tmp_path: Path) -> None:
+    page = HOWTO / "compare.md"
+    before, after = ([100.0, 110.0], [100.0, 104.0]), ([104.0, 108.0], [122.0, 123.0])
+    for name, (session, concurrent) in (("before", before), ("after", after)):
+        report = bench_reports.small(session=session, concurrent=concurrent, gone=session)
+        (tmp_path / f"{name}.json").write_bytes(dump(report))
+    [shown] = blocks(page, "text")
+    assert run_documented(program(page), tmp_path).splitlines()[:2] == shown.splitlines()
 
 
 def test_program_for_files_goes_on_where_it_was(tmp_path: Path) -> None:
