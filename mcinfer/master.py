@@ -958,12 +958,15 @@ class Master:
             if call.known.open and (answer := self._learner.try_answer(call)) is not None:
                 return answer
             try:
-                return self._planner.answer_call(call)
+                answer = self._planner.answer_call(call)
             except PredictError as exc:
-                rescued = self._learner.rescue(call, exc)
-                if rescued is None:
+                answer = self._learner.rescue(call, exc)
+                if answer is None:
                     raise
-                return rescued
+                return answer
+            if not call.known.settled:
+                self._learner.offer(call)
+            return answer
         finally:
             call.weights = NO_WEIGHTS
 

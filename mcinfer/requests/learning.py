@@ -26,7 +26,7 @@ from mcinfer.errors import ClosedError, McinferError, PredictError
 from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.requests.future import OutcomeFuture
 from mcinfer.requests.planner import Planner
-from mcinfer.requests.request import Call, pick
+from mcinfer.requests.request import Call
 from mcinfer.requests.splitting import Known, OutgrownError, Splitter, Verify
 from mcinfer.requests.tensors import Arrays
 from mcinfer.requests.waiting_threads import WaitingThreads
@@ -140,19 +140,14 @@ class Learner:
         if self.teaches(call):
             return self._answer_whole(call)
         self._warn_if_whole(call)
-        if self._most_joined == 1 or not call.joins or call.known.settled:
-            return None
-        answer = self._planner.answer_call(call)
-        self._offer(call)
-        return answer
+        return None
 
     def submit(self, call: Call, *, wait: bool = True) -> OutcomeFuture[Arrays]:
         """Queue a call, as `Planner.submit`; it may show, with others, whether such calls can be joined."""
         if call.known.open:
             self._warn_if_whole(call)
         future = self._planner.submit(call, wait=wait)
-        if call.joins and call.known.most_joined < self._most_joined:
-            self._offer(call)
+        self.offer(call)
         return future
 
     def _warn_if_whole(self, call: Call) -> None:
@@ -208,18 +203,20 @@ class Learner:
             if failure is None:
                 raise
             return None
-        answer = pick(answer, call.outputs)
+        if call.outputs is not None:
+            answer = {name: answer[name] for name in call.outputs}
         if call.outputs_on is not None:
-            specs = [spec for spec in self._model.outputs if spec.name in answer]
-            answer = pick(call.outputs_on.upload(specs, answer, call.timeout), call.outputs)
+            specs = {spec.name: spec for spec in self._model.outputs}
+            wanted = [specs[name] for name in answer]
+            answer = call.outputs_on.upload(wanted, answer, call.timeout)
         return answer
 
-    def _offer(self, call: Call) -> None:
-        """Compare some calls, each by itself, with one joined run of all."""
+    def offer(self, call: Call) -> None:
+        """Compare some queued calls, each by itself, with one joined run of all, once they may show it."""
         most = self._most_joined
-        if not call.rows or call.outputs_on is not None or self._verify == "never":
+        if not call.joins or call.known.most_joined >= most or call.outputs_on is not None:
             return
-        if sum(call.rows) >= most:  # which is never joined
+        if self._verify == "never" or not 0 < sum(call.rows) < most:  # more are never joined
             return
         runs = _Runs(self._planner, replace(call), None)
         arrays = self._planner.host_arrays(call.inputs, call.timeout)

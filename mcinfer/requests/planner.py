@@ -92,13 +92,6 @@ def cards() -> Any:
     return import_module("mcinfer.cards.tensors")
 
 
-class Place(Protocol):
-    """Memory for the tensors of requests, as callers name it: the host's, or a card's."""
-
-    def empty(self, spec: TensorSpec, shape: tuple[int, ...], timeout: float) -> Any:
-        """An array of undefined content, in memory that workers read in place."""
-
-
 class Queue(Owner, Protocol):
     """The part of the loop that requests need."""
 
@@ -133,7 +126,7 @@ class HostPlace:
         self._arena = arena
         self._forks = forks()
 
-    def find(self, array: NDArray[Any]) -> Spot | None:
+    def spot_of(self, array: NDArray[Any]) -> Spot | None:
         """Where an array lies in this memory, if workers can read it there."""
         flags = array.flags
         if not (flags.c_contiguous and flags.aligned and array.dtype.isnative and is_leased(array)):
@@ -141,7 +134,7 @@ class HostPlace:
         return self._arena.find(array.__array_interface__["data"][0], array.nbytes)
 
     def empty(self, spec: TensorSpec, shape: tuple[int, ...], timeout: float) -> NDArray[Any]:
-        """See `Place`."""
+        """An array of undefined content, in memory that workers read in place."""
         (slot,) = self.allocate([prod(shape) * spec.dtype.itemsize], timeout)
         frame, idle = make_frame(slot), deque[Ticket](maxlen=0)
         self._forks.add(frame, idle)
@@ -159,29 +152,24 @@ class HostPlace:
             try:
                 if for_reads:
                     reads = inputs.idle.pop().frame
-            except IndexError:
-                pass
-            try:
                 if for_writes:
                     writes = outputs.idle.pop().frame
             except IndexError:
                 pass
         if writes is not None and self._forks.held:  # after it was taken: so it was before the fork
             writes = None
-        new_reads, new_writes = for_reads and reads is None, for_writes and writes is None
-        if new_reads or new_writes:
-            both = new_reads is for_reads and new_writes is for_writes
+        while (for_reads and reads is None) or (for_writes and writes is None):
+            new_reads, new_writes = for_reads and reads is None, for_writes and writes is None
             sizes = [inputs.size] * new_reads + [outputs.size] * new_writes
+            in_hand = reads is not None or writes is not None
             try:
-                slots = self.allocate(sizes, timeout if both else 0.0)
+                slots = self.allocate(sizes, 0.0 if in_hand else timeout)
             except QueueFullError:
-                if timeout <= 0 or both:
+                if timeout <= 0 or not in_hand:
                     raise
                 # Not with one in hand: two requests that each held one would wait for each other.
                 reads = writes = None
-                new_reads, new_writes = for_reads, for_writes
-                sizes = [inputs.size] * new_reads + [outputs.size] * new_writes
-                slots = self.allocate(sizes, timeout)
+                continue
             if new_reads:
                 reads = _input_frame(plan, slots[0])
             if new_writes:
@@ -314,6 +302,12 @@ class Planner:
             OutgrownError: It would be cut, and has more rows than `known.most_rows`.
         """
         arrays = self.arrays(call.inputs)
+        is_elsewhere = on_card = call.outputs_on is not None
+        for array in arrays:
+            # A view of ordinary memory has a base as well, but not one of these.
+            if array.base is not None and is_leased(array):
+                is_elsewhere = True
+                on_card = on_card or type(array) is not np.ndarray
         known = None if call.apart else call.known
         shapes = tuple(map(_shape, arrays))
         key = (shapes, pieces, 0 if known is None else known.number, len(self._opened))
@@ -325,16 +319,15 @@ class Planner:
             return request
         found: dict[int, Spot] = {}
         outputs: Lease | None = None
-        is_elsewhere = on_card = call.outputs_on is not None
-        for array in arrays:
-            # A view of ordinary memory has a base as well, but not one of these.
-            if array.base is not None and is_leased(array):
-                is_elsewhere = True
-                on_card = on_card or any(type(given) is not np.ndarray for given in arrays)
-                break
         if is_elsewhere:
             end = monotonic() + timeout
-            found, outputs = self._find(arrays, plan, call, timeout, on_card=on_card)
+            if on_card:  # what workers cannot read there is on the host then, in `arrays`
+                found, outputs = cards().bring(arrays, plan, call, timeout)
+            for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
+                if type(array) is np.ndarray and layout is not None and layout.contiguous:
+                    spot = self.place.spot_of(array)
+                    if spot is not None:
+                        found[i] = spot
             timeout = max(0.0, end - monotonic())
             if found:
                 longer = (*key, *sorted(found))
@@ -343,6 +336,9 @@ class Planner:
                 )
             if call.outputs_on is not None:  # its value is never just a view for NumPy
                 plan = replace(plan, simple_outputs=None)
+        join = None
+        if call.joins and self._max_rows > 1 and known is not None and known.splits and not on_card:
+            join = self._join(arrays, plan, call.weights)
         laid = plan
         if plan.seen is None or call.outputs_on is not None:
             held, written = self.place.lease(plan, timeout, with_outputs=outputs is None)
@@ -374,31 +370,10 @@ class Planner:
         if self._has_strings:
             request.size += sum(map(len, bodies))  # they travel in these
         if on_card:
-            request.size += sum(
-                arrays[i].nbytes for i in found if type(arrays[i]) is not np.ndarray
-            )
-        elif call.joins and self._max_rows > 1 and known is not None and known.splits:
-            request.join = self._join(arrays, plan, call.weights)
+            sizes = [arrays[i].nbytes for i in found if type(arrays[i]) is not np.ndarray]
+            request.size += sum(sizes)
+        request.join = join
         return request
-
-    def _find(
-        self, arrays: list[Any], plan: Plan, call: Call, timeout: float, *, on_card: bool
-    ) -> tuple[dict[int, Spot], Lease | None]:
-        """Where inputs lie that workers can read in place, by number, and memory for outputs on a card.
-
-        Memory of cards is had before the host's. What workers cannot read on a card is on the host then, in
-        `arrays`.
-        """
-        found: dict[int, Spot] = {}
-        outputs: Lease | None = None
-        if on_card:
-            found, outputs = cards().bring(arrays, plan, call, timeout)
-        for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
-            if type(array) is np.ndarray and layout is not None and layout.contiguous:
-                spot = self.place.find(array)
-                if spot is not None:
-                    found[i] = spot
-        return found, outputs
 
     def close(self) -> None:
         """End the threads that copy, and free replaced weights and idle frames."""
@@ -413,12 +388,9 @@ class Planner:
             plan.forget()
 
     def allocate(
-        self,
-        shapes: Mapping[str, Sequence[int]],
-        timeout: float,
-        place: Place | None = None,
+        self, shapes: Mapping[str, Sequence[int]], timeout: float, place: Any = None
     ) -> Arrays:
-        """Arrays in shared memory, or in another place."""
+        """Arrays in shared memory, or in that of a card (`mcinfer.cards.tensors.CardMemory`)."""
         specs = {spec.name: spec for spec in self._model.inputs}
         arrays: Arrays = {}
         if not isinstance(shapes, Mapping):
@@ -571,13 +543,10 @@ class Planner:
         self, cut: sharding.Cut, writes: Side
     ) -> tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] | None:
         """See `Plan`."""
-        simple: list[tuple[str, tuple[int, ...], np.dtype[Any], int]] = []
-        rows = zip(self._model.outputs, writes.layouts, cut.outputs, writes.starts, strict=True)
-        for spec, layout, join, start in rows:
-            if layout is None or not layout.contiguous or join.shape is None:
-                return None
-            simple.append((spec.name, join.shape, spec.dtype, start))
-        return tuple(simple)
+        if any(layout is None or not layout.contiguous for layout in writes.layouts):
+            return None
+        rows = zip(self._model.outputs, cut.outputs, writes.starts, strict=True)
+        return tuple((spec.name, join.shape or (), spec.dtype, at) for spec, join, at in rows)
 
     def _lay_seen(self, plan: Plan, seen: Seen) -> Plan:
         """The plan with all outputs laid out by the shapes of its last answers; as it is if that cannot be.
