@@ -170,7 +170,7 @@ def test_block_of_a_card_is_kept_closed_until_it_is_taken_dropped_or_left() -> N
             assert number in blocks
             assert blocks.find(number) is None
         taken = blocks.take(1)
-        with pytest.raises(KeyError):
+        with pytest.raises(ProtocolError, match=r"block 1 .* was not attached"):
             blocks.take(1)
         os.close(taken.fd)
         blocks.drop(2)

@@ -174,7 +174,7 @@ def test_every_bit_of_every_element_type_is_copied(
 ) -> None:
     """Also the bits of NaNs, which arithmetic would change: the engine does not run."""
     dtype = numpy_dtype(element_type)
-    runs = start(content(element_type, ("a", "b", 3))).runs
+    pool = start(content(element_type, ("a", "b", 3)))
     generator = np.random.default_rng(axis)
     pairs, raws = [], []
     for count in (1, 4, 2):
@@ -184,11 +184,13 @@ def test_every_bit_of_every_element_type_is_copied(
         pairs.append(member(raw.view(dtype).reshape(shape)))
         raws.append(raw)
     members = [one for one, _ in pairs]
-    joined = runs.bound(members, ((axis,), (axis, axis)))
-    joined.gather(members, (axis,))
-    for place in joined.outputs:
-        ctypes.memmove(place.address, joined.inputs[0].address, place.size)
-    joined.scatter(members, (axis, axis))
+    staged = pool.runs.staged(members, ((axis,), (axis, axis)))
+    staged._before()
+    [((joined,), outputs)] = pool.bound
+    assert isinstance(joined, Buffer)
+    for place in outputs:
+        ctypes.memmove(place.address, joined.address, place.size)
+    staged._after(())
     for raw, (_, answers) in zip(raws, pairs, strict=True):
         for answer in answers.values():
             np.testing.assert_array_equal(answer.reshape(-1).view(np.uint8), raw)
@@ -237,7 +239,7 @@ def test_tensors_that_do_not_fit_together_are_refused(
 ) -> None:
     pool = start(content())
     with pytest.raises(ProtocolError, match=words):
-        pool.runs.bound([ONE, ONE, other], axes)
+        pool.runs.staged([ONE, ONE, other], axes)
     assert not pool.bound
     pool.check([X, X])
 

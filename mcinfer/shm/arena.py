@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mcinfer.config import Device
-from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
+from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, QueueFullError
 from mcinfer.shm.block import Block
 
 ALIGNMENT = 64
@@ -411,7 +411,9 @@ class AttachedBlocks:
         return self._opened.get(number)
 
     def take(self, number: int) -> OfferedBlock:
-        """A block that is not opened yet, which is the caller's from now on; KeyError if there is none."""
+        """A block that is not opened yet, now the caller's; `ProtocolError` if there is none."""
+        if number not in self._offered:
+            raise ProtocolError(f"block {number} of the weights was not attached before BUILD")
         return self._offered.pop(number)
 
     def drop(self, number: int) -> None:

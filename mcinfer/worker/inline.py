@@ -40,14 +40,12 @@ class InlineWorker(WorkerProcess):
         self._stacks_text = ""
         self.pid = os.getpid()
         with ExitStack() as opened:
-            own = []
-            for fd in given[:3]:  # lifeline, messages, CANCEL
-                own.append(os.dup(fd))
-                opened.callback(os.close, own[-1])
             self.pidfd = os.eventfd(0)
             opened.callback(os.close, self.pidfd)
-            own.append(os.dup(self.pidfd))
-            opened.callback(os.close, own[-1])
+            own = []
+            for fd in (*given[:3], self.pidfd):  # lifeline, messages, CANCEL
+                own.append(os.dup(fd))
+                opened.callback(os.close, own[-1])
             self._thread = threading.Thread(
                 target=self._serve, args=own, name="mcinfer-inline", daemon=True
             )

@@ -14,8 +14,7 @@ members' tensors are the master's; this code reads and writes them only during a
 import ctypes
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -49,39 +48,6 @@ Member = tuple[Sequence[Buffer], Sequence[Buffer]]
 
 _Tensor = tuple[str, str, tuple[int, ...]]
 """Name, element type and shape."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedRun:
-    """A run bound onto scratch memory, with the joined inputs and outputs."""
-
-    run: Run
-    inputs: tuple[Buffer, ...]
-    outputs: tuple[Buffer, ...]
-    gives: frozenset[str] | None = None
-
-    def gather(self, members: Sequence[Member], axes: Sequence[int | None]) -> None:
-        """Copy the members' rows into the joined inputs."""
-        for i, (joined, axis) in enumerate(zip(self.inputs, axes, strict=True)):
-            if axis is None:
-                ctypes.memmove(joined.address, members[0][0][i].address, joined.size)
-            else:
-                _copy(joined, [inputs[i] for inputs, _ in members], axis, gather=True)
-
-    def scatter(
-        self,
-        members: Sequence[Member],
-        axes: Sequence[int],
-        produced: Sequence[Produced | Strings] = (),
-    ) -> Sequence[Produced | Strings]:
-        """Copy each member's rows out of the joined outputs, where the run must have written all it gives."""
-        if produced:
-            names = [item.name for item in produced]
-            raise PredictError(f"outputs {names} have other shapes than the model declares")
-        for i, (joined, axis) in enumerate(zip(self.outputs, axes, strict=True)):
-            if self.gives is None or joined.name in self.gives:
-                _copy(joined, [outputs[i] for _, outputs in members], axis, gather=False)
-        return ()
 
 
 _Layout = tuple[int, int, bytes]
@@ -207,7 +173,10 @@ class JoinedRuns:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._scratch: Block | None = None
-        self._runs: OrderedDict[tuple[int, tuple[_Tensor, ...]], JoinedRun] = OrderedDict()
+        # Each with the joined inputs and outputs that it is bound to, in one list.
+        self._runs: OrderedDict[tuple[int, tuple[_Tensor, ...]], tuple[Run, tuple[Buffer, ...]]] = (
+            OrderedDict()
+        )
 
     def staged(
         self,
@@ -216,57 +185,59 @@ class JoinedRuns:
         weights: Sequence[Buffer] = (),
         version: int = 0,
     ) -> StagedRun:
-        """The run of these members: it gathers their rows, runs, and scatters the outputs; as `bound`."""
-        joined = self.bound(members, axes, weights, version)
-        return StagedRun(
-            partial(joined.gather, members, axes[0]),
-            joined.run,
-            partial(joined.scatter, members, axes[1]),
-        )
+        """The run of these members, bound to scratch memory: it gathers their rows, runs, and scatters.
 
-    def bound(
-        self,
-        members: Sequence[Member],
-        axes: tuple[Sequence[int | None], Sequence[int]],
-        weights: Sequence[Buffer] = (),
-        version: int = 0,
-    ) -> JoinedRun:
-        """The run for the rows of these members together; `version` identifies the weights.
+        `version` identifies the weights.
 
         Raises:
             ProtocolError: The tensors do not fit together.
             InvalidInputError, PredictError: The engine does not take them.
         """
-        tensors = [_joined(members, axes, side) for side in (0, 1)]
-        parts = tuple(tensor for side in tensors for tensor in side)
-        key = (version, parts)
-        found = self._runs.get(key)
-        if found is not None:
+        key = (version, (*_joined(members, axes, 0), *_joined(members, axes, 1)))
+        count = len(axes[0])
+        if key in self._runs:
             self._runs.move_to_end(key)
-            return found
-        sizes = [tensor_bytes(kind, prod(shape)) for _, kind, shape in parts]
+        else:
+            self._runs[key] = self._bind(key[1], count, weights)
+            if len(self._runs) > _MAX_RUNS:
+                self._runs.popitem(last=False)
+        run, buffers = self._runs[key]
+
+        def gather() -> None:
+            for i, (joined, axis) in enumerate(zip(buffers[:count], axes[0], strict=True)):
+                if axis is None:
+                    ctypes.memmove(joined.address, members[0][0][i].address, joined.size)
+                else:
+                    _copy(joined, [inputs[i] for inputs, _ in members], axis, gather=True)
+
+        def scatter(produced: Sequence[Produced | Strings]) -> Sequence[Produced | Strings]:
+            if produced:  # the run must have written all it gives
+                names = [item.name for item in produced]
+                raise PredictError(f"outputs {names} have other shapes than the model declares")
+            gives = self._engine.gives
+            for i, (joined, axis) in enumerate(zip(buffers[count:], axes[1], strict=True)):
+                if gives is None or joined.name in gives:
+                    _copy(joined, [outputs[i] for _, outputs in members], axis, gather=False)
+            return ()
+
+        return StagedRun(gather, run, scatter)
+
+    def _bind(
+        self, tensors: Sequence[_Tensor], inputs: int, weights: Sequence[Buffer]
+    ) -> tuple[Run, tuple[Buffer, ...]]:
+        """A run on the scratch memory, which grows first if it must, and its tensors there."""
+        sizes = [tensor_bytes(kind, prod(shape)) for _, kind, shape in tensors]
         total = sum(map(align, sizes))
         if self._scratch is None or self._scratch.size < total:
             self.close()
             self._scratch = Block.create(0, max(total, 1))
             self._scratch.close()  # the mapping stays
-        buffers, place = [], self._scratch.address
-        for (name, kind, shape), size in zip(parts, sizes, strict=True):
-            buffers.append(
-                Buffer(name=name, element_type=kind, shape=shape, address=place, size=size)
-            )
-            place += align(size)
-        inputs, outputs = buffers[: len(tensors[0])], buffers[len(tensors[0]) :]
-        joined = JoinedRun(
-            run=self._engine.bind([*inputs, *weights], outputs),
-            inputs=tuple(inputs),
-            outputs=tuple(outputs),
-            gives=self._engine.gives,
+        places = accumulate(map(align, sizes), initial=self._scratch.address)
+        buffers = tuple(
+            Buffer(name=name, element_type=kind, shape=shape, address=place, size=size)
+            for (name, kind, shape), size, place in zip(tensors, sizes, places, strict=False)
         )
-        self._runs[key] = joined
-        if len(self._runs) > _MAX_RUNS:
-            self._runs.popitem(last=False)
-        return joined
+        return self._engine.bind([*buffers[:inputs], *weights], buffers[inputs:]), buffers
 
     def forget(self, oldest: int) -> None:
         """Drop the runs with weights below the version `oldest`, which no request will name any more."""

@@ -47,7 +47,6 @@ from mcinfer.errors import (
     ProtocolError,
     RankDiedError,
 )
-from mcinfer.model_cache.keys import ModelContent
 from mcinfer.private import in_words
 from mcinfer.process import ORPHANED
 from mcinfer.protocol import (
@@ -145,19 +144,6 @@ def serve(
     finally:
         server.close()
     return 0
-
-
-def _pinned_request(message: Build) -> EngineRequest:
-    """Pin this process to its cores, and say what it is to load."""
-    if message.cores:
-        os.sched_setaffinity(0, message.cores)
-    device = Device.parse(message.device)
-    return EngineRequest(
-        model=message.model,
-        device=Device("cpu", 0) if device.kind == INLINE else device,
-        options=message.options,
-        share=message.share,
-    )
 
 
 class Server:
@@ -285,9 +271,17 @@ class Server:
 
     def _build(self, message: Build) -> Message:
         start = time.perf_counter()
-        slab = self._offered_slab(message)
+        slab = None if message.slab is None else self._blocks.take(message.slab)
         try:
-            request = _pinned_request(message)
+            if message.cores:
+                os.sched_setaffinity(0, message.cores)
+            device = Device.parse(message.device)
+            request = EngineRequest(
+                model=message.model,
+                device=Device("cpu", 0) if device.kind == INLINE else device,
+                options=message.options,
+                share=message.share,
+            )
             content = readable_content(request)
             request = replace(request, content=content)
             if message.ranks > 1:
@@ -307,7 +301,10 @@ class Server:
             self._is_built = True
             if content is not None and not content.unchanged():
                 raise BuildError(f"{message.model} was changed while it was loaded")
-            known = {} if content is None else _known(request, content, self._engine.version)
+            known: dict[str, Any] = {}
+            if content is not None:
+                known = {"random": content.random, "seeded": content.seeded}
+                known["model"] = identity(request, content, self._engine.version)
         except CardLostError:  # no fault of the model: as if this process had died
             raise
         except (RankDiedError, CollectiveTimeoutError) as exc:  # nor of this rank
@@ -337,17 +334,6 @@ class Server:
         except ProtocolError as exc:
             text = f"what is to be said of the model does not fit a message (at most {MAX_SPECS}"
             return _error("build", BuildError(f"{text} inputs, outputs, …): {exc}"))
-
-    def _offered_slab(self, message: Build) -> OfferedBlock | None:
-        """The block of the weights that BUILD names, as it was attached."""
-        if message.slab is None:
-            return None
-        try:
-            return self._blocks.take(message.slab)
-        except KeyError:
-            raise ProtocolError(
-                f"block {message.slab} of the weights was not attached before BUILD"
-            ) from None
 
     def _hand_over(self, slab: SharedBlock | None) -> tuple[int, int] | None:
         """Give the master a block of weights that this worker made; its number and bytes."""
@@ -403,7 +389,10 @@ class Server:
         except Exception as exc:  # of any class: a run that raises fails its request only
             if run is None:
                 self._engine.skip(exc)
-            answer = _failure(exc, request, shard)
+            kind = "predict"
+            if isinstance(exc, (RunCancelledError, InvalidInputError)):
+                kind = "cancelled" if isinstance(exc, RunCancelledError) else "invalid"
+            answer = _error(kind, exc, request, shard)
             if self._engine.broken:
                 answer = replace(answer, kind="broken", text=self._engine.broken[:_MAX_TEXT])
         if answer is not None:
@@ -451,24 +440,19 @@ class Server:
                 f"got {strings} strings in outputs, expected at most {MAX_STRINGS}; a batch of fewer "
                 "rows has fewer"
             )
-        tensors = [item for item in produced if isinstance(item, Produced)]
-        size = sum(align(item.size) for item in tensors)
-        block, offset = None, 0
-        if size:
-            self._own_blocks += 1
-            block = Block.create(-self._own_blocks, size)
         for item in produced:
             if isinstance(item, Strings):
                 references[item.name] = (item.name, STRING, item.shape, None, item.values)
-                continue
-            # There is no block if all tensors are empty: a block has at least one byte.
-            number = 0 if block is None else block.number
-            if block is not None:
+        tensors = [item for item in produced if isinstance(item, Produced)]
+        if tensors:
+            self._own_blocks += 1
+            number, offset = -self._own_blocks, 0
+            block = Block.create(number, max(sum(align(item.size) for item in tensors), 1))
+            for item in tensors:
                 ctypes.memmove(block.address + offset, item.address, item.size)
-            references[item.name] = (item.name, item.element_type, item.shape, number, offset)
-            offset += align(item.size)
-        if block is not None:
-            self._lifeline.send_block(block.number, block.size, block.fd)
+                references[item.name] = (item.name, item.element_type, item.shape, number, offset)
+                offset += align(item.size)
+            self._lifeline.send_block(number, block.size, block.fd)
             block.close()
         names = [spec.name for spec in self._engine.spec.outputs]
         return tuple(references[name] for name in names if name in references)
@@ -493,25 +477,8 @@ class Server:
             raise ProtocolError(f"block {number} cannot be attached: {exc}") from exc
 
 
-def _known(request: EngineRequest, content: ModelContent, runtime: str) -> dict[str, Any]:
-    """What BUILD_FINISH says of the model's content."""
-    return {
-        "model": identity(request, content, runtime),
-        "random": content.random,
-        "seeded": content.seeded,
-    }
-
-
 def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
     return tuple((spec.name, spec.element_type, spec.shape) for spec in specs)
-
-
-def _failure(exc: Exception, request: int, shard: int) -> Error:
-    """The answer to a run that raised this."""
-    kind = "predict"
-    if isinstance(exc, (RunCancelledError, InvalidInputError)):
-        kind = "cancelled" if isinstance(exc, RunCancelledError) else "invalid"
-    return _error(kind, exc, request, shard)
 
 
 def _error(
