@@ -271,7 +271,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [None, [], [CPU], [AZURE, CPU], [AZURE], [CPU, AZURE], [(CPU, {})]],
 )
 def test_cpu_means_its_automatic_shares(providers: Any) -> None:
-    assert chosen.choose(providers, None) == chosen.Choice()
+    assert chosen.choose(providers, None) == chosen.ProviderDevices()
 
 
 def test_number_of_devices_means_devices_of_the_provider(cards: list[str]) -> None:
@@ -286,7 +286,7 @@ def test_number_of_devices_means_devices_of_the_provider(cards: list[str]) -> No
 
 def test_provider_that_is_not_here_is_passed_over_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="'DmlExecutionProvider' is not in available provider"):
-        assert chosen.choose(["DmlExecutionProvider", CPU], None) == chosen.Choice()
+        assert chosen.choose(["DmlExecutionProvider", CPU], None) == chosen.ProviderDevices()
 
 
 def test_provider_that_nothing_has_is_unknown() -> None:
@@ -299,7 +299,9 @@ def test_provider_that_nothing_has_is_unknown() -> None:
 
 def test_options_of_a_provider_reach_it() -> None:
     given = {"arena_extend_strategy": "kSameAsRequested", "n": 3}
-    expected = chosen.Choice(options={"arena_extend_strategy": "kSameAsRequested", "n": "3"})
+    expected = chosen.ProviderDevices(
+        options={"arena_extend_strategy": "kSameAsRequested", "n": "3"}
+    )
     assert chosen.choose([(CPU, given)], None) == expected
     assert chosen.choose([CPU], [given]) == expected
 
@@ -315,7 +317,7 @@ def test_provider_of_cards_means_all_cards(cards: list[str], providers: Any) -> 
 def test_device_id_means_one_card(cards: list[str]) -> None:
     cards += ["cuda:0", "cuda:1"]
     choice = chosen.choose([(CUDA, {"device_id": 1, "use_tf32": 0}), CPU], None)
-    assert choice == chosen.Choice(
+    assert choice == chosen.ProviderDevices(
         devices=["cuda:1"], provider="cuda", options={"use_tf32": "0"}, may_fall_back=True
     )
 
@@ -323,8 +325,8 @@ def test_device_id_means_one_card(cards: list[str]) -> None:
 @pytest.mark.usefixtures("cards")
 def test_without_a_card_the_cpu_does_if_it_is_listed() -> None:
     with pytest.warns(UserWarning, match="has no card here, so the session runs on the CPU"):
-        assert chosen.choose([CUDA, CPU], None) == chosen.Choice()
-    assert chosen.choose(None, None) == chosen.Choice()
+        assert chosen.choose([CUDA, CPU], None) == chosen.ProviderDevices()
+    assert chosen.choose(None, None) == chosen.ProviderDevices()
     assert chosen.choose([CUDA], None).devices == [
         "cuda:0"
     ]  # where the worker says what is missing

@@ -203,7 +203,7 @@ def has_threads(options: Any) -> bool:
     )
 
 
-class Forks:
+class ForkedSessions:
     """The sessions of this process that have threads, which a process that is forked opens again.
 
     A native session that is left is never destroyed: that would wait for threads that there are not.
@@ -248,6 +248,6 @@ class Forks:
 
 
 @functools.cache
-def forks() -> Forks:
+def forks() -> ForkedSessions:
     """The only one of this process: a registration for forks cannot be undone."""
-    return Forks()
+    return ForkedSessions()

@@ -33,7 +33,7 @@ class UnknownProviderError(Unsupported):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ProviderDevices:
     """Where the sessions of the workers run.
 
     Attributes:
@@ -62,7 +62,7 @@ class Choice:
 
 def choose(
     providers: Sequence[Any] | None, provider_options: Sequence[dict[Any, Any]] | None
-) -> Choice:
+) -> ProviderDevices:
     """The devices for a program's providers, by ONNX Runtime's rules.
 
     The first provider that this ONNX Runtime has counts; it warns of the others. Without any, it is the
@@ -84,7 +84,7 @@ def choose(
     falls_back = not names or any(name == CPU for name, _ in wanted)
     for name, given in wanted:
         if name == CPU:
-            return Choice(options=given)
+            return ProviderDevices(options=given)
         if name in _CARDS:
             found = _on_cards(name, given, falls_back, warns=bool(names))
             if found is not None:
@@ -94,12 +94,12 @@ def choose(
                 f"providers: got {name!r}, for which mcinfer has no devices; expected {CPU!r} or some of "
                 f"{[*_CARDS]}"
             )
-    return Choice()
+    return ProviderDevices()
 
 
 def _on_cards(
     name: str, options: dict[str, str], falls_back: bool, *, warns: bool
-) -> Choice | None:
+) -> ProviderDevices | None:
     """The choice of a card's provider; None if there is no card, and the CPU will do."""
     index = options.get(_DEVICE_ID)
     if index is not None:
@@ -119,7 +119,7 @@ def _on_cards(
                     stacklevel=2,
                 )
             return None
-    return Choice(
+    return ProviderDevices(
         devices=devices or ["cuda:0"],  # whose error says what is missing
         provider=_CARDS[name],
         options={key: text for key, text in options.items() if key != _DEVICE_ID},

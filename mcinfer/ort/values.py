@@ -261,7 +261,7 @@ def _string_value(array: NDArray[Any]) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class BoundMemory:
     """Memory that a program bound by its address."""
 
     device: Any
@@ -331,7 +331,7 @@ def _noting(method: Any, notes: MutableMapping[Any, Bound], side: str, place: An
             method(self, name, *what)
             return
         noted = _what(*what)
-        if place is not None and isinstance(noted, Place) and card_of(noted.device, name):
+        if place is not None and isinstance(noted, BoundMemory) and card_of(noted.device, name):
             place(self, name, host(), *what[1:])
         elif place is not None and isinstance(noted, native.OrtValue) and is_on_card(noted):
             kind, shape = noted.element_type(), noted.shape()
@@ -351,19 +351,19 @@ def _what(first: Any, *rest: Any) -> Any:
     if isinstance(first, np.ndarray):
         return np.asarray(first, order="C")
     if not rest:
-        return _Device(first) if isinstance(first, native.OrtDevice) else first
+        return _AllocateOn(first) if isinstance(first, native.OrtDevice) else first
     onnx_type, shape, address = rest
     if not isinstance(onnx_type, int):
         dtype = np.dtype(onnx_type)
         name = STRING if dtype.kind in _TEXT_KINDS else dtype.name
         onnx_type = ELEMENT_TYPES[name].onnx if name in ELEMENT_TYPES else 0
-    return Place(
+    return BoundMemory(
         device=first, onnx_type=int(onnx_type), shape=tuple(map(int, shape)), address=int(address)
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Device:
+class _AllocateOn:
     """A device on which the run is to allocate an output."""
 
     device: Any
@@ -404,8 +404,8 @@ def bound_to(binding: Any) -> Bound:
 
 
 def bound_tensor(what: Any, spec: TensorSpec, side: _Side = "input") -> Tensor:
-    """What is bound, in place; the program owns the memory of a `Place`."""
-    if not isinstance(what, Place):
+    """What is bound, in place; the program owns the memory of a `BoundMemory`."""
+    if not isinstance(what, BoundMemory):
         return _as_tensor(what, spec, side)
     if what.onnx_type != ELEMENT_TYPES[spec.element_type].onnx:
         names = {element.onnx: name for name, element in ELEMENT_TYPES.items()}
@@ -423,7 +423,7 @@ def deliver(binding: Any, answer: Mapping[str, Any], specs: Mapping[str, TensorS
     copies: list[tuple[Tensor, Any]] = []
     for name, target in notes[binding].outputs.items():
         found, spec = answer[name], specs[name]
-        if isinstance(target, _Device):
+        if isinstance(target, _AllocateOn):
             card = card_of(target.device, name)
             on_card = None if isinstance(found, np.ndarray) else _card_of(found)
             if card is None and on_card is not None:
@@ -466,11 +466,11 @@ def output_devices(bound: Bound, specs: Mapping[str, TensorSpec]) -> list[Any]:
     """
     alone, others = [], []
     for name, target in bound.outputs.items():
-        if specs[name].element_type == STRING and not isinstance(target, _Device):
+        if specs[name].element_type == STRING and not isinstance(target, _AllocateOn):
             raise Unsupported(
                 f"{name}: strings bound to memory; bind the name and the device alone"
             )
-        if isinstance(target, _Device):
+        if isinstance(target, _AllocateOn):
             alone.append(target.device)
             card_of(target.device, name)
             continue
@@ -505,7 +505,7 @@ def card_of(device: Any, name: str) -> Device | None:
 
 
 def _device_of(target: Any) -> Any:
-    if isinstance(target, Place):
+    if isinstance(target, BoundMemory):
         return target.device
     value = target._get_c_value() if isinstance(target, OrtValue) else target
     index = value.__dlpack_device__()[1]

@@ -42,7 +42,7 @@ from mcinfer.ort.errors import (
     words,
 )
 from mcinfer.ort.face import face
-from mcinfer.ort.providers import Choice, choose
+from mcinfer.ort.providers import ProviderDevices, choose
 from mcinfer.private import ModelInMemory, PrivateFolder
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.specs import TensorSpec
@@ -428,7 +428,7 @@ class Opening:
             opened.pop_all()
         return session
 
-    def _passed(self, choice: Choice) -> noted.Passed:
+    def _passed(self, choice: ProviderDevices) -> noted.Passed:
         """What the workers get of the options."""
         engine = self.given.get("options", EngineOptions())
         if not isinstance(engine, EngineOptions):
@@ -444,7 +444,7 @@ class Opening:
         cores = _cores_of_a_worker(self.given.get("devices"))
         return noted.passed(default, engine, self.folder, cores)
 
-    def _started(self, choice: Choice, passed: noted.Passed) -> Master:
+    def _started(self, choice: ProviderDevices, passed: noted.Passed) -> Master:
         given = dict(self.given)
         devices = choice.places(given.pop("devices"))
         given.pop("options", None)
@@ -462,7 +462,7 @@ class Opening:
                 raise
         return master
 
-    def _save_optimised(self, choice: Choice, passed: noted.Passed) -> None:
+    def _save_optimised(self, choice: ProviderDevices, passed: noted.Passed) -> None:
         """Write the file that the program wants: another process loads the model for it, and ends."""
         from mcinfer.engines.preparation import save_optimised  # few programs want it
 
