@@ -100,12 +100,10 @@ def test_oldest_of_a_worker_is_passed_over_as_often_as_any_other() -> None:
 
 def kept(queue: ShardQueue) -> int:
     """How much the queue remembers, over all that it has."""
-    groups = queue._groups.values()
     return (
-        sum(map(len, (queue.items, queue._heap, queue._dues, queue._groups)))
+        sum(map(len, (queue.items, queue._free, queue._dues, queue._groups)))
         + sum(map(len, (*queue._overdue.values(), queue.reserved, *queue.reserved.values())))
-        + sum(len(group.items) for group in groups)
-        + sum(len(group.off_heap) for group in groups)
+        + sum(len(group.items) for group in queue._groups.values())
     )
 
 

@@ -13,8 +13,8 @@ does not block them. Once it is overdue, some other workers may *steal* it, if t
 If the preferred worker is gone, `release` makes what is reserved for it free for any.
 """
 
-import heapq
 import math
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -52,16 +52,23 @@ class _Item:
     place: int
     join: Joinable | None = None
     affinity: Affinity | None = None
-    waiting: bool = True
+    due: float = math.inf  # when it may go to more than before, until then
     overdue: bool = False
+
+    @property
+    def entry(self) -> tuple[float, int, "_Item"]:
+        """It in a line: by priority, then by place."""
+        return -self.priority, self.place, self
+
+
+_Line = list[tuple[float, int, _Item]]
+"""Sorted. To insert or delete anywhere in some thousands of these costs a few microseconds."""
 
 
 @dataclass(slots=True)
 class _Group:
     items: OrderedDict[int, _Item] = field(default_factory=OrderedDict)
     rows: int = 0
-    overdue: int = 0
-    off_heap: list[_Item] = field(default_factory=list)
 
 
 class ShardQueue:
@@ -73,11 +80,11 @@ class ShardQueue:
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
         self.items: OrderedDict[ShardId, _Item] = OrderedDict()
-        self.reserved: dict[int, list[tuple[float, int, _Item]]] = {}
-        self._overdue: dict[int, list[tuple[float, int, _Item]]] = {}  # by thief
-        self._heap: list[tuple[float, int, _Item]] = []
+        self.reserved: dict[int, _Line] = {}
+        self._free: _Line = []
+        self._overdue: dict[int, _Line] = {}  # by thief
         self._groups: dict[Hashable, _Group] = {}
-        self._dues: list[tuple[float, int, _Item]] = []
+        self._dues: _Line = []  # by time
         self._next_place = 0
         self._first_place = 0
         self._passed_over: dict[int | None, int] = {}  # by worker, where it matters which one
@@ -94,29 +101,25 @@ class ShardQueue:
     ) -> None:
         """Put a shard behind those of its priority; one with an affinity is not joined."""
         self._next_place += 1
-        item = _Item(shard, priority, self._next_place, join, affinity)
-        self.items[shard] = item
+        item = self.items[shard] = _Item(shard, priority, self._next_place, join, affinity)
+        line = self._free
         if affinity is not None:
-            entry = (-item.priority, item.place, item)
-            heapq.heappush(self.reserved.setdefault(affinity.worker, []), entry)
-            if affinity.thieves:
-                heapq.heappush(self._dues, (affinity.until, item.place, item))
-            return
-        self._push(item)
-        if join is None:
-            return
-        group = self._groups.setdefault(join.key, _Group())
-        group.items[item.place] = item
-        group.rows += join.rows
-        heapq.heappush(self._dues, (join.due, item.place, item))
-        self._unpark_if_ripe(group)
+            line = self.reserved.setdefault(affinity.worker, [])
+            item.due = affinity.until if affinity.thieves else math.inf
+        elif join is not None:
+            group = self._groups.setdefault(join.key, _Group())
+            group.items[item.place] = item
+            group.rows += join.rows
+            item.due = join.due
+        insort(line, item.entry)
+        if item.due < math.inf:
+            insort(self._dues, (item.due, item.place, item))
 
     def add_first(self, shard: ShardId) -> None:
         """Put a shard that was taken before in front of all others; it goes alone."""
         self._first_place -= 1
-        item = _Item(shard, math.inf, self._first_place)
-        self.items[shard] = item
-        self._push(item)
+        item = self.items[shard] = _Item(shard, math.inf, self._first_place)
+        insort(self._free, item.entry)
 
     def discard(self, shard: ShardId) -> None:
         item = self.items.get(shard)
@@ -125,10 +128,10 @@ class ShardQueue:
 
     def release(self, worker: int) -> None:
         """Any worker may have what is reserved for this one: it is gone."""
-        for _, _, item in self.reserved.pop(worker, ()):
-            if item.waiting:
-                item.affinity = None
-                self._push(item)
+        for entry in self.reserved.pop(worker, []):
+            self._forget_due(entry[2])
+            entry[2].affinity = None
+            insort(self._free, entry)
 
     def take(
         self,
@@ -147,10 +150,12 @@ class ShardQueue:
                 while `reserved` is empty.
             steal: Whether it may steal, if it may have nothing else.
         """
-        self._look_at_the_clock(now)
-        item = self._first()
-        if self.reserved:
-            item = self._first_for(worker, item, steal=steal)
+        while self._dues and self._dues[0][0] <= now:
+            due = self._dues.pop(0)[2]
+            due.due, due.overdue = math.inf, True
+            for thief in due.affinity.thieves if due.affinity is not None else ():
+                insort(self._overdue.setdefault(thief, []), due.entry)
+        item = self._first(worker, steal=steal)
         if item is None:
             return ()
         oldest = self._oldest(worker)
@@ -162,7 +167,7 @@ class ShardQueue:
         members = self._members(item)
         for member in members:
             self._remove(member)
-        if oldest is not None and oldest.waiting:
+        if oldest is not None and oldest not in members:
             self._passed_over[worker] = passed_over + 1
         elif passed_over:
             self._passed_over.pop(worker, None)
@@ -170,72 +175,36 @@ class ShardQueue:
 
     def end_holding(self, now: float) -> None:
         """The held shards are due now: there is nothing to wait for."""
-        self._dues = [
-            (due if item.join is None else min(due, now), place, item)
-            for due, place, item in self._dues
-        ]
-        heapq.heapify(self._dues)
+        for _, _, item in self._dues:
+            if item.join is not None:
+                item.due = min(item.due, now)
+        self._dues = sorted((item.due, place, item) for _, place, item in self._dues)
 
     def next_due(self) -> float:
         """When a held shard becomes due, or a reserved one overdue; infinite without one."""
-        while self._dues:
-            item = self._dues[0][2]
-            if item.waiting and (item.join is not None or item.affinity is not None):
-                break
-            heapq.heappop(self._dues)
         return self._dues[0][0] if self._dues else math.inf
 
-    def _push(self, item: _Item) -> None:
-        heapq.heappush(self._heap, (-item.priority, item.place, item))
-
-    def _look_at_the_clock(self, now: float) -> None:
-        while self._dues and self._dues[0][0] <= now:
-            item = heapq.heappop(self._dues)[2]
-            if item.waiting and item.affinity is not None:
-                for worker in item.affinity.thieves:
-                    entry = (-item.priority, item.place, item)
-                    heapq.heappush(self._overdue.setdefault(worker, []), entry)
-            elif item.waiting and item.join is not None:
-                item.overdue = True
-                group = self._groups[item.join.key]
-                group.overdue += 1
-                self._unpark_if_ripe(group)
-
-    def _is_ripe(self, group: _Group) -> bool:
-        return group.overdue > 0 or group.rows >= self._max_rows
-
-    def _unpark_if_ripe(self, group: _Group) -> None:
-        if not self._is_ripe(group):
-            return
-        for item in group.off_heap:
-            self._push(item)
-        group.off_heap = []
-
     def _is_held(self, item: _Item) -> bool:
-        return item.join is not None and not self._is_ripe(self._groups[item.join.key])
+        if item.join is None:
+            return False
+        group = self._groups[item.join.key]  # of few items, unless it has rows enough
+        return group.rows < self._max_rows and not any(i.overdue for i in group.items.values())
 
-    def _first(self) -> _Item | None:
-        """The first by priority that is not held."""
-        while self._heap:
-            item = self._heap[0][2]
-            if item.waiting and not self._is_held(item):
-                return item
-            heapq.heappop(self._heap)
-            if item.waiting and item.join is not None:
-                self._groups[item.join.key].off_heap.append(item)
-        return None
-
-    def _first_for(self, worker: int | None, first: _Item | None, *, steal: bool) -> _Item | None:
-        """The first of what a worker may have, where `first` is that of what any may have."""
-        own = () if worker is None else self.reserved.get(worker)
-        if own and (first is None or own[0][:2] < (-first.priority, first.place)):
-            return own[0][2]
-        if first is not None or worker is None or not steal:
-            return first
-        overdue = self._overdue.get(worker, [])
-        while overdue and not _is_reserved(overdue[0]):
-            heapq.heappop(overdue)
-        return overdue[0][2] if overdue else None
+    def _first(self, worker: int | None, *, steal: bool) -> _Item | None:
+        """The first by priority that is not held, of what a worker may have."""
+        first = None
+        for entry in self._free:
+            if not self._is_held(entry[2]):
+                first = entry
+                break
+        if worker is None or not self.reserved:
+            return first and first[2]
+        own = self.reserved.get(worker)
+        if own and (first is None or own[0] < first):
+            first = own[0]
+        elif first is None and steal and self._overdue.get(worker):
+            first = self._overdue[worker][0]
+        return first and first[2]
 
     def _oldest(self, worker: int | None) -> _Item | None:
         """The first by age that is not held, nor reserved for another worker."""
@@ -261,44 +230,29 @@ class ShardQueue:
         return members
 
     def _remove(self, item: _Item) -> None:
-        """Take it out; the heaps skip it when they come to it."""
-        item.waiting = False
         del self.items[item.shard]
         if not self.items:
             self._passed_over.clear()
-        kept = max(len(self._heap), len(self._dues))
+        self._forget_due(item)
+        line = self._free
         if item.affinity is not None:
-            heaps = [self._overdue.get(worker, []) for worker in item.affinity.thieves]
-            heaps.append(own := self.reserved[item.affinity.worker])
-            while own and not own[0][2].waiting:
-                heapq.heappop(own)
-            if not own:
+            line = self.reserved[item.affinity.worker]
+            if len(line) == 1:
                 del self.reserved[item.affinity.worker]
-            kept = max(kept, *map(len, heaps))
+        del line[0 if line[0][2] is item else bisect_left(line, item.entry)]
         if item.join is not None:
             group = self._groups[item.join.key]
             del group.items[item.place]
             group.rows -= item.join.rows
-            group.overdue -= item.overdue
             if not group.items:
                 del self._groups[item.join.key]
-            kept = max(kept, len(group.off_heap))
-        if kept > 2 * len(self.items) + 64:
-            self._compact()
 
-    def _compact(self) -> None:
-        """Drop removed items, so that they do not outnumber those that wait."""
-        self._heap = [entry for entry in self._heap if entry[2].waiting]
-        heapq.heapify(self._heap)
-        self._dues = [entry for entry in self._dues if entry[2].waiting]
-        heapq.heapify(self._dues)
-        for heaps in (self.reserved, self._overdue):
-            for worker, entries in heaps.items():
-                heaps[worker] = [entry for entry in entries if _is_reserved(entry)]
-                heapq.heapify(heaps[worker])
-        for group in self._groups.values():
-            group.off_heap = [item for item in group.off_heap if item.waiting]
-
-
-def _is_reserved(entry: tuple[float, int, _Item]) -> bool:
-    return entry[2].waiting and entry[2].affinity is not None
+    def _forget_due(self, item: _Item) -> None:
+        """It has gone, or is free for all."""
+        if item.due < math.inf:
+            del self._dues[bisect_left(self._dues, (item.due, item.place, item))]
+            item.due = math.inf
+        elif item.overdue and item.affinity is not None:
+            for thief in item.affinity.thieves:
+                line = self._overdue[thief]
+                del line[bisect_left(line, item.entry)]
