@@ -3,21 +3,22 @@
     python benchmarks/page.py [--only NAME] [--folder FOLDER] [--write FILE]
 
 Each run is a command line of `mcinfer bench`, which the page shows; its report and its page go to the folder
-(build/bench). `--write` puts tables and targets between the page's marks; with `--only
-none` nothing is measured anew, and the reports that are in the folder are used. A target that is missed is a
-finding: the exit status is 0 all the same.
+(build/bench). `--write` puts tables and targets between the page's marks; with `--only` those of these runs,
+and the others stay as they are. With `--only none` nothing is measured anew, and all reports that are in the
+folder are used. A target that is missed is a finding: the exit status is 0 all the same.
 """
 
 import argparse
 import io
 import os
-import re
 import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 # The models of the examples are those to measure with.
@@ -130,17 +131,13 @@ def build_models(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What mcinfer is to reach: a ratio of two ways' figures, in each repeat.
+    """A ratio of two ways' figures that mcinfer is to reach, in each repeat of a run.
 
     Attributes:
-        run: Whose report.
-        text: What is divided by what.
-        above: The way above the line.
-        below: The way below it.
-        figure: Of a turn.
-        bound: What the middle ratio is to be.
-        at_least: Whether from there on upwards, or downwards.
-        load: Under which load.
+        run: The run whose report has it.
+        text: What is divided by what: `above` by `below`.
+        figure: The figure of a turn.
+        at_least: Whether the middle ratio is to be the bound or more; else the bound or less.
     """
 
     run: str
@@ -152,10 +149,8 @@ class Target:
     at_least: bool
     load: Load
 
-    def ratio(self, report: Report | None) -> Ratio | None:
+    def ratio(self, report: Report) -> Ratio | None:
         """What was measured; None where it was not, or not all repeats of it."""
-        if report is None:
-            return None
         above, below = report.find(self.above, self.load), report.find(self.below, self.load)
         if above is None or below is None or len(above.turns) != len(below.turns):
             return None
@@ -163,81 +158,88 @@ class Target:
         series = Series(tuple(self.figure(a) / self.figure(b) for a, b in pairs))
         return Ratio(text=self.text, series=series, bound=self.bound, at_least=self.at_least)
 
+    def line(self, report: Report) -> str:
+        """The target's row of a table in Markdown."""
+        ratio = self.ratio(report)
+        start = f"{self.start} {'≥' if self.at_least else '≤'} {self.bound:g}"
+        if ratio is None:
+            return f"{start} | **not measured** | |"
+        series, verdict = ratio.series, ratio.verdict.partition(": ")[2]
+        figures = f"{series.middle:.3g} [{series.low:.3g} … {series.high:.3g}]"
+        return f"{start} | {figures} | {verdict if ratio.met else f'**{verdict}**'} |"
 
-def _p50(turn: Turn) -> float:
-    return latency(turn, 0.5)
+    @property
+    def start(self) -> str:
+        return f"| {self.text} |"
 
 
-def _p99(turn: Turn) -> float:
-    return latency(turn, 0.99)
+_P50, _P99 = partial(latency, fraction=0.5), partial(latency, fraction=0.99)
+_THROUGHPUT = attrgetter("throughput")
+_TWO, _FOUR_CLIENTS = Load(batch=2, clients=1), Load(batch=2, clients=4)
+_RATE = Load(batch=1, clients=32, rate=300.0)
 
-
-def _throughput(turn: Turn) -> float:
-    return turn.throughput
-
-
-def targets() -> Iterator[Target]:
-    """All of them, in the page's order."""
-    two = Load(batch=2, clients=1)
-    yield Target(
+TARGETS = (
+    Target(
         run="unet",
         text="UNet, batch 2, p50: sharded / one session with all cores",
         above="sharded",
         below="session",
-        figure=_p50,
+        figure=_P50,
         bound=1.0,
         at_least=False,
-        load=two,
-    )
-    for baseline, what in (("threads", "all cores"), ("threads-1", "one thread a run")):
-        yield Target(
+        load=_TWO,
+    ),
+    *(
+        Target(
             run="unet",
             text=f"UNet, 4 clients, throughput: concurrent / threads on one session, {what}",
             above="concurrent",
             below=baseline,
-            figure=_throughput,
+            figure=_THROUGHPUT,
             bound=1.0,
             at_least=True,
-            load=Load(batch=2, clients=4),
+            load=_FOUR_CLIENTS,
         )
-    for baseline in ("pipe", "pipe-each"):
-        yield Target(
+        for baseline, what in (("threads", "all cores"), ("threads-1", "one thread a run"))
+    ),
+    *(
+        Target(
             run="megabyte",
             text=f"1 MiB inputs, 300/s, p99: {baseline} / concurrent",
             above=baseline,
             below="concurrent",
-            figure=_p99,
+            figure=_P99,
             bound=2.0,
             at_least=True,
-            load=Load(batch=1, clients=32, rate=300.0),
+            load=_RATE,
         )
-    for name, size in (("8k", "8 KiB"), ("1m", "1 MiB"), ("8m", "8 MiB")):
-        yield Target(
+        for baseline in ("pipe", "pipe-each")
+    ),
+    *(
+        Target(
             run=f"dispatch-{name}",
             text=f"{size} over two workers, p50: predict / the transport's floor",
             above="sharded",
             below="TransportFloor",
-            figure=_p50,
+            figure=_P50,
             bound=1.5,
             at_least=False,
-            load=two,
+            load=_TWO,
         )
+        for name, size in (("8k", "8 KiB"), ("1m", "1 MiB"), ("8m", "8 MiB"))
+    ),
+)
+"""In the page's order."""
 
 
-def target_table(reports: dict[str, Report]) -> str:
-    """The targets as a table in Markdown."""
+def target_table(reports: Mapping[str, Report], page: str) -> str:
+    """The targets as a table in Markdown; those of other runs as they are on the page."""
     lines = ["| | target | measured | |", "|---|---|---|---|"]
-    for target in targets():
-        ratio = target.ratio(reports.get(target.run))
-        bound = f"{'≥' if target.at_least else '≤'} {target.bound:g}"
-        if ratio is None:
-            lines.append(f"| {target.text} | {bound} | **not measured** | |")
-            continue
-        series = ratio.series
-        figures = f"{series.middle:.3g} [{series.low:.3g} … {series.high:.3g}]"
-        verdict = ratio.verdict.partition(": ")[2]
-        shown = verdict if ratio.met else f"**{verdict}**"
-        lines.append(f"| {target.text} | {bound} | {figures} | {shown} |")
+    for target in TARGETS:
+        if target.run in reports:
+            lines.append(target.line(reports[target.run]))
+        else:
+            lines += [line for line in page.splitlines() if line.startswith(target.start)]
     return "\n".join(lines)
 
 
@@ -253,23 +255,18 @@ def run_text(run: Run, report: Report, folder: Path) -> str:
     return f"    {command}\n\n```\n{table}\n```"
 
 
-def write_page(path: Path, folder: Path) -> None:
-    """Put what is in the folder between the page's marks."""
-    reports = {
-        run.name: load(folder / f"{run.name}.json")
-        for run in (*RUNS, PEERS)
-        if (folder / f"{run.name}.json").exists()
-    }
-    parts = {"targets": target_table(reports)}
-    for run in (*RUNS, PEERS):
-        if run.name in reports:
-            parts[run.name] = run_text(run, reports[run.name], folder)
+def write_page(path: Path, folder: Path, runs: Iterable[Run]) -> None:
+    """Put the reports of these runs, where they are in the folder, between the page's marks."""
+    reports = {run: load(file) for run in runs if (file := folder / f"{run.name}.json").exists()}
     text = path.read_text(encoding="utf-8")
+    parts = {"targets": target_table({run.name: report for run, report in reports.items()}, text)}
+    parts |= {run.name: run_text(run, report, folder) for run, report in reports.items()}
     for name, part in parts.items():
-        marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        if not marked.search(text):
+        start, mark, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, rest = rest.partition("<!-- end -->")
+        if not end:
             raise SystemExit(f"{path}: expected a line '<!-- {name} -->', and '<!-- end -->' below")
-        text = marked.sub(lambda match, part=part: f"{match[1]}{part}\n{match[2]}", text)  # type: ignore[misc]
+        text = f"{start}{mark}{part}\n{end}{rest}"
     path.write_text(text, encoding="utf-8")
 
 
@@ -286,15 +283,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build_models(folder)
     # Not the user's: and what a run does not find there it prepares first, before anything is measured.
     environment = {**os.environ, "MCINFER_CACHE": str((folder / "cache").absolute())}
-    for run in RUNS if options.only is None else (*RUNS, PEERS):
-        if options.only is None or run.name in options.only:
-            command = run.command(folder)
-            print(f"$ {shlex.join(command)}", flush=True)
-            subprocess.run(  # what makes this environment's interpreter run mcinfer
-                [sys.executable, "-m", *command], cwd=ROOT, env=environment, check=True
-            )
+    chosen = RUNS if options.only is None else [r for r in (*RUNS, PEERS) if r.name in options.only]
+    for run in chosen:
+        command = run.command(folder)
+        print(f"$ {shlex.join(command)}", flush=True)
+        subprocess.run(  # what makes this environment's interpreter run mcinfer
+            [sys.executable, "-m", *command], cwd=ROOT, env=environment, check=True
+        )
     if options.write is not None:
-        write_page(options.write, folder)
+        write_page(options.write, folder, chosen or (*RUNS, PEERS))
     return 0
 
 
