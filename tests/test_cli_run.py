@@ -219,7 +219,7 @@ def test_results_are_kept_after_a_failure_and_other_work(tmp_path: Path, capsys:
     (line,) = failure()
     assert "Gather" in line
     assert line.endswith("; 4 of 6 rows are kept; run the same command again to resume")
-    assert partial.stat().st_mode & 0o777 == 0o700
+    assert partial.stat().st_mode & 0o777 == 0o600
 
     gather.touch()
     source.touch()

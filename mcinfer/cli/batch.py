@@ -2,8 +2,8 @@
 
 ::
 
-    input file ── rows, in order ──► a request ──► Master.predict ──► rows ──► a folder beside the output,
-                                     a request     (over all workers)          and its file at the end
+    input file ── rows, in order ──► a request ──► Master.predict ──► rows ──► a file beside the output,
+                                     a request     (over all workers)          which it becomes at the end
 
 A file is cut along axes that the user or the model says and a request has shown; else the file's first rows
 run before the rest, whole and in pieces (`Master.learn`). A file of one request, and one whose batch nothing
@@ -311,8 +311,8 @@ def run_batch(
                 requests = Requests(**results.plan)
                 done, total = requests.rows(results.done), requests.rows(requests.count)
                 say(f"resuming at row {done} of {total}")
-            results.begin(asdict(requests), requests.outputs)
             with _keeping(results, requests):
+                results.begin(asdict(requests), requests.outputs)
                 _answer(master, file, arrays, requests, results, timeout)
             reads = {"input": [source]}
             if any(worker.restarts for worker in master.statistics().workers):
@@ -418,7 +418,7 @@ def _keeping(results: PartialResults, requests: Requests) -> Iterator[None]:
     except BaseException as exc:
         error, text = str(exc), ""
         if isinstance(exc, OSError) and not isinstance(exc, McinferError):
-            error = f"--output: {exc.filename or results.path}: {exc.strerror}"
+            error = f"--output: {results.path}: {exc.strerror}"
         if kept := results.keep():
             total = requests.rows(requests.count)
             text = f"{requests.rows(kept)} of {total} rows are kept; {_RESUME}"

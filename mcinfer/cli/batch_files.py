@@ -2,14 +2,14 @@
 
 ::
 
-    .NAME.partial/                this user's alone (mode 0700)
-    .NAME.partial/lock            held (flock) by the one run that uses the folder
-    .NAME.partial/progress.json   which work this is, and how far it is: replaced whole, after a sync
-    .NAME.partial/0.parts, …      by output, the answers one after another, each in the format .npy
-    .NAME.partial/whole           at the end all of them, which is then moved to NAME
+    .NAME.partial        this user's alone (mode 0600), locked (flock) by the one run that uses it
+        16 bytes         how many requests are answered, and up to where the file counts
+        a line of JSON   which work this is, and how it is cut
+        the answers      one after another, each output in the format .npy
+    .NAME.partial.new    at the end all of them, which is then moved to NAME
 
-All files are opened by the folder's descriptor, and no link is followed. What lies in a file beyond what the
-progress says is written over, so a run can be resumed after a kill or a loss of power as well.
+Both are opened in the folder's descriptor, and no link is followed. What lies beyond the part that counts is
+written over, so a run can be resumed after a kill or a loss of power as well.
 """
 
 import fcntl
@@ -17,11 +17,12 @@ import hashlib
 import json
 import mmap
 import os
+import stat
 import struct
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -36,18 +37,16 @@ from numpy.typing import NDArray
 from mcinfer.cli.progress import showing_work
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, printable
 from mcinfer.model_cache.onnx_files import open_regular
-from mcinfer.private import OthersError, open_private, opened_folder
+from mcinfer.private import opened_folder, path_of
 from mcinfer.requests.tensors import as_input, difference
 from mcinfer.sharding import Axes, JoinError
 from mcinfer.specs import ModelSpec
 
-_FORMAT = 5
-"""Format of the folder; one more when it changes."""
+_FORMAT = 6
+"""Format of the partial results; one more when it changes."""
 
-_LOCK = "lock"
-_PROGRESS = "progress.json"
-_PROGRESS_ASIDE = "progress.json.new"
-_WHOLE = "whole"
+_HEAD = struct.Struct("<QQ")
+"""Requests that are answered, and bytes that count. It lies in one sector, so it is written whole."""
 
 _BLOCK_BYTES = 1 << 20
 _SAMPLE_BYTES = 1 << 16
@@ -78,8 +77,8 @@ def _map(file: IO[bytes]) -> mmap.mmap:
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _read_array(file: IO[bytes], mapped: mmap.mmap) -> tuple[_Array, mmap.mmap]:
-    """The array in .npy format at the file's position, over the mapping; the position is then behind it."""
+def _read_array(file: IO[bytes], mapped: mmap.mmap) -> _Array:
+    """The array in .npy format at the file's position, whose base is the mapping; it is then behind it."""
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"got version {version} of the format .npy, expected (1, 0) or (2, 0)")
@@ -88,9 +87,15 @@ def _read_array(file: IO[bytes], mapped: mmap.mmap) -> tuple[_Array, mmap.mmap]:
     shape, fortran, dtype = read(file)
     if dtype.hasobject:
         raise ValueError("Object arrays cannot be read: to read one may run what is in it")
-    array = np.ndarray(shape, dtype, mapped, file.tell(), order="F" if fortran else "C")
+    array: _Array = np.ndarray(shape, dtype, mapped, file.tell(), order="F" if fortran else "C")
     file.seek(array.nbytes, os.SEEK_CUR)
-    return array, mapped
+    return array
+
+
+def _let_go(array: _Array) -> None:
+    """Give back the memory of what was read of a file's array."""
+    mapped: Any = array.base
+    mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _read_as(array: _Array, dtype: "np.dtype[Any]") -> _Array:
@@ -106,18 +111,18 @@ def _read_as(array: _Array, dtype: "np.dtype[Any]") -> _Array:
 class InputFile:
     """An .npz or .npy file, mapped: its arrays are read as their rows are used.
 
-    `content` has the arrays and their mappings by name; an .npy file has one array, under no name.
+    `content` has the arrays by name; an .npy file has one array, under no name.
     """
 
     path: Path
     descriptor: int
     stamp: dict[str, Any]
-    content: dict[str, tuple[_Array, mmap.mmap]]
+    content: dict[str, _Array]
 
     def arrays(self, model: ModelSpec) -> dict[str, _Array]:
         """The arrays by input, in the model's order, or an `InvalidInputError`."""
         names = [spec.name for spec in model.inputs]
-        found = {name: array for name, (array, _) in self.content.items()}
+        found = self.content
         if "" in found:
             if len(names) != 1:
                 raise InvalidInputError(
@@ -138,8 +143,8 @@ class InputFile:
 
         To read beyond the end of a mapped file would kill the process.
         """
-        for _, mapped in self.content.values():
-            mapped.madvise(mmap.MADV_DONTNEED)
+        for array in self.content.values():
+            _let_go(array)
         if os.fstat(self.descriptor).st_size < self.stamp["size"]:
             raise InvalidInputError(f"--input: {self.path} became shorter while it was read")
 
@@ -172,7 +177,7 @@ def opened_input(path: Path, scratch: Path) -> Iterator[InputFile]:
         yield InputFile(path=path, descriptor=descriptor, stamp=now, content=content)
 
 
-def _read_archive(file: IO[bytes], scratch: Path) -> Iterator[tuple[str, tuple[_Array, mmap.mmap]]]:
+def _read_archive(file: IO[bytes], scratch: Path) -> Iterator[tuple[str, _Array]]:
     """The arrays of an archive, whose check sums are compared: mapped in their place, or unpacked."""
     with zipfile.ZipFile(file) as archive:
         infos = archive.infolist()
@@ -203,159 +208,160 @@ def _read_archive(file: IO[bytes], scratch: Path) -> Iterator[tuple[str, tuple[_
 
 
 class PartialResults:
-    """The answers so far, in a folder that no other run can take until `close`.
+    """The answers so far, in a file that no other run can take until `close`.
 
     Attributes:
-        path: Path of the folder.
+        path: Path of the file.
         plan: What `begin` was given by the run that is resumed; None if there is nothing to resume.
         done: How many requests are answered.
     """
 
     def __init__(self, output: Path, work: Mapping[str, Any], *, restart: bool = False) -> None:
-        """Take the folder of an output's absolute path, and make it if there is none.
+        """Take the file for an output's absolute path, and make it if there is none.
 
         `work` is what the result depends on, as JSON has it: a run is only resumed with the same.
         """
         self.path = output.with_name(f".{output.name}.partial")
         self.plan: Mapping[str, Any] | None = None
-        self.done = 0
-        self._output = output
+        self.done = self._saved = self._start = self._end = 0
+        self._output = output.name
         self._work = {"format": _FORMAT, **work}
         self._outputs: Axes = {}
-        self._files: list[IO[bytes]] = []
-        self._sizes: Sequence[int] = ()
-        self._saved = 0
+        self._first: list[_Array] = []
         with ExitStack() as stack:
             try:
-                parent = stack.enter_context(opened_folder(output.parent, guarded=False))
-                self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                stack.callback(os.close, self._parent)
-                self._folder = self._take(parent / self.path.name, stack)
+                with opened_folder(output.parent, guarded=False) as folder:
+                    self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, self._folder)
+                self._own = path_of(self._folder) / self.path.name
+                self._new = self._own.with_name(f"{self.path.name}.new")
+                self._file = self._take(stack)
                 stack.callback(self._tidy)
                 if restart:
-                    self._clear()
-                with suppress(FileNotFoundError):
-                    self._recall()
+                    self._file.truncate(0)
+                self._recall()
             except OSError as exc:
                 raise McinferError(f"--output: {self.path}: {exc.strerror}") from exc
             self._stack = stack.pop_all()
 
-    def _take(self, own: Path, stack: ExitStack) -> int:
-        """The descriptor of the folder, which leads through its parent's; locked, and closed by the stack."""
+    def _take(self, stack: ExitStack) -> IO[bytes]:
+        """The file, locked; the stack closes it."""
+
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+
         while True:
             with ExitStack() as tried, suppress(FileNotFoundError):  # another run has removed it
-                with suppress(FileExistsError):
-                    own.mkdir(0o700)
+                file = tried.enter_context(open(self._own, "r+b", buffering=0, opener=opener))
+                info = os.fstat(file.fileno())
+                alone = stat.S_ISREG(info.st_mode) and info.st_nlink < 2
+                if not alone or info.st_uid != os.geteuid() or info.st_mode & 0o077:
+                    raise McinferError(
+                        f"--output: {self.path} is of user {info.st_uid} and has mode "
+                        f"{stat.filemode(info.st_mode)}, expected a file of user {os.geteuid()} "
+                        f"alone: remove it, or write to another folder"
+                    )
                 try:
-                    folder = open_private(own)
-                except OthersError as exc:
-                    text = f"--output: {exc}: remove it, or write to another folder"
-                    raise McinferError(text) from exc
-                tried.callback(os.close, folder)
-                # A file, open for writing: NFS has no such lock of a folder.
-                lock_flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                lock = os.open(_LOCK, lock_flags, 0o600, dir_fd=folder)
-                tried.callback(os.close, lock)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     text = f"--output: another run is writing to {self.path}"
                     raise McinferError(text) from None
-                if os.path.samestat(os.fstat(lock), os.stat(_LOCK, dir_fd=folder)):
+                if os.path.samestat(info, os.lstat(self._own)):
                     stack.push(tried.pop_all())
-                    return folder
+                    return file
 
     def _recall(self) -> None:
-        """Read the progress of the run that is resumed."""
+        """Read what the run that is resumed has left."""
+        head = self._file.read(_HEAD.size)
+        if not head.strip(b"\0"):
+            return
         try:
-            with self._open(_PROGRESS, "rb") as file:
-                saved = json.load(file)
-            work = saved["work"]
+            done, end = _HEAD.unpack(head)
+            saved = json.loads(self._file.readline())
+            work, plan = saved["work"], dict(saved["plan"])
             differing = [name for name, what in self._work.items() if work.get(name) != what]
-            plan, sizes, done = dict(saved["plan"]), [*map(int, saved["bytes"])], int(saved["done"])
-        except (ValueError, LookupError, TypeError, AttributeError) as exc:
-            raise self._damage(f"{_PROGRESS}: {exc}") from exc
+            if (held := os.fstat(self._file.fileno()).st_size) < end:
+                raise ValueError(f"it has {held} bytes, expected {end}")
+        except (struct.error, ValueError, LookupError, TypeError, AttributeError) as exc:
+            self._saved = 1  # it stays
+            raise self._damage(exc) from exc
+        self._saved = done
         if differing:
             raise McinferError(
                 f"--output: {self.path} holds the results of other work, with another "
                 f"{', '.join(differing)}; --restart discards them"
             )
-        self.plan, self._sizes, self.done, self._saved = plan, sizes, done, done
+        self.plan, self.done, self._start, self._end = plan, done, self._file.tell(), end
 
-    def _damage(self, what: str) -> McinferError:
+    def _damage(self, what: Exception) -> McinferError:
         return McinferError(f"--output: {self.path} is damaged ({what}); --restart discards it")
 
-    def _open(self, name: str, mode: str, permissions: int = 0o600, buffering: int = -1) -> IO[Any]:
-        def opener(path: str, flags: int) -> int:
-            return os.open(path, flags | os.O_NOFOLLOW, permissions, dir_fd=self._folder)
-
-        return open(name, mode, buffering, opener=opener)
-
     def begin(self, plan: Mapping[str, Any], outputs: Axes) -> None:
-        """Open the files of the answers.
+        """Begin, or go on where the last run ended.
 
         `outputs` has, in the model's order, the axis along which the answers follow one another; None: they
         are all the same, and one is kept. `plan` is kept as it is for a run that resumes this one.
         """
-        self.plan, self._outputs = plan, outputs
-        self._sizes = self._sizes or [0] * len(outputs)
-        for number in range(len(outputs)):
-            file = self._open(f"{number}.parts", "a+b", buffering=0)
-            self._files.append(self._stack.enter_context(file))
-        held = self._lengths()
-        if any(has < size for has, size in zip(held, self._sizes, strict=True)):
-            raise self._damage(f"the parts have {held} bytes, expected {self._sizes}")
-        self._cut_off()
-
-    def _cut_off(self) -> None:
-        """Remove what is not of a whole answer."""
-        for file, size in zip(self._files, self._sizes, strict=True):
-            os.ftruncate(file.fileno(), size)
+        self._outputs = outputs
+        if self.plan is None:
+            self.plan = plan
+            content = json.dumps({"work": self._work, "plan": plan}).encode()
+            self._file.truncate(0)
+            self._file.seek(0)
+            self._write(bytes(_HEAD.size) + content + b"\n")
+            self._start = self._end = self._file.tell()
+        elif self.done:
+            try:
+                self._first = [parts[0] for parts in self._parts(1)]
+            except ValueError as exc:
+                raise self._damage(exc) from exc
 
     def add(self, answer: Mapping[str, _Array]) -> None:
         """Write the answer to the next request; a `JoinError` if it does not fit to the first one."""
-        for (name, axis), file in zip(self._outputs.items(), self._files, strict=True):
-            array = answer[name]
-            if array.dtype.hasobject:
-                array = array.astype(np.str_)
-            first = _read_as(next(_records(file))[0], array.dtype) if self.done else array
-            _check_part(name, axis, first, array)
+        arrays = [answer[name] for name in self._outputs]
+        arrays = [array.astype(np.str_) if array.dtype.hasobject else array for array in arrays]
+        firsts = self._first or arrays
+        for (name, axis), first, array in zip(self._outputs.items(), firsts, arrays, strict=True):
+            _check_part(name, axis, _read_as(first, array.dtype), array)
+        self._file.seek(self._end)
+        for axis, array in zip(self._outputs.values(), arrays, strict=True):
             if axis is not None or not self.done:
-                _write_record(file, array)
+                self._write(*_record(array))
+        self._first = firsts
         # In one step: Ctrl-C may come between any two.
-        self.done, self._sizes = self.done + 1, self._lengths()
+        self.done, self._end = self.done + 1, self._file.tell()
 
-    def _lengths(self) -> list[int]:
-        return [os.fstat(file.fileno()).st_size for file in self._files]
+    def _write(self, *contents: bytes | memoryview) -> None:
+        for content in contents:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[self._file.write(rest) :]
 
     def save(self) -> None:
-        """Bring the answers to the disk, then the progress, which counts them."""
-        for file in self._files:
-            os.fdatasync(file.fileno())
-        progress = {"work": self._work, "plan": self.plan, "bytes": self._sizes, "done": self.done}
-        with self._open(_PROGRESS_ASIDE, "w") as aside:
-            json.dump(progress, aside)
-            aside.flush()
-            os.fsync(aside.fileno())
-        os.replace(_PROGRESS_ASIDE, _PROGRESS, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        """Bring the answers to the disk, then the number that counts them."""
+        os.fdatasync(self._file.fileno())
+        os.pwrite(self._file.fileno(), _HEAD.pack(self.done, self._end), 0)
+        os.fsync(self._file.fileno())
         os.fsync(self._folder)
         self._saved = self.done
 
     def keep(self) -> int:
         """Save the answers so far; returns how many are kept: not all, if the disk takes no more."""
         with suppress(OSError):
-            self._remove(_WHOLE)  # and what is not whole: the disk may be full
-            self._cut_off()
+            self._new.unlink(missing_ok=True)  # and what is not whole: the disk may be full
+            self._file.truncate(self._end)
             if self.done > self._saved:
                 self.save()
         return self._saved
 
     def missing_bytes(self, share: float) -> int:
         """How much room the disk lacks for the answers and the output, if this share of them is there."""
-        axes = zip(self._sizes, self._outputs.values(), strict=True)
-        whole = sum(size if axis is None else int(size / share) for size, axis in axes)
-        disk = os.fstatvfs(self._folder)
-        return max(0, 2 * whole - sum(self._sizes) - disk.f_bavail * disk.f_frsize)
+        axes = zip(self._outputs.values(), self._first, strict=True)
+        once = sum(first.nbytes for axis, first in axes if axis is None)
+        held = self._end - self._start
+        whole = once + int((held - once) / share)
+        disk = os.fstatvfs(self._file.fileno())
+        return max(0, 2 * whole - held - disk.f_bavail * disk.f_frsize)
 
     def finish(self, model: ModelSpec, *, as_npy: bool = False) -> list[str]:
         """Write the output file, as `numpy.savez` does, or the only output as `numpy.save` does.
@@ -363,59 +369,52 @@ class PartialResults:
         Returns:
             A line for each output with its type and shape.
         """
-        shapes = []
-        with (
-            self._open(_WHOLE, "wb", 0o666) as file,
-            showing_work(sys.stderr, "writing", max(1, sum(self._sizes))) as work,
-        ):
-            if as_npy:
-                shapes.append(self._write(0, file))
-            else:
-                with zipfile.ZipFile(file, "w") as archive:
-                    for i, name in enumerate(self._outputs):
-                        with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                            shapes.append(self._write(i, member))
-                        work.show(sum(self._sizes[: i + 1]))
+        lines = []
+        outputs = [*zip(model.outputs, self._parts(self.done), self._outputs.values(), strict=True)]
+        self._new.unlink(missing_ok=True)
+        with self._new.open("xb") as file:
+            with ExitStack() as ended:
+                work = ended.enter_context(showing_work(sys.stderr, "writing", len(outputs)))
+                archive = None if as_npy else ended.enter_context(zipfile.ZipFile(file, "w"))
+                for number, (spec, parts, axis) in enumerate(outputs, 1):
+                    place: Any = nullcontext(file)
+                    if archive is not None:
+                        place = archive.open(f"{spec.name}.npy", "w", force_zip64=True)
+                    with place as member:
+                        shape = _write_joined(member, parts, axis)
+                    lines.append(f"{printable(spec.name)}: {spec.element_type}{[*shape]}")
+                    work.show(number)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(_WHOLE, self._output.name, src_dir_fd=self._folder, dst_dir_fd=self._parent)
-        os.fsync(self._parent)
+        os.replace(self._new, self._own.with_name(self._output))
+        os.fsync(self._folder)
         self.forget()
-        return [
-            f"{printable(spec.name)}: {spec.element_type}{[*shape]}"
-            for spec, shape in zip(model.outputs, shapes, strict=True)
-        ]
+        return lines
 
-    def _write(self, number: int, member: IO[bytes]) -> tuple[int, ...]:
-        """Write the answers of one output as one array; its shape."""
-        axis = [*self._outputs.values()][number]
-        return _write_joined(member, [*_records(self._files[number])], axis)
+    def _parts(self, requests: int) -> list[list[_Array]]:
+        """By output, the answers to the first so many requests; to one, where all are the same."""
+        mapped = _map(self._file)
+        self._file.seek(self._start)
+        parts: list[list[_Array]] = [[] for _ in self._outputs]
+        for number in range(requests):
+            for mine, axis in zip(parts, self._outputs.values(), strict=True):
+                if axis is not None or not number:
+                    mine.append(_read_array(self._file, mapped))
+        return parts
 
     def forget(self) -> None:
         """Leave nothing to resume."""
-        self._remove(_PROGRESS)
+        os.pwrite(self._file.fileno(), bytes(_HEAD.size), 0)
         self._saved = 0
 
     def close(self) -> None:
-        """Let go of the folder, which is removed unless it holds something to resume."""
+        """Let go of the file, which is removed unless it holds something to resume."""
         self._stack.close()
 
     def _tidy(self) -> None:
-        if _PROGRESS not in os.listdir(self._folder):
-            self._clear()
-            self._remove(_LOCK)
-            with suppress(OSError):  # something in it is not mcinfer's
-                os.rmdir(self.path.name, dir_fd=self._parent)
-
-    def _clear(self) -> None:
-        """Remove what runs leave in the folder, the progress first: without it the rest does not count."""
-        parts = [name for name in os.listdir(self._folder) if name.endswith(".parts")]
-        self._remove(_PROGRESS, _PROGRESS_ASIDE, _WHOLE, *parts)
-
-    def _remove(self, *names: str) -> None:
-        for name in names:
-            with suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=self._folder)
+        if not self._saved:
+            self._new.unlink(missing_ok=True)
+            self._own.unlink(missing_ok=True)
 
 
 def _check_part(name: str, axis: int | None, first: _Array, part: _Array) -> None:
@@ -439,40 +438,27 @@ def _header(dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> dict[str, Any]:
     return {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
 
 
-def _write_record(file: IO[bytes], array: _Array) -> None:
-    """Append an array in .npy format; types that NumPy lacks have no name in it and become raw bytes."""
+def _record(array: _Array) -> tuple[memoryview, memoryview]:
+    """An array in .npy format; types that NumPy lacks have no name in it and become raw bytes."""
     if array.dtype.isbuiltin == _OF_ANOTHER_PACKAGE:
         array = array.view(f"V{array.dtype.itemsize}")
     header = BytesIO()
     np.lib.format.write_array_header_1_0(header, _header(array.dtype, array.shape))
-    elements = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    for data in (header.getbuffer(), elements.data):
-        while data:
-            data = data[file.write(data) :]
+    return header.getbuffer(), np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _records(file: IO[bytes]) -> Iterator[tuple[_Array, mmap.mmap]]:
-    """The arrays that were appended to a file, and the mapping that they are in."""
-    mapped = _map(file)
-    file.seek(0)
-    while file.tell() < len(mapped):
-        yield _read_array(file, mapped)
-
-
-def _write_joined(
-    member: IO[bytes], records: Sequence[tuple[_Array, mmap.mmap]], axis: int | None
-) -> tuple[int, ...]:
+def _write_joined(member: IO[bytes], parts: Sequence[_Array], axis: int | None) -> tuple[int, ...]:
     """Write arrays as one, in C order; its shape."""
-    shape = records[0][0].shape
+    shape = parts[0].shape
     if axis is not None:
-        total = sum(part.shape[axis] for part, _ in records)
+        total = sum(part.shape[axis] for part in parts)
         shape = (*shape[:axis], total, *shape[axis + 1 :])
-    dtype = max((part.dtype for part, _ in records), key=lambda dtype: dtype.itemsize)  # of strings
+    dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)  # of strings
     np.lib.format.write_array_header_1_0(member, _header(dtype, shape))
     outer = prod(shape[: axis or 0])
     for i in range(outer):
-        for part, mapped in records:
+        for part in parts:
             row = part.reshape(outer, -1)[i].astype(dtype, copy=False)
             member.write(row.view(np.uint8).data)
-            mapped.madvise(mmap.MADV_DONTNEED)
+            _let_go(part)
     return shape

@@ -74,7 +74,7 @@ def run(
 ) -> None:
     """Run a batch of any size from a file, split over the devices; rerun to resume.
 
-    Until all is done, the results lie in a folder beside the output, ``.NAME.partial``.
+    Until all is done, the results lie in a file beside the output, ``.NAME.partial``.
     """
     from mcinfer.cli.batch import run_batch  # it imports most of mcinfer
     from mcinfer.sharding import SaidAxes

@@ -1,6 +1,5 @@
 """``mcinfer run`` as a user runs it: interrupted, killed, twice at once, on a full disk."""
 
-import json
 import os
 import re
 import signal
@@ -9,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import onnx
@@ -83,10 +82,9 @@ def partial(target: Path) -> Path:
 def done(target: Path) -> int:
     """How many requests an unfinished run has saved."""
     try:
-        progress: dict[str, Any] = json.loads((partial(target) / "progress.json").read_bytes())
+        return int.from_bytes(partial(target).read_bytes()[:8], "little")
     except FileNotFoundError:
         return 0
-    return int(progress["done"])
 
 
 @contextmanager
@@ -147,7 +145,7 @@ def test_interrupted_or_timed_out_first_request_leaves_nothing(tmp_path: Path) -
         process = psutil.Process(program.pid)
         # Before that, Ctrl-C reaches the worker as well.
         wait_until(lambda: any(os.getpgid(w.pid) == w.pid for w in process.children()), 60.0)
-        assert (partial(target) / "lock").exists()
+        assert partial(target).exists()
         program.interrupt()
         ended = program.wait()
     assert (ended.status, ended.out, ended.err) == (130, "", "mcinfer: interrupted\n")
