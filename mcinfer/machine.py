@@ -16,8 +16,7 @@ _ROOT = Path("/")
 
 _GPU_FIELDS = "index,uuid,pci.bus_id,driver_version,compute_mode,memory.total,memory.free,name"
 
-_PLACING_SECONDS = 5.0
-"""To wait for the driver where a pool would do without it."""
+_PLACING_SECONDS = 5.0  # to wait for the driver where a pool would do without it
 
 
 # Memory and processors.

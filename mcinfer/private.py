@@ -33,8 +33,7 @@ IN_MEMORY = "the model given as bytes"
 _UNFOLLOWED = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _NAME = re.compile(r"mcinfer-[0-9a-f]{16}")
-_MAX_LINKS = 40
-"""As many as the kernel follows in one path (path_resolution(7))."""
+_MAX_LINKS = 40  # as many as the kernel follows in one path (path_resolution(7))
 
 BY_DESCRIPTOR = re.compile(r"/proc/self/fd/(\d+)")
 """A path of this process's by a descriptor."""

@@ -22,7 +22,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.engines.base import (
+    ArrayEngine,
     Buffer,
-    Engine,
     EngineRequest,
     Produced,
     Run,
@@ -39,7 +39,6 @@ from mcinfer.engines.base import (
     Strings,
     array_over,
     check_cpu,
-    deliver,
 )
 from mcinfer.errors import BuildError, EngineError, InvalidInputError, PredictError
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
@@ -55,18 +54,20 @@ def load(request: EngineRequest) -> "FakeEngine":
         raise BuildError(f"fake: {request.model}: {type(exc).__name__}: {exc}") from exc
 
 
-class FakeEngine(Engine):
+class FakeEngine(ArrayEngine):
+    name = "fake"
+
     def __init__(self, content: dict[str, Any], request: EngineRequest) -> None:
+        super().__init__()
         check_cpu("fake", request)
-        self._stop = threading.Event()
         self._device_index = request.device.index
         self.spec = ModelSpec(
             inputs=tuple(_spec(item) for item in content["inputs"]),
             outputs=tuple(_spec(item[:3]) for item in content["outputs"]),
         )
-        self.rules = {item[0]: item[3] for item in content["outputs"]}
+        self._rules = {item[0]: item[3] for item in content["outputs"]}
         self.providers = ("fake",)
-        self.own_weights: dict[str, NDArray[Any]] = {
+        self._own_weights: dict[str, NDArray[Any]] = {
             name: np.full(shape, value, numpy_dtype(element_type))
             for name, element_type, shape, value in content.get("weights", [])
         }
@@ -83,13 +84,23 @@ class FakeEngine(Engine):
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         return _FakeRun(self, inputs, outputs)
 
-    def arm(self) -> None:
-        self._stop.clear()
+    def run(
+        self, inputs: Sequence[NDArray[Any]], weights: Mapping[str, NDArray[Any]] = {}
+    ) -> list[NDArray[Any]]:
+        self._act_on(inputs[0])
+        given = {spec.name: array for spec, array in zip(self.spec.inputs, inputs, strict=True)}
+        values = []
+        for spec in self.spec.outputs:
+            rule = self._rules[spec.name]
+            value = given[rule["from"]]
+            if value.dtype != object:
+                scale, add = rule.get("scale", 1), rule.get("add", 0)
+                added = weights.get(add, self._own_weights.get(add, add))
+                value = (value * scale + added).astype(spec.dtype)
+            values.append(value)
+        return values
 
-    def cancel(self) -> None:
-        self._stop.set()
-
-    def act(self, first: NDArray[Any]) -> None:
+    def _act_on(self, first: NDArray[Any]) -> None:
         """Do the acts of every run, and those of a run with these rows."""
         self._act(self._run_act, PredictError)
         if self._row_seconds:
@@ -158,24 +169,14 @@ class _FakeRun(Run):
         self, engine: FakeEngine, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]
     ) -> None:
         self._engine = engine
-        self._weights = {**engine.own_weights}
-        self._inputs: dict[str, NDArray[Any]] = {}
-        for item in inputs:
-            place = self._weights if item.name in engine.own_weights else self._inputs
-            place[item.name] = _view(item)
+        count = len(engine.spec.inputs)
+        self._inputs = [*map(_view, inputs[:count])]
+        self._weights = {item.name: _view(item) for item in inputs[count:]}
         self._outputs = {item.name: _view(item) for item in outputs}
 
     def execute(self) -> Sequence[Produced | Strings]:
-        self._engine.act(next(iter(self._inputs.values())))
-        values = []
-        for spec in self._engine.spec.outputs:
-            rule = self._engine.rules[spec.name]
-            value = self._inputs[rule["from"]]
-            if value.dtype != object:
-                scale, add = rule.get("scale", 1), rule.get("add", 0)
-                value = (value * scale + self._weights.get(add, add)).astype(spec.dtype)
-            values.append(value)
-        return deliver("fake", self._engine.spec, values, self._outputs)
+        arrays = self._engine.run(self._inputs, self._weights)
+        return self._engine.deliver(arrays, self._outputs)
 
 
 def _view(item: Buffer | Strings) -> NDArray[Any]:

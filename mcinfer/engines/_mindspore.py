@@ -55,8 +55,7 @@ _TYPES = {
 }
 """Element types by their names in MindIR (``TensorProto.DataType``): those that NumPy has as well."""
 
-_UNKNOWN_RANK = -2
-"""A shape of this one size may be any shape."""
+_UNKNOWN_RANK = -2  # a shape of this one size may be any shape
 
 _ORDERING = frozenset({"Depend", "Load", "UpdateState"})
 """Operators that take a monad and write nothing (`_writes_memory`)."""
@@ -66,8 +65,7 @@ _CALL_STACK = re.compile(r"\n*-{20,}\n- C\+\+ Call Stack.*", re.DOTALL)
 _TURN = threading.Lock()
 """Held to load, compile or run: all models of the process share one runtime."""
 
-_PHASE = "graph_load_from_mindir"
-"""The phase in which `GraphCell.__call__` compiles and runs."""
+_PHASE = "graph_load_from_mindir"  # the phase in which `GraphCell.__call__` compiles and runs
 
 
 def load(request: EngineRequest) -> "MindSporeEngine":

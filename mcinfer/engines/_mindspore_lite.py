@@ -24,8 +24,7 @@ with requires(
 ):
     import mindspore_lite as mslite
 
-_TARGETS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "ascend": "ascend"}
-"""By kind of device."""
+_TARGETS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "ascend": "ascend"}  # by kind of device
 
 _PROVIDER_OPTIONS = {
     "cpu": (),
@@ -34,8 +33,7 @@ _PROVIDER_OPTIONS = {
 }
 """By target, the `EngineOptions.provider_options` that are known: most are set on its part of the context."""
 
-_MODEL_TYPES = ("MINDIR", "MINDIR_LITE")
-"""What ``session_config["model_type"]`` may be."""
+_MODEL_TYPES = ("MINDIR", "MINDIR_LITE")  # what ``session_config["model_type"]`` may be
 
 _TYPES = {
     getattr(mslite.DataType, name.upper()): name
@@ -47,8 +45,7 @@ _TYPES = {
     )
 }
 
-_FAILED = (RuntimeError, TypeError, ValueError)
-"""What the package raises."""
+_FAILED = (RuntimeError, TypeError, ValueError)  # what the package raises
 
 
 def load(request: EngineRequest) -> "MindSporeLiteEngine":

@@ -77,9 +77,8 @@ from mcinfer.model_cache.onnx_files import (
     chunks,
     external_files,
     looks_like,
-    node_inputs,
+    nodes,
     open_regular,
-    operator_beside,
     scan,
 )
 from mcinfer.process import without_telemetry
@@ -199,8 +198,7 @@ _TYPES = {
 }
 """ONNX Runtime's names of element types that differ from ours."""
 
-_HOST_MEMORY = ("Cpu", "CudaPinned")
-"""The runtime's names of memory that the host has."""
+_HOST_MEMORY = ("Cpu", "CudaPinned")  # the runtime's names of memory that the host has
 
 _NAMELESS = (None, "", "?", -1)
 """How the runtime (1.31), and exporters, write a dimension without a name."""
@@ -236,16 +234,17 @@ def load(request: EngineRequest, preparation: Preparation | None = None) -> "Onn
     except BaseException as exc:
         if preparation.held is not None:
             preparation.held.close()
-        if isinstance(exc, BuildError) and (got := _look_of(request.model)):
+        start = _bytes_at(request.model, 0, LOOK_BYTES)
+        if isinstance(exc, BuildError) and start is not None and (got := looks_like(start)):
             raise BuildError(f"{request.model}: got {got}, expected a model: {exc}") from exc
         raise
 
 
-def _look_of(model: str) -> str:
-    """See `looks_like`; empty for what is no regular file."""
+def _bytes_at(model: str, at: int, count: int) -> bytes | None:
+    """Some of the model's bytes; None for what is no regular file."""
     with suppress(OSError, BuildError), open_regular(model) as (descriptor, _):
-        return looks_like(os.pread(descriptor, LOOK_BYTES, 0))
-    return ""
+        return os.pread(descriptor, count, at)
+    return None
 
 
 class OnnxRuntimeEngine(Engine):
@@ -273,7 +272,13 @@ class OnnxRuntimeEngine(Engine):
             self.notes += given.notes(self.session)
         elif request.slab is not None and self.held is not None:
             # A model that is not prepared is small, or its notes say why.
-            self.notes += (f"{OWN_COPY}: {self._why_not_shared()}",)
+            why = f"onnxruntime {ort.__version__} takes no memory of others, expected 1.31 or newer"
+            if not self.on_card:
+                why = (
+                    f"the session runs on the {self.providers[0]}, which cannot read the card's "
+                    "memory"
+                )
+            self.notes += (f"{OWN_COPY}: {why}",)
         self.spec = ModelSpec(
             inputs=tuple(_spec(arg, "input", request.model) for arg in self.session.get_inputs()),
             outputs=tuple(
@@ -284,15 +289,12 @@ class OnnxRuntimeEngine(Engine):
         if request.options.describe:
             self.description = _description(self.session, request.model)
         self.on_host = self._tensors_on_host()
-        self._run_options = _run_options()
+        self._run_options = options = ort.RunOptions()
+        options.log_severity_level = _SILENT
+        # 0 is its default. If it is not set, each bound run throws and catches a C++ exception to find that
+        # out (seen in 1.31), which costs more than a small run.
+        options.add_run_config_entry("gpu_graph_id", "0")
         self._cancelled = False
-
-    def _why_not_shared(self) -> str:
-        if not self.on_card:
-            return (
-                f"the session runs on the {self.providers[0]}, which cannot read the card's memory"
-            )
-        return f"onnxruntime {ort.__version__} takes no memory of others, expected 1.31 or newer"
 
     def _tensors_on_host(self) -> frozenset[str] | None:
         """See `Engine.on_host`. What is bound elsewhere than the runtime has it, the runtime copies."""
@@ -306,40 +308,34 @@ class OnnxRuntimeEngine(Engine):
 
     def _replaceable(self, request: EngineRequest) -> tuple[TensorSpec, ...]:
         """The specifications of the requested weights; a model prepared before may lack some."""
-        found = {
-            arg.name: _spec(
-                arg,
-                "weight" if arg.name in request.options.variable_weights else "initializer",
-                request.model,
-            )
-            for arg in self.session.get_overridable_initializers()
-        }
-        given = {spec.name for spec in self.spec.outputs} & {*request.options.variable_weights}
-        if given:  # the runtime would return the model's own weights
+        names, model = request.options.variable_weights, request.model
+        if given := {spec.name for spec in self.spec.outputs} & {*names}:
+            # The runtime would return the model's own weights.
             raise BuildError(
                 f"variable_weights: got {sorted(given)}, which are outputs of the model"
             )
-        wanted = [found[name] for name in request.options.variable_weights if name in found]
-        if any(not isinstance(size, int) for spec in wanted for size in spec.shape):
+        found = {
+            arg.name: _spec(arg, "weight" if arg.name in names else "initializer", model)
+            for arg in self.session.get_overridable_initializers()
+        }
+        sizes = [size for name in names if name in found for size in found[name].shape]
+        if not all(isinstance(size, int) for size in sizes):
             # For initialisers that are inputs too, exporters may have written symbols there.
-            known = scan(request.model).initializers
-            found = {
-                name: replace(spec, shape=known[name].shape)
-                for name, spec in found.items()
-                if name in known
-            }
-        missing = [name for name in request.options.variable_weights if name not in found]
-        if missing:
+            known = scan(model).initializers
+            found = {n: replace(found[n], shape=known[n].shape) for n in found if n in known}
+        if missing := [name for name in names if name not in found]:
             raise BuildError(
-                f"variable_weights: got {missing}, expected some of {[*found]}, which {request.model} "
-                "was loaded with"
+                f"variable_weights: got {missing}, expected some of {[*found]}, which {model} was "
+                "loaded with"
             )
-        return tuple(found[name] for name in request.options.variable_weights)
+        return tuple(found[name] for name in names)
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
-        by_value = any(isinstance(item, Strings) for item in inputs)
+        buffers = [item for item in inputs if isinstance(item, Buffer)]
         with _mapped_errors(PredictError):
-            return (_ValueRun if by_value else _BoundRun)(self, inputs, outputs)
+            if len(buffers) < len(inputs):
+                return _ValueRun(self, inputs, outputs)
+            return _BoundRun(self, buffers, outputs)
 
     def arm(self) -> None:
         if self._cancelled:
@@ -376,18 +372,14 @@ class _BoundRun(Run):
     """
 
     def __init__(
-        self,
-        engine: OnnxRuntimeEngine,
-        inputs: Sequence[Buffer | Strings],
-        outputs: Sequence[Buffer],
+        self, engine: OnnxRuntimeEngine, inputs: Sequence[Buffer], outputs: Sequence[Buffer]
     ) -> None:
         self._engine = engine
         self._bound = bound = {buffer.name: buffer for buffer in outputs}
         self._names = [spec.name for spec in engine.spec.outputs]
         given = {item.name: item.shape for item in inputs}
-        sizes = symbol_sizes(
-            engine.spec.inputs, [given.get(s.name, ()) for s in engine.spec.inputs]
-        )
+        specs = engine.spec.inputs
+        sizes = symbol_sizes(specs, [given.get(spec.name, ()) for spec in specs])
         # The runtime does not write an output that is an input as it is to the place that it was bound to.
         self._free = [
             spec.name
@@ -402,17 +394,13 @@ class _BoundRun(Run):
         self._copied = []
         on_host = engine.on_host
         for item in inputs:
-            if not isinstance(item, Buffer):
-                continue
             if on_host is not None and (item.device is None) != (item.name in on_host):
                 self._copied.append(item)
             else:
                 self._binding.bind_input(item.name, *_place(item))
         for name in self._names:  # all of them: `get_outputs` has this order
-            if name in self._free:
-                self._binding.bind_output(name, "cpu")
-            else:
-                self._binding.bind_output(name, *_place(bound[name]))
+            place = ("cpu",) if name in self._free else _place(bound[name])
+            self._binding.bind_output(name, *place)
 
     def execute(self) -> Sequence[Produced | Strings]:
         for item in self._copied:
@@ -487,15 +475,6 @@ def _place(buffer: Buffer) -> tuple[str, int, int, tuple[int, ...], int]:
     return device, index, ELEMENT_TYPES[buffer.element_type].onnx, buffer.shape, buffer.address
 
 
-def _run_options() -> Any:
-    options = ort.RunOptions()
-    options.log_severity_level = _SILENT
-    # 0 is its default. If it is not set, each bound run throws and catches a C++ exception to find that
-    # out (seen in 1.31), which costs more than a small run.
-    options.add_run_config_entry("gpu_graph_id", "0")
-    return options
-
-
 def _produced(name: str, value: Any) -> Produced | Strings:
     element_type = _element_type(value.data_type())
     shape = tuple(value.shape())
@@ -535,21 +514,20 @@ def _spec(arg: Any, role: _Role, model: str) -> TensorSpec:
 
 def _no_tensor(arg: Any, role: _Role, model: str) -> str:
     """Why a model cannot be run whose input or output is a sequence, a map or optional, and what to do."""
-    operator = ""
-    side: Literal["input", "output"] = "output" if role == "output" else "input"
+    side, verb, by = ("outputs", "makes", "") if role == "output" else ("inputs", "reads", "")
     with suppress(OSError, BuildError):  # the runtime has formats of its own
-        operator = operator_beside(model, side, arg.name)
-    by = operator and f", which operator {operator} {'reads' if side == 'input' else 'makes'}"
+        near = (node.operator for node in nodes(model) if arg.name in getattr(node, side))
+        by = next((f", which operator {operator} {verb}" for operator in near if operator), "")
     cure = next(cure for begin, cure in _CURES[side] if arg.type.startswith(begin))
     return f"{role} {arg.name!r} is of type {arg.type}{by}, expected a tensor: {cure}"
 
 
 _CURES = {
-    "input": (
+    "inputs": (
         ("seq(tensor(", "let the model take its tensors, and join them by SequenceConstruct"),
         ("", "let the model take tensors in its place"),
     ),
-    "output": (
+    "outputs": (
         ("seq(map(", "export the model without ZipMap (skl2onnx: options={'zipmap': False})"),
         ("seq(tensor(", "let the model give its tensors, or one of them all by ConcatFromSequence"),
         ("", "let the model give tensors in its place"),
@@ -623,7 +601,7 @@ def used_on_host(session: Any, model: Path) -> set[str]:
 
     The runtime has the weights among them in the host's memory, and copies them there.
     """
-    inputs = node_inputs(model)
+    inputs = {node.name: node.inputs for node in nodes(model) if node.name}
     return {
         name
         for part in session.get_provider_graph_assignment_info()
@@ -768,7 +746,8 @@ def _session_options(
     if request.share.shared:
         config["session.intra_op.allow_spinning"] = "0"
     config.update(request.options.session_config)
-    _set_attributes(options, request.options.session_options)
+    for name, text in request.options.session_options.items():
+        _set_attribute(options, name, text)
     for name, size in request.options.free_dimensions.items():
         options.add_free_dimension_override_by_name(name, size)
     for name, size in request.options.free_denotations.items():
@@ -796,25 +775,20 @@ def _session_options(
     return options
 
 
-def _set_attributes(options: Any, given: Mapping[str, str]) -> None:
-    """Set the attributes of the runtime's options, or of its default logger, that the request names.
-
-    `BuildError` for other names.
-    """
-    for name, text in given.items():
-        kind, of_process = _ATTRIBUTES.get(name), _DEFAULT_LOGGER.get(name)
-        if kind is None and of_process is None:
+def _set_attribute(options: Any, name: str, text: str) -> None:
+    """Set an attribute of the runtime's options, or of its default logger; `BuildError` for others."""
+    try:
+        if name in _DEFAULT_LOGGER:
+            _DEFAULT_LOGGER[name](int(text))
+        elif name in _ATTRIBUTES:
+            setattr(options, name, _ATTRIBUTES[name](text))
+        else:
             names = [*_ATTRIBUTES, *_DEFAULT_LOGGER]
             raise BuildError(f"session_options: got the name {name!r}, expected some of {names}")
-        try:
-            if of_process is not None:
-                of_process(int(text))
-            elif kind is not None:
-                setattr(options, name, kind(text))
-        except (ValueError, KeyError, TypeError, OverflowError) as exc:
-            raise BuildError(
-                f"session_options: got {text!r} for {name}, which the runtime does not take: {exc!r}"
-            ) from exc
+    except (ValueError, KeyError, TypeError, OverflowError) as exc:
+        raise BuildError(
+            f"session_options: got {text!r} for {name}, which the runtime does not take: {exc!r}"
+        ) from exc
 
 
 def _flag(text: str) -> bool:
@@ -867,7 +841,10 @@ def _model_file(request: EngineRequest, options: Any) -> Iterator[str]:
     Constant weights that are inputs too are defaults (onnx.proto, GraphProto.initializer, from IR version 4
     on). Protobuf joins the parts of a message, so inputs are added by writing them after the model's bytes.
     """
-    if _FORMAT not in request.options.session_config and _is_in_own_format(request.model):
+    # By the content (fbs::utils::IsOrtFormatModelBytes), which the runtime looks at only for models that are
+    # given as bytes; it tells files by their names.
+    own_format = _bytes_at(request.model, 4, len(_OWN_FORMAT)) == _OWN_FORMAT
+    if own_format and _FORMAT not in request.options.session_config:
         options.add_session_config_entry(_FORMAT, "ORT")
     if not request.options.variable_weights:
         yield request.model
@@ -886,16 +863,6 @@ def _model_file(request: EngineRequest, options: Any) -> Iterator[str]:
         yield f"/proc/self/fd/{fd}"
 
 
-def _is_in_own_format(model: str) -> bool:
-    """Whether a file is in the runtime's format of models (fbs::utils::IsOrtFormatModelBytes).
-
-    The runtime tells by the content only for models that are given as bytes, and by the name for files.
-    """
-    with suppress(OSError, BuildError), open_regular(model) as (descriptor, _):
-        return os.pread(descriptor, len(_OWN_FORMAT), 4) == _OWN_FORMAT
-    return False
-
-
 def _add_external_data(
     request: EngineRequest, options: Any, locations: tuple[str, ...], opened: ExitStack
 ) -> None:
@@ -910,14 +877,12 @@ def _add_external_data(
     if all(Path(os.path.realpath(path)).is_relative_to(folder) for path in files):
         options.add_session_config_entry(FOLDER_KEY, folder)
         return
-    contents: list[Any] = []
-    for path in files:
+    contents: list[Any] = [b""] * len(files)
+    for i, path in enumerate(files):
         descriptor, info = opened.enter_context(open_regular(path))
         if info.st_size:  # mapped as long as the session is made
             mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-            contents.append(opened.enter_context(mapped))
-        else:
-            contents.append(b"")
+            contents[i] = opened.enter_context(mapped)
     options.add_external_initializers_from_files_in_memory(
         [*locations], contents, [*map(len, contents)]
     )

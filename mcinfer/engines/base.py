@@ -30,8 +30,7 @@ from mcinfer.specs import STRING, ModelDescription, ModelSpec, TensorSpec, numpy
 def memory_limit() -> str:
     """The memory limits of this process, to append to an error about memory; empty if there is none."""
     most, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    of_group = machine.memory_limit()
-    text = ""
+    of_group, text = machine.memory_limit(), ""
     if most not in (resource.RLIM_INFINITY, of_group):
         text += f"; this process may have {most} bytes of memory of its own (Limits.worker_memory_bytes)"
     if of_group is not None:
@@ -60,10 +59,6 @@ class Slab(Protocol):
 
     `mcinfer.cards.slabs` makes them; each tensor of it keeps the memory open.
     """
-
-    @property
-    def device(self) -> Device:
-        """The card."""
 
     def tensors(self, *, on_host: bool = False) -> Mapping[str, Any] | None:
         """The weights by name, for consumers of DLPack, with their `size` in bytes.
@@ -165,15 +160,11 @@ def delivered(
     left = []
     for item in produced:
         place = places.get(item.name)
-        if (
-            place is None
-            or place.device is not None
-            or isinstance(item, Strings)
-            or item.shape != place.shape
-        ):
-            left.append(item)
-        else:
+        on_host = place is not None and place.device is None
+        if place and on_host and isinstance(item, Produced) and item.shape == place.shape:
             ctypes.memmove(place.address, item.address, place.size)
+        else:
+            left.append(item)
     return left
 
 
@@ -187,29 +178,26 @@ def check_request(
     engine: str, request: EngineRequest, known: Mapping[str, Sequence[str]] | None = None
 ) -> None:
     """Raise `BuildError` for what only ONNX Runtime has, and for keys of options that are not `known`."""
-    options = request.options
-    if options.variable_weights:
-        raise BuildError(
-            f"variable_weights: got {[*options.variable_weights]}, but the engine {engine} cannot "
-            "replace weights; onnxruntime can"
-        )
-    if options.provider is not None:
-        raise BuildError(
-            f"provider: got {options.provider!r}, but the engine {engine} has no execution providers; "
-            "onnxruntime has"
-        )
-    for name in ("custom_operators", "free_dimensions", "free_denotations"):
-        if getattr(options, name):
-            raise BuildError(
-                f"{name}: got {[*getattr(options, name)]}, but the engine {engine} has no such option; "
-                "onnxruntime has"
-            )
+    for name, lack in _LACKS.items():
+        if value := getattr(request.options, name):
+            got = repr(value) if isinstance(value, str) else [*value]
+            raise BuildError(f"{name}: got {got}, but the engine {engine} {lack}")
     for name in ("session_config", "provider_options", "session_options"):
         keys = (known or {}).get(name, ())
-        for key in getattr(options, name):
+        for key in getattr(request.options, name):
             if key not in keys:
                 but = f" but {', '.join(keys)}" if keys else ""
                 raise BuildError(f"engine {engine} has no {name}{but}, got the key {key!r}")
+
+
+_LACKS = {
+    "variable_weights": "cannot replace weights; onnxruntime can",
+    "provider": "has no execution providers; onnxruntime has",
+    **dict.fromkeys(
+        ("custom_operators", "free_dimensions", "free_denotations"),
+        "has no such option; onnxruntime has",
+    ),
+}
 
 
 def check_cpu(engine: str, request: EngineRequest) -> None:
@@ -364,14 +352,11 @@ class ArrayEngine(Engine):
         """The outputs, in the model's order; see `Run.execute`. They stay unchanged until the next run."""
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
-        arrays = [
-            self._input_array(spec, item)
-            for spec, item in zip(self.spec.inputs, inputs, strict=True)
-        ]
+        arrays = [self._input_array(*pair) for pair in zip(self.spec.inputs, inputs, strict=True)]
         return _ArrayRun(self, arrays, {item.name: array_over(item) for item in outputs})
 
     def _input_array(self, spec: TensorSpec, item: Buffer | Strings) -> NDArray[Any]:
-        given = "string" if isinstance(item, Strings) else item.element_type
+        given = STRING if isinstance(item, Strings) else item.element_type
         fits = given == spec.element_type and spec.admits(item.shape)
         if isinstance(item, Strings) or not fits or prod(item.shape) < self.least_elements:
             raise InvalidInputError(
@@ -379,6 +364,28 @@ class ArrayEngine(Engine):
                 + (f" with at least {self.least_elements} element" if self.least_elements else "")
             )
         return array_over(item)
+
+    def deliver(
+        self, arrays: Sequence[NDArray[Any]], places: Mapping[str, NDArray[Any]]
+    ) -> list[Produced | Strings]:
+        """Write a run's outputs to their places; return those that have none, or one of another shape.
+
+        The returned arrays are copied, or C-contiguous. `PredictError`: one has another type than its place.
+        """
+        produced = []
+        for output, array in zip(self.spec.outputs, arrays, strict=True):
+            place = places.get(output.name)
+            if place is not None and place.dtype != array.dtype:
+                raise PredictError(
+                    f"{self.name}: output {output.name!r} is {array.dtype}{[*array.shape]}, bound as "
+                    f"{place.dtype}{[*place.shape]}"
+                )
+            if place is None or place.shape != array.shape:
+                own = array.copy(order="C") if self.lends_outputs else array
+                produced.append(produced_from(output, own))
+            else:
+                place[...] = array
+        return produced
 
     def arm(self) -> None:
         self._stop.clear()
@@ -404,33 +411,4 @@ class _ArrayRun(Run):
         self._places = places
 
     def execute(self) -> Sequence[Produced | Strings]:
-        engine = self._engine
-        arrays = engine.run(self._inputs)
-        return deliver(engine.name, engine.spec, arrays, self._places, copy=engine.lends_outputs)
-
-
-def deliver(
-    engine: str,
-    spec: ModelSpec,
-    arrays: Sequence[NDArray[Any]],
-    places: Mapping[str, NDArray[Any]],
-    *,
-    copy: bool = False,
-) -> list[Produced | Strings]:
-    """Write the outputs of a run to their places; return those that have none, or one of another shape.
-
-    The returned arrays are copied, or are C-contiguous. `PredictError`: one has another type than its place.
-    """
-    produced = []
-    for output, array in zip(spec.outputs, arrays, strict=True):
-        place = places.get(output.name)
-        if place is not None and place.dtype != array.dtype:
-            raise PredictError(
-                f"{engine}: output {output.name!r} is {array.dtype}{[*array.shape]}, bound as "
-                f"{place.dtype}{[*place.shape]}"
-            )
-        if place is None or place.shape != array.shape:
-            produced.append(produced_from(output, array.copy(order="C") if copy else array))
-        else:
-            place[...] = array
-    return produced
+        return self._engine.deliver(self._engine.run(self._inputs), self._places)

@@ -86,8 +86,7 @@ _SHORT_OF_SOMETHING = re.compile(
 _STUCK_SECONDS = 120.0
 """Longest wait for another process that makes no progress: less than `Timeouts.start`."""
 
-_WARN_SECONDS = 4.0
-"""Time until one warning says why the start is slow."""
+_WARN_SECONDS = 4.0  # time until one warning says why the start is slow
 
 _SLOW = "preparing %s once for this machine; later starts are quick"
 

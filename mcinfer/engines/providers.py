@@ -41,8 +41,7 @@ _POINTERS = (
 )
 """Options whose values are addresses, which are worth nothing in a worker's process."""
 
-_OF_TENSORRT = "trt_"
-"""How the names of options begin that TensorRT's provider alone has."""
+_OF_TENSORRT = "trt_"  # how the names of options begin that TensorRT's provider alone has
 
 _GRAPHS = ("enable_cuda_graph", "trt_cuda_graph_enable")
 """Options that capture runs as CUDA graphs, which has left until a card has run it."""
@@ -56,8 +55,7 @@ _OF_RUNS = frozenset(
 )
 """Options for cards without an effect on the optimised graph, or on what TensorRT builds."""
 
-_TRUE = ("1", "true", "True")
-"""How the runtime reads a Boolean."""
+_TRUE = ("1", "true", "True")  # how the runtime reads a Boolean
 
 Providers = list[tuple[str, dict[str, str]]]
 

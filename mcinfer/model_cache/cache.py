@@ -45,7 +45,7 @@ import re
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +77,7 @@ class CacheUnusableError(McinferError):
     """The cache cannot be used, so the model is loaded without it."""
 
 
-_Record = dict[str, Any]
-"""Of one file: ``name``, ``size_bytes``, ``sha256`` and its stamps."""
+_Record = dict[str, Any]  # of one file: ``name``, ``size_bytes``, ``sha256`` and its stamps
 
 
 def _record(name: str, info: os.stat_result, sha256: str) -> _Record:
@@ -125,7 +124,7 @@ def seal(folder: Path, facts: Mapping[str, Any]) -> None:
             info = os.fstat(file.fileno())
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             records.append(_record(name, info, sha256))
-    write_manifest(folder, facts, records)
+    _write_manifest(folder, facts, records)
     sync(folder)
 
 
@@ -139,7 +138,7 @@ def _below(folder: Path) -> list[Path]:
     return found
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]) -> None:
+def _write_manifest(folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]) -> None:
     """Write the manifest, which must not be there yet, to the disk."""
     manifest = {"format": _FORMAT, "facts": dict(facts), "files": [*records]}
     with (folder / MANIFEST).open("xb") as file:
@@ -317,8 +316,8 @@ class Held:
             CacheUnusableError: The folder is not at the same path here (another mount namespace), the entry
                 is not sound, or the lock is not its own.
         """
-        adopted = False
-        try:
+        with ExitStack() as unless_held:
+            unless_held.callback(_close, folder_fd, lock_fd)
             link = path_of(folder_fd)
             with unusable(link):
                 folder = link.readlink()
@@ -337,12 +336,9 @@ class Held:
                 fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 os.set_inheritable(folder_fd, False)
                 os.set_inheritable(lock_fd, False)
-                held = cls(folder, folder_fd, check(place)[0], lock_fd)
-            adopted = True
-            return held
-        finally:
-            if not adopted:
-                _close(folder_fd, lock_fd)
+                facts, _ = check(place)
+            unless_held.pop_all()
+            return cls(folder, folder_fd, facts, lock_fd)
 
     def close(self) -> None:
         """Release the entry; nothing that is still mapped from it may be used afterwards."""
@@ -387,41 +383,33 @@ def opened_root(root: Path, *, make: bool = False) -> Iterator[Path]:
 def is_locked(folder: Path) -> bool:
     """Whether a process uses, makes or removes an entry; writes nothing."""
     try:
-        lock = os.open(lock_path(folder), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        lock = take_lock(folder, fcntl.LOCK_EX, os.O_RDONLY)
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
+    if lock is not None:
         os.close(lock)
-    return False
+    return lock is None
 
 
-def take_lock(folder: Path, kind: int) -> int | None:
+def take_lock(folder: Path, kind: int, flags: int = os.O_RDWR | os.O_CREAT) -> int | None:
     """Lock an entry, which need not exist, without waiting.
 
     Args:
         folder: The entry's folder.
         kind: `fcntl.LOCK_SH` to use it, `fcntl.LOCK_EX` to make or remove it.
+        flags: How the file of the lock is opened.
 
     Returns:
         A descriptor that holds the lock, for the caller to close; None if another process has the lock.
     """
     path = lock_path(folder)
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
+    lock = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with ExitStack() as unless_taken, suppress(BlockingIOError):
+        unless_taken.callback(os.close, lock)
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
-        # Its last holder may have removed it with its entry.
-        if _leads_to(path, lock):
+        if _leads_to(path, lock):  # its last holder may have removed it with its entry
+            unless_taken.pop_all()
             return lock
-    except BlockingIOError:
-        pass
-    except OSError:
-        os.close(lock)
-        raise
-    os.close(lock)
     return None
 
 
@@ -504,14 +492,21 @@ class Root:
 
     def stored(self) -> list[tuple[float, str, int]]:
         """For each entry: time of last use, key and bytes; the most recently used last."""
-        stored = []
-        for match in self._names(_KEY):
-            folder = self.path / match[0]
+        return self._sizes(match[0] for match in self._names(_KEY))
+
+    def engines(self) -> list[tuple[float, str, int]]:
+        """For each folder of engines: time of last use, its name below ROOT, and bytes."""
+        return self._sizes(f"{_ENGINES}/{f.name}" for f in self.path.glob(f"{_ENGINES}/*"))
+
+    def _sizes(self, names: Iterable[str]) -> list[tuple[float, str, int]]:
+        found = []
+        for name in names:
+            folder = self.path / name
             with suppress(FileNotFoundError):  # removed meanwhile
                 lock = lock_path(folder)
                 used_at = (lock if lock.exists() else folder).lstat().st_mtime
-                stored.append((used_at, folder.name, disk_bytes(folder)))
-        return sorted(stored)
+                found.append((used_at, name, disk_bytes(folder)))
+        return sorted(found)
 
     def take(self, key: str) -> Held | None:
         """Hold an entry; None if it is gone, or another process has its lock."""
@@ -519,40 +514,29 @@ class Root:
         lock = take_lock(folder, fcntl.LOCK_SH)
         if lock is None:
             return None
-        held = None
-        try:
-            if self.identity(key) is not None:
-                facts, moved = check(folder)
-                if moved is not None:
-                    self._record_again(folder, facts, moved)
-                os.utime(lock)
-                opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-                held = Held(self.visible / key, opened, facts, lock)
-        finally:
-            if held is None:
-                os.close(lock)
-        return held
+        with ExitStack() as unless_held:
+            unless_held.callback(os.close, lock)
+            if self.identity(key) is None:
+                return None
+            facts, moved = check(folder)
+            if moved is not None:
+                self._record_again(folder, facts, moved)
+            os.utime(lock)
+            opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            unless_held.pop_all()
+            return Held(self.visible / key, opened, facts, lock)
 
     def _record_again(
-        self, folder: Path, facts: Mapping[str, Any], records: list[dict[str, Any]]
+        self, folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]
     ) -> None:
         """Record new stamps, so that the files are not read each time; several processes may do it."""
         with suppress(OSError):  # it is sound all the same
             draft = self.new_draft(folder.name)
             try:
-                write_manifest(draft, facts, records)
+                _write_manifest(draft, facts, records)
                 (draft / MANIFEST).replace(folder / MANIFEST)
             finally:
                 _remove(draft)
-
-    def engines(self) -> list[tuple[float, str, int]]:
-        """For each folder of engines: time of last use, its name below ROOT, and bytes."""
-        found = []
-        for folder in self.path.glob(f"{_ENGINES}/*"):
-            with suppress(FileNotFoundError):
-                name = f"{_ENGINES}/{folder.name}"
-                found.append((folder.lstat().st_mtime, name, disk_bytes(folder)))
-        return found
 
     def remove(self, name: str) -> bool:
         """Remove an entry that no process uses, or a folder of engines; whether that was done."""
@@ -698,8 +682,7 @@ class Cache:
             while True:
                 held, damaged = self._take(root, key, None)
                 # Another process may be checking whether it is in use, which takes the lock for a moment.
-                busy = held is None and damaged is None and root.identity(key) is not None
-                if not busy or time.monotonic() > end:
+                if held or damaged or not root.identity(key) or time.monotonic() > end:
                     return held
                 time.sleep(_PAUSE)
 
@@ -878,7 +861,7 @@ class Cache:
             if root is None:
                 return 0, 0
             root.sweep()
-            stored: list[tuple[float, str, int]] = sorted([*root.stored(), *root.engines()])
+            stored = sorted([*root.stored(), *root.engines()])
             excess = sum(size_bytes for _, _, size_bytes in stored) - limit_bytes
             for _, name, size_bytes in stored:
                 # At a limit of 0 an entry is removed even if its files take no space.

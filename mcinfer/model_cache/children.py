@@ -36,8 +36,7 @@ Progress = Callable[[Mapping[str, Any]], None]
 _READ_BYTES = 1 << 16
 _TICK = 0.5
 _HELLO_SECONDS = 60.0
-_MAX_SECONDS = 4 * 3600.0
-"""Default time limit of one task."""
+_MAX_SECONDS = 4 * 3600.0  # default time limit of one task
 
 _MAX_ANSWER_BYTES = 1 << 20
 

@@ -23,8 +23,7 @@ from typing import NamedTuple
 from mcinfer.errors import BuildError
 from mcinfer.model_cache.onnx_files import OnnxFile, chunks, external_files, open_regular, scan
 
-_VERSION = 1
-"""Version of the digest: increase it when the digest of the same files changes."""
+_VERSION = 1  # version of the digest: increase it when the digest of the same files changes
 
 _RECORD_VERSION = 2
 """Version of the records: increase it when their form, or what `scan` finds, changes."""

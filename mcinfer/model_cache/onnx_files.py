@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.protobuf import MalformedError, ProtoMessage, encode_field, read_varint
@@ -188,20 +188,17 @@ def size_of_files(model: str | os.PathLike[str], folder: str | None) -> int:
 # ONNX's messages, by the field numbers of onnx.proto.
 
 _MAX_SIZE = (1 << 63) - 1
-_MAX_DEPTH = 100
-"""Depth of nested messages that protobuf's own readers allow, so no model has more."""
+_MAX_DEPTH = 100  # depth of nested messages that protobuf's own readers allow, so no model has more
 
 _MAX_DIMENSIONS = 1000
 """Dimensions of a tensor: NumPy has 64 at most, and reading a file of nothing but sizes takes minutes."""
 
-_MAIN_DOMAIN = "ai.onnx"
-"""ONNX's own operators; a file may also leave the name empty."""
+_MAIN_DOMAIN = "ai.onnx"  # ONNX's own operators; a file may also leave the name empty
 
 RANDOM_OPERATORS = frozenset(
     {
-        *(("ai.onnx", name) for name in ("Bernoulli", "Multinomial")),
-        *(("ai.onnx", name) for name in ("RandomNormal", "RandomNormalLike")),
-        *(("ai.onnx", name) for name in ("RandomUniform", "RandomUniformLike")),
+        *(("ai.onnx", name) for name in ("Bernoulli", "Multinomial", "RandomNormal")),
+        *(("ai.onnx", f"Random{name}") for name in ("NormalLike", "Uniform", "UniformLike")),
         ("com.microsoft", "Sampling"),
     }
 )
@@ -227,6 +224,7 @@ _BOOL = 9  # TensorProto.DataType
 _MODEL, _GRAPH, _NODE, _TENSOR = "ModelProto", "GraphProto", "NodeProto", "TensorProto"
 _ATTRIBUTE, _FUNCTION, _SPARSE = "AttributeProto", "FunctionProto", "SparseTensorProto"
 _GRAPH_OF_MODEL, _INITIALIZER = 7, 5
+_TENSOR_RAW, _TENSOR_OUTSIDE, _TENSOR_LOCATION = 9, 13, 14
 _HOLDS = {
     _MODEL: {_GRAPH_OF_MODEL: _GRAPH, 25: _FUNCTION},
     _FUNCTION: {7: _NODE, 11: _ATTRIBUTE},
@@ -346,26 +344,20 @@ def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
             raise BuildError(f"{os.fspath(path)}: got {got}, expected an ONNX model") from None
 
 
-def node_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[str, ...]]:
-    """The names of the inputs of each node of the main graph that has a name; raises as `scan`."""
-    with _mapped(path) as data:
-        nodes = ProtoMessage(data, 0, len(data)).messages(_GRAPH_OF_MODEL, 1)
-        return {node.text(3): tuple(node.texts(1)) for node in nodes if node.text(3)}
+class Node(NamedTuple):
+    """A node of the main graph: its type, its name (maybe empty), and those of its tensors."""
+
+    operator: str
+    name: str
+    inputs: Sequence[str]
+    outputs: Sequence[str]
 
 
-def operator_beside(
-    path: str | os.PathLike[str], role: Literal["input", "output"], name: str
-) -> str:
-    """The type of a node that reads an input of the main graph, or makes an output; empty if none does.
-
-    Raises as `scan`.
-    """
-    field_number = 1 if role == "input" else 2
+def nodes(path: str | os.PathLike[str]) -> Iterator[Node]:
+    """The nodes of the main graph; raises as `scan`."""
     with _mapped(path) as data:
         for node in ProtoMessage(data, 0, len(data)).messages(_GRAPH_OF_MODEL, 1):
-            if name in node.texts(field_number):
-                return node.text(4, "replace")
-    return ""
+            yield Node(node.text(4, "replace"), node.text(3), node.texts(1), node.texts(2))
 
 
 def _scan(model: ProtoMessage) -> OnnxFile:
@@ -378,14 +370,11 @@ def _scan(model: ProtoMessage) -> OnnxFile:
     for opset in model.messages(8):
         found.opsets[opset.text(1) or _MAIN_DOMAIN] = opset.number(2)
     for graph in model.messages(_GRAPH_OF_MODEL):  # several graphs are one graph in parts
-        for is_output, field_number in enumerate((11, 12)):
-            for value in graph.messages(field_number):
-                name = value.text(1)
-                if not is_output:
-                    found.inputs.add(name)
-                kinds = [*value.messages(2, 1)]  # tensor types
-                if kinds and not any(kind.parts(2) for kind in kinds):
-                    found.unranked.add(name)
+        found.inputs.update(value.text(1) for value in graph.messages(11))
+        for value in (*graph.messages(11), *graph.messages(12)):
+            kinds = [*value.messages(2, 1)]  # tensor types
+            if kinds and not any(kind.parts(2) for kind in kinds):
+                found.unranked.add(value.text(1))
     _walk(model, _MODEL, found, 1)
     found.constants -= len(found.initializers)
     return found
@@ -398,9 +387,9 @@ def _walk(message: ProtoMessage, kind: str, found: OnnxFile, depth: int) -> None
             f"more than {_MAX_DEPTH} messages within each other at byte {message.first}"
         )
     if kind == _NODE:
-        domain, operator = message.text(7, "replace"), message.text(4, "replace")
-        found.operators[domain or _MAIN_DOMAIN, operator] += 1
-        _note_node(message, (domain or _MAIN_DOMAIN, operator), found)
+        operator = message.text(7, "replace") or _MAIN_DOMAIN, message.text(4, "replace")
+        found.operators[operator] += 1
+        _note_node(message, operator, found)
     for number, held in _HOLDS[kind].items():
         for inner in message.messages(number):
             if held != _TENSOR:
@@ -430,9 +419,7 @@ def _note_node(node: ProtoMessage, operator: tuple[str, str], found: OnnxFile) -
     says = ""
     if operator in TRAINING_INPUT:
         says = "".join(node.texts(1)[TRAINING_INPUT[operator] :][:1])
-        if not says:
-            return
-    elif operator not in RANDOM_OPERATORS:
+    if not says and operator not in RANDOM_OPERATORS:
         return
     seeded = any(attribute.text(1, "replace") == "seed" for attribute in node.messages(5))
     name = node.text(3, "replace")
@@ -444,10 +431,8 @@ def _is_false(tensor: ProtoMessage, initializer: Initializer) -> bool:
     """Whether a tensor is a single boolean, and False."""
     if initializer.onnx_type != _BOOL or prod(initializer.shape) != 1 or initializer.location:
         return False
-    values = [
-        bytes(tensor.data[slice(*bounds)]) for field in (5, 9) for bounds in tensor.parts(field)
-    ]
-    return not any(any(value) for value in values) and not any(tensor.numbers(5))
+    parts = (*tensor.parts(5), *tensor.parts(_TENSOR_RAW))
+    return not any(any(tensor.data[slice(*at)]) for at in parts) and not any(tensor.numbers(5))
 
 
 def _tensor(tensor: ProtoMessage) -> Initializer:
@@ -463,26 +448,17 @@ def _tensor(tensor: ProtoMessage) -> Initializer:
         )
     if shape and max(shape) > _MAX_SIZE:
         raise MalformedError(f"initialiser {name!r} with a negative size at byte {tensor.first}")
-    if tensor.number(14) == _EXTERNAL:
-        place = _external_place(tensor)
+    if tensor.number(_TENSOR_LOCATION) == _EXTERNAL:
+        entries = {e.text(1): e.text(2) for e in tensor.messages(_TENSOR_OUTSIDE)}
+        place["location"] = entries.get("location")
+        if not place["location"]:
+            raise MalformedError(f"external data without a location at byte {tensor.first}")
+        for key in [key for key in ("offset", "length") if key in entries]:
+            if not _NUMBER.fullmatch(entries[key]):
+                got = reprlib.repr(entries[key])
+                raise MalformedError(f"external data with {key} {got} at byte {tensor.first}")
+            place[key] = min(int(entries[key]), _MAX_SIZE)
     return Initializer(name=name, onnx_type=tensor.number(2), shape=tuple(shape), **place)
-
-
-def _external_place(tensor: ProtoMessage) -> dict[str, Any]:
-    """Where the elements of a tensor are, which is in another file: fields of an `Initializer`."""
-    entries = {entry.text(1): entry.text(2) for entry in tensor.messages(13)}
-    if not entries.get("location"):
-        raise MalformedError(f"external data without a location at byte {tensor.first}")
-    place: dict[str, Any] = {"location": entries["location"]}
-    for key in ("offset", "length"):
-        text = entries.get(key)
-        if text is not None:
-            if not _NUMBER.fullmatch(text):
-                raise MalformedError(
-                    f"external data with {key} {reprlib.repr(text)} at byte {tensor.first}"
-                )
-            place[key] = min(int(text), _MAX_SIZE)
-    return place
 
 
 # What is added to a file.
@@ -527,21 +503,16 @@ def added_inputs(model: OnnxFile, names: Sequence[str]) -> bytes:
         expected = f"got {texts} of strings, expected tensors of numbers"
     if expected:
         raise BuildError(f"variable_weights: {expected}")
-    missing = [known[name] for name in names if name not in model.inputs]
-    graph = b"".join(encode_field(11, _value_info(initializer)) for initializer in missing)
+    graph = b""
+    for weight in [known[name] for name in names if name not in model.inputs]:
+        shape = b"".join(encode_field(1, encode_field(1, size)) for size in weight.shape)
+        tensor = encode_field(1, weight.onnx_type) + encode_field(2, shape)
+        kind = encode_field(2, encode_field(1, tensor))
+        graph += encode_field(11, encode_field(1, weight.name.encode()) + kind)  # ValueInfoProto
     return encode_field(_GRAPH_OF_MODEL, graph) if graph else b""
 
 
-def _value_info(initializer: Initializer) -> bytes:
-    """The `ValueInfoProto` of an input whose default is an initialiser."""
-    shape = b"".join(encode_field(1, encode_field(1, size)) for size in initializer.shape)
-    tensor = encode_field(1, initializer.onnx_type) + encode_field(2, shape)
-    return encode_field(1, initializer.name.encode()) + encode_field(2, encode_field(1, tensor))
-
-
 # What is taken out of a file.
-
-_TENSOR_RAW, _TENSOR_OUTSIDE, _TENSOR_LOCATION = 9, 13, 14
 
 
 def without_weights(path: str | os.PathLike[str], least_bytes: int) -> bytes:

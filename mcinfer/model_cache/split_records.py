@@ -19,8 +19,7 @@ from mcinfer.errors import McinferError
 from mcinfer.model_cache.cache import Cache, opened_root
 from mcinfer.model_cache.keys import write_atomically
 
-_VERSION = 2
-"""Version of the record's form and of the learning: increase it when either changes."""
+_VERSION = 2  # version of the record's form and of the learning: increase it when either changes
 
 _MAX_BYTES = 1 << 20
 
