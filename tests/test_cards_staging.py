@@ -109,7 +109,7 @@ class _Scaling(Run):
 
 def queue_slow_work(card: Card) -> None:
     function = import_module("cuda.bindings.driver").CUhostFn(cast(_SLEEP, c_void_p).value)
-    with card._current():
+    with card.current():
         card._ask("cuLaunchHostFunc", card.stream, function, 0)
 
 

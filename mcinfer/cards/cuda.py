@@ -110,16 +110,14 @@ def _close(fd: int) -> None:
         os.close(fd)
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class DeviceMemory:
     """Bytes of a card's block at an address; keeps the mapping, and can be referred to weakly."""
 
-    __slots__ = ("__weakref__", "_mapping", "address", "device", "size")
-
-    def __init__(self, mapping: "_Mapping", device: Device, address: int, size: int) -> None:
-        self._mapping = mapping
-        self.device = device
-        self.address = address
-        self.size = size
+    _mapping: "_Mapping"
+    device: Device
+    address: int
+    size: int
 
     def is_lent(self, timeout: float = 0.0) -> bool:
         """Whether the memory cannot be freed yet, since another process has a block of ours open.
@@ -182,21 +180,18 @@ class DeviceBlock:
 
     def close(self) -> None:
         """Close the descriptor; the mapping ends with its last `memory`."""
-        self._close()
+        self.drop()
         with contextlib.suppress(CardLostError):  # then the card's memory is gone already
             self._card.reclaim()
 
     def drop(self) -> None:
         """As `close`, without a call of the driver, which may wait: the next `reclaim` frees the memory."""
-        self._close()
-
-    def __del__(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
         self._mapping = None
         fd, self.fd = self.fd, -1
         _close(fd)
+
+    def __del__(self) -> None:
+        self.drop()
 
 
 @dataclass(slots=True, eq=False)
@@ -211,14 +206,12 @@ class _Piece:
     event: tuple[Any, bytes] | None = None  # the driver's object, and its handle
 
 
+@dataclass(slots=True, eq=False)
 class _Mapping:
     """A piece in use. Its end only appends to a deque: it may come in any thread, and in the collector."""
 
-    __slots__ = ("card", "piece")
-
-    def __init__(self, card: "Card", piece: _Piece) -> None:
-        self.card = card
-        self.piece = piece
+    card: "Card"
+    piece: _Piece
 
     def __del__(self) -> None:
         self.card.unused.append(self.piece)
@@ -270,9 +263,7 @@ class Card:
             ProtocolError: It is no token.
             MissingDependencyError: As in `open`, as are `BuildError` and `ClosedError`.
         """
-        if len(token) != _TOKEN.size or not token.startswith(_MARK):
-            raise ProtocolError(f"got {len(token)} bytes that are no token of a card's block")
-        wanted, driver, index = _TOKEN.unpack(token)[5], _driver(), 0
+        wanted, driver, index = _read_token(token)[3], _driver(), 0
         with contextlib.suppress(RuntimeError):  # the driver cannot be used: `open` says why
             if driver.cuInit(0)[0] == driver.CUresult.CUDA_SUCCESS:
                 ordinals = [driver.cuDeviceGet(i)[1] for i in range(driver.cuDeviceGetCount()[1])]
@@ -301,7 +292,7 @@ class Card:
             self.kind = self._chosen_kind()
             self._shares_events = bool(self._fact("IPC_EVENT_SUPPORTED"))
             self._context = self._ask("cuDevicePrimaryCtxRetain", self._ordinal)
-            with self._current():
+            with self.current():
                 flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value
                 self.stream = int(self._ask("cuStreamCreate", flags))
         except CardError as exc:
@@ -321,7 +312,7 @@ class Card:
         if size < 1:
             raise InvalidInputError(f"size: got {size}, expected at least 1 byte")
         self.reclaim()
-        with self._current():
+        with self.current():
             make = self._make_exported if self.kind == "descriptors" else self._make_named
             piece, fd, handle = make(size)
             block = DeviceBlock(number, size, self.device, _Mapping(self, piece), fd)
@@ -351,9 +342,19 @@ class Card:
             ClosedError: This process was forked.
         """
         try:
-            kind, mapped, handle, event = self._read_token(number, size, token, owner)
+            if not self.reaches(owner):
+                raise CardError(
+                    f"block {number} lies on {owner}, and {self.device} does not reach that card's memory"
+                )
+            kind, wanted, mapped, uuid, handle, event = _read_token(token, f"block {number}: ")
+            if wanted != size:
+                raise ProtocolError(
+                    f"block {number}: got a token of {wanted} bytes, expected {size}"
+                )
             self.reclaim()
-            with self._current():
+            with self.current():
+                if uuid != self._uuid(owner):
+                    raise ProtocolError(f"block {number}: got a token of another card than {owner}")
                 if kind == "descriptors":
                     piece = self._import(fd, mapped)
                 else:
@@ -383,7 +384,7 @@ class Card:
         if not self._reclaiming.acquire(blocking=False):
             return  # another thread does it
         try:
-            with self._current():
+            with self.current():
                 if count := len(self.unused):
                     self._ask("cuCtxSynchronize")
                     self._awaited += [self.unused.popleft() for _ in range(count)]
@@ -396,18 +397,20 @@ class Card:
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes of the card, over all processes."""
-        with self._current():
+        with self.current():
             free, total = self._ask("cuMemGetInfo")
         return int(free), int(total)
 
     def host_address(self, address: int) -> int | None:
         """Where the host can read memory of a card, if it can."""
         attribute = self._driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_HOST_POINTER
-        with self._current():
-            result = self._call("cuPointerGetAttribute", attribute, address)
-            if result[0] == self._driver.CUresult.CUDA_ERROR_INVALID_VALUE:
-                return None  # "there exists no host pointer value" (cuPointerGetAttribute)
-            return int(self._checked("cuPointerGetAttribute", result)) or None
+        try:
+            with self.current():
+                return int(self._ask("cuPointerGetAttribute", attribute, address)) or None
+        except CardError as exc:
+            if exc.status != "CUDA_ERROR_INVALID_VALUE":
+                raise
+            return None  # "there exists no host pointer value" (cuPointerGetAttribute)
 
     def register(self, address: int, size: int) -> bool:
         """Pin host memory, so that copies from and to it are fast and need not wait for the host.
@@ -415,12 +418,13 @@ class Card:
         Returns:
             Whether it is pinned by this call; a system may allow little or nothing.
         """
-        with self._current():
-            portable = self._driver.CU_MEMHOSTREGISTER_PORTABLE
-            result = self._call("cuMemHostRegister", address, size, portable)
-            if result[0] != self._driver.CUresult.CUDA_SUCCESS:
-                if result[0].name in _LOST:
-                    self._checked("cuMemHostRegister", result)
+        portable = self._driver.CU_MEMHOSTREGISTER_PORTABLE
+        with self.current():
+            try:
+                self._ask("cuMemHostRegister", address, size, portable)
+            except CardLostError:
+                raise
+            except CardError:
                 return False
         self._registered.add(address)
         return True
@@ -428,7 +432,7 @@ class Card:
     def unregister(self, address: int) -> None:
         """Undo `register`, before the memory is unmapped; nothing if that returned False."""
         if address in self._registered:
-            with self._current():
+            with self.current():
                 self._ask("cuMemHostUnregister", address)
             self._registered.discard(address)
 
@@ -438,7 +442,7 @@ class Card:
             return False
         if other.index == self.device.index:
             return True
-        with self._current():
+        with self.current():
             peer = self._ask("cuDeviceGet", other.index)
             return bool(self._ask("cuDeviceCanAccessPeer", self._ordinal, peer))
 
@@ -448,9 +452,18 @@ class Card:
         major, minor = (self._fact(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
         return f"{name.decode(errors='replace')}, compute capability {major}.{minor}"
 
-    def current(self) -> contextlib.AbstractContextManager[None]:
-        """The card as the calling thread's current one, which other libraries go by, in a ``with`` block."""
-        return self._current()
+    @contextlib.contextmanager
+    def current(self, context: Any = None) -> Iterator[None]:
+        """A context as the calling thread's current one, which other libraries go by; by default the card's.
+
+        The thread's own one is the current one again afterwards.
+        """
+        self._check_process()
+        self._ask("cuCtxPushCurrent", self._context if context is None else context)
+        try:
+            yield
+        finally:
+            self._ask("cuCtxPopCurrent")
 
     # Work on the stream.
 
@@ -461,7 +474,7 @@ class Card:
         another card is to be held until then: `reclaim` waits for the work on its own card alone.
         """
         if size:
-            with self._current():
+            with self.current():
                 self._ask("cuMemcpyAsync", target, source, size, self.stream)
 
     def synchronize(self, timeout: float = math.inf) -> None:
@@ -471,20 +484,18 @@ class Card:
             TimeoutError: It was not done within these seconds.
             CardLostError: Work that was queued has failed.
         """
-        with self._current():
+        with self.current():
             if timeout == math.inf:
                 self._ask("cuStreamSynchronize", self.stream)
                 return
             end, pause = time.monotonic() + timeout, 1e-5
-            not_ready = self._driver.CUresult.CUDA_ERROR_NOT_READY
-            while (result := self._call("cuStreamQuery", self.stream))[0] == not_ready:
+            while not self._is_done("cuStreamQuery", self.stream):
                 if time.monotonic() >= end:
                     raise TimeoutError(
                         f"{self.device}: the work queued on its stream took longer than {timeout:g} s"
                     )
                 time.sleep(pause)
                 pause = min(2 * pause, _MOST_PAUSE)
-            self._checked("cuStreamQuery", result)
 
     def record(self, block: DeviceBlock) -> None:
         """Mark on the block's event what the stream has queued; `wait`, in any process, waits for that.
@@ -504,14 +515,14 @@ class Card:
         if piece.event is None:
             self.synchronize()
             return
-        with self._current():
+        with self.current():
             self._ask("cuEventRecord", piece.event[0], self.stream)
 
     def wait(self, block: DeviceBlock) -> None:
         """Have all later work of the stream wait for the work last marked on the block's event."""
         piece = block.mapping.piece
         if piece.event is not None:
-            with self._current():
+            with self.current():
                 self._ask("cuStreamWaitEvent", self.stream, piece.event[0], 0)
 
     def follow(self, stream: int) -> None:
@@ -521,17 +532,17 @@ class Card:
             stream: Its handle, which may be another card's; 0, 1 and 2 are this card's default streams (CUDA
                 driver API, "Stream synchronization behavior").
         """
-        with self._current():
-            with self._current(self._ask("cuStreamGetCtx", stream)):
+        with self.current():
+            with self.current(self._ask("cuStreamGetCtx", stream)):
                 event = self._marked(stream)
             self._ask("cuStreamWaitEvent", self.stream, event, 0)
             self._ask("cuEventDestroy", event)  # its resources stay until it is complete
 
     def lead(self, stream: int) -> None:
         """Have all later work of another stream, as in `follow`, wait for what this stream has queued."""
-        with self._current():
+        with self.current():
             event = self._marked(self.stream)
-            with self._current(self._ask("cuStreamGetCtx", stream)):
+            with self.current(self._ask("cuStreamGetCtx", stream)):
                 self._ask("cuStreamWaitEvent", stream, event, 0)
             self._ask("cuEventDestroy", event)
 
@@ -541,16 +552,15 @@ class Card:
         Raises:
             CardError: The driver refused; so may the function, where work has failed.
         """
-        with self._current():
+        with self.current():
             event = self._marked(self.stream)
 
         def is_done() -> bool:
-            with self._current():
-                result = self._call("cuEventQuery", event)
-                if result[0] == self._driver.CUresult.CUDA_ERROR_NOT_READY:
+            with self.current(), contextlib.ExitStack() as ended:
+                ended.callback(self._ask, "cuEventDestroy", event)
+                if not self._is_done("cuEventQuery", event):
+                    ended.pop_all()
                     return False
-                self._ask("cuEventDestroy", event)
-                self._checked("cuEventQuery", result)
             return True
 
         return is_done
@@ -567,8 +577,7 @@ class Card:
         driver = self._driver
         wanted = driver.CUmemAllocationProp()
         wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        wanted.location.id = self.device.index
+        self._place(wanted)
         wanted.requestedHandleTypes = self._descriptor_type
         least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         unit = int(self._ask("cuMemGetAllocationGranularity", wanted, least))
@@ -595,8 +604,7 @@ class Card:
     def _map(self, handle: Any, size: int, *, own: bool) -> _Piece:
         driver = self._driver
         access = driver.CUmemAccessDesc()
-        access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = self.device.index
+        self._place(access)
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         with contextlib.ExitStack() as undo:
             address = int(self._ask("cuMemAddressReserve", size, 0, 0, 0, asked=size))
@@ -606,6 +614,11 @@ class Card:
             self._ask("cuMemSetAccess", address, size, [access], 1)
             undo.pop_all()
         return _Piece("descriptors", own, address, size)
+
+    def _place(self, described: Any) -> None:
+        kinds = self._driver.CUmemLocationType
+        described.location.type = kinds.CU_MEM_LOCATION_TYPE_DEVICE
+        described.location.id = self.device.index
 
     @property
     def _descriptor_type(self) -> Any:
@@ -640,9 +653,7 @@ class Card:
 
     def _free(self, piece: _Piece) -> None:
         if piece.event is not None:
-            if (
-                piece.own
-            ):  # an importer may wait for it still, so it is used again and never destroyed
+            if piece.own:  # an importer may wait for it still: it is used again, never destroyed
                 self._events.append(piece.event)
             else:
                 self._ask("cuEventDestroy", piece.event[0])
@@ -664,29 +675,6 @@ class Card:
         shared = flags.CU_EVENT_INTERPROCESS.value | flags.CU_EVENT_DISABLE_TIMING.value
         event = self._ask("cuEventCreate", shared)
         return event, _handle_bytes(self._ask("cuIpcGetEventHandle", event))
-
-    def _read_token(
-        self, number: int, size: int, token: bytes, owner: Device
-    ) -> tuple[str, int, bytes, bytes]:
-        """The kind, the mapped bytes, and the handles of memory and event."""
-        if not self.reaches(owner):
-            raise CardError(
-                f"block {number} lies on {owner}, and {self.device} does not reach that card's memory"
-            )
-        kind, has_event, wanted, mapped, uuid = b"", False, 0, 0, b""
-        if len(token) == _TOKEN.size and token.startswith(_MARK):
-            _, kind, has_event, wanted, mapped, uuid, handle, event = _TOKEN.unpack(token)
-        text = kind.rstrip(b"\0").decode(errors="replace")
-        if text not in _BACKENDS or not 0 < wanted <= mapped:
-            raise ProtocolError(
-                f"block {number}: got {len(token)} bytes that are no token of a card's block"
-            )
-        if wanted != size:
-            raise ProtocolError(f"block {number}: got a token of {wanted} bytes, expected {size}")
-        with self._current():
-            if uuid != self._uuid(owner):
-                raise ProtocolError(f"block {number}: got a token of another card than {owner}")
-        return text, mapped, handle, event if has_event else b""
 
     def _handle(self, name: str, data: bytes) -> Any:
         handle = getattr(self._driver, name)()
@@ -719,44 +707,39 @@ class Card:
                 f"{self._pid}, where it is in use; start a new process instead"
             )
 
-    @contextlib.contextmanager
-    def _current(self, context: Any = None) -> Iterator[None]:
-        """A context as this thread's current one, which the thread's own one is again afterwards."""
-        self._check_process()
-        self._ask("cuCtxPushCurrent", self._context if context is None else context)
-        try:
-            yield
-        finally:
-            self._ask("cuCtxPopCurrent")
-
     def _ask(self, name: str, *arguments: Any, asked: int = 0) -> Any:
-        """What a call of the driver returns; one value, a tuple of several, or None."""
-        return self._checked(name, self._call(name, *arguments), asked)
+        """What a call of the driver returns: one value, a tuple of several, or None.
 
-    def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
+        Raises:
+            CardError: Its status is not success; of the class that says what that means.
+        """
         try:
-            result: tuple[Any, ...] = getattr(self._driver, name)(*arguments)
+            status, *values = getattr(self._driver, name)(*arguments)
         except RuntimeError as exc:  # no driver, or an older one without this call
             raise CardError(f"{self.device}: {name}: {exc}", "CUDA_ERROR_NOT_FOUND") from exc
-        return result
-
-    def _checked(self, name: str, result: tuple[Any, ...], asked: int = 0) -> Any:
-        """The values of a call's result; raise a typed error if its status is not success."""
-        results = self._driver.CUresult
-        if result[0] == results.CUDA_SUCCESS:
-            return result[1] if len(result) == 2 else (result[1:] or None)
-        status = result[0].name
-        text = f"{self.device}: {name}: {status}"
-        if result[0] == results.CUDA_ERROR_OUT_OF_MEMORY:
-            failed, *memory = self._call("cuMemGetInfo")
+        if status == self._driver.CUresult.CUDA_SUCCESS:
+            return values[0] if len(values) == 1 else (tuple(values) or None)
+        text = f"{self.device}: {name}: {status.name}"
+        if status.name == "CUDA_ERROR_OUT_OF_MEMORY":
             if asked:
                 text += f": {asked} bytes wanted"
-            if failed == results.CUDA_SUCCESS:
-                text += f", {memory[0]} of {memory[1]} are free"
-            raise CardMemoryError(text, status)
-        if status in _LOST:
-            raise CardLostError(f"{text}: only a new process can use the card again", status)
-        raise CardError(text, status)
+            with contextlib.suppress(CardError):
+                free, total = self._ask("cuMemGetInfo")
+                text += f", {free} of {total} are free"
+            raise CardMemoryError(text, status.name)
+        if status.name in _LOST:
+            raise CardLostError(f"{text}: only a new process can use the card again", status.name)
+        raise CardError(text, status.name)
+
+    def _is_done(self, query: str, what: Any) -> bool:
+        """Whether the work that a stream or an event stands for is done; raise `CardError` if it failed."""
+        try:
+            self._ask(query, what)
+        except CardError as exc:
+            if exc.status != "CUDA_ERROR_NOT_READY":
+                raise
+            return False
+        return True
 
 
 def _driver() -> Any:
@@ -764,6 +747,16 @@ def _driver() -> Any:
         "NVIDIA cards need the package cuda-bindings: pip install 'mcinfer[gpu]'", "cuda"
     ):
         return import_module("cuda.bindings.driver")
+
+
+def _read_token(token: bytes, what: str = "") -> tuple[str, int, int, bytes, bytes, bytes]:
+    """The kind, bytes wanted and mapped, the card's UUID, handles of memory and event (empty: none)."""
+    if len(token) == _TOKEN.size and token.startswith(_MARK):
+        _, kind, has_event, wanted, mapped, uuid, handle, event = _TOKEN.unpack(token)
+        text = kind.rstrip(b"\0").decode(errors="replace")
+        if text in _BACKENDS and 0 < wanted <= mapped:
+            return text, wanted, mapped, uuid, handle, event if has_event else b""
+    raise ProtocolError(f"{what}got {len(token)} bytes that are no token of a card's block")
 
 
 def _handle_bytes(handle: Any) -> bytes:
