@@ -222,18 +222,6 @@ def test_unknown_element_type_and_version_are_refused_and_let_go() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [
-        ({"element_type": STRING}, "element_type: got 'string'"),
-        ({"device": Device("ascend", 0)}, "device: got ascend:0, expected None for the host"),
-    ],
-)
-def test_tensor_that_dlpack_lacks_is_refused(option: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidInputError, match=text):
-        tensor(Owner(), **option)
-
-
 def test_ml_dtypes_array_is_lent_by_its_bytes() -> None:
     array = np.array([1.5, -2], ml_dtypes.bfloat16)
     lent = DlpackTensor(

@@ -17,11 +17,11 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from mcinfer.config import CARD_KINDS, Device
+from mcinfer.config import Device
 from mcinfer.errors import InvalidInputError
 from mcinfer.specs import ELEMENT_TYPES
 
@@ -33,12 +33,6 @@ _MAJOR, _MINOR = 1, 1
 
 _READ_ONLY, _PADDED = 1 << 0, 1 << 2
 """`DLPACK_FLAG_BITMASK_READ_ONLY`, `DLPACK_FLAG_BITMASK_IS_SUBBYTE_TYPE_PADDED`."""
-
-_NAMES = {
-    True: (b"dltensor_versioned", b"used_dltensor_versioned"),
-    False: (b"dltensor", b"used_dltensor"),
-}
-"""Names of a capsule, before and after a consumer took it, by whether it is of 1.0 or later."""
 
 _CODES = {
     **{f"int{bits}": (0, bits) for bits in (4, 8, 16, 32, 64)},
@@ -100,10 +94,11 @@ class _ManagedVersioned(ctypes.Structure):
     ]
 
 
-_STRUCTURES: dict[bool, type[_Managed] | type[_ManagedVersioned]] = {
-    True: _ManagedVersioned,
-    False: _Managed,
+_KINDS: dict[bool, tuple[type[_Managed] | type[_ManagedVersioned], bytes, bytes]] = {
+    True: (_ManagedVersioned, b"dltensor_versioned", b"used_dltensor_versioned"),
+    False: (_Managed, b"dltensor", b"used_dltensor"),
 }
+"""By whether it is of 1.0 or later: a capsule's content, and its name before and after a consumer took it."""
 
 # Functions of Python's own, with types of their own: those of `ctypes.pythonapi` belong to everyone.
 _python = ctypes.PyDLL(None)
@@ -121,14 +116,6 @@ class _Memory:
 
     __array_interface__: dict[str, Any]
     owner: object
-
-
-class Exporter(Protocol):
-    """An array that can be exchanged (array API standard): one of NumPy, CuPy, torch, JAX and others."""
-
-    def __dlpack__(self, *args: Any, **options: Any) -> Any: ...
-
-    def __dlpack_device__(self) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
@@ -152,16 +139,6 @@ class DlpackTensor:
     owner: object
     read_only: bool = False
     ready: Callable[[int | None], object] | None = None
-
-    def __post_init__(self) -> None:
-        if self.element_type not in _CODES:
-            raise InvalidInputError(
-                f"element_type: got {self.element_type!r}, expected one of {[*_CODES]}"
-            )
-        if self.device is not None and self.device.kind not in CARD_KINDS:
-            raise InvalidInputError(
-                f"device: got {self.device}, expected None for the host, or a device such as cuda:0"
-            )
 
     @property
     def size(self) -> int:
@@ -204,8 +181,8 @@ class DlpackTensor:
         }
         array = np.asarray(_Memory(memory, self.owner))
         capsule = array.__dlpack__(max_version=(_MAJOR, _MINOR) if versioned else None)
-        address = _pointer(id(capsule), _NAMES[versioned][0])
-        tensor = _STRUCTURES[versioned].from_address(address).tensor
+        kind, name, _ = _KINDS[versioned]
+        tensor = kind.from_address(_pointer(id(capsule), name)).tensor
         tensor.data = self.address or None
         tensor.device = _Device(*self.__dlpack_device__())
         tensor.dtype = _DataType(code, bits, 1)
@@ -218,11 +195,11 @@ class _Held:
     __slots__ = ("__weakref__",)
 
 
-def read(value: Exporter, stream: int | None = None) -> DlpackTensor:
+def read(value: Any, stream: int | None = None) -> DlpackTensor:
     """Take a tensor of another library, in place.
 
     Args:
-        value: Any object with ``__dlpack__`` and ``__dlpack_device__``.
+        value: Any object with ``__dlpack__`` and ``__dlpack_device__`` (array API standard).
         stream: The CUDA stream that will use it: the producer orders its own work before what that stream
             gets from now on. None for the legacy default stream. Not used for tensors of the host.
 
@@ -285,16 +262,16 @@ def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _take(capsule: object) -> tuple[_Tensor, int, _Held]:
     """What a capsule holds, its flags, and what keeps it: from now on this process owes the deleter."""
-    for versioned, (name, used) in _NAMES.items():
+    for kind, name, used in _KINDS.values():
         if not _is_valid(id(capsule), name):
             continue
         address = _pointer(id(capsule), name)
-        managed = _STRUCTURES[versioned].from_address(address)
+        managed = kind.from_address(address)
         _rename(id(capsule), used)
         held = _Held()
         if managed.deleter:
-            end = weakref.finalize(held, _Deleter(managed.deleter), address)
-            end.atexit = False  # until the very end others may use the memory
+            # Not at exit: until the very end others may use the memory.
+            weakref.finalize(held, _Deleter(managed.deleter), address).atexit = False
         flags = 0
         if isinstance(managed, _ManagedVersioned):
             if managed.major != _MAJOR:

@@ -8,7 +8,6 @@ since a runtime reads them while it loads a model.
 import errno
 import mmap
 import os
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from ctypes import addressof, c_char
 from dataclasses import dataclass
@@ -79,9 +78,8 @@ def layout(model: Path) -> SlabLayout:
         for name, one in sorted(found.initializers.items())
         if one.location and name not in found.inner
     ]
-    paths = dict(
-        zip(found.external, external_files(model, None, found.external), strict=True),
-    )
+    files = external_files(model, None, found.external)
+    paths = dict(zip(found.external, files, strict=True))
     tensors, end = [], 0
     for one in outside:
         element_type = _NAMES.get(one.onnx_type)
@@ -168,54 +166,37 @@ def filled(card: Card, number: int, placed: SlabLayout) -> DeviceBlock:
     """A new block of the card's memory with the weights in it; it has at least one byte.
 
     Raises:
-        OSError: As `fill`.
+        OSError: A file cannot be read, or has become shorter.
         CardMemoryError: The card has no room for it; another `CardError` if the driver refused.
     """
     block = card.create(number, max(placed.size, 1))
-    try:
-        fill(card, block, placed)
-    except BaseException:
-        block.close()  # a copy of the weights may need the room
-        raise
-    return block
-
-
-def fill(card: Card, block: DeviceBlock, slab: SlabLayout) -> None:
-    """Copy the weights from their files into a block of the card's memory; waits until they are there.
-
-    Raises:
-        OSError: A file cannot be read, or has become shorter.
-    """
     staging = mmap.mmap(-1, 2 * _STAGING_BYTES)
     pinned = c_char.from_buffer(staging)
     address = addressof(pinned)
-    with ExitStack() as opened:
+    with ExitStack() as failed, ExitStack() as opened:
+        failed.callback(block.close)  # a copy of the weights may need the room
         if card.register(address, len(staging)):
             opened.callback(card.unregister, address)
         opened.callback(card.synchronize)  # before the memory that the card reads is let go
         files = {
             file: opened.enter_context(open_regular(file))[0]
-            for file in {tensor.file for tensor in slab.tensors}
+            for file in {tensor.file for tensor in placed.tensors}
         }
-        halves = [memoryview(staging)[at:][:_STAGING_BYTES] for at in (0, _STAGING_BYTES)]
-        for step, start in enumerate(range(0, slab.size, _STAGING_BYTES)):
-            half = step % 2
-            size = min(_STAGING_BYTES, slab.size - start)
-            for tensor, first, last in _pieces(slab.tensors, start, start + size):
-                at = tensor.file_offset + first - tensor.offset
-                _read(files[tensor.file], at, halves[half][first - start : last - start], tensor)
+        for step, start in enumerate(range(0, placed.size, _STAGING_BYTES)):
+            half = step % 2 * _STAGING_BYTES
+            size = min(_STAGING_BYTES, placed.size - start)
+            memory = memoryview(staging)[half : half + size]
+            for tensor in placed.tensors:
+                first = max(tensor.offset, start)
+                last = min(tensor.offset + tensor.size, start + size)
+                if first < last:
+                    at = tensor.file_offset + first - tensor.offset
+                    _read(files[tensor.file], at, memory[first - start : last - start], tensor)
             card.synchronize()  # the other half has been copied, while this one was read
-            card.copy(block.address + start, address + half * _STAGING_BYTES, size)
-
-
-def _pieces(
-    tensors: Sequence[SlabTensor], start: int, end: int
-) -> Iterator[tuple[SlabTensor, int, int]]:
-    """The weights in these bytes of the slab, each with the first and last of its bytes there."""
-    for tensor in tensors:
-        first, last = max(tensor.offset, start), min(tensor.offset + tensor.size, end)
-        if first < last:
-            yield tensor, first, last
+            card.copy(block.address + start, address + half, size)
+        opened.close()
+        failed.pop_all()
+    return block
 
 
 def _read(file: int, at: int, memory: memoryview, tensor: SlabTensor) -> None:

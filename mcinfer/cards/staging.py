@@ -259,8 +259,10 @@ class CardBlocks(AttachedBlocks):
         if block.device is None:
             self._card.unregister(block.address)
 
-    def _leave(self, block: SharedBlock) -> None:
-        self.unpin(block)
+    def drop(self, number: int) -> None:
+        if number in self._opened:
+            self.unpin(self._opened[number])
+        super().drop(number)
 
     def around(self, buffer: Buffer) -> DeviceBlock | None:
         """The block that a tensor on a card lies in."""
@@ -452,6 +454,7 @@ class _CardRun(Run):
         waits = {block.number: block for block in blocks if block is not None}.values()
         by_value = any(isinstance(item, Strings) for item in self._inputs)
         moved: dict[str, Buffer] = {}  # by name, as the engine gets it
+        copies: dict[bool, list[tuple[Buffer, Buffer]]] = {False: [], True: []}  # by whether in
         settles = False
         staged: dict[bool, list[Buffer]] = {False: [], True: []}
         for buffer in tensors:
@@ -473,36 +476,25 @@ class _CardRun(Run):
             addresses = engine.staging[on_host].addresses([b.size for b in buffers], self)
             for buffer, address in zip(buffers, addresses, strict=True):
                 device = None if on_host else card.device
-                moved[buffer.name] = replace(buffer, address=address, device=device)
-        copied = {buffer.name for buffers in staged.values() for buffer in buffers}
-        inward = [
-            (moved[b.name].address, b.address, b.size)
-            for b in self._inputs
-            if isinstance(b, Buffer) and b.name in copied
-        ]
-        outward = [
-            (b.address, moved[b.name].address, b.size) for b in self._outputs if b.name in copied
-        ]
+                there = moved[buffer.name] = replace(buffer, address=address, device=device)
+                copies[buffer in self._inputs].append((buffer, there))
         run = engine.engine.bind(
-            [
-                moved.get(item.name, item) if isinstance(item, Buffer) else item
-                for item in self._inputs
-            ],
+            [moved.get(item.name, item) for item in self._inputs],
             [moved.get(item.name, item) for item in self._outputs],
         )
 
         def copy_in() -> None:
             for block in waits:
                 card.wait(block)
-            for target, source, size in inward:
-                card.copy(target, source, size)
+            for buffer, there in copies[True]:
+                card.copy(there.address, buffer.address, buffer.size)
             if settles:  # the host reads what the card has written
                 card.synchronize()
 
         def copy_out(produced: Sequence[Produced | Strings]) -> Sequence[Produced | Strings]:
-            for target, source, size in outward:
-                card.copy(target, source, size)
-            if outward or engine.on_card:
+            for buffer, there in copies[False]:
+                card.copy(buffer.address, there.address, buffer.size)
+            if copies[False] or engine.on_card:
                 card.synchronize()  # the answer says that the outputs are there
             return produced
 

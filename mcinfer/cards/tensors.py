@@ -21,11 +21,12 @@ that stream has queued. Memory of cards is not there in a process that was forke
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from threading import get_ident
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 from weakref import finalize
 
 import numpy as np
@@ -44,7 +45,7 @@ from mcinfer.errors import (
     requires,
 )
 from mcinfer.requests.frames import Lease, Plan
-from mcinfer.requests.planner import lease, output_frame
+from mcinfer.requests.planner import Queue, lease, output_frame
 from mcinfer.requests.request import Call, Part, Request, pick
 from mcinfer.requests.tensors import Arrays, PlacedTensor
 from mcinfer.shm.arena import Arena, BlockNeededError, Slot
@@ -64,40 +65,22 @@ _ALIGNMENT = 16
 """Bytes to which an input in place must be aligned: kernels of cuDNN and cuBLAS load as much at once."""
 
 
-class Cards(Protocol):
-    """The part of the loop that tensors on cards need."""
+Allocate = Callable[[Sequence[int], float, Arena, DeviceBlock | None], list[Slot]]
+"""How the loop gives slots of an arena: all or none, within so many seconds.
 
-    def card(self, device: Device) -> "CardMemory":
-        """A card's memory, which this process opens with the first call.
+It raises `BlockNeededError` if the arena needs a block: make one, and come again with it. It raises
+`QueueFullError` if the memory is in use, and was until the time was over.
+"""
 
-        Raises:
-            MissingDependencyError: The package cuda-bindings is not installed.
-            BuildError: There is no such card, or no driver.
-            ClosedError: The master is closed.
-        """
-
-    def deliver(self, call: Callable[[], object]) -> None:
-        """Have the delivery thread make a call."""
-
-
-class Allocate(Protocol):
-    """How the loop gives slots of an arena: all or none, within so many seconds.
-
-    Raises:
-        BlockNeededError: The arena needs a block: make one, and come again with it.
-        QueueFullError: The memory is in use, and was until the time was over.
-    """
-
-    def __call__(
-        self, sizes: Sequence[int], timeout: float, arena: Arena, block: DeviceBlock | None
-    ) -> list[Slot]: ...
+Repeat = Callable[[Callable[[], bool]], object]
+"""Has the delivery thread make a call until it returns True."""
 
 
 def open_memory(
     device: Device,
     limit: int | None,
     allocate: Allocate,
-    repeat: Callable[[Callable[[], bool]], object],
+    repeat: Repeat,
     dropped: Callable[[int], None],
     numbers: Iterator[int],
 ) -> "CardMemory":
@@ -128,33 +111,23 @@ def open_memory(
     return CardMemory(card, arena, allocate, repeat)
 
 
+@dataclass(slots=True, eq=False)
 class CardMemory:
     """One card's memory for the tensors of one pool; any thread may call it.
 
-    Args:
+    Attributes:
         card: As this process sees it.
         arena: Of blocks of its memory; the loop owns it.
-        allocate: Of the loop.
-        repeat: Has the delivery thread make a call until it returns True.
-
-    Attributes:
         is_reached: Whether every worker can be given that memory; set by the loop.
     """
 
-    def __init__(
-        self,
-        card: Card,
-        arena: Arena,
-        allocate: Allocate,
-        repeat: Callable[[Callable[[], bool]], object],
-    ) -> None:
-        self.card = card
-        self.arena = arena
-        self.is_reached = False
-        self._allocate = allocate
-        self._repeat = repeat
-        # By thread: the loop reads it, and must take no lock that a caller can hold.
-        self._inputs: dict[int, dict[CardWay, tuple[int, int]]] = {}
+    card: Card
+    arena: Arena
+    _allocate: Allocate
+    _repeat: Repeat
+    is_reached: bool = False
+    # By thread: the loop reads it, and must take no lock that a caller can hold.
+    _inputs: dict[int, dict[CardWay, tuple[int, int]]] = field(default_factory=dict)
 
     def allocate(self, sizes: Sequence[int], timeout: float) -> list[Slot]:
         """Slots of so many bytes, all or none. The caller makes the blocks: the loop may not wait for a card.
@@ -337,19 +310,12 @@ class CardTensor(PlacedTensor):
     """
 
     __slots__ = (
-        "__weakref__",
-        "_address",
-        "_slot",
-        "_spec",
-        "base",
-        "memory",
-        "nbytes",
-        "place",
-        "shape",
+        *("__weakref__", "_address", "_slot", "_spec"),
+        *("base", "memory", "nbytes", "place", "shape"),
     )
 
     def __init__(
-        self, tensor: dlpack.DlpackTensor, spec: TensorSpec, memory: CardMemory, cards: Cards
+        self, tensor: dlpack.DlpackTensor, spec: TensorSpec, memory: CardMemory, cards: Queue
     ) -> None:
         self.memory = memory
         self.shape = tensor.shape
@@ -386,7 +352,7 @@ class CardTensor(PlacedTensor):
         return np.ndarray(self.shape, self._spec.dtype, copy)
 
 
-def read_input(value: Any, spec: TensorSpec, cards: Cards) -> CardTensor:
+def read_input(value: Any, spec: TensorSpec, cards: Queue) -> CardTensor:
     """Take an input that lies on a card, in place.
 
     Raises:
@@ -446,8 +412,7 @@ def bring(
     target: CardMemory | None = call.outputs_on
     if target is not None and (plan.simple_outputs is None or not target.is_reached):
         target = None
-    memories = {tensor.memory for tensor in tensors.values()}
-    memories |= set() if target is None else {target}
+    memories = {*(tensor.memory for tensor in tensors.values()), *([target] if target else [])}
     outputs: Lease | None = None
     for memory in sorted(memories, key=lambda memory: memory.card.device.index):
         mine = [tensor for tensor in tensors.values() if tensor.memory is memory]
@@ -478,7 +443,7 @@ def check_types(specs: Sequence[TensorSpec], name: str) -> None:
 
 
 def open_place(
-    text: str, name: str, specs: Sequence[TensorSpec], pool: Sequence[Device], cards: Cards
+    text: str, name: str, specs: Sequence[TensorSpec], pool: Sequence[Device], cards: Queue
 ) -> CardMemory:
     """The card that an argument names, for tensors of these types; ``"device"`` is the pool's first.
 
@@ -491,7 +456,8 @@ def open_place(
     device = card_of(text, name, pool)
     cupy()
     try:
-        return cards.card(device)
+        memory: CardMemory = cards.card(device)
+        return memory
     except BuildError as exc:
         raise InvalidInputError(f"{name}: got {text!r}: {exc}") from exc
 
@@ -582,8 +548,6 @@ class CardRequest(Request):
             with cuda.Device(card.device.index):  # CuPy copies to the current one
                 value = {name: array.copy() for name, array in value.items()}
                 card.follow(cuda.get_current_stream().ptr or _DEFAULT_STREAM)
-            if get_ident() != self._caller:
-                self.memory.finish(
-                    self.timeout
-                )  # the user's streams do not wait for this thread's one
+            if get_ident() != self._caller:  # the user's streams do not wait for this thread's one
+                self.memory.finish(self.timeout)
         return value

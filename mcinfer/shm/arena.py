@@ -422,11 +422,7 @@ class AttachedBlocks:
         if offered is not None:
             os.close(offered.fd)
         if block is not None:
-            self._leave(block)
             block.close()
-
-    def _leave(self, block: SharedBlock) -> None:
-        """Called before an opened block is closed."""
 
     def close(self) -> None:
         """Close what was not opened; the mappings end with what refers to them."""
