@@ -55,7 +55,8 @@ Forms = Sequence[tuple[Placement, ...] | None]
 
 def whole(view: View) -> Choice:
     """Every rank runs the node on whole values."""
-    return Choice(needs=_whole(view.inputs), gives=_whole(view.outputs))
+    needs, gives = (REPLICATED,) * len(view.inputs), (REPLICATED,) * len(view.outputs)
+    return Choice(needs=needs, gives=gives)
 
 
 def cut(view: View, index: int, form: Sharded, forms: Forms) -> Choice | str:
@@ -128,14 +129,14 @@ def _keeps_finite(view: View, index: int) -> bool:
 
 
 def _linear(view: View, indices: Sequence[int]) -> Choice:
-    needs: list[Placement] = [REPLICATED for _ in view.inputs]
-    for index in indices:
-        needs[index] = PARTIAL
-    return Choice(needs=tuple(needs), gives=tuple(PARTIAL for _ in view.outputs))
+    numbers = range(len(view.inputs))
+    needs = tuple(PARTIAL if number in indices else REPLICATED for number in numbers)
+    return Choice(needs=needs, gives=(PARTIAL,) * len(view.outputs))
 
 
-def _whole(names: Sequence[str]) -> tuple[Placement, ...]:
-    return tuple(REPLICATED for _ in names)
+def _first(view: View, cut: Sharded) -> tuple[Placement, ...]:
+    """The first input is cut, and the others are whole."""
+    return (cut, *(REPLICATED,) * (len(view.inputs) - 1))
 
 
 Rule = Callable[..., Choice | str]
@@ -157,23 +158,36 @@ _LINEAR_IN_ONE = {
 # Operators as sums over labelled axes, in the manner of Einstein's notation.
 #
 # An axis has the same label wherever it runs along the same positions. MatMul is ``mk, kn -> mn``: the rows m
-# or the columns n of an operand may be cut, and the result is cut there; if k is cut, the result is a partial
-# sum. An axis along which positions depend on each other (the axis of a Softmax) has no label, so it is never
-# cut.
+# or the columns n of an operand may be cut, and the result is cut there. A label that the result lacks is
+# summed over: if k is cut, the result is a partial sum. An axis along which positions depend on each other
+# (the axis of a Softmax) has no label, so it is never cut.
 
 Label = int | str | None
 Labels = tuple[Label, ...]
+Axes = tuple[Sequence[Labels], Labels]
+"""The labels of a node's inputs, and of each of its outputs."""
+
+# A star is all other axes, without labels. There may be fewer inputs.
+_EQUATIONS = {
+    "Conv": "bi*,oi*,o->bo*",
+    "ConvTranspose": "bi*,io*,o->bo*",
+    # Each channel by itself: pooling, and norms over an image; other inputs are one number for a channel.
+    **dict.fromkeys(
+        [
+            *("AveragePool", "BatchNormalization", "GlobalAveragePool", "GlobalMaxPool"),
+            *("InstanceNormalization", "MaxPool"),
+        ],
+        "bc*,c,c,c,c->bc*",
+    ),
+}
+
+_BIAS_AXES = {"Conv": 1, "ConvTranspose": 1, "Gemm": None}
+"""Operators whose third input is added to the sum, and the axis of the output that it runs along."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
-    """The labels of a node's inputs and outputs; `sums` are the labels that are summed over."""
-
-    inputs: Sequence[Labels]
-    outputs: Sequence[Labels]
-    sums: frozenset[Label] = frozenset()
-    bias: int | None = None
-    bias_axis: int | None = None
+def _numbered(rank: int, but: Sequence[int] = ()) -> Labels:
+    """A label for each axis but some."""
+    return tuple(None if axis in but else axis for axis in range(rank))
 
 
 def _broadcast(dims: Dims, labels: Labels) -> Labels:
@@ -182,134 +196,100 @@ def _broadcast(dims: Dims, labels: Labels) -> Labels:
     return tuple(None if dim == 1 else name for dim, name in zip(dims, last, strict=True))
 
 
-def _elementwise(view: View) -> Axes | str:
-    rank = len(view.output_dims())
-    return Axes(
-        inputs=[
-            _broadcast(view.dims(index), tuple(range(rank))) for index in range(len(view.inputs))
-        ],
-        outputs=[tuple(range(rank)) for _ in view.outputs],
+def _unlabelled(view: View, first: int) -> list[Labels]:
+    """For the inputs from one on, which are never cut."""
+    return [(None,) * len(view.dims(index)) for index in range(first, len(view.inputs))]
+
+
+def _equation(view: View, text: str) -> Axes:
+    rest: Labels = (None,) * (len(view.dims(0)) - 2)
+    *inputs, output = (
+        (*part.rstrip("*"), *(rest if part.endswith("*") else ()))
+        for part in text.replace("->", ",").split(",")
     )
+    return inputs, output
+
+
+def _by_equation(view: View) -> Axes | str:
+    if len([name for name in view.outputs if name]) > 1:
+        return "it has several outputs"
+    return _equation(view, _EQUATIONS[view.operator])
+
+
+def _einsum(view: View) -> Axes | str:
+    text = view.attribute("equation", b"").decode().replace(" ", "")
+    if not re.fullmatch(r"[A-Za-z]+(,[A-Za-z]+)*->[A-Za-z]*", text):
+        return f"equation {text!r}"
+    return _equation(view, text)
+
+
+def _elementwise(view: View) -> Axes | str:
+    labels = _numbered(len(view.output_dims()))
+    return [_broadcast(view.dims(index), labels) for index in range(len(view.inputs))], labels
 
 
 def _dropout(view: View) -> Axes | str:
     if len([name for name in view.outputs if name]) > 1 or view.has(2):
         return "a Dropout that trains"
-    return Axes(
-        inputs=[tuple(range(len(view.dims(0)))), *(() for _ in view.inputs[1:])],
-        outputs=[tuple(range(len(view.dims(0)))) for _ in view.outputs],
-    )
+    labels = _numbered(len(view.dims(0)))
+    return [labels, *_unlabelled(view, 1)], labels
 
 
 def _matmul(view: View) -> Axes | str:
     first, second = view.dims(0), view.dims(1)
     if not first or not second:
         return "an operand has no axes"
-    batches: Labels = tuple(range(max(len(first), len(second), 2) - 2))
-    one: Labels = ("k",) if len(first) == 1 else (*_broadcast(first[:-2], batches), "m", "k")
-    two: Labels = ("k",) if len(second) == 1 else (*_broadcast(second[:-2], batches), "k", "n")
     if view.attribute("transBatchA", 0) or view.attribute("transBatchB", 0):
         return "a FusedMatMul with transposed batches"
-    if view.attribute("transA", 0):
-        one = (*one[:-2], "k", "m")
-    if view.attribute("transB", 0):
-        two = (*two[:-2], "n", "k")
-    rows: Labels = () if len(first) == 1 else ("m",)
-    columns: Labels = () if len(second) == 1 else ("n",)
-    return Axes(inputs=[one, two], outputs=[(*batches, *rows, *columns)], sums=frozenset(["k"]))
+    batches = _numbered(max(len(first), len(second), 2) - 2)
+    rows: Labels = ("m",) if len(first) > 1 else ()
+    columns: Labels = ("n",) if len(second) > 1 else ()
+    one, two = _transposed(view, (*rows, "k"), ("k", *columns))
+    return (
+        [(*_broadcast(first[:-2], batches), *one), (*_broadcast(second[:-2], batches), *two)],
+        (*batches, *rows, *columns),
+    )
 
 
 def _gemm(view: View) -> Axes | str:
-    one: Labels = ("k", "m") if view.attribute("transA", 0) else ("m", "k")
-    two: Labels = ("n", "k") if view.attribute("transB", 0) else ("k", "n")
-    inputs = [one, two]
-    if len(view.inputs) == 3:
-        inputs.append(_broadcast(view.dims(2), ("m", "n")))
-    return Axes(
-        inputs=inputs,
-        outputs=[("m", "n")],
-        sums=frozenset(["k"]),
-        bias=2 if view.has(2) else None,
+    operands = _transposed(view, ("m", "k"), ("k", "n"))
+    return [*operands, _broadcast(view.dims(2), ("m", "n"))], ("m", "n")
+
+
+def _transposed(view: View, one: Labels, two: Labels) -> tuple[Labels, Labels]:
+    """The labels of two operands that the node may transpose."""
+    return (
+        one[::-1] if view.attribute("transA", 0) else one,
+        two[::-1] if view.attribute("transB", 0) else two,
     )
-
-
-def _einsum(view: View) -> Axes | str:
-    equation = view.attribute("equation", b"").decode().replace(" ", "")
-    if not re.fullmatch(r"[A-Za-z]+(,[A-Za-z]+)*->[A-Za-z]*", equation):
-        return f"equation {equation!r}"
-    left, result = equation.split("->")
-    inputs: list[Labels] = [tuple(operand) for operand in left.split(",")]
-    return Axes(
-        inputs=inputs,
-        outputs=[tuple(result)],
-        sums=frozenset(name for operand in inputs for name in operand if name not in result),
-    )
-
-
-def _convolution(view: View) -> Axes | str:
-    rank = len(view.dims(0))
-    rest: Labels = (None,) * (rank - 2)
-    kernel: Labels = ("i", "o") if view.operator == "ConvTranspose" else ("o", "i")
-    inputs: list[Labels] = [("b", "i", *rest), (*kernel, *rest)]
-    if len(view.inputs) == 3:
-        inputs.append(("o",) if view.has(2) else ())
-    return Axes(
-        inputs=inputs,
-        outputs=[("b", "o", *rest)],
-        sums=frozenset(["i"]),
-        bias=2 if view.has(2) else None,
-        bias_axis=1,
-    )
-
-
-def _channels(view: View) -> Axes | str:
-    """Each channel by itself: pooling, and norms over an image; other inputs are one number for a channel."""
-    rest: Labels = (None,) * (len(view.dims(0)) - 2)
-    if len([name for name in view.outputs if name]) > 1:
-        return "it has several outputs"
-    others: list[Labels] = [("c",) if name else () for name in view.inputs[1:]]
-    return Axes(inputs=[("b", "c", *rest), *others], outputs=[("b", "c", *rest)])
 
 
 def _transpose(view: View) -> Axes | str:
     rank = len(view.dims(0))
-    perm = view.attribute("perm", range(rank - 1, -1, -1))
-    return Axes(inputs=[tuple(range(rank))], outputs=[tuple(perm)])
+    return [_numbered(rank)], tuple(view.attribute("perm", range(rank - 1, -1, -1)))
 
 
-def _all_but(rank: int, axes: Sequence[int]) -> Labels:
-    return tuple(None if axis in axes else axis for axis in range(rank))
-
-
-def _unlabelled(view: View, first: int) -> list[Labels]:
-    """For the inputs from one on, which are never cut."""
-    return [(None,) * len(view.dims(index)) for index in range(first, len(view.inputs))]
+def _layer_norm(view: View, default: int = -1) -> Axes | str:
+    """Norms over all axes from one on."""
+    rank = len(view.dims(0))
+    labels = _numbered(rank, range(axis_of(view.attribute("axis", default), rank), rank))
+    return [labels, *_unlabelled(view, 1)], labels
 
 
 def _softmax(view: View) -> Axes | str:
+    if view.graph.opset < 13:
+        return _layer_norm(view, 1)
     rank = len(view.dims(0))
-    if view.graph.opset < 13:  # all axes from this one on are one
-        labels = _all_but(rank, range(axis_of(view.attribute("axis", 1), rank), rank))
-    else:
-        labels = _all_but(rank, [axis_of(view.attribute("axis", -1), rank)])
-    return Axes(inputs=[labels], outputs=[labels])
-
-
-def _layer_norm(view: View) -> Axes | str:
-    rank = len(view.dims(0))
-    labels = _all_but(rank, range(axis_of(view.attribute("axis", -1), rank), rank))
-    return Axes(inputs=[labels, *_unlabelled(view, 1)], outputs=[labels for _ in view.outputs])
+    labels = _numbered(rank, [axis_of(view.attribute("axis", -1), rank)])
+    return [labels], labels
 
 
 def _skip_layer_norm(view: View) -> Axes | str:
-    rank = len(view.dims(0))
-    labels = _all_but(rank, [rank - 1])
-    skip = _broadcast(view.dims(1), labels)
     if any(view.outputs[1:3]):
         return "it gives mean and deviation"
-    return Axes(
-        inputs=[labels, skip, *_unlabelled(view, 2)], outputs=[labels for _ in view.outputs]
-    )
+    rank = len(view.dims(0))
+    labels = _numbered(rank, [rank - 1])
+    return [labels, _broadcast(view.dims(1), labels), *_unlabelled(view, 2)], labels
 
 
 def _reduce(view: View) -> Axes | str:
@@ -322,21 +302,19 @@ def _reduce(view: View) -> Axes | str:
             return "it reduces nothing"
         given = tuple(range(rank))
     axes = [axis_of(axis, rank) for axis in given]
-    keep = view.attribute("keepdims", 1)
-    sums = view.operator == "ReduceSum"
-    labels: Labels = tuple(range(rank)) if sums else _all_but(rank, axes)
-    kept = _all_but(rank, axes)
-    result = kept if keep else tuple(name for axis, name in enumerate(kept) if axis not in axes)
-    inputs: list[Labels] = [labels, *((None,) for _ in view.inputs[1:])]
-    return Axes(inputs=inputs, outputs=[result], sums=frozenset(axes if sums else ()))
+    kept = _numbered(rank, axes)
+    labels = _numbered(rank) if view.operator == "ReduceSum" else kept
+    if not view.attribute("keepdims", 1):
+        kept = tuple(name for name in kept if name is not None)
+    return [labels, *_unlabelled(view, 1)], kept
 
 
 def _gather(view: View) -> Axes | str:
     rank = len(view.dims(0))
     axis = axis_of(view.attribute("axis", 0), rank)
-    data = _all_but(rank, [axis])
-    indices: Labels = tuple(f"i{number}" for number in range(len(view.dims(1))))
-    return Axes(inputs=[data, indices], outputs=[(*data[:axis], *indices, *data[axis + 1 :])])
+    data = _numbered(rank, [axis])
+    indices = tuple(f"i{number}" for number in range(len(view.dims(1))))
+    return [data, indices], (*data[:axis], *indices, *data[axis + 1 :])
 
 
 def _squeeze(view: View) -> Axes | str:
@@ -350,31 +328,27 @@ def _squeeze(view: View) -> Axes | str:
         if not all(isinstance(dim, int) for dim in view.dims(0)):
             return "its axes depend on unknown sizes"
         axes = tuple(axis for axis, dim in enumerate(view.dims(0)) if dim == 1)
-    longer = _all_but(rank, [axis_of(axis, rank) for axis in axes])
+    longer = _numbered(rank, [axis_of(axis, rank) for axis in axes])
     shorter = tuple(name for name in longer if name is not None)
     one, other = (shorter, longer) if inserts else (longer, shorter)
-    return Axes(inputs=[one, *((None,) for _ in view.inputs[1:])], outputs=[other])
+    return [one, *_unlabelled(view, 1)], other
 
 
 def _unmoved(view: View) -> Axes | str:
     """Only the axes along which nothing moves: Tile, Pad and Resize by constants."""
     rank = len(view.dims(0))
-    still: Sequence[bool] | None
+    still: list[bool] = []
     if view.operator == "Tile":
-        repeats = view.integers(1)
-        still = [repeat == 1 for repeat in repeats or ()]
+        still = [repeat == 1 for repeat in view.integers(1) or ()]
     elif view.operator == "Pad":
         pads = None if view.has(3) else view.argument("pads", 1)  # with axes, pads are of some only
-        still = [not pads[axis] and not pads[axis + rank] for axis in range(rank)] if pads else None
-    else:
-        scales = view.graph.numbers(view.inputs[2]) if view.has(2) else None
-        still = [scale == 1 for scale in scales or ()]
-        if view.attribute("axes", None) is not None or view.has(1):
-            still = None
+        still = [not any(pads[axis::rank]) for axis in range(rank)] if pads else []
+    elif view.has(2) and not view.has(1) and view.attribute("axes", None) is None:
+        still = [scale == 1 for scale in view.graph.numbers(view.inputs[2]) or ()]
     if not still:
         return "what it does along each axis is unknown"
     labels = tuple(axis if fixed else None for axis, fixed in enumerate(still))
-    return Axes(inputs=[labels, *_unlabelled(view, 1)], outputs=[labels])
+    return [labels, *_unlabelled(view, 1)], labels
 
 
 # fmt: off
@@ -394,9 +368,7 @@ _ELEMENTWISE = [
 LABELS: dict[str, Callable[[View], Axes | str]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(["MatMul", "com.microsoft::FusedMatMul"], _matmul),
-    **dict.fromkeys(["Conv", "ConvTranspose"], _convolution),
-    **dict.fromkeys(["AveragePool", "GlobalAveragePool", "GlobalMaxPool"], _channels),
-    **dict.fromkeys(["BatchNormalization", "InstanceNormalization", "MaxPool"], _channels),
+    **dict.fromkeys(_EQUATIONS, _by_equation),
     **dict.fromkeys(["Softmax", "LogSoftmax", "Hardmax"], _softmax),
     **dict.fromkeys(["LayerNormalization", "RMSNormalization"], _layer_norm),
     "SimplifiedLayerNormalization": _layer_norm,
@@ -419,32 +391,24 @@ def _labelled(view: View, index: int, cut: Sharded) -> Choice | str:
     axes = LABELS[view.operator](view)
     if isinstance(axes, str):
         return axes
-    found = axes.inputs[index][cut.axis] if index < len(axes.inputs) else None
+    inputs, output = axes
+    found = inputs[index][cut.axis] if index < len(inputs) else None
     if found is None:
         return f"{view.operator} joins the positions of axis {cut.axis}"
-    needs: list[Placement] = []
-    for labels in axes.inputs:
-        if labels.count(found) > 1:
-            return "an axis is repeated"
-        needs.append(cut.at(labels.index(found)) if found in labels else REPLICATED)
-    gives: list[Placement] = []
-    bias = None
-    for labels in axes.outputs:
-        if found in labels:
-            gives.append(cut.at(labels.index(found)))
-        elif found not in axes.sums:
-            return f"{view.operator} joins the positions of axis {cut.axis}"
-        elif axes.bias is None:
-            gives.append(PARTIAL)
-        else:
-            gives.append(REPLICATED)
-            bias = axes.bias
-    return Choice(
-        needs=tuple(needs),
-        gives=tuple(gives),
-        bias=bias,
-        bias_axis=axes.bias_axis if bias else None,
+    if any(labels.count(found) > 1 for labels in inputs):
+        return "an axis is repeated"
+    needs = tuple(
+        cut.at(labels.index(found)) if name and found in labels else REPLICATED
+        for name, labels in zip(view.inputs, inputs, strict=False)
     )
+    if found in output:
+        form: Placement = cut.at(output.index(found))
+    elif view.operator in _BIAS_AXES and view.has(2):
+        axis = _BIAS_AXES[view.operator]
+        return Choice(needs=needs, gives=(REPLICATED,), bias=2, bias_axis=axis)
+    else:
+        form = PARTIAL
+    return Choice(needs=needs, gives=(form,) * len(view.outputs))
 
 
 # Operators with a rule of their own.
@@ -456,43 +420,46 @@ def _grouped_convolution(view: View, index: int, cut: Sharded) -> Choice | str:
     if groups == 1:
         return _labelled(view, index, cut)
     before, after = view.dims(0)[1], view.output_dims()[1]
-    if (
-        view.operator == "ConvTranspose"
-        or not isinstance(before, int)
-        or not isinstance(after, int)
-    ):
+    is_transposed = view.operator == "ConvTranspose"
+    if is_transposed or not isinstance(before, int) or not isinstance(after, int):
         return "channels in groups"
     channels = before if index == 0 else after
     if cut.axis != (1 if index == 0 else 0) or cut.size != channels:
         return f"{groups} groups of channels"
-    each = channels // groups
-    if any(block % (each * view.ranks) for block in cut.blocks):
-        return f"{groups} groups of channels cannot be cut in {view.ranks}"
-    one = Sharded(1, tuple(block // each * (before // groups) for block in cut.blocks))
-    other = Sharded(0, tuple(block // each * (after // groups) for block in cut.blocks))
-    needs = [one, *(other if name else REPLICATED for name in view.inputs[1:])]
-    return Choice(
-        needs=tuple(needs), gives=(other.at(1),), attributes={"group": groups // view.ranks}
-    )
+    counts = _cut_groups(view, cut, groups, channels)
+    if isinstance(counts, str):
+        return counts
+    one = Sharded(1, tuple(count * (before // groups) for count in counts))
+    other = Sharded(0, tuple(count * (after // groups) for count in counts))
+    needs = (one, *(other if name else REPLICATED for name in view.inputs[1:]))
+    return Choice(needs=needs, gives=(other.at(1),), attributes={"group": groups // view.ranks})
 
 
 def _group_norm(view: View, index: int, cut: Sharded) -> Choice | str:
     groups, channels = view.attribute("num_groups", 1), view.dims(0)[1]
     if index != 0 or cut.axis != 1 or not isinstance(channels, int):
         return f"{view.operator} joins the positions of axis {cut.axis}"
-    each = channels // groups
-    if any(block % (each * view.ranks) for block in cut.blocks):
-        return f"{groups} groups of channels cannot be cut in {view.ranks}"
+    counts = _cut_groups(view, cut, groups, channels)
+    if isinstance(counts, str):
+        return counts
     vector = cut.at(0)
     if view.dims(1) == (groups,) and groups != channels:  # before opset 21, one number for a group
-        vector = Sharded(0, tuple(block // each for block in cut.blocks))
+        vector = Sharded(0, counts)
     return Choice(
         needs=(cut, vector, vector), gives=(cut,), attributes={"num_groups": groups // view.ranks}
     )
 
 
+def _cut_groups(view: View, cut: Sharded, groups: int, channels: int) -> tuple[int, ...] | str:
+    """How many groups of channels each block has; or why they cannot be cut."""
+    each = channels // groups
+    if any(block % (each * view.ranks) for block in cut.blocks):
+        return f"{groups} groups of channels cannot be cut in {view.ranks}"
+    return tuple(block // each for block in cut.blocks)
+
+
 def _reshape(view: View, index: int, cut: Sharded) -> Choice | str:
-    """Reshape: the size of the cut axis is that of a part."""
+    """Reshape and Flatten: the size of the cut axis is that of a part."""
     if index != 0:
         return "it is a shape"
     source, target = view.dims(0), view.output_dims()
@@ -501,6 +468,8 @@ def _reshape(view: View, index: int, cut: Sharded) -> Choice | str:
         return (
             f"axis {cut.axis} of {_text(source)}, cut in {view.ranks}, is no cut of {_text(target)}"
         )
+    if view.operator == "Flatten":
+        return Choice(needs=(cut,), gives=(moved,))
     fixed = {moved.axis: moved.size // view.ranks}
     if cut.axis != moved.axis and cut.axis < len(target):
         # Zero means the size of the input's axis, which is now that of a part.
@@ -510,7 +479,7 @@ def _reshape(view: View, index: int, cut: Sharded) -> Choice | str:
             if not isinstance(size, int):
                 return f"the size of axis {cut.axis} of the output is unknown"
             fixed[cut.axis] = size
-    return _sized(view, 1, fixed, (cut, REPLICATED), (moved,))
+    return _sized(view, 1, cut, moved, fixed)
 
 
 def _resize(view: View, index: int, cut: Sharded) -> Choice | str:
@@ -521,46 +490,31 @@ def _resize(view: View, index: int, cut: Sharded) -> Choice | str:
     plain &= view.attribute("keep_aspect_ratio_policy", b"stretch") == b"stretch"
     if index != 0 or not plain or view.output_dims()[cut.axis] != cut.size:
         return f"Resize joins the positions of axis {cut.axis}"
-    needs = (cut, *_whole(view.inputs[1:]))
-    return _sized(view, 3, {cut.axis: cut.size // view.ranks}, needs, (cut,))
-
-
-def _flatten(view: View, index: int, cut: Sharded) -> Choice | str:
-    del index
-    moved = reshaped(view.dims(0), view.output_dims(), cut, view.ranks)
-    if moved is None:
-        return f"axis {cut.axis} of {_text(view.dims(0))} is no cut of the flat axis"
-    return Choice(needs=(cut,), gives=(moved,))
+    return _sized(view, 3, cut, cut, {cut.axis: cut.size // view.ranks})
 
 
 def _expand(view: View, index: int, cut: Sharded) -> Choice | str:
     if index != 0:
         return "it is a shape"
-    first = len(view.output_dims()) - len(view.dims(0))
-    moved = cut.at(cut.axis + first)
-    shape = view.dims(1)
+    rank, shape = len(view.output_dims()), view.dims(1)
+    moved = cut.at(cut.axis + rank - len(view.dims(0)))
     if not shape or not isinstance(shape[0], int):
         return "the number of axes is unknown"
-    position = moved.axis - (len(view.output_dims()) - shape[0])
-    needs = (cut, REPLICATED)
+    position = moved.axis - (rank - shape[0])
     if position < 0:
-        return Choice(needs=needs, gives=(moved,))
-    return _sized(view, 1, {position: moved.size // view.ranks}, needs, (moved,))
+        return Choice(needs=(cut, REPLICATED), gives=(moved,))
+    return _sized(view, 1, cut, moved, {position: moved.size // view.ranks})
 
 
 def _sized(
-    view: View,
-    index: int,
-    fixed: dict[int, int],
-    needs: tuple[Placement, ...],
-    gives: tuple[Placement, ...],
+    view: View, index: int, cut: Sharded, moved: Sharded, fixed: Mapping[int, int]
 ) -> Choice:
     """A node whose shape, an input, has the sizes of a part."""
-    given = view.integers(index)
+    needs, given = _first(view, cut), view.integers(index)
     if given is None:
-        return Choice(needs=needs, gives=gives, patches={index: fixed})
+        return Choice(needs=needs, gives=(moved,), patches={index: fixed})
     sizes = tuple(fixed.get(position, size) for position, size in enumerate(given))
-    return Choice(needs=needs, gives=gives, vectors={index: sizes})
+    return Choice(needs=needs, gives=(moved,), vectors={index: sizes})
 
 
 def _concat(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
@@ -591,7 +545,7 @@ def _split(view: View, index: int, cut: Sharded) -> Choice | str:
     if index != 0:
         return "it is a list of sizes"
     axis = axis_of(view.attribute("axis", 0), len(view.dims(0)))
-    needs = (cut, *_whole(view.inputs[1:]))
+    needs = _first(view, cut)
     if cut.axis != axis:
         return Choice(needs=needs, gives=tuple(cut for _ in view.outputs))
     sizes = split_sizes(view)
@@ -650,7 +604,7 @@ def slice_bounds(view: View) -> dict[int, tuple[int, int, int, int]] | None:
 
 def _slice(view: View, index: int, cut: Sharded) -> Choice | str:
     """Along a cut axis, whole blocks can be taken."""
-    needs = (cut, *_whole(view.inputs[1:]))
+    needs = _first(view, cut)
     axes = view.argument("axes", 3)
     if axes is not None and cut.axis not in [axis_of(axis, len(view.dims(0))) for axis in axes]:
         return Choice(needs=needs, gives=(cut,))
@@ -709,7 +663,7 @@ def _attention(view: View, index: int, cut: Sharded) -> Choice | str:
     keys = view.attribute(of_keys, 0) or (sizes[1] if axis == 1 else heads)
     if not heads or heads % view.ranks or keys % view.ranks:
         return f"{heads} heads, of keys {keys}, cannot be cut in {view.ranks}"
-    needs: list[Placement] = [*_whole(view.inputs)]
+    needs: list[Placement] = [REPLICATED] * len(view.inputs)
     needs[:3] = [Sharded(axis, (size,)) for size in sizes]
     for number in given.intersection(past):
         needs[number] = Sharded(1, (keys,))
@@ -755,7 +709,7 @@ def _rotary(view: View, index: int, cut: Sharded) -> Choice | str:
     if heads % view.ranks or (axis == 2 and not heads):
         return f"{heads} heads cannot be cut in {view.ranks}"
     return Choice(
-        needs=(cut, *_whole(view.inputs[1:])),
+        needs=_first(view, cut),
         gives=(cut,),
         attributes={"num_heads": heads // view.ranks} if heads else {},
     )
@@ -770,9 +724,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["Conv", "ConvTranspose"], _grouped_convolution),
     "Concat": _concat,
     "Expand": _expand,
-    "Flatten": _flatten,
     "GroupNormalization": _group_norm,
-    "Reshape": _reshape,
+    **dict.fromkeys(["Flatten", "Reshape"], _reshape),
     "Resize": _resize,
     "Shape": _shape,
     "Size": _shape,
