@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mcinfer.ranks.slicing.graphs import BITS, values_used
-from mcinfer.ranks.slicing.slice_files import as_model
 from mcinfer.ranks.slicing.tensor import TensorSlices
 from mcinfer.ranks.slicing.weights import Recipe
 
@@ -24,7 +23,8 @@ def models_of(slices: TensorSlices) -> list[ModelProto]:
     """The models of all ranks, with their weights in memory."""
     models = []
     for recipes in slices.recipes:
-        model = as_model(slices.graph, len(slices.recipes))
+        model = ModelProto()
+        model.CopyFrom(slices.model)
         model.graph.initializer.extend(map(_tensor, recipes))
         models.append(model)
     return models

@@ -27,7 +27,7 @@ from mcinfer.ranks import open_slice
 from mcinfer.ranks.collectives.base import Group, PeerFailedError
 from mcinfer.ranks.layouts import MAX_LAYOUTS
 from mcinfer.ranks.slices import RankEngine, prepare
-from mcinfer.ranks.slicing.slice_files import cut_segments
+from mcinfer.ranks.slicing.segments import cut_segments
 from mcinfer.ranks.slicing.slicer import write_slices
 from mcinfer.specs import numpy_dtype
 from tests.engine_requests import engine_request

@@ -15,8 +15,7 @@ from onnx import NodeProto, helper
 from mcinfer.errors import BuildError
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.ranks.slicing.plans import Exchange, RankPlan, Segment
-from mcinfer.ranks.slicing.segments import RankGraph
-from mcinfer.ranks.slicing.slice_files import cut_segments
+from mcinfer.ranks.slicing.segments import cut_segments, write_segments
 from mcinfer.specs import ModelSpec
 from tests.sliced_models import (
     all_gather,
@@ -245,12 +244,11 @@ def test_output_that_a_later_segment_takes_has_its_type_as_an_output(tmp_path: P
     early = helper.make_node("Neg", ["x"], ["early"])
     late = helper.make_node("Add", ["early", "sum"], ["y"])
     outputs = [value("early", 2), value("y", 2)]
-    path = save(tmp_path / "model.onnx", [early, late], [value("x", 2)], outputs, {})
-    exchange = Exchange(node="reduce", kind="all_reduce", input="early", output="sum")
-    graph = RankGraph(model=onnx.load(path), exchanges=((1, exchange),))
-    graph.model.graph.value_info.append(value("sum", 2))
+    nodes = [early, all_reduce("early", "sum"), late]
+    model = onnx.load(save(tmp_path / "model.onnx", nodes, [value("x", 2)], outputs, {}))
+    model.graph.value_info.append(value("sum", 2))
     place = RankPlan(rank=0, tensor=2, pipeline=1, spec=ModelSpec(inputs=(), outputs=()), made=())
-    first, _, second = graph.write_segments(place, tmp_path).steps
+    first, _, second = write_segments(model, place, tmp_path).steps
     assert isinstance(second, Segment)
     assert first.outputs == ("early",)
     assert second.inputs == ("early", "sum")

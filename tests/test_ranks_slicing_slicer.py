@@ -20,7 +20,7 @@ from mcinfer.errors import BuildError, InvalidInputError, ModelNotFoundError
 from mcinfer.ranks.check_slices import check, difference, made_up_inputs, tolerance
 from mcinfer.ranks.slicing import weights as weights_module
 from mcinfer.ranks.slicing.plans import METADATA_KEY, REPORT_FILE, RankPlan, Segment
-from mcinfer.ranks.slicing.slice_files import cut_segments
+from mcinfer.ranks.slicing.segments import cut_segments
 from mcinfer.ranks.slicing.slicer import slice_model, write_slices
 from mcinfer.ranks.slicing.weights import SMALL_BYTES, DataFile, Recipe, Weights
 from mcinfer.specs import ModelSpec, TensorSpec

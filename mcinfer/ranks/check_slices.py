@@ -41,8 +41,7 @@ from mcinfer.errors import (
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.children import Progress
 from mcinfer.ranks.slicing.plans import Exchange, RankPlan, Segment, rank_folder
-from mcinfer.ranks.slicing.segments import rounding
-from mcinfer.ranks.slicing.slice_files import cut_segments
+from mcinfer.ranks.slicing.segments import cut_segments, rounding
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec
 
 _SIZES = ((2, 8), (2, 16), (2, 64), (1, 8), (1, 64), (1, 1))

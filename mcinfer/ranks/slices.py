@@ -125,9 +125,7 @@ def _segments(request: EngineRequest, folder: Path | None) -> Iterator[tuple[Ran
     if folder is not None:
         yield RankPlan.read(folder), folder
         return
-    from mcinfer.ranks.slicing.slice_files import (
-        cut_segments,
-    )  # imports onnx: others do not need it
+    from mcinfer.ranks.slicing.segments import cut_segments  # imports onnx: others do not need it
 
     with suppress(OSError):  # that names a file that does not exist or cannot be read
         check_regular(request.model)

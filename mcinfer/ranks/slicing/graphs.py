@@ -26,6 +26,8 @@ from mcinfer.ranks.slicing.placements import REPLICATED, Dim, Dims, Placement, S
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, numpy_dtype
 
 MAIN_DOMAINS = ("", "ai.onnx")
+RUNTIME_DOMAIN = "com.microsoft"
+"""Of ONNX Runtime's own operators."""
 
 BITS = {kind.onnx: kind.bits for kind in ELEMENT_TYPES.values()}
 """By the number of an element type; 0 for strings."""
@@ -272,7 +274,7 @@ def inferred(
 def known_stand_ins(node: NodeProto, constants: Mapping[str, TensorProto]) -> Iterable[NodeProto]:
     """Nodes of ONNX whose outputs have the types of this node's."""
     name = node.op_type
-    is_foreign = node.domain == "com.microsoft"
+    is_foreign = node.domain == RUNTIME_DOMAIN
     if name in ("GroupNormalization", "SimplifiedLayerNormalization"):
         return like_input(node, 0, 0)
     if (

@@ -1,74 +1,105 @@
-"""The graph of one rank: nodes, and exchanges between them, cut into segments that a runtime can run.
+"""The slice of one rank: a model with collective nodes, cut there into segments that a runtime can run.
 
 ::
 
-    graph      x ── MatMul ── all_reduce ── Add ── MatMul ── all_reduce ── y
-    steps      [ segment 0 ]   exchange   [ segment 1 ]      exchange
-    phase            0             0            1                1
+    nodes      x ── MatMul ── AllReduce ── Add ── MatMul ── AllReduce ── y
+    steps      [ segment 0 ]  exchange   [ segment 1 ]     exchange
+    phase            0            0            1               1
 
-The slicer makes such graphs, and `mcinfer.ranks.slicing.slice_files` reads them from files. A step's phase is
-the number of exchanges that must run before it. So each segment does all that can be done before its phase's
-exchanges, and the exchanges of a phase run one after another, in the order of the graph. Thus ranks run the
-same exchanges in the same order if their graphs have the same exchanges in the same order.
+A step's phase is the number of exchanges that must run before it. So each segment does all that can be done
+before its phase's exchanges, and the exchanges of a phase run one after another, in the order of the graph.
+Thus ranks run the same exchanges in the same order if their slices have the same collectives in the same
+order. A segment's file has its nodes and initialisers. Initialisers with external data name the same files as
+those of the slice do.
 
-A segment's file has its nodes and initialisers. Initialisers with external data name the same files as those
-of the graph do.
+`mcinfer slice` writes slices into files, and MindSpore Lite's programs load them, also those of others. The
+slicer itself does not read them. Collective operators that are read:
+
+* ``com.microsoft::AllReduce`` (sum) and ``AllGather`` (``group_size``, ``axis``), as in ONNX Runtime's
+  sources (``onnxruntime/core/graph/contrib_ops/collective_defs.cc``);
+* TensorRT's ``DistCollective`` in any domain: ``collective_operation``, ``reduce_op``, ``root``,
+  ``nb_rank``, ``group_size``, ``groups`` (operator reference of TensorRT 11). It gathers and scatters along
+  axis 0. NVIDIA's ``polygraphy multi-device shard`` writes such nodes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import onnx
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from mcinfer.errors import BuildError
+from mcinfer.model_cache.onnx_files import scan
 from mcinfer.ranks.slicing.graphs import (
     BITS,
+    RUNTIME_DOMAIN,
+    inferred,
     initialisers,
+    known_stand_ins,
     label,
+    like_input,
+    resized_input,
+    subgraphs,
+    tensor_spec,
     values_used,
     with_inner,
     without_graph,
 )
-from mcinfer.ranks.slicing.plans import Exchange, RankPlan, Segment
+from mcinfer.ranks.slicing.plans import (
+    METADATA_KEY,
+    Exchange,
+    ExchangeKind,
+    RankPlan,
+    Reduction,
+    Segment,
+)
+from mcinfer.specs import ModelSpec
+
+_KINDS: tuple[ExchangeKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+_REDUCTIONS: dict[str, Reduction] = {"sum": "sum", "max": "max", "avg": "mean"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankGraph:
-    """What one rank runs.
+def cut_segments(model_path: str | Path, folder: str | Path) -> RankPlan:
+    """Cut a slice at its collectives; write its segments and its plan into a folder that exists.
 
-    Attributes:
-        model: Has all but the exchanges. The types in its `value_info` are those of this rank's values.
-        exchanges: In their order, each with the number of nodes before it.
+    Raises:
+        BuildError: The file is no ONNX model, or has a collective that cannot be run, or collectives and
+            random numbers; with the node's name.
     """
+    try:
+        model = onnx.load(str(model_path), load_external_data=False)
+        place = _read(model)
+        random, _ = scan(model_path).random
+        if random and any(map(_is_collective, model.graph.node)):
+            # With a seed, too, ranks would differ once one missed a run.
+            raise BuildError(
+                f"{random} draws random numbers, which would differ between the ranks; expected none in a "
+                "slice with collectives"
+            )
+        return write_segments(model, place, Path(folder))
+    except (BuildError, OSError, DecodeError) as exc:
+        raise BuildError(f"{model_path}: {exc}") from None
 
-    model: ModelProto
-    exchanges: Sequence[tuple[int, Exchange]] = ()
 
-    def items(self) -> Iterator[NodeProto | Exchange]:
-        """Nodes and exchanges, in their order."""
-        waiting = [*self.exchanges][::-1]
-        for number, node in enumerate(self.model.graph.node):
-            while waiting and waiting[-1][0] <= number:
-                yield waiting.pop()[1]
-            yield node
-        yield from (exchange for _, exchange in reversed(waiting))
+def write_segments(model: ModelProto, place: RankPlan, folder: Path) -> RankPlan:
+    """Write the segments of a slice and its plan into a folder that exists.
 
-    def write_segments(self, place: RankPlan, folder: Path) -> RankPlan:
-        """Write the segments and the plan into a folder that exists.
+    Args:
+        model: The slice. The types in its `value_info` are those of this rank's values.
+        place: The plan, without steps.
+        folder: Of the segments. Their external data are read from where the model's own are.
 
-        Args:
-            place: The plan, without steps.
-            folder: Of the segments. Their external data are read from where the model's own are.
-
-        Raises:
-            BuildError: A node takes what none before it makes, or a value that passes from one segment to
-                another has no known type.
-        """
-        plan = replace(place, steps=tuple(_Cut(self).steps(folder)))
-        plan.write(folder)
-        return plan
+    Raises:
+        BuildError: A node takes what none before it makes, or a value that passes from one segment to
+            another has no known type.
+    """
+    plan = replace(place, steps=tuple(_Cut(model).steps(folder)))
+    plan.write(folder)
+    return plan
 
 
 def rounding(segments: Iterable[Path]) -> tuple[str, int] | None:
@@ -107,10 +138,12 @@ def _is_typed(value: ValueInfoProto) -> bool:
 class _Cut:
     """A rank's graph in phases. What initialisers alone make is copied to where it is needed."""
 
-    def __init__(self, graph: RankGraph) -> None:
-        self._graph = graph
-        self._model = graph.model
-        parts = graph.model.graph
+    def __init__(self, model: ModelProto) -> None:
+        self._model = model
+        parts = model.graph
+        self._items: list[NodeProto | Exchange] = []
+        for node in parts.node:
+            self._items += _collective(node)[0] if _is_collective(node) else [node]
         self._initialisers = initialisers(parts)
         self._inputs = {x.name: x for x in parts.input if x.name not in self._initialisers}
         self._outputs = [value.name for value in parts.output]
@@ -127,7 +160,7 @@ class _Cut:
         """The exchanges, and the nodes that an output or an exchange needs, in their order."""
         wanted = {*self._outputs}
         found: list[NodeProto | Exchange] = []
-        for item in reversed([*self._graph.items()]):
+        for item in reversed(self._items):
             if isinstance(item, Exchange):
                 wanted.add(item.input)
                 found.append(item)
@@ -222,7 +255,7 @@ class _Cut:
         if name not in self._types:
             maker = next(
                 item
-                for item in self._graph.items()
+                for item in self._items
                 if name in (item.outputs if isinstance(item, Exchange) else item.output)
             )
             raise BuildError(
@@ -235,3 +268,188 @@ class _Cut:
             if dim.dim_param not in self._symbols:
                 dim.ClearField("dim_param")
         return value
+
+
+# Slices in files.
+
+
+def _read(model: ModelProto) -> RankPlan:
+    """The rank's plan without steps; the model's `value_info` gets the types of this rank's values."""
+    _refuse_inner_collectives(model)
+    place = _metadata(model)
+    tensor = _ranks_of_a_stage([*filter(_is_collective, model.graph.node)], place)
+    names = tuple(value.name for value in model.graph.output)
+    if place is None:
+        weights = initialisers(model.graph)
+        inputs = (x for x in model.graph.input if x.name not in weights)
+        spec = ModelSpec(
+            inputs=tuple(map(tensor_spec, inputs)),
+            outputs=tuple(map(tensor_spec, model.graph.output)),
+        )
+        place = RankPlan(rank=None, tensor=tensor, pipeline=1, spec=spec, made=names)
+    else:
+        made = {spec.name for spec in place.spec.outputs}
+        place = replace(place, made=tuple(name for name in names if name in made))
+    types = _infer(model)
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(types.values())
+    return place
+
+
+def _metadata(model: ModelProto) -> RankPlan | None:
+    """The rank's place, without steps, if the slice says it."""
+    what = f"metadata {METADATA_KEY}"
+    for item in model.metadata_props:
+        if item.key == METADATA_KEY:
+            try:
+                return RankPlan.from_json(json.loads(item.value), what)
+            except ValueError as exc:
+                raise BuildError(f"{what}: {exc}") from exc
+    return None
+
+
+def _ranks_of_a_stage(nodes: Iterable[NodeProto], place: RankPlan | None) -> int | None:
+    """From the metadata, or else from the collectives, which must all say the same."""
+    ranks = None if place is None else place.tensor
+    source = f"metadata {METADATA_KEY}"
+    meanings = [(described(node), *_collective(node)) for node in nodes]
+    for name, _, own in meanings:
+        if own is not None:
+            if ranks not in (None, own):
+                raise BuildError(f"{name} is for {own} ranks, expected {ranks} as in {source}")
+            ranks, source = own, name
+    for name, exchanges, _ in meanings:
+        root = exchanges[0].root
+        if ranks is not None and root >= ranks:
+            raise BuildError(f"{name} has root {root}, expected one of {ranks} ranks")
+    return ranks
+
+
+def _refuse_inner_collectives(model: ModelProto) -> None:
+    inside = [
+        (inner, f"a subgraph of {described(node)}")
+        for node in model.graph.node
+        for graph in subgraphs(node)
+        for inner in with_inner(graph.node)
+    ]
+    for function in model.functions:
+        where = f"the function {function.name!r}"
+        inside += [(inner, where) for inner in with_inner(function.node)]
+    for inner, where in inside:
+        if _is_collective(inner):
+            raise BuildError(
+                f"{described(inner)} is in {where}, expected collectives in the main graph alone"
+            )
+
+
+def _infer(model: ModelProto) -> dict[str, ValueInfoProto]:
+    """Types, and shapes where known, of the graph's values.
+
+    Sizes that the file declares may be those of the whole model, so only the element types of `value_info`
+    count, for values that the inference does not know.
+    """
+
+    def stand_ins(node: NodeProto, constants: Mapping[str, TensorProto]) -> Iterable[NodeProto]:
+        if not _is_collective(node):
+            return known_stand_ins(node, constants)
+        (exchange, *_), ranks = _collective(node)
+        places = range(len(node.input))
+        if exchange.kind in ("all_reduce", "broadcast"):
+            return [made for at in places for made in like_input(node, at, at)]
+        if exchange.kind == "all_gather" and ranks is not None:
+            return [
+                helper.make_node("Concat", [given] * ranks, [output], axis=exchange.axis)
+                for given, output in zip(node.input, node.output, strict=True)
+            ]
+        return [made for at in places for made in resized_input(node, at)]
+
+    types = inferred(model, stand_ins=stand_ins)
+    for value in (*model.graph.value_info, *model.graph.output):
+        element_type = value.type.tensor_type.elem_type
+        if value.name not in types and element_type:
+            types[value.name] = helper.make_tensor_value_info(value.name, element_type, None)
+    return types
+
+
+# Collective nodes.
+
+
+def _is_collective(node: NodeProto) -> bool:
+    if node.op_type == "DistCollective":
+        return True
+    return node.domain == RUNTIME_DOMAIN and node.op_type in ("AllReduce", "AllGather", "AllToAll")
+
+
+def _collective(node: NodeProto) -> tuple[list[Exchange], int | None]:
+    """What a collective node means, one exchange for each input; and the number of ranks, if it says it."""
+    values = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+    if not node.input or len(node.input) != len(node.output) or "" in (*node.input, *node.output):
+        raise BuildError(
+            f"{described(node)} has the inputs {[*node.input]} and the outputs {[*node.output]}, "
+            "expected one output for each input"
+        )
+    ranks: int | None = None
+    meaning: dict[str, Any] = {"kind": "all_reduce"}
+    if node.op_type == "DistCollective":
+        meaning, ranks = _dist_collective(node, values)
+    elif node.op_type == "AllReduce":
+        _only_attributes(node, values, ())
+    elif node.op_type == "AllGather":
+        _only_attributes(node, values, ("group_size", "axis"))
+        # The defaults are those of the operator's schema.
+        meaning = {"kind": "all_gather", "axis": values.get("axis", 1)}
+        ranks = values.get("group_size", 1)
+    else:
+        raise BuildError(f"{described(node)} is not supported, expected AllReduce or AllGather")
+    exchanges = [
+        Exchange(node=node.name or output, input=given, output=output, **meaning)
+        for given, output in zip(node.input, node.output, strict=True)
+    ]
+    return exchanges, ranks
+
+
+def _only_attributes(node: NodeProto, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        raise BuildError(
+            f"{described(node)} has the attributes {unknown}, expected none but {[*known]}"
+        )
+
+
+def _dist_collective(
+    node: NodeProto, values: Mapping[str, Any]
+) -> tuple[dict[str, Any], int | None]:
+    """What an `Exchange` says, by its fields; and the number of ranks."""
+    known = ("collective_operation", "reduce_op", "root", "nb_rank", "group_size", "groups")
+    _only_attributes(node, values, known)
+    wanted, reduction = (
+        _text(values.get(name, b"none")) for name in ("collective_operation", "reduce_op")
+    )
+    kind = next((kind for kind in _KINDS if kind == wanted), None)
+    if kind is None:
+        raise BuildError(
+            f"{described(node)} has collective_operation {wanted!r}, expected one of {[*_KINDS]}"
+        )
+    reduces = kind in ("all_reduce", "reduce_scatter")
+    if reduces and reduction not in _REDUCTIONS:
+        raise BuildError(
+            f"{described(node)} has reduce_op {reduction!r}, expected one of {[*_REDUCTIONS]}"
+        )
+    root = values.get("root", -1) if kind == "broadcast" else 0
+    if root < 0:
+        raise BuildError(f"{described(node)} has root {root}, expected a rank")
+    # Each of the three says how many ranks there are; 0 and 1 stand for all.
+    groups = [*values.get("groups", ())]
+    sizes = {values.get("nb_rank", 1), values.get("group_size", 0), len(groups)} - {0, 1}
+    if len(sizes) > 1 or groups != [*range(len(groups))]:
+        raise BuildError(
+            f"{described(node)} has nb_rank {values.get('nb_rank', 1)}, group_size "
+            f"{values.get('group_size', 0)} and groups {groups}, expected all ranks of the stage"
+        )
+    operation = _REDUCTIONS[reduction] if reduces else "sum"
+    meaning = {"kind": kind, "operation": operation, "root": root}
+    return meaning, next(iter(sizes), None)
+
+
+def _text(value: Any) -> str:
+    return value.decode().lower() if isinstance(value, bytes) else str(value)

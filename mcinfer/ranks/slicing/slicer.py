@@ -2,7 +2,7 @@
 
 ::
 
-    model ──► Weights ──► cut_stages ──► slice_tensor, for each stage ──► a RankGraph and a RankPlan
+    model ──► Weights ──► cut_stages ──► slice_tensor, for each stage ──► a model and a RankPlan
               (stubs)     pipeline       tensor                               for each rank
                                                                                    │
     FOLDER/   slices.json     the report                                           │
@@ -54,10 +54,9 @@ from mcinfer.ranks.slicing.graphs import (
 )
 from mcinfer.ranks.slicing.pipeline import Stage, cut_stages
 from mcinfer.ranks.slicing.plans import METADATA_KEY, REPORT_FILE, VERSION, RankPlan, rank_folder
-from mcinfer.ranks.slicing.segments import RankGraph
-from mcinfer.ranks.slicing.slice_files import write_slice
+from mcinfer.ranks.slicing.segments import write_segments
 from mcinfer.ranks.slicing.tensor import StageReport, slice_tensor
-from mcinfer.ranks.slicing.weights import DataFile, Recipe, Weights
+from mcinfer.ranks.slicing.weights import DataFile, Weights
 from mcinfer.specs import ModelSpec
 
 
@@ -253,14 +252,23 @@ def write_slices(
                     },
                     made=tuple(value.name for value in spec.outputs if value.name in made),
                 )
-                graph = _weighted(weights, slices.graph, recipes, target / f"model{plan.rank}.data")
-                ranks.append(_rank_report(stage, graph, plan))
+                rank_model = ModelProto()
+                rank_model.CopyFrom(slices.model)
+                with DataFile(target / f"model{plan.rank}.data") as file:
+                    made_of = (weights.write(recipe, file) for recipe in recipes)
+                    rank_model.graph.initializer.extend(made_of)
+                    weights.write_rest(rank_model, file)
+                ranks.append(_rank_report(stage, rank_model, plan))
                 if segments:
                     place = target / rank_folder(plan.rank or 0)
                     place.mkdir()
-                    graph.write_segments(plan, place)
+                    write_segments(rank_model, plan, place)
                 else:
-                    write_slice(graph, plan, target / ranks[-1].file)
+                    rank_model.metadata_props.add(
+                        key=METADATA_KEY, value=json.dumps(plan.to_json())
+                    )
+                    content = rank_model.SerializeToString(deterministic=True)
+                    (target / ranks[-1].file).write_bytes(content)
         total = sum(map(tensor_bytes, initialisers.values()))
         check = _UNCHECKED
         if random:
@@ -297,26 +305,14 @@ def _check_unsliced(model: ModelProto) -> None:
 # The files.
 
 
-def _weighted(
-    weights: Weights, graph: RankGraph, recipes: Sequence[Recipe], path: Path
-) -> RankGraph:
-    """The graph with a rank's initialisers, of which the large ones are written into a file."""
-    model = ModelProto()
-    model.CopyFrom(graph.model)
-    with DataFile(path) as file:
-        model.graph.initializer.extend(weights.write(recipe, file) for recipe in recipes)
-        weights.write_rest(model, file)
-    return replace(graph, model=model)
-
-
-def _rank_report(stage: Stage, graph: RankGraph, plan: RankPlan) -> RankReport:
+def _rank_report(stage: Stage, model: ModelProto, plan: RankPlan) -> RankReport:
     rank = plan.rank or 0
     return RankReport(
         rank=rank,
         stage=rank // (plan.tensor or 1),
         file=f"model{rank}.onnx",
-        nodes=len(graph.model.graph.node) + len(graph.exchanges),
-        weight_bytes=sum(map(tensor_bytes, graph.model.graph.initializer)),
+        nodes=len(model.graph.node),
+        weight_bytes=sum(map(tensor_bytes, model.graph.initializer)),
         operations=stage.operations,
         receives=plan.receives,
         sends=plan.sends,

@@ -2,7 +2,7 @@
 
 ::
 
-    model ──► Graph ──► Search ──► a Choice for each node ──► _Writer ──► one RankGraph for all ranks
+    model ──► Graph ──► Search ──► a Choice for each node ──► _Writer ──► one graph for all ranks
               shapes    rules and costs                          │
                                                                  └──► a recipe for each weight of each rank
 
@@ -25,6 +25,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 from mcinfer.errors import InvalidInputError
 from mcinfer.ranks.slicing import rules
 from mcinfer.ranks.slicing.graphs import (
+    RUNTIME_DOMAIN,
     Graph,
     Values,
     View,
@@ -50,10 +51,8 @@ from mcinfer.ranks.slicing.placements import (
     local_dims,
     ranges,
 )
-from mcinfer.ranks.slicing.plans import Exchange
 from mcinfer.ranks.slicing.rules import RULES, WEIGHTS, Choice
 from mcinfer.ranks.slicing.search import Costs, Search
-from mcinfer.ranks.slicing.segments import RankGraph
 from mcinfer.ranks.slicing.weights import Recipe
 
 _MANY = 32
@@ -137,12 +136,12 @@ class TensorSlices:
     """The slices of one model.
 
     Attributes:
-        graph: That of every rank, without initialisers.
+        model: That of every rank, without initialisers; with nodes of ONNX Runtime's for the exchanges.
         recipes: For each rank, its initialisers.
         report: What was cut.
     """
 
-    graph: RankGraph
+    model: ModelProto
     recipes: tuple[tuple[Recipe, ...], ...]
     report: StageReport
 
@@ -170,7 +169,7 @@ def slice_tensor(model: ModelProto, size: int, values: Values | None = None) -> 
         whole.CopyFrom(model)
         del whole.graph.initializer[:]
         recipes = tuple(Recipe(name=t.name, source=t) for t in model.graph.initializer)
-        return TensorSlices(graph=RankGraph(model=whole), recipes=(recipes,), report=StageReport())
+        return TensorSlices(model=whole, recipes=(recipes,), report=StageReport())
     graph = Graph(model, infer(model) if values is None else values)
     return slices_of(graph, size, Search(graph, Costs(graph, size)).run())
 
@@ -189,7 +188,6 @@ class _Writer:
         size: How many ranks.
         choices: By node.
         nodes: Of the ranks' graph so far.
-        exchanges: Of the ranks' graph so far, each with the number of nodes before it.
         there: The names in the ranks' graph, by value and how it is there.
         given: How each node gave its outputs.
         constants: The initialisers of the ranks so far, by name: source and how it is cut.
@@ -204,7 +202,6 @@ class _Writer:
     size: int
     choices: Sequence[Choice]
     nodes: list[NodeProto] = field(default_factory=list)
-    exchanges: list[tuple[int, Exchange]] = field(default_factory=list)
     there: dict[tuple[str, Placement], str] = field(default_factory=dict)
     given: dict[str, Placement] = field(default_factory=dict)
     constants: dict[str, tuple[str, Placement]] = field(default_factory=dict)
@@ -226,8 +223,7 @@ class _Writer:
         for name in graph.outputs:
             self._fetch(name, REPLICATED, None)
         recipes = tuple(self._recipes(rank) for rank in range(self.size))
-        graph_of_ranks = RankGraph(model=self._model(), exchanges=tuple(self.exchanges))
-        return TensorSlices(graph=graph_of_ranks, recipes=recipes, report=self._report())
+        return TensorSlices(model=self._model(), recipes=recipes, report=self._report())
 
     # Nodes.
 
@@ -350,8 +346,10 @@ class _Writer:
         sizes = self._constant(f"{name}.sizes", values)
         return self._node("Where", [condition, sizes, written], self._unique(f"{name}.part"))
 
-    def _node(self, op: str, inputs: list[str], output: str, **attributes: int) -> str:
-        node = helper.make_node(op, inputs, [output], name=f"{output}/{op}")
+    def _node(
+        self, op: str, inputs: list[str], output: str, domain: str | None = None, **attributes: int
+    ) -> str:
+        node = helper.make_node(op, inputs, [output], name=f"{output}/{op}", domain=domain)
         node.attribute.extend(helper.make_attribute(*item) for item in attributes.items())
         self.nodes.append(node)
         return output
@@ -418,14 +416,8 @@ class _Writer:
     ) -> None:
         """Gather the parts of a value; or sum its terms, if it is not cut."""
         named = "AllReduce" if cut is None else "AllGather"
-        exchange = Exchange(
-            node=f"{whole}/{named}",
-            kind="all_reduce" if cut is None else "all_gather",
-            axis=cut.axis if cut else 0,
-            input=part,
-            output=whole,
-        )
-        self.exchanges.append((len(self.nodes), exchange))
+        attributes = {} if cut is None else {"group_size": self.size, "axis": cut.axis}
+        self._node(named, [part], whole, RUNTIME_DOMAIN, **attributes)
         dims, own = self.graph.dims(name), self.graph.element_type(name)
         kind = own if cut else self._kind_of_terms(name)
         sizes = [dim for dim in dims or () if isinstance(dim, int)]
@@ -519,6 +511,8 @@ class _Writer:
         )
         model = without_graph(source)
         model.graph.CopyFrom(graph)
+        if self.collectives and all(x.domain != RUNTIME_DOMAIN for x in model.opset_import):
+            model.opset_import.append(helper.make_opsetid(RUNTIME_DOMAIN, 1))
         return model
 
     def _report(self) -> StageReport:
