@@ -27,7 +27,7 @@ from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.requests.future import OutcomeFuture
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Call
-from mcinfer.requests.splitting import Known, OutgrownError, Splitter, Verify
+from mcinfer.requests.splitting import Known, OutgrownError, Splitter, Verify, answers_of
 from mcinfer.requests.tensors import Arrays
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
@@ -156,20 +156,16 @@ class Learner:
 
     def may_rescue(self, call: Call, failure: PredictError) -> bool:
         """Whether a call that failed may still be answered: it is to be compared first, or cut no more."""
-        if isinstance(failure, OutgrownError):
-            return True
-        return (
-            call.known.split.checked and len(call.rows) > 1 and not isinstance(failure, JoinError)
-        )
+        cut = call.known.split.checked and len(call.rows) > 1
+        return isinstance(failure, OutgrownError) or (cut and not isinstance(failure, JoinError))
 
     def rescue(self, call: Call, failure: PredictError) -> Arrays | None:
         """Answer a call that failed by a whole run; None if that fails, too."""
         if not self.may_rescue(call, failure):
             return None
-        if isinstance(failure, OutgrownError):
-            return self._answer_whole(call)
-        call.limited = False
-        return self._answer_whole(call, failure)
+        outgrown = isinstance(failure, OutgrownError)
+        call.limited = call.limited and outgrown
+        return self._answer_whole(call, None if outgrown else failure)
 
     def relearn(self, call: Call) -> Split:
         """Learn from a call alone, and forget what was known; see `Master.learn`."""
@@ -192,11 +188,8 @@ class Learner:
                 runs.share = 0.5 if call.known.splits else 1.0
                 answer = splitter.answer(call.known, arrays, runs.pieces, runs, runs.in_pieces)
             else:
-                (whole,) = runs([arrays])
-                if isinstance(whole, McinferError):
-                    raise whole
+                (answer,) = answers_of(runs, [arrays])
                 splitter.withdraw(f"a piece of a batch fails where the whole runs ({failure})")
-                answer = whole
         except McinferError:
             if call.cancelled:
                 raise CancelledError from None
@@ -278,10 +271,9 @@ class _Runs:
             context=self._call.context if is_answer else None,
             limited=is_answer and self._call.limited,
         )
-        outcomes: list[Arrays | McinferError] = []
         try:
             begun = [self._begin(replace(call, inputs=arrays)) for arrays in requests]
-            outcomes.extend(_outcome(future) for future in begun)
+            outcomes = [*map(_outcome, begun)]
         finally:
             self._stop()
         seconds = monotonic() - began

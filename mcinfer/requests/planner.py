@@ -126,7 +126,7 @@ class HostPlace:
         self._arena = arena
         self._forks = forks()
 
-    def spot_of(self, array: NDArray[Any]) -> Spot | None:
+    def find(self, array: NDArray[Any]) -> Spot | None:
         """Where an array lies in this memory, if workers can read it there."""
         flags = array.flags
         if not (flags.c_contiguous and flags.aligned and array.dtype.isnative and is_leased(array)):
@@ -325,7 +325,7 @@ class Planner:
                 found, outputs = cards().bring(arrays, plan, call, timeout)
             for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
                 if type(array) is np.ndarray and layout is not None and layout.contiguous:
-                    spot = self.place.spot_of(array)
+                    spot = self.place.find(array)
                     if spot is not None:
                         found[i] = spot
             timeout = max(0.0, end - monotonic())

@@ -27,7 +27,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -227,8 +227,9 @@ def _tells(parts: Sequence[NDArray[Any]], axis: int) -> bool:
 
 def _rows_of(names: Sequence[str], arrays: Batch, axes: Axes) -> int:
     """The rows of a request; one if nothing of it is cut."""
-    shapes = dict(zip(names, (array.shape for array in arrays), strict=True))
-    return rows_of(shapes, axes) or 1
+    return (
+        rows_of({name: array.shape for name, array in zip(names, arrays, strict=True)}, axes) or 1
+    )
 
 
 def _other_sizes(shape: Shape, axis: int) -> Shape:
@@ -389,12 +390,8 @@ class Splitter:
     ) -> Arrays:
         """Answer a request by a whole run, and learn from it.
 
-        Args:
-            known: What was known when it came.
-            arrays: Its inputs.
-            pieces: In how many it is cut; two at least.
-            run: Runs requests.
-            split_run: Runs this request split.
+        `known` is what was known when it came, `pieces` (two at least) into how many it would be cut;
+        `split_run` runs it split.
 
         Raises:
             McinferError: The whole run failed, and so did a run that is split as it was, or as the user or
@@ -408,7 +405,7 @@ class Splitter:
                 return self._without_whole(known, arrays, whole, split_run, mine=mine)
             now = self.known
             if mine and self.teaches(known, tuple(array.shape for array in arrays)):
-                self._learn(_Pieces(self._names, arrays, whole, pieces, run), now)
+                self._learn(_Trial(self._names, [arrays], [whole], run, pieces), now)
             return whole
         finally:
             if mine:
@@ -430,15 +427,13 @@ class Splitter:
             mine = self._learning.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
             if not mine:
                 raise PredictTimeoutError(f"others were learning the split for {timeout:g} s")
-            (whole,) = run([arrays])
-            if isinstance(whole, McinferError):
-                raise whole
+            (whole,) = answers_of(run, [arrays])
             self.known = self._known(
                 self._first, settled=self._verify == "never", rechecks=rechecks
             )
             self._warned = self._warned_open = self._is_withdrawn = False
             self._trials = self._pairs = self._changes = self._unshown = 0
-            self._learn(_Pieces(self._names, arrays, whole, pieces, run), self.known)
+            self._learn(_Trial(self._names, [arrays], [whole], run, pieces), self.known)
             return self.known.split
         finally:
             if mine:
@@ -462,14 +457,8 @@ class Splitter:
     def offer(self, known: Known, version: int, arrays: Batch, most: int) -> list[Offer] | None:
         """Note a request that may be joined with others if that is right; copies its inputs.
 
-        Args:
-            known: What was known when it came.
-            version: Of its weights.
-            arrays: Its inputs.
-            most: Most rows of a joined run.
-
-        Returns:
-            Some requests, this one among them, for `learn_from_offers`, once they may show it.
+        `known` is what was known when it came, `version` that of its weights; a joined run has at `most` so
+        many rows. Returns some requests, this one among them, for `learn_from_offers`, once they may show it.
         """
         if known.most_joined == math.inf or known.rechecks != self.known.rechecks or self.busy:
             return None
@@ -501,7 +490,7 @@ class Splitter:
                 return
             self._pairs += 1
             requests = [offer.arrays for offer in offered]
-            trial = _Members(self._names, requests, _successes(run(requests)), run)
+            trial = _Trial(self._names, requests, answers_of(run, requests), run)
             self._trials += 1
             self._learn(trial, now)
             self._trials -= not trial.ran
@@ -547,7 +536,7 @@ class Splitter:
             reason,
         )
 
-    def _puts_off(self, trial: "_Pieces | _Members", now: Known) -> bool:
+    def _puts_off(self, trial: "_Trial", now: Known) -> bool:
         """Whether it was a check with more rows, which has shown nothing: what fewer have shown holds."""
         rows = sum(trial.rows(now.split.inputs))
         if not (now.splits and rows > now.most_rows):
@@ -557,12 +546,12 @@ class Splitter:
             self._settle(now.split, now, rows)
         return True
 
-    def _leave_open(self, trial: "_Pieces | _Members", reason: str) -> None:
+    def _leave_open(self, trial: "_Trial", reason: str) -> None:
         """Say once that a request has not shown how its batch is split."""
-        if self._warned_open or (isinstance(trial, _Members) and not self._gives_up):
+        if self._warned_open or (trial.joins and not self._gives_up):
             return
         self._warned_open = True
-        if isinstance(trial, _Members):
+        if trial.joins:
             _log.warning(
                 "requests are not joined to one run: none shows that it is right: %s", reason
             )
@@ -587,20 +576,17 @@ class Splitter:
         If it is not `mine` to learn, another thread compares, which shows more.
         """
         now = self.known
+        late = isinstance(failure, PredictTimeoutError)
+        broke = isinstance(failure, (PredictError, WorkerDiedError))
         if now.rechecks != known.rechecks:
             raise failure
-        late = isinstance(failure, PredictTimeoutError)
-        if now.splits and (late or isinstance(failure, (PredictError, WorkerDiedError))):
+        if now.splits and (late or broke):
             # It was learned from fewer rows: the next check is for those that have many more than this one.
             rows = _rows_of(self._names, arrays, now.split.inputs)
             believed = self._known(now.split, settled=True, rechecks=now.rechecks, rows=rows)
             if mine and self.known is now:
                 self.known = believed
-        elif (
-            isinstance(failure, (PredictError, WorkerDiedError))
-            and self._first.splits
-            and not now.split.checked
-        ):
+        elif broke and self._first.splits and not now.split.checked:
             believed = self._known(self._first, settled=True, rechecks=now.rechecks)
         else:
             raise failure
@@ -609,8 +595,7 @@ class Splitter:
         except McinferError as exc:
             raise (exc if late else failure) from None
         if mine and not now.splits and self.known is now:
-            reason = f"a run of the whole batch failed, its pieces did not ({failure})"
-            self._believe(reason, now)
+            self._believe(f"a run of the whole batch failed, its pieces did not ({failure})", now)
         return answer
 
     def _settle(self, split: Split, now: Known, rows: int = 0) -> None:
@@ -623,8 +608,8 @@ class Splitter:
         if self._first.splits:
             self._settle(self._first, now)
             _log.warning("requests are split without a check: %s", reason)
-            return
-        self._give_up(reason, now)
+        else:
+            self._give_up(reason, now)
 
     def _give_up(self, reason: str, now: Known) -> None:
         """Requests run whole, since nothing can be compared."""
@@ -643,7 +628,7 @@ class Splitter:
             return
         yield from candidates(self._model, by_name, self._first, self._said, least_rows)
 
-    def _learn(self, trial: "_Pieces | _Members", now: Known) -> None:
+    def _learn(self, trial: "_Trial", now: Known) -> None:
         """Learn from a comparison, if `now` is what is known until it ends."""
         try:
             split = self._decide(trial)
@@ -679,16 +664,12 @@ class Splitter:
             return split
         if before.inputs == split.inputs and before.outputs == split.outputs:
             sizes = {(name, axis): size for name, axis, size in before.narrow}
-            narrow = [
-                (name, axis, max(size, sizes[name, axis]))
-                for name, axis, size in split.narrow
-                if (name, axis) in sizes
-            ]
+            both = [place for place in split.narrow if place[:2] in sizes]
             return replace(
                 split,
                 rows=max(split.rows, before.rows),
                 difference=max(split.difference, before.difference),
-                narrow=tuple(narrow),
+                narrow=tuple((n, axis, max(size, sizes[n, axis])) for n, axis, size in both),
             )
         self._changes += 1
         if self._changes <= _MAX_CHANGES:
@@ -696,7 +677,7 @@ class Splitter:
         reason = "requests of different shapes show different axes"
         return replace(split, inputs=dict.fromkeys(self._names), reason=reason, narrow=())
 
-    def _decide(self, trial: "_Pieces | _Members") -> Split:
+    def _decide(self, trial: "_Trial") -> Split:
         """What a request shows.
 
         Raises:
@@ -746,10 +727,8 @@ class Splitter:
         return Split(
             inputs=dict.fromkeys(self._names),
             outputs={
-                spec.name: refuted[spec.name].text
-                if spec.name in refuted
-                else "other outputs cannot"
-                for spec in self._model.outputs
+                **{spec.name: "other outputs cannot" for spec in self._model.outputs},
+                **{name: joint.text for name, joint in refuted.items()},
             },
             known="learned",
             checked=True,
@@ -765,20 +744,16 @@ class Splitter:
             return {}
         return {name: joint.rank for name, joint in joints.items()}
 
-    def _try(self, trial: "_Pieces | _Members", axes: Axes) -> dict[str, Joint]:
+    def _try(self, trial: "_Trial", axes: Axes) -> dict[str, Joint]:
         """Compare the pieces of one hypothesis with the whole.
 
         Raises:
             _CannotTellError: This request does not show whether it is right.
             McinferError: It could not be run.
         """
-        parts = trial.parts(axes)
-        cut = [name for name, axis in axes.items() if axis is not None]
-        alike = [
-            name
-            for i, name in enumerate(self._names)
-            if name in cut and not _tells([part[i] for part in parts], axes[name] or 0)
-        ]
+        parts = [*zip(*trial.parts(axes), strict=True)]
+        cut = [(i, n, axes[n]) for i, n in enumerate(self._names) if axes[n] is not None]
+        alike = [name for i, name, axis in cut if not _tells(parts[i], axis or 0)]
         if len(alike) == len(cut):
             raise _CannotTellError("its rows are equal")
         joints = self._compare(trial, axes)
@@ -789,11 +764,9 @@ class Splitter:
             other = self._compare(trial, {**axes, name: None})
             if all(joint.kind != "mixed" for joint in other.values()):
                 raise _CannotTellError(f"the rows of input {name!r} are equal")
-        unclear = [
-            f"{name!r} {joint.text}" for name, joint in joints.items() if joint.kind == "unclear"
-        ]
-        if unclear:
-            raise _CannotTellError(f"output {unclear[0]}")
+        for name, joint in joints.items():
+            if joint.kind == "unclear":
+                raise _CannotTellError(f"output {name!r} {joint.text}")
         if all(joint.kind == "same" for joint in joints.values()):
             text = "is the same for the whole batch and for each piece"
             return {name: Joint(kind="mixed", text=text) for name in joints}
@@ -807,26 +780,20 @@ class Splitter:
 
     def _unsure(self, axes: Axes, alike: Sequence[str]) -> list[str]:
         """The inputs with equal pieces for which no other evidence shows that they belong to the batch."""
-        symbols = {
-            spec.shape[axis]
+        sizes = {
+            spec.name: spec.shape[axis]
             for spec in self._model.inputs
-            if (axis := axes[spec.name]) is not None and spec.shape and spec.name not in alike
+            if (axis := axes[spec.name]) is not None and spec.shape
         }
-        specs = {spec.name: spec for spec in self._model.inputs}
-        unsure = []
-        for name in alike:
-            axis, shape = axes[name], specs[name].shape
-            size = shape[axis] if shape and axis is not None else None
-            if name not in self._said.inputs and (size is None or size not in symbols):
-                unsure.append(name)
-        return unsure
+        shown = {size for name, size in sizes.items() if name not in alike} - {None}
+        return [n for n in alike if n not in self._said.inputs and sizes.get(n) not in shown]
 
-    def _compare(self, trial: "_Pieces | _Members", axes: Axes) -> dict[str, Joint]:
+    def _compare(self, trial: "_Trial", axes: Axes) -> dict[str, Joint]:
         try:
             rows = trial.rows(axes)
             whole, answers = trial.run(axes)
         except (PredictError, InvalidInputError) as exc:
-            if isinstance(trial, _Members) and self.known.splits:
+            if trial.joins and self.known.splits:
                 # Fewer rows are right, and such a run is taken apart where it fails.
                 raise _CannotTellError(f"they do not run as one ({exc})") from exc
             text = f"cannot be had from pieces and from the whole batch alike ({exc})"
@@ -838,10 +805,11 @@ class Splitter:
         for name, said in self._said.outputs.items():
             joint = joints[name]
             if joint.kind in ("axis", "same") and joint.axis != said:
-                text = "is the same from every piece"
-                if joint.axis is not None:
-                    text = f"joins along axis {joint.axis}"
-                text = f"{text}, output_axes says {said}"
+                is_same = joint.axis is None
+                how = (
+                    "is the same from every piece" if is_same else f"joins along axis {joint.axis}"
+                )
+                text = f"{how}, output_axes says {said}"
                 joints[name] = Joint(kind="mixed", joins=True, text=text)
             elif joint.kind == "unclear":
                 kind: Literal["axis", "same"] = "same" if said is None else "axis"
@@ -855,68 +823,49 @@ class Splitter:
 class _Trial:
     """One batch, whole and in pieces: one of both has run, the other is to be run.
 
+    Args:
+        names: Of the model's inputs.
+        requests: Those that have run: the whole batch, or its pieces, each a request by itself.
+        answers: Theirs.
+        run: Runs requests.
+        pieces: In how many to cut the whole; 0 where the requests are to run as one.
+
     Attributes:
+        joins: Whether requests are to run as one.
+        ran: Whether they did.
         shapes: Shapes of the inputs of a request.
         least_rows: Least rows of these inputs.
     """
 
-    least_rows = 1
-
-    def __init__(self, names: Sequence[str], arrays: Batch, answer: Arrays, run: Runs) -> None:
-        self.shapes = tuple(array.shape for array in arrays)
-        self._names, self._arrays, self._answer, self._run = names, arrays, answer, run
-
-    def answers(self, requests: Sequence[Batch]) -> list[Arrays]:
-        return _successes(self._run(requests))
-
-    def is_random(self) -> bool:
-        """Whether two runs of the same inputs differ."""
-        return _differ(self._answer, *self.answers([self._arrays]))
-
-
-class _Pieces(_Trial):
-    """A request that has run whole, and is to be run in pieces."""
-
-    least_rows = 2
-
     def __init__(
-        self, names: Sequence[str], arrays: Batch, whole: Arrays, pieces: int, run: Runs
+        self,
+        names: Sequence[str],
+        requests: Sequence[Batch],
+        answers: Sequence[Arrays],
+        run: Runs,
+        pieces: int = 0,
     ) -> None:
-        super().__init__(names, arrays, whole, run)
-        self._pieces = pieces
+        self.joins, self.ran, self.least_rows = not pieces, False, 2 if pieces else 1
+        self.shapes = tuple(array.shape for array in requests[0])
+        self._names, self._requests, self._answers = names, requests, answers
+        self._run, self._pieces = run, pieces
 
     def rows(self, axes: Axes) -> tuple[int, ...]:
-        total = rows_of(dict(zip(self._names, self.shapes, strict=True)), axes) or 0
-        return split_evenly(total, self._pieces)
+        rows = tuple(_rows_of(self._names, request, axes) for request in self._requests)
+        return rows if self.joins else split_evenly(rows[0], self._pieces)
 
     def parts(self, axes: Axes) -> Sequence[Batch]:
-        along = [axes[name] for name in self._names]
-        return cut_rows(self._arrays, along, self.rows(axes))
+        if self.joins:
+            return self._requests
+        return cut_rows(self._requests[0], [axes[name] for name in self._names], self.rows(axes))
 
     def run(self, axes: Axes) -> tuple[Arrays, Sequence[Arrays]]:
-        return self._answer, self.answers(self.parts(axes))
-
-
-class _Members(_Trial):
-    """Requests that have run apart, and are to be run as one."""
-
-    def __init__(
-        self, names: Sequence[str], members: Sequence[Batch], answers: Sequence[Arrays], run: Runs
-    ) -> None:
-        super().__init__(names, members[0], answers[0], run)
-        self._members, self._apart = members, answers
-        self.ran = False
-
-    def rows(self, axes: Axes) -> tuple[int, ...]:
-        return tuple(_rows_of(self._names, member, axes) for member in self._members)
-
-    def parts(self, axes: Axes) -> Sequence[Batch]:  # noqa: ARG002 the same for all axes
-        return self._members
-
-    def run(self, axes: Axes) -> tuple[Arrays, Sequence[Arrays]]:
+        """The answers to the whole and to its pieces."""
+        if not self.joins:
+            return self._answers[0], answers_of(self._run, self.parts(axes))
         whole = []
         for i, name in enumerate(self._names):
-            parts, axis = [member[i] for member in self._members], axes[name]
+            parts, axis = [request[i] for request in self._requests], axes[name]
             if axis is None:
                 if not all(_equal(part, parts[0]) for part in parts[1:]):
                     raise _CannotTellError(f"input {name!r} differs between two requests")
@@ -927,74 +876,73 @@ class _Members(_Trial):
             except ValueError:
                 raise _CannotTellError(f"input {name!r} has other sizes in two requests") from None
         self.ran = True
-        return self.answers([whole])[0], self._apart
+        return answers_of(self._run, [whole])[0], self._answers
+
+    def is_random(self) -> bool:
+        """Whether two runs of the same inputs differ."""
+        (other,) = answers_of(self._run, self._requests[:1])
+        return any(
+            other[name].shape != output.shape or not difference(other[name], output)[0]
+            for name, output in self._answers[0].items()
+        )
 
 
-def _successes(outcomes: "Sequence[Arrays | McinferError]") -> list[Arrays]:
-    """The answers of runs; raises the first failure."""
+def answers_of(run: Runs, requests: Sequence[Batch]) -> list[Arrays]:
+    """The answers to requests; raises the first failure."""
     answers = []
-    for outcome in outcomes:
+    for outcome in run(requests):
         if isinstance(outcome, McinferError):
             raise outcome
         answers.append(outcome)
     return answers
 
 
-def _differ(one: Arrays, other: Arrays) -> bool:
-    return any(
-        other[name].shape != output.shape or not difference(other[name], output)[0]
-        for name, output in one.items()
-    )
-
-
 # Records.
+
+
+def _integers(values: Mapping[str, Any]) -> dict[str, int]:
+    return {str(name): int(value) for name, value in values.items()}
+
+
+def _places(places: Sequence[Any]) -> tuple[tuple[str, int, int], ...]:
+    return tuple((str(name), int(axis), int(size)) for name, axis, size in places)
+
+
+_RECORDED: Mapping[str, Callable[[Any], Any]] = {
+    "inputs": dict,
+    "outputs": dict,
+    "rows": int,
+    "difference": float,
+    "reason": str,
+    "sizes": _integers,
+    "narrow": _places,
+    "ranks": _integers,
+}
+"""What the cache keeps of a split, and how it is read."""
 
 
 def as_record(split: Split) -> dict[str, Any]:
     """What the cache keeps of a split, as JSON."""
-    return {
-        "inputs": dict(split.inputs),
-        "outputs": dict(split.outputs),
-        "rows": split.rows,
-        "difference": split.difference,
-        "reason": split.reason,
-        "sizes": dict(split.sizes),
-        "narrow": [[*place] for place in split.narrow],
-        "ranks": dict(split.ranks),
-    }
+    return {name: getattr(split, name) for name in _RECORDED}
 
 
-def of_record(content: object, model: ModelSpec) -> Split | None:
+def of_record(content: Any, model: ModelSpec) -> Split | None:
     """The split that `as_record` wrote; None if it does not fit the model."""
     try:
-        split = _read_record(cast("dict[str, Any]", content))
+        read = {name: kind(content[name]) for name, kind in _RECORDED.items()}
+        split = Split(**read, known="recorded", checked=True)
         SaidAxes(inputs=split.inputs).check(model)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
         return None
-    if min(split.sizes.values(), default=1) < 1 or not (split.splits or split.reason):
-        return None
-    if any(name not in split.inputs or axis < 0 for name, axis, _ in split.narrow):
-        return None
-    if any(not 0 <= rank <= MAX_RANK for rank in split.ranks.values()):
-        return None
     sides = ((split.inputs, model.inputs), (split.outputs, model.outputs))
-    return split if all([*axes] == [spec.name for spec in specs] for axes, specs in sides) else None
-
-
-def _read_record(content: dict[str, Any]) -> Split:
-    outputs: dict[str, int | str | None] = dict(content["outputs"])
-    for axis in outputs.values():
-        if not (axis is None or isinstance(axis, str) or (type(axis) is int and axis >= 0)):
-            raise ValueError(f"got {axis!r}, expected an axis")
-    return Split(
-        inputs=dict(content["inputs"]),
-        outputs=outputs,
-        known="recorded",
-        checked=True,
-        rows=int(content["rows"]),
-        difference=float(content["difference"]),
-        reason=str(content["reason"]),
-        sizes={str(name): int(size) for name, size in content["sizes"].items()},
-        ranks={str(name): int(rank) for name, rank in content["ranks"].items()},
-        narrow=tuple((str(name), int(axis), int(size)) for name, axis, size in content["narrow"]),
+    fits = (
+        all(
+            axis is None or isinstance(axis, str) or (type(axis) is int and axis >= 0)
+            for axis in split.outputs.values()
+        )
+        and all(size >= 1 for size in split.sizes.values())
+        and all(0 <= rank <= MAX_RANK for rank in split.ranks.values())
+        and all(name in split.inputs and axis >= 0 for name, axis, _ in split.narrow)
+        and all([*axes] == [spec.name for spec in specs] for axes, specs in sides)
     )
+    return split if fits and (split.splits or split.reason) else None
