@@ -317,21 +317,15 @@ def first_split(model: ModelSpec, said: SaidAxes) -> Split:
     """The split by the user's axes and the model's symbols; raises as `SaidAxes.check` does."""
     said.check(model)
     symbol = batch_symbol(model)
-    inputs: dict[str, int | None] = {}
-    for spec in model.inputs:
-        if spec.name in said.inputs:
-            inputs[spec.name] = said.inputs[spec.name]
-        elif symbol is not None and symbol in spec.shape:
-            inputs[spec.name] = spec.shape.index(symbol)
-        else:
-            inputs[spec.name] = None
+    inputs = {spec.name: said.inputs.get(spec.name) for spec in model.inputs}
+    free = [spec for spec in model.inputs if spec.name not in said.inputs]
+    if symbol is not None:
+        inputs |= {s.name: s.shape.index(symbol) for s in free if symbol in s.shape}
     cut = _cut_dimensions(model, inputs)
     # If rows lie along another axis, a first dimension of 1 is not the batch.
     ones = takes_one_row(model) and cut <= {(1, 0)}
     if ones:
-        for spec in model.inputs:
-            if spec.name not in said.inputs and spec.shape and spec.shape[0] == 1:
-                inputs[spec.name] = 0
+        inputs |= {spec.name: 0 for spec in free if spec.shape[:1] == (1,)}
         cut = _cut_dimensions(model, inputs)
         ones = bool(cut)
     symbols = {size for size, _ in cut if isinstance(size, str)}
@@ -344,18 +338,13 @@ def first_split(model: ModelSpec, said: SaidAxes) -> Split:
             outputs[spec.name] = places[0]
         else:
             outputs[spec.name] = 0 if ones else "its axis is not known"
-    if cut:
-        known: Origin = "said" if said.inputs or said.outputs else "declared"
-        return Split(inputs=inputs, outputs=outputs, known=known)
-    if said.inputs and all(spec.name in said.inputs for spec in model.inputs):
+    known: Origin = "said" if said.inputs or said.outputs else "declared"
+    reason = ""
+    if not cut and said.inputs and not free:
         reason = "batch_axes says that every input goes whole"
-        return Split(inputs=inputs, outputs=outputs, known="said", reason=reason)
-    return Split(
-        inputs=inputs,
-        outputs=outputs,
-        known="unknown",
-        reason="no dimension of the inputs is known to be the batch",
-    )
+    elif not cut:
+        known, reason = "unknown", "no dimension of the inputs is known to be the batch"
+    return Split(inputs=inputs, outputs=outputs, known=known, reason=reason)
 
 
 def _cut_dimensions(model: ModelSpec, inputs: Axes) -> set[tuple[int | str | None, int]]:
@@ -416,10 +405,7 @@ def _by_size(
         # An input may have the batch's size by chance: then only the leading one is cut.
         lead = next((names[i] for a, i in places if shapes[names[i]][a] == size), None)
         if lead is not None:
-            yield {
-                name: axis if name == lead or name in said.inputs else None
-                for name, axis in axes.items()
-            }
+            yield {n: axis if n == lead or n in said.inputs else None for n, axis in axes.items()}
 
 
 def candidates(
@@ -523,11 +509,10 @@ def cut_batch(
     ]
     outputs = _joins(model, cuts, parts, split)
     if not rows:
-        known = [(join.axis, join.shape) for join in outputs if join.axis is not None]
         joined = tuple(
-            OutputJoin(axis=axis, shapes=(), shape=(*shape[:axis], 0, *shape[axis + 1 :]))
-            for axis, shape in known
-            if shape is not None
+            OutputJoin(axis=join.axis, shapes=(), shape=resized(join.shape, join.axis, 0))
+            for join in outputs
+            if join.axis is not None and join.shape is not None
         )
         if len(joined) == len(outputs):  # no worker is needed
             empty = tuple(InputCut(axis=cut.axis, shapes=()) for cut in cuts)
@@ -566,21 +551,20 @@ def _shards(
     given: dict[str, tuple[int, int | str | None]] = {}
     for spec, shape, axis in zip(model.inputs, shapes, axes, strict=True):
         if split is not None and axis is not None:
-            if axis < len(shape):
-                given[spec.name] = shape[axis], spec.shape[axis] if spec.shape else None
-            elif split.known != "said":
+            if axis >= len(shape) and split.known != "said":
                 return whole, (1,), False
-            else:
+            if axis >= len(shape):
                 raise InvalidInputError(
                     f"input {spec.name!r} has {len(shape)} dimensions {list(shape)}, expected an axis "
                     f"{axis} to cut it along"
                 )
+            given[spec.name] = shape[axis], spec.shape[axis] if spec.shape else None
     if split is None or not given:
         return whole, (1,), False
     fixed = _fixed_pieces(given)
+    if fixed == 1:
+        return whole, (1,), True
     if fixed is not None:
-        if fixed == 1:
-            return whole, (1,), True
         if not split.splits:
             raise InvalidInputError(_no_axis(split))
         # An input with its declared size has no rows to cut: every piece takes it whole.
@@ -645,16 +629,16 @@ def _fixed_pieces(sizes: Mapping[str, tuple[int, int | str | None]]) -> int | No
                 f"batch of {fixed}"
             )
         counts[name] = given // fixed
-    cut = {name: count for name, count in counts.items() if count != 1}
-    first = next(iter(cut), None)
-    for name, count in cut.items():
-        if first is not None and count != cut[first]:
+    cut = [(name, count) for name, count in counts.items() if count != 1] or [("", 1)]
+    first, pieces = cut[0]
+    for name, count in cut:
+        if count != pieces:
             raise InvalidInputError(
                 f"inputs {first!r} and {name!r} are cut together, but {first!r} makes "
-                f"{cut[first]} pieces and {name!r} with {sizes[name][0]} rows (fixed: {sizes[name][1]}) "
+                f"{pieces} pieces and {name!r} with {sizes[name][0]} rows (fixed: {sizes[name][1]}) "
                 f"does not"
             )
-    return 1 if first is None else cut[first]
+    return pieces
 
 
 def _cut(spec: TensorSpec, shape: Shape, axis: int | None, rows: tuple[int, ...]) -> InputCut:
@@ -662,8 +646,7 @@ def _cut(spec: TensorSpec, shape: Shape, axis: int | None, rows: tuple[int, ...]
         return InputCut(axis=None, shapes=(shape,) * len(rows))
     size = spec.shape[axis] if spec.shape else None
     parts = [size if isinstance(size, int) else count for count in rows]
-    shapes = tuple((*shape[:axis], part, *shape[axis + 1 :]) for part in parts)
-    return InputCut(axis=axis, shapes=shapes)
+    return InputCut(axis=axis, shapes=tuple(resized(shape, axis, part) for part in parts))
 
 
 def _joins(
@@ -702,17 +685,11 @@ def _join(
         if size is not None:
             along = [size * count for count in rows]
         lengths = _all_known(along) if declared else None
-        known = [
-            (*shape[:axis], length, *shape[axis + 1 :])
-            for shape, length in zip(known, along, strict=True)
-        ]
+        known = [resized(shape, axis, length) for shape, length in zip(known, along, strict=True)]
     shapes = _all_known([_all_known(shape) for shape in known])
     if axis is not None and axis >= len(spec.shape):
         shapes = None  # the declaration is wrong
-    shape = None if shapes is None else shapes[0]
-    if shapes is not None and axis is not None:
-        total = sum(part[axis] for part in shapes)
-        shape = (*shapes[0][:axis], total, *shapes[0][axis + 1 :])
+    shape = None if shapes is None else _joined(shapes, axis)
     rank = split.ranks.get(spec.name)
     return OutputJoin(axis=axis, shapes=shapes, shape=shape, lengths=lengths, rank=rank)
 
@@ -734,10 +711,19 @@ def seen_join(name: str, join: OutputJoin, shapes: Sequence[Shape]) -> OutputJoi
     if any(shape == declared for shape, declared in zip(shapes, join.shapes or (), strict=False)):
         raise JoinError(f"output {name!r} is declared {shapes}, and had other shapes before")
     axis = None if len(shapes) == 1 else join.axis
-    shape = shapes[0]
-    if axis is not None:
-        shape = (*shape[:axis], sum(part[axis] for part in shapes), *shape[axis + 1 :])
-    return replace(join, axis=axis, shapes=tuple(shapes), shape=shape)
+    return replace(join, axis=axis, shapes=tuple(shapes), shape=_joined(shapes, axis))
+
+
+def _joined(shapes: Sequence[Shape], axis: int | None) -> Shape:
+    """The shape that parts of these shapes have together."""
+    if axis is None:
+        return shapes[0]
+    return resized(shapes[0], axis, sum(shape[axis] for shape in shapes))
+
+
+def resized(shape: tuple[_T, ...], axis: int, size: _T) -> tuple[_T, ...]:
+    """A shape with another size along one axis."""
+    return (*shape[:axis], size, *shape[axis + 1 :])
 
 
 def check_join(

@@ -675,8 +675,8 @@ class Planner:
         if sum(array.nbytes for array in common) > _MAX_COMMON_BYTES:
             return None
         sizes = tuple(
-            shape if axis is None else (*shape[:axis], -1, *shape[axis + 1 :])
-            for shape, axis in zip((a.shape for a in arrays), cut.input_axes, strict=True)
+            a.shape if axis is None else sharding.resized(a.shape, axis, -1)
+            for a, axis in zip(arrays, cut.input_axes, strict=True)
         )
         values = tuple(array.astype(array.dtype.newbyteorder("=")).tobytes() for array in common)
         return (sizes, cut.input_axes, values, weights.number), rows
