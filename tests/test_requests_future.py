@@ -21,8 +21,7 @@ from typing import Any
 
 import pytest
 
-from mcinfer.requests.future import OutcomeFuture
-from mcinfer.requests.request import Outcome
+from mcinfer.requests.request import Outcome, OutcomeFuture
 from mcinfer.runtime.delivery import Delivery
 
 PATIENCE = 20.0

@@ -35,13 +35,7 @@ _MAP.restype = ctypes.c_void_p
 _MAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _MOVE = _LIBC.mremap
 _MOVE.restype = ctypes.c_void_p
-_MOVE.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_void_p,
-]
+_MOVE.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 2, ctypes.c_int, ctypes.c_void_p]
 _ADVISE = _LIBC.madvise
 _ADVISE.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAY_MOVE_TO = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
@@ -111,20 +105,18 @@ class Forks:
 
     def _after_in_parent(self) -> None:
         thread = threading.get_ident()
+        wait = self._waits.pop(thread, None)
         try:
-            wait = self._waits.pop(thread, None)
-            if wait is None:
-                return
-            try:
+            if wait is not None:
                 os.close(wait.writing)  # so that the end of the child is seen as well
                 if wait.size or len(self.held[thread]) > wait.frames:
                     poll = select.poll()
                     poll.register(wait.reading, select.POLLIN)
                     poll.poll((_PATIENCE + wait.size / _SLOWEST) * 1000)
-            finally:
-                os.close(wait.reading)
         finally:
             self.held.pop(thread, None)
+            if wait is not None:
+                os.close(wait.reading)
 
     def _after_in_child(self) -> None:
         waits, self._waits = self._waits, {}

@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 
 from mcinfer.errors import ClosedError, McinferError, PredictError
 from mcinfer.model_cache.split_records import SplitRecord
-from mcinfer.requests.future import OutcomeFuture
 from mcinfer.requests.planner import Planner
-from mcinfer.requests.request import Call
+from mcinfer.requests.request import Call, OutcomeFuture
 from mcinfer.requests.splitting import Known, OutgrownError, Splitter, Verify, answers_of
 from mcinfer.requests.tensors import Arrays
 from mcinfer.requests.waiting_threads import WaitingThreads

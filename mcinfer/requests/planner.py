@@ -37,8 +37,7 @@ from mcinfer.errors import InvalidInputError, McinferError, QueueFullError
 from mcinfer.protocol import TensorRef, encode_references, part_of_joined
 from mcinfer.requests.forks import forks
 from mcinfer.requests.frames import Frame, IdleFrames, Lease, Plan, Seen, Side, Ticket
-from mcinfer.requests.future import OutcomeFuture, Owner
-from mcinfer.requests.request import Call, Inputs, Request
+from mcinfer.requests.request import Call, Inputs, OutcomeFuture, Owner, Request
 from mcinfer.requests.splitting import Known, OutgrownError
 from mcinfer.requests.tensors import (
     Arrays,
@@ -271,14 +270,13 @@ class Planner:
         patience = 0.0
         if wait and may_wait and limits.when_full == "wait":
             patience = max(0.0, call.start + call.timeout - monotonic())
+        is_shared = False
         try:
             request = self.request(call, shares or pieces, patience)
-        except BaseException:
-            if balance is not None and shares is not None:
+            is_shared = len(request.preferred) > 1
+        finally:
+            if balance is not None and shares is not None and not is_shared:
                 balance.give_back(shares)
-            raise
-        if balance is not None and shares is not None and len(request.preferred) < 2:
-            balance.give_back(shares)
         request.waits = may_wait and limits.when_queue_full == "wait"
         call.rows = request.rows
         return request

@@ -1,4 +1,4 @@
-"""One request: the places of its tensors, its workers' answers, and its outcome.
+"""One request: the places of its tensors, its workers' answers, its outcome, and the future of that.
 
 ::
 
@@ -16,10 +16,15 @@ import errno
 import reprlib
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import _base as states
+from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
 from math import prod
+from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar, cast
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,16 +99,6 @@ class Call:
     cancelled: bool = False
 
 
-class Follower(Protocol):
-    """The part of a future that an outcome needs."""
-
-    def announce(self) -> None:
-        """The outcome is set; for the loop."""
-
-    def prepare(self) -> None:
-        """Make the result before its user asks for it: in the delivery thread."""
-
-
 class Outcome(Generic[T]):
     """The result of a request, a start or a restart: the loop sets it once, and any thread may wait for it.
 
@@ -122,7 +117,7 @@ class Outcome(Generic[T]):
         self.settled = False
         self.error: BaseException | None = None
         self.was_cancelled = False
-        self.future: Follower | None = None
+        self.future: OutcomeFuture[T] | None = None
 
     def settle(self, error: BaseException | None = None, *, cancelled: bool = False) -> None:
         """Set it and wake all waiting threads; for the loop alone, once."""
@@ -180,6 +175,225 @@ class Promise(Outcome[T]):
     def value(self) -> T:
         """The value that was set; None if it was only settled."""
         return getattr(self, "_value", None)  # type: ignore[return-value]
+
+
+# Futures.
+
+
+class Owner(Protocol):
+    """The part of the loop that futures need."""
+
+    def cancel(self, outcome: Outcome[Any]) -> bool:
+        """Cancel a request; False if it was settled before."""
+
+    def check_wait(self) -> None:
+        """Raise an error where the calling thread would wait in vain."""
+
+    def deliver(self, call: Callable[[], object]) -> None:
+        """Have the delivery thread make a call."""
+
+
+class _Gate:
+    """The `Condition` of a future, as `concurrent.futures.wait` and `as_completed` use it.
+
+    They count the futures that are done and add a waiter to each, and must see the same state in both steps.
+    But the loop may settle the outcome in between, and takes no lock. So the holder of the gate keeps seeing
+    the state of the moment when it took the gate.
+    """
+
+    def __init__(self, outcome: Outcome[Any]) -> None:
+        self._outcome = outcome
+        self._lock: Any = threading.RLock()
+        self._seen = False
+
+    @property
+    def settled(self) -> bool:
+        return self._seen if self._lock._is_owned() else self._outcome.settled
+
+    def acquire(self) -> None:
+        seen = self.settled
+        self._lock.acquire()
+        self._seen = seen
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class _Waiters(list[Any]):
+    """The waiters that `concurrent.futures.wait` and `as_completed` add to a future.
+
+    `to_call` has those that do not know the outcome yet.
+    """
+
+    def __init__(self, future: "OutcomeFuture[Any]") -> None:
+        super().__init__()
+        self._future = ref(future)
+        self.to_call: list[Any] = []
+
+    def append(self, waiter: Any) -> None:
+        """Add a waiter, for the gate's holder; notify it of an outcome that is set meanwhile."""
+        super().append(waiter)
+        future = self._future()
+        if future is None or future._condition.settled:
+            return  # it counts it as done, and must not count it again
+        self.to_call.append(waiter)
+        if future.done():
+            future.owner.deliver(future.notify)
+
+    def remove(self, waiter: Any) -> None:
+        super().remove(waiter)
+        with suppress(ValueError):
+            self.to_call.remove(waiter)
+
+
+class OutcomeFuture(Future[T]):
+    """A future that reads an outcome; `concurrent.futures.wait` and `as_completed` take it as any other.
+
+    It has no Condition: an exception between two instructions can leave a Condition locked for ever.
+    The names with one underscore are those that `concurrent.futures` uses (CPython 3.11 to 3.14,
+    Lib/concurrent/futures/_base.py). `Future.__init__` is not called: most futures need no Condition, which
+    costs as much as all the rest.
+    """
+
+    def __init__(self, outcome: Outcome[T], owner: Owner) -> None:
+        self.outcome = outcome
+        self.owner = owner
+        self._callbacks: list[Callable[[Future[T]], object]] = []
+        self._waiting: _Waiters | None = None
+        if not outcome.settled:
+            outcome.future = self
+
+    @property
+    def is_awaited(self) -> bool:
+        return bool(self._callbacks or (self._waiting is not None and self._waiting.to_call))
+
+    @property
+    def _condition(self) -> Any:  # type: ignore[override]
+        return self.__dict__.setdefault("_gate", _Gate(self.outcome))
+
+    @property
+    def _state(self) -> str:  # type: ignore[override]
+        if not self._condition.settled:
+            return states.PENDING
+        if self.outcome.was_cancelled:
+            return states.CANCELLED_AND_NOTIFIED
+        return states.FINISHED
+
+    @property
+    def _waiters(self) -> Any:  # type: ignore[override]
+        if self._waiting is None:
+            self._waiting = self.__dict__.setdefault("_lazy_waiters", _Waiters(self))
+        return self._waiting
+
+    def __repr__(self) -> str:
+        state = "cancelled" if self.cancelled() else "finished" if self.done() else "pending"
+        return f"<{type(self).__name__} at {id(self):#x} state={state}>"
+
+    def done(self) -> bool:
+        return self.outcome.settled
+
+    def running(self) -> bool:
+        """Always False: a request can be cancelled until it is done."""
+        return False
+
+    def cancelled(self) -> bool:
+        return self.outcome.was_cancelled
+
+    def cancel(self) -> bool:
+        """Cancel the request, also during its run; False if it is done."""
+        if self.outcome.settled:
+            return self.outcome.was_cancelled
+        return self.owner.cancel(self.outcome)
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """As that of every future; a thread of mcinfer's calls the callbacks, one after another."""
+        self._callbacks.append(fn)
+        if self.outcome.settled:
+            self.owner.deliver(self.notify)
+
+    def result(self, timeout: float | None = None) -> T:
+        try:
+            self._await(timeout)
+            return self.outcome.result()
+        finally:
+            # The error that this may raise must not hold what holds it.
+            self = None  # type: ignore[assignment]
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._await(timeout)
+        return self._failure()
+
+    def _await(self, timeout: float | None) -> None:
+        outcome = self.outcome
+        try:
+            if not outcome.settled:
+                self.owner.check_wait()
+                end = None if timeout is None else monotonic() + timeout
+                while not outcome.wait(None if end is None else end - monotonic()):
+                    if end is not None and monotonic() >= end:
+                        raise TimeoutError
+            if outcome.was_cancelled:
+                raise CancelledError
+        finally:
+            self = outcome = None  # type: ignore[assignment]
+
+    def _failure(self) -> BaseException | None:
+        outcome = self.outcome
+        if outcome.settled and outcome.error is None and not outcome.was_cancelled:
+            try:
+                outcome.result()  # joining the parts may fail
+            except Exception as exc:
+                if raised_by_handler(exc):
+                    raise
+                return exc.with_traceback(None)  # which would hold this, and the outcome
+        return outcome.error
+
+    def announce(self) -> None:
+        """The outcome is set; for the loop."""
+        if self.is_awaited:
+            self.owner.deliver(self.notify)
+
+    def prepare(self) -> None:
+        """Make the result before its user asks for it: in the delivery thread."""
+        self._failure()
+
+    def notify(self) -> None:
+        """Call the callbacks and the waiters: in the delivery thread."""
+        while (callback := _next(self._callbacks)) is not None:
+            try:
+                callback(self)
+            except BaseException as exc:
+                text = "exception calling callback for %r"
+                if not isinstance(exc, Exception):
+                    text = "a callback of %r wants to end this thread, which it cannot"
+                with suppress(BaseException):  # of a handler of the log: others wait behind it
+                    states.LOGGER.exception(text, self)
+        waiting = self._waiting
+        # Without the gate, which a signal may have left with a thread that waited.
+        while waiting is not None and (waiter := _next(waiting.to_call)) is not None:
+            if self.outcome.was_cancelled:
+                waiter.add_cancelled(self)
+            elif self._failure() is not None:
+                waiter.add_exception(self)
+            else:
+                waiter.add_result(self)
+
+
+def _next(calls: list[T]) -> T | None:
+    """Take the first; after the delivery thread's end, several threads may come at once."""
+    try:
+        return calls.pop(0)
+    except IndexError:
+        return None
+
+
+# Requests.
 
 
 class Request(Outcome[Arrays]):
@@ -240,16 +454,16 @@ class Request(Outcome[Arrays]):
         self._input_bodies = input_bodies
         self._outputs = outputs
         self.is_laid_out = plan.lays_all and outputs is not None
-        if outputs is None:
-            self._asked: Sequence[tuple[TensorRef, ...]] = ((),) * len(self.rows)
-            self._output_bodies: Sequence[bytes] = (_NO_REFERENCES,) * len(self.rows)
-        else:
+        self._asked: Sequence[tuple[TensorRef, ...]] = ((),) * len(self.rows)
+        self._output_bodies: Sequence[bytes] = (_NO_REFERENCES,) * len(self.rows)
+        if outputs is not None:
             frame = outputs.ticket.frame
             self._asked, self._output_bodies = frame.references, frame.bodies
         self.copies = False
         self.fresh: set[int] = set()
-        self._shared: Lease | None = None
-        """The outputs' memory, where a late run may write to it after the answer."""
+        self._shared: Lease | None = (
+            None  # the outputs, where a late run may write after the answer
+        )
         self._parts: dict[tuple[int, str], Part] | None = None
         self.workers: dict[int, int] = {}
         self._value: Arrays | None = None
@@ -281,8 +495,7 @@ class Request(Outcome[Arrays]):
         With `fresh`, the outputs go to memory of the worker's own: another worker may still write to the
         request's.
         """
-        inputs = self._input_bodies[shard]
-        outputs = self._output_bodies[shard]
+        inputs, outputs = self._input_bodies[shard], self._output_bodies[shard]
         if fresh:
             self.fresh.add(shard)
             self._shared = self._outputs
@@ -389,12 +602,11 @@ class Request(Outcome[Arrays]):
         the request is queued.
         """
         lease = next((one for one in self._inputs if type(one) is Lease), None)
-        side = self._plan.inputs
+        side, dtype = self._plan.inputs, self._model.inputs[index].dtype
         layout = side.layouts[index]
         if lease is None or layout is None or not layout.contiguous:
             return None
         memory: Any = np.asarray(cast("Any", lease))
-        dtype = self._model.inputs[index].dtype
         return np.ndarray(self._plan.shapes[index], dtype, memory, side.starts[index])
 
     def let_go(self) -> None:
@@ -447,37 +659,32 @@ class Request(Outcome[Arrays]):
 
     def _join(self, parts: dict[tuple[int, str], Part], outputs: Lease | None) -> Arrays:
         value: Arrays = {}
-        memory = (
-            None if outputs is None else memoryview(cast("Any", np.asarray(cast("Any", outputs))))
-        )
-        shards = range(len(self.rows))
+        memory: Any = None if outputs is None else np.asarray(cast("Any", outputs)).data
+        shards, side = range(len(self.rows)), self._plan.outputs
         try:
             for i, spec in enumerate(self._model.outputs):
-                join, layout = self._plan.cut.outputs[i], self._plan.outputs.layouts[i]
-                place = None
-                if layout is not None and memory is not None:
-                    start = self._plan.outputs.starts[i]
-                    place = memory[start : start + layout.size]
+                join, layout, start = self._plan.cut.outputs[i], side.layouts[i], side.starts[i]
+                layout = None if memory is None else layout
                 elsewhere = any((shard, spec.name) in parts for shard in shards)
-                if place is None or layout is None or elsewhere or not layout.contiguous:
+                if layout is not None and layout.contiguous and not elsewhere:
+                    array = unpack(memory[start : start + layout.size], spec, join.shape or ())
+                else:
                     pieces = []
                     for shard in shards:
                         part = parts.get((shard, spec.name))
                         if part is not None:
                             pieces.append(_copy(spec, part))
-                        elif place is None or layout is None or join.shapes is None:
+                        elif layout is None or join.shapes is None:
                             worker = self.workers[shard]
                             raise PredictError(
                                 f"output {spec.name!r} did not come from worker {worker}"
                             )
                         else:
-                            at = layout.offsets[shard]
-                            pieces.append(unpack(place[at:], spec, join.shapes[shard]))
+                            place = memory[start + layout.offsets[shard] : start + layout.size]
+                            pieces.append(unpack(place, spec, join.shapes[shard]))
                     workers = [f"worker {self.workers[shard]}" for shard in shards]
                     array = join_parts(spec, join, pieces, workers)
-                else:
-                    array = unpack(place, spec, join.shape or ())
-                value[spec.name] = array.copy() if place is not None and self.copies else array
+                value[spec.name] = array.copy() if layout is not None and self.copies else array
         except JoinError as exc:
             self.contradicted(str(exc))
             raise
@@ -500,8 +707,9 @@ def _find(
     """The part from a reply: its data, or its place in a block of the worker's, fetched once."""
     number, place = reference[3:]
     if size == 0:
-        array = np.empty(len(place) if spec.element_type == STRING else 0, spec.dtype)
-        array[:] = place if spec.element_type == STRING else ()
+        texts = place if spec.element_type == STRING else ()
+        array = np.empty(len(texts), spec.dtype)
+        array[:] = texts
         return _shaped(array, reference), None
     if number is None or number >= 0:
         raise ProtocolError(f"reply with {spec.name!r} in a block that is not the worker's own")

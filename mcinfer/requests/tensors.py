@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -100,8 +100,7 @@ class Copier:
 
     def copy(self, target: NDArray[Any], source: NDArray[Any]) -> None:
         """Copy `source` into the C-contiguous `target` of its shape, and its type but for byte order."""
-        whole = not self._helpers or target.nbytes < _LARGE_BYTES or not source.flags.c_contiguous
-        if whole:
+        if not self._helpers or target.nbytes < _LARGE_BYTES or not source.flags.c_contiguous:
             np.copyto(target, source, casting="equiv")
             return
         into, out_of = target.reshape(-1), source.reshape(-1)
@@ -137,9 +136,8 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
     typed = hasattr(value, "dtype")
     try:
         if not hasattr(value, "__array__") and hasattr(value, "__dlpack__"):
-            value = np.from_dlpack(
-                value
-            )  # https://dmlc.github.io/dlpack; memory of a card is refused
+            # https://dmlc.github.io/dlpack; memory of a card is refused
+            value = np.from_dlpack(value)
         # NumPy's own types of text take zeros off the end.
         array = np.asarray(value, object if element_type == STRING and not typed else None)
     except Exception as exc:  # an object's own conversion raises what it likes
@@ -200,8 +198,7 @@ def lay_input(spec: TensorSpec, shape: Shape, cut: InputCut) -> Layout | None:
         return None
     if cut.axis is None:
         size = tensor_bytes(spec.element_type, prod(shape))
-        whole = ELEMENT_TYPES[spec.element_type].bits % 8 == 0
-        return Layout(size=size, offsets=(0,) * len(cut.shapes), contiguous=whole)
+        return Layout(size=size, offsets=(0,) * len(cut.shapes), contiguous=not _packed(spec))
     return _lay_parts(spec, shape, cut.axis, cut.shapes)
 
 
@@ -212,11 +209,10 @@ def lay_output(spec: TensorSpec, join: OutputJoin) -> Layout | None:
     if join.axis is None:
         # Each shard has a place of its own, so that the answers can be compared.
         size = tensor_bytes(spec.element_type, prod(join.shape))
-        offsets = tuple(i * align(size) for i in range(len(join.shapes)))
-        total = align(size) * len(join.shapes)
-        return Layout(
-            size=total, offsets=offsets, contiguous=len(offsets) == 1 and not _packed(spec)
-        )
+        shards = len(join.shapes)
+        offsets = tuple(i * align(size) for i in range(shards))
+        whole = shards == 1 and not _packed(spec)
+        return Layout(size=shards * align(size), offsets=offsets, contiguous=whole)
     return _lay_parts(spec, join.shape, join.axis, join.shapes)
 
 
@@ -230,11 +226,9 @@ def _lay_parts(spec: TensorSpec, shape: Shape, axis: int, parts: Sequence[Shape]
         itemsize = ELEMENT_TYPES[spec.element_type].bits // 8
         offsets = tuple(start * itemsize for start in starts)
         return Layout(size=prod(shape) * itemsize, offsets=offsets, contiguous=True)
-    places, at = [], 0
-    for part in parts:
-        places.append(at)
-        at += align(tensor_bytes(spec.element_type, prod(part)))
-    return Layout(size=at, offsets=tuple(places), contiguous=False)
+    sizes = (align(tensor_bytes(spec.element_type, prod(part))) for part in parts)
+    *places, end = accumulate(sizes, initial=0)
+    return Layout(size=end, offsets=tuple(places), contiguous=False)
 
 
 def copy_in(

@@ -16,10 +16,11 @@ from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from time import monotonic
+from typing import Any
 from weakref import ref
 
 from mcinfer.errors import McinferError, PredictError
-from mcinfer.requests.request import Follower, Request
+from mcinfer.requests.request import OutcomeFuture, Request
 from mcinfer.scheduler.dispatch import Entry, trace_of
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.statistics import TraceHook
@@ -177,7 +178,7 @@ def _make(call: Callable[[], object]) -> None:
             _log.exception("%r failed", call)
 
 
-def prepare(future: "ref[Follower]") -> None:
+def prepare(future: "ref[OutcomeFuture[Any]]") -> None:
     """Make a future's result, if its user still has the future."""
     found = future()
     if found is not None:
