@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from mcinfer import __version__
-from mcinfer.cli import bench, cache, devices, doctor, inspect, ort, run, tune
+from mcinfer.cli import bench, cache, devices, doctor, inspect, run, tune
 from mcinfer.cli.slice import slice_model
 
 
@@ -58,7 +58,7 @@ def make_app() -> typer.Typer:
     _add(app, "slice", slice_model)
     _add(app, "bench", bench.bench)
     _add(app, "tune", tune.tune)
-    _add(app, "ort", ort.ort, context_settings=ort.SETTINGS)
+    _add(app, "ort", _ort, context_settings=_ALL_FOR_THE_PROGRAM)
     return app
 
 
@@ -77,6 +77,23 @@ def _add(
         short_help=f"{sentence}.",
         context_settings=context_settings,
     )(command)
+
+
+_ALL_FOR_THE_PROGRAM = {
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "help_option_names": [],
+}
+"""`mcinfer.ort` reads the options, ``--help`` among them."""
+
+
+def _ort(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="PROGRAM [ARGUMENT]")] = None,
+) -> None:
+    """Run a Python program whose ONNX Runtime sessions share their weights, or run on several devices."""
+    from mcinfer.ort.__main__ import main
+
+    main(arguments or [])
 
 
 def _show_version(wanted: bool) -> None:

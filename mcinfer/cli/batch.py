@@ -261,7 +261,7 @@ def run_batch(
     engine: str,
     devices: Any,
     rows: int | None,
-    said: SaidAxes,
+    axes: Mapping[str, Any],
     timeout: float | None,
     restart: bool,
     force: bool,
@@ -275,9 +275,7 @@ def run_batch(
     as_npy = target.suffix.lower() == ".npy"
     with (
         opened_input(source, place.parent) as file,
-        closing(
-            Master(model, devices, engine=engine, batch_axes=said.inputs, output_axes=said.outputs)
-        ) as master,
+        closing(Master(model, devices, engine=engine, **axes)) as master,
     ):
         files = [model]
         with suppress(BuildError, OSError):  # workers say what is wrong with it
@@ -293,8 +291,8 @@ def run_batch(
             # Without --devices a run is resumed in as many shards, also if there are fewer cores by then.
             "--devices": workers if devices is not None else None,
             "--batch": rows,
-            "--batch-axis": dict(said.inputs),
-            "--output-axis": dict(said.outputs),
+            "--batch-axis": axes["batch_axes"],
+            "--output-axis": axes["output_axes"],
             "version": [__version__, *sorted(runtimes)],
         }
         with closing(PartialResults(place, depends_on, restart=restart)) as results:
@@ -306,6 +304,7 @@ def run_batch(
                 raise InvalidInputError(f"--output: {text}")
             arrays = file.arrays(spec)
             if results.plan is None:
+                said = SaidAxes(inputs=axes["batch_axes"], outputs=axes["output_axes"])
                 requests = _Planner(master, spec, arrays, said, rows, len(workers), timeout).plan()
             else:  # which holds for the same model, input and options
                 requests = Requests(**results.plan)

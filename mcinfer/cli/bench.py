@@ -9,25 +9,23 @@ import typer
 
 from mcinfer.bench import BASELINES, MODES, check_names
 from mcinfer.bench.report import Report
-from mcinfer.cli.input_options import (
-    DimOption,
-    InputOption,
-    IntegersOption,
-    SeedOption,
-    input_options,
-    parse_clients,
-    parse_duration,
-    parse_pause,
-    parsed,
-)
 from mcinfer.cli.options import (
     BatchAxisOption,
     DevicesOption,
+    DimOption,
+    InputOption,
+    IntegersOption,
     ModelArgument,
     OutputAxisOption,
+    SeedOption,
     axes_of,
+    input_options,
+    parse_clients,
     parse_counts,
+    parse_duration,
+    parse_pause,
     parse_rates,
+    parsed,
 )
 from mcinfer.cli.output_files import check_outputs, write_output
 from mcinfer.cli.progress import counted, let_workers_tell, say, showing_work
@@ -78,17 +76,11 @@ def bench(
             "CLIENTS",
             parse_clients,
             "Requests under way at once: 1,4,16. Default: 1,4, or none with --rate.",
-            show_default=False,
         ),
     ] = None,
     rate: Annotated[
         Any,
-        parsed(
-            "RATES",
-            parse_rates,
-            "Requests a second that arrive at random (open loop): 20,50.",
-            show_default=False,
-        ),
+        parsed("RATES", parse_rates, "Requests a second that arrive at random (open loop): 20,50."),
     ] = None,
     duration: Annotated[Any, parsed("SECONDS", parse_duration, "Length of each turn.")] = "2",
     count: Annotated[
@@ -146,8 +138,7 @@ def bench(
         max_delay=max_delay,
         scaling=scaling and "concurrent" in modes,
         inputs=input_options(input, dim, integers, seed),
-        batch_axes=axes_of("--batch-axis", batch_axis),
-        output_axes=axes_of("--output-axis", output_axis),
+        **axes_of(batch_axis, output_axis),
     )
     outputs = {"--json": json, "--html": html}
     check_outputs(outputs)

@@ -64,10 +64,7 @@ def inspect(
     """What a model takes and gives, what is split, and what it is made of."""
     if probe != (example is not None):
         raise typer.BadParameter("--probe and --input go together: --probe runs the input")
-    axes = {
-        "batch_axes": axes_of("--batch-axis", batch_axis),
-        "output_axes": axes_of("--output-axis", output_axis),
-    }
+    axes = axes_of(batch_axis, output_axis)
     check_model(model)
     let_workers_tell()
     contents, unranked = _onnx_contents(model)

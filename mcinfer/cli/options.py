@@ -1,8 +1,8 @@
-"""Arguments and options that several commands take, and their parsers.
+"""Arguments and options that several commands take, and the parsers of all.
 
-A parser raises `typer.BadParameter`, so a wrong value is wrong usage, and the message has the option's name.
-typer would read some of the values' types in its own way (a tuple: several words). Such an option has the
-annotation ``Any``, and its type stands in the parser's signature.
+A parser reads a text and checks the value (`FieldCheck`). It raises `typer.BadParameter`, so a wrong value is
+wrong usage, and the message has the option's name. typer would read some of the values' types in its own way
+(a tuple: several words), so parsed options have the annotation ``Any``.
 """
 
 import math
@@ -13,11 +13,16 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from mcinfer.checks import check_seconds
+from mcinfer.checks import SECONDS, FieldCheck
 from mcinfer.config import parse_devices
 from mcinfer.errors import BuildError, InvalidInputError
 
 _T = TypeVar("_T")
+
+MAX_CLIENTS = 4096
+"""Most requests under way at once: each is made by a thread of its own."""
+
+_MAX_SECONDS = 86400.0
 
 _MINDIR = {".mindir": ("mindspore", "mindspore_lite"), ".ms": ("mindspore_lite",)}
 """By ending, the engines that load such files; the first that is installed is used."""
@@ -31,15 +36,85 @@ def engine_for(model: Path) -> str:
 
 def check_model(model: Path) -> None:
     """Raise `InvalidInputError` if the file cannot be read, before a process is started to load it."""
-    from mcinfer.model_cache.onnx_files import (
-        open_regular,
-    )  # it imports NumPy, and --help needs none
+    from mcinfer.model_cache.onnx_files import open_regular  # it imports NumPy
 
     try:
         with open_regular(model):
             pass
     except (BuildError, OSError) as exc:
         raise InvalidInputError(f"MODEL: {exc}") from exc
+
+
+# Parsers.
+
+
+def _parser(read: Callable[[str], _T], *checks: FieldCheck) -> Callable[[str], _T]:
+    """A parser of what `read` makes of a text: a `ValueError` of it is a failure of the first check."""
+
+    def parse(text: str) -> _T:
+        try:
+            value = read(text)
+        except ValueError as exc:
+            raise typer.BadParameter(f"got {text!r}, expected {checks[0].expected}") from exc
+        for check in checks:
+            if not check.fits(value):
+                raise typer.BadParameter(f"got {text!r}, expected {check.expected}")
+        return value
+
+    return parse
+
+
+def _list_of(read: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
+    return lambda text: tuple(map(read, text.split(",")))
+
+
+def _named(read: Callable[[str], _T]) -> Callable[[str], tuple[str, _T]]:
+    """A name and a value, ``NAME=VALUE``; the name may have such a sign, too."""
+
+    def parse(text: str) -> tuple[str, _T]:
+        name, _, value = text.rpartition("=")
+        return name, read(value)
+
+    return parse
+
+
+def _axis(text: str) -> int | None:
+    if text.lower() == "none":
+        return None
+    if not text.isdecimal():
+        raise ValueError(text)
+    return int(text)
+
+
+def _bounds(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    return int(low), int(high)
+
+
+_LONGER = FieldCheck(bool, "seconds, more than 0")
+_DAY = FieldCheck(lambda seconds: seconds <= _MAX_SECONDS, f"{_MAX_SECONDS:.0f} seconds at most")
+_COUNTS = FieldCheck(lambda n: min(n) >= 1, "whole numbers of at least 1, such as 1,2,8")
+_CLIENTS = FieldCheck(lambda n: max(n) <= MAX_CLIENTS, f"{MAX_CLIENTS} clients at most")
+_RATES = FieldCheck(
+    lambda rates: all(0 < rate < math.inf for rate in rates), "numbers above 0, such as 20,50"
+)
+_EACH_ONCE = FieldCheck(lambda values: len({*values}) == len(values), "each number once")
+_ONE = FieldCheck(lambda values: len(values) == 1, "one number")
+_SIZE = FieldCheck(lambda d: d[0] and d[1] >= 1, "a name and a size, such as seq=128")
+_AXIS = FieldCheck(lambda axis: axis[0], "a name and an axis, such as x=0 or x=none")
+_BOUNDS = FieldCheck(lambda _: True, "LOW:HIGH, such as 0:10")
+
+parse_seconds = _parser(float, SECONDS)
+parse_timeout = _parser(float, SECONDS, _LONGER)
+parse_pause = _parser(float, SECONDS, _DAY)
+parse_duration = _parser(float, SECONDS, _LONGER, _DAY)
+parse_counts = _parser(_list_of(int), _COUNTS, _EACH_ONCE)
+parse_clients = _parser(_list_of(int), _COUNTS, _EACH_ONCE, _CLIENTS)
+parse_rates = _parser(_list_of(float), _RATES, _EACH_ONCE)
+parse_rate = _parser(_list_of(float), _RATES, _ONE)
+parse_dims = _parser(_named(int), _SIZE)
+parse_axis = _parser(_named(_axis), _AXIS)
+parse_integers = _parser(_bounds, _BOUNDS)
 
 
 def parse_devices_option(text: str) -> int | list[str]:
@@ -52,67 +127,20 @@ def parse_devices_option(text: str) -> int | list[str]:
     return chosen
 
 
-def parse_seconds(text: str) -> float:
-    """``"2.5"``: seconds, 0 or more."""
-    try:
-        seconds = float(text)
-        check_seconds("seconds", seconds)
-    except ValueError as exc:
-        raise typer.BadParameter(f"got {text!r}, expected seconds, 0 or more") from exc
-    return seconds
+def by_name(option: str, given: Sequence[tuple[str, _T]] | None) -> dict[str, _T]:
+    """The values of an option that was repeated, by name; each name may come once."""
+    names = [name for name, _ in given or ()]
+    if len({*names}) < len(names):
+        raise typer.BadParameter(f"{option}: got {names}, expected each name once")
+    return dict(given or ())
 
 
-def parse_timeout(text: str) -> float:
-    """``"2.5"``: seconds, more than 0."""
-    seconds = parse_seconds(text)
-    if not seconds:
-        raise typer.BadParameter(f"got {text!r}, expected seconds, more than 0")
-    return seconds
+# Options.
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
-    """``"1,2,8"``: different whole numbers of at least 1, in the given order."""
-    return _parse_list(text, _count, "whole numbers of at least 1, such as 1,2,8")
-
-
-def parse_rates(text: str) -> tuple[float, ...]:
-    """``"20,50"``: different numbers above 0, in the given order."""
-    return _parse_list(text, _rate, "numbers above 0, such as 20,50")
-
-
-def parse_dims(text: str) -> tuple[str, int]:
-    """``"seq=128"``: the name of a dimension and its size, which is at least 1."""
-    name, _, size = text.rpartition("=")
-    try:
-        if name:
-            return name, _count(size)
-    except ValueError:
-        pass
-    raise typer.BadParameter(f"got {text!r}, expected a name and a size, such as seq=128")
-
-
-def _parse_list(text: str, parse: Callable[[str], _T], expected: str) -> tuple[_T, ...]:
-    try:
-        values = tuple(parse(word) for word in text.split(","))
-    except ValueError as exc:
-        raise typer.BadParameter(f"got {text!r}, expected {expected}") from exc
-    if len(set(values)) < len(values):
-        raise typer.BadParameter(f"got {text!r}, expected each number once")
-    return values
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise ValueError(text)
-    return count
-
-
-def _rate(text: str) -> float:
-    rate = float(text)
-    if not 0 < rate < math.inf:
-        raise ValueError(text)
-    return rate
+def parsed(metavar: str, parser: Callable[[str], Any], text: str, *names: str, **more: Any) -> Any:
+    """An option whose text a function parses; `text` is its help."""
+    return typer.Option(*names, metavar=metavar, parser=parser, help=text, **more)
 
 
 ModelArgument = Annotated[
@@ -121,52 +149,81 @@ ModelArgument = Annotated[
 
 DevicesOption = Annotated[
     Any,
-    typer.Option(
+    parsed(
+        "DEVICES",
+        parse_devices_option,
+        "How many (2), or which (cpu:0,cpu:1), or inline; all of the CPU if not given.",
         "--devices",
-        metavar="DEVICES",
-        parser=parse_devices_option,
-        help="How many (2), or which (cpu:0,cpu:1), or inline; all of the CPU if not given.",
-        show_default=False,
     ),
 ]
 
-
-def parse_axis(text: str) -> tuple[str, int | None]:
-    """``"x=0"``: a tensor and its axis; ``"x=none"``: the tensor is not split or joined."""
-    name, _, axis = text.rpartition("=")
-    if name and axis.isdecimal():
-        return name, int(axis)
-    if name and axis.lower() == "none":
-        return name, None
-    raise typer.BadParameter(f"got {text!r}, expected a name and an axis, such as x=0 or x=none")
-
-
 BatchAxisOption = Annotated[
     list[Any] | None,
-    typer.Option(
+    parsed(
+        "INPUT=AXIS",
+        parse_axis,
+        "Axis to split an input along (x=0); x=none: it goes whole. May be repeated.",
         "--batch-axis",
-        metavar="INPUT=AXIS",
-        parser=parse_axis,
-        help="Axis to split an input along (x=0); x=none: it goes whole. May be repeated.",
-        show_default=False,
     ),
 ]
 
 OutputAxisOption = Annotated[
     list[Any] | None,
-    typer.Option(
+    parsed(
+        "OUTPUT=AXIS",
+        parse_axis,
+        "Axis to join an output along (y=0); y=none: all workers give the same. May be repeated.",
         "--output-axis",
-        metavar="OUTPUT=AXIS",
-        parser=parse_axis,
-        help="Axis to join an output along (y=0); y=none: all workers give the same. May be repeated.",
-        show_default=False,
     ),
 ]
 
+InputOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="FILE",
+        help="Arrays by name (x.npz), or one input's (x=x.npy); default: random. May be repeated.",
+    ),
+]
 
-def axes_of(option: str, given: Sequence[tuple[str, int | None]] | None) -> dict[str, int | None]:
-    """The axes that were given, by name; each name may come once."""
-    names = [name for name, _ in given or ()]
-    if len({*names}) < len(names):
-        raise typer.BadParameter(f"{option}: got {names}, expected each name once")
-    return dict(given or ())
+DimOption = Annotated[
+    list[Any] | None,
+    parsed(
+        "NAME=SIZE",
+        parse_dims,
+        "Size of a symbolic dimension: seq=128. May be repeated.",
+        "--dim",
+    ),
+]
+
+IntegersOption = Annotated[
+    Any, parsed("LOW:HIGH", parse_integers, "Range of random integers, without HIGH.")
+]
+
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of random inputs and arrivals.")]
+
+
+def axes_of(
+    batch_axis: Sequence[tuple[str, int | None]] | None,
+    output_axis: Sequence[tuple[str, int | None]] | None,
+) -> dict[str, dict[str, int | None]]:
+    """`BatchAxisOption` and `OutputAxisOption` as `mcinfer.Master` takes them."""
+    return {
+        "batch_axes": by_name("--batch-axis", batch_axis),
+        "output_axes": by_name("--output-axis", output_axis),
+    }
+
+
+def input_options(
+    files: Sequence[str] | None,
+    dims: Sequence[tuple[str, int]] | None,
+    integers: tuple[int, int],
+    seed: int,
+) -> Any:
+    """The options as `mcinfer.bench.inputs.InputOptions`, or `typer.BadParameter`."""
+    from mcinfer.bench.inputs import parse_input_options
+
+    try:
+        return parse_input_options(files or (), by_name("--dim", dims), integers, seed)
+    except InvalidInputError as exc:
+        raise typer.BadParameter(str(exc)) from exc

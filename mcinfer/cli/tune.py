@@ -7,34 +7,24 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mcinfer.cli.input_options import (
+from mcinfer.cli.options import (
     MAX_CLIENTS,
+    BatchAxisOption,
     DimOption,
     InputOption,
     IntegersOption,
-    SeedOption,
-    input_options,
-    parse_duration,
-    parsed,
-)
-from mcinfer.cli.options import (
-    BatchAxisOption,
     ModelArgument,
     OutputAxisOption,
+    SeedOption,
     axes_of,
-    parse_rates,
+    input_options,
+    parse_duration,
+    parse_rate,
+    parsed,
 )
 from mcinfer.cli.output_files import check_outputs, write_output
 from mcinfer.cli.progress import let_workers_tell, say, showing_work
 from mcinfer.errors import InvalidInputError, McinferError
-
-
-def parse_rate(text: str) -> float:
-    """``"50"``: a number above 0."""
-    (rate, *more) = parse_rates(text)
-    if more:
-        raise typer.BadParameter(f"got {text!r}, expected one number")
-    return rate
 
 
 def tune(
@@ -49,7 +39,6 @@ def tune(
             "SECONDS",
             parse_duration,
             "Bound for the latency of 99 % of the requests; default: none.",
-            show_default=False,
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows of each request.")] = 1,
@@ -59,7 +48,6 @@ def tune(
             min=1,
             max=MAX_CLIENTS,
             help="Requests under way at once. Default: twice the cores, or 1 with --goal latency.",
-            show_default=False,
         ),
     ] = None,
     rate: Annotated[
@@ -68,7 +56,6 @@ def tune(
             "RATE",
             parse_rate,
             "Requests a second that arrive at random (open loop), with --goal latency.",
-            show_default=False,
         ),
     ] = None,
     budget: Annotated[Any, parsed("SECONDS", parse_duration, "Time limit of the search.")] = "60",
@@ -97,7 +84,7 @@ def tune(
         concurrency = OPEN_LOOP_CLIENTS
     elif concurrency is None:
         concurrency = 1 if goal == "latency" else 2 * whole_cpus()
-    load = Load(batch=batch, clients=concurrency, rate=rate)
+    load = Load(batch=batch, clients=concurrency, rate=rate and rate[0])
     options = input_options(input, dim, integers, seed)
     try:
         search = Search(
@@ -106,8 +93,7 @@ def tune(
             options,
             budget=budget,
             progress=lambda done, note: work.show(done, note),
-            batch_axes=axes_of("--batch-axis", batch_axis),
-            output_axes=axes_of("--output-axis", output_axis),
+            **axes_of(batch_axis, output_axis),
         )
     except InvalidInputError as exc:
         raise typer.BadParameter(str(exc)) from exc
