@@ -589,6 +589,15 @@ def test_weights_that_do_not_lie_in_their_block_end_the_worker_with_status_1(
     assert peer.finish() == 1
 
 
+def test_outputs_that_are_all_empty_come_without_a_block(peer: Peer, tmp_path: Path) -> None:
+    peer.build(fake(tmp_path))
+    peer.attach(0)
+    for rows in (0, 0, 3):  # the block of the last one is the next on the lifeline
+        reply = peer.ask([x_at(0, rows)])
+    assert [reference[3] for reference in reply.outputs] == [-1, -1]
+    assert peer.fetch(reply.outputs[0]).shape == (3,)
+
+
 def test_answer_that_no_message_can_carry_fails_its_run_and_the_next_is_served(
     peer: Peer, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from mcinfer.config import CARD_KINDS, INLINE, Device
@@ -444,16 +445,18 @@ class Server:
             if isinstance(item, Strings):
                 references[item.name] = (item.name, STRING, item.shape, None, item.values)
         tensors = [item for item in produced if isinstance(item, Produced)]
-        if tensors:
+        offsets = [0, *accumulate(align(item.size) for item in tensors)]
+        number = 0  # of no block, if all tensors are empty: the master does not take one then
+        if offsets[-1]:
             self._own_blocks += 1
-            number, offset = -self._own_blocks, 0
-            block = Block.create(number, max(sum(align(item.size) for item in tensors), 1))
-            for item in tensors:
+            number = -self._own_blocks
+            block = Block.create(number, offsets[-1])
+            for item, offset in zip(tensors, offsets, strict=False):
                 ctypes.memmove(block.address + offset, item.address, item.size)
-                references[item.name] = (item.name, item.element_type, item.shape, number, offset)
-                offset += align(item.size)
             self._lifeline.send_block(number, block.size, block.fd)
             block.close()
+        for item, offset in zip(tensors, offsets, strict=False):
+            references[item.name] = (item.name, item.element_type, item.shape, number, offset)
         names = [spec.name for spec in self._engine.spec.outputs]
         return tuple(references[name] for name in names if name in references)
 
