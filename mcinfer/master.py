@@ -14,7 +14,7 @@ from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from typing import Any, NoReturn, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, NoReturn, Protocol, Self, TypeVar, get_args, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -166,15 +166,15 @@ class Master:
         self._limits = limits
         self._given = b""
         self._in_memory: ModelInMemory | None = None
-        path = self._path_of(model)
-        self._path = path
+        self._path = self._path_of(model)
+        cut = Parallel() if parallel is None else parallel
         for name, value, kind in (
             ("engine", engine, str),
             ("options", options, EngineOptions),
             ("timeouts", timeouts, Timeouts),
             ("restart", restart, RestartPolicy),
             ("limits", limits, Limits),
-            ("parallel", Parallel() if parallel is None else parallel, Parallel),
+            ("parallel", cut, Parallel),
         ):
             if not isinstance(value, kind):
                 raise InvalidInputError(
@@ -187,21 +187,18 @@ class Master:
                 "verify: 'always' has left; 'first' compares requests whole and in pieces until the split is "
                 "known, and again with many more rows or new weights"
             )
-        if verify not in ("first", "never"):
-            raise InvalidInputError(f"verify: got {verify!r}, expected 'first' or 'never'")
-        if not isinstance(balance, str) or balance not in BALANCES:
-            expected = " or ".join(map(repr, BALANCES))
-            raise InvalidInputError(f"balance: got {balance!r}, expected {expected}")
-        self._verify: Verify = verify
+        ways: tuple[str, ...] = get_args(Verify)
+        for name, said, choices in (("verify", verify, ways), ("balance", balance, BALANCES)):
+            if not isinstance(said, str) or said not in choices:
+                expected = " or ".join(map(repr, choices))
+                raise InvalidInputError(f"{name}: got {said!r}, expected {expected}")
         self._said = SaidAxes.of(batch_axes, output_axes)
         check_count("max_batch_size", max_batch_size, 1)
         check_seconds("max_delay", max_delay)
-        self._max_batch_size = max_batch_size
         # The loop holds this weakly: what the hook holds may hold the master.
         self._trace = None if trace is None else partial(trace)
         cores = sorted(os.sched_getaffinity(0))
         cpus = whole_cpus()
-        cut = Parallel() if parallel is None else parallel
         if parallel is not None and devices is None:
             devices = cut.devices
         chosen = parse_devices(devices, cpus)
@@ -219,18 +216,17 @@ class Master:
         if crowded := check_cores(chosen, shares, cpus):
             _log.warning("%s", crowded)
         self._absent = {i: why for i, why in shares.items() if not isinstance(why, CoreShare)}
-        # For a worker on another device, which is not pinned.
+        pinned = {i: share for i, share in shares.items() if isinstance(share, CoreShare)}
         nowhere = CoreShare(cores=(), shared=False, threads=cpus if cpus < len(cores) else None)
         may_share = engine == "onnxruntime" and cut.ranks == 1
         may_share &= options.prepare != "never" and options.provider in (None, "cuda")
         on_cards = Counter(device.index for device in chosen if device.kind in CARD_KINDS)
         builds = []
         for index, device in enumerate(chosen):
-            pinned = shares.get(index)
-            share = pinned if isinstance(pinned, CoreShare) else nowhere
+            share = pinned.get(index, nowhere)
             builds.append(
                 Build(
-                    model=path,
+                    model=self._path,
                     engine=engine,
                     device=str(device),
                     cores=share.cores,
@@ -246,35 +242,49 @@ class Master:
             )
         _check_build(builds[0])
         groups = [builds[i : i + cut.ranks] for i in range(0, len(builds), cut.ranks)]
-        memory = self._limits.memory_bytes or usable_memory() // 2
         # A pipeline is idle in part while its first and its last pieces pass, so it gets many.
         self._pieces = 1 if cut.pipeline == 1 else _PIECES_OF_A_STAGE * cut.pipeline
         self._balance = Balance(len(groups), self._pieces) if balance == "measured" else None
+        # An engine comes into the user's process in this way alone.
+        inline_worker = import_module("mcinfer.worker.inline").InlineWorker if inline else None
         try:
             self._loop = Loop(
                 groups,
                 timeouts=self._timeouts,
                 restart=restart,
                 limits=self._limits,
-                memory_bytes=memory,
+                memory_bytes=self._limits.memory_bytes or usable_memory() // 2,
                 max_batch_size=max_batch_size,
                 max_delay=max_delay,
                 trace=None if self._trace is None else weakref.ref(self._trace),
                 balance=self._balance,
                 seeds_on_one=not self._said.inputs,
-                worker=_inline_worker() if inline else WorkerProcess,
+                worker=inline_worker or WorkerProcess,
             )
         except OSError as exc:  # no descriptor is left
             raise BuildError(f"no pool can be opened: {exc}") from exc
         self._loop.model = self._in_memory  # for as long as workers may be started
         self._devices = [build.device for build in builds]
         self._workers = len(groups)
-        # To be said once: the number of workers is mcinfer's choice, and may be wrong for small requests.
-        self._may_advise = devices is None and len(groups) > 1
-        self._remembers = cut.ranks == 1 and all(
-            device.kind in ("cpu", INLINE) for device in chosen
+        # At the start, when the model is known.
+        on_host = all(device.kind in ("cpu", INLINE) for device in chosen)
+        self._new_planner = partial(
+            Planner,
+            place=HostPlace(self._loop.arena, self._loop.inbox.allocate, self._loop.frames),
+            queue=self._loop.inbox,
+            limits=limits,
+            max_rows=max_batch_size,
+            remembers=cut.ranks == 1 and on_host,
         )
-        self._engine = engine
+        self._new_learner = partial(
+            Learner,
+            said=self._said,
+            verify=verify,
+            engine=engine,
+            most_joined=max_batch_size,
+            # The number of workers is mcinfer's choice then, and may be wrong for small requests.
+            advised=len(groups) if devices is None else 0,
+        )
         self._model: ModelSpec | None = None
         self._description = ModelDescription()
         # At interpreter exit the loop closes itself; this is for a master that becomes garbage.
@@ -332,14 +342,18 @@ class Master:
             reasons = (f"worker {i}: {reason}" for i, reason in self._absent.items())
             self._loop.refuse_start(BuildError(say_once(reasons)))
         if self._in_memory is not None:
-            self._keep_given(self._in_memory)
+            try:  # to where all workers find it, those that are restarted too
+                self._in_memory.write(self._given)
+                self._given = b""
+            except OSError as exc:
+                self._finalizer.detach()
+                self._loop.refuse_start(BuildError(f"{IN_MEMORY} cannot be kept: {exc}"))
         elif not os.path.lexists(self._path):
             self._finalizer.detach()
             self._loop.refuse_start(ModelNotFoundError(f"model: there is no file {self._path!r}"))
         try:
             built = self._loop.start()
             model = ModelSpec(inputs=_specs(built.inputs), outputs=_specs(built.outputs))
-            weights = _specs(built.weights)
             self._description = ModelDescription(
                 about=built.about,
                 properties=built.properties,
@@ -347,27 +361,9 @@ class Master:
                 provider_options=built.provider_options,
             )
             whole = f"{built.random} draws random numbers" if built.random else ""
-            loop = self._loop
-            planner = Planner(
-                model,
-                HostPlace(loop.arena, loop.inbox.allocate, loop.frames),
-                loop.inbox,
-                limits=self._limits,
-                max_rows=self._max_batch_size,
-                weights=weights,
-                remembers=self._remembers,
-            )
-            self._learner = Learner(
-                model,
-                planner,
-                self._waiting,
-                said=self._said,
-                verify=self._verify,
-                engine=self._engine,
-                identity=built.model,
-                whole=whole,
-                most_joined=self._max_batch_size,
-                advised=self._workers if self._may_advise else 0,
+            planner = self._new_planner(model, weights=_specs(built.weights))
+            self._learner = self._new_learner(
+                model, planner, self._waiting, identity=built.model, whole=whole
             )
             if built.seeded and not self._said.inputs:
                 seeds = "from a seed with which each worker would draw the same ones"
@@ -378,15 +374,6 @@ class Master:
             self.close()
             raise
         return self
-
-    def _keep_given(self, place: ModelInMemory) -> None:
-        """Write a model that came as bytes to where all workers find it, those that are restarted too."""
-        try:
-            place.write(self._given)
-            self._given = b""
-        except OSError as exc:
-            self._finalizer.detach()
-            self._loop.refuse_start(BuildError(f"{IN_MEMORY} cannot be kept: {exc}"))
 
     def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
         """End all workers. Requests in flight fail with `ClosedError`. Safe to call again.
@@ -910,7 +897,11 @@ class Master:
         """
         if outputs is not None:
             self._check_outputs(outputs)
-        place = None if outputs_on == "host" else self._output_place(outputs_on, outputs)
+        place = None
+        if outputs_on != "host":
+            specs = self._spec().outputs
+            wanted = [spec for spec in specs if outputs is None or spec.name in outputs]
+            place = self._place(outputs_on, "outputs_on", wanted)
         if type(priority) is not int:
             raise InvalidInputError(f"priority: got {priority!r}, expected an int")
         self._ready(for_request=True)
@@ -970,11 +961,6 @@ class Master:
         finally:
             call.weights = NO_WEIGHTS
 
-    def _output_place(self, outputs_on: str, outputs: Sequence[str] | None) -> Any:
-        specs = self._spec().outputs
-        wanted = [spec for spec in specs if outputs is None or spec.name in outputs]
-        return self._place(outputs_on, "outputs_on", wanted)
-
     def _place(self, text: str, name: str, specs: Sequence[TensorSpec] = ()) -> Any:
         """The card that an argument of this name says, for tensors like these."""
         self._ready()
@@ -1029,12 +1015,6 @@ def _check_inline(
             raise InvalidInputError(
                 f"{name}: got {value!r} with devices={INLINE!r}, expected None: {why}"
             )
-
-
-def _inline_worker() -> type[WorkerProcess]:
-    """The one way by which an engine comes into the user's process, and only when it is asked for."""
-    worker: type[WorkerProcess] = import_module("mcinfer.worker.inline").InlineWorker
-    return worker
 
 
 def _check_build(build: Build) -> None:

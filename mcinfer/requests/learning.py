@@ -89,8 +89,6 @@ class Learner:
 
     def splitter_for(self, batch_axes: Axes | None, output_axes: Axes | None) -> Splitter:
         """What knows how to split by these axes of one call; they override those for all calls."""
-        if batch_axes is None and output_axes is None:
-            return self.splitter
         call = SaidAxes.of(batch_axes, output_axes)
         # Values as text: what is no axis may not be hashable either, and True is not 1.
         key = repr([sorted(axes.items(), key=repr) for axes in (call.inputs, call.outputs)])
