@@ -16,8 +16,6 @@ from typing import Any, ClassVar, TypeVar
 from mcinfer.errors import InvalidInputError
 
 _MOST = 2**63
-_MAX_SHARDS = 2**32
-_MAX_RANKS = 1024
 MAX_DIMENSIONS = 64
 
 Check = Callable[[Any], bool]
@@ -26,23 +24,16 @@ Check = Callable[[Any], bool]
 # Fields of messages.
 
 
-def is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MOST
+def _is_number(kind: Any, least: float, below: float) -> Check:
+    return lambda value: type(value) is kind and least <= value < below
 
 
-def is_shard(value: Any) -> bool:
-    """A shard's number, which has four bytes in the heads of messages."""
-    return type(value) is int and 0 <= value < _MAX_SHARDS
-
-
-def is_block(value: Any) -> bool:
-    """A block's number; those that a worker made are negative."""
-    return type(value) is int and -_MOST < value < _MOST
-
-
-def is_seconds(value: Any) -> bool:
-    """A finite number, 0 or more."""
-    return type(value) is float and 0.0 <= value < float("inf")
+is_count = _is_number(int, 0, _MOST)
+is_shard = _is_number(int, 0, 2**32)  # it has four bytes in the heads of messages
+is_block = _is_number(int, 1 - _MOST, _MOST)  # those that a worker made are negative
+is_ranks = _is_number(int, 1, 1025)
+is_seconds = _is_number(float, 0.0, math.inf)
+is_flag = _is_number(bool, False, 2)
 
 
 def is_text(value: Any) -> bool:
@@ -62,14 +53,6 @@ def is_map_to(fits: Check) -> Check:
     return lambda value: (
         type(value) is dict and all(map(is_text, value)) and all(map(fits, value.values()))
     )
-
-
-def is_flag(value: Any) -> bool:
-    return type(value) is bool
-
-
-def is_ranks(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= _MAX_RANKS
 
 
 def is_shape(value: Any) -> bool:
@@ -95,10 +78,6 @@ def _shown(value: object) -> str:
         return reprlib.repr(value)
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class FieldCheck:
     """What a value must be.
@@ -111,7 +90,7 @@ class FieldCheck:
 
     fits: Check
     expected: str
-    keep: Callable[[Any], Any] = _as_it_is
+    keep: Callable[[Any], Any] = lambda value: value  # as it is
 
     def kept(self, name: str, value: Any) -> Any:
         """The value as it is kept; `InvalidInputError`, of `name`, if it does not fit."""
@@ -124,20 +103,8 @@ def _is_int(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < _MOST
 
 
-def _is_time(value: Any) -> bool:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    too_large = isinstance(value, int) and value >= _MOST  # to be a float
-    return not too_large and not math.isnan(value) and value >= 0
-
-
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _are_different_texts(value: Any) -> bool:
-    texts = value if _is_list(value) else (None,)
-    return all(isinstance(text, str) for text in texts) and len({*texts}) == len(texts)
 
 
 def _are_core_lists(value: Any) -> bool:
@@ -148,17 +115,6 @@ def _are_core_lists(value: Any) -> bool:
         and all(type(core) is int and core >= 0 for cores in value for core in cores)
         and all(len({*cores}) == len(cores) for cores in value)
     )
-
-
-def _is_map_to(kind: Check) -> Check:
-    return lambda value: (
-        isinstance(value, Mapping)
-        and all(isinstance(key, str) and kind(item) for key, item in value.items())
-    )
-
-
-def _read_only(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    return MappingProxyType(dict(value))
 
 
 def count(least: int) -> FieldCheck:
@@ -172,7 +128,26 @@ def choice(*choices: str) -> FieldCheck:
 
 
 def different(what: str) -> FieldCheck:
-    return FieldCheck(_are_different_texts, f"a list of different {what}", tuple)
+    return FieldCheck(
+        lambda value: (
+            _is_list(value)
+            and all(isinstance(text, str) for text in value)
+            and len({*value}) == len(value)
+        ),
+        f"a list of different {what}",
+        tuple,
+    )
+
+
+def _map_to(fits: Check, expected: str) -> FieldCheck:
+    return FieldCheck(
+        lambda value: (
+            isinstance(value, Mapping)
+            and all(isinstance(key, str) and fits(item) for key, item in value.items())
+        ),
+        expected,
+        lambda value: MappingProxyType({**value}),
+    )
 
 
 def optional(check: FieldCheck, expected: str = "") -> FieldCheck:
@@ -184,16 +159,13 @@ def optional(check: FieldCheck, expected: str = "") -> FieldCheck:
     )
 
 
-SECONDS = FieldCheck(_is_time, "seconds, 0 or more")
+SECONDS = FieldCheck(
+    lambda value: _is_int(value, 0) or (isinstance(value, float) and value >= 0),  # no NaN
+    "seconds, 0 or more",
+)
 FLAG = FieldCheck(lambda value: isinstance(value, bool), "True or False")
-TEXT_MAP = FieldCheck(
-    _is_map_to(lambda item: isinstance(item, str)), "a mapping, text to text", _read_only
-)
-SIZE_MAP = FieldCheck(
-    _is_map_to(lambda item: type(item) is int and 0 <= item < _MOST),
-    "a mapping of names to sizes, 0 or more",
-    _read_only,
-)
+TEXT_MAP = _map_to(lambda item: isinstance(item, str), "a mapping, text to text")
+SIZE_MAP = _map_to(is_count, "a mapping of names to sizes, 0 or more")
 CORE_LISTS = FieldCheck(
     _are_core_lists,
     "for each worker a list of different core numbers",

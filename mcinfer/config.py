@@ -159,9 +159,7 @@ def share_cores(
         count = max(len(existing), *(index + 1 for index in existing), 1)
         for worker, index in indices.items():
             if index < limit:
-                start, stop = (part * len(cores) // count for part in (index, index + 1))
-                own = tuple(cores[start:stop]) or (cores[start],)
-                mine[worker] = own, range(index, index + 1), count
+                mine[worker] = _part(cores, index, count), range(index, index + 1), count
             else:
                 shares[worker] = InvalidInputError(
                     f"device cpu:{index} does not exist: {len(cores)} cores are usable here, "
@@ -173,20 +171,22 @@ def share_cores(
                 beside.setdefault(tuple(near[device.index]), []).append(worker)
         for place, workers in beside.items():
             for part, worker in enumerate(workers):
-                start, stop = (i * len(place) // len(workers) for i in (part, part + 1))
-                own = place[start:stop] or (place[start],)
+                own, start = _part(place, part, len(workers)), part * len(place) // len(workers)
                 # A part of the quota for each of its cores, of as many as this process may use.
                 mine[worker] = own, range(start, start + len(own)), len(cores)
     else:
-        count = len({core for item in chosen for core in item})
+        count, got = len({core for item in chosen for core in item}), ""
         for worker in range(len(devices)):
-            error = _chosen_error(worker, len(devices), cores, chosen)
-            if error:
-                shares[worker] = InvalidInputError(error)
+            if len(chosen) != len(devices):
+                got = f"{len(chosen)} lists, expected one for each of {len(devices)} workers"
+            elif absent := [core for core in chosen[worker] if core not in cores]:
+                got = f"{absent}, expected some of {[*cores]}"
+            else:
+                # Each chosen core is one part, even if other workers have it too.
+                first, own = sum(map(len, chosen[:worker])), tuple(chosen[worker])
+                mine[worker] = own, range(first, first + len(own)), count
                 continue
-            # Each chosen core is one part, even if other workers have it too.
-            first = sum(map(len, chosen[:worker]))
-            mine[worker] = tuple(chosen[worker]), range(first, first + len(chosen[worker])), count
+            shares[worker] = InvalidInputError(f"cores: got {got}")
     pinned = Counter(core for own, _, _ in mine.values() for core in own)
     for worker, (own, parts, count) in mine.items():
         threads = None
@@ -196,6 +196,12 @@ def share_cores(
         shared = any(pinned[core] > 1 for core in own)
         shares[worker] = CoreShare(cores=own, shared=shared, threads=threads)
     return dict(sorted(shares.items()))
+
+
+def _part(cores: Sequence[int], part: int, parts: int) -> tuple[int, ...]:
+    """One of equal parts; parts share a core where there are too few."""
+    start, stop = (i * len(cores) // parts for i in (part, part + 1))
+    return tuple(cores[start : max(stop, start + 1)])
 
 
 TOO_MANY_PER_CORE = 8
@@ -231,15 +237,6 @@ def check_cores(devices: Sequence[Device], shares: Mapping[int, object], cpus: i
         f"devices: {len(own)} workers share {count} usable CPU cores, and slow each other down; "
         f"expected at most {count}"
     )
-
-
-def _chosen_error(
-    worker: int, workers: int, cores: Sequence[int], chosen: Sequence[Sequence[int]]
-) -> str:
-    if len(chosen) != workers:
-        return f"cores: got {len(chosen)} lists, expected one for each of {workers} workers"
-    absent = [core for core in chosen[worker] if core not in cores]
-    return f"cores: got {absent}, expected some of {[*cores]}" if absent else ""
 
 
 _Positive = Annotated[int | None, optional(count(1))]

@@ -207,17 +207,19 @@ def say_once(sentences: collections.abc.Iterable[str]) -> str:
     return "; ".join(texts)
 
 
+def spans(numbers: collections.abc.Iterable[int]) -> list[tuple[int, int]]:
+    """The first and the last of each row of consecutive numbers, ascending."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        begun = bool(found) and found[-1][1] == number - 1
+        found.append((found.pop()[0] if begun else number, number))
+    return found
+
+
 def _numbers(numbers: list[int]) -> str:
     """Numbers in words: ``0 to 3, 5 and 7``."""
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    texts = []
-    for first, last in ranges:
-        texts += [str(first)] if first == last else [f"{first} to {last}"]
-        if last == first + 1:
-            texts[-1:] = [str(first), str(last)]
+    texts: list[str] = []
+    for first, last in spans(numbers):
+        few = map(str, range(first, last + 1))
+        texts += few if last < first + 2 else [f"{first} to {last}"]
     return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))

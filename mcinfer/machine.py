@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcinfer.config import CARD_KINDS, Device
+from mcinfer.errors import spans
 
 _ROOT = Path("/")
 
@@ -142,13 +143,7 @@ def parse_core_list(text: str) -> tuple[int, ...]:
 
 def format_core_list(cores: Sequence[int]) -> str:
     """The cores in the kernel's format, ascending: ``0-3,8``."""
-    runs: list[list[int]] = []
-    for core in sorted(cores):
-        if runs and core == runs[-1][-1] + 1:
-            runs[-1].append(core)
-        else:
-            runs.append([core])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in spans(cores))
 
 
 # GPUs.
