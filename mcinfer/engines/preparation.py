@@ -187,10 +187,9 @@ OWN_COPY = "each process has a copy of the weights of its own"
 
 def _is_prepared_for(request: EngineRequest) -> bool:
     """Whether models are prepared for this device: for a card, if its sessions share the weights."""
-    device = request.device.kind
-    if device == "cuda" and request.options.provider in (None, "cuda"):
+    if request.device.kind == "cuda" and request.options.provider in (None, "cuda"):
         return request.slab is not None or request.options.prepare == "always"
-    return device == "cpu"
+    return request.device.kind == "cpu"
 
 
 def content_of(request: EngineRequest, *, any_format: bool = False) -> ModelContent:
@@ -304,14 +303,14 @@ def _environment(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
 
 def facts_of(request: EngineRequest, runtime: Runtime, content: ModelContent) -> dict[str, Any]:
     config = {k: v for k, v in request.options.session_config.items() if k not in runtime.ignored}
-    facts = {
+    return {
         **_environment(request, runtime),
         "model": content.digest,
-        "options": dict(sorted(config.items())),
-        "provider_options": dict(sorted(graph_options(request).items())),
+        "options": config,
+        "provider_options": graph_options(request),
         "variable_weights": sorted(request.options.variable_weights),
+        **_graph_facts(request),
     }
-    return {**facts, **_graph_facts(request)}
 
 
 def _graph_facts(request: EngineRequest) -> dict[str, Any]:
@@ -319,12 +318,12 @@ def _graph_facts(request: EngineRequest) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     graph = {k: v for k, v in request.options.session_options.items() if k in _OF_GRAPHS}
     if graph:
-        facts["session_options"] = dict(sorted(graph.items()))
+        facts["session_options"] = graph
     if request.options.custom_operators:
         facts["custom_operators"] = [_library(path) for path in request.options.custom_operators]
     for name in ("free_dimensions", "free_denotations"):
         if getattr(request.options, name):
-            facts[name] = dict(sorted(getattr(request.options, name).items()))
+            facts[name] = dict(getattr(request.options, name))
     return facts
 
 
@@ -409,7 +408,13 @@ class Making:
         """Fill the folder in a child, which holds the lock as well, in case this process ends."""
         content, model = self.content, self.request.model
         start, self._warned = monotonic(), False
-        _check_room(folder, content.size)
+        disk = os.statvfs(folder)
+        free = disk.f_bavail * disk.f_frsize
+        if free < content.size:  # a prepared model has at least the model's size
+            place = os.path.realpath(folder.parent)
+            raise ChildFailedError(
+                f"{free} bytes are free in {place}, expected at least {content.size}"
+            )
         opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         place = f"/proc/self/fd/{opened}"  # the child has it by the same number
         most_file_bytes = _MAX_GROWTH * content.size + _MAX_ADDED_BYTES
@@ -441,7 +446,6 @@ class Making:
             _log.info("prepared %s%s in %.1f s", self._model(), self.kind, seconds)
 
     def _model(self) -> str:
-        """The model, and its size, for the log."""
         name = in_words(self.request.model, self.request.model)
         return f"{name} ({self.content.size / 1e6:.0f} MB)"
 
@@ -469,16 +473,6 @@ def _record_failure(folder: Path, error: str, model_bytes: int) -> None:
         raise ChildFailedError(error)
     _check_space(folder, 2 * model_bytes + LEAST_PREPARED_BYTES)
     (folder / FAILURE_FILE).write_text(error, encoding="utf-8")
-
-
-def _check_room(folder: Path, size: int) -> None:
-    """Fail at once where a prepared model, which has at least the model's size, cannot fit."""
-    disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
-    if free < size:
-        raise ChildFailedError(
-            f"{free} bytes are free in {os.path.realpath(folder.parent)}, expected at least {size}"
-        )
 
 
 def _check_space(folder: Path, size: int) -> None:
@@ -551,8 +545,7 @@ def ensure_prepared(
             progress(state)
 
     try:
-        arguments = [_alone(path, options, device), progress is not None]
-        key = run_child(_ensure, arguments, tick, pass_fds=inherited(str(path)))
+        key = _in_child(_ensure, path, options, device, progress is not None, tick)
         held = Cache.default().open(key)
     except ChildFailedError as exc:
         raise BuildError(f"{path}: it could not be prepared: {exc}") from exc
@@ -600,8 +593,7 @@ def save_optimised(
     """
     path = Path(model).absolute()
     try:
-        arguments = [_alone(path, options, device), str(Path(target).absolute())]
-        run_child(_save, arguments, lambda _: None, pass_fds=inherited(str(path)))
+        _in_child(_save, path, options, device, str(Path(target).absolute()))
     except ChildFailedError as exc:
         raise BuildError(f"{path}: its optimised form could not be saved: {exc}") from exc
 
@@ -612,7 +604,15 @@ def _save(_: Progress, request: Mapping[str, Any], target: str) -> None:
     _onnxruntime.save(request_of(request), target)
 
 
-def _alone(model: Path, options: EngineOptions, device: str) -> dict[str, Any]:
-    """The request of a process that runs nothing."""
+def _in_child(
+    function: Callable[..., Any],
+    model: Path,
+    options: EngineOptions,
+    device: str,
+    argument: object,
+    tick: Progress = lambda _: None,
+) -> Any:
+    """Call a function in a child with the request of a process that runs nothing, and an argument."""
     alone = replace(options, threads=1, inter_op_threads=None)
-    return _plain(EngineRequest(model=str(model), device=Device.parse(device), options=alone))
+    request = EngineRequest(model=str(model), device=Device.parse(device), options=alone)
+    return run_child(function, [_plain(request), argument], tick, pass_fds=inherited(request.model))

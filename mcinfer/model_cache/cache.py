@@ -51,7 +51,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.errors import InvalidInputError, McinferError, raised_by_handler
 from mcinfer.private import BY_DESCRIPTOR, OthersError, access_fault, opened_folder, path_of
 
 MANIFEST = "manifest.json"
@@ -278,6 +278,8 @@ def unusable(place: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, UnsoundEntryError) as exc:
+        if raised_by_handler(exc):
+            raise
         reason = BY_DESCRIPTOR.sub(lambda _: str(place), str(exc))
         if isinstance(exc, OthersError):
             reason += ", or name another cache in MCINFER_CACHE"
@@ -703,7 +705,7 @@ class Cache:
             facts: What the entry is made from: what JSON can say.
             fill: Called with a new folder, to put regular files into it, and with the descriptor of the lock:
                 a process that inherits the descriptor keeps others from making this entry while it lives.
-                An exception of `fill` passes through.
+                Its exceptions pass through, except errors of the system.
             wait: Seconds to wait for another process that makes the entry and makes no progress, or that uses
                 a damaged one (then 30 at most).
             patience: Seconds to wait for another process in any case.
@@ -713,43 +715,37 @@ class Cache:
             CacheUnusableError: The folder cannot be written to, the disk is full, others could change the
                 folder, or the time is over.
         """
-        with ExitStack() as opened:
-            with unusable(self.folder):
-                root = Root(opened.enter_context(opened_root(self.folder, make=True)), self.folder)
+        with unusable(self.folder), opened_root(self.folder, make=True) as path:
+            root = Root(path, self.folder)
             damaged: _Identity | None = None
             seen: object = None
             began = since = time.monotonic()
-            waited = False
             while True:
                 # First as a user: LOCK_EX alone would wait for all users of a finished entry.
-                with unusable(self.folder):
-                    held, damaged = self._take(root, key, damaged)
+                held, damaged = self._take(root, key, damaged)
                 held = held or self._prepare(root, key, facts, fill, damaged)
                 if held is not None:
                     break
-                with unusable(self.folder):
-                    there = root.identity(key)
-                    written = sum(map(disk_bytes, root.drafts(key)))
+                there, written = root.identity(key), sum(map(disk_bytes, root.drafts(key)))
                 now = time.monotonic()
+                if seen is None:
+                    _log.info("waiting for another process that prepares %s", self.folder / key)
                 if (there, written) != seen:
                     seen, since = (there, written), now
                     if progress is not None:
                         progress(written)
                 limit = min(wait, _MAX_DAMAGED_SECONDS) if damaged and there == damaged else wait
-                if now - since >= limit:
-                    raise CacheUnusableError(
-                        f"{self.folder / key}: another process has been preparing it, or using a damaged "
-                        f"one, without any progress for {limit:.3g} s"  # the same text for all who wait
+                if now - since >= limit:  # the same text for all who wait
+                    fault = (
+                        "has been preparing it, or using a damaged one, without any progress for "
+                        f"{limit:.3g} s"
                     )
-                if now - began >= patience:
-                    raise CacheUnusableError(
-                        f"{self.folder / key}: another process is preparing it, which takes more than "
-                        f"{patience:.3g} s"
-                    )
-                if not waited:
-                    waited = True
-                    _log.info("waiting for another process that prepares %s", self.folder / key)
-                time.sleep(_PAUSE)
+                elif now - began >= patience:
+                    fault = f"is preparing it, which takes more than {patience:.3g} s"
+                else:
+                    time.sleep(_PAUSE)
+                    continue
+                raise CacheUnusableError(f"{self.folder / key}: another process {fault}")
         try:
             self.evict()
         except CacheUnusableError as exc:  # the entry is made all the same
@@ -825,28 +821,25 @@ class Cache:
         """Make an entry and hold it; None if another process has the lock, or has made it."""
         import shutil  # not at every worker's start
 
-        with unusable(self.folder):
-            lock = take_lock(root.path / key, fcntl.LOCK_EX)
+        lock = take_lock(root.path / key, fcntl.LOCK_EX)
         if lock is None:
             return None
         try:
-            with unusable(self.folder):
-                if root.identity(key) not in (None, damaged):
-                    return None
-                root.clean(key, entry=True)
-                draft = root.new_draft(key)
+            if root.identity(key) not in (None, damaged):
+                return None
+            root.clean(key, entry=True)
+            draft = root.new_draft(key)
             try:
                 fill(draft, lock)
-                with unusable(self.folder):
-                    seal(draft, facts)
-                    draft.rename(root.path / key)
-                    sync(root.path)
+                seal(draft, facts)
+                draft.rename(root.path / key)
+                sync(root.path)
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
                 # A child that the user has forked meanwhile has the descriptor as well.
                 fcntl.flock(lock, fcntl.LOCK_UN)
                 raise
-            with unusable(self.folder), suppress(BlockingIOError):
+            with suppress(BlockingIOError):
                 # For those who inherited it too. Not atomic: in between, another may remove the entry.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return root.take(key)
