@@ -29,7 +29,7 @@ from mcinfer.errors import (
 )
 from mcinfer.ranks.collectives import join, meeting
 from mcinfer.ranks.collectives.base import Group, PeerFailedError
-from mcinfer.ranks.collectives.shm import Area, inherit, make_shared
+from mcinfer.ranks.collectives.shm import Area, Shared, inherit
 from tests.collective_contract import CONTRACT
 from tests.open_descriptors import no_descriptor_left
 from tests.thread_ranks import in_threads, results, run_ranks
@@ -477,7 +477,7 @@ def test_wrong_number_of_descriptors_is_refused() -> None:
 
 def test_what_ranks_inherit_is_let_go_with_the_group() -> None:
     with no_descriptor_left():
-        shared = make_shared(3)
+        shared = Shared(3)
         for rank in range(3):
             inherit(rank, 3, [*map(os.dup, shared.fds(rank))]).close()
         shared.close()
@@ -616,7 +616,7 @@ def test_error_of_rank_0_at_the_end_of_the_meeting_is_one_in_all(
     def refuse(_: int) -> object:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(meeting, "make_shared", refuse)
+    monkeypatch.setattr(meeting, "Shared", refuse)
     first, second = joined(("a", 0, 2), ("a", 1, 2))
     assert isinstance(first, OSError)
     assert isinstance(second, RankDiedError)
@@ -739,7 +739,7 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(st.lists(st.integers(0, 40 << 20), max_size=30))
 def test_fixed_memory_does_not_overlap(sizes: list[int]) -> None:
-    shared = make_shared(1)
+    shared = Shared(1)
     area = Area(shared.fds(0)[0], 0, 1 << 40)
     end = 0
     for size in sizes:
@@ -752,7 +752,7 @@ def test_fixed_memory_does_not_overlap(sizes: list[int]) -> None:
 
 
 def test_more_memory_than_there_is_is_refused() -> None:
-    shared = make_shared(1)
+    shared = Shared(1)
     with pytest.raises(InvalidInputError, match="do not fit the memory of a group"):
         Area(shared.fds(0)[0], 0, 1 << 39).take(1 << 40)
     shared.close()

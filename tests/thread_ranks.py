@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import TypeVar
 
 from mcinfer.ranks.collectives.base import Group
-from mcinfer.ranks.collectives.shm import inherit, make_shared
+from mcinfer.ranks.collectives.shm import Shared, inherit
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def run_ranks(
     size: int, body: Callable[[Group], T], *, timeout: float = 30.0
 ) -> list[T | Exception]:
     """What the body returns or raises in each rank of a group of the backend shm, which all inherit."""
-    with closing(make_shared(size)) as shared:
+    with closing(Shared(size)) as shared:
         fds = [[*map(os.dup, shared.fds(rank))] for rank in range(size)]
 
     def join(rank: int) -> T:

@@ -116,9 +116,9 @@ class Connections:
             groups: list[list[int]] = [[]]
             if len(builds) > 1:
                 # Here, since a master without ranks does not need it.
-                from mcinfer.ranks.collectives.shm import make_shared
+                from mcinfer.ranks.collectives.shm import Shared
 
-                shared = passed.enter_context(closing(make_shared(len(builds))))
+                shared = passed.enter_context(closing(Shared(len(builds))))
                 groups = [shared.fds(rank) for rank in range(len(builds))]
             processes = []
             for rank, (build, group) in enumerate(zip(builds, groups, strict=True)):

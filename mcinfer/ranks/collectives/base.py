@@ -55,8 +55,8 @@ _ENDS: dict[str, type[McinferError]] = {
 }
 
 
-class Collective(ABC):
-    """One operation on fixed memory, made once and run many times.
+class Collective:
+    """One operation on fixed memory, made once by a group's method and run many times.
 
     Attributes:
         input: This rank's part; written before `run`, and free to be written again when `run` has returned.
@@ -65,10 +65,10 @@ class Collective(ABC):
             be the same memory as `input`, and may be shared by the ranks: do not write to it.
     """
 
-    input: NDArray[Any]
-    output: NDArray[Any]
+    def __init__(self, arrays: tuple[NDArray[Any], NDArray[Any]], run: Callable[[], None]) -> None:
+        self.input, self.output = arrays
+        self._run = run
 
-    @abstractmethod
     def run(self) -> None:
         """Take part in the operation, and return when `output` has the result.
 
@@ -79,6 +79,7 @@ class Collective(ABC):
             PeerFailedError: A rank called `Group.break_off`.
             ClosedError: The group is closed.
         """
+        self._run()
 
 
 def end_error(text: str) -> McinferError | None:
@@ -114,34 +115,35 @@ class Group(ABC):
         rank: This process's number.
         size: How many ranks there are.
         timeout: Seconds that one operation waits for the other ranks.
+        cause: Why it is closed, by this rank or by an error; None if it is not.
     """
 
-    rank: int
-    size: int
-    timeout: float = DEFAULT_TIMEOUT
-
-    def __init__(self) -> None:
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.cause: str | None = None
         self._kept: dict[Signature, Collective] = {}
 
     # Operations on any arrays.
 
     def all_reduce(self, array: NDArray[Any], operation: Operation = "sum") -> NDArray[Any]:
         """Element by element, the sum, maximum or mean over all ranks, bit-identical in each."""
-        return self._once("all_reduce", array, operation=operation)
+        return self._run_once("all_reduce", array, operation=operation)
 
     def all_gather(self, array: NDArray[Any], axis: int = 0) -> NDArray[Any]:
         """The arrays of all ranks, joined along an axis in the order of the ranks."""
-        return self._once("all_gather", array, axis=axis)
+        return self._run_once("all_gather", array, axis=axis)
 
     def reduce_scatter(
         self, array: NDArray[Any], axis: int = 0, operation: Operation = "sum"
     ) -> NDArray[Any]:
         """This rank's part, along an axis that `size` divides, of what `all_reduce` gives."""
-        return self._once("reduce_scatter", array, axis=axis, operation=operation)
+        return self._run_once("reduce_scatter", array, axis=axis, operation=operation)
 
     def broadcast(self, array: NDArray[Any], root: int = 0) -> NDArray[Any]:
         """The array of one rank; the others give any array of that shape and dtype."""
-        return self._once("broadcast", array, root=root)
+        return self._run_once("broadcast", array, root=root)
 
     @abstractmethod
     def send(self, array: NDArray[Any], to: int) -> None:
@@ -220,11 +222,6 @@ class Group(ABC):
         """
 
     @property
-    @abstractmethod
-    def cause(self) -> str | None:
-        """Why it is closed, by this rank or by an error; None if it is not."""
-
-    @property
     def is_closed(self) -> bool:
         """Whether it is closed."""
         return self.cause is not None
@@ -260,7 +257,7 @@ class Group(ABC):
 
     @abstractmethod
     def leave(self, text: str, cause: str) -> None:
-        """Close the group, and have the others get the text, for `end_error`."""
+        """Close the group because of a `cause`, and have the others get the text, for `end_error`."""
 
     @abstractmethod
     def _subgroup(self, members: Sequence[int]) -> Self | None:
@@ -284,11 +281,9 @@ class Group(ABC):
 
     # What backends share.
 
-    def _once(self, kind: str, array: NDArray[Any], **rest: Any) -> NDArray[Any]:
-        return self._run_once(self._signature(kind, array.shape, array.dtype, **rest), array)
-
-    def _run_once(self, signature: Signature, array: NDArray[Any]) -> NDArray[Any]:
+    def _run_once(self, kind: str, array: NDArray[Any], **rest: Any) -> NDArray[Any]:
         """Run an operation of all ranks on a copy of the array."""
+        signature = self._signature(kind, array.shape, array.dtype, **rest)
         collective = self._kept.get(signature)
         if collective is None:
             if len(self._kept) == _MAX_KEPT:
@@ -306,9 +301,8 @@ class Group(ABC):
         return Signature.of(kind, shape, dtype, self.size, **rest)
 
     def _check_open(self) -> None:
-        cause = self.cause
-        if cause is not None:
-            raise ClosedError(f"the group is closed: {cause}")
+        if self.cause is not None:
+            raise ClosedError(f"the group is closed: {self.cause}")
 
     def _too_late(self, text: str, late: Sequence[object]) -> CollectiveTimeoutError:
         names = ", ".join(map(str, late)) or "another rank"

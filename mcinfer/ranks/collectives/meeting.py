@@ -37,7 +37,7 @@ from mcinfer.errors import (
 )
 from mcinfer.private import open_private, opened_folder, temporary_places
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT
-from mcinfer.ranks.collectives.shm import ShmGroup, inherit, make_shared
+from mcinfer.ranks.collectives.shm import Shared, ShmGroup, inherit
 from mcinfer.shm.descriptors import close_all, peer_credentials, send, take_packet
 
 _PAUSE = 0.02
@@ -308,7 +308,7 @@ def _grouped(ends: list[socket.socket], size: int, timeout: float) -> ShmGroup:
 
 def _send_shares(ends: list[socket.socket], size: int, timeout: float) -> ShmGroup:
     with contextlib.ExitStack() as stack:
-        shared = make_shared(size)
+        shared = Shared(size)
         stack.callback(shared.close)
         pidfds = []
         for rank in range(size):

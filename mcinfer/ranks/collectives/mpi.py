@@ -28,7 +28,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 from zlib import crc32
 
@@ -46,7 +45,7 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Collective, Group, closing, end_error
-from mcinfer.ranks.collectives.operations import Signature, difference
+from mcinfer.ranks.collectives.operations import Signature, cell_of, difference, text_in
 
 with requires(
     "collectives of the backend mpi need the package mpi4py: pip install 'mcinfer[mpi]'", "mpi4py"
@@ -127,53 +126,22 @@ def _until(is_done: Callable[[], object], timeout: float) -> bool:
     return True
 
 
-def _cell(text: str) -> bytes:
-    """What a rank runs, in words, in so many bytes."""
-    encoded = text.encode()
-    digest = blake2b(encoded, digest_size=8).digest()
-    return (encoded[: _CELL_BYTES - len(digest)].ljust(_CELL_BYTES - len(digest), b"\0")) + digest
-
-
-def _text_of(cell: bytes) -> str:
-    return cell[:-8].rstrip(b"\0").decode(errors="replace")
-
-
 def _bytes(array: NDArray[Any]) -> list[Any]:
     """Where an array lies, for MPI. Not the array: MPI does not know the types of ml_dtypes."""
     return [MPI.buffer.fromaddress(array.ctypes.data, array.nbytes), MPI.BYTE]
-
-
-class _Prepared(Collective):
-    """An operation on these arrays."""
-
-    def __init__(self, arrays: tuple[NDArray[Any], NDArray[Any]], run: Callable[[], None]) -> None:
-        self.input, self.output = arrays
-        self._run = run
-
-    def run(self) -> None:
-        self._run()
 
 
 class MpiGroup(Group):
     """A group of ranks of an MPI job; see `join`."""
 
     def __init__(self, communicator: Any, names: Sequence[str], timeout: float) -> None:
-        super().__init__()
-        self.rank = communicator.rank
-        self.size = communicator.size
-        self.timeout = timeout
+        super().__init__(communicator.rank, communicator.size, timeout)
         self._communicator = communicator
         self._names = names
-        self._cause: str | None = None
         self._tag = 0
-        self._closed: tuple[str, float] | None = (
-            None  # a rank that closed the group, and since when
-        )
+        # A rank that closed the group, and since when.
+        self._closed: tuple[str, float] | None = None
         self._pending: list[tuple[MPI.Request, object]] = []  # sends that MPI has not finished
-
-    @property
-    def cause(self) -> str | None:
-        return self._cause
 
     def send(self, array: NDArray[Any], to: int) -> None:
         signature = self._signature("send", array.shape, array.dtype, root=self.rank, to=to)
@@ -208,7 +176,7 @@ class MpiGroup(Group):
     def _move(self, text: str, parts: Sequence[_Part]) -> None:
         """Come to the next operation, and do its parts one after another once all ranks have come."""
         self._check_open()
-        own = _cell(text)
+        own = cell_of(text, _CELL_BYTES)
         cells = bytearray(self.size * _CELL_BYTES)
         gathering = self._communicator.Iallgather([own, MPI.BYTE], [cells, MPI.BYTE])
 
@@ -221,7 +189,7 @@ class MpiGroup(Group):
 
         self._await(gathering, text, late)
         if cells != own * self.size:
-            raise difference({rank: _text_of(cell) for rank, cell in enumerate(found())})
+            raise difference({rank: text_in(cell) for rank, cell in enumerate(found())})
         for part in parts:
             request = part()
             if isinstance(request, MPI.Request):
@@ -232,7 +200,7 @@ class MpiGroup(Group):
         self._check_open()
         self._pending = [sent for sent in self._pending if not sent[0].Test()]
         self._raise_ends()
-        cell = _cell(text)
+        cell = cell_of(text, _CELL_BYTES)
         for what, tag in (([cell, MPI.BYTE], _CELLS), (_bytes(array), _PAYLOADS)):
             self._pending.append(
                 (self._communicator.Isend(what, to, self._tag + tag), (what, array))
@@ -242,18 +210,12 @@ class MpiGroup(Group):
     def _take(self, source: int, text: str, out: NDArray[Any]) -> None:
         self._check_open()
         cell = bytearray(_CELL_BYTES)
-        self._await(
-            self._communicator.Irecv([cell, MPI.BYTE], source, self._tag + _CELLS),
-            text,
-            lambda: [source],
-        )
-        if cell != _cell(text):
-            raise difference({source: _text_of(bytes(cell)), self.rank: text})
-        self._await(
-            self._communicator.Irecv(_bytes(out), source, self._tag + _PAYLOADS),
-            text,
-            lambda: [source],
-        )
+        receiving = self._communicator.Irecv([cell, MPI.BYTE], source, self._tag + _CELLS)
+        self._await(receiving, text, lambda: [source])
+        if cell != cell_of(text, _CELL_BYTES):
+            raise difference({source: text_in(bytes(cell)), self.rank: text})
+        receiving = self._communicator.Irecv(_bytes(out), source, self._tag + _PAYLOADS)
+        self._await(receiving, text, lambda: [source])
 
     def _await(self, request: "MPI.Request", text: str, late: Callable[[], Sequence[int]]) -> None:
         """Return when a request is done; an error if a rank left, or the others are too late."""
@@ -282,7 +244,7 @@ class MpiGroup(Group):
             self._closed = self._names[status.Get_source()], time.monotonic()
 
     def leave(self, text: str, cause: str) -> None:
-        self._cause = cause
+        self.cause = cause
         self._kept.clear()
         said = shortened(text).encode(errors="replace")[:_MAX_TEXT_BYTES]
         try:
@@ -292,7 +254,7 @@ class MpiGroup(Group):
                     self._pending.append((request, said))
             _until(lambda: all(sent[0].Test() for sent in self._pending), _LAST_SENDS)
         except MPI.Exception as exc:
-            self._cause = f"{cause} (then MPI reported: {exc})"
+            self.cause = f"{cause} (then MPI reported: {exc})"
 
     def translated(self, exc: BaseException) -> BaseException:
         if not isinstance(exc, MPI.Exception):
@@ -305,7 +267,7 @@ class MpiGroup(Group):
     def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
         array: NDArray[Any] = np.zeros(signature.shape, signature.dtype)
         move, other = (self._post, to) if self.rank == root else (self._take, root)
-        return _Prepared((array, array), partial(move, other, str(signature), array))
+        return Collective((array, array), partial(move, other, str(signature), array))
 
     def _prepare(self, signature: Signature) -> Collective:
         if signature.nbytes * self.size > _MAX_BYTES:
@@ -318,7 +280,7 @@ class MpiGroup(Group):
         if signature.root is not None:
             output = mine
         parts = self._plan(signature, mine, output)
-        return _Prepared((mine, output), partial(self._move, str(signature), parts))
+        return Collective((mine, output), partial(self._move, str(signature), parts))
 
     def _plan(self, signature: Signature, mine: NDArray[Any], output: NDArray[Any]) -> list[_Part]:
         """The parts of an operation, one after another."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from math import prod
 from typing import Any, Literal, get_args
 
@@ -190,6 +191,21 @@ def _copier(copies: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Callable[[],
             np.copyto(to, source)
 
     return copy
+
+
+_DIGEST_BYTES = 8
+
+
+def cell_of(text: str, size: int) -> bytes:
+    """What a rank runs, in words, as so many bytes: a digest of all, and what fits behind it."""
+    encoded = text.encode()
+    digest = blake2b(encoded, digest_size=_DIGEST_BYTES).digest()
+    return (digest + encoded)[:size].ljust(size, b"\0")
+
+
+def text_in(cell: bytes) -> str:
+    """The words of `cell_of`."""
+    return cell[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
 
 
 def difference(operations: Mapping[int, str]) -> InvalidInputError:

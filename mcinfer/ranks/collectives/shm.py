@@ -20,7 +20,7 @@ Messages between two ranks go another way: their cells wait in a ring for each r
 order of memory needs no fence: what a rank writes before it writes an eventfd (eventfd(2)) is seen by the
 rank that has read that eventfd; a cell or a part is never read on the word of shared memory alone.
 
-A group is *inherited*: the process that starts the ranks makes the memory and the eventfds (`make_shared`),
+A group is *inherited*: the process that starts the ranks makes the memory and the eventfds (`Shared`),
 and each rank inherits its own (`inherit`). Ranks that were started apart give each other the same: see
 `mcinfer.ranks.collectives.meeting`.
 
@@ -36,10 +36,10 @@ import select
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from functools import lru_cache, partial
 from itertools import permutations
 from math import prod
 from typing import Any
@@ -49,10 +49,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from mcinfer.checks import check_seconds
 from mcinfer.config import MAX_RANKS
-from mcinfer.errors import CollectiveTimeoutError, InvalidInputError, RankDiedError, shortened
+from mcinfer.errors import InvalidInputError, RankDiedError, shortened
 from mcinfer.process import how_it_ended
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Collective, Group, closing, end_error
-from mcinfer.ranks.collectives.operations import Signature, difference
+from mcinfer.ranks.collectives.operations import Signature, cell_of, difference, text_in
+from mcinfer.shm.arena import align
 from mcinfer.shm.descriptors import close_all
 
 _LARGE_BYTES = 256 << 10
@@ -72,44 +73,34 @@ _ENLARGING = threading.Lock()
 
 
 class Shared:
-    """What the ranks of a group inherit: the memory, and an eventfd from and to each other rank."""
+    """What the ranks of a group inherit: the memory, and an eventfd from and to each other rank.
+
+    The process that starts the ranks makes it.
+    """
 
     def __init__(self, size: int) -> None:
         """Raises OSError: No descriptor is left, or files may not be as large as the sparse memory."""
         self._size = size
-        self._owned: list[int] = []
+        self._owned = [_new_memory()]
         try:
-            self._memory = self._own(_new_memory())
-            self._eventfds = {
-                pair: self._own(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-                for pair in permutations(range(size), 2)
-            }
+            for _ in range(size * (size - 1)):
+                self._owned.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         except BaseException:
             self.close()
             raise
 
-    def _own(self, fd: int) -> int:
-        self._owned.append(fd)
-        return fd
-
     def fds(self, rank: int) -> list[int]:
         """The descriptors of a rank, for `inherit`; they stay this object's."""
-        others = [other for other in range(self._size) if other != rank]
-        return [
-            self._memory,
-            *(self._eventfds[other, rank] for other in others),
-            *(self._eventfds[rank, other] for other in others),
-        ]
+        memory, *eventfds = self._owned
+        pairs = [*zip(permutations(range(self._size), 2), eventfds, strict=True)]
+        incoming = [fd for (_, to), fd in pairs if to == rank]
+        outgoing = [fd for (source, _), fd in pairs if source == rank]
+        return [memory, *incoming, *outgoing]
 
     def close(self) -> None:
         """Let all go, as no rank is to be started any more."""
         close_all(self._owned)
         self._owned.clear()
-
-
-def make_shared(size: int) -> Shared:
-    """What a group of so many ranks inherits, made by the process that starts them; raises OSError."""
-    return Shared(size)
 
 
 def _new_memory() -> int:
@@ -180,17 +171,19 @@ def inherit(
 
 # Cells, and what else ranks know of each other.
 
-_BODY = struct.Struct("<Q8s104s")  # place, digest of the text, text
-_TEXT_IN_CELL = 104
 _HEAD_BYTES = 8  # a message's stream, or the number of a step
-_NO_STREAM = b"\xff" * _HEAD_BYTES
-_CELL_BYTES = _HEAD_BYTES + _BODY.size
+_PLACE_BYTES = 8
+_WORDS_BYTES = 112
+_CELL_BYTES = _HEAD_BYTES + _PLACE_BYTES + _WORDS_BYTES
 _RING = 64
 """Messages to one rank that can wait until it looks."""
 
+_REPORTED = _RING // 2
+"""Messages that a rank takes before it says so."""
+
 _ABOUT = struct.Struct(
     "<II64s"
-)  # a rank's pid, the bytes of what it says when it leaves, what it left
+)  # a rank's pid, the length of what it says as it leaves, what it left
 _ABOUT_BYTES = 16 << 10
 
 # Counts in an eventfd: what the writer did since the reader read it last.
@@ -201,15 +194,17 @@ _LEFT = 1 << 48
 _FIELD = (1 << 16) - 1
 
 
+@lru_cache
 def _body_of(text: str, place: int = 0) -> bytes:
     """What a rank runs, in words, and where its memory lies, if that has to agree."""
-    encoded = text.encode()
-    digest = blake2b(encoded, digest_size=8).digest()
-    return _BODY.pack(place, digest, encoded[:_TEXT_IN_CELL])
+    return place.to_bytes(_PLACE_BYTES, "little") + cell_of(text, _WORDS_BYTES)
+
+
+_BARRIER = _body_of("barrier")
 
 
 def _text_of(cell: bytes) -> str:
-    return cell[-_TEXT_IN_CELL:].rstrip(b"\0").decode(errors="replace")
+    return text_in(cell[-_WORDS_BYTES:])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -225,12 +220,10 @@ class _Peer:
         ahead: The steps, of all groups that both are in, at which it is further than this rank.
         sent: The messages that this rank has sent it.
         acknowledged: How many of them it has taken, as far as it has said.
-        came: The messages that it has sent this rank.
-        taken: How many of them this rank has taken.
-        reported: How many of them this rank has said that it has taken.
-        waiting: By stream, those that were taken before an operation wanted them.
-        left: What it said when it left the whole group.
+        taken: The messages from it that this rank has taken.
+        waiting: By stream, those of them that no operation has wanted yet.
         closed: The numbers of the groups that it has left, as bits.
+        left: What it said when it left the whole group.
         died: Its process has ended.
     """
 
@@ -243,12 +236,10 @@ class _Peer:
     ahead: int = 0
     sent: int = 0
     acknowledged: int = 0
-    came: int = 0
     taken: int = 0
-    reported: int = 0
-    waiting: dict[bytes, deque[bytes]] = field(default_factory=dict)
-    left: str | None = None
+    waiting: dict[bytes, deque[bytes]] = field(default_factory=lambda: defaultdict(deque))
     closed: int = 0
+    left: str = ""
     died: bool = False
 
 
@@ -261,15 +252,13 @@ class _Wire:
         memory: That of all groups.
         control: Its begin: the texts, messages and cells of steps of all ranks.
         alarm: A peer has died, or left.
-        cause: Why the groups are closed.
-        groups: Those that are to let go what they hold when this is closed.
+        groups: Those that are closed with this.
     """
 
     def __init__(self, rank: int, peers: Sequence[_Peer], memory: int) -> None:
         self.rank = rank
         self.peers = peers
         self.memory = memory
-        self.cause: str | None = None
         self.alarm = False
         self.groups: list[ShmGroup] = []
         self._closed = 0
@@ -295,38 +284,12 @@ class _Wire:
         middle = start + _CELL_BYTES
         return slice(start, middle), slice(middle, middle + _CELL_BYTES)
 
-    def post(self, peer: _Peer, cell: bytes, group: int, timeout: float) -> bool:
-        """Send a message; False if there was no room for it within the time."""
-        if peer.sent - peer.acknowledged >= _RING:
-            deadline = time.monotonic() + timeout
-            while peer.sent - peer.acknowledged >= _RING:
-                self.raise_ends(group, [peer])
-                if not self.look(deadline):
-                    return False
+    def put(self, peer: _Peer, cell: bytes) -> None:
+        """Send a message, for which there is room."""
         start = peer.outbox + peer.sent % _RING * _CELL_BYTES
         self.control[start : start + _CELL_BYTES] = cell
         peer.sent += 1
         os.eventfd_write(peer.outgoing, _SENT)
-        return True
-
-    def take(self, peer: _Peer, stream: bytes) -> bytes | None:
-        """The cell of the peer's next message in a stream, if it has come."""
-        if peer.taken == peer.came and not peer.waiting:
-            return None
-        if peer.waiting and (queue := peer.waiting.get(stream)):
-            return queue.popleft()
-        while peer.taken < peer.came:
-            start = peer.inbox + peer.taken % _RING * _CELL_BYTES
-            cell = self.control[start : start + _CELL_BYTES]
-            peer.taken += 1
-            count = peer.taken - peer.reported
-            if count >= _RING // 2:
-                os.eventfd_write(peer.outgoing, count * _TAKEN)
-                peer.reported = peer.taken
-            if cell.startswith(stream):
-                return cell
-            peer.waiting.setdefault(cell[:_HEAD_BYTES], deque()).append(cell)
-        return None
 
     def look(self, deadline: float) -> bool:
         """Wait for any news of the peers, and note it; False if the deadline has passed without any."""
@@ -343,15 +306,18 @@ class _Wire:
                 continue
             peer.ahead += news & _FIELD
             if news > _FIELD:
-                peer.came += news // _SENT & _FIELD
-                if peer.came - peer.taken >= _RING // 2:  # it may wait for room
-                    self.take(peer, _NO_STREAM)
+                came = peer.taken + (news // _SENT & _FIELD)
+                while peer.taken < came:  # so that there is room for others
+                    start = peer.inbox + peer.taken % _RING * _CELL_BYTES
+                    cell = self.control[start : start + _CELL_BYTES]
+                    peer.waiting[cell[:_HEAD_BYTES]].append(cell)
+                    peer.taken += 1
+                    if not peer.taken % _REPORTED:
+                        os.eventfd_write(peer.outgoing, _REPORTED * _TAKEN)
                 peer.acknowledged += news // _TAKEN & _FIELD
                 if news >= _LEFT:
-                    _, text, peer.closed = self._said(peer)
+                    _, peer.left, peer.closed = self._said(peer)
                     self.alarm = True
-                    if peer.closed & 1:
-                        peer.left = text
         return bool(events) or wait > _LONGEST_WAIT / 2
 
     def _say(self, text: str) -> None:
@@ -375,20 +341,21 @@ class _Wire:
         pid, *_ = self._said(peer)
         return f"rank {peer.rank} (pid {pid})" if pid else f"rank {peer.rank}"
 
-    def raise_ends(self, group: int, late: Sequence[_Peer], past: Container[_Peer] = ()) -> None:
-        """Raise for a peer that died or left with an error, unless it is `past` what this rank waits for.
+    def raise_ends(self, group: int, late: Sequence[_Peer], awaited: Sequence[_Peer] = ()) -> None:
+        """Raise for a peer that died or left with an error, or that is late and closed this group, or all.
 
-        Raise for one that only closed this group, or the whole one, if it is late.
+        What the `awaited` that are not late do after they have come is the next operation's matter.
         """
         if not self.alarm:
             return
+        past = {*awaited}.difference(late)
         peers = [peer for peer in self.peers if peer not in past]
         for peer in peers:
-            if peer.died and peer.left is None:
+            if peer.died and not peer.closed & 1:
                 how = how_it_ended(self._said(peer)[0], peer.pidfd)
                 raise RankDiedError(f"{self.name(peer)} {how}")
         for peer in peers:
-            exc = end_error(peer.left or "")
+            exc = end_error(peer.left)
             if exc is not None:
                 raise exc
         for peer in late:
@@ -404,10 +371,9 @@ class _Wire:
 
     def close(self, text: str, cause: str) -> None:
         """Leave the whole group."""
-        self.cause = cause
         self.leave(0, text)
         for group in self.groups:
-            group.let_go()
+            group.let_go(cause)
         self.groups.clear()
         for peer in self.peers:
             close_all([fd for fd in (peer.incoming, peer.outgoing, peer.pidfd) if fd >= 0])
@@ -417,185 +383,62 @@ class _Wire:
 
 # Memory.
 
-_ALIGNMENT = 64
-_SMALL = 1 << 40  # the cells come first
-_FIRST_WINDOW = 4 << 20
-_ONCE = 1 << 49
+# The parts of a group's memory, each an `Area`; first come the cells of the whole group, `_Wire.control`.
+_SMALL = 1 << 40  # the parts of small operations, for even and odd steps
+_ONCE = 1 << 49  # the parts of an operation that is run once
+_RESULT = _ONCE + (
+    1 << 48
+)  # what ranks copy after its last step, while parts of the next one are written
 _PREPARED = 1 << 50
-_PAIRS = 1 << 52
+_PAIRS = 1 << 52  # from each rank to each other one: the array of `send`, then transfers
 _PAIR = 1 << 40
+_FIRST_WINDOW = 4 << 20
 
 _Place = tuple[mmap.mmap, int, int]
 """A mapping, an offset in it, and a number that is the same in all ranks; never 0, which is no place."""
 
 
 class Area:
-    """A part of a group's memory, handed out for ever, in windows that double in size; each is mapped once.
+    """A part of a group's memory, which ranks map window by window: for what is handed out, or for one array.
 
     All ranks that use it take the same sizes in the same order, and so get the same places.
     """
 
     def __init__(self, fd: int, start: int, length: int) -> None:
         self._fd = fd
-        self._end = start + length
         self._start = start
+        self._end = start + length
         self._length = _FIRST_WINDOW
         self._used = 0
         self._window: mmap.mmap | None = None
 
     def take(self, nbytes: int) -> _Place:
-        wanted = max((nbytes + _ALIGNMENT - 1) & -_ALIGNMENT, _ALIGNMENT)
+        """Hand out memory for ever, in windows that double in size."""
+        wanted = align(max(nbytes, 1))
         while self._used + wanted > self._length:
             self._start += self._length
             self._length *= 2
             self._used = 0
             self._window = None
-            if self._start + self._length > self._end:
-                raise _too_large(nbytes)
-        if self._window is None:
-            self._window = mmap.mmap(self._fd, self._length, offset=self._start)
-        place = (self._window, self._used, self._start + self._used + 1)
+        place = self._map(self._length, nbytes), self._used, self._start + self._used + 1
         self._used += wanted
         return place
 
+    def reuse(self, nbytes: int) -> _Place:
+        """The same memory for each array, in one window that grows."""
+        length = max(self._length, 1 << (nbytes - 1).bit_length())
+        return self._map(length, nbytes), 0, self._start
 
-def _too_large(nbytes: int) -> InvalidInputError:
-    return InvalidInputError(f"shape: {nbytes} bytes do not fit the memory of a group")
-
-
-class _Memory:
-    """The memory of a group, as one rank maps it.
-
-    ::
-
-        [ the whole group's: `_Wire.control` │ parts of small operations, even and odd │
-          an operation that is run once, its result │
-          prepared operations │ from each rank to each other one: the array of `send`, transfers ]
-    """
-
-    def __init__(self, fd: int, size: int, start: int) -> None:
-        self._fd = fd
-        self._size = size
-        self._start = start
-        self._windows: dict[int, mmap.mmap] = {}  # by their start
-        self.forget()
-
-    def forget(self) -> None:
-        """Hand out the memory of prepared operations anew."""
-        self.prepared = Area(self._fd, self._start + _PREPARED, _PREPARED)
-        self._transfers: dict[int, Area] = {}
-
-    def close(self) -> None:
-        """Keep no window; each ends with the last array over it."""
-        self._windows.clear()
-        self.forget()
-
-    def small(self, parity: int, rank: int) -> _Place:
-        """A rank's part of a small operation, in an even or odd step."""
-        window = self._window(self._start + _SMALL, 2 * self._size * _LARGE_BYTES)
-        return window, (parity * self._size + rank) * _LARGE_BYTES, 0
-
-    def once(self, nbytes: int) -> _Place:
-        """The parts of an operation that is run once."""
-        return self._reused(self._start + _ONCE, nbytes, _ONCE // 2)
-
-    def result(self, nbytes: int) -> _Place:
-        """What ranks copy after the last step of such an operation, while parts of the next are written."""
-        return self._reused(self._start + _ONCE + _ONCE // 2, nbytes, _ONCE // 2)
-
-    def slot(self, rank: int, to: int, nbytes: int) -> _Place:
-        """An array that is sent."""
-        return self._reused(self._pair(rank, to), nbytes, _PAIR // 2)
-
-    def transfers(self, rank: int, to: int) -> Area:
-        start = self._pair(rank, to) + _PAIR // 2
-        if start not in self._transfers:
-            self._transfers[start] = Area(self._fd, start, _PAIR // 2)
-        return self._transfers[start]
-
-    def _pair(self, rank: int, to: int) -> int:
-        return self._start + _PAIRS + (rank * self._size + to) * _PAIR
-
-    def _reused(self, start: int, nbytes: int, most: int) -> _Place:
-        if nbytes > most:
-            raise _too_large(nbytes)
-        return self._window(start, max(_FIRST_WINDOW, 1 << (nbytes - 1).bit_length())), 0, start
-
-    def _window(self, start: int, length: int) -> mmap.mmap:
-        found = self._windows.get(start)
-        if found is None or len(found) < length:
-            found = self._windows[start] = mmap.mmap(self._fd, length, offset=start)
-        return found
+    def _map(self, length: int, nbytes: int) -> mmap.mmap:
+        if self._start + length > self._end:
+            raise InvalidInputError(f"shape: {nbytes} bytes do not fit the memory of a group")
+        if self._window is None or len(self._window) < length:
+            self._length = length
+            self._window = mmap.mmap(self._fd, length, offset=self._start)
+        return self._window
 
 
-# Operations on fixed memory.
-
-
-class _Small(Collective):
-    """An operation of all ranks in one step; the parts are copied into memory for that step."""
-
-    def __init__(
-        self,
-        group: "ShmGroup",
-        signature: Signature,
-        arrays: tuple[NDArray[Any], NDArray[Any]],
-        slots: Sequence[NDArray[Any]],
-        works: Sequence[Callable[[], None]],
-    ) -> None:
-        self.input, self.output = arrays
-        self._group = group
-        self._body = _body_of(str(signature))
-        self._slots = slots  # for even and odd steps
-        self._works = works
-        self._has_part = signature.root is None or signature.root == group.rank
-
-    def run(self) -> None:
-        group = self._group
-        parity = group._steps & 1
-        if self._has_part:
-            np.copyto(self._slots[parity], self.input)
-        group._step(self._body)
-        self._works[parity]()
-
-
-class _Large(Collective):
-    """An operation of all ranks in two steps; the parts lie in shared memory."""
-
-    def __init__(
-        self,
-        group: "ShmGroup",
-        signature: Signature,
-        place: int,
-        arrays: tuple[NDArray[Any], NDArray[Any]],
-        work: Callable[[], None],
-    ) -> None:
-        self.input, self.output = arrays
-        self._group = group
-        self._body = _body_of(str(signature), place)
-        self._end = _body_of(f"{signature} (second step)", place)
-        self._work = work
-
-    def run(self) -> None:
-        self._group._step(self._body)
-        self._work()
-        self._group._step(self._end)
-
-
-class _Transfer(Collective):
-    """One array from a rank to another, in memory that both map."""
-
-    def __init__(
-        self, group: "ShmGroup", signature: Signature, place: _Place, root: int, to: int
-    ) -> None:
-        window, offset, number = place
-        self.input = self.output = np.ndarray(signature.shape, signature.dtype, window, offset)
-        self._cell = group._message(str(signature), place=number)
-        self._move = group._give if group.rank == root else group._take
-        self._peer = group._by_rank[to if group.rank == root else root]
-
-    def run(self) -> None:
-        self._move(self._peer, self._cell)
-
+# Operations.
 
 # A group uses two streams: messages of one do not wait behind those of the other.
 _MESSAGES, _ACKNOWLEDGEMENTS, _STREAMS = range(3)
@@ -608,30 +451,21 @@ class ShmGroup(Group):
         self, wire: _Wire, members: Sequence[int], timeout: float, number: int = 0
     ) -> None:
         """`members` are ranks of the wire; each subgroup has another `number`, the same in all ranks."""
-        super().__init__()
-        self.rank = members.index(wire.rank)
-        self.size = len(members)
-        self.timeout = timeout
+        super().__init__(members.index(wire.rank), len(members), timeout)
         peers = {peer.rank: peer for peer in wire.peers}
         self._wire = wire
         self._by_rank = {place: peers[one] for place, one in enumerate(members) if one in peers}
         self._peers = [*self._by_rank.values()]
         self._number = number
         self._streams = [(number * _STREAMS + one).to_bytes(8, "little") for one in range(_STREAMS)]
-        self._memory = _Memory(wire.memory, self.size, number * _GROUP_BYTES)
+        self._areas: dict[int, Area] = {}  # by their start
         theirs = [wire.step_cells(number, peer.rank) for peer in self._peers]
         self._own_cells = wire.step_cells(number, wire.rank)
         self._their_cells = [[cells[parity] for cells in theirs] for parity in (0, 1)]
         self._steps = 0
         self._subgroups = 0
         self._unread: set[int] = set()  # those that have not said that they read the last `send`
-        self._left: str | None = None
-        self._barrier = _body_of("barrier")
         wire.groups.append(self)
-
-    @property
-    def cause(self) -> str | None:
-        return self._wire.cause or self._left
 
     # Operations on any arrays.
 
@@ -643,7 +477,7 @@ class ShmGroup(Group):
         signature = self._signature("send", array.shape, array.dtype, root=self.rank, to=to)
         peer = self._by_rank[to]
         if to in self._unread:
-            self._take(peer, self._message("received", _ACKNOWLEDGEMENTS), _ACKNOWLEDGEMENTS)
+            self._take(peer, self._message("received", _ACKNOWLEDGEMENTS))
         np.copyto(self._slot(signature, self.rank, to), array)
         self._give(peer, self._message(str(signature)))
         self._unread.add(to)
@@ -657,8 +491,8 @@ class ShmGroup(Group):
         return result
 
     def _slot(self, signature: Signature, root: int, to: int) -> NDArray[Any]:
-        window, offset, _ = self._memory.slot(root, to, signature.nbytes)
-        return np.ndarray(signature.shape, signature.dtype, window, offset)
+        area = self._area(_PAIRS + (root * self.size + to) * _PAIR, _PAIR // 2)
+        return _array(signature, area.reuse(signature.nbytes))
 
     # Steps: meetings of all ranks.
 
@@ -666,12 +500,12 @@ class ShmGroup(Group):
         self._step(_body_of(text))
 
     def barrier(self) -> None:
-        self._step(self._barrier)
+        self._step(_BARRIER)
 
     @closing
     def _step(self, body: bytes) -> None:
         """Return when all ranks have come to this step with this cell."""
-        if self._wire.cause is not None or self._left is not None:
+        if self.cause is not None:
             self._check_open()
         parity = self._steps & 1
         self._steps += 1
@@ -681,21 +515,22 @@ class ShmGroup(Group):
         for peer in self._peers:
             os.eventfd_write(peer.outgoing, _ARRIVED)
             peer.ahead -= 1
-        self._await_step(body)
+        deadline = 0.0
+        while late := [peer for peer in self._peers if peer.ahead < 0]:
+            deadline = self._look(deadline, cell, late, self._peers)
         for place in self._their_cells[parity]:
             if control[place] != cell:
                 raise self._different_steps(cell, parity)
 
-    def _await_step(self, body: bytes) -> None:
-        wire = self._wire
-        deadline = 0.0
-        while late := [peer for peer in self._peers if peer.ahead < 0]:
-            deadline = deadline or time.monotonic() + self.timeout
-            if wire.alarm:
-                # What ranks do after they have come is the next operation's matter.
-                wire.raise_ends(self._number, late, {*self._peers}.difference(late))
-            if not wire.look(deadline):
-                raise self._late(_text_of(body), late)
+    def _look(
+        self, deadline: float, cell: bytes, late: Sequence[_Peer], awaited: Sequence[_Peer] = ()
+    ) -> float:
+        """Wait for news, as some are late for what a cell says; the deadline, from now on if it is 0."""
+        deadline = deadline or time.monotonic() + self.timeout
+        self._wire.raise_ends(self._number, late, awaited)
+        if not self._wire.look(deadline):
+            raise self._too_late(_text_of(cell), [*map(self._wire.name, late)])
+        return deadline
 
     def _different_steps(self, cell: bytes, parity: int) -> InvalidInputError:
         texts = {self._wire.rank: _text_of(cell)}
@@ -719,25 +554,23 @@ class ShmGroup(Group):
         self._post(peer, cell)
 
     @closing
-    def _take(self, peer: _Peer, cell: bytes, stream: int = _MESSAGES) -> None:
+    def _take(self, peer: _Peer, cell: bytes) -> None:
         """Return when the peer's next cell of this stream has come, if it is this one."""
         self._check_open()
-        wire, name = self._wire, self._streams[stream]
+        came = peer.waiting[cell[:_HEAD_BYTES]]
         deadline = 0.0
-        while (got := wire.take(peer, name)) is None:
-            deadline = deadline or time.monotonic() + self.timeout
-            wire.raise_ends(self._number, [peer])
-            if not wire.look(deadline):
-                raise self._late(_text_of(cell), [peer])
+        while not came:
+            deadline = self._look(deadline, cell, [peer])
+        got = came.popleft()
         if got != cell:
-            raise difference({peer.rank: _text_of(got), wire.rank: _text_of(cell)})
+            raise difference({peer.rank: _text_of(got), self._wire.rank: _text_of(cell)})
 
     def _post(self, peer: _Peer, cell: bytes) -> None:
-        if not self._wire.post(peer, cell, self._number, self.timeout):
-            raise self._late(_text_of(cell), [peer])
-
-    def _late(self, text: str, late: Sequence[_Peer]) -> CollectiveTimeoutError:
-        return self._too_late(text, [self._wire.name(peer) for peer in late])
+        """Send a cell once there is room for it."""
+        deadline = 0.0
+        while peer.sent - peer.acknowledged >= _RING:
+            deadline = self._look(deadline, cell, [peer])
+        self._wire.put(peer, cell)
 
     @closing
     def check(self) -> None:
@@ -763,38 +596,51 @@ class ShmGroup(Group):
     def forget(self) -> None:
         self.meet("forget")
         for peer in self._peers:  # messages that did not run here
-            self._wire.take(peer, _NO_STREAM)
             for stream in self._streams:
                 peer.waiting.pop(stream, None)
         self._unread.clear()
-        self._memory.forget()
+        self._areas.clear()
         self.meet("forget (second step)")  # from here on there are new ones
 
     def leave(self, text: str, cause: str) -> None:
         if self._number and not text:
-            self._left = cause
             self._wire.groups.remove(self)
             self._wire.leave(self._number)
-            self.let_go()
+            self.let_go(cause)
         else:
             self._wire.close(text, cause)
 
-    def let_go(self) -> None:
-        """Keep no memory; arrays keep theirs."""
+    def let_go(self, cause: str) -> None:
+        """Be closed, and keep no memory; arrays keep theirs."""
+        self.cause = cause
         self._kept.clear()
-        self._memory.close()
+        self._areas.clear()
 
     # Making operations.
 
+    def _area(self, start: int, length: int) -> Area:
+        """A part of the memory, by its start in that of this group."""
+        if start not in self._areas:
+            whole = self._number * _GROUP_BYTES
+            self._areas[start] = Area(self._wire.memory, whole + start, length)
+        return self._areas[start]
+
     def _prepare(self, signature: Signature) -> Collective:
-        return self._make(signature, self._memory.prepared.take, self._memory.prepared.take)
+        take = self._area(_PREPARED, _PREPARED).take
+        return self._make(signature, take, take)
 
     def _make_once(self, signature: Signature) -> Collective:
-        return self._make(signature, self._memory.once, self._memory.result)
+        parts, result = (self._area(start, _RESULT - _ONCE) for start in (_ONCE, _RESULT))
+        return self._make(signature, parts.reuse, result.reuse)
 
     def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
-        place = self._memory.transfers(root, to).take(signature.nbytes)
-        return _Transfer(self, signature, place, root, to)
+        """An array in memory that both ranks map."""
+        start = _PAIRS + (root * self.size + to) * _PAIR + _PAIR // 2
+        place = self._area(start, _PAIR // 2).take(signature.nbytes)
+        array = _array(signature, place)
+        cell = self._message(str(signature), place=place[2])
+        move, other = (self._give, to) if self.rank == root else (self._take, root)
+        return Collective((array, array), partial(move, self._by_rank[other], cell))
 
     def _make(
         self,
@@ -802,34 +648,57 @@ class ShmGroup(Group):
         take_parts: Callable[[int], _Place],
         take_result: Callable[[int], _Place],
     ) -> Collective:
-        """An operation, whose memory lies where these functions say if the operation is large."""
+        """An operation of all ranks; its memory lies where these functions say if it is large."""
         shape, dtype = signature.output_shape, signature.dtype
         nbytes = prod(shape) * dtype.itemsize
-        is_root = signature.root == self.rank
-        ranks = range(self.size)
-        output: NDArray[Any]
         if max(nbytes, signature.nbytes) < _LARGE_BYTES:
-            mine: NDArray[Any] = np.zeros(signature.shape, dtype)
-            output = mine if is_root else np.empty(shape, dtype)
-            parts = [
-                [_array(signature, *self._memory.small(parity, rank)[:2]) for rank in ranks]
-                for parity in (0, 1)
-            ]
-            works = [signature.work(every, output, self.rank) for every in parts]
-            return _Small(
-                self, signature, (mine, output), [every[self.rank] for every in parts], works
-            )
-        stride = (signature.nbytes + _ALIGNMENT - 1) & -_ALIGNMENT
-        window, offset, number = take_parts(self.size * stride)
-        every = [_array(signature, window, offset + rank * stride) for rank in ranks]
+            return self._make_small(signature)
+        stride = align(signature.nbytes)
+        place = take_parts(self.size * stride)
+        parts = [_array(signature, place, rank * stride) for rank in range(self.size)]
+        mine = output = parts[self.rank]
         if signature.kind in _SHARED:
             output = np.ndarray(shape, dtype, *take_result(nbytes)[:2])
-            work = signature.share(every, output, self.rank)
+            work = signature.share(parts, output, self.rank)
         else:
-            output = every[self.rank] if is_root else np.empty(shape, dtype)
-            work = signature.work(every, output, self.rank)
-        return _Large(self, signature, number, (every[self.rank], output), work)
+            if signature.root != self.rank:
+                output = np.empty(shape, dtype)
+            work = signature.work(parts, output, self.rank)
+        first, second = (
+            _body_of(f"{signature}{step}", place[2]) for step in ("", " (second step)")
+        )
+
+        def run() -> None:
+            self._step(first)
+            work()
+            self._step(second)
+
+        return Collective((mine, output), run)
+
+    def _make_small(self, signature: Signature) -> Collective:
+        """An operation in one step; the parts are copied into memory for that step."""
+        mine: NDArray[Any] = np.zeros(signature.shape, signature.dtype)
+        output = mine
+        if signature.root != self.rank:
+            output = np.empty(signature.output_shape, signature.dtype)
+        place = self._area(_SMALL, _SMALL).reuse(2 * self.size * _LARGE_BYTES)
+        parts = [_array(signature, place, n * _LARGE_BYTES) for n in range(2 * self.size)]
+        every = parts[: self.size], parts[self.size :]  # for even and odd steps
+        works = [signature.work(one, output, self.rank) for one in every]
+        gives = signature.root in (None, self.rank)
+        body = _body_of(str(signature))
+
+        def run() -> None:
+            parity = self._steps & 1
+            if gives:
+                np.copyto(every[parity][self.rank], mine)
+            self._step(body)
+            works[parity]()
+
+        return Collective((mine, output), run)
 
 
-def _array(signature: Signature, window: mmap.mmap, offset: int) -> NDArray[Any]:
-    return np.ndarray(signature.shape, signature.dtype, window, offset)
+def _array(signature: Signature, place: _Place, more: int = 0) -> NDArray[Any]:
+    """An array of one rank at a place, or so many bytes behind it."""
+    window, offset, _ = place
+    return np.ndarray(signature.shape, signature.dtype, window, offset + more)
