@@ -126,42 +126,33 @@ def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Sequence[int
     if not joined and not same:
         shapes = ", ".join(str(list(part.shape)) for part in parts[:_MAX_SHOWN])
         more = ", …" if len(parts) > _MAX_SHOWN else ""
-        return Joint(
-            kind="mixed",
-            text=f"is {list(whole.shape)} for the whole batch and {shapes}{more} in its pieces",
-        )
+        text = f"is {list(whole.shape)} for the whole batch and {shapes}{more} in its pieces"
+        return Joint(kind="mixed", text=text)
     if whole.size == 0 or any(part.size == 0 for part in parts):
         return Joint(kind="unclear", text="is empty")
-    found: list[Joint] = []
-    for axis in joined:
-        fits, far = difference(np.concatenate(parts, axis), whole)
-        size, rest = divmod(parts[0].shape[axis], rows[0])
-        even = all(part.shape[axis] == size * n for part, n in zip(parts, rows, strict=True))
-        size = size if even and not rest else 0
-        found.append(
-            Joint(
-                kind="axis" if fits else "mixed",
-                axis=axis,
-                rank=whole.ndim,
-                size=size,
-                difference=far,
-                decides=_rows_differ(whole, axis, max(size, 1)),
-            )
-        )
+    apart: list[tuple[int | None, bool, float]] = [
+        (axis, *difference(np.concatenate(parts, axis), whole)) for axis in joined
+    ]
     if same:
-        apart = [difference(part, whole) for part in parts]
-        fits = all(fits for fits, _ in apart)
-        far = max(far for _, far in apart)
-        found.append(Joint(kind="same" if fits else "mixed", rank=whole.ndim, difference=far))
-    # With parts that have elements, at most one of these holds: the sizes differ.
-    for joint in found:
-        if joint.kind != "mixed":
-            return joint if _is_finite(whole).any() else Joint(kind="unclear", text="has no number")
-    far = min(joint.difference for joint in found)
+        fit, far = zip(*(difference(part, whole) for part in parts), strict=True)
+        apart.append((None, all(fit), max(far)))
+    # With parts that have elements, at most one of these fits: the sizes differ.
+    axis, fits, least = max(apart, key=lambda item: (item[1], -item[2]))
+    if not fits:
+        text = (
+            f"differs by {least:.2g} of its largest element between the whole batch and its pieces"
+        )
+        return Joint(kind="mixed", difference=least, text=text)
+    if not _is_finite(whole).any():
+        return Joint(kind="unclear", text="has no number")
+    if axis is None:
+        return Joint(kind="same", rank=whole.ndim, difference=least)
+    size, rest = divmod(parts[0].shape[axis], rows[0])
+    even = all(part.shape[axis] == size * n for part, n in zip(parts, rows, strict=True))
+    size = size if even and not rest else 0
+    decides = _rows_differ(whole, axis, max(size, 1))
     return Joint(
-        kind="mixed",
-        difference=far,
-        text=f"differs by {far:.2g} of its largest element between the whole batch and its pieces",
+        kind="axis", axis=axis, rank=whole.ndim, size=size, difference=least, decides=decides
     )
 
 
@@ -227,9 +218,7 @@ def _tells(parts: Sequence[NDArray[Any]], axis: int) -> bool:
 
 def _rows_of(names: Sequence[str], arrays: Batch, axes: Axes) -> int:
     """The rows of a request; one if nothing of it is cut."""
-    return (
-        rows_of({name: array.shape for name, array in zip(names, arrays, strict=True)}, axes) or 1
-    )
+    return rows_of({n: array.shape for n, array in zip(names, arrays, strict=True)}, axes) or 1
 
 
 def _other_sizes(shape: Shape, axis: int) -> Shape:
@@ -318,8 +307,7 @@ class Splitter:
         self._offered: list[Offer] = []
         self._trials = self._pairs = self._changes = self._unshown = 0
         split, settled = self._first, verify == "never" or self._has_nothing_to_learn
-        found = None if settled or recorded is None else of_record(recorded, model)
-        if found is not None:
+        if not settled and (found := of_record(recorded, model)) is not None:
             split, settled = found, True
         self.known = self._known(split, settled=settled)
         if whole and self.known.splits and said.inputs:
@@ -373,10 +361,9 @@ class Splitter:
             if len(self._teaching) >= _MAX_SHAPES:
                 self._teaching.clear()
             by_name = self._by_name(shapes)
-            rows = rows_of(by_name, now.split.inputs) or 0
-            found = not now.settled or rows > now.most_rows
-            found = found or (now.splits and not now.split.covers(by_name))
-            found = found and next(iter(self._candidates(shapes)), None) is not None
+            more = (rows_of(by_name, now.split.inputs) or 0) > now.most_rows
+            found = not now.settled or more or (now.splits and not now.split.covers(by_name))
+            found = found and next(self._candidates(shapes), None) is not None
             self._teaching[key] = found
         return found
 
@@ -428,9 +415,8 @@ class Splitter:
             if not mine:
                 raise PredictTimeoutError(f"others were learning the split for {timeout:g} s")
             (whole,) = answers_of(run, [arrays])
-            self.known = self._known(
-                self._first, settled=self._verify == "never", rechecks=rechecks
-            )
+            settled = self._verify == "never"
+            self.known = self._known(self._first, settled=settled, rechecks=rechecks)
             self._warned = self._warned_open = self._is_withdrawn = False
             self._trials = self._pairs = self._changes = self._unshown = 0
             self._learn(_Trial(self._names, [arrays], [whole], run, pieces), self.known)
@@ -551,16 +537,13 @@ class Splitter:
         if self._warned_open or (trial.joins and not self._gives_up):
             return
         self._warned_open = True
-        if trial.joins:
-            _log.warning(
-                "requests are not joined to one run: none shows that it is right: %s", reason
-            )
-            return
-        _log.warning(
+        text = (
             "this request does not show whether its rows can be split: %s; it ran whole, on one worker, "
-            "and mcinfer compares the next ones",
-            reason,
+            "and mcinfer compares the next ones"
         )
+        if trial.joins:
+            text = "requests are not joined to one run: none shows that it is right: %s"
+        _log.warning(text, reason)
 
     def _without_whole(
         self,
@@ -702,11 +685,11 @@ class Splitter:
                 continue  # where the likeliest is wrong, this one may never show
             mixed = {name: joint for name, joint in joints.items() if joint.kind == "mixed"}
             if not mixed:
-                outputs = {name: joint.axis for name, joint in joints.items()}
-                said = axes == self._first.inputs and outputs == dict(self._first.outputs)
+                outputs: dict[str, int | str | None] = {n: j.axis for n, j in joints.items()}
+                said = axes == self._first.inputs and outputs == self._first.outputs
                 return Split(
                     inputs=dict(axes),
-                    outputs={**outputs},
+                    outputs=outputs,
                     known=self._first.known if said else "learned",
                     checked=True,
                     rows=sum(trial.rows(axes)),
