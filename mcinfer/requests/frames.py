@@ -207,10 +207,8 @@ class IdleFrames:
         found = []
         for idle in self._all():
             for ticket in idle.copy():
-                since = getattr(ticket, "idle_since", None)
-                if since is None:
-                    ticket.idle_since = now
+                if hasattr(ticket, "idle_since"):
+                    found.append((idle, ticket))
                 else:
-                    found.append((since, idle, ticket))
-        found.sort(key=lambda item: item[0], reverse=True)
-        return [(idle, ticket) for _, idle, ticket in found]
+                    ticket.idle_since = now
+        return sorted(found, key=lambda item: item[1].idle_since, reverse=True)

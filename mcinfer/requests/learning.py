@@ -294,10 +294,10 @@ class _Runs:
 
     def _begin(self, call: Call) -> "Future[Arrays] | McinferError":
         """Begin a run that `cancel` stops."""
+        if self._call.cancelled:
+            return ClosedError("the request was cancelled")
         try:
-            if self._call.cancelled:
-                return ClosedError("the request was cancelled")
-            future: Future[Arrays] = self._planner.submit(call)
+            future = self._planner.submit(call)
         except McinferError as exc:
             return exc
         self._futures.append(future)

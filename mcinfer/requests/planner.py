@@ -610,23 +610,18 @@ class Planner:
     ) -> tuple[list[object], Sequence[bytes], frozenset[int]]:
         """The holders of the inputs' memory, their references by shard, and the blocks of these."""
         # What workers read in place is the caller's, and is held until no worker reads it.
-        keep: list[object] = [arrays[i] for i in found]
+        keep = [*(arrays[i] for i in found), *([] if held is None else [held])]
         places: list[Spot | None] = []
         texts: dict[int, list[Texts]] = {}
-        memory = slot = None
-        if held is not None:
-            keep.append(held)
-            slot = held.ticket.frame.slot
-            memory = memoryview(slot.memory)
-        for i, (spec, layout) in enumerate(
-            zip(plan.model.inputs, plan.inputs.layouts, strict=True)
-        ):
-            cut, start = plan.cut.inputs[i], plan.inputs.starts[i]
+        side = plan.inputs
+        rows = zip(plan.model.inputs, plan.cut.inputs, side.layouts, side.starts, strict=True)
+        for i, (spec, cut, layout, start) in enumerate(rows):
             place = found.get(i)
             if layout is None:
                 texts[i] = [string_rows(arrays[i], cut, shard) for shard in range(len(cut.shapes))]
-            elif place is None and memory is not None and slot is not None:
-                part = memory[start : start + layout.size]
+            elif place is None and held is not None:
+                slot = held.ticket.frame.slot
+                part = memoryview(slot.memory)[start : start + layout.size]
                 copy_in(arrays[i], spec, cut, layout, part, self._copier)
                 place = slot.block, slot.offset + start
             places.append(place)
@@ -731,13 +726,10 @@ def _input_frame(plan: Plan, slot: Slot) -> Frame:
         return make_frame(slot)
     places = [(slot.block, slot.offset + start) for start in plan.inputs.starts]
     references = _input_references(plan, places, {})
-    memory = memoryview(slot.memory)
-    views = []
+    memory: Any = memoryview(slot.memory)
     rows = zip(plan.model.inputs, plan.shapes, plan.inputs.starts, strict=True)
-    for spec, shape, start in rows:
-        end = start + prod(shape) * spec.dtype.itemsize
-        views.append(np.ndarray(shape, spec.dtype, memory[start:end]))
-    return make_frame(slot, references, tuple(views))
+    views = tuple(np.ndarray(shape, spec.dtype, memory, start) for spec, shape, start in rows)
+    return make_frame(slot, references, views)
 
 
 def output_frame(plan: Plan, slot: Slot) -> Frame:

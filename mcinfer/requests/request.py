@@ -538,8 +538,8 @@ class Request(Outcome[Arrays]):
         if len(asked) == len(self._model.outputs) and outputs == asked:
             return
         expected = {reference[0]: reference for reference in asked}
-        names = [spec.name for spec in self._model.outputs]
         given = {reference[0]: reference for reference in outputs}
+        names = [spec.name for spec in self._model.outputs]
         # Those that a reply leaves out are in their places: ranks name only what they give.
         whole = [found for name in names if (found := given.get(name) or expected.get(name))]
         in_order = [name for name in names if name in given]
@@ -560,15 +560,14 @@ class Request(Outcome[Arrays]):
                 place = expected.get(name)
                 if place == reference:
                     continue
-                if place is not None:
-                    if place[2] == shape:
-                        raise ProtocolError(
-                            f"reply with {reprlib.repr(reference)}, expected {reprlib.repr(place)}"
-                        )
-                    if seen is not None and name in seen.names:
-                        missed = True
-                    else:
-                        opened.append(name)  # its shape is another one than the model declares
+                if place is not None and place[2] == shape:
+                    raise ProtocolError(
+                        f"reply with {reprlib.repr(reference)}, expected {reprlib.repr(place)}"
+                    )
+                if place is not None and seen is not None and name in seen.names:
+                    missed = True
+                elif place is not None:
+                    opened.append(name)  # its shape is another one than the model declares
                 size = tensor_bytes(spec.element_type, prod(shape))
                 parts[shard, name] = _find(spec, reference, size, left, blocks, fetch)
                 left -= size
@@ -643,9 +642,7 @@ class Request(Outcome[Arrays]):
             except Exception as exc:
                 if raised_by_handler(exc):  # which is not the request's
                     raise
-                self.error = exc
-                self._outputs = None
-                self._parts = {}
+                self.error, self._outputs, self._parts = exc, None, {}
                 # The frames of its traceback hold memory, and this, which holds the error.
                 exc.__traceback__ = self = outputs = parts = None  # type: ignore[assignment]
                 raise
