@@ -18,7 +18,7 @@ travel inline: then the block is None and the last place holds the values.
 
 import reprlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
@@ -416,9 +416,8 @@ def encode(message: Message) -> bytes:
     if isinstance(message, Predict):
         parts: tuple[Any, ...] = (message.inputs, message.outputs)
         inputs, outputs = _pack(message.inputs), _pack(message.outputs)
-        data = encode_predict(
-            message.request, message.shard, message.weights, len(inputs), inputs + outputs
-        )
+        head = (PREDICT, message.request, message.shard, message.weights, len(inputs))
+        data = PREDICT_HEAD.pack(*head) + inputs + outputs
     elif isinstance(message, Reply):
         parts = (message.outputs,)
         data = REPLY_HEAD.pack(REPLY, message.request, message.shard, message.seconds)
@@ -453,10 +452,6 @@ def _count(value: Any) -> tuple[int, int]:
     return values, keys
 
 
-def count_strings(references: Iterable[TensorRef]) -> int:
-    return sum(len(reference[4]) for reference in references if reference[1] == STRING)
-
-
 def _pack(value: object) -> bytes:
     return bytes(_packer().pack(value))
 
@@ -478,7 +473,8 @@ def encode_references(references: tuple[TensorRef, ...]) -> bytes:
         raise ProtocolError(f"references do not fit: got {reprlib.repr(references)}")
     data = _pack(references)
     if len(data) > _UNCOUNTED_BYTES:
-        strings, most = count_strings(references), (MAX_MESSAGE_BYTES - PREDICT_HEAD.size) // 2
+        strings = sum(len(reference[4]) for reference in references if reference[1] == STRING)
+        most = (MAX_MESSAGE_BYTES - PREDICT_HEAD.size) // 2
         too_many = strings > MAX_STRINGS or _count(references)[0] > MAX_VALUES
         if len(data) > most or too_many:
             raise InvalidInputError(
@@ -504,11 +500,6 @@ def part_of_joined(inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...]
 _FARTHEST = 2**63 - 1  # the number of a block, or the offset, with the most bytes
 _HEAD = 256
 """Bytes, and values, of a PREDICT_JOINED beside its members and axes, at most."""
-
-
-def encode_predict(request: int, shard: int, weights: int, inputs: int, body: bytes) -> bytes:
-    """A PREDICT; `inputs` is how many bytes of the body are the inputs' references."""
-    return PREDICT_HEAD.pack(PREDICT, request, shard, weights, inputs) + body
 
 
 def decode_body(body: bytes, inputs: int) -> tuple[tuple[TensorRef, ...], tuple[TensorRef, ...]]:

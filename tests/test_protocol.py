@@ -49,7 +49,6 @@ from mcinfer.protocol import (
     decode,
     decode_body,
     encode,
-    encode_predict,
     encode_predict_joined,
     encode_references,
     part_of_joined,
@@ -384,7 +383,7 @@ def strings(count: int, length: int) -> tuple[TensorRef, ...]:
 def test_strings_up_to_the_limits_come_through() -> None:
     for inputs in (strings(MAX_STRINGS, 2), strings(1000, 8_000)):
         body, nothing = encode_references(inputs), encode_references(())
-        message = decode(encode_predict(1, 0, 0, len(body), body + nothing))
+        message = decode(PREDICT_HEAD.pack(PREDICT, 1, 0, 0, len(body)) + body + nothing)
         assert isinstance(message, Predict)
         assert message.inputs == inputs
 

@@ -49,7 +49,7 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
 from mcinfer.worker import runs, server
-from mcinfer.worker.server import CARD_LOST, STRANGER, serve
+from mcinfer.worker.server import CARD_LOST, STRANGER, Server
 from tests.emulated_cards import emulated_cards
 from tests.process.waiting import wait_until
 
@@ -73,7 +73,7 @@ class Peer:
         self.cancels, listening = Cancels.pair()
 
         def work() -> None:
-            self.status = serve(connection, TOKENS, worker, listening)
+            self.status = Server(connection, TOKENS, worker, listening).serve()
             worker.close()
 
         self.listening = listening

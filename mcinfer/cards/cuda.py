@@ -41,7 +41,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -110,11 +110,34 @@ def _close(fd: int) -> None:
         os.close(fd)
 
 
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """What this process holds of the driver for one block."""
+
+    kind: str
+    own: bool
+    address: int
+    size: int  # as mapped
+    pipe: int = -1  # handles: the owner's read end, or an importer's write end
+    event: tuple[Any, bytes] | None = None  # the driver's object, and its handle
+
+
+@dataclass(slots=True, eq=False)
+class _Mapping:
+    """A piece in use. Its end only appends to a deque: it may come in any thread, and in the collector."""
+
+    card: "Card"
+    piece: _Piece
+
+    def __del__(self) -> None:
+        self.card.unused.append(self.piece)
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class DeviceMemory:
     """Bytes of a card's block at an address; keeps the mapping, and can be referred to weakly."""
 
-    _mapping: "_Mapping"
+    _mapping: _Mapping
     device: Device
     address: int
     size: int
@@ -131,6 +154,7 @@ class DeviceMemory:
         return piece.own and piece.pipe in _kept() and not _hung_up(piece.pipe, timeout)
 
 
+@dataclass(slots=True, eq=False)
 class DeviceBlock:
     """Memory of a card that other processes can map, and this process's mapping of it.
 
@@ -144,22 +168,21 @@ class DeviceBlock:
             the block is attached or closed.
     """
 
-    __slots__ = ("_card", "_mapping", "address", "device", "fd", "number", "size", "token")
+    number: int
+    size: int
+    device: Device
+    _mapping: _Mapping | None
+    fd: int = -1
+    token: bytes = b""
+    address: int = field(init=False)
+    _card: "Card" = field(init=False)
 
-    def __init__(
-        self, number: int, size: int, device: Device, mapping: "_Mapping", fd: int = -1
-    ) -> None:
-        self._mapping: _Mapping | None = mapping
-        self._card = mapping.card
-        self.number = number
-        self.size = size
-        self.address = mapping.piece.address
-        self.device = device
-        self.fd = fd
-        self.token = b""
+    def __post_init__(self) -> None:
+        self._card = self.mapping.card
+        self.address = self.mapping.piece.address
 
     @property
-    def mapping(self) -> "_Mapping":
+    def mapping(self) -> _Mapping:
         """What keeps the memory mapped here; raise `ClosedError` once the block is closed."""
         if self._mapping is None:
             raise ClosedError(f"block {self.number} of {self.device} is closed")
@@ -192,29 +215,6 @@ class DeviceBlock:
 
     def __del__(self) -> None:
         self.drop()
-
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """What this process holds of the driver for one block."""
-
-    kind: str
-    own: bool
-    address: int
-    size: int  # as mapped
-    pipe: int = -1  # handles: the owner's read end, or an importer's write end
-    event: tuple[Any, bytes] | None = None  # the driver's object, and its handle
-
-
-@dataclass(slots=True, eq=False)
-class _Mapping:
-    """A piece in use. Its end only appends to a deque: it may come in any thread, and in the collector."""
-
-    card: "Card"
-    piece: _Piece
-
-    def __del__(self) -> None:
-        self.card.unused.append(self.piece)
 
 
 class Card:

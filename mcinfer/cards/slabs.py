@@ -18,6 +18,7 @@ from mcinfer.cards.dlpack import DlpackTensor
 from mcinfer.config import Device
 from mcinfer.errors import BuildError
 from mcinfer.model_cache.onnx_files import external_files, open_regular, scan
+from mcinfer.shm.arena import align
 from mcinfer.specs import ELEMENT_TYPES
 
 ALIGNMENT = 256
@@ -91,7 +92,7 @@ def layout(model: Path) -> SlabLayout:
                 f"{model}: weight {one.name!r} of {one.bytes} bytes does not lie at byte {one.offset} "
                 f"of {file}"
             )
-        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        offset = align(end, ALIGNMENT)
         end = offset + one.bytes
         tensors.append(
             SlabTensor(

@@ -55,7 +55,7 @@ from mcinfer.errors import (
 )
 from mcinfer.model_cache.children import Progress
 from mcinfer.protocol import Build
-from mcinfer.shm.arena import AttachedBlocks, OfferedBlock, SharedBlock
+from mcinfer.shm.arena import AttachedBlocks, OfferedBlock, SharedBlock, align
 from mcinfer.shm.block import Block
 
 _LIMIT = "gpu_mem_limit"
@@ -64,6 +64,8 @@ _SHARE = 0.9
 
 _KERNELS = 16
 """Bytes to which tensors on a card must be aligned: the most that a thread loads at once."""
+
+_aligned = partial(align, step=ALIGNMENT)
 
 _SLAB = -1
 """The number of a slab: the first block that a leader makes."""
@@ -413,10 +415,6 @@ class CardEngine(Engine):
             self.staging[True].close()
         self.staging[False].close()
         self.forget(max(self._versions, default=0) + 1)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @contextmanager

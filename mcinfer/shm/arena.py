@@ -31,9 +31,9 @@ _BLOCK_BYTES = 64 << 20
 _BLOCK_ROUNDING = 2 << 20
 
 
-def align(size: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
-    return (size + ALIGNMENT - 1) & -ALIGNMENT
+def align(size: int, step: int = ALIGNMENT) -> int:
+    """The next multiple of a power of two."""
+    return (size + step - 1) & -step
 
 
 class SharedBlock(Protocol):
@@ -339,17 +339,14 @@ class Arena:
                 break
             total -= block.size
             self._drop(block)
-        rounded = (wanted + _BLOCK_ROUNDING - 1) // _BLOCK_ROUNDING * _BLOCK_ROUNDING
-        room = self.limit - total
-        size = min(max(rounded, _BLOCK_BYTES), room)
+        size = min(max(align(wanted, _BLOCK_ROUNDING), _BLOCK_BYTES), self.limit - total)
         number = next(self._numbers)
         if self._create is None:
             needed = BlockNeededError(number, size)
             self._needed.add(needed)
             raise needed
-        block = self._create(number, size)
-        self._blocks[block.number] = _Extents(block)
-        return self._blocks[block.number]
+        self.add(self._create(number, size))
+        return self._blocks[number]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

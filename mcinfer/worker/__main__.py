@@ -40,12 +40,12 @@ def main() -> int:
     logging.basicConfig(level=start["log_level"], format=LOG_FORMAT)
     from mcinfer.runtime.cancels import Cancels
     from mcinfer.runtime.transport import WorkerTransport
-    from mcinfer.worker.server import serve
+    from mcinfer.worker.server import Server
 
     cancels = Cancels.inherited(start["cancels"])
     connection = WorkerTransport(start["connection"])
     tokens = (start["hello_token"], start["build_token"])
-    return serve(connection, tokens, lifeline, cancels, start["group"])
+    return Server(connection, tokens, lifeline, cancels, start["group"]).serve()
 
 
 def _limit_memory(size: int) -> None:

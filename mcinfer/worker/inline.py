@@ -23,7 +23,7 @@ from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
 from mcinfer.shm.lifeline import Lifeline
-from mcinfer.worker.server import serve
+from mcinfer.worker.server import Server
 
 _log = logging.getLogger("mcinfer.worker")
 
@@ -56,13 +56,13 @@ class InlineWorker(WorkerProcess):
         try:
             lifeline = Lifeline.inherited(channel)
             start = json.loads(lifeline.greeting())
-            self._status = serve(
+            self._status = Server(
                 WorkerTransport(connection),
                 (start["hello_token"], start["build_token"]),
                 lifeline,
                 Cancels.inherited(cancels),
                 in_thread=True,
-            )
+            ).serve()
         except BaseException:  # also SystemExit, which ends this thread alone
             self._status = 1
             _log.exception("the thread of a worker failed")

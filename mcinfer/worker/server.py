@@ -112,48 +112,23 @@ class _StrangerError(ProtocolError):
     """The process that sent BUILD is not the master that started this worker."""
 
 
-def serve(
-    connection: WorkerTransport,
-    tokens: tuple[str, str],
-    lifeline: Lifeline,
-    cancels: Cancels,
-    group: Sequence[int] = (),
-    *,
-    in_thread: bool = False,
-) -> int:
-    """Serve the master until EXIT or a hang-up, and close all that was opened; the exit status.
-
-    The worker shows the first token in HELLO, the master the second in BUILD. The lifeline brought both.
-    `group` are the descriptors of the group that it is a rank of, if any. `in_thread`: no watcher ends this
-    process when the master hangs up, since the master is in it.
-    """
-    server = Server(connection, tokens[1], lifeline, cancels, group, in_thread=in_thread)
-    try:
-        server.send(Hello(version=VERSION, pid=os.getpid(), token=tokens[0]))
-        server.loop()
-    except _StrangerError as exc:
-        _log.error("%s; this worker does nothing for it, and ends", exc)
-        return STRANGER
-    except CardLostError as exc:
-        _log.error("%s; this worker ends, and is started again", exc)
-        return CARD_LOST
-    except ConnectionError:
-        return ORPHANED
-    except ProtocolError:
-        _log.exception("the master's message does not fit")
-        return 1
-    finally:
-        server.close()
-    return 0
-
-
 class Server:
-    """A worker's side of its conversation with the master."""
+    """A worker's side of its conversation with the master.
+
+    Args:
+        connection: Carries the messages.
+        tokens: The worker shows the first one in HELLO, the master the second in BUILD; both came over the
+            lifeline.
+        lifeline: Brings the blocks.
+        cancels: Brings CANCEL.
+        group: Descriptors of the group that it is a rank of, if any.
+        in_thread: No watcher ends this process when the master hangs up, since the master is in it.
+    """
 
     def __init__(
         self,
         connection: WorkerTransport,
-        token: str,
+        tokens: tuple[str, str],
         lifeline: Lifeline,
         cancels: Cancels,
         group: Sequence[int] = (),
@@ -162,7 +137,7 @@ class Server:
     ) -> None:
         self._connection = connection
         self._in_thread = in_thread
-        self._token = token
+        self._tokens = tokens
         self._cancels = cancels
         self._lifeline = lifeline
         self._group = [*group]
@@ -187,7 +162,27 @@ class Server:
         self._state = state_after(self._state, type(message))
         self._connection.send(encode(message))
 
-    def loop(self) -> None:
+    def serve(self) -> int:
+        """Serve the master until EXIT or a hang-up, and close all that was opened; the exit status."""
+        try:
+            self.send(Hello(version=VERSION, pid=os.getpid(), token=self._tokens[0]))
+            self._loop()
+        except _StrangerError as exc:
+            _log.error("%s; this worker does nothing for it, and ends", exc)
+            return STRANGER
+        except CardLostError as exc:
+            _log.error("%s; this worker ends, and is started again", exc)
+            return CARD_LOST
+        except ConnectionError:
+            return ORPHANED
+        except ProtocolError:
+            _log.exception("the master's message does not fit")
+            return 1
+        finally:
+            self.close()
+        return 0
+
+    def _loop(self) -> None:
         """Serve until EXIT; raises `ProtocolError` at a message that does not fit."""
         wait = self._connection.wait
         if self._in_thread:
@@ -265,7 +260,7 @@ class Server:
 
     def _check_master(self, message: Build) -> None:
         shown, expected = (
-            token.encode(errors="surrogatepass") for token in (message.token, self._token)
+            token.encode(errors="surrogatepass") for token in (message.token, self._tokens[1])
         )
         if not hmac.compare_digest(shown, expected):
             raise _StrangerError("BUILD does not show the token of the master that started this")
