@@ -546,9 +546,15 @@ def decode(data: bytes) -> Message:
         ProtocolError: It is not a message of this protocol.
     """
     if data[:1] == _PREDICT_ID:
-        return _decode_predict(data)
+        (request, shard, weights, size), body = _head(Predict, PREDICT_HEAD, data)
+        inputs, outputs = decode_body(body, size)
+        return Predict(
+            request=request, shard=shard, weights=weights, inputs=inputs, outputs=outputs
+        )
     if data[:1] == _REPLY_ID:
-        return _decode_reply(data)
+        (request, shard, seconds), body = _head(Reply, REPLY_HEAD, data)
+        outputs = _unpack(body) if body else ()
+        return Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
     content = _unpack(data)
     if type(content) is not dict:
         raise ProtocolError(f"a message is a map, got {type(content).__name__}")
@@ -571,20 +577,11 @@ def decode(data: bytes) -> Message:
 _PREDICT_ID, _REPLY_ID = bytes([PREDICT]), bytes([REPLY])
 
 
-def _decode_predict(data: bytes) -> Predict:
-    if len(data) < PREDICT_HEAD.size:
-        raise ProtocolError(f"Predict: got {len(data)} bytes, expected {PREDICT_HEAD.size} or more")
-    _, request, shard, weights, size = PREDICT_HEAD.unpack_from(data)
-    inputs, outputs = decode_body(data[PREDICT_HEAD.size :], size)
-    return Predict(request=request, shard=shard, weights=weights, inputs=inputs, outputs=outputs)
-
-
-def _decode_reply(data: bytes) -> Reply:
-    if len(data) < REPLY_HEAD.size:
-        raise ProtocolError(f"Reply: got {len(data)} bytes, expected {REPLY_HEAD.size} or more")
-    _, request, shard, seconds = REPLY_HEAD.unpack_from(data)
-    outputs = _unpack(data[REPLY_HEAD.size :]) if len(data) > REPLY_HEAD.size else ()
-    return Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
+def _head(kind: type[Message], head: struct.Struct, data: bytes) -> tuple[tuple[Any, ...], bytes]:
+    """The values in the head of a message of this kind, behind its id, and the body."""
+    if len(data) < head.size:
+        raise ProtocolError(f"{kind.__name__}: got {len(data)} bytes, expected {head.size} or more")
+    return head.unpack_from(data)[1:], data[head.size :]
 
 
 _UNPACKING: dict[str, Any] = {

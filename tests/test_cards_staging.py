@@ -489,8 +489,8 @@ def test_card_that_is_not_there_is_an_engine_of_the_host_if_that_may_be() -> Non
     with emulated_cards(CARDS="0"):
         request = engine_request(encoder(), str(FIRST), allow_fallback=True)
         message = replace(build(), model=request.model, shares_weights=True)
-        earlier = AttachedBlocks()
-        engine, blocks = open_on_card(message, request, None, earlier, lambda _: None)
-        assert blocks is earlier
+        blocks = AttachedBlocks()
+        engine = open_on_card(message, request, None, blocks, lambda _: None)
+        assert blocks.card is None
         assert not isinstance(engine, CardEngine)
         assert any("a copy of the weights of its own: " in note for note in engine.notes)

@@ -81,19 +81,15 @@ def open_on_card(
     slab: OfferedBlock | None,
     blocks: AttachedBlocks,
     progress: Progress,
-) -> tuple[Engine, AttachedBlocks]:
-    """Load the model on a card; without a driver, where that may be, on the CPU.
+) -> Engine:
+    """Load the model on a card, as a `CardEngine`; without a driver, where that may be, on the CPU.
 
     Args:
         message: The build.
         request: What follows from it, without what is of the card.
         slab: The block that BUILD names as the slab; its descriptor is this function's.
-        blocks: Those that came before BUILD.
+        blocks: The master's, for tensors.
         progress: As for `open_engine`.
-
-    Returns:
-        A `CardEngine`, and its `CardBlocks`, in the place of the blocks given; or an engine that runs on the
-        CPU, and the blocks as they were.
 
     Raises:
         BuildError: The model cannot be loaded; of too little memory, with what is free.
@@ -110,9 +106,8 @@ def open_on_card(
                 raise
             if message.shares_weights:
                 engine.notes += (f"{OWN_COPY}: {exc}",)
-            return engine, blocks
-        found = CardEngine(_open(card, message, request, weights, progress), card, weights, blocks)
-    return found, found.blocks
+            return engine
+        return CardEngine(_open(card, message, request, weights, progress), card, weights, blocks)
 
 
 def _open(
@@ -214,78 +209,18 @@ def _attach(card: Card, offered: OfferedBlock, fd: int) -> DeviceBlock:
     return card.attach(offered.number, offered.size, fd, offered.token, owner)
 
 
-class CardBlocks(AttachedBlocks):
-    """A master's blocks in a worker on a card: of the host, pinned, and of the cards that this one reaches.
-
-    Args:
-        card: The worker's.
-        pins: Whether blocks of the host are pinned: the engine copies from them.
-        earlier: Blocks that came before the card was open, which are this object's from now on.
-    """
-
-    opens_cards = True
-
-    def __init__(self, card: Card, pins: bool, earlier: AttachedBlocks) -> None:
-        super().__init__()
-        self._card = card
-        self._pins = pins
-        self._opened, self._offered = earlier._opened, earlier._offered
-
-    def add(self, offered: OfferedBlock) -> None:
-        super().add(offered)
-        if offered.device is None:
-            self.pin(self._opened[offered.number])
-
-    def find(self, number: int) -> SharedBlock | None:
-        """As of the host; a card's block is opened when the first tensor lies in it.
-
-        Raises:
-            PredictError: The card has no room for the mapping; later there may be some.
-            CardError, ProtocolError, OSError: As `Card.attach`.
-        """
-        block, offered = self._opened.get(number), self._offered.get(number)
-        if block is None and offered is not None:
-            with _short_of_memory(self._card, f"block {number} of {offered.device}"):
-                block = _attach(self._card, offered, os.dup(offered.fd))
-            self._opened[number] = block
-            os.close(self._offered.pop(number).fd)
-        return block
-
-    def pin(self, block: SharedBlock) -> None:
-        """Pin memory of the host, if the engine copies from it; a refusal only makes copies slower."""
-        if self._pins:
-            self._card.register(block.address, block.size)
-
-    def unpin(self, block: SharedBlock) -> None:
-        """Before it is closed; nothing if it is not pinned."""
-        if block.device is None:
-            self._card.unregister(block.address)
-
-    def drop(self, number: int) -> None:
-        if number in self._opened:
-            self.unpin(self._opened[number])
-        super().drop(number)
-
-    def around(self, buffer: Buffer) -> DeviceBlock | None:
-        """The block that a tensor on a card lies in."""
-        for block in self._opened.values():
-            is_in = 0 <= buffer.address - block.address < block.size
-            if is_in and isinstance(block, DeviceBlock) and block.device == buffer.device:
-                return block
-        return None
-
-
 class _Staging:
     """Memory on one side, host or card, that the runs of a worker share, since one runs at a time.
 
-    It is as large as the largest layout needs. When it grows, the runs on it are bound anew.
+    It is as large as the largest layout needs. When it grows, the runs on it are bound anew. `make` gives a
+    block of so many bytes, and `leave` is called before one is closed.
     """
 
     def __init__(
-        self, make: Callable[[int], SharedBlock], unpin: Callable[[SharedBlock], None]
+        self, make: Callable[[int], SharedBlock], leave: Callable[[SharedBlock], None]
     ) -> None:
         self._make = make
-        self._unpin = unpin
+        self._leave = leave
         self._block: SharedBlock | None = None
         self._runs: WeakSet[_CardRun] = WeakSet()
 
@@ -303,7 +238,7 @@ class _Staging:
     def close(self) -> None:
         block, self._block = self._block, None
         if block is not None:
-            self._unpin(block)
+            self._leave(block)
             block.close()
 
 
@@ -323,16 +258,9 @@ class CardEngine(Engine):
         engine: Engine,
         card: Card,
         weights: _SharedWeights | None = None,
-        earlier: AttachedBlocks | None = None,
+        blocks: AttachedBlocks | None = None,
     ) -> None:
-        """Wrap an engine.
-
-        Args:
-            engine: On the card's stream, or on the CPU.
-            card: The worker's.
-            weights: Those that it was given, if it was.
-            earlier: Blocks that came before the card was open.
-        """
+        """Wrap an engine on the card's stream, or on the CPU, and the weights that it was given."""
         self.engine = engine
         self.card = card
         block = None if weights is None else weights.block
@@ -350,12 +278,13 @@ class CardEngine(Engine):
         self.alignment = ALIGNMENT if is_tensorrt else _KERNELS
         others = (Device(CARD_KINDS[0], index) for index in range(card.count))
         self.reaches = tuple(str(other) for other in others if card.reaches(other))
-        self.blocks = CardBlocks(card, self.on_card, earlier or AttachedBlocks())
+        self.blocks = blocks or AttachedBlocks()
+        self.blocks.card = self
         self._versions: dict[int, tuple[tuple[Buffer, ...], DeviceBlock]] = {}
         # By whether it is the host's.
         self.staging = {
-            False: _Staging(partial(card.create, 0), self.blocks.unpin),
-            True: _Staging(self._make_pinned, self.blocks.unpin),
+            False: _Staging(partial(card.create, 0), self.unpin),
+            True: _Staging(self._make_pinned, self.unpin),
         }
 
     def wants_on_host(self, name: str) -> bool:
@@ -365,8 +294,33 @@ class CardEngine(Engine):
 
     def _make_pinned(self, size: int) -> Block:
         block = Block.create(0, size)
-        self.blocks.pin(block)
+        self.pin(block)
         return block
+
+    # Blocks.
+
+    def open_block(self, offered: OfferedBlock) -> DeviceBlock:
+        """Open a card's block, whose descriptor stays the caller's; errors as of `AttachedBlocks.find`."""
+        with _short_of_memory(self.card, f"block {offered.number} of {offered.device}"):
+            return _attach(self.card, offered, os.dup(offered.fd))
+
+    def pin(self, block: SharedBlock) -> None:
+        """Pin memory of the host, if the engine copies from it; a refusal only makes copies slower."""
+        if self.on_card:
+            self.card.register(block.address, block.size)
+
+    def unpin(self, block: SharedBlock) -> None:
+        """Before it is closed; nothing if it is not pinned."""
+        if block.device is None:
+            self.card.unregister(block.address)
+
+    def block_around(self, buffer: Buffer) -> DeviceBlock | None:
+        """The block that a tensor on a card lies in."""
+        for block in self.blocks.opened.values():
+            is_in = 0 <= buffer.address - block.address < block.size
+            if is_in and isinstance(block, DeviceBlock) and block.device == buffer.device:
+                return block
+        return None
 
     # Weights that were replaced.
 
@@ -448,7 +402,7 @@ class _CardRun(Run):
         card = engine.card
         tensors = [item for item in (*self._inputs, *self._outputs) if isinstance(item, Buffer)]
         # Outputs too: what the caller's stream reads of an earlier result must not be overwritten.
-        blocks = [engine.blocks.around(buffer) for buffer in tensors if buffer.device]
+        blocks = [engine.block_around(buffer) for buffer in tensors if buffer.device]
         waits = {block.number: block for block in blocks if block is not None}.values()
         by_value = any(isinstance(item, Strings) for item in self._inputs)
         moved: dict[str, Buffer] = {}  # by name, as the engine gets it

@@ -86,13 +86,8 @@ def open_memory(
 ) -> "CardMemory":
     """Open a card, and make an arena for its memory.
 
-    Args:
-        device: The card.
-        limit: Bytes that its blocks may have together; None is half of what is free.
-        allocate: Of the loop.
-        repeat: Has the delivery thread make a call until it returns True.
-        dropped: Called in the loop with the number of each block that the arena has closed.
-        numbers: Of the blocks.
+    Its blocks, which have `numbers`, may have `limit` bytes together; None is half of what is free. `dropped`
+    is called in the loop with the number of each block that the arena has closed.
 
     Raises:
         MissingDependencyError: The package cuda-bindings is not installed.

@@ -32,8 +32,8 @@ from mcinfer.protocol import (
 from mcinfer.requests.request import Request
 from mcinfer.runtime.gang import Gang
 from mcinfer.runtime.transport import MasterTransport, UnreachableError
-from mcinfer.runtime.worker_process import HeldBlock, OutputForwarder, WorkerProcess
-from mcinfer.shm.arena import SharedBlock
+from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
+from mcinfer.shm.arena import OfferedBlock, SharedBlock
 from mcinfer.shm.block import Block
 
 _STANDINGS = {
@@ -229,7 +229,7 @@ class Connections:
             raise ProtocolError(f"slab {slab} was not asked for")
         number, expected = slab
         size, fd, token = process.lifeline.receive_block(number)
-        process.slab = HeldBlock(number=number, size=size, fd=fd, token=token)
+        process.slab = OfferedBlock(number=number, size=size, fd=fd, token=token)
         if size != expected:
             raise ProtocolError(f"slab {slab}: the block that was handed over has {size} bytes")
 
@@ -303,7 +303,7 @@ class Connections:
         device = self._builds[leader][0].device
         self.send(index, Attach(block=slab.number, size=slab.size, device=device))
 
-    def _hand_over(self, gang: Gang, block: SharedBlock | HeldBlock) -> None:
+    def _hand_over(self, gang: Gang, block: SharedBlock | OfferedBlock) -> None:
         try:
             for process in gang.ranks:
                 process.lifeline.send_block(block.number, block.size, block.fd, block.token)

@@ -15,13 +15,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
 from time import monotonic
 from typing import ClassVar, TextIO
 
 from mcinfer.process import REQUEST, Inherited, StackReport, command, environment
 from mcinfer.runtime.cancels import Cancels
+from mcinfer.shm.arena import OfferedBlock
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.shm.lifeline import Lifeline
 
@@ -36,16 +36,6 @@ _ERASE = "\r\x1b[K"  # ECMA-48: from the line's begin, erase to its end
 _MAX_WAITING_BYTES = 1 << 22  # output beyond this is dropped
 
 _TICK_MS = 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBlock:
-    """A block that a worker has made for others, as its lifeline brought it; the holder closes `fd`."""
-
-    number: int
-    size: int
-    fd: int
-    token: bytes
 
 
 class WorkerProcess:
@@ -98,7 +88,7 @@ class WorkerProcess:
         self.hello_token = secrets.token_hex(16)
         self.build_token = secrets.token_hex(16)
         self.peer: bytes | None = None
-        self.slab: HeldBlock | None = None
+        self.slab: OfferedBlock | None = None  # the descriptor is this object's
         with contextlib.ExitStack() as opened:
             self._stacks = StackReport()
             opened.callback(self._stacks.close)

@@ -371,24 +371,25 @@ class OfferedBlock:
 class AttachedBlocks:
     """The other side of a master's arenas: their blocks in one of its workers, by number.
 
-    Those of the host are mapped at once. Those of cards are kept as they were offered, and opened by a
-    subclass (`mcinfer.cards.staging`) when the first tensor lies in them.
+    Those of the host are mapped at once. Those of cards are kept as they were offered, and opened when the
+    first tensor lies in them.
 
     Attributes:
-        opens_cards: Whether it opens blocks of cards.
+        opened: Blocks that are mapped here.
+        card: The worker's `mcinfer.cards.staging.CardEngine`, which opens blocks of cards, and pins those of
+            the host; None without a card.
     """
 
-    opens_cards = False
-
     def __init__(self) -> None:
-        self._opened: dict[int, SharedBlock] = {}
+        self.card: Any = None
+        self.opened: dict[int, SharedBlock] = {}
         self._offered: dict[int, OfferedBlock] = {}
 
     def __contains__(self, number: object) -> bool:
-        return number in self._opened or number in self._offered
+        return number in self.opened or number in self._offered
 
     def __iter__(self) -> Iterator[int]:
-        return iter([*self._opened, *self._offered])
+        return iter([*self.opened, *self._offered])
 
     def add(self, offered: OfferedBlock) -> None:
         """Take a block; its descriptor is this object's, even if that fails.
@@ -398,14 +399,24 @@ class AttachedBlocks:
             OSError: This process has no memory or descriptor left.
         """
         number = offered.number
-        if offered.device is None:
-            self._opened[number] = Block.attach(number, offered.size, offered.fd)
-        else:
+        if offered.device is not None:
             self._offered[number] = offered
+            return
+        block = self.opened[number] = Block.attach(number, offered.size, offered.fd)
+        if self.card is not None:
+            self.card.pin(block)
 
     def find(self, number: int) -> SharedBlock | None:
-        """An opened block; None if there is none of this number."""
-        return self._opened.get(number)
+        """An opened block, or a card's, which is opened now; None if there is none of this number.
+
+        Raises:
+            PredictError: The card has no room for the mapping; later there may be some.
+            CardError, ProtocolError, OSError: As `Card.attach`.
+        """
+        if number in self._offered and self.card is not None:
+            self.opened[number] = self.card.open_block(self._offered[number])
+            os.close(self._offered.pop(number).fd)
+        return self.opened.get(number)
 
     def take(self, number: int) -> OfferedBlock:
         """A block that is not opened yet, now the caller's; `ProtocolError` if there is none."""
@@ -415,13 +426,16 @@ class AttachedBlocks:
 
     def drop(self, number: int) -> None:
         """Close a block that nothing is bound to any more; nothing if there is none of this number."""
-        offered, block = self._offered.pop(number, None), self._opened.pop(number, None)
+        offered, block = self._offered.pop(number, None), self.opened.pop(number, None)
         if offered is not None:
             os.close(offered.fd)
         if block is not None:
+            if self.card is not None:
+                self.card.unpin(block)
             block.close()
 
     def close(self) -> None:
         """Close what was not opened; the mappings end with what refers to them."""
+        self.card = None
         while self._offered:
             os.close(self._offered.popitem()[1].fd)

@@ -67,11 +67,7 @@ class Lifeline:
     def send_block(self, number: int, size: int, fd: int, token: bytes = b"") -> None:
         """Hand over a block's descriptor; the sender keeps its own.
 
-        Args:
-            number: The block's number.
-            size: Its bytes.
-            fd: Its descriptor.
-            token: What a process needs besides to open a block on a card (`mcinfer.cards.cuda`).
+        `token` is what a process needs besides to open a block on a card (`mcinfer.cards.cuda`).
 
         Raises:
             OSError: The other side is gone, or does not read (BlockingIOError).
@@ -79,17 +75,14 @@ class Lifeline:
         send(self._socket, _HEADER.pack(number, size) + token, [fd])
 
     def receive_block(self, number: int, timeout: float = 0.0) -> tuple[int, int, bytes]:
-        """The size, descriptor and token of a block that the other side has handed over.
-
-        Up to four other blocks that come before it are kept for later.
+        """Take a block that the other side has handed over; up to four others that come first are kept.
 
         Args:
             number: The block's number.
             timeout: Seconds to wait for it. 0 is enough if it was sent before a message that has come.
 
         Returns:
-            Size in bytes; a descriptor, which is the caller's from now on; the token, empty for a block in
-            host memory.
+            Size in bytes; a descriptor, now the caller's; the token, empty for a block in host memory.
 
         Raises:
             ProtocolError: It did not come, or another thing than a block came.

@@ -220,8 +220,7 @@ class Server:
             case Attach():
                 self._attach(message)
             case Detach():
-                if self._is_built:
-                    self._runs.drop_block(message.block)
+                self._runs.drop_block(message.block)
                 self._blocks.drop(message.block)
             case UpdateWeights():
                 self._runs.take_weights(message)
@@ -288,7 +287,7 @@ class Server:
             elif request.device.kind in CARD_KINDS:
                 from mcinfer.cards.staging import open_on_card
 
-                self._engine, self._blocks = open_on_card(
+                self._engine = open_on_card(
                     message, request, slab, self._blocks, self._report_progress
                 )
             else:
@@ -463,7 +462,7 @@ class Server:
         try:
             if message.device:  # not opened yet: the card may have no room, or not be open
                 device = Device.parse(message.device)
-                if is_built and not self._blocks.opens_cards:
+                if is_built and self._blocks.card is None:
                     raise ProtocolError("this worker has no card")
             elif not is_built:
                 raise ProtocolError("a block of the host came before BUILD")
