@@ -1,24 +1,26 @@
-"""The figures that follow from a report, with their spread over the repeats. Pure; nothing is formatted here.
+"""The figures that follow from a report, with their spread over the repeats: how each is computed. Pure.
 
-Latencies are over all requests that were made: one that failed, or that an open loop never began, counts as
-infinite, since leaving it out would make a way that drops requests look good. A percentile of so few requests
-that it would be the slowest of them is not known. A ratio is taken within each repeat, since other work on
-the machine disturbs all ways of one repeat.
+`OF_LOADS` and `OF_WAYS` are the vocabulary of tables, charts and the glossary; `mcinfer.bench.texts` writes
+the figures. Latencies are over all requests that were made: one that failed, or that an open loop never began
+counts as infinite: leaving it out would make a way that drops requests look good. A percentile of so
+few requests that it would be the slowest of them is not known. A ratio is taken within each repeat, since
+other work on the machine disturbs all ways of one repeat.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import median
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from mcinfer.bench.report import OTHERS, QUANTILES, Load, Measurement, Report, Turn, Way
 
 SHORTEST_FOR_CORES = 0.5
 """Seconds of a turn in which processor time, in ticks of 10 ms, is known to some percent."""
 
-Kind = Literal["rate", "part", "time", "bytes", "amount"]
-"""The kind of a figure: for a rate or a part more is better, for all others less."""
+Kind = Literal["amount", "part", "time", "latency", "bytes"]
+"""What a figure is measured in; a time has its own unit, and latencies that of their table."""
 
 _CLEAR_GAIN = 1.02
 """A median gain below this is not worth a word, however small the spread is."""
@@ -99,21 +101,6 @@ def kept_up(turn: Turn) -> bool:
     return turn.kept_up and not turn.unfinished
 
 
-def throughput_ratio(turns: Sequence[Turn], base: Sequence[Turn], times: int = 1) -> Spread:
-    """Throughput over that of the base, or of so many times the base, within each repeat.
-
-    Unknown where requests of either failed, or the turns fell behind: a way that answers a part of the
-    requests is not fast.
-    """
-    if any(turn.failed or not kept_up(turn) for turn in turns) or any(t.failed for t in base):
-        return UNKNOWN
-    # An interrupted benchmark has more repeats of one than of the other.
-    return spread_of(
-        mine.throughput / (times * other.throughput) if other.throughput > 0 else math.nan
-        for mine, other in zip(turns, base, strict=False)
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Figures:
     """The figures of one way under one load.
@@ -140,13 +127,17 @@ class Figures:
         over that of as many pools of one: 1 is ideal.
         """
         base = self.base.turns if self.base else ()
-        if self.load.rate is None:
-            times = self.way.workers if self.way.role == "scaling" else 1
-            return throughput_ratio(self.turns, base, times)
-        if not self.sound:
+        # A way that answers a part of the requests is not fast.
+        if not self.sound or any(turn.failed for turn in base):
             return UNKNOWN
-        pairs = zip(self.turns, base, strict=False)
-        return spread_of(latency(other, 0.5) / latency(turn, 0.5) for turn, other in pairs)
+        pairs = zip(self.turns, base, strict=False)  # an interrupted benchmark has more of one
+        if self.load.rate is not None:
+            return spread_of(latency(other, 0.5) / latency(turn, 0.5) for turn, other in pairs)
+        times = self.way.workers if self.way.role == "scaling" else 1
+        return spread_of(
+            turn.throughput / (times * other.throughput) if other.throughput > 0 else math.nan
+            for turn, other in pairs
+        )
 
     @property
     def joined(self) -> bool:
@@ -170,21 +161,6 @@ class Figures:
         short = any(turn.seconds < SHORTEST_FOR_CORES for turn in self.turns)
         return UNKNOWN if short else spread_of(turn.cores for turn in self.turns)
 
-    def columns(self) -> dict[str, tuple[Spread, Kind]]:
-        scaling = self.way.role == "scaling"
-        marks = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
-        return {
-            "rows/s": (self.rows, "rate"),
-            **(
-                {"efficiency": (self.speedup, "part")}
-                if scaling
-                else {"speed-up": (self.speedup, "rate")}
-            ),
-            **{name: (self.latency(fraction), "time") for name, fraction in marks},
-            "overhead": (self.overhead, "time"),
-            "cores": (self.cores, "amount"),
-        }
-
     @property
     def made(self) -> int:
         return sum(turn.made for turn in self.turns)
@@ -196,17 +172,51 @@ class Figures:
         return self.made > 0 and answered
 
 
-def way_columns(way: Way) -> dict[str, tuple[Spread, Kind]]:
-    """The start and the memory of a way, whatever the load, by their names in tables."""
-    return {
-        "start": (spread_of(way.start_seconds), "time"),
-        "PSS": (spread_of(memory.pss for memory in way.memory), "bytes"),
-        "USS": (spread_of(memory.uss for memory in way.memory), "bytes"),
-    }
+# The vocabulary.
 
 
-def pss(way: Way) -> Spread:
-    return way_columns(way)["PSS"][0]
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A figure that tables and charts name: how it is computed, and what the glossary says of it."""
+
+    kind: Kind
+    of: Callable[[Any], Spread]
+    says: str = ""
+
+
+_LATENCY = (
+    "the time within which 50, 90, 99, 100 % of all requests were answered; ∞: not all of "
+    "them ever were"
+)
+_MEMORY = "memory with shared pages counted once in all; memory of one process alone"
+
+OF_LOADS = {
+    "n": Term(
+        "amount", lambda f: Spread(tuple(turn.made for turn in f.turns)), "requests in a turn"
+    ),
+    "rows/s": Term("amount", attrgetter("rows")),
+    "speed-up": Term(
+        "amount",
+        attrgetter("speedup"),
+        "throughput over that of the best baseline under the same load, which the table names, within each "
+        "repeat; in an open loop that baseline's median latency over the way's",
+    ),
+    "p50": Term("latency", lambda f: f.latency(0.5), _LATENCY),
+    "p90": Term("latency", lambda f: f.latency(0.9), _LATENCY),
+    "p99": Term("latency", lambda f: f.latency(0.99), _LATENCY),
+    "max": Term("latency", lambda f: f.latency(1.0), _LATENCY),
+    "overhead": Term("latency", attrgetter("overhead"), "mean latency less the engine's own run"),
+    "cores": Term("amount", attrgetter("cores"), "busy cores, on average"),
+    "efficiency": Term("part", attrgetter("speedup")),
+}
+"""By name, what is known of `Figures`."""
+
+OF_WAYS = {
+    "start": Term("time", lambda way: spread_of(way.start_seconds)),
+    "PSS": Term("bytes", lambda way: spread_of(memory.pss for memory in way.memory), _MEMORY),
+    "USS": Term("bytes", lambda way: spread_of(memory.uss for memory in way.memory), _MEMORY),
+}
+"""By name, what is known of a `Way`, whatever the load."""
 
 
 def load_figures(report: Report, measurement: Measurement) -> Figures:
@@ -300,7 +310,8 @@ def best_gain(report: Report) -> Gain | None:
 
 def memory_beside(report: Report, own: str, other: str) -> float:
     """The memory of one way as a part of another's; NaN where one is not known."""
-    return pss(report.way(own)).middle / pss(report.way(other)).middle
+    first, second = (OF_WAYS["PSS"].of(report.way(name)).middle for name in (own, other))
+    return first / second
 
 
 def quicker_alone(report: Report, own: str) -> tuple[Figures, Figures] | None:

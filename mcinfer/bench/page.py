@@ -10,9 +10,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from importlib import resources
+from itertools import groupby
+from operator import itemgetter
 from string import Template
 
-from mcinfer.bench.figures import Figures, Spread, compared_loads, gains, pools, pss, under
+from mcinfer.bench.figures import (
+    OF_LOADS,
+    OF_WAYS,
+    Figures,
+    Spread,
+    compared_loads,
+    gains,
+    pools,
+    under,
+)
 from mcinfer.bench.report import Report, dump
 from mcinfer.bench.table import Cell, Grid, grids
 from mcinfer.bench.texts import (
@@ -36,21 +47,11 @@ from mcinfer.bench.texts import (
     verdict,
 )
 
-_GLOSSARY = {
-    "n": "requests in a turn",
-    "speed-up": "throughput over that of the best baseline under the same load, which the table names, "
-    "within each repeat; in an open loop that baseline's median latency over the way's",
-    "p50, p90, p99, max": "the time within which 50, 90, 99, 100 % of all requests were answered; ∞: not all "
-    "of them ever were",
-    "overhead": "mean latency less the engine's own run",
-    "cores": "busy cores, on average",
-    "PSS, USS": "memory with shared pages counted once in all; memory of one process alone",
-    "client, /s": "requests under way at once in a closed loop; arrivals in an open one",
-    FLAWED: "not all requests were answered, or not as fast as they came: such throughput is no speed",
-}
+_LOADS = "requests under way at once in a closed loop; arrivals in an open one"
+_FLAW = "not all requests were answered, or not as fast as they came: such throughput is no speed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Bar:
     """One row of a chart; `kind` is a class of the page's style: ``"own"``, ``"other"`` or ``"bad"``."""
 
@@ -75,7 +76,7 @@ def charts(report: Report) -> tuple[list[Chart], list[Chart]]:
         Chart(title="speed-up over the best baseline", bars=[*_gains(report)]),
         Chart(
             title="memory of all processes (PSS, MB)",
-            bars=[Bar(name=way.name, spread=pss(way), kind=roles[way.name]) for way in ways],
+            bars=[Bar(way.name, OF_WAYS["PSS"].of(way), roles[way.name]) for way in ways],
             unit=unit_of("bytes", Unit()),
         ),
     ]
@@ -83,10 +84,11 @@ def charts(report: Report) -> tuple[list[Chart], list[Chart]]:
     for load in compared_loads(report):
         found = under(report, load)
         unit = latency_unit(found)
-        more.append(Chart(title=f"rows/s, {load}", bars=[_bar(each, each.rows) for each in found]))
-        for name, fraction in (("p50", 0.5), ("p99", 0.99)):
-            bars = [_bar(each, each.latency(fraction)) for each in found]
-            more.append(Chart(title=f"{name} ({unit.sign}), {load}", bars=bars, unit=unit))
+        for name in ("rows/s", "p50", "p99"):
+            own = unit_of(OF_LOADS[name].kind, unit)
+            sign = f" ({own.sign})" if own.sign else ""
+            bars = [_bar(each, OF_LOADS[name].of(each)) for each in found]
+            more.append(Chart(title=f"{name}{sign}, {load}", bars=bars, unit=own))
     if scaling := pools(report):
         bars = [_bar(pool, pool.rows, _efficiency(pool)) for pool in scaling]
         more.append(Chart(title=f"scaling: rows/s, {scaling[0].load}", bars=bars))
@@ -103,8 +105,8 @@ def _gains(report: Report) -> Iterator[Bar]:
     """For each load mcinfer's best way, and below it the baseline that it is beside."""
     kinds = {1: "own", 0: "own", -1: "bad"}
     for gain in gains(report):
-        yield Bar(name=f"{gain.own}, {gain.load}", spread=gain.ratio, kind=kinds[gain.clear])
-        yield Bar(name=gain.other, spread=Spread((1.0,)), kind="other")
+        yield Bar(f"{gain.own}, {gain.load}", gain.ratio, kinds[gain.clear])
+        yield Bar(gain.other, Spread((1.0,)), "other")
 
 
 def _efficiency(pool: Figures) -> str:
@@ -114,8 +116,7 @@ def _efficiency(pool: Figures) -> str:
 
 def _bar(figures: Figures, spread: Spread, note: str = "") -> Bar:
     kind = "other" if figures.way.role == "baseline" else "own"
-    name = marked(figures)
-    return Bar(name=name, spread=spread, kind=kind if figures.sound else "bad", note=note)
+    return Bar(marked(figures), spread, kind if figures.sound else "bad", note)
 
 
 # HTML. Names and texts of a report are escaped in `_text`, and nowhere else.
@@ -168,6 +169,15 @@ def _table(grid: Grid) -> str:
     )
 
 
+def _glossary() -> Iterator[tuple[str, str]]:
+    """What the words mean; names that one text explains are together."""
+    terms = [(name, term.says) for name, term in (OF_LOADS | OF_WAYS).items() if term.says]
+    for says, each in groupby(terms, key=itemgetter(1)):
+        yield ", ".join(name for name, _ in each), says
+    yield "client, /s", _LOADS
+    yield FLAWED, _FLAW
+
+
 def render(report: Report) -> str:
     """The page, to be written in UTF-8. Markup in the report's names and texts is shown, not obeyed."""
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
@@ -195,6 +205,6 @@ def render(report: Report) -> str:
         notes=_paragraphs(notes(report)),
         data=base64.b64encode(dump(report)).decode("ascii"),
         ways=_terms(ways),
-        glossary=_terms(_GLOSSARY.items()),
+        glossary=_terms(_glossary()),
         facts=_terms(facts.items()),
     )

@@ -1,15 +1,14 @@
 """A report as tables in a terminal, or in a file: nothing is cut off, and nothing needs colours."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mcinfer.bench.figures import Figures, Kind, Spread, compared_loads, pools, under, way_columns
+from mcinfer.bench.figures import OF_LOADS, OF_WAYS, Figures, Spread, compared_loads, pools, under
 from mcinfer.bench.report import Load, Report, Way
 from mcinfer.bench.texts import (
     FLAWED,
@@ -65,16 +64,37 @@ def grids(report: Report) -> tuple[Grid, ...]:
     return tuple(found)
 
 
-def _cells(columns: Mapping[str, tuple[Spread, Kind]], times: Unit) -> dict[str, Cell]:
-    return {name: (spread, unit_of(kind, times)) for name, (spread, kind) in columns.items()}
+def cell(name: str, of: Figures | Way, times: Unit) -> Cell:
+    """A figure of the vocabulary, of a way under a load or of a way."""
+    way = of.way if isinstance(of, Figures) else of
+    term, whose = (OF_LOADS[name], of) if name in OF_LOADS else (OF_WAYS[name], way)
+    return term.of(whose), unit_of(term.kind, times)
 
 
-def _made(figures: Figures) -> str:
-    return f"{median(turn.made for turn in figures.turns):.0f}"
+def _titles(names: Iterable[str], times: Unit) -> Iterator[str]:
+    """The columns' names, with their units; that of latencies is in the table's title."""
+    for name in names:
+        kind = (OF_LOADS | OF_WAYS)[name].kind
+        yield name if kind == "latency" else f"{name} {unit_of(kind, times).sign}".rstrip()
 
 
-def _flawed(all_figures: Iterable[Figures]) -> frozenset[int]:
-    return frozenset(i for i, figures in enumerate(all_figures) if not figures.sound)
+def _grid(
+    title: str, first: str, names: Sequence[str], ways: Sequence[tuple[str, Figures]], times: Unit
+) -> Grid:
+    """A table of ways under a load, each with its first cell."""
+    return Grid(
+        title=title,
+        header=(first, "n", *_titles(names, times)),
+        rows=tuple(
+            (
+                start,
+                f"{OF_LOADS['n'].of(figures).middle:.0f}",
+                *(cell(name, figures, times) for name in names),
+            )
+            for start, figures in ways
+        ),
+        flawed=frozenset(i for i, (_, figures) in enumerate(ways) if not figures.sound),
+    )
 
 
 def _load_grid(load: Load, all_figures: Sequence[Figures]) -> Grid:
@@ -82,51 +102,37 @@ def _load_grid(load: Load, all_figures: Sequence[Figures]) -> Grid:
     asked = "" if load.rate is None else f"{number(load.rate * load.batch)} rows/s asked for; "
     base = next((figures.base.way for figures in all_figures if figures.base), "")
     over = f"speed-up over {printable(base)}; " if base else ""
-    header = ("rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores")
-    return Grid(
-        title=f"{load} ({asked}{over}latency and overhead in {unit.sign})",
-        header=("way", "n", *header),
-        rows=tuple((marked(f), _made(f), *_cells(f.columns(), unit).values()) for f in all_figures),
-        flawed=_flawed(all_figures),
+    return _grid(
+        f"{load} ({asked}{over}latency and overhead in {unit.sign})",
+        "way",
+        ("rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores"),
+        [(marked(figures), figures) for figures in all_figures],
+        unit,
     )
-
-
-def _way_grid(ways: Sequence[Way]) -> Grid:
-    unit = time_unit(min(way.start_seconds, default=0.0) for way in ways)
-    return Grid(
-        title="start and memory",
-        header=("way", f"start {unit.sign}", "PSS MB", "USS MB", "processes", "workers"),
-        rows=tuple(
-            (
-                printable(way.name),
-                *_cells(way_columns(way), unit).values(),
-                _range({memory.processes for memory in way.memory}),
-                str(way.workers),
-            )
-            for way in ways
-        ),
-    )
-
-
-def _range(counts: Collection[int]) -> str:
-    return TO.join(str(n) for n in sorted({min(counts), max(counts)})) if counts else TO
 
 
 def _pool_grid(scaling: Sequence[Figures]) -> Grid:
     unit = latency_unit(scaling)
     loads = ", ".join(dict.fromkeys(str(figures.load) for figures in scaling))
-    rows = []
-    for pool in scaling:
-        cells = _cells({**pool.columns(), **way_columns(pool.way)}, unit)
-        names = ("rows/s", "efficiency", "p50", "p99", "PSS", "USS")
-        workers = f"{pool.way.workers}{'' if pool.sound else f' {FLAWED}'}"
-        rows.append((workers, _made(pool), *(cells[name] for name in names)))
-    return Grid(
-        title=f"scaling: {loads} (latency in {unit.sign})",
-        header=("workers", "n", "rows/s", "efficiency %", "p50", "p99", "PSS MB", "USS MB"),
-        rows=tuple(rows),
-        flawed=_flawed(scaling),
+    return _grid(
+        f"scaling: {loads} (latency in {unit.sign})",
+        "workers",
+        ("rows/s", "efficiency", "p50", "p99", "PSS", "USS"),
+        [(f"{pool.way.workers}{'' if pool.sound else f' {FLAWED}'}", pool) for pool in scaling],
+        unit,
     )
+
+
+def _way_grid(ways: Sequence[Way]) -> Grid:
+    unit = time_unit(min(way.start_seconds, default=0.0) for way in ways)
+    rows = []
+    for way in ways:
+        counts = sorted({memory.processes for memory in way.memory})
+        processes = TO.join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else TO
+        figures = (cell(name, way, unit) for name in OF_WAYS)
+        rows.append((printable(way.name), *figures, processes, str(way.workers)))
+    header = ("way", *_titles(OF_WAYS, unit), "processes", "workers")
+    return Grid(title="start and memory", header=header, rows=tuple(rows))
 
 
 # Printing.

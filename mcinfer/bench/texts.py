@@ -67,7 +67,8 @@ def latency_unit(all_figures: Iterable[Figures]) -> Unit:
 
 
 def unit_of(kind: Kind, times: Unit) -> Unit:
-    return {"time": times, "bytes": Unit(MEGABYTE, "MB"), "part": Unit(0.01, "%")}.get(kind, Unit())
+    units = {"bytes": Unit(MEGABYTE, "MB"), "part": Unit(0.01, "%"), "amount": Unit()}
+    return units.get(kind, times)
 
 
 def number(value: float, like: float | None = None) -> str:
