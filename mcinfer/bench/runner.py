@@ -25,7 +25,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -66,6 +66,8 @@ START_SECONDS = 900.0
 _COUNT_SECONDS = 4 * 3600.0
 """Time limit of a turn of a number of requests."""
 _PACKAGES = ("onnxruntime", "onnxruntime-gpu", "numpy", "pyzmq", "msgpack")
+
+_C = TypeVar("_C", bound="Contender")
 
 Progress = Callable[[float, str], None]
 """Called with the steps (for a search: seconds) that are over, and a note on the next step."""
@@ -172,40 +174,100 @@ def prepared(
 
 
 @dataclass(slots=True)
-class _Entry:
-    """A way, and the results so far.
+class Contender:
+    """A way that takes turns with others, and the results so far.
 
     Attributes:
-        source: Its name for `Subject`.
         errors: By error, the loads under which it came; no loads for one that ended the way.
+        out: Whether it is given up.
     """
 
     name: str
-    source: str
-    role: Role
-    setup: Setup
-    text: str
-    workers: int
+    subject: Subject
     errors: dict[str, list[str]] = field(default_factory=dict)
-    given_up: bool = False
+    out: bool = False
     starts: list[float] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
     turns: dict[Load, list[Turn]] = field(default_factory=dict)
     refused: set[Load] = field(default_factory=set)
-    subject: Subject | None = None
+
+    def start(self, timeout: float) -> None:
+        if not self.out:
+            try:
+                self.starts.append(self.subject.start(timeout))
+            except WayFailedError as exc:
+                self.give_up(str(exc))
+
+    def take_turn(self, load: Load, **how: Any) -> None:
+        """One turn; after one that failed no other under this load, which may be too large a batch, say."""
+        if self.out or load in self.refused:
+            return
+        try:
+            self.turns.setdefault(load, []).append(self.subject.turn(load, **how))
+        except WayFailedError as exc:
+            self.errors.setdefault(str(exc), []).append(str(load))
+            self.refused.add(load)
+            self.out = not self.subject.alive
+
+    def weigh(self) -> None:
+        if not self.out:
+            try:
+                self.memory.append(self.subject.memory())
+            except WayFailedError as exc:
+                self.give_up(str(exc))
 
     def give_up(self, error: str) -> None:
         self.errors[error] = []
-        self.given_up = True
-        if self.subject is not None:
-            self.subject.close()
+        self.out = True
+        self.subject.close()
+
+
+def take_turns(
+    contenders: Sequence[_C],
+    loads: Sequence[Load],
+    repeats: int,
+    start: Callable[[_C], None],
+    turn: Callable[[_C, Load, int], None],
+    *,
+    anew: bool,
+) -> None:
+    """Have ways take turns under each load, in each repeat; `start` and `turn` are called for each of them.
+
+    Each repeat begins with another way. With `anew` it also starts all of them anew, so that no single start
+    decides a way's figures, and weighs them at its end.
+    """
+    with ExitStack() as stack:
+        for contender in contenders:
+            stack.enter_context(contender.subject)
+        try:
+            for repeat in range(repeats):
+                order = rotated(contenders, repeat)
+                for contender in order if anew or not repeat else ():
+                    start(contender)
+                for load in loads:
+                    for contender in order:
+                        turn(contender, load, repeat)
+                for contender in contenders if anew else ():
+                    contender.weigh()
+        except KeyboardInterrupt:
+            for contender in contenders:  # all at once, and then one after another is waited for
+                contender.subject.interrupt()
+            raise
+
+
+@dataclass(slots=True)
+class _Entry(Contender):
+    """A way of a benchmark. The text of a pool of the scaling is its own, that of others the way's."""
+
+    role: Role = "mcinfer"
+    text: str = ""
 
     def report(self) -> Way:
         return Way(
             name=self.name,
-            text=self.text,
+            text=self.text or self.subject.text,
             role=self.role,
-            workers=self.workers,
+            workers=self.subject.workers,
             start_seconds=tuple(self.starts),
             memory=tuple(self.memory),
             error="; ".join(
@@ -222,7 +284,6 @@ class Benchmark:
         steps: Starts and turns in all; `done` of them are over.
         starts: Starts in all.
         turn_seconds: Length of all turns; 0 where they are of a number of requests.
-        turns_taken: Turns in which something was answered.
 
     Raises:
         InvalidInputError: There are no such devices or ways, or a rate makes no load.
@@ -242,7 +303,6 @@ class Benchmark:
         self._devices = tuple(map(str, parse_devices(plan.devices, self._cpus)))
         self._prepared: Prepared | None = None
         self._entries: list[_Entry] = []
-        self.turns_taken = 0
         self.done = 0
         self._finished = False
         # 1, 2, 4, … and the whole pool's; none where there is but one worker.
@@ -320,6 +380,11 @@ class Benchmark:
             finished=self._finished,
         )
 
+    @property
+    def has_measured(self) -> bool:
+        """Whether any way has answered something."""
+        return any(any(entry.turns.values()) for entry in self._entries)
+
     # The ways.
 
     @property
@@ -340,10 +405,11 @@ class Benchmark:
         )
 
     def _entry(self, name: str) -> _Entry:
-        count = len(self._devices)
         role: Role = "mcinfer" if name in MODES else "baseline"
-        # The text is the name until the way has started: its class would bring its runtime into this process.
-        return _Entry(shown_name(name), name, role, self._setup(count), name, count)
+        setup = self._setup(len(self._devices))
+        # Not by its class, which would bring its runtime into this process.
+        subject = Subject(name, setup, self._looked_at.files)
+        return _Entry(shown_name(name), subject, role=role)
 
     def _pools(self) -> list[_Entry]:
         """Pools of fewer workers, each with the share of the device that it has in the whole pool."""
@@ -353,12 +419,10 @@ class Benchmark:
         mine = [share for share in shares.values() if isinstance(share, CoreShare)]
         return [
             _Entry(
-                name=f"pool-{size}",
-                source="concurrent",
+                f"pool-{size}",
+                Subject("concurrent", self._setup(size, mine[:size]), self._looked_at.files),
                 role="scaling",
-                setup=self._setup(size, mine[:size]),
                 text=f"mcinfer.submit over {size} of {count} workers",
-                workers=size,
             )
             for size in self._pool_sizes
         ]
@@ -366,72 +430,26 @@ class Benchmark:
     # Measuring.
 
     def _measure(self, entries: Sequence[_Entry], loads: Sequence[Load]) -> None:
-        with ExitStack() as stack:
-            try:
-                for repeat in range(self._plan.repeats):
-                    for entry in rotated(entries, repeat):
-                        self._start_way(entry, stack)
-                    for load in loads:
-                        for entry in rotated(entries, repeat):
-                            self._take_turn(entry, load, repeat)
-                    for entry in entries:
-                        self._weigh(entry)
-            except KeyboardInterrupt:
-                for entry in entries:  # all at once, and then one after another is waited for
-                    if entry.subject is not None:
-                        entry.subject.interrupt()
-                raise
+        take_turns(entries, loads, self._plan.repeats, self._start_way, self._take_turn, anew=True)
 
-    def _start_way(self, entry: _Entry, stack: ExitStack) -> None:
-        """Start a way, anew for each repeat, so that no single start decides its figures."""
+    def _start_way(self, entry: _Entry) -> None:
         self._progress(self.done, f"starting {entry.name}")
         self.done += 1
-        if entry.given_up:
-            return
-        if entry.subject is not None:
-            entry.subject.close()
-        entry.subject = stack.enter_context(
-            Subject(entry.source, entry.setup, self._looked_at.files)
-        )
-        try:
-            entry.starts.append(entry.subject.start(START_SECONDS))
-        except WayFailedError as exc:
-            entry.give_up(str(exc))
-        else:
-            entry.workers = entry.subject.workers
-            if entry.role != "scaling":
-                entry.text = entry.subject.text
+        entry.start(START_SECONDS)
 
     def _take_turn(self, entry: _Entry, load: Load, repeat: int) -> None:
         self._progress(self.done, f"{entry.name}: {load}")
-        if entry.subject is not None and not entry.given_up and load not in entry.refused:
-            plan = self._plan
-            most = _COUNT_SECONDS if plan.count else 3 * (plan.warmup + plan.seconds)
-            try:
-                turn = entry.subject.turn(
-                    load,
-                    seconds=plan.seconds,
-                    count=plan.count,
-                    warmup=plan.warmup,
-                    seed=plan.inputs.seed + repeat,
-                    timeout=most + 2 * load.clients * REQUEST_SECONDS,
-                )
-            except WayFailedError as exc:
-                # Such as a batch that the model does not take: other loads may be all right.
-                entry.errors.setdefault(str(exc), []).append(str(load))
-                entry.refused.add(load)
-                entry.given_up = not entry.subject.alive
-            else:
-                entry.turns.setdefault(load, []).append(turn)
-                self.turns_taken += 1
+        plan = self._plan
+        most = _COUNT_SECONDS if plan.count else 3 * (plan.warmup + plan.seconds)
+        entry.take_turn(
+            load,
+            seconds=plan.seconds,
+            count=plan.count,
+            warmup=plan.warmup,
+            seed=plan.inputs.seed + repeat,
+            timeout=most + 2 * load.clients * REQUEST_SECONDS,
+        )
         self.done += 1
-
-    def _weigh(self, entry: _Entry) -> None:
-        if entry.subject is not None and not entry.given_up:
-            try:
-                entry.memory.append(entry.subject.memory())
-            except WayFailedError as exc:
-                entry.give_up(str(exc))
 
 
 def _check_rates(plan: Plan) -> None:

@@ -49,7 +49,7 @@ class Subject:
 
     def __init__(self, way: str, setup: Setup, inputs: Mapping[int, Path]) -> None:
         self.way = way
-        self.workers, self.text = 0, way
+        self.workers, self.text = len(setup.devices), way
         self._setup = setup
         self._inputs = {str(batch): str(path) for batch, path in inputs.items()}
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,11 +65,13 @@ class Subject:
         return self._connection is not None
 
     def start(self, timeout: float) -> float:
-        """Start the process and load the model there; the seconds of the way's own start.
+        """Start the process, anew if there is one, and load the model there; seconds of the way's own start.
 
         Raises:
             WayFailedError: It failed, or took longer than `timeout`.
         """
+        self.close()
+        self._printed = b""
         self._connection, theirs = Pipe()
         try:
             self._process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside

@@ -18,7 +18,6 @@ Ownership: a `Search` ends the ways of one group before the next one, and before
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil, inf, isinf
@@ -29,9 +28,9 @@ from typing import Literal
 
 from mcinfer.bench.figures import Spread, latency, spread_of
 from mcinfer.bench.inputs import InputOptions, fixed_batch
-from mcinfer.bench.load import MAX_ARRIVALS, read_request, rotated
+from mcinfer.bench.load import MAX_ARRIVALS, read_request
 from mcinfer.bench.report import Load, Turn
-from mcinfer.bench.runner import START_SECONDS, Progress, powers, prepared
+from mcinfer.bench.runner import START_SECONDS, Contender, Progress, powers, prepared, take_turns
 from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.texts import SESSIONS, number
 from mcinfer.config import automatic_workers
@@ -512,60 +511,43 @@ class Search:
     def _run_group(self, trials: Sequence[Trial], seconds: float, repeats: int, what: str) -> None:
         """Start a few candidates, the default first, have them take turns, and end them."""
         began, in_turns = monotonic(), 0.0
-        with ExitStack() as stack:
-            subjects = [(t, stack.enter_context(self._subject(t.candidate))) for t in trials]
-            try:
-                for trial, subject in subjects:
-                    trial.beside = trials[0].turns
-                    self._show(f"{what}: starting {trial.candidate}")
-                    with _noting(trial, subject):
-                        subject.start(self._patience)
-                for repeat in range(repeats):
-                    for trial, subject in rotated(subjects, repeat):
-                        if trial.error:
-                            continue
-                        self._show(f"{what}: {trial.candidate}")
-                        start = monotonic()
-                        with _noting(trial, subject):
-                            self._take_turn(trial, subject, seconds, repeat)
-                        in_turns += monotonic() - start
-            except KeyboardInterrupt:
-                for _, subject in subjects:  # all at once, and then one after another is waited for
-                    subject.interrupt()
-                raise
+        contenders = [self._contender(trial) for trial in trials]
+
+        def start(contender: Contender) -> None:
+            self._show(f"{what}: starting {contender.name}")
+            contender.start(self._patience)
+
+        def turn(contender: Contender, load: Load, repeat: int) -> None:
+            nonlocal in_turns
+            begin = monotonic()
+            self._show(f"{what}: {contender.name}")
+            warmup = 0.0 if contender.turns[load] else _WARMUP
+            timeout = self._patience + 3 * (warmup + seconds)
+            contender.take_turn(load, seconds=seconds, warmup=warmup, seed=repeat, timeout=timeout)
+            in_turns += monotonic() - begin
+            turns = contender.turns[load]
+            if turns and turns[-1].failed:
+                last = turns.pop()
+                contender.give_up(f"{last.failed} of {last.made} requests failed: {last.error}")
+
+        try:
+            take_turns(contenders, [self._aim.load], repeats, start, turn, anew=False)
+        finally:
+            for trial, contender in zip(trials, contenders, strict=True):
+                trial.beside = trials[0].turns
+                trial.error = "; ".join(contender.errors)
         self._starts.append((monotonic() - began - in_turns) / len(trials))
 
     def _show(self, words: str) -> None:
         self._progress(self._budget - max(0.0, self._left()), words)
 
-    def _subject(self, candidate: Candidate) -> Subject:
+    def _contender(self, trial: Trial) -> Contender:
+        candidate = trial.candidate
         setup = self._prepared.setup(
             devices=tuple(f"cpu:{i}" for i in range(candidate.workers)),
             threads=candidate.threads,
             max_batch_size=candidate.max_batch_size,
             max_delay=candidate.max_delay,
         )
-        return Subject(candidate.way, setup, self._prepared.files)
-
-    def _take_turn(self, trial: Trial, subject: Subject, seconds: float, repeat: int) -> None:
-        warmup = 0.0 if trial.turns else _WARMUP
-        turn = subject.turn(
-            self._aim.load,
-            seconds=seconds,
-            warmup=warmup,
-            seed=repeat,
-            timeout=self._patience + 3 * (warmup + seconds),
-        )
-        if turn.failed:
-            raise WayFailedError(f"{turn.failed} of {turn.made} requests failed: {turn.error}")
-        trial.turns.append(turn)
-
-
-@contextmanager
-def _noting(trial: Trial, subject: Subject) -> Iterator[None]:
-    """A candidate that fails is out, with its reason; the others go on."""
-    try:
-        yield
-    except WayFailedError as exc:
-        trial.error = str(exc)
-        subject.close()
+        subject = Subject(candidate.way, setup, self._prepared.files)
+        return Contender(str(candidate), subject, turns={self._aim.load: trial.turns})

@@ -151,11 +151,11 @@ def bench(
         with showing_work(sys.stderr, "measuring", benchmark.steps) as work:
             report = benchmark.run()
     except KeyboardInterrupt:
-        if benchmark.turns_taken:
+        if benchmark.has_measured:
             _show(benchmark.report(), outputs)
         raise
-    _show(report, outputs if benchmark.turns_taken else {})
-    if not benchmark.turns_taken:
+    _show(report, outputs if benchmark.has_measured else {})
+    if not benchmark.has_measured:
         raise McinferError("nothing was measured: no way has answered a request")
 
 
