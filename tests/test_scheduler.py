@@ -194,7 +194,7 @@ def end_hung(scheduler: Pool, now: float, worker: int) -> None:
     """The worker is found to hang: it is asked where it is, and killed a moment later."""
     assert scheduler.handle_time(now) == [AskForStacks(worker=worker)]
     due = scheduler.next_time()
-    assert due is not None
+    assert due < math.inf
     assert now < due <= now + STACKS_SECONDS
     assert scheduler.handle_time(now + STACKS_SECONDS) == [KillWorker(worker=worker)]
 
@@ -302,7 +302,7 @@ def test_shard_is_not_to_blame_for_kills_that_hit_idle_workers_too(idle_death: s
         [w] = [w for w in pool.workers if w.runs]
         pool.handle_died(now, w.index, SIGKILL, killed=True)
         deaths += 1
-        if w.restart_at is not None:
+        if w.restart_at < math.inf:
             restarted(pool, w.index, max(now, w.restart_at))
     assert deaths == (MAX_KILLS if idle_death == SIGKILL else MAX_DEATHS)
 
@@ -516,7 +516,7 @@ def test_worker_that_does_not_exit_is_killed_then_abandoned() -> None:
     abandoned_at = 1.0 + 5.0 + TIMEOUTS.close + KILLED_ENDS
     assert pool.next_time() == abandoned_at
     assert pool.handle_time(abandoned_at) == [PoolClosed(abandoned=(0,))]
-    assert pool.next_time() is None
+    assert pool.next_time() == math.inf
     assert pool.handle_died(50.0, 0, SIGKILL) == [Release(request=1)]
 
 
@@ -618,7 +618,7 @@ def test_run_goes_on_while_any_of_its_requests_is_wanted_and_is_cancelled_with_t
     assert pool.next_time() == 21.0
     released = pool.handle_message(1.0, 0, error(1, kind="cancelled"))
     assert sorted(released, key=str) == [Release(request=n) for n in (1, 2, 3)]
-    assert pool.next_time() is None
+    assert pool.next_time() == math.inf
     assert pool.lives.statistics()[0].failed == 0
 
 
@@ -1554,8 +1554,8 @@ class Pools(RuleBasedStateMachine):
         self.now += seconds
         self.carry_out(self.scheduler.handle_time(self.now))
         due = self.scheduler.next_time()
-        assert due is None or due > self.now, "something that was due was not done"
-        assert self.scheduler.due == (math.inf if due is None else due)
+        assert due > self.now, "something that was due was not done"
+        assert self.scheduler.due == due
         for worker, runs in self.running.items():
             # A group of ranks skips no run: it would run these twice if no other worker takes them.
             others = [w for w in self.scheduler.workers if w.serves and w.index != worker]
@@ -1593,9 +1593,9 @@ class Pools(RuleBasedStateMachine):
                     continue
                 busy = True
             due = self.scheduler.next_time()
-            if not busy and due is None:
+            if not busy and due == math.inf:
                 return deaths
-            if not busy and due is not None:
+            if not busy and due < math.inf:
                 self.pass_time(max(0.0, due - self.now))
         raise AssertionError("the pool never comes to rest")
 
@@ -1770,7 +1770,7 @@ class Pools(RuleBasedStateMachine):
     def time_passes(self, seconds: float | None) -> None:
         """So many seconds, or until something is due."""
         due = self.scheduler.next_time()
-        wait = 0.0 if due is None else max(0.0, due - self.now)
+        wait = 0.0 if due == math.inf else max(0.0, due - self.now)
         self.pass_time(wait if seconds is None else seconds)
 
     def close(self, timeout: float) -> None:
@@ -1783,7 +1783,7 @@ class Pools(RuleBasedStateMachine):
     @invariant()
     def shell_looks_in_time(self) -> None:
         due = self.scheduler.next_time()
-        assert due is None or self.scheduler.due <= due
+        assert self.scheduler.due <= due
 
     @invariant()
     def calm_is_what_it_stands_for(self) -> None:
@@ -1823,21 +1823,21 @@ class Pools(RuleBasedStateMachine):
             if asked.preferred:
                 assert not any(self.may_have(w.index, request, shard) for w in ready)
                 if asked.thieves[shard] and asked.until[shard] > self.now:
-                    assert due is not None
+                    assert due < math.inf
                     assert due <= asked.until[shard]
                 continue
             assert asked.join is not None
             assert asked.due > self.now
             assert asked.runs == 0
             rows[asked.join[0]] += asked.join[1]
-            assert due is not None
+            assert due < math.inf
             assert due <= asked.due
         assert all(count < MAX_ROWS for count in rows.values())
 
     @invariant()
     def held_shards_go_in_time_to_workers_that_work_on_several_runs(self) -> None:
         busy = [w for w in self.scheduler.workers if w.state is WorkerState.BUSY and w.serves]
-        free = [w for w in busy if len(w.runs) < w.depth and w.kill_at is None]
+        free = [w for w in busy if len(w.runs) < w.depth and w.kill_at == math.inf]
         if any(not (w.runs[-1].late or w.runs[-1].suspect) for w in free):
             for asked in map(self.asked, self.scheduler.queue.items):
                 if asked.join is not None and not asked.runs and asked.due > self.now:
@@ -1877,7 +1877,7 @@ class Pools(RuleBasedStateMachine):
             assert health.state == "starting"
         else:
             soon = self.now + TIMEOUTS.cancel_grace / 2
-            late = {w.index for w in fit if w.kill_at is not None and w.kill_at <= soon}
+            late = {w.index for w in fit if w.kill_at <= soon}
             wrong = [w for w in workers if not w.serves or w.index in late]
             assert len(health.reasons) == len(wrong)
             for w, reason in zip(wrong, health.reasons, strict=True):
@@ -1899,7 +1899,7 @@ class Pools(RuleBasedStateMachine):
     def worker_that_died_is_always_started_again(self) -> None:
         if self.started and not self.is_closing:
             for w in self.scheduler.workers:
-                assert w.state is not WorkerState.GONE or w.restart_at is not None
+                assert w.state is not WorkerState.GONE or w.restart_at < math.inf
 
     @invariant()
     def one_worker_at_a_time_is_replaced_or_one_card(self) -> None:
@@ -1921,7 +1921,7 @@ class Pools(RuleBasedStateMachine):
         due = self.scheduler.next_time()
         for number in self.open():
             if self.requests[number].deadline < math.inf:
-                assert due is not None
+                assert due < math.inf
                 assert due <= self.requests[number].deadline
 
     def teardown(self) -> None:
@@ -1939,7 +1939,7 @@ class Pools(RuleBasedStateMachine):
         assert self.to_replace is None
         assert self.is_closed
         assert all(asked.settled and asked.released for asked in self.requests.values())
-        assert self.scheduler.next_time() is None
+        assert self.scheduler.next_time() == math.inf
         assert (self.scheduler.table.in_flight, len(self.scheduler.queue)) == (0, 0)
         assert len(self.scheduler.table) == 0
         assert not self.scheduler.table._deadlines

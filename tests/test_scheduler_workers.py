@@ -163,9 +163,9 @@ def test_start_fails_with_the_error_of_the_build_though_the_worker_was_killed_af
     lives = new_lives(2)
     first, second = lives.workers
     fail(lives, first, "no memory")
-    assert first.kill_at is not None
+    assert first.kill_at < math.inf
     assert lives.handle_time(first, first.kill_at) == [AskForStacks(worker=0)]
-    assert first.kill_at is not None
+    assert first.kill_at < math.inf
     assert lives.handle_time(first, first.kill_at) == [KillWorker(worker=0)]
     _, started = fail(lives, second, "nor here")
     assert isinstance(started, PoolStarted)
@@ -570,7 +570,7 @@ def test_next_slab_is_made_when_the_last_one_is_gone() -> None:
     die(lives, leader, 1.0)
     assert lives.handle_time(leader, 1.0) == [StartWorker(worker=0)]
     assert greet(lives, leader, 1.0) == []
-    assert leader.start.due is None
+    assert leader.start.due == math.inf
     assert die(lives, last, 2.0) == []
     assert die(lives, first, 3.0) == [Send(worker=0, message=leader.build)]
     assert leader.start.due == 3.0 + TIMEOUTS.start
@@ -662,7 +662,7 @@ def test_leader_that_can_make_no_slab_any_more_starts_again_within_its_budget() 
     for _ in range(RESTART.budget):
         now += 2.0
         for w in lives.workers:
-            if w.restart_at is not None:
+            if w.restart_at < math.inf:
                 lives.handle_time(w, now)
                 greet(lives, w, now)
         assert finish(lives, leader, now, full) == [KillWorker(worker=0)]
@@ -672,7 +672,7 @@ def test_leader_that_can_make_no_slab_any_more_starts_again_within_its_budget() 
         )
         assert not follower.counts.restarts > 1
     assert leader.budget.spent
-    now = leader.restart_at or 0.0
+    now = leader.restart_at
     lives.handle_time(leader, now)
     greet(lives, leader, now)
     alone = replace(follower.build, shares_weights=False)
@@ -700,7 +700,7 @@ def test_one_worker_runs_a_model_with_seeds_and_another_takes_its_place() -> Non
         lives.finish_build(w, seeded, 0.0)
 
     def busy() -> list[int]:
-        return [w.index for w in lives.workers if w.is_free]
+        return [w.index for w in lives.workers if w.serves and not w.spare]
 
     for w in lives.workers:
         come(w)
@@ -727,4 +727,4 @@ def test_other_models_run_on_all_workers(on_one: bool, seeded: bool) -> None:
         connect(w, 100 + w.index)
         w.state = state_after(w.state, type(message))
         lives.finish_build(w, message, 0.0)
-    assert all(w.is_free for w in lives.workers)
+    assert all(w.serves and not w.spare for w in lives.workers)

@@ -104,11 +104,6 @@ class Entry:
         """Until when a run of it may go on once it is settled: as long as the caller gave it."""
         return self.deadline if self.deadline < math.inf else now + UNBOUNDED_RUN
 
-    def keep_run(self, shard: int, w: Worker, sent: float, seconds: float, now: float) -> None:
-        """Note for traces, and for speeds, where a shard ran."""
-        attempts, rows = self.attempts[shard], self.rows[shard]
-        self.runs.append((shard, w.index, w.device, w.pid, attempts, sent, now, seconds, rows))
-
 
 class RequestTable:
     """All requests that are open, or whose memory a worker may still use.
@@ -138,12 +133,12 @@ class RequestTable:
     def __getitem__(self, number: int) -> Entry:
         return self.entries[number]
 
-    def open(self) -> Iterator[Entry]:
-        return iter([entry for entry in self.entries.values() if entry.ending is None])
+    def open(self) -> list[Entry]:
+        return [entry for entry in self.entries.values() if entry.ending is None]
 
     def find_open(self, number: int) -> Entry | None:
         entry = self.entries.get(number)
-        return None if entry is None or entry.ending is not None else entry
+        return entry if entry is not None and entry.ending is None else None
 
     # Accepting.
 
@@ -379,7 +374,7 @@ class Dispatch:
             runs = len(w.runs)
             if runs > least or (runs == least and w.began >= began) or runs >= w.capacity:
                 continue
-            if w.fate is not Fate.STAYS or w.spare or w.kill_at is not None or w.index in but:
+            if w.fate is not Fate.STAYS or w.spare or w.kill_at < math.inf or w.index in but:
                 continue
             if not runs:
                 if w.state is WorkerState.READY:
@@ -404,10 +399,8 @@ class Dispatch:
     ) -> Affinity | None:
         """That a shard is reserved for its preferred worker; None if that one is away or never measured."""
         balance, worker = self._balance, preferred[shard]
-        preferred_one = self._workers[worker]
-        if balance is None or preferred_one.spare or not preferred_one.serves:
-            return None
-        if balance.rows_per_second(worker) is None:
+        serving = [w for w in self._preferred(worker) if w.serves and not w.spare]
+        if balance is None or not serving:
             return None
         # The worker may run others of the request before this one.
         own = sum(part for part, other in zip(rows, preferred, strict=True) if other == worker)
@@ -432,7 +425,7 @@ class Dispatch:
         order = sorted(self._order, key=lambda w: w.index in queue.reserved)
         for steal in (False, True):
             for w in order:
-                if w.is_free:
+                if w.serves and not (w.spare or w.runs):
                     members = queue.take(now, worker=w.index, steal=steal)
                     if members:
                         given.append((w, self._give(w, members, now)))

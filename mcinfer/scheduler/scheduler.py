@@ -85,10 +85,7 @@ class Kills:
 
     def __init__(self) -> None:
         self._outside = -math.inf  # when one was last
-        self._last: tuple[float, set[int]] = (
-            -math.inf,
-            set(),
-        )  # when, and the requests that it hit
+        self._last = -math.inf, set[int]()  # when, and the requests that it hit
 
     def note(self, now: float, hit: set[int]) -> None:
         """A worker was killed that had these requests.
@@ -174,14 +171,14 @@ class Scheduler:
         """Whether the worker was asked to end."""
         return self._closing is not None or self.workers[worker].state is WorkerState.EXITING
 
-    def next_time(self) -> float | None:
-        """When `handle_time` is due next; None if nothing waits for a time."""
+    def next_time(self) -> float:
+        """When `handle_time` is due next; infinite if nothing waits for a time."""
         times = [self.table.next_deadline(), self._dispatch.next_time(), *self.lives.due_times()]
         if self._draining is not None:
             times.append(self._draining)
         if self._closing is not None and not self._closed:
             times.append(self._closing)
-        return min((time for time in times if time < math.inf), default=None)
+        return min(times)
 
     # Events.
 
@@ -338,7 +335,7 @@ class Scheduler:
         if not runs or runs[0].members[0] != (request, shard) or not 0.0 <= seconds < math.inf:
             raise _bad_answer(w, request, shard, seconds, error)
         run = runs.popleft()
-        if w.kill_at is not None and not w.doomed:
+        if w.kill_at < math.inf and not w.doomed:
             w.kill_at = w.end_by
         if not runs and w.state is WorkerState.BUSY:
             w.state = WorkerState.READY
@@ -366,7 +363,9 @@ class Scheduler:
                     entry.answered[part] = True
                     entry.unanswered -= 1
                     if self._keeps_runs:
-                        entry.keep_run(part, w, run.sent, seconds, now)
+                        place = w.index, w.device, w.pid, entry.attempts[part]
+                        times = run.sent, now, seconds
+                        entry.runs.append((part, *place, *times, entry.rows[part]))
                     if not entry.unanswered:
                         if self._balance is not None:
                             self._dispatch.learn_speeds(entry, now)
@@ -474,8 +473,7 @@ class Scheduler:
                 self._pool.announce(self.health(now), False)
                 self._pool.pool_closed(left)
         self._dispatch.due = math.inf
-        due = self.next_time()
-        self.due = math.inf if due is None else due
+        self.due = self.next_time()
 
     # Answers.
 
@@ -494,11 +492,9 @@ class Scheduler:
     def _forget_late(self, run: Run) -> None:
         """A late run has ended, with or without an answer."""
         for request, shard in run.members:
-            entry = self.table[request]
-            entry.outstanding -= 1
-            if entry.ending is None:
+            entry = self._give_back(request)
+            if entry is not None:
                 entry.late[shard] -= 1
-            self._release_if_done(entry)
 
     def _handle_failed_run(self, w: Worker, run: Run, message: Error, now: float) -> None:
         """A run failed or was cancelled; joined shards run again apart, so that only the bad one fails."""
@@ -515,9 +511,7 @@ class Scheduler:
             # Of an earlier run that it was late or joined in: the CANCEL came after the answer.
             self._run_again(run)
             return
-        entry.outstanding -= 1
-        if entry.ending is not None:
-            self._release_if_done(entry)
+        if self._give_back(request) is None:
             return
         kind = InvalidInputError if message.kind == "invalid" else PredictError
         self._fail(entry, kind(f"{w.name}: {message.text}"), now)
@@ -531,10 +525,8 @@ class Scheduler:
             self._forget_late(run)
             return
         for request, shard in reversed(run.members):
-            entry = self.table[request]
-            entry.outstanding -= 1
-            if entry.ending is not None:
-                self._release_if_done(entry)
+            entry = self._give_back(request)
+            if entry is None:
                 continue
             if suspect:
                 entry.deaths.setdefault(shard, [])
@@ -552,7 +544,7 @@ class Scheduler:
             if self.table.is_over(run):
                 self._cancel_run(w, run)
                 # A run that does not stop may not keep its worker past the request's deadline.
-                if run is w.runs[0] and w.kill_at is None:
+                if run is w.runs[0] and w.kill_at == math.inf:
                     w.kill_at = entry.end(now) + self._timeouts.cancel_grace
                     self.due = min(self.due, w.kill_at)
         self._release_if_done(entry)
@@ -561,6 +553,15 @@ class Scheduler:
         if w.state is WorkerState.BUSY:
             request, shard = run.members[0]
             self.lives.send(w, Cancel(request=request, shard=shard))
+
+    def _give_back(self, request: int) -> Entry | None:
+        """A worker that had a shard of a request has it no more; the request, if it is still open."""
+        entry = self.table[request]
+        entry.outstanding -= 1
+        if entry.ending is None:
+            return entry
+        self._release_if_done(entry)
+        return None
 
     def _release_if_done(self, entry: Entry) -> None:
         """Forget a settled request that no worker has."""
@@ -580,10 +581,8 @@ class Scheduler:
             self._run_again(run)
             return
         [(request, shard)] = run.members
-        entry = self.table[request]
-        entry.outstanding -= 1
-        if entry.ending is not None:
-            self._release_if_done(entry)
+        entry = self._give_back(request)
+        if entry is None:
             return
         stories = entry.deaths.setdefault(shard, [])
         stories.append(story)
@@ -619,8 +618,7 @@ class Scheduler:
         for w, run in runs:
             if run is w.runs[0] and not w.doomed:
                 # From when it was noticed: a run that was not asked to stop yet has its grace.
-                grace = now + self._timeouts.cancel_grace
-                w.kill_at = grace if w.kill_at is None else min(w.kill_at, grace)
+                w.kill_at = min(w.kill_at, now + self._timeouts.cancel_grace)
         self._fail(entry, error, now)
         for w, run in runs:
             if not self.table.is_over(run):

@@ -29,7 +29,7 @@ import math
 import signal
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum, auto
 from typing import Protocol
 
@@ -66,6 +66,9 @@ STACKS_SECONDS = 0.2  # between asking a worker that hangs for its stacks, and i
 
 SHORTEST_PROBE = 0.1
 """Seconds between a death and a start past the budget, at the least: no policy makes that a busy loop."""
+
+_IN_COMMON = ("inputs", "outputs", "weights", "model")
+"""What all workers report alike."""
 
 _STARTING = (WorkerState.SPAWNED, WorkerState.CONNECTED, WorkerState.BUILDING)
 
@@ -106,7 +109,7 @@ class Start:
     """How a worker's process comes to have its model, and what went wrong with that.
 
     Attributes:
-        due: When it must have the model; None if it has it, or is not waited for.
+        due: When it must have the model; infinite if it has it, or is not waited for.
         latest: When it must have the model, even if it reports progress.
         progress: What it reported last: seconds and bytes.
         succeeded: Whether a process of the worker had the model once.
@@ -115,7 +118,7 @@ class Start:
         lacks: Whether that is because a package is missing.
     """
 
-    due: float | None = None
+    due: float = math.inf
     latest: float = math.inf
     progress: tuple[float, int] = (-1.0, -1)
     succeeded: bool = False
@@ -197,7 +200,7 @@ class Worker:
         followers: Those whose leader it is.
         state: The process's place in `TRANSITIONS`.
         fate: What becomes of the process.
-        kill_at: When to kill it unless it has answered or ended.
+        kill_at: When to kill it unless it has answered or ended; infinite without a reason, as the next two.
         end_by: When it must have ended, if it is to end after its last answer.
         restart_at: When to start the next one.
         slab: Number and bytes of the slab that the process has made, or was given.
@@ -221,9 +224,9 @@ class Worker:
     state: WorkerState = WorkerState.GONE
     pid: int | None = None
     fate: Fate = Fate.STAYS
-    kill_at: float | None = None
-    end_by: float | None = None
-    restart_at: float | None = None
+    kill_at: float = math.inf
+    end_by: float = math.inf
+    restart_at: float = math.inf
     slab: tuple[int, int] | None = None
     answers: int = 0
     runs: deque[Run] = field(default_factory=deque)
@@ -265,11 +268,6 @@ class Worker:
         """Whether it does not serve, and only a probe, of it or of its leader, can change that."""
         return self.budget.spent or (self.leader is not None and self.leader.budget.spent)
 
-    @property
-    def is_free(self) -> bool:
-        """Whether it may be given a run at once."""
-        return self.state is WorkerState.READY and self.fate is Fate.STAYS and not self.spare
-
     def doom(self, reason: str) -> None:
         """It is being killed. Messages that it sent before may come until its death is reported."""
         if self.fate is not Fate.BEREFT:
@@ -279,7 +277,7 @@ class Worker:
     def end_until(self, time: float) -> None:
         """Have it end until then. One that does not stop a run is killed no later for that."""
         self.end_by = time
-        self.kill_at = time if self.kill_at is None else min(time, self.kill_at)
+        self.kill_at = min(time, self.kill_at)
 
     @property
     def name(self) -> str:
@@ -297,12 +295,6 @@ def describe_exit(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
-
-
-def _agree(one: BuildFinish, other: BuildFinish) -> bool:
-    """Whether two workers have the same model."""
-    names = ("inputs", "outputs", "weights", "model")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 class WorkerSink(Protocol):
@@ -390,8 +382,8 @@ class WorkerLives:
     def outage(self, now: float) -> WorkerDiedError:
         """The error of a request while the circuit is open."""
         spent = [w for w in self.workers if w.budget.spent]
-        dues = [w.restart_at for w in spent if w.restart_at is not None]
-        if dues and len(dues) == len(spent):
+        dues = [w.restart_at for w in spent]
+        if dues and max(dues) < math.inf:
             probe = f"the next start is in {max(0.0, min(dues) - now):.1f} s"
         else:
             probe = "a start is under way"
@@ -408,14 +400,10 @@ class WorkerLives:
                 device=w.device,
                 pid=w.pid,
                 state=str(w.state),
-                restarts=w.counts.restarts,
-                runs=w.counts.runs,
-                completed=w.counts.completed,
-                failed=w.counts.failed,
-                busy_seconds=w.counts.busy_seconds,
                 providers=w.providers,
                 last_error=w.last_error,
                 spare=w.spare,
+                **asdict(w.counts),
             )
             for w in self.workers
         )
@@ -434,7 +422,7 @@ class WorkerLives:
         """Why a worker does not serve, or may not; empty if it does."""
         after = f": {w.last_error}" if w.last_error and not self.closing else ""
         if w.state is WorkerState.GONE:
-            if w.restart_at is None:
+            if w.restart_at == math.inf:
                 return f"{w.name} is not started"
             wait = f"{max(0.0, w.restart_at - now):.1f} s"
             if w.budget.spent:
@@ -452,7 +440,7 @@ class WorkerLives:
         if w.state is WorkerState.EXITING:
             return f"{w.name} is ending{after}"
         # Most stop at once: nothing is wrong before half of the time for it is over.
-        if w.kill_at is not None and w.kill_at - now <= self._timeouts.cancel_grace / 2:
+        if w.kill_at - now <= self._timeouts.cancel_grace / 2:
             return f"{w.name} has not stopped a run that no caller waits for any more"
         return ""
 
@@ -469,19 +457,15 @@ class WorkerLives:
         self._sink.announce(health, planned)
 
     def due_times(self) -> list[float]:
-        return [
-            time
-            for w in self.workers
-            for time in (w.start.due, w.kill_at, w.restart_at)
-            if time is not None
-        ]
+        times = (time for w in self.workers for time in (w.start.due, w.kill_at, w.restart_at))
+        return [time for time in times if time < math.inf]
 
     # Starting.
 
     def start(self, w: Worker, now: float) -> None:
         w.state, w.fate = WorkerState.SPAWNED, Fate.STAYS
         w.answers = 0
-        w.restart_at = w.slab = None
+        w.restart_at, w.slab = math.inf, None
         w.start.begin(now, self._timeouts.start)
         self._sink.start_worker(w.index)
 
@@ -493,9 +477,9 @@ class WorkerLives:
         """It has connected: have it load the model, a follower once its leader has."""
         leader = w.leader
         if w.borrowers or (leader is not None and not leader.serves):
-            w.start.due = None
+            w.start.due = math.inf
             return
-        if w.start.due is None and not w.doomed:
+        if w.start.due == math.inf and not w.doomed:
             w.start.begin(now, self._timeouts.start)
         if leader is None or leader.slab is None:
             self.send(w, w.build)
@@ -505,7 +489,7 @@ class WorkerLives:
         self.send(w, replace(w.build, slab=leader.slab[0]))
 
     def finish_build(self, w: Worker, message: BuildFinish, now: float) -> None:
-        w.start.due = None
+        w.start.due = math.inf
         if w.doomed:
             return
         shared = w.start.succeeded and w.build.shares_weights and w.leader is None
@@ -516,7 +500,7 @@ class WorkerLives:
         w.providers = message.providers
         if self.specs is None:
             self.specs = message
-        elif not _agree(message, self.specs):
+        elif any(getattr(message, name) != getattr(self.specs, name) for name in _IN_COMMON):
             w.start.failure = (
                 f"{w.name}: its model's content, inputs, outputs or weights are not those of the "
                 "others"
@@ -543,7 +527,7 @@ class WorkerLives:
 
     def fail_build(self, w: Worker, message: Error, now: float) -> None:
         """The model does not load: final in the first start, later a death like others."""
-        w.start.due = None
+        w.start.due = math.inf
         w.last_error = message.text[:MAX_TEXT]
         w.start.failure = f"{w.name}: {w.last_error}"
         w.start.lacks = message.kind == "missing"
@@ -554,7 +538,7 @@ class WorkerLives:
     def extend_start(self, w: Worker, message: Preparing, now: float) -> None:
         """Give a start that makes progress more time."""
         progress = (message.seconds, message.written)
-        if w.start.due is not None and progress > w.start.progress:
+        if w.start.due < math.inf and progress > w.start.progress:
             w.start.progress = progress
             w.start.due = min(now + self._timeouts.start, w.start.latest)
 
@@ -591,15 +575,15 @@ class WorkerLives:
         self.send(w, Exit())
 
     def handle_time(self, w: Worker, now: float) -> None:
-        if w.restart_at is not None and w.restart_at <= now:
+        if w.restart_at <= now:
             w.counts.restarts += 1
             self.start(w, now)
-        elif w.start.due is not None and w.start.due <= now:
-            w.start.due = None
+        elif w.start.due <= now:
+            w.start.due = math.inf
             waited = f"not ready within {self._timeouts.start:g} s (it was {w.state})"
             self._give_up_waiting(w, f"{w.name}: {waited}", now)
-        elif w.kill_at is not None and w.kill_at <= now:
-            w.kill_at = None
+        elif w.kill_at <= now:
+            w.kill_at = math.inf
             if not w.doomed:
                 reason = f"{w.name}: did not stop in time"
                 if w.state is WorkerState.EXITING and not (w.fate is Fate.RETIRES or self.closing):
@@ -621,11 +605,12 @@ class WorkerLives:
         """Note that a worker's process is gone, and plan its restart; return its end in words."""
         story = f"{w.name} {how}"
         cause = w.last_error if w.doomed or w.state is WorkerState.EXITING else ""
-        planned = w.end_by is not None  # also if it had to be killed at the end
+        planned = w.end_by < math.inf  # also if it had to be killed at the end
         before = w.state
         w.state = WorkerState.GONE
         w.usual_seconds, w.capacity = math.inf, w.depth
-        w.pid = w.start.due = w.kill_at = w.end_by = w.slab = None
+        w.pid = w.slab = None
+        w.start.due = w.kill_at = w.end_by = math.inf
         w.spare = False
         if w.fate is Fate.RETIRES:
             w.fate = Fate.STAYS  # there is nothing left to replace
@@ -669,7 +654,7 @@ class WorkerLives:
         elif leader is None or leader.doomed or leader.borrowers:
             return
         elif self.closing and leader.state in (WorkerState.READY, WorkerState.BUSY):
-            end = now + self._timeouts.close if leader.end_by is None else leader.end_by
+            end = leader.end_by if leader.end_by < math.inf else now + self._timeouts.close
             self.end_when_idle(leader, now, end - now)
         elif not self.closing and leader.state is WorkerState.CONNECTED:
             self.build(leader, now)
@@ -761,8 +746,8 @@ class WorkerLives:
         """Shorten the time that `close` gave the workers to at most so many seconds."""
         for w in self.workers:
             if w.state is not WorkerState.GONE:
-                w.kill_at = min(now + seconds, math.inf if w.kill_at is None else w.kill_at)
-                w.end_by = min(now + seconds, math.inf if w.end_by is None else w.end_by)
+                w.kill_at = min(now + seconds, w.kill_at)
+                w.end_by = min(now + seconds, w.end_by)
                 if seconds == 0:
                     w.fate = Fate.DOOMED
 
@@ -773,7 +758,7 @@ class WorkerLives:
             self._sink.workers_restarted(ClosedError("the master was closed"))
         self.forget_replacing()
         for w in self.workers:
-            w.restart_at = w.start.due = None
+            w.restart_at = w.start.due = math.inf
             if w.doomed and w.state is not WorkerState.GONE:
                 self._sink.kill_worker(w.index)
             elif w.state in (WorkerState.READY, WorkerState.BUSY):
