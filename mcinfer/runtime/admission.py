@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from contextlib import suppress
 from time import monotonic
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from mcinfer.errors import ClosedError, McinferError, PredictError, QueueFullError
 from mcinfer.requests.frames import IdleFrames
@@ -39,7 +39,7 @@ _PERIOD = 15.0
 class Allocation(Promise[list[Slot]]):
     """A caller that waits for memory; with a block, if it has made one because the arena needed it."""
 
-    __slots__ = ("block", "deadline", "line", "since", "sizes")
+    __slots__ = ("block", "called", "line", "sizes", "timeout")
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Allocation(Promise[list[Slot]]):
         self.line = line
         self.block = block
         self.sizes = sizes
-        self.since = monotonic()
-        self.deadline = self.since + timeout
+        self.called = monotonic()
+        self.timeout = timeout
 
     def value(self) -> list[Slot]:
         """The slots; they are the caller's alone: the loop may still hold this object."""
@@ -62,8 +62,70 @@ class Allocation(Promise[list[Slot]]):
         return slots
 
 
-class MemoryLine:
-    """The callers that wait for one arena's memory; for the loop's thread alone.
+W = TypeVar("W", Request, Allocation)
+
+
+class Line(Generic[W]):
+    """Callers that wait for something, first come, first served; for the loop's thread alone.
+
+    Attributes:
+        waiting: The first one first.
+        due: When the time of one of them is over, or earlier.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[W] = deque()
+        self.due = math.inf
+
+    def attempt(self, item: W, has_waited: bool = True) -> bool:
+        """Serve or refuse one; False while it must wait. If it has not waited yet, it joins the line."""
+        raise NotImplementedError
+
+    def full(self, item: W) -> McinferError:
+        """The error of one whose time was over before its turn."""
+        raise NotImplementedError
+
+    def may_pass(self) -> bool:
+        """Whether others may pass the first one."""
+        return False
+
+    def wait(self, item: W, has_waited: bool) -> bool:
+        """Let one wait, unless its time is over."""
+        end = item.called + item.timeout
+        if end <= monotonic():
+            return False
+        if not has_waited:
+            self.waiting.append(item)
+            self.due = min(self.due, end)
+        return True
+
+    def serve(self) -> None:
+        """Serve the first ones, and those that may pass them."""
+        passed = 0
+        while passed < len(self.waiting):
+            if self.attempt(self.waiting[passed]):
+                del self.waiting[passed]
+            elif self.may_pass():
+                passed += 1
+            else:
+                return
+
+    def refuse_late(self, now: float) -> None:
+        """Refuse those whose time is over."""
+        if now < self.due:
+            return
+        for item in [w for w in self.waiting if w.called + w.timeout <= now]:
+            self.waiting.remove(item)
+            refuse(item, self.full(item))
+        self.due = min((w.called + w.timeout for w in self.waiting), default=math.inf)
+
+    def refuse_all(self, reason: str) -> None:
+        while self.waiting:
+            refuse(self.waiting.popleft(), ClosedError(reason))
+
+
+class MemoryLine(Line[Allocation]):
+    """The callers that wait for one arena's memory.
 
     Args:
         arena: Whose memory it is.
@@ -72,85 +134,130 @@ class MemoryLine:
     """
 
     def __init__(self, arena: Arena, release_idle: Callable[[], bool], requests: Sized) -> None:
+        super().__init__()
         self.arena = arena
         self._release_idle = release_idle
         self._requests = requests
-        self._line: deque[Allocation] = deque()
         self._last_release = 0.0
 
-    @property
-    def waiting(self) -> bool:
-        """Whether a caller waits."""
-        return bool(self._line)
-
-    def take(self, wanted: Allocation) -> bool:
-        """Settle it with slots or an error, or let it wait; whether it waits."""
-        if wanted.block is not None or not self._line or self._may_pass():
-            error = self._try(wanted)
-            if error is None:
-                return False
-            if not isinstance(error, QueueFullError) or wanted.deadline <= monotonic():
-                wanted.settle(error)
-                return False
-        self._line.append(wanted)
-        self.arena.wanted = True
-        return True
-
-    def serve(self, now: float) -> None:
+    def look(self, now: float) -> None:
         """Give those who wait the memory that was freed."""
         if self.arena.reclaim():
             self._last_release = now
-        passed: deque[Allocation] = deque()
-        while self._line:
-            wanted = self._line[0]
-            error = self._try(wanted)
-            if error is not None and wanted.deadline <= now:
-                wanted.settle(error)
-            elif isinstance(error, QueueFullError):
-                may_pass = self._may_pass()
-                passed.append(self._line.popleft())
-                if may_pass:
-                    continue
-                break
-            elif error is not None:
-                wanted.settle(error)
-            self._line.popleft()
-        self._line.extendleft(reversed(passed))
-        for wanted in [w for w in self._line if w.deadline <= now]:
-            self._line.remove(wanted)
-            wanted.settle(self.arena.full(sum(wanted.sizes)))
-        self.arena.wanted = bool(self._line)
+        self.serve()
+        self.refuse_late(now)
+        self.arena.wanted = bool(self.waiting)
 
-    def refuse(self) -> None:
-        """Refuse all who still wait: the master is closed."""
-        while self._line:
-            self._line.popleft().settle(ClosedError("the master is closed"))
-
-    def _try(self, wanted: Allocation) -> Exception | None:
-        """Settle it if there is memory; else return the reason."""
+    def attempt(self, item: Allocation, has_waited: bool = True) -> bool:
+        error: Exception
+        block, item.block = item.block, None
+        is_next = has_waited or block is not None or not self.waiting or self.may_pass()
         try:
-            block, wanted.block = wanted.block, None
             if block is not None:
                 self.arena.add(block)
+            if not is_next:
+                raise self.full(item)
             try:
-                slots = self.arena.allocate_all(wanted.sizes)
+                slots = self.arena.allocate_all(item.sizes)
             except QueueFullError:
                 if not self._release_idle():
                     raise
-                slots = self.arena.allocate_all(wanted.sizes)
+                slots = self.arena.allocate_all(item.sizes)
         except OSError as exc:
-            return PredictError(f"no shared memory can be had: {exc}")
+            error = PredictError(f"no shared memory can be had: {exc}")
         except (McinferError, BlockNeededError) as exc:
-            return exc.with_traceback(None)  # which would hold what holds the error
-        if self.arena.crowded and self._release_idle():
-            self.arena.reclaim()
-        wanted.set(slots)
-        return None
+            error = exc.with_traceback(None)  # which would hold what holds the error
+        else:
+            if self.arena.crowded and self._release_idle():
+                self.arena.reclaim()
+            item.set(slots)
+            return True
+        if isinstance(error, QueueFullError) and self.wait(item, has_waited):
+            self.arena.wanted = True
+            return False
+        item.settle(error)
+        return True
 
-    def _may_pass(self) -> bool:
-        """Whether others may pass the first caller that waits, because users keep that memory."""
-        quiet = monotonic() - max(self._line[0].since, self._last_release)
+    def full(self, item: Allocation) -> McinferError:
+        return self.arena.full(sum(item.sizes))
+
+    def may_pass(self) -> bool:
+        """Whether users keep the memory that the first caller waits for."""
+        quiet = monotonic() - max(self.waiting[0].called, self._last_release)
         return quiet > _PATIENCE or not self._requests
+
+
+class Places(Line[Request]):
+    """The requests in the queue, and those that wait for a place there.
+
+    Attributes:
+        requests: The accepted requests, by number.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self.requests: dict[int, Request] = {}
+        self._scheduler = scheduler
+        self._next_number = 0
+
+    def attempt(self, item: Request, has_waited: bool = True) -> bool:
+        if item.settled:
+            return True
+        number, now = self._next_number, monotonic()
+        try:
+            if self.waiting and item.limited and not has_waited:
+                raise QueueFullError("others wait already for room in the queue")
+            item.number = number
+            self.requests[number] = item
+            self._scheduler.handle_request(
+                now,
+                number,
+                item.rows,
+                item.timeout,
+                called=item.called,
+                size=item.size,
+                priority=item.priority,
+                join=item.join,
+                preferred=item.preferred,
+                limited=item.limited,
+            )
+        except McinferError as exc:
+            self.requests.pop(number, None)
+            is_full = isinstance(exc, QueueFullError)
+            if is_full and item.waits and self.wait(item, has_waited):
+                return False
+            refuse(item, exc)
+            return True
+        self._next_number = number + 1
+        if item.entered is not None:
+            item.entered.settle()
+        return True
+
+    def full(self, item: Request) -> McinferError:
+        try:
+            self._scheduler.check_room(item.size)
+        except QueueFullError as exc:
+            return exc
+        return QueueFullError("the queue was full until the time was over")
+
+    def cancel(self, outcome: Outcome[Any]) -> None:
+        if outcome.settled or not isinstance(outcome, Request):
+            return
+        # By identity: the number of one that waits for a place is that of the next that gets one.
+        if self.requests.get(outcome.number) is outcome:
+            self._scheduler.handle_cancel(monotonic(), outcome.number)
+            return
+        if outcome in self.waiting:
+            self.waiting.remove(outcome)
+        refuse(outcome, ClosedError("the request was cancelled"), cancelled=True)
+
+    def fail_all(self, error: McinferError) -> None:
+        """A fault of mcinfer: fail all requests."""
+        requests = [*self.requests.values()]
+        self.requests.clear()
+        for request in requests:
+            if not request.settled:
+                refuse(request, error)
 
 
 class IdleMemory:
@@ -215,164 +322,71 @@ class Admission:
         frames: The memory of it that is not in use.
 
     Attributes:
-        requests: The accepted requests, by number.
-        places: The requests that wait for a place in the queue.
-        due: When to look next, or earlier.
+        places: The requests.
+        memory: The lines for memory.
+        due: When to look next, or earlier, unless it is earlier for `places`.
     """
 
     def __init__(self, scheduler: Scheduler, arena: Arena, frames: IdleFrames) -> None:
         self.scheduler = scheduler
-        self.requests: dict[int, Request] = {}
-        self.places: deque[Request] = deque()
+        self.places = Places(scheduler)
         self.due = math.inf
         self._frames = frames
-        self._next_number = 0
-        self._places_due = math.inf  # when the time of one of them is over, or earlier
-        self._memory = MemoryLine(arena, frames.release, self.requests)
-        self._lines = {arena: self._memory}  # and one for each card
+        # By arena: None is the shared memory, the others are those of cards.
+        self.memory: dict[Arena | None, MemoryLine] = {
+            None: MemoryLine(arena, frames.release, self.places.requests)
+        }
         self._idle = IdleMemory(arena)
 
     def look(self, now: float) -> None:
         """Do what is due, and note when the next thing is."""
-        for line in self._lines.values():
+        for line in self.memory.values():
             if line.waiting:
-                line.serve(now)
+                line.look(now)
         self._idle.note_growth(now)
         if self._idle.due <= now:
             # Give memory that was not in use for a while back to the system.
             table = self.scheduler.table
             self._idle.look(now, self._frames, table.in_flight_bytes, table.take_peak())
-        if self._places_due <= now:
-            self._refuse_late(now)
-        self.due = min(self._idle.due, self._places_due)
-        if any(line.waiting for line in self._lines.values()):
+        self.places.refuse_late(now)
+        self._note_due()
+
+    def _note_due(self) -> None:
+        self.due = self._idle.due
+        if any(line.waiting for line in self.memory.values()):
             self.due = min(self.due, monotonic() + ROOM_INTERVAL)
 
-    # Places in the queue.
-
-    def enter(self, request: Request) -> None:
-        if request.settled:
-            return
-        if self.places and request is not self.places[0] and request.limited:
-            self._wait_for_place(request)
-            return
-        number, now = self._next_number, monotonic()
-        request.number = number
-        self.requests[number] = request
-        try:
-            self.scheduler.handle_request(
-                now,
-                number,
-                request.rows,
-                request.timeout,
-                called=request.called,
-                size=request.size,
-                priority=request.priority,
-                join=request.join,
-                preferred=request.preferred,
-                limited=request.limited,
-            )
-        except McinferError as exc:
-            del self.requests[number]
-            is_full = isinstance(exc, QueueFullError)
-            if is_full and request.waits and request.called + request.timeout > now:
-                self._wait_for_place(request)
-            else:
-                refuse(request, exc)
-            return
-        self._next_number = number + 1
-        if request.entered is not None:
-            request.entered.settle()
-
-    def _wait_for_place(self, request: Request) -> None:
-        if not self.places or request is not self.places[0]:  # the first one is looked at again
-            if not request.waits:
-                refuse(request, QueueFullError("others wait already for room in the queue"))
-                return
-            self.places.append(request)
-        self._places_due = min(self._places_due, request.called + request.timeout)
-        self.due = min(self.due, self._places_due)
-
-    def admit(self) -> None:
-        """Give free places to callers that wait for one."""
-        with suppress(QueueFullError):
-            while self.places:
-                request = self.places[0]
-                if not request.settled:
-                    self.scheduler.check_room(request.size)
-                    self.enter(request)
-                self.places.popleft()
-
-    def cancel(self, outcome: Outcome[Any]) -> None:
-        if outcome.settled or not isinstance(outcome, Request):
-            return
-        # By identity: the number of one that waits for a place is that of the next that gets one.
-        if self.requests.get(outcome.number) is outcome:
-            self.scheduler.handle_cancel(monotonic(), outcome.number)
-            return
-        if outcome in self.places:
-            self.places.remove(outcome)
-        refuse(outcome, ClosedError("the request was cancelled"), cancelled=True)
-
-    def _refuse_late(self, now: float) -> None:
-        """Refuse requests whose time is over while they wait for a place."""
-        for request in [r for r in self.places if r.called + r.timeout <= now]:
-            self.places.remove(request)
-            try:
-                self.scheduler.check_room(request.size)
-                raise QueueFullError("the queue was full until the time was over")
-            except QueueFullError as exc:
-                refuse(request, exc)
-        self._places_due = min((r.called + r.timeout for r in self.places), default=math.inf)
-
-    def refuse_places(self, reason: str) -> None:
-        while self.places:
-            refuse(self.places.popleft(), ClosedError(reason))
-
-    # Memory.
-
-    def line(self, arena: Arena | None) -> "MemoryLine":
-        """The line for an arena of `add_arena`, or for the shared memory."""
-        return self._memory if arena is None else self._lines[arena]
+    def allocate(self, wanted: Allocation) -> None:
+        if not wanted.settled:
+            wanted.line.attempt(wanted, has_waited=False)
+        self._idle.note_growth(monotonic())
+        self._note_due()
 
     def add_arena(self, arena: Arena) -> None:
         """Callers may wait for this memory, too."""
-        self._lines[arena] = MemoryLine(arena, lambda: False, self.requests)
+        self.memory[arena] = MemoryLine(arena, lambda: False, self.places.requests)
 
     @property
     def arenas(self) -> list[Arena]:
-        return [*self._lines]
+        return [line.arena for line in self.memory.values()]
 
     def block(self, number: int) -> SharedBlock | None:
         """A block of the master's, by its number."""
-        found = (arena.block(number) for arena in self._lines)
+        found = (arena.block(number) for arena in self.arenas)
         return next((block for block in found if block is not None), None)
-
-    def allocate(self, wanted: Allocation) -> None:
-        if not wanted.settled and wanted.line.take(wanted):
-            self.due = min(self.due, monotonic() + ROOM_INTERVAL)
-        self._idle.note_growth(monotonic())
-        self.due = min(self.due, self._idle.due)
-
-    def fail_all(self, error: McinferError) -> None:
-        """A fault of mcinfer: fail all requests."""
-        requests = [*self.requests.values()]
-        self.requests.clear()
-        for request in requests:
-            if not request.settled:
-                refuse(request, error)
 
     def refuse_all(self) -> None:
         """The master is closed: refuse all who still wait."""
-        self.refuse_places("the master is closed")
-        for line in self._lines.values():
-            line.refuse()
+        lines: list[Line[Any]] = [self.places, *self.memory.values()]
+        for line in lines:
+            line.refuse_all("the master is closed")
 
 
-def refuse(request: Request, error: McinferError, *, cancelled: bool = False) -> None:
-    """Settle a request that was not accepted."""
-    if not request.settled:
-        request.settle(error, cancelled=cancelled)
-    request.release()
-    if request.entered is not None and not request.entered.settled:
-        request.entered.settle(error)
+def refuse(outcome: Request | Allocation, error: McinferError, *, cancelled: bool = False) -> None:
+    """Settle what was not accepted, or not served."""
+    if not outcome.settled:
+        outcome.settle(error, cancelled=cancelled)
+    if isinstance(outcome, Request):
+        outcome.release()
+        if outcome.entered is not None and not outcome.entered.settled:
+            outcome.entered.settle(error)

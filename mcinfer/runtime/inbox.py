@@ -143,7 +143,7 @@ class Inbox:
         if wait:
             limits = self._limits
             near = self.admission.scheduler.table.in_flight + len(self.items) >= limits.queue
-            if near or self.admission.places or limits.queue_bytes is not None:
+            if near or self.admission.places.waiting or limits.queue_bytes is not None:
                 self.check_wait()
                 request.entered = Promise[None]()
         self.items.append(request)
@@ -165,7 +165,7 @@ class Inbox:
 
     def forget(self, request: Request) -> None:
         """Cancel a request without waiting for that."""
-        self.post(Question(partial(self.admission.cancel, request)))
+        self.post(Question(partial(self.admission.places.cancel, request)))
 
     def await_answer(self, request: Request) -> None:
         """Wait until a request is settled.
@@ -185,7 +185,7 @@ class Inbox:
         """Cancel a request; False if it was settled before."""
         if self.is_forked:
             return False
-        call = Question(partial(self.admission.cancel, outcome))
+        call = Question(partial(self.admission.places.cancel, outcome))
         self.post(call)
         if threading.get_ident() == self.loop_thread:
             return True  # a finalizer that the collector runs in the loop
@@ -213,13 +213,13 @@ class Inbox:
             BlockNeededError: The card's arena needs a block: make one, and come again with it.
         """
         self.check_wait()
-        wanted = Allocation(self.admission.line(arena), sizes, timeout, block)
+        wanted = Allocation(self.admission.memory[arena], sizes, timeout, block)
         try:
             self.post(wanted)
             if not wanted.wait(timeout + _CALLER_PATIENCE) and self.gone:
                 self.refuse()
         except BaseException:
-            wanted.deadline = -math.inf  # nothing is to wait behind it
+            wanted.timeout = -math.inf  # nothing is to wait behind it
             raise
         try:
             if not wanted.settled:
@@ -294,9 +294,7 @@ class Inbox:
                 item = self.items.popleft()
             except IndexError:
                 return
-            if isinstance(item, Request):
-                refuse(item, ClosedError("the master is closed"))
-            elif isinstance(item, Question):
+            if isinstance(item, Question):
                 item.make()
             else:
-                item.settle(ClosedError("the master is closed"))
+                refuse(item, ClosedError("the master is closed"))

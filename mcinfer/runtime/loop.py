@@ -186,7 +186,6 @@ class Loop:
             opened.callback(self._poll.close)
             self._poll.register(self.inbox.bell.fd, select.EPOLLIN)
             self._poll.register(self._transport.fd, select.EPOLLIN)
-            self._plain_fds = frozenset((self.inbox.bell.fd, self._transport.fd))
             atexit.register(self.close)
             opened.callback(atexit.unregister, self.close)
             opened.callback(self._delivery.close)
@@ -300,6 +299,7 @@ class Loop:
     def _turn(self) -> None:
         """Handle all that has come; wait once if that was nothing."""
         admission, inbox, news = self.admission, self.inbox.items, self.supervision.news
+        places = admission.places
         while news:
             news.popleft()()
         count = len(inbox)
@@ -307,7 +307,7 @@ class Loop:
             # It counts as in the inbox until it counts as in flight.
             item = inbox[0]
             if isinstance(item, Request):
-                admission.enter(item)
+                places.attempt(item, has_waited=False)
             elif isinstance(item, Question):
                 item.make()
             else:
@@ -322,10 +322,10 @@ class Loop:
             scheduler.handle_time(now)
         if now >= self.supervision.memory_due:
             self.supervision.look_at_memory(now)
-        if now >= admission.due:
+        if now >= admission.due or now >= places.due:
             admission.look(now)
-        if admission.places:
-            admission.admit()
+        if places.waiting:
+            places.serve()
         if self._readable or inbox or news or self.inbox.finished:
             return
         self.inbox.asleep = True
@@ -333,40 +333,39 @@ class Loop:
             self.inbox.asleep = False
             self._readable = True
             return
-        due = min(scheduler.due, self.supervision.memory_due, admission.due)
+        due = min(scheduler.due, self.supervision.memory_due, admission.due, places.due)
         wait = due - monotonic()
         ready = self._poll.poll(min(wait, _LONGEST_WAIT) if wait > 0 else 0)
         self.inbox.asleep = False
-        if len(ready) == 1 and ready[0][0] in self._plain_fds:
-            if ready[0][0] == self.inbox.bell.fd:
-                os.eventfd_read(self.inbox.bell.fd)
+        bell, ended = self.inbox.bell.fd, []
+        for fd, _ in ready:
+            if fd == bell:
+                os.eventfd_read(bell)
                 if self._abandoned:
                     self._end(None)
-        elif ready:
-            if any(fd == self.inbox.bell.fd for fd, _ in ready):
-                self.inbox.bell.clear()
-                if self._abandoned:
-                    self._end(None)
-            ended = [fd for fd, _ in ready if fd not in self._plain_fds]
-            if ended:
-                self._receive()  # also their last messages
-                self.supervision.note_ends(ended)
-        self._readable = len(ready) > 1 or (bool(ready) and ready[0][0] != self.inbox.bell.fd)
+            else:
+                self._readable = True
+                if fd != self._transport.fd:
+                    ended.append(fd)
+        if ended:
+            self._receive()  # also their last messages
+            self.supervision.note_ends(ended)
+            self._readable = True
 
     def _drain(self, seconds: float | None) -> None:
         self._scheduler.handle_drain(monotonic(), math.inf if seconds is None else seconds)
-        self.admission.refuse_places(CLOSING)
+        self.admission.places.refuse_all(CLOSING)
 
     def _end(self, seconds: float | None) -> None:
         self._scheduler.handle_close(monotonic(), seconds)
-        self.admission.refuse_places("the master is closed")
+        self.admission.places.refuse_all("the master is closed")
 
     def _collapse(self, exc: BaseException) -> None:
         """A fault of mcinfer: end all workers, fail all requests."""
         failure = ClosedError(f"the master failed: {exc!r}")
         self.supervision.failure = failure
         self.inbox.finished = True
-        self.admission.fail_all(failure)
+        self.admission.places.fail_all(failure)
         self._scheduler.table.give_up()
         self.supervision.end_all(_LAST_OUTPUT)
 
@@ -447,7 +446,7 @@ class Loop:
     def _take_reply(self, index: int, number: int, shard: int, seconds: float) -> None:
         """Take the head of a REPLY, not checked yet: all outputs are in their places."""
         now = monotonic()
-        request = self.admission.requests.get(number)
+        request = self.admission.places.requests.get(number)
         try:
             if request is None or not request.is_laid_out or shard in request.fresh:
                 reply = Reply(request=number, shard=shard, outputs=(), seconds=seconds)
@@ -456,8 +455,8 @@ class Loop:
             self._scheduler.handle_answer(now, index, number, shard, seconds)
         except ProtocolError as exc:
             self.supervision.outlaw(index, f"breaks the protocol: {exc}")
-        if self.admission.places:
-            self.admission.admit()
+        if self.admission.places.waiting:
+            self.admission.places.serve()
 
     def _handle_message(self, index: int, message: Message | ProtocolError, now: float) -> None:
         try:
@@ -478,8 +477,8 @@ class Loop:
         self.supervision.report(index, message)
         if isinstance(message, BuildFinish):
             self.inbox.note_reach(index, message.reaches)
-        if self.admission.places:
-            self.admission.admit()
+        if self.admission.places.waiting:
+            self.admission.places.serve()
 
     def _take(self, index: int, reply: Reply) -> Message:
         """Have the requests check the reply, and get the blocks that the worker made for it.
@@ -505,7 +504,7 @@ class Loop:
         try:
             for number, shard in members:
                 fetch = partial(self._connections.fetch, index)
-                self.admission.requests[number].take(
+                self.admission.places.requests[number].take(
                     shard, reply.outputs, fetch, index, self.arena.limit
                 )
         except (OSError, MemoryError) as exc:
@@ -518,7 +517,7 @@ class Loop:
     def send_run(self, worker: int, members: Sequence[ShardId], fresh: bool) -> None:
         given = []
         for number, shard in members:
-            request = self.admission.requests[number]
+            request = self.admission.places.requests[number]
             request.workers[shard] = worker
             given.append((request, shard))
         try:
@@ -527,7 +526,7 @@ class Loop:
             self.supervision.note_unreachable(worker, exc)
 
     def settle(self, entry: Entry, error: McinferError | None) -> None:
-        request = self.admission.requests[entry.number]
+        request = self.admission.places.requests[entry.number]
         future = request.future
         request.copies = self.arena.crowded
         request.settle(error, cancelled=entry.ending == "cancelled")
@@ -547,7 +546,7 @@ class Loop:
 
     def release(self, request: int) -> None:
         # And its memory, once it is answered and no view of it is left.
-        self.admission.requests.pop(request).release()
+        self.admission.places.requests.pop(request).release()
 
 
 def _some(devices: Iterable[str]) -> str:

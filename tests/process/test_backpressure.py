@@ -185,7 +185,7 @@ import threading
 limits = mcinfer.Limits(queue=1, when_queue_full="wait")
 with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never", limits=limits) as master:
     def standing(count):
-        while len(master._loop.admission.places) != count:
+        while len(master._loop.admission.places.waiting) != count:
             time.sleep(0.002)
     def ask():
         master.predict(X, timeout=40.0)
@@ -211,7 +211,7 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never", limits=limits
     for thread in threads:
         thread.join()
     statistics = master.statistics()
-    say(statistics.accepted, statistics.succeeded, len(master._loop.admission.places))
+    say(statistics.accepted, statistics.succeeded, len(master._loop.admission.places.waiting))
 """
     with Program(PREAMBLE + text, fake_model()) as program:
         assert program.line() == "all wait"

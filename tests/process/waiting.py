@@ -51,7 +51,7 @@ def wait_for_states(master: Master, *expected: str, timeout: float = 30.0) -> No
 
 def in_line(master: Master) -> int:
     """How many callers wait for room in the queue."""
-    return len(master._loop.admission.places)
+    return len(master._loop.admission.places.waiting)
 
 
 def busy_pid(master: Master) -> int:
