@@ -121,7 +121,7 @@ def _walk(
                     raise OthersError(f"{_real(fd) / name} is a link of another user")
                 links += 1
                 if links > _MAX_LINKS:
-                    raise _error(errno.ELOOP, path)
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
                 rest += reversed(Path(target).parts)
             elif entry and not rest:
                 os.close(found)
@@ -130,17 +130,13 @@ def _walk(
                 os.close(fd)
                 fd = found
                 if not stat.S_ISDIR(info.st_mode):
-                    raise _error(errno.ENOTDIR, path)
+                    raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
                 if guarded:
                     _check_guarded(fd, info)
     except BaseException:
         os.close(fd)
         raise
     return fd, name
-
-
-def _error(number: int, path: Path) -> OSError:
-    return OSError(number, os.strerror(number), str(path))
 
 
 def path_of(fd: int) -> Path:
@@ -154,11 +150,9 @@ def _real(fd: int) -> Path:
 
 def _check_guarded(fd: int, info: os.stat_result) -> None:
     """Raise `OthersError` unless only this user, and root, can rename what this user has in a folder."""
-    writable = info.st_mode & _OTHERS_WRITE
-    shared = (
-        writable
-        and not info.st_mode & stat.S_ISVTX
-        and (writable & stat.S_IWOTH or not _is_private(fd, info.st_gid))
+    shared = not info.st_mode & stat.S_ISVTX and (
+        info.st_mode & stat.S_IWOTH
+        or (info.st_mode & stat.S_IWGRP and not _is_private(fd, info.st_gid))
     )
     if shared or info.st_uid not in (0, os.geteuid()):
         raise OthersError(
@@ -192,12 +186,9 @@ def _is_own_user_known() -> bool:
 
     All users without a number appear as the same overflow user.
     """
-    uid = os.geteuid()
-    for line in Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines():
-        first, _, count = map(int, line.split())
-        if first <= uid < first + count:
-            return True
-    return False
+    lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
+    rows = (map(int, line.split()) for line in lines)
+    return any(first <= os.geteuid() < first + count for first, _, count in rows)
 
 
 def access_fault(info: os.stat_result) -> str | None:

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -157,16 +157,6 @@ RUNTIME = Runtime(
     ),
 )
 
-_SAVING = {"session.optimized_model_external_initializers_file_name": "weights.bin"}
-"""The optimised graph, with its weights in one file that sessions map
-(onnxruntime_session_options_config_keys.h)."""
-
-_PACKED = {"session.save_external_prepacked_constant_initializers": "1"}
-"""The weights as the CPU's kernels pack them."""
-
-_NOT_PACKING = {"session.disable_prepacking": "1"}
-"""The kernels use weights that are given to a session as they are, in place."""
-
 _LEAST_BYTES = "session.optimized_model_external_initializers_min_size_in_bytes"
 _OUTSIDE = "external tensors"
 _MAX_BYTES_INSIDE = (1 << 10, 1 << 16)
@@ -179,24 +169,11 @@ _REGISTERING = threading.Lock()
 _SILENT = 4
 """The runtime prints fatal errors only. Its other errors reach the caller as exceptions."""
 
-_RECORDING = {"session.record_ep_graph_assignment_info": "1"}
-"""The session says which provider runs each node."""
-
 _WARNING = 2
 """The runtime names the given weights that it cannot use where they lie, which it then copies."""
 
 _LEAST_NOTED_BYTES = 1 << 20
 """Weights that each session of a card has for itself: the small ones of every graph are no news."""
-
-_TYPES = {
-    "float": "float32",
-    "double": "float64",
-    "float8e4m3fn": "float8_e4m3fn",
-    "float8e4m3fnuz": "float8_e4m3fnuz",
-    "float8e5m2": "float8_e5m2",
-    "float8e5m2fnuz": "float8_e5m2fnuz",
-}
-"""ONNX Runtime's names of element types that differ from ours."""
 
 _HOST_MEMORY = ("Cpu", "CudaPinned")  # the runtime's names of memory that the host has
 
@@ -205,9 +182,7 @@ _NAMELESS = (None, "", "?", -1)
 
 
 def prepared(
-    request: EngineRequest,
-    progress: Progress | None = None,
-    patience: float = math.inf,
+    request: EngineRequest, progress: Progress | None = None, patience: float = math.inf
 ) -> Preparation:
     """The prepared form of a model, made if there is none yet; `BuildError` if it cannot be as requested.
 
@@ -493,7 +468,8 @@ def _produced(name: str, value: Any) -> Produced | Strings:
 def _element_type(text: str) -> str:
     """The name in `ELEMENT_TYPES` of a type that the runtime writes ``tensor(float)``."""
     inner = text.removeprefix("tensor(").removesuffix(")")
-    return _TYPES.get(inner, inner)
+    differing = {"float": "float32", "double": "float64"}
+    return differing.get(inner, inner.replace("float8", "float8_"))
 
 
 _Role = Literal["input", "output", "weight", "initializer"]
@@ -597,7 +573,7 @@ class _GivenWeights:
 
 
 def used_on_host(session: Any, model: Path) -> set[str]:
-    """The inputs of the nodes that a session runs on the CPU; it was opened with `_RECORDING`.
+    """The inputs of the nodes that a session runs on the CPU, which it has recorded.
 
     The runtime has the weights among them in the host's memory, and copies them there.
     """
@@ -631,14 +607,9 @@ def _open_session(
     engines = engine_folder(request, RUNTIME)
     providers = _providers(request, engines)
     options = _session_options(request, prepared=prepared is not None, given=given)
-    with ExitStack() as opened:
-        if engines is not None:
-            opened.enter_context(alone_in(engines))
-        path = (
-            str(prepared)
-            if prepared is not None
-            else opened.enter_context(_model_file(request, options))
-        )
+    alone = nullcontext() if engines is None else alone_in(engines)
+    file = nullcontext(str(prepared)) if prepared else _model_file(request, options)
+    with alone, file as path:
         session = _new_session(path, options, providers, fallback=request.options.allow_fallback)
     session.disable_fallback()
     check_got(request, session.get_providers()[0])
@@ -670,7 +641,11 @@ def prepare(request: EngineRequest, folder: str) -> None:
     """Write the prepared model into a folder, and check that it loads; `BuildError` if not."""
     path = os.path.join(folder, MODEL_FILE)
     providers = _providers(request.with_options(provider_options=graph_options(request)))
-    saving = _SAVING if request.device.kind != "cpu" else {**_SAVING, **_PACKED}
+    # The optimised graph, with its weights in one file that sessions map, on the CPU as its kernels pack them
+    # (onnxruntime_session_options_config_keys.h).
+    saving = {"session.optimized_model_external_initializers_file_name": "weights.bin"}
+    if request.device.kind == "cpu":
+        saving["session.save_external_prepacked_constant_initializers"] = "1"
     for least in _MAX_BYTES_INSIDE:
         options = _session_options(request)
         options.optimized_model_filepath = path
@@ -735,14 +710,13 @@ def _session_options(
     request: EngineRequest, *, prepared: bool = False, given: _GivenWeights | None = None
 ) -> Any:
     options = ort.SessionOptions()
-    config = {}
     options.intra_op_num_threads = request.threads
     options.inter_op_num_threads = request.options.inter_op_threads or 1
     if options.inter_op_num_threads > 1:
         options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
     # By default idle threads spin and take cores from others; ours stop when a run ends,
     # and do not spin at all if cores are shared.
-    config["session.force_spinning_stop"] = "1"
+    config = {"session.force_spinning_stop": "1"}
     if request.share.shared:
         config["session.intra_op.allow_spinning"] = "0"
     config.update(request.options.session_config)
@@ -760,9 +734,9 @@ def _session_options(
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         config.pop(FOLDER_KEY, None)
     if given is not None:
-        config.update(_NOT_PACKING)
+        config["session.disable_prepacking"] = "1"  # the kernels use given weights in place
         if given.on_card:
-            config.update(_RECORDING)
+            config["session.record_ep_graph_assignment_info"] = "1"  # for `used_on_host`
         if not request.options.variable_weights:
             options.log_severity_level = _WARNING
         for name, weight in given.values.items():

@@ -33,11 +33,8 @@ ON_CARDS = (NAMES["cuda"], NAMES["tensorrt"])
 """Providers whose tensors lie in a CUDA device's memory."""
 
 _POINTERS = (
-    "user_compute_stream",
-    "has_user_compute_stream",
-    "gpu_external_alloc",
-    "gpu_external_free",
-    "gpu_external_empty_cache",
+    *("user_compute_stream", "has_user_compute_stream"),
+    *("gpu_external_alloc", "gpu_external_free", "gpu_external_empty_cache"),
 )
 """Options whose values are addresses, which are worth nothing in a worker's process."""
 
@@ -124,8 +121,7 @@ def keeps_engines(request: EngineRequest) -> bool:
 
 
 def _check_options(provider: str, device: Device, options: Mapping[str, str]) -> None:
-    pointers = [key for key in _POINTERS if key in options]
-    if pointers:
+    if pointers := [key for key in _POINTERS if key in options]:
         raise BuildError(
             f"provider_options: got {pointers}, whose values are addresses in another process than the "
             "worker's; each worker has a stream and memory of its own"
@@ -247,13 +243,11 @@ def device_error(text: str) -> EngineError | None:
         `OutOfDeviceMemoryError` with the bytes that were asked for, or `CardLostError`.
     """
     failure = _FAILURE.search(text)
-    lost = _LOST.get(int(failure[1])) if failure else None
-    if lost is not None:
+    if failure and (lost := _LOST.get(int(failure[1]))):
         return CardLostError(
             shortened(f"the card cannot be used by this process any more ({lost}): {text}")
         )
-    short = _OUT_OF_MEMORY.search(text)
-    if short is None:
+    if (short := _OUT_OF_MEMORY.search(text)) is None:
         return None
     asked = next((int(size) for size in short.groups() if size), None)
     what = "" if asked is None else f", which asked for {asked} bytes"

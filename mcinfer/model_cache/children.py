@@ -77,12 +77,7 @@ def run_child(
         raise ChildFailedError("this program is frozen, and has no Python to start a process with")
     if not isinstance(function, str):
         function = f"{function.__module__}:{function.__qualname__}"
-    start = {
-        "function": function,
-        "arguments": arguments,
-        "parent": os.getpid(),
-        "path": import_path(),
-    }
+    task = {"function": function, "arguments": arguments, "parent": os.getpid()}
     ours, theirs = socket.socketpair()
     with ours:
         try:
@@ -101,7 +96,7 @@ def run_child(
         finally:
             theirs.close()
         try:
-            ours.sendall(json.dumps(start).encode() + b"\n")
+            ours.sendall(json.dumps({**task, "path": import_path()}).encode() + b"\n")
             answer = _answer(ours, process.pid, tick, most_seconds)
         except (OSError, ValueError, EOFError) as exc:
             if raised_by_handler(exc):
@@ -123,8 +118,8 @@ def _answer(
     """The child's answer; EOFError, OSError or ValueError if it ended without one."""
     poll = select.poll()
     poll.register(channel, select.POLLIN)
-    begin, heard = monotonic(), False
-    rest, end = b"", begin + most_seconds
+    begin, heard, rest = monotonic(), False, b""
+    end = begin + most_seconds
     while (now := monotonic()) < end:
         if not heard and now >= begin + _HELLO_SECONDS:
             raise ChildFailedError(f"the process did not begin within {_HELLO_SECONDS:g} s")

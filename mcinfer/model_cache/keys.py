@@ -102,8 +102,7 @@ def read_content(
     place = Path(folder).absolute() if folder else None
     notes: Path | None = None
     if memory is not None and not model.is_relative_to("/proc"):
-        places = os.fsencode(model) + b"\0" + (b"" if place is None else os.fsencode(place))
-        places += b"\0" * any_format
+        places = os.fsencode(model) + b"\0" + os.fsencode(place or "") + b"\0" * any_format
         notes = memory / f"{hashlib.sha256(places).hexdigest()}.json"
         if remembered := _recall(notes, model):
             return remembered
@@ -132,11 +131,8 @@ def _settled_stamp(path: str) -> Stamp:
 def _lies_in_memory(stamps: Sequence[Stamp]) -> bool:
     """Whether any of the files is on a file system in memory (proc_pid_mountinfo(5))."""
     devices = {f"{os.major(stamp.device)}:{os.minor(stamp.device)}" for stamp in stamps}
-    with (
-        suppress(OSError),
-        open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file,
-    ):
-        for line in file:
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
             mount, _, rest = line.partition(" - ")
             if mount.split()[2] in devices and rest.split()[0] in _IN_MEMORY:
                 return True
@@ -167,9 +163,8 @@ def _read(model: Path, folder: Path | None, *, any_format: bool) -> ModelContent
     except OSError as exc:
         raise BuildError(f"{model}: {exc.filename} cannot be read: {exc}") from exc
     random, seeded = found.random
-    source = ModelContent(
-        digest=total.hexdigest(), stamps=tuple(stamps), random=random, seeded=seeded
-    )
+    digest = total.hexdigest()
+    source = ModelContent(digest=digest, stamps=tuple(stamps), random=random, seeded=seeded)
     if not source.unchanged():
         paths = [stamp.path for stamp in stamps]
         raise BuildError(f"{model} changed while it was read: expected its files to stay: {paths}")
@@ -181,12 +176,9 @@ def _recall(notes: Path, model: Path) -> ModelContent | None:
     try:
         found = json.loads(notes.read_bytes())
         version, digest = found["version"], found["digest"]
-        source = ModelContent(
-            digest=digest,
-            stamps=tuple(Stamp(*stamp) for stamp in found["stamps"]),
-            random=str(found["random"]),
-            seeded=bool(found["seeded"]),
-        )
+        stamps = tuple(Stamp(*stamp) for stamp in found["stamps"])
+        random, seeded = str(found["random"]), bool(found["seeded"])
+        source = ModelContent(digest=digest, stamps=stamps, random=random, seeded=seeded)
         usable = (
             version == _RECORD_VERSION
             and _DIGEST.fullmatch(digest)
