@@ -13,16 +13,17 @@ receiver acknowledges each once it has copied the values, and the sender waits f
 same memory again: so an earlier stage is at most `_TURNS` runs ahead.
 """
 
+import ctypes
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.engines.base import Buffer, Strings, array_over
+from mcinfer.engines.base import Buffer, Strings
 from mcinfer.errors import PredictError
 from mcinfer.ranks.collectives.base import Collective, Group
 from mcinfer.ranks.layouts import Layout, Values, owned, side_by_side
@@ -39,26 +40,42 @@ class Link:
     """Values that go the same way.
 
     Attributes:
+        group: All ranks.
+        source: The rank that gives them.
+        to: The rank that gets them; None if all others do.
         names: In the order in which they are sent.
-        is_sent: Whether this rank gives them.
-        prepare: Makes a collective of so many bytes.
-        send: Sends bytes without a collective.
-        receive: Receives so many bytes without a collective.
         acknowledge: Carries the acknowledgements, for a link to one other rank.
         packets: How many went.
     """
 
+    group: Group
+    source: int
+    to: int | None
     names: tuple[str, ...]
-    is_sent: bool
-    prepare: Callable[[int], Collective]
-    send: Callable[[NDArray[Any]], object]
-    receive: Callable[[int], NDArray[Any]]
     acknowledge: Collective | None = None
     packets: int = 0
 
+    def prepare(self, size: int) -> Collective:
+        """A collective of so many bytes."""
+        if self.to is None:
+            return self.group.prepare_broadcast([size], np.uint8, self.source)
+        return self.group.prepare_transfer([size], np.uint8, self.source, self.to)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packet:
+    def send(self, data: NDArray[np.uint8]) -> None:
+        """Send without a collective."""
+        if self.to is None:
+            self.group.broadcast(data, self.source)
+        else:
+            self.group.send(data, self.to)
+
+    def receive(self, size: int) -> NDArray[Any]:
+        """Receive so many bytes without a collective."""
+        if self.to is None:
+            return self.group.broadcast(np.empty(size, np.uint8), self.source)
+        return self.group.recv([size], np.uint8, self.source)
+
+
+class Packet(NamedTuple):
     """A link's memory for one layout: collectives that take turns, and where each value lies in them."""
 
     turns: tuple[Collective, ...]
@@ -76,38 +93,16 @@ class StageLinks:
 
     def __init__(self, plan: RankPlan, group: Group, delivered: Mapping[str, int]) -> None:
         """`delivered` is the rank of each output that all ranks get. All ranks call this together."""
-        self._group = group
+        me = group.rank
         received = [(source, name) for name, source in plan.receives.items()]
         sent = [(to, name) for name, ranks in plan.sends.items() for to in ranks]
         whole = [(root, name) for name, root in delivered.items()]
         # In the order of the ranks: two ranks make their operations in the same order.
-        self.incoming = [
-            self._transfers(one, group.rank, names) for one, names in _by_rank(received)
+        self.incoming = [_transfers(group, one, me, names) for one, names in _by_rank(received)]
+        self.outgoing = [_transfers(group, me, one, names) for one, names in _by_rank(sent)]
+        self.delivered = [
+            Link(group=group, source=root, to=None, names=names) for root, names in _by_rank(whole)
         ]
-        self.outgoing = [self._transfers(group.rank, one, names) for one, names in _by_rank(sent)]
-        self.delivered = [self._broadcasts(root, names) for root, names in _by_rank(whole)]
-
-    def _transfers(self, source: int, to: int, names: tuple[str, ...]) -> Link:
-        group = self._group
-        return Link(
-            names=names,
-            is_sent=source == group.rank,
-            prepare=lambda size: group.prepare_transfer([size], np.uint8, source, to),
-            send=partial(group.send, to=to),
-            receive=lambda size: group.recv([size], np.uint8, source),
-            acknowledge=group.prepare_transfer([1], np.uint8, to, source),
-        )
-
-    def _broadcasts(self, root: int, names: tuple[str, ...]) -> Link:
-        group = self._group
-        send = partial(group.broadcast, root=root)
-        return Link(
-            names=names,
-            is_sent=root == group.rank,
-            prepare=lambda size: group.prepare_broadcast([size], np.uint8, root),
-            send=send,
-            receive=lambda size: send(np.empty(size, np.uint8)),
-        )
 
     def prepare(self, layout: Layout) -> None:
         """Make the packets of a layout; all ranks call this in the same order."""
@@ -115,7 +110,7 @@ class StageLinks:
             sizes = {name: layout.buffer(name).size for name in link.names}
             places, size = side_by_side(sizes, _HEADER_BYTES)
             turns = tuple(link.prepare(size) for _ in range(_TURNS))
-            layout.packets[link] = Packet(turns=turns, places=places)
+            layout.packets[link] = Packet(turns, places)
 
     def receive(self, layout: Layout | None, places: Values) -> Values | None:
         """Before the first step, receive from all earlier stages.
@@ -133,7 +128,7 @@ class StageLinks:
         """After the last step, send to all later stages; None, without a layout, if this one failed."""
         for link in self.outgoing:
             if values is None:
-                link.send(np.array([_FAILED], np.int64).view(np.uint8))
+                link.send(_number(_FAILED))
             else:
                 _give(link, layout, values)
 
@@ -141,11 +136,16 @@ class StageLinks:
         """Give all ranks the outputs; return those that did not fit their places here."""
         changed: Values = {}
         for link in self.delivered:
-            if link.is_sent:
+            if link.source == link.group.rank:
                 _give(link, layout, values)
             else:
                 changed |= _take(link, layout, places) or {}
         return changed
+
+
+def _transfers(group: Group, source: int, to: int, names: tuple[str, ...]) -> Link:
+    acknowledge = group.prepare_transfer([1], np.uint8, to, source)
+    return Link(group=group, source=source, to=to, names=names, acknowledge=acknowledge)
 
 
 def _give(link: Link, layout: Layout | None, values: Values) -> None:
@@ -162,7 +162,7 @@ def _give(link: Link, layout: Layout | None, values: Values) -> None:
         if is_packed:
             return
     text = json.dumps([[value.element_type, value.shape] for value in given]).encode()
-    link.send(np.array([len(text)], np.int64).view(np.uint8))
+    link.send(_number(len(text)))
     link.send(np.frombuffer(text, np.uint8))
     for value in given:
         link.send(_bytes_of(value))
@@ -197,9 +197,9 @@ def _take(link: Link, layout: Layout | None, places: Values) -> Values | None:
 
 
 def _by_rank(pairs: Iterable[tuple[int, str]]) -> Iterable[tuple[int, tuple[str, ...]]]:
-    names: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = defaultdict(list)
     for rank, name in sorted(pairs):
-        names.setdefault(rank, []).append(name)
+        names[rank].append(name)
     return [(rank, tuple(found)) for rank, found in names.items()]
 
 
@@ -224,12 +224,10 @@ def _pack(memory: NDArray[np.uint8], packet: Packet, layout: Layout, values: lis
     return fits
 
 
+def _number(number: int) -> NDArray[np.uint8]:
+    return np.array([number], np.int64).view(np.uint8)
+
+
 def _bytes_of(value: Buffer) -> NDArray[np.uint8]:
-    flat = Buffer(
-        name=value.name,
-        element_type="uint8",
-        shape=(value.size,),
-        address=value.address,
-        size=value.size,
-    )
-    return array_over(flat)
+    memory = (ctypes.c_char * value.size).from_address(value.address)
+    return np.frombuffer(memoryview(memory).cast("B"), np.uint8)

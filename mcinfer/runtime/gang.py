@@ -103,13 +103,10 @@ class Gang:
         if isinstance(message, Error) and message.request is None and message.kind != "broken":
             self._build_failed = True  # the others may wait for this rank, until the group is ended
             return message
-        line = self._said[rank]
-        line.append(message)
-        if len(line) > _MOST_AHEAD:
+        self._said[rank].append(message)
+        if len(self._said[rank]) > _MOST_AHEAD:
             raise ProtocolError(f"rank {rank} has said more than it was asked")
-        if not all(self._said):
-            return None
-        return self._joined([line.popleft() for line in self._said])
+        return self._joined([said.popleft() for said in self._said]) if all(self._said) else None
 
     def _joined(self, messages: Sequence[Message]) -> Message | None:
         """What the ranks say together."""
@@ -130,27 +127,27 @@ class Gang:
                 return None
             if len(own) == len(messages):
                 return own[0]
-            rank = messages.index(own[0])
-            about = f"rank {rank} ({self.ranks[rank].label[1]}, pid {self.ranks[rank].pid})"
-            return replace(own[0], text=f"{about}: {own[0].text}")
+            return replace(own[0], text=f"{self._name(messages.index(own[0]))}: {own[0].text}")
+        found = [m for m in messages if isinstance(m, BuildFinish | Reply)]
+        seconds = max((m.seconds for m in found), default=0.0)
         if isinstance(first, BuildFinish):
             self._outputs = [name for name, _, _ in first.outputs]
-            found = [m for m in messages if isinstance(m, BuildFinish)]
-            notes = [*dict.fromkeys(note for m in found for note in m.notes)][:MAX_NOTES]
-            seconds = max(m.seconds for m in found)
-            return replace(first, notes=tuple(notes), seconds=seconds)
+            notes = [note for m in found if isinstance(m, BuildFinish) for note in m.notes]
+            return replace(first, notes=(*dict.fromkeys(notes),)[:MAX_NOTES], seconds=seconds)
         if isinstance(first, Reply):
-            replies = [m for m in messages if isinstance(m, Reply)]
-            outputs = self._merged([reply.outputs for reply in replies])
-            seconds = max(reply.seconds for reply in replies)
-            return replace(first, outputs=outputs, seconds=seconds)
+            return replace(first, outputs=self._merged(messages), seconds=seconds)
         return first
 
-    def _merged(self, given: Sequence[Sequence[TensorRef]]) -> tuple[TensorRef, ...]:
+    def _name(self, rank: int) -> str:
+        """A rank in words."""
+        process = self.ranks[rank]
+        return f"rank {rank} ({process.label[1]}, pid {process.pid})"
+
+    def _merged(self, replies: Sequence[Message]) -> tuple[TensorRef, ...]:
         """References to all outputs: where PREDICT said, or in a block of the rank that made one itself."""
         found: dict[str, TensorRef] = {}
-        for rank, references in enumerate(given):
-            for name, kind, shape, block, at in references:
+        for rank, reply in enumerate(replies):
+            for name, kind, shape, block, at in reply.outputs if isinstance(reply, Reply) else ():
                 if block is not None and block < 0:
                     found[name] = (name, kind, shape, block * len(self.ranks) - rank, at)
                 else:
@@ -192,8 +189,7 @@ class Gang:
             if process in ended and not self.killed:
                 status = process.wait()
                 if not (asked and status == 0):
-                    where = f"rank {rank} ({process.label[1]}, pid {process.pid})"
-                    self._causes.append(f"{where} {describe_exit(status)}")
+                    self._causes.append(f"{self._name(rank)} {describe_exit(status)}")
                     self._statuses.add(status)
         if self._causes:
             self.kill()
@@ -232,11 +228,7 @@ class Gang:
         found = [process.stacks() for process in self.ranks]
         if not self.is_group:
             return found[0]
-        return "\n".join(
-            f"rank {rank} ({process.label[1]}, pid {process.pid}):\n{text}"
-            for rank, (process, text) in enumerate(zip(self.ranks, found, strict=True))
-            if text
-        )
+        return "\n".join(f"{self._name(rank)}:\n{text}" for rank, text in enumerate(found) if text)
 
     def own_bytes(self) -> int:
         """The resident memory of its own of the process that has most."""

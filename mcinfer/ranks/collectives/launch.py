@@ -20,7 +20,8 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Literal
+from math import ceil
+from typing import Any, Literal, NamedTuple
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.model_cache.onnx_files import read_small
@@ -29,7 +30,6 @@ Backend = Literal["shm", "mpi"]
 
 _MAX_RANKS = 1024
 _MAX_TABLE_BYTES = 1 << 20
-_MAX_DIGITS = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ def find_ranks(
             variable or the table's field.
     """
     if rank_table:
-        return _placed(read_rank_table(rank_table), rank, environment)
+        return _placed(rank_table, rank, environment)
     launched = from_launcher(environment)
     if launched is None:
         raise InvalidInputError(
@@ -218,11 +218,11 @@ def _key(environment: Mapping[str, str], launcher: _Launcher) -> str:
 
 
 def _hosts(environment: Mapping[str, str], launcher: _Launcher, size: int) -> int:
-    hosts = _first(environment, launcher.hosts)
-    if hosts is not None:
+    if hosts := _first(environment, launcher.hosts):
         return max(1, _variable(environment, hosts))
-    local = _first(environment, launcher.local_size)
-    return 1 if local is None else -(-size // max(1, _variable(environment, local)))
+    if local := _first(environment, launcher.local_size):
+        return ceil(size / max(1, _variable(environment, local)))
+    return 1
 
 
 def _known_variables() -> str:
@@ -236,8 +236,7 @@ def _known_keys() -> str:
 
 
 def _number(what: str, text: object) -> int:
-    digits = isinstance(text, str) and re.fullmatch(r"\d+", text, re.ASCII) is not None
-    if not isinstance(text, str) or not digits or len(text) > _MAX_DIGITS:
+    if not isinstance(text, str) or not re.fullmatch("[0-9]{1,9}", text):
         raise InvalidInputError(f"{what}: got {reprlib.repr(text)}, expected a number, as text")
     return int(text)
 
@@ -245,8 +244,7 @@ def _number(what: str, text: object) -> int:
 # The rank table.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTable:
+class RankTable(NamedTuple):
     """What a rank table says.
 
     Attributes:
@@ -254,19 +252,15 @@ class RankTable:
         key: A digest of the content, however it is written.
     """
 
-    path: str
     ranks: tuple[str, ...]
     key: str
 
-    @property
-    def hosts(self) -> int:
-        return len({*self.ranks})
 
-
-def _placed(table: RankTable, rank: int | None, environment: Mapping[str, str]) -> Ranks:
+def _placed(path: str, rank: int | None, environment: Mapping[str, str]) -> Ranks:
     """The place in a table of the rank that is given, else of the launcher's."""
-    source, size = f"rank table {table.path}", len(table.ranks)
-    launched = from_launcher(environment) if rank is None or table.hosts > 1 else None
+    table = read_rank_table(path)
+    source, size, hosts = f"rank table {path}", len(table.ranks), len({*table.ranks})
+    launched = from_launcher(environment) if rank is None or hosts > 1 else None
     if launched is not None:
         by = f"by the {launched.source}; expected the same"
         if launched.size != size:
@@ -283,7 +277,7 @@ def _placed(table: RankTable, rank: int | None, environment: Mapping[str, str]) 
         rank=rank,
         size=size,
         key=table.key,
-        hosts=table.hosts,
+        hosts=hosts,
         source=source,
         mpi=launched is not None and launched.mpi,
     )
@@ -303,9 +297,7 @@ def read_rank_table(path: str) -> RankTable:
         raise InvalidInputError(f"{where}: is not JSON: {exc}") from exc
     ranks = _servers_of_ranks(_Field(where, table))
     canonical = json.dumps(table, sort_keys=True, separators=(",", ":"))
-    return RankTable(
-        path=path, ranks=ranks, key=f"rank-table-{sha256(canonical.encode()).hexdigest()[:32]}"
-    )
+    return RankTable(ranks, f"rank-table-{sha256(canonical.encode()).hexdigest()[:32]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +333,11 @@ class _Field:
     def number(self) -> int:
         return _number(self.place, self.value)
 
+    def add(self, value: Any, seen: set[Any], what: str) -> None:
+        if value in seen:
+            raise InvalidInputError(f"{self.place}: got {value!r} again, expected different {what}")
+        seen.add(value)
+
 
 def _servers_of_ranks(table: _Field) -> tuple[str, ...]:
     """The server of each rank, by rank."""
@@ -351,10 +348,10 @@ def _servers_of_ranks(table: _Field) -> tuple[str, ...]:
     servers: set[str] = set()
     for server in table["server_list"].each():
         name = server["server_id"].text()
-        _add(name, servers, server["server_id"], "servers")
+        server["server_id"].add(name, servers, "servers")
         devices: set[int] = set()
         for device in server["device"].each():
-            _add(device["device_id"].number(), devices, device["device_id"], "devices")
+            device["device_id"].add(device["device_id"].number(), devices, "devices")
             field = device["rank_id"]
             rank = field.number()
             if rank in places:
@@ -377,9 +374,3 @@ def _servers_of_ranks(table: _Field) -> tuple[str, ...]:
             f"{table.place}: rank_id: got {reprlib.repr(sorted(places))}, expected 0 to {len(places) - 1}"
         )
     return tuple(places[rank][0] for rank in range(len(places)))
-
-
-def _add(value: Any, seen: set[Any], field: _Field, what: str) -> None:
-    if value in seen:
-        raise InvalidInputError(f"{field.place}: got {value!r} again, expected different {what}")
-    seen.add(value)

@@ -74,13 +74,13 @@ def join(key: str, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) ->
         raise InvalidInputError(f"size: got {size}, expected at most {MAX_RANKS} ranks")
     deadline = _Deadline(timeout)
     if size == 1:
-        return _grouped([], size, timeout)
+        return _share([], size, timeout)
     while True:
         faults: list[str] = []
         if rank == 0:
             with _named(key, size) as listener:
                 if listener is not None:
-                    return _grouped(_gather(listener, key, size, deadline), size, timeout)
+                    return _lead(listener, key, size, deadline)
         end = _connected(key, faults)
         if end is not None:
             with end:
@@ -220,55 +220,60 @@ def _connected(key: str, faults: list[str]) -> socket.socket | None:
 # Rank 0.
 
 
-def _gather(
-    listener: socket.socket, key: str, size: int, deadline: _Deadline
-) -> list[socket.socket]:
-    """The sockets of ranks 1, 2, …, once all have said which they are."""
-    poll = select.poll()
-    poll.register(listener, select.POLLIN)
-    ends: dict[int, socket.socket] = {}  # what has connected, by descriptor
-    ranks: dict[int, int] = {}  # of those that have said their rank
+def _lead(listener: socket.socket, key: str, size: int, deadline: _Deadline) -> ShmGroup:
+    """Rank 0's group, once all others have come and been sent what they need for theirs, or the error."""
+    came: dict[int, socket.socket] = {}  # by descriptor
     try:
-        while len(ranks) < size - 1:
-            events = poll.poll(deadline.milliseconds())
-            if not events:
-                missing = sorted({*range(1, size)} - {*ranks.values()})
-                raise CollectiveTimeoutError(
-                    f"the group {key!r} of {size} ranks was not complete within {deadline.timeout:g} s: no "
-                    f"{', '.join(f'rank {rank}' for rank in missing)} came"
-                )
-            for fd, _ in events:
-                if fd == listener.fileno():
-                    with contextlib.suppress(BlockingIOError):  # it is gone again
-                        end, _ = listener.accept()
-                        if peer_credentials(end)[1] != os.geteuid():
-                            end.close()  # another user must not disturb
-                        else:
-                            ends[end.fileno()] = end
-                            poll.register(end, select.POLLIN)
-                elif fd in ranks:
-                    raise RankDiedError(f"rank {ranks[fd]} hung up before the group was complete")
-                else:
-                    joined = {rank: ends[other] for other, rank in ranks.items()}
-                    ranks[fd] = _rank_of(ends[fd], size, joined)
-                    poll.modify(fd, 0)  # from now on only its end is news
-        by_rank = {rank: ends.pop(fd) for fd, rank in ranks.items()}
-        return [by_rank[rank] for rank in range(1, size)]
+        ends = _gather(listener, came, key, size, deadline)
+        return _share(ends, size, deadline.timeout)
     except (McinferError, OSError) as exc:
-        _send_error([*ends.values()], exc)
+        name, text = type(exc).__name__, str(exc)
+        if name not in _ERRORS:
+            name = RankDiedError.__name__
+            text = f"rank 0 (pid {os.getpid()}) left before the group was complete: {text}"
+        for end in came.values():
+            _send(end, {"error": name, "text": shortened(text)})
         raise
     finally:
-        for end in ends.values():
+        for end in came.values():
             end.close()
 
 
-def _send_error(ends: list[socket.socket], exc: McinferError | OSError) -> None:
-    name, text = type(exc).__name__, str(exc)
-    if name not in _ERRORS:
-        name = RankDiedError.__name__
-        text = f"rank 0 (pid {os.getpid()}) left before the group was complete: {text}"
-    for end in ends:
-        _send(end, {"error": name, "text": shortened(text)})
+def _gather(
+    listener: socket.socket,
+    came: dict[int, socket.socket],
+    key: str,
+    size: int,
+    deadline: _Deadline,
+) -> list[socket.socket]:
+    """The sockets of ranks 1, 2, …, once all have said which they are; `came` gets all that connect."""
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    ranks: dict[int, int] = {}  # of those that have said theirs, by descriptor
+    while len(ranks) < size - 1:
+        events = poll.poll(deadline.milliseconds())
+        if not events:
+            missing = sorted({*range(1, size)} - {*ranks.values()})
+            raise CollectiveTimeoutError(
+                f"the group {key!r} of {size} ranks was not complete within {deadline.timeout:g} s: no "
+                f"{', '.join(f'rank {rank}' for rank in missing)} came"
+            )
+        for fd, _ in events:
+            if fd == listener.fileno():
+                with contextlib.suppress(BlockingIOError):  # it is gone again
+                    end, _ = listener.accept()
+                    if peer_credentials(end)[1] != os.geteuid():
+                        end.close()  # another user must not disturb
+                    else:
+                        came[end.fileno()] = end
+                        poll.register(end, select.POLLIN)
+            elif fd in ranks:
+                raise RankDiedError(f"rank {ranks[fd]} hung up before the group was complete")
+            else:
+                joined = {rank: came[other] for other, rank in ranks.items()}
+                ranks[fd] = _rank_of(came[fd], size, joined)
+                poll.modify(fd, 0)  # from now on only its end is news
+    return [came[fd] for fd in sorted(ranks, key=ranks.__getitem__)]
 
 
 def _rank_of(end: socket.socket, size: int, joined: dict[int, socket.socket]) -> int:
@@ -294,25 +299,11 @@ def _rank_of(end: socket.socket, size: int, joined: dict[int, socket.socket]) ->
     return rank
 
 
-def _grouped(ends: list[socket.socket], size: int, timeout: float) -> ShmGroup:
-    """Rank 0's group, after the others have been sent what they need for theirs, or the error."""
+def _share(ends: list[socket.socket], size: int, timeout: float) -> ShmGroup:
     with contextlib.ExitStack() as stack:
-        for end in ends:
-            stack.enter_context(end)
-        try:
-            return _send_shares(ends, size, timeout)
-        except (McinferError, OSError) as exc:
-            _send_error(ends, exc)
-            raise
-
-
-def _send_shares(ends: list[socket.socket], size: int, timeout: float) -> ShmGroup:
-    with contextlib.ExitStack() as stack:
-        shared = Shared(size)
-        stack.callback(shared.close)
-        pidfds = []
-        for rank in range(size):
-            pid = peer_credentials(ends[rank - 1])[0] if rank else os.getpid()
+        shared = stack.enter_context(contextlib.closing(Shared(size)))
+        pidfds: list[int] = []
+        for rank, pid in enumerate([os.getpid(), *(peer_credentials(end)[0] for end in ends)]):
             try:
                 pidfds.append(os.pidfd_open(pid))
             except ProcessLookupError as exc:
@@ -320,12 +311,12 @@ def _send_shares(ends: list[socket.socket], size: int, timeout: float) -> ShmGro
                 raise RankDiedError(text) from exc
             stack.callback(os.close, pidfds[-1])
         # Nothing fails after the first of the others has its share.
-        with contextlib.ExitStack() as failed:
-            own = []
-            for fd in (*shared.fds(0), *pidfds[1:]):
-                own.append(os.dup(fd))
-                failed.callback(os.close, own[-1])
-            failed.pop_all()
+        own: list[int] = []
+        try:
+            own.extend(map(os.dup, (*shared.fds(0), *pidfds[1:])))
+        except OSError:
+            close_all(own)
+            raise
         group = inherit(0, size, own[: 2 * size - 1], timeout=timeout, pidfds=own[2 * size - 1 :])
         for rank, end in enumerate(ends, 1):
             _send(end, {}, [*shared.fds(rank), *pidfds[:rank], *pidfds[rank + 1 :]])
