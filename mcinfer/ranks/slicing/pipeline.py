@@ -105,8 +105,6 @@ def cut_stages(model: ModelProto, stages: int, values: Values | None = None) -> 
         BuildError: The graph is not sound.
     """
     graph = _Graph(model, infer(model) if values is None else values)
-    if stages < 1:
-        raise InvalidInputError(f"pipeline: got {stages}, expected at least 1")
     if stages > max(len(graph.starts), 1):
         raise InvalidInputError(
             f"pipeline: got {stages} stages, but the model can be cut into {len(graph.starts)} at most: "

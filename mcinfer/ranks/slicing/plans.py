@@ -109,18 +109,14 @@ class RankPlan:
     steps: tuple[Segment | Exchange, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "rank": self.rank,
-            "tensor": self.tensor,
-            "pipeline": self.pipeline,
-            "inputs": [_spec_json(spec) for spec in self.spec.inputs],
-            "outputs": [_spec_json(spec) for spec in self.spec.outputs],
-            "receives": dict(self.receives),
-            "sends": {name: [*ranks] for name, ranks in self.sends.items()},
-            "made": [*self.made],
-            "steps": [asdict(step) for step in self.steps],
+        plain = asdict(self)
+        del plain["spec"]
+        sides = {"inputs": self.spec.inputs, "outputs": self.spec.outputs}
+        specs = {
+            side: [[spec.name, spec.element_type, spec.shape] for spec in specs]
+            for side, specs in sides.items()
         }
+        return {"version": VERSION, **plain, **specs}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], what: str = "rank plan") -> "RankPlan":
@@ -156,10 +152,6 @@ class RankPlan:
 def rank_folder(rank: int) -> str:
     """The name of the folder of a rank's segments, beside its weights and those of other ranks."""
     return f"rank{rank}"
-
-
-def _spec_json(spec: TensorSpec) -> list[Any]:
-    return [spec.name, spec.element_type, [*spec.shape]]
 
 
 def _specs(value: Any) -> tuple[TensorSpec, ...]:

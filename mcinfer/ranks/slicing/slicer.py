@@ -18,6 +18,7 @@ slices are checked.
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
@@ -27,12 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.config import Parallel
-from mcinfer.errors import (
-    BuildError,
-    InvalidInputError,
-    ModelNotFoundError,
-    requires,
-)
+from mcinfer.errors import BuildError, InvalidInputError, ModelNotFoundError, requires
 from mcinfer.machine import usable_memory
 from mcinfer.model_cache.children import ChildFailedError, Progress, run_child
 from mcinfer.model_cache.onnx_files import scan
@@ -52,7 +48,7 @@ from mcinfer.ranks.slicing.graphs import (
     tensor_spec,
     with_inner,
 )
-from mcinfer.ranks.slicing.pipeline import Stage, cut_stages
+from mcinfer.ranks.slicing.pipeline import cut_stages
 from mcinfer.ranks.slicing.plans import METADATA_KEY, REPORT_FILE, VERSION, RankPlan, rank_folder
 from mcinfer.ranks.slicing.segments import write_segments
 from mcinfer.ranks.slicing.tensor import StageReport, slice_tensor
@@ -65,7 +61,6 @@ class RankReport:
     """The slice of one rank.
 
     Attributes:
-        rank: Its number.
         stage: The pipeline stage.
         file: The model, in the folder.
         nodes: How many, collectives included.
@@ -116,10 +111,7 @@ class Report:
         tensor: Ranks of a stage.
         pipeline: Stages.
         weight_bytes: Of the whole model's initialisers.
-        ranks: In order.
-        stages: In order.
         assumed: The sizes of symbols along the first axis, and along others.
-        check: Whether the slices are right.
     """
 
     model: str
@@ -170,7 +162,11 @@ def slice_model(
         OSError: Files cannot be read or written.
     """
     tick = progress or (lambda _: None)
-    _check_ranks(tensor, pipeline)
+    if Parallel(tensor=tensor, pipeline=pipeline).ranks < 2:
+        raise InvalidInputError(
+            f"tensor, pipeline: got {tensor} and {pipeline}, expected at least 2 ranks: a tensor or a "
+            "pipeline of 2 or more"
+        )
     with ExitStack() as opened:
         try:
             place = opened.enter_context(opened_place(folder))
@@ -213,7 +209,6 @@ def write_slices(
 
     Raises what `slice_model` raises, and leaves what it has written by then.
     """
-    _check_ranks(tensor, pipeline)
     path, target = Path(model), Path(folder)
     if not path.exists():
         raise ModelNotFoundError(f"{path}: there is no such file")
@@ -240,8 +235,9 @@ def write_slices(
             reports.append(slices.report)
             made = {value.name for value in stage.model.graph.output}
             for t, recipes in enumerate(slices.recipes):
+                rank = number * tensor + t
                 plan = RankPlan(
-                    rank=number * tensor + t,
+                    rank=rank,
                     tensor=tensor,
                     pipeline=pipeline,
                     spec=spec,
@@ -252,47 +248,45 @@ def write_slices(
                     },
                     made=tuple(value.name for value in spec.outputs if value.name in made),
                 )
-                rank_model = ModelProto()
-                rank_model.CopyFrom(slices.model)
-                with DataFile(target / f"model{plan.rank}.data") as file:
-                    made_of = (weights.write(recipe, file) for recipe in recipes)
-                    rank_model.graph.initializer.extend(made_of)
-                    weights.write_rest(rank_model, file)
-                ranks.append(_rank_report(stage, rank_model, plan))
+                part = ModelProto()
+                part.CopyFrom(slices.model)
+                with DataFile(target / f"model{rank}.data") as file:
+                    part.graph.initializer.extend(weights.write(each, file) for each in recipes)
+                    weights.write_rest(part, file)
+                report = RankReport(
+                    rank=rank,
+                    stage=number,
+                    file=f"model{rank}.onnx",
+                    nodes=len(part.graph.node),
+                    weight_bytes=sum(map(tensor_bytes, part.graph.initializer)),
+                    operations=stage.operations,
+                    receives=plan.receives,
+                    sends=plan.sends,
+                    bytes_received=stage.bytes_received,
+                )
+                ranks.append(report)
                 if segments:
-                    place = target / rank_folder(plan.rank or 0)
-                    place.mkdir()
-                    write_segments(rank_model, plan, place)
+                    (target / rank_folder(rank)).mkdir()
+                    write_segments(part, plan, target / rank_folder(rank))
                 else:
-                    rank_model.metadata_props.add(
-                        key=METADATA_KEY, value=json.dumps(plan.to_json())
-                    )
-                    content = rank_model.SerializeToString(deterministic=True)
-                    (target / ranks[-1].file).write_bytes(content)
-        total = sum(map(tensor_bytes, initialisers.values()))
-        check = _UNCHECKED
-        if random:
-            reason = f"{random} draws random numbers, so no two runs are alike"
-            check = replace(check, reason=reason)
-    report = Report(
+                    text = json.dumps(plan.to_json())
+                    part.metadata_props.add(key=METADATA_KEY, value=text)
+                    content = part.SerializeToString(deterministic=True)
+                    (target / report.file).write_bytes(content)
+    check = _UNCHECKED
+    if random:
+        check = replace(check, reason=f"{random} draws random numbers, so no two runs are alike")
+    whole_report = Report(
         model=Path(in_words(str(path), str(path))).name,
         tensor=tensor,
         pipeline=pipeline,
-        weight_bytes=total,
+        weight_bytes=sum(map(tensor_bytes, initialisers.values())),
         ranks=ranks,
         stages=reports,
         check=check,
     )
-    _write_report(target, report)
-    return report
-
-
-def _check_ranks(tensor: int, pipeline: int) -> None:
-    if Parallel(tensor=tensor, pipeline=pipeline).ranks < 2:
-        raise InvalidInputError(
-            f"tensor, pipeline: got {tensor} and {pipeline}, expected at least 2 ranks: a tensor or a "
-            "pipeline of 2 or more"
-        )
+    _write_report(target, whole_report)
+    return whole_report
 
 
 def _check_unsliced(model: ModelProto) -> None:
@@ -303,21 +297,6 @@ def _check_unsliced(model: ModelProto) -> None:
 
 
 # The files.
-
-
-def _rank_report(stage: Stage, model: ModelProto, plan: RankPlan) -> RankReport:
-    rank = plan.rank or 0
-    return RankReport(
-        rank=rank,
-        stage=rank // (plan.tensor or 1),
-        file=f"model{rank}.onnx",
-        nodes=len(model.graph.node),
-        weight_bytes=sum(map(tensor_bytes, model.graph.initializer)),
-        operations=stage.operations,
-        receives=plan.receives,
-        sends=plan.sends,
-        bytes_received=stage.bytes_received,
-    )
 
 
 def _write_report(folder: Path, report: Report) -> None:
@@ -349,10 +328,7 @@ def _check_place(place: Path, shown: Path, force: bool) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    stem, _, suffix = name.rpartition(".")
-    return name == REPORT_FILE or (
-        suffix in ("onnx", "data") and stem.startswith("model") and stem[5:].isdecimal()
-    )
+    return name == REPORT_FILE or bool(re.fullmatch(r"model\d+\.(onnx|data)", name))
 
 
 def _move(draft: Path, place: Path) -> None:

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from mcinfer.errors import InvalidInputError
 from mcinfer.ranks.slicing import rules
 from mcinfer.ranks.slicing.graphs import (
     RUNTIME_DOMAIN,
@@ -32,7 +31,6 @@ from mcinfer.ranks.slicing.graphs import (
     captured,
     infer,
     label,
-    operator,
     own_names,
     subgraphs,
     tensor_bytes,
@@ -45,7 +43,6 @@ from mcinfer.ranks.slicing.placements import (
     Dims,
     Partial,
     Placement,
-    Replicated,
     Sharded,
     gathered_order,
     local_dims,
@@ -64,9 +61,7 @@ class ShardedWeight:
     """A weight of which each rank has a part.
 
     Attributes:
-        name: Of the initialiser.
-        axis: The axis that is cut.
-        blocks: Sizes of the blocks of that axis, each of which is cut over the ranks.
+        blocks: Sizes of the blocks of the axis, each of which is cut over the ranks.
         bytes: Of the whole weight.
         rank_bytes: Of the part of one rank.
         nodes: The nodes that take it.
@@ -82,13 +77,7 @@ class ShardedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeWeight:
-    """A weight that every rank has.
-
-    Attributes:
-        name: Of the initialiser.
-        bytes: Of the weight.
-        reason: Why it is not cut.
-    """
+    """A weight that every rank has, and why it is not cut."""
 
     name: str
     bytes: int
@@ -101,7 +90,7 @@ class CollectiveNode:
 
     Attributes:
         operator: ``AllReduce`` or ``AllGather``.
-        value: Name of its result, the whole value.
+        value: Its result, the whole value.
         node: The node that takes the value first.
         reason: Why that node needs it whole, if the node could not run on parts.
         bytes: Of the whole value; None if its shape is not known before a run.
@@ -158,12 +147,8 @@ def slice_tensor(model: ModelProto, size: int, values: Values | None = None) -> 
         values: What `infer` found for it, or for a model of which it is a part, if that is known already.
 
     Raises:
-        InvalidInputError: `size` does not fit, or the model draws random numbers, or has collectives
-            already; names the node.
         BuildError: The graph is not sound.
     """
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise InvalidInputError(f"size: got {size!r}, expected a number of ranks, at least 1")
     if size == 1:
         whole = ModelProto()
         whole.CopyFrom(model)
@@ -193,8 +178,8 @@ class _Writer:
         constants: The initialisers of the ranks so far, by name: source and how it is cut.
         added: Constants that slicing adds, for each rank.
         types: Types and shapes of the values in the ranks' graph.
-        collectives: For the report.
-        collective_bytes: For the report.
+        names: That are taken.
+        collectives: For the report, as `collective_bytes` is.
         wide: Narrow floats as float32, by their names.
     """
 
@@ -231,14 +216,12 @@ class _Writer:
         inputs = []
         has_terms = choice.bias is not None or PARTIAL in choice.gives
         for index, name in enumerate(view.inputs):
-            if not name or index in choice.vectors or index == choice.bias:
-                inputs.append("")
-                continue
-            need = choice.needs[index]
-            fetched = self._fetch(name, need, view)
-            inputs.append(
-                self._widened(fetched, name) if has_terms and need != PARTIAL else fetched
-            )
+            written = ""
+            if name and index not in choice.vectors and index != choice.bias:
+                written = self._fetch(name, choice.needs[index], view)
+                if has_terms and choice.needs[index] != PARTIAL:
+                    written = self._widened(written, name)
+            inputs.append(written)
         for index, vector in choice.vectors.items():
             inputs += [""] * (index + 1 - len(inputs))
             kind = self.graph.element_type(view.inputs[index]) if view.has(index) else 0
@@ -247,7 +230,7 @@ class _Writer:
         for index, patch in choice.patches.items():
             inputs[index] = self._patched(inputs[index], view, index, patch)
         for name in captured(view.node):
-            if name in self.graph.uses and (self.graph.is_constant(name) or name in self.given):
+            if self.graph.is_constant(name) or name in self.given:
                 self._fetch(name, REPLICATED, view)
         while inputs and not inputs[-1]:
             inputs.pop()
@@ -258,41 +241,29 @@ class _Writer:
         kept = [item for item in view.node.attribute if item.name not in choice.attributes]
         del node.attribute[:]
         node.attribute.extend(kept)
-        for attribute, value in choice.attributes.items():
-            if value is not None:
-                node.attribute.append(helper.make_attribute(attribute, value))
-        outputs = []
-        for name, placement in zip(view.outputs, choice.gives, strict=True):
-            outputs.append(self._output(name, placement))
-        if choice.bias is not None:
-            outputs[0] = self._unique(f"{view.outputs[0]}.partial")
-        elif choice.scale is not None:
-            outputs[0] = self._unique(f"{view.outputs[0]}.part")
-        node.output[:] = outputs
+        changed = choice.attributes.items()
+        node.attribute.extend(
+            helper.make_attribute(*item) for item in changed if item[1] is not None
+        )
+        node.output[:] = map(self._output, view.outputs, choice.gives)
         self.nodes.append(node)
         if choice.bias is not None:
-            self._add_bias(view, choice, outputs[0])
+            node.output[0] = self._unique(f"{view.outputs[0]}.partial")
+            self._add_bias(view, choice.bias, choice.bias_axis, node.output[0])
         elif choice.scale is not None:
+            node.output[0] = self._unique(f"{view.outputs[0]}.part")
             scale = self._constant(f"{view.outputs[0]}.scale", np.array(choice.scale, np.int64))
-            self._node("Mul", [outputs[0], scale], view.outputs[0])
+            self._node("Mul", [node.output[0], scale], view.outputs[0])
 
     def _output(self, name: str, placement: Placement) -> str:
         if not name:
             return ""
         self.given[name] = placement
-        written = name
-        if isinstance(placement, Sharded):
-            written = self._unique(f"{name}.part")
-        elif isinstance(placement, Partial):
-            written = self._unique(f"{name}.partial")
-        self._have(name, placement, written)
-        return written
+        return self._have(name, placement)
 
-    def _add_bias(self, view: View, choice: Choice, partial: str) -> None:
+    def _add_bias(self, view: View, index: int, along: int | None, partial: str) -> None:
         """The sum of the ranks' terms, and then, once, the bias."""
-        name, index = view.outputs[0], choice.bias
-        if index is None:
-            return
+        name = view.outputs[0]
         self._type(partial, name, PARTIAL)
         total = self._unique(f"{name}.sum")
         self._type(total, name, PARTIAL)
@@ -303,9 +274,8 @@ class _Writer:
             kind = helper.tensor_dtype_to_np_dtype(self._kind_of_terms(name))
             factor = self._constant(f"{name}.beta", np.array(beta, kind))
             bias = self._node("Mul", [bias, factor], self._unique(f"{name}.bias"))
-        if choice.bias_axis is not None:
-            rank = len(view.output_dims())
-            shape = [-1 if axis == choice.bias_axis else 1 for axis in range(rank)]
+        if along is not None:
+            shape = [-1 if axis == along else 1 for axis in range(len(view.output_dims()))]
             wanted = self._constant(f"{name}.bias_shape", np.array(shape, np.int64))
             bias = self._node("Reshape", [bias, wanted], self._unique(f"{name}.bias"))
         self._narrowed(name, lambda written: self._node("Add", [total, bias], written))
@@ -360,16 +330,14 @@ class _Writer:
         """The name of a value in the ranks' graph, as it is needed; written first if it is not there."""
         if self.graph.is_constant(name):
             return self._fetch_constant(name, need)
-        if (name, need) not in self.there and name not in self.given:
-            self._have(name, REPLICATED, name)  # an input
         if (name, need) in self.there:
             return self.there[name, need]
-        if (name, REPLICATED) not in self.there:
+        if name not in self.given:
+            self._have(name, REPLICATED)  # an input
+        elif (name, REPLICATED) not in self.there:
             self._make_whole(name, view)
         if isinstance(need, Sharded):
-            written = self._unique(f"{name}.part")
-            self._cut(name, need, written)
-            self._have(name, need, written)
+            self._cut(name, need, self._have(name, need))
         return self.there[name, need]
 
     def _make_whole(self, name: str, view: View | None) -> None:
@@ -386,21 +354,20 @@ class _Writer:
             order = np.array(gathered_order(placement.blocks, self.size), np.int64)
             index = self._constant(f"{name}.order", order)
             self._node("Gather", [joined, index], name, axis=placement.axis)
-        self._have(name, REPLICATED, name)
+        self._have(name, REPLICATED)
 
     def _reason(self, name: str, placement: Sharded, view: View | None) -> str:
         """Why a node does not run on the value as it is; empty if that only costs more."""
         if view is None or name not in view.inputs:
             return ""
         forms = [
-            None if self.graph.is_constant(other) else tuple(self._forms(other))
+            None
+            if self.graph.is_constant(other)
+            else tuple(form for value, form in self.there if value == other) or (REPLICATED,)
             for other in view.inputs
         ]
         refused = rules.cut(view, view.inputs.index(name), placement, forms)
         return refused if isinstance(refused, str) else ""
-
-    def _forms(self, name: str) -> list[Placement]:
-        return [form for value, form in self.there if value == name] or [REPLICATED]
 
     def _cut(self, name: str, need: Sharded, written: str) -> None:
         """This rank's part of a whole value."""
@@ -435,9 +402,16 @@ class _Writer:
             )
         )
 
-    def _have(self, name: str, placement: Placement, written: str) -> None:
+    def _have(self, name: str, placement: Placement) -> str:
+        """Name a value as it is there: a whole one by its own name."""
+        written = name
+        if isinstance(placement, Sharded):
+            written = self._unique(f"{name}.part")
+        elif isinstance(placement, Partial):
+            written = self._unique(f"{name}.partial")
         self.there[name, placement] = written
         self._type(written, name, placement)
+        return written
 
     def _type(self, written: str, name: str, placement: Placement) -> None:
         dims, kind = self.graph.dims(name), self.graph.element_type(name)
@@ -459,8 +433,7 @@ class _Writer:
     def _fetch_constant(self, name: str, need: Placement) -> str:
         if (name, need) in self.there:
             return self.there[name, need]
-        written = name if isinstance(need, Replicated) else self._unique(f"{name}.part")
-        self._have(name, need, written)
+        written = self._have(name, need)
         if name not in self.graph.derived:
             self.constants[written] = (name, need)
             return written
@@ -525,21 +498,19 @@ class _Writer:
                     users.setdefault(root, []).append((view, index))
         sharded, whole = [], []
         for source, placement in self.constants.values():
-            tensor = self.graph.constants[source]
-            size = tensor_bytes(tensor)
+            size, own_users = tensor_bytes(self.graph.constants[source]), users.get(source, [])
             if isinstance(placement, Sharded):
-                sharded.append(
-                    ShardedWeight(
-                        name=source,
-                        axis=placement.axis,
-                        blocks=placement.blocks,
-                        bytes=size,
-                        rank_bytes=size // self.size,
-                        nodes=tuple(label(view.node) for view, _ in users.get(source, ())),
-                    )
+                weight = ShardedWeight(
+                    name=source,
+                    axis=placement.axis,
+                    blocks=placement.blocks,
+                    bytes=size,
+                    rank_bytes=size // self.size,
+                    nodes=tuple(label(view.node) for view, _ in own_users),
                 )
-            elif prod(tensor.dims) >= _MANY:
-                reason = self._why_whole(users.get(source, []))
+                sharded.append(weight)
+            elif prod(self.graph.constants[source].dims) >= _MANY:
+                reason = self._why_whole(own_users)
                 whole.append(WholeWeight(name=source, bytes=size, reason=reason))
         return StageReport(
             sharded=tuple(sharded),
@@ -550,7 +521,7 @@ class _Writer:
 
     def _why_whole(self, users: list[tuple[View, int]]) -> str:
         for view, index in users:
-            if operator(view.node) not in RULES:
+            if view.operator not in RULES:
                 return f"{label(view.node)} runs whole"
             if index not in WEIGHTS.get(view.operator, ()):
                 return f"{label(view.node)} runs on whole values"
