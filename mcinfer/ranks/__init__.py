@@ -38,7 +38,7 @@ def open_rank(
     from mcinfer.ranks.collectives.base import PeerFailedError
     from mcinfer.ranks.collectives.shm import inherit
     from mcinfer.ranks.slice_cache import find_or_make_slices, load_slice
-    from mcinfer.ranks.slices import break_off, check_weights, is_of_another_rank
+    from mcinfer.ranks.slices import break_off, is_of_another_rank
 
     tensor, pipeline = parallel
     group = inherit(rank, tensor * pipeline, descriptors)
@@ -48,7 +48,6 @@ def open_rank(
         progress(state)
 
     try:
-        check_weights(request)
         held = find_or_make_slices(request, parallel, report)
         try:
             engine = load_slice(request, held, group)

@@ -31,7 +31,6 @@ from mcinfer.specs import STRING, ModelSpec, numpy_dtype, tensor_bytes
 
 MAX_LAYOUTS = 32
 
-_NEVER = -1
 _FOR_EVER = 1 << 60
 
 Key = tuple[tuple[int, ...], ...]
@@ -92,9 +91,8 @@ class Uses:
 
     Attributes:
         phases: How many phases have exchanges.
-        last_exchange: Place of the last exchange among the steps; -1 if there is none.
-        straight_in: Places of the exchanges whose input a segment can write to the collective.
-        straight_out: Places of the exchanges whose output the next segments can read from the collective.
+        straight_in: Inputs of exchanges that a segment can write to the collective.
+        straight_out: Outputs of exchanges that the next segments can read from the collective.
     """
 
     def __init__(self, plan: RankPlan) -> None:
@@ -108,18 +106,17 @@ class Uses:
             makers.update(dict.fromkeys(step.outputs, step))
             if isinstance(step, Exchange):
                 exchanges[index] = step
-        self.last_exchange = max(exchanges, default=-1)
         self.phases = 1 + max((step.phase for step in exchanges.values()), default=-1)
         self.straight_in = {
-            index
+            step.input
             for index, step in exchanges.items()
             if isinstance(makers.get(step.input), Segment)
             and self._readers[step.input] == [index]
             and step.input not in self._kept
         }
         self.straight_out = {
-            index
-            for index, step in exchanges.items()
+            step.output
+            for step in exchanges.values()
             if step.output not in self._kept
             and all(
                 plan.steps[reader].phase <= step.phase + 1 for reader in self._readers[step.output]
@@ -130,7 +127,7 @@ class Uses:
         """Place of the last step that reads a value; beyond all steps if it is kept."""
         if name in self._kept:
             return _FOR_EVER
-        return max(self._readers[name], default=_NEVER)
+        return max(self._readers[name], default=-1)
 
 
 def run_once(group: Group, step: Exchange, array: NDArray[Any]) -> NDArray[Any]:
@@ -237,11 +234,6 @@ class Layout:
             living.append((uses.last_use(name), memory))
             self.memory[name] = tensor_in(memory, name, like.element_type, like.shape)
 
-        straight = {
-            step.input
-            for index, step in enumerate(plan.steps)
-            if isinstance(step, Exchange) and index in uses.straight_in
-        }
         for name in plan.receives:
             place(name)
         for index, step in enumerate(plan.steps):
@@ -249,5 +241,5 @@ class Layout:
                 free[memory.nbytes].append(memory)
             living = [item for item in living if item[0] >= index]
             for name in step.outputs:
-                if name not in straight and index not in uses.straight_out:
+                if name not in uses.straight_in and name not in uses.straight_out:
                     place(name)

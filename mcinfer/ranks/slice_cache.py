@@ -104,11 +104,9 @@ def _is_to_be_prepared(request: EngineRequest) -> bool:
 def _slicer() -> str:
     """The version of the slicer: a digest of its code, any change of which may change the slices."""
     digest = hashlib.sha256()
-    for file in sorted(
-        files("mcinfer").joinpath("ranks", "slicing").iterdir(), key=lambda file: file.name
-    ):
-        if file.name.endswith(".py"):
-            digest.update(file.read_bytes())
+    code = (file for file in files("mcinfer.ranks.slicing").iterdir() if file.name.endswith(".py"))
+    for file in sorted(code, key=lambda file: file.name):
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 

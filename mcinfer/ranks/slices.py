@@ -77,15 +77,6 @@ _SHARED_ARENA = "session.use_env_allocators"
 """The runtime's option for sessions that share one arena: segments run one after another."""
 
 
-def check_weights(request: EngineRequest) -> None:
-    """Raise `BuildError` for replaceable weights."""
-    if request.options.variable_weights:
-        raise BuildError(
-            f"variable_weights: got {[*request.options.variable_weights]}, but weights of a sliced model "
-            "cannot be replaced"
-        )
-
-
 def prepare(request: EngineRequest, segments: Path, folder: Path) -> None:
     """Prepare a rank's segments in a folder for `RankEngine`.
 
@@ -215,7 +206,11 @@ class RankEngine(Engine):
     def _check(self, request: EngineRequest) -> None:
         """Raise `BuildError` unless the slice is for this rank of this group."""
         plan, group = self.plan, self.group
-        check_weights(request)
+        if request.options.variable_weights:
+            raise BuildError(
+                f"variable_weights: got {[*request.options.variable_weights]}, but weights of a sliced "
+                "model cannot be replaced"
+            )
         ranks = (plan.tensor or group.size // plan.pipeline) * plan.pipeline
         if ranks != group.size:
             raise BuildError(f"{request.model} is for {ranks} ranks, got a group of {group.size}")
@@ -328,60 +323,56 @@ def _array(name: str, values: Values) -> NDArray[np.generic]:
 _Step = Callable[[], Sequence[Produced | Strings] | None]
 
 
-class _Program:
-    """The steps of a run, bound to the memory of a layout.
+def _bound_steps(engine: RankEngine, layout: Layout, start: int, places: Values) -> Sequence[_Step]:
+    """The steps of a run, bound to the memory of a layout; none if the layout is not bound.
 
-    Attributes:
-        places: Where each value lies.
-        steps: Each returns the values that did not fit their places; no steps if the layout is not bound.
+    Each returns the values that did not fit their places.
+
+    Args:
+        engine: Of the rank.
+        layout: Of the inputs' shapes.
+        start: The parity of the first exchanges.
+        places: Where each value lies; gets those that lie in the memory of collectives.
     """
+    if not layout.is_bound:
+        return ()
+    uses, collectives = engine.uses, layout.collectives[start]
 
-    __slots__ = ("places", "steps")
-
-    def __init__(self, engine: RankEngine, layout: Layout, start: int, places: Values) -> None:
-        self.places = places
-        self.steps: list[_Step] = []
-        if not layout.is_bound:
-            return
-        collectives = layout.collectives[start]
-        for index, step in enumerate(engine.plan.steps):
-            if isinstance(step, Exchange):
-                collective = collectives[index]
-                if index in engine.uses.straight_in:
-                    self._place(layout, step.input, collective.input)
-                if index in engine.uses.straight_out:
-                    self._place(layout, step.output, collective.output)
-        self.steps = [
-            self._exchange(engine.uses, index, step, collectives[index])
-            if isinstance(step, Exchange)
-            else self._segment(engine.segments[index], step)
-            for index, step in enumerate(engine.plan.steps)
-        ]
-
-    def _place(self, layout: Layout, name: str, memory: NDArray[np.generic]) -> None:
+    def place(name: str, memory: NDArray[np.generic]) -> None:
         like = layout.buffer(name)
-        self.places[name] = tensor_in(memory, name, like.element_type, like.shape)
+        places[name] = tensor_in(memory, name, like.element_type, like.shape)
 
-    def _segment(self, engine: Engine, step: Segment) -> _Step:
-        outputs = [self.places[name] for name in step.outputs]
-        return engine.bind(
-            [self.places[name] for name in step.inputs],
-            [item for item in outputs if isinstance(item, Buffer)],
-        ).execute
+    for index, collective in collectives.items():
+        step = engine.plan.steps[index]
+        if step.inputs[0] in uses.straight_in:
+            place(step.inputs[0], collective.input)
+        if step.outputs[0] in uses.straight_out:
+            place(step.outputs[0], collective.output)
 
-    def _exchange(self, uses: Uses, index: int, step: Exchange, collective: Collective) -> _Step:
+    def segment(index: int, step: Segment) -> _Step:
+        inputs = [places[name] for name in step.inputs]
+        outputs = (places[name] for name in step.outputs)
+        tensors = [item for item in outputs if isinstance(item, Buffer)]
+        return engine.segments[index].bind(inputs, tensors).execute
+
+    def exchange(collective: Collective, step: Exchange) -> _Step:
         run = collective.run
-        source = None if index in uses.straight_in else _array(step.input, self.places)
-        target = None if index in uses.straight_out else _array(step.output, self.places)
+        source = None if step.input in uses.straight_in else _array(step.input, places)
+        target = None if step.output in uses.straight_out else _array(step.output, places)
 
-        def exchange() -> None:
+        def copy_and_run() -> None:
             if source is not None:
                 np.copyto(collective.input, source)
             run()
             if target is not None:
                 np.copyto(target, collective.output)
 
-        return exchange
+        return copy_and_run
+
+    return [
+        segment(index, step) if isinstance(step, Segment) else exchange(collectives[index], step)
+        for index, step in enumerate(engine.plan.steps)
+    ]
 
 
 class _RankRun(Run):
@@ -402,7 +393,7 @@ class _RankRun(Run):
         self._failure: Exception | None = None
         self._layout: Layout | None = None
         self._outputs: Values = {}
-        self._programs: list[_Program | None] = [None, None]
+        self._programs: dict[int, tuple[Values, Sequence[_Step]]] = {}
 
     def execute(self) -> Sequence[Produced | Strings]:
         engine = self._engine
@@ -472,11 +463,11 @@ class _RankRun(Run):
 
     # With the layout's memory.
 
-    def _program(self, layout: Layout, start: int) -> _Program:
-        """The steps bound to the layout's memory that begin with a parity."""
+    def _program(self, layout: Layout, start: int) -> tuple[Values, Sequence[_Step]]:
+        """Where values lie, and the steps bound to the layout's memory, which begin with a parity."""
         if layout is not self._layout:  # the run's first layout, or that of a new arena
             self._layout = layout
-            self._programs = [None, None]
+            self._programs = {}
             self._outputs = {}
             for name in self._engine.held:
                 like = layout.values[name]
@@ -485,21 +476,27 @@ class _RankRun(Run):
                     if place is None or place.shape != like.shape:
                         place = owned(name, like.element_type, like.shape)
                     self._outputs[name] = place
-        program = self._programs[start]
-        if program is None:
+        if start not in self._programs:
             places = {**self._inputs, **self._outputs, **layout.memory}
-            program = self._programs[start] = _Program(self._engine, layout, start, places)
-        return program
+            self._programs[start] = (places, _bound_steps(self._engine, layout, start, places))
+        return self._programs[start]
 
     def _run_laid_out(self, layout: Layout) -> Sequence[Produced | Strings]:
         engine, links = self._engine, self._engine.links
         start, done = 1 - engine.parity, 0
-        program = self._program(layout, start)
-        values = program.places
+        places, steps = self._program(layout, start)
+        values = places
         changed = links.receive(layout, values) or {}
-        for step in program.steps if layout.is_bound and not changed else ():
+        for step in steps if layout.is_bound and not changed else ():
             done += 1
-            if left := self._attempt(step, done - 1):
+            try:
+                left = step()
+            except Exception as exc:
+                if engine.gives is None or isinstance(engine.plan.steps[done - 1], Exchange):
+                    raise
+                self._failure = self._failure or exc  # in a master's group, the segment is skipped
+                continue
+            if left:
                 changed = {item.name: item for item in left}
                 break
         if layout.is_bound and engine.phases:
@@ -511,20 +508,8 @@ class _RankRun(Run):
         if engine.closes:
             engine.arena.tensor.barrier()
         links.send(layout, values)
-        changed = links.deliver(layout, program.places, values)
+        changed = links.deliver(layout, places, values)
         return self._results({**self._outputs, **values, **changed})
-
-    def _attempt(self, step: _Step, index: int) -> Sequence[Produced | Strings] | None:
-        """Run a step. A segment that fails in a master's group is skipped, and the run's failure is kept."""
-        engine = self._engine
-        is_exchange = isinstance(engine.plan.steps[index], Exchange)
-        try:
-            return step()
-        except Exception as exc:
-            if is_exchange or engine.gives is None:
-                raise
-            self._failure = self._failure or exc
-            return None
 
     def _results(self, values: Values) -> Sequence[Produced | Strings]:
         found = [

@@ -277,17 +277,24 @@ def known_stand_ins(node: NodeProto, constants: Mapping[str, TensorProto]) -> It
     is_foreign = node.domain == RUNTIME_DOMAIN
     if name in ("GroupNormalization", "SimplifiedLayerNormalization"):
         return like_input(node, 0, 0)
-    if (
-        name == "LayerNormalization" and len(node.output) == 1
-    ):  # before opset 17, ONNX Runtime's own
-        return like_input(node, 0, 0)
+    if name == "LayerNormalization" and len(node.output) == 1:
+        return like_input(node, 0, 0)  # before opset 17, ONNX Runtime's own
     if is_foreign and name in _LIKE_FIRST_INPUT:
         places = [at for at in _LIKE_FIRST_INPUT[name] if at < len(node.output)]
         return [made for at in places if node.output[at] for made in like_input(node, 0, at)]
     if is_foreign and name in _LIKE_ITS_TYPE:
         return resized_input(node, 0)
     if is_foreign and name == "FusedMatMul":
-        return _stand_in_of_matmul(node, constants)
+        transposed = {item.name for item in node.attribute if item.i}
+        first = "...km" if "transA" in transposed else "...mk"
+        second = "nk" if "transB" in transposed else "kn"
+        weight = constants.get(node.input[1])
+        if weight is None or len(weight.dims) > 2:  # the inference knows no ellipsis without axes
+            second = f"...{second}"
+        equation = f"{first},{second}->...mn"
+        if transposed & {"transA", "transB"}:
+            return [helper.make_node("Einsum", node.input, node.output, equation=equation)]
+        return [helper.make_node("MatMul", node.input, node.output)]
     return [node]
 
 
@@ -304,29 +311,6 @@ def resized_input(node: NodeProto, place: int) -> list[NodeProto]:
         helper.make_node("Abs", [f"{made}/shape"], [f"{made}/sizes"]),
         helper.make_node("Reshape", [given, f"{made}/sizes"], [made]),
     ]
-
-
-def _stand_in_of_matmul(
-    node: NodeProto, constants: Mapping[str, TensorProto]
-) -> Sequence[NodeProto]:
-    """For a FusedMatMul, which may transpose its operands."""
-    transposed = {item.name for item in node.attribute if item.i}
-    first, second = node.input
-    nodes: list[NodeProto] = []
-    if "transB" in transposed and second in constants:
-        axes = list(range(len(constants[second].dims)))
-        second = f"{node.output[0]}/transposed"
-        perm = [*axes[:-2], axes[-1], axes[-2]]
-        nodes.append(helper.make_node("Transpose", node.input[1:], [second], perm=perm))
-        transposed.remove("transB")
-    if transposed & {"transA", "transB"}:
-        one = "...km" if "transA" in transposed else "...mk"
-        two = "...nk" if "transB" in transposed else "...kn"
-        equation = f"{one},{two}->...mn"
-        nodes.append(helper.make_node("Einsum", [first, second], node.output, equation=equation))
-    else:
-        nodes.append(helper.make_node("MatMul", [first, second], node.output))
-    return nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -500,8 +484,6 @@ class Graph:
                 self.constants[tensor.name] = tensor
         self.inputs = [x.name for x in model.graph.input if x.name not in self.constants]
         self.outputs = [x.name for x in model.graph.output]
-        self._numbers: dict[str, tuple[float, ...] | None] = {}
-        self._finite: dict[str, bool] = {}
         self.derived: dict[str, Derived] = {}
         self._derive()
         self.uses: dict[str, list[int]] = {}
@@ -535,17 +517,13 @@ class Graph:
 
     def numbers(self, name: str) -> tuple[float, ...] | None:
         """The elements of a small constant, flat; None for any other value."""
-        if name not in self._numbers:
-            array = self._elements(name, _SMALL)
-            self._numbers[name] = None if array is None else tuple(array.flat)
-        return self._numbers[name]
+        array = self._elements(name, _SMALL)
+        return None if array is None else tuple(array.flat)
 
     def is_finite(self, name: str) -> bool:
         """Whether a constant has finite elements alone; False if these are not in the model, or too many."""
-        if name not in self._finite:
-            array = self._elements(name, _SEARCHED)
-            self._finite[name] = array is not None and bool(np.isfinite(array).all())
-        return self._finite[name]
+        array = self._elements(name, _SEARCHED)
+        return array is not None and bool(np.isfinite(array).all())
 
     def _elements(self, name: str, most: int) -> NDArray[Any] | None:
         """Those of a constant, if they are in the model, and no more than so many."""
@@ -643,15 +621,14 @@ def _constant(node: NodeProto) -> TensorProto | None:
     """The tensor that a `Constant` node makes; None for another node, strings and sparse tensors."""
     if operator(node) != "Constant" or len(node.attribute) != 1:
         return None
-    attribute = node.attribute[0]
-    given = helper.get_attribute_value(attribute)
+    [attribute] = node.attribute
+    given, kind = helper.get_attribute_value(attribute), attribute.name.removesuffix("s")
     tensor = TensorProto()
-    if attribute.name == "value":
+    if kind == "value":
         tensor.CopyFrom(given)
-    elif attribute.name in ("value_int", "value_ints"):
-        tensor = numpy_helper.from_array(np.array(given, np.int64))
-    elif attribute.name in ("value_float", "value_floats"):
-        tensor = numpy_helper.from_array(np.array(given, np.float32))
+    elif kind in ("value_int", "value_float"):
+        dtype = np.int64 if kind == "value_int" else np.float32
+        tensor = numpy_helper.from_array(np.array(given, dtype))
     else:
         return None
     tensor.name = node.output[0]

@@ -179,9 +179,15 @@ class _Graph:
         return _is_repeatable(node) and all(map(self.values.is_like_a_shape, names))
 
     def operations(self, at: int) -> int:
-        """The estimate for a node."""
-        elements = sum(self.weights.get(name, 0) for name in self.uses[at]) // 4
-        return _operations(self.nodes[at], self.values, elements)
+        """About how many multiplications and additions a node takes, without its subgraphs; at least 1."""
+        node = self.nodes[at]
+        shapes = [self.values.shapes.get(name) for name in node.input]
+        made = self.values.shapes.get(node.output[0]) if node.output else None
+        products = _products(node, shapes, made)
+        if products is None and made is None:
+            return max(1, 2 * (sum(self.weights.get(name, 0) for name in self.uses[at]) // 4))
+        elements = prod(made) if made is not None else 0
+        return max(1, 2 * (products or 0) + _OPERATIONS_PER_ELEMENT * elements)
 
 
 def _is_repeatable(node: NodeProto) -> bool:
@@ -189,23 +195,6 @@ def _is_repeatable(node: NodeProto) -> bool:
     draws = qualified(node) in RANDOM_OPERATORS or qualified(node) in TRAINING_INPUT
     known = node.domain in MAIN_DOMAINS and not draws
     return known and not any(True for _ in subgraphs(node))
-
-
-def _operations(node: NodeProto, values: Values, weight_elements: int) -> int:
-    """About how many multiplications and additions a node takes; at least 1.
-
-    Args:
-        node: Its subgraphs are not looked at.
-        values: Of the graph.
-        weight_elements: Elements of the weights that it takes: these count where shapes are not known.
-    """
-    shapes = [values.shapes.get(name) for name in node.input]
-    made = values.shapes.get(node.output[0]) if node.output else None
-    products = _products(node, shapes, made)
-    if products is None and made is None:
-        return max(1, 2 * weight_elements)
-    elements = prod(made) if made is not None else 0
-    return max(1, 2 * (products or 0) + _OPERATIONS_PER_ELEMENT * elements)
 
 
 def _products(
@@ -245,7 +234,6 @@ class _Costs:
     """
 
     def __init__(self, graph: _Graph) -> None:
-        count = len(graph.order)
         at_position = {node: place for place, node in enumerate(graph.order)}
         uses: dict[str, list[int]] = {}  # of initialisers, and of values that a stage makes
         for place, node in enumerate(graph.order):
@@ -262,7 +250,7 @@ class _Costs:
             for name, places in uses.items()
             if graph.makers.get(name) in at_position
         ]
-        self.positions = [*_starts(graph, work, sent), count]
+        self.positions = [*_starts(graph, work, sent), len(graph.order)]
         weights, received, values, stuck = (_Runs(self.positions) for _ in range(4))
         for name, places in uses.items():
             if name in graph.weights:

@@ -95,9 +95,8 @@ class Costs:
         """The cost of making a value whole."""
         times = 1
         if isinstance(placement, Partial):
-            times = (
-                4 if self._graph.is_narrow(name) else 2
-            )  # terms of narrow floats are sent as float32
+            # Terms of narrow floats are sent as float32.
+            times = 4 if self._graph.is_narrow(name) else 2
         sent = times * self._graph.values.bytes(name) * (self.ranks - 1) / self.ranks
         return SENT_WEIGHT * (sent + COLLECTIVE_BYTES)
 
@@ -125,14 +124,12 @@ class Search:
         states: list[tuple[float, State, _Path | None]] = [(0.0, {}, None)]
         for number, view in enumerate(self._views):
             states = self._advance(number, view, states)
-        final = min(
-            states,
-            key=lambda state: (
-                state[0] + sum(self._whole(name, state[1]) for name in self._graph.outputs)
-            ),
+        outputs = self._graph.outputs
+        whole = [sum(self._whole(name, state) for name in outputs) for _, state, _ in states]
+        (_, _, path), _ = min(
+            zip(states, whole, strict=True), key=lambda pair: pair[0][0] + pair[1]
         )
         choices = []
-        path = final[2]
         while path is not None:
             choices.append(path.choice)
             path = path.before
@@ -226,13 +223,9 @@ class Search:
                 changed[name] = (form,)
         if choice.bias is not None:
             cost += self._costs.collective(view.outputs[0], PARTIAL)
-        once: list[tuple[str, Placement]] = []
-        for name, placement in constants:
-            if name in self._shared:
-                once.append((name, placement))
-            elif name not in self._often:
-                cost += self._costs.kept(name, placement)
-        return _Step(choice, cost, tuple(changed.items()), tuple(once))
+        cost += sum(self._costs.kept(*item) for item in constants if item[0] not in self._often)
+        once = tuple(item for item in constants if item[0] in self._shared)
+        return _Step(choice, cost, tuple(changed.items()), once)
 
     def _convert(self, name: str, there: Forms, need: Placement) -> float | None:
         """The cost of another form of a value; None if there is no way."""

@@ -106,7 +106,12 @@ class Weights:
                 if tensor.data_location == TensorProto.EXTERNAL:
                     self._take_external(tensor)
             for tensor in self.model.graph.initializer:
-                self._take_out(tensor)
+                is_inside = tensor.data_location != TensorProto.EXTERNAL
+                if is_inside and tensor_bytes(tensor) > SMALL_BYTES:
+                    content = _raw(tensor)
+                    for field in _ELEMENTS:
+                        tensor.ClearField(field)
+                    self._make_stub(tensor, _Place(len(content), content=content))
             self._opened = self._opened.pop_all()
 
     def __enter__(self) -> Self:
@@ -118,24 +123,14 @@ class Weights:
     def _take_external(self, tensor: TensorProto) -> None:
         """Replace a tensor by a stub if it is large; else read its elements."""
         place = self._external(tensor)
+        tensor.ClearField("external_data")
         if place.size > SMALL_BYTES:
             self._make_stub(tensor, place)
-            return
-        tensor.ClearField("data_location")
-        tensor.ClearField("external_data")
-        tensor.raw_data = place.read(0, place.size)
-
-    def _take_out(self, tensor: TensorProto) -> None:
-        """Replace a large tensor by a stub if its elements are in the model."""
-        is_inside = tensor.data_location != TensorProto.EXTERNAL
-        if is_inside and tensor_bytes(tensor) > SMALL_BYTES:
-            content = _raw(tensor)
-            for field in _ELEMENTS:
-                tensor.ClearField(field)
-            self._make_stub(tensor, _Place(len(content), content=content))
+        else:
+            tensor.ClearField("data_location")
+            tensor.raw_data = place.read(0, place.size)
 
     def _make_stub(self, tensor: TensorProto, place: _Place) -> None:
-        tensor.ClearField("external_data")
         tensor.data_location = TensorProto.EXTERNAL
         tensor.external_data.add(key="location", value=str(len(self._places)))
         self._places.append(place)
@@ -143,9 +138,12 @@ class Weights:
     def _external(self, tensor: TensorProto) -> _Place:
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
-        descriptor = self._descriptors.get(location)
-        if descriptor is None:
-            descriptor = self._open(location)
+        if location not in self._descriptors:
+            path = self._path
+            if location != path.name:
+                (path,) = external_files(path, None, [location])
+            self._descriptors[location], _ = self._opened.enter_context(open_regular(path))
+        descriptor = self._descriptors[location]
         try:
             offset, length = (int(entries.get(key) or 0) for key in ("offset", "length"))
         except ValueError as exc:
@@ -161,14 +159,6 @@ class Weights:
             )
         return _Place(size, descriptor, offset)
 
-    def _open(self, location: str) -> int:
-        path = self._path
-        if location != path.name:
-            (path,) = external_files(self._path, None, [location])
-        descriptor, _ = self._opened.enter_context(open_regular(path))
-        self._descriptors[location] = descriptor
-        return descriptor
-
     # Writing.
 
     def write(self, recipe: Recipe, file: "DataFile") -> TensorProto:
@@ -183,13 +173,13 @@ class Weights:
         is_known = bool(BITS.get(tensor.data_type))
         if tensor.data_location == TensorProto.EXTERNAL:
             place = self._places[int(tensor.external_data[0].value)]
-        elif not is_known:  # strings, or a type that is not known here
+        elif is_known:
+            raw = _raw(tensor)
+            place = _Place(len(raw), content=raw)
+        else:  # strings, or a type that is not known here
             new.CopyFrom(tensor)
             new.name = recipe.name
             return new
-        else:
-            raw = _raw(tensor)
-            place = _Place(len(raw), content=raw)
         size = tensor_bytes(new) if is_known else place.size
         pieces = _pieces(place, recipe)
         if size <= _LEAST_OUTSIDE_BYTES:
@@ -201,7 +191,7 @@ class Weights:
     def write_rest(self, model: ModelProto, file: "DataFile") -> None:
         """Replace the stubs that are not initialisers of the main graph: attributes, subgraphs, functions."""
         for tensor in _tensors(model):
-            if tensor.data_location == TensorProto.EXTERNAL and _is_stub(tensor):
+            if [entry.key for entry in tensor.external_data] == ["location"]:
                 tensor.CopyFrom(self.write(Recipe(name=tensor.name, source=tensor), file))
 
 
@@ -249,10 +239,6 @@ def _raw(tensor: TensorProto) -> bytes:
     if not content:
         content = numpy_helper.from_array(numpy_helper.to_array(tensor)).raw_data
     return content
-
-
-def _is_stub(tensor: TensorProto) -> bool:
-    return [entry.key for entry in tensor.external_data] == ["location"]
 
 
 def _pieces(place: _Place, recipe: Recipe) -> Iterator[bytes]:
