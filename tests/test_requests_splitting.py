@@ -947,7 +947,7 @@ def test_offer_of_another_thread_while_one_is_copied_does_not_change_its_list(
     model.splitter.offer(known, 0, [second], MOST)
     (other,) = others
     assert other is not None
-    assert [len(one.arrays[0]) for one in other] == [1, 1]
+    assert [len(one[0]) for one in other] == [1, 1]
 
 
 def test_one_request_is_not_compared_with_itself_nor_more_than_a_joined_run_has() -> None:
@@ -968,7 +968,7 @@ def test_requests_that_are_kept_until_they_are_compared_have_a_limit(
     model.ask(random(4, 3))
     for number in range(40):
         assert not offer(model, random(1, 3, seed=number))
-    assert len(model.splitter._offered) == 8  # of 12 bytes
+    assert len(model.splitter._offered[1]) == 8  # of 12 bytes
     assert not offer(model, random(8, 3))
     assert offer(model, random(8, 3, seed=1))  # two are kept, whatever they have
 

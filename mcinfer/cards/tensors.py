@@ -47,12 +47,14 @@ from mcinfer.errors import (
 from mcinfer.requests.frames import Lease, Plan
 from mcinfer.requests.planner import Queue, lease, output_frame
 from mcinfer.requests.request import Call, Part, Request, pick
-from mcinfer.requests.tensors import Arrays, PlacedTensor
+from mcinfer.requests.tensors import Arrays
 from mcinfer.shm.arena import Arena, BlockNeededError, Slot
 from mcinfer.specs import STRING, TensorSpec
 from mcinfer.statistics import CARD_WAYS, CardStatistics, CardWay
 
 _DEFAULT_STREAM = 1  # cudaStreamLegacy: it waits for all streams that are not made as non-blocking
+
+_CUDA = 2  # kDLCUDA of dlpack.h
 
 _NO_STREAM = -1  # of `__dlpack__`: the consumer wants no order
 
@@ -296,10 +298,13 @@ class CardMemory:
         }
 
 
-class CardTensor(PlacedTensor):
-    """An input on a card.
+class CardTensor:
+    """An input on a card, which is copied to the host only where it has to be.
 
     Attributes:
+        shape: As an array's.
+        nbytes: As an array's.
+        base: Not None, as in arrays that may lie in shared memory.
         memory: That card's.
         place: Block and offset, once workers can read it on the card.
     """
@@ -325,6 +330,9 @@ class CardTensor(PlacedTensor):
         let_go = partial(memory.after, [tensor].clear)
         finalize(self, cards.deliver, let_go).atexit = False
 
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CUDA, self.memory.card.device.index
+
     def find(self) -> bool:
         """Whether workers can read it where it lies."""
         if self.place is None and self._address % _ALIGNMENT == 0:
@@ -348,12 +356,14 @@ class CardTensor(PlacedTensor):
 
 
 def read_input(value: Any, spec: TensorSpec, cards: Queue) -> CardTensor:
-    """Take an input that lies on a card, in place.
+    """Take an input that lies on a card, in place, unless it was taken before.
 
     Raises:
         InvalidInputError: It does not fit, or its card cannot be used; names the input.
         MissingDependencyError: The package cuda-bindings is not installed.
     """
+    if isinstance(value, CardTensor):
+        return value
     device = Device("cuda", int(value.__dlpack_device__()[1]))
     try:
         memory = cards.card(device)

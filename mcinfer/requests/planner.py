@@ -43,7 +43,6 @@ from mcinfer.requests.tensors import (
     Arrays,
     Copier,
     Layout,
-    PlacedTensor,
     as_input,
     copy_in,
     is_on_card,
@@ -439,7 +438,7 @@ class Planner:
     def arrays(self, inputs: Inputs) -> list[Any]:
         """The inputs of a request as arrays of the model's types, in its order; shapes are not checked.
 
-        One on a card is a `PlacedTensor`.
+        One on a card is a `mcinfer.cards.tensors.CardTensor`.
 
         Raises:
             InvalidInputError: One is missing, unknown or of another type; names it.
@@ -477,8 +476,6 @@ class Planner:
         return [self._input(v, s, t) for v, (s, t) in zip(values, self._types, strict=True)]
 
     def _input(self, value: Any, spec: TensorSpec, element_type: str) -> Any:
-        if isinstance(value, PlacedTensor):
-            return value
         if is_on_card(value, spec):
             return cards().read_input(value, spec, self._queue)
         return as_input(value, spec, element_type)

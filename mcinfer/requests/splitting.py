@@ -74,23 +74,6 @@ Runs = Callable[[Sequence[Batch]], "Sequence[Arrays | McinferError]"]
 """Runs each of these requests whole, on one worker; all at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A request that may be joined with others: copies of its inputs, and the version of its weights."""
-
-    arrays: Batch
-    version: int
-
-    def fits(self, arrays: Batch, known: "Known") -> bool:
-        """Whether a run may have its rows and these, as far as that is known."""
-        axes = known.split.inputs.values() if known.settled else [None] * len(arrays)
-        return all(
-            one.ndim == other.ndim
-            and (axis is None or _other_sizes(one.shape, axis) == _other_sizes(other.shape, axis))
-            for one, other, axis in zip(self.arrays, arrays, axes, strict=True)
-        )
-
-
 # Comparing.
 
 
@@ -221,6 +204,16 @@ def _rows_of(names: Sequence[str], arrays: Batch, axes: Axes) -> int:
     return rows_of({n: array.shape for n, array in zip(names, arrays, strict=True)}, axes) or 1
 
 
+def _fit(ours: Batch, theirs: Batch, known: "Known") -> bool:
+    """Whether a run may have the rows of two requests, as far as that is known."""
+    axes = known.split.inputs.values() if known.settled else [None] * len(ours)
+    return all(
+        one.ndim == other.ndim
+        and (axis is None or _other_sizes(one.shape, axis) == _other_sizes(other.shape, axis))
+        for one, other, axis in zip(ours, theirs, axes, strict=True)
+    )
+
+
 def _other_sizes(shape: Shape, axis: int) -> Shape:
     return (*shape[:axis], *shape[axis + 1 :])
 
@@ -304,7 +297,8 @@ class Splitter:
         self._learning = threading.Lock()
         self._teaching: dict[tuple[int, tuple[Shape, ...]], bool] = {}
         self._warned = self._warned_open = self._is_withdrawn = False
-        self._offered: list[Offer] = []
+        self._offered: tuple[int, list[Batch]] = 0, []
+        """Copies of requests that may be joined, for one version of the weights."""
         self._trials = self._pairs = self._changes = self._unshown = 0
         split, settled = self._first, verify == "never" or self._has_nothing_to_learn
         if not settled and (found := of_record(recorded, model)) is not None:
@@ -342,7 +336,7 @@ class Splitter:
             self.known = known = replace(known, rechecks=rechecks)
             return known
         self._trials = self._pairs = 0
-        self._offered = []
+        self._offered = 0, []
         self.known = known = self._known(self._first, settled=False, rechecks=rechecks)
         return known
 
@@ -440,7 +434,7 @@ class Splitter:
         """Whether nothing can be compared, all go whole as the user says, or runs take one number of rows."""
         return bool(self._whole) or self._said_whole or self._is_fixed
 
-    def offer(self, known: Known, version: int, arrays: Batch, most: int) -> list[Offer] | None:
+    def offer(self, known: Known, version: int, arrays: Batch, most: int) -> list[Batch] | None:
         """Note a request that may be joined with others if that is right; copies its inputs.
 
         `known` is what was known when it came, `version` that of its weights; a joined run has at `most` so
@@ -449,24 +443,23 @@ class Splitter:
         if known.most_joined == math.inf or known.rechecks != self.known.rechecks or self.busy:
             return None
         # Other threads may be here at once: a list that is there for all is never changed.
-        offered = self._offered
-        if offered and not (offered[0].version == version and offered[0].fits(arrays, known)):
+        before, offered = self._offered
+        if before != version or not (offered and _fit(offered[0], arrays, known)):
             offered = []
-        if not known.settled and offered and all(map(_equal, offered[0].arrays, arrays)):
+        if not known.settled and offered and all(map(_equal, offered[0], arrays)):
             return None  # the one before serves as well, and is copied already
-        offered = [*offered, Offer([np.array(array) for array in arrays], version)]
+        offered = [*offered, [*map(np.array, arrays)]]
         rows = [1] * len(offered)
         if known.settled:
-            axes = known.split.inputs
-            rows = [_rows_of(self._names, offer.arrays, axes) for offer in offered]
-            sizes = [sum(array.nbytes for array in offer.arrays) for offer in offered]
+            rows = [_rows_of(self._names, batch, known.split.inputs) for batch in offered]
+            sizes = [sum(array.nbytes for array in batch) for batch in offered]
             while sum(rows) > most or (len(rows) > 2 and sum(sizes) > _MAX_OFFERED_BYTES):
                 del offered[0], rows[0], sizes[0]
         enough = len(offered) > 1 and sum(rows) > known.most_joined
-        self._offered = [] if enough else offered
+        self._offered = version, [] if enough else offered
         return offered if enough else None
 
-    def learn_from_offers(self, known: Known, offered: Sequence[Offer], run: Runs) -> None:
+    def learn_from_offers(self, known: Known, requests: Sequence[Batch], run: Runs) -> None:
         """Compare requests, each by itself, with one run of all."""
         if not self._learning.acquire(blocking=False):
             return
@@ -475,7 +468,6 @@ class Splitter:
             if known.number != now.number:
                 return
             self._pairs += 1
-            requests = [offer.arrays for offer in offered]
             trial = _Trial(self._names, requests, answers_of(run, requests), run)
             self._trials += 1
             self._learn(trial, now)

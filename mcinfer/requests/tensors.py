@@ -5,7 +5,6 @@ cutting and joining copy nothing. Parts along another axis, and those of four-bi
 end within a byte, lie one after another instead, and are copied.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -65,26 +64,6 @@ class Layout:
     size: int
     offsets: tuple[int, ...]
     contiguous: bool
-
-
-class PlacedTensor(ABC):
-    """An input in another place than the host's memory, which is copied there only where it has to be.
-
-    Attributes:
-        shape: As an array's.
-        nbytes: As an array's.
-        base: Not None, as in arrays that may lie in shared memory.
-    """
-
-    __slots__ = ()
-
-    shape: tuple[int, ...]
-    nbytes: int
-    base: object
-
-    @abstractmethod
-    def on_host(self, timeout: float) -> NDArray[Any]:
-        """A copy in the host's memory; raises `PredictTimeoutError` if that takes longer."""
 
 
 class Copier:
