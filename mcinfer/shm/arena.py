@@ -94,40 +94,33 @@ class _Ticket(weakref.ref[Any]):
 class _Extents:
     """The free bytes of one block: sorted by offset, neighbours joined."""
 
-    __slots__ = ("_offsets", "_sizes", "block", "free")
+    __slots__ = ("_free", "block", "free")
 
     def __init__(self, block: SharedBlock) -> None:
         self.block = block
         self.free = block.size
-        self._offsets = [0]
-        self._sizes = [block.size]
+        self._free = [(0, block.size)]  # offset and bytes of each
 
     def take(self, size: int) -> int | None:
         """Take bytes from the first extent that is large enough; their offset, or None."""
-        for i, available in enumerate(self._sizes):
+        for i, (offset, available) in enumerate(self._free):
             if available >= size:
-                offset = self._offsets[i]
-                if available == size:
-                    del self._offsets[i], self._sizes[i]
-                else:
-                    self._offsets[i] += size
-                    self._sizes[i] -= size
+                rest = (offset + size, available - size)
+                self._free[i : i + 1] = [rest] if available > size else []
                 self.free -= size
                 return offset
         return None
 
     def give(self, offset: int, size: int) -> None:
         self.free += size
-        i = bisect.bisect(self._offsets, offset)
-        if i < len(self._offsets) and offset + size == self._offsets[i]:
-            self._offsets[i] = offset
-            self._sizes[i] += size
-        else:
-            self._offsets.insert(i, offset)
-            self._sizes.insert(i, size)
-        if i > 0 and self._offsets[i - 1] + self._sizes[i - 1] == offset:
-            self._sizes[i - 1] += self._sizes.pop(i)
-            del self._offsets[i]
+        i = bisect.bisect(self._free, (offset, 0))
+        if i < len(self._free) and offset + size == self._free[i][0]:
+            size += self._free.pop(i)[1]
+        if i > 0 and sum(self._free[i - 1]) == offset:
+            i -= 1
+            offset, before = self._free.pop(i)
+            size += before
+        self._free.insert(i, (offset, size))
 
 
 class Arena:

@@ -213,8 +213,6 @@ class Server:
         """
         self._state = state_after(self._state, type(message))
         match message:
-            case Predict():
-                raise ProtocolError("PREDICT: expected it as bytes")
             case PredictJoined():
                 self._run(message.request, message.shard, self._runs.joined, message)
             case Attach():
