@@ -289,8 +289,7 @@ class CardMemory:
         self.card.follow(_DEFAULT_STREAM)
         self.finish(timeout)  # as in `download`
         for (_, array), slot in zip(chosen, slots, strict=True):
-            if array.nbytes:
-                self.card.copy(slot.address, array.ctypes.data, array.nbytes)
+            self.card.copy(slot.address, array.ctypes.data, array.nbytes)
         self.finish(timeout)
         return {
             spec.name: self.array(slot.address, spec, arrays[spec.name].shape, slot.memory)
@@ -343,8 +342,7 @@ class CardTensor:
 
     def copy_to(self, slot: Slot) -> None:
         """Queue a copy, which workers will read."""
-        if self.nbytes:
-            self.memory.card.copy(slot.address, self._address, self.nbytes)
+        self.memory.card.copy(slot.address, self._address, self.nbytes)
         self.memory.count("copied", self.nbytes)
         self._slot, self.place = slot, (slot.block, slot.offset)
 
@@ -531,17 +529,14 @@ class CardRequest(Request):
 
     def _join(self, parts: dict[tuple[int, str], Part], outputs: Lease | None) -> Arrays:
         specs = self._model.outputs
-        if not self.in_place or outputs is None or parts:
+        slot = outputs.ticket.frame.slot if self.in_place and outputs is not None else None
+        if slot is None or parts:
             memory: Any = outputs
-            if (
-                self.in_place and outputs is not None
-            ):  # and some parts in memory of the workers' own
-                slot = outputs.ticket.frame.slot
+            if slot is not None:  # and some parts in memory of the workers' own
                 memory = self.memory.download(slot.address, slot.size, self.timeout)
             joined = super()._join(parts, memory)
             wanted = [s for s in specs if self.wanted is None or s.name in self.wanted]
             return self.memory.upload(wanted, joined, self.timeout)
-        slot = outputs.ticket.frame.slot
         rows = zip(specs, self._plan.cut.outputs, self._plan.outputs.starts, strict=True)
         value = {
             spec.name: self.memory.array(slot.address + start, spec, join.shape or (), outputs)
