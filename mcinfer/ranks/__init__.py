@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mcinfer.errors import BuildError, EngineError, RankDiedError, shortened
-from mcinfer.specs import STRING, ModelSpec
+from mcinfer.specs import STRING
 
 if TYPE_CHECKING:  # at a run, workers that are ranks alone import it
     from mcinfer.engines.base import Engine, EngineRequest
@@ -56,7 +56,12 @@ def open_rank(
                 raise
             where = f"rank {rank} ({request.device}, pid {os.getpid()})"
             raise type(exc)(shortened(f"{where}: {exc}")) from exc
-        _check_spec(engine.spec)
+        specs = (*engine.spec.inputs, *engine.spec.outputs)  # a name may be an input and an output
+        strings = dict.fromkeys(spec.name for spec in specs if spec.element_type == STRING)
+        if strings:
+            raise BuildError(
+                f"{[*strings]} are strings, which a model that is cut over ranks cannot have"
+            )
     except PeerFailedError as exc:
         raise RankDiedError(str(exc)) from exc
     except Exception as exc:
@@ -85,13 +90,3 @@ def open_slice(engine: str, request: "EngineRequest", group: "Group") -> "Engine
     if engine != "onnxruntime":
         raise BuildError(f"engine {engine} runs no slices of a model, expected onnxruntime")
     return checked(request.model, lambda: RankEngine(request, group))
-
-
-def _check_spec(spec: ModelSpec) -> None:
-    # A name may be an input and an output.
-    both = (*spec.inputs, *spec.outputs)
-    strings = dict.fromkeys(item.name for item in both if item.element_type == STRING)
-    if strings:
-        raise BuildError(
-            f"{[*strings]} are strings, which a model that is cut over ranks cannot have"
-        )

@@ -19,7 +19,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -30,6 +30,7 @@ from mcinfer.errors import (
     InvalidInputError,
     McinferError,
     PredictError,
+    ProtocolError,
     RankDiedError,
 )
 from mcinfer.ranks.collectives.operations import Operation, Signature
@@ -40,19 +41,24 @@ DEFAULT_TIMEOUT = 300.0
 _MAX_KEPT = 64
 """One-shot operations whose memory is kept for the next call."""
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-_G = TypeVar("_G", bound="Group")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class PeerFailedError(PredictError):
     """Another rank broke the group off (`Group.break_off`)."""
 
 
-_ENDS: dict[str, type[McinferError]] = {
+ENDS: dict[str, type[McinferError]] = {
     kind.__name__: kind
-    for kind in (RankDiedError, CollectiveTimeoutError, InvalidInputError, PeerFailedError)
+    for kind in (
+        RankDiedError,
+        CollectiveTimeoutError,
+        InvalidInputError,
+        ProtocolError,
+        PeerFailedError,
+    )
 }
+"""Errors of one rank that the others get as such, by name."""
 
 
 class Collective:
@@ -85,14 +91,14 @@ class Collective:
 def end_error(text: str) -> McinferError | None:
     """The error that another rank left the group with, from what it said; None if it only closed it."""
     name, _, rest = text.partition("\n")
-    return _ENDS.get(name, RankDiedError)(rest) if name else None
+    return ENDS.get(name, RankDiedError)(rest) if name else None
 
 
-def closing(method: "Callable[Concatenate[_G, _P], _T]") -> "Callable[Concatenate[_G, _P], _T]":
+def closing(method: _F) -> _F:
     """A method of a group after whose errors the group is closed."""
 
     @wraps(method)
-    def closed_after_errors(group: _G, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def closed_after_errors(group: "Group", /, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(group, *args, **kwargs)
         except BaseException as exc:
@@ -102,7 +108,7 @@ def closing(method: "Callable[Concatenate[_G, _P], _T]") -> "Callable[Concatenat
                 raise
             raise found from exc
 
-    return closed_after_errors
+    return cast("_F", closed_after_errors)
 
 
 class Group(ABC):
@@ -239,7 +245,7 @@ class Group(ABC):
         """Close the group because of an error, which the others get too."""
         if self.cause is None:
             name, text = type(exc).__name__, str(exc)
-            if name not in _ENDS:
+            if name not in ENDS:
                 text = f"rank {self.rank} (pid {os.getpid()}) left the group: {name}: {exc}"
             self.leave(f"{name}\n{text}", text)
 

@@ -36,7 +36,7 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.private import open_private, opened_folder, temporary_places
-from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT
+from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, ENDS
 from mcinfer.ranks.collectives.shm import Shared, ShmGroup, inherit
 from mcinfer.shm.descriptors import close_all, peer_credentials, send, take_packet
 
@@ -51,11 +51,6 @@ _MAX_DESCRIPTORS = 253  # of one packet (unix(7))
 _LONGEST_WAIT = 86400.0
 _VERDICT = 1.0
 """Seconds that the others wait longer than rank 0: its error names the ranks that are missing."""
-
-_ERRORS = {
-    kind.__name__: kind
-    for kind in (CollectiveTimeoutError, InvalidInputError, ProtocolError, RankDiedError)
-}
 
 
 class _Deadline:
@@ -158,12 +153,12 @@ def _named(key: str, size: int) -> Iterator[socket.socket | None]:
             raise OSError(
                 f"no folder for the group's socket: {'; '.join(faults)}; XDG_RUNTIME_DIR can name one"
             )
-        if not stack.enter_context(_locked(opened / f"{_name(key)}.lock", folder)):
+        path, lock = opened / _name(key), opened / f"{_name(key)}.lock"
+        if not _is_locked(lock, stack):
             yield None
             return
-        path = opened / _name(key)
+        stack.callback(_remove, path, lock, folder)
         path.unlink(missing_ok=True)  # of a rank 0 that was killed
-        stack.callback(path.unlink, missing_ok=True)
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         listener.bind(str(path))
         listener.listen(size)
@@ -171,27 +166,22 @@ def _named(key: str, size: int) -> Iterator[socket.socket | None]:
         yield listener
 
 
-@contextlib.contextmanager
-def _locked(path: Path, folder: str) -> Iterator[bool]:
-    """Hold a lock, which ends with this process; False if another one has it. The file and folder then go."""
+def _is_locked(path: Path, stack: contextlib.ExitStack) -> bool:
+    """Take a lock until the stack ends, or this process; False if another rank 0 has it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except FileNotFoundError:  # another rank 0 has just removed the folder
-        yield False
-        return
-    try:
+        stack.callback(os.close, fd)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_locked = os.fstat(fd).st_nlink > 0  # else another rank 0 has just removed it
-    except BlockingIOError:
-        is_locked = False
-    try:
-        yield is_locked
-    finally:
-        if is_locked:
-            path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # other groups use it
-                os.rmdir(folder)
-        os.close(fd)
+    except (FileNotFoundError, BlockingIOError):
+        return False
+    return os.fstat(fd).st_nlink > 0  # else that rank 0 has just removed it, or the folder
+
+
+def _remove(path: Path, lock: Path, folder: str) -> None:
+    path.unlink(missing_ok=True)
+    lock.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # other groups use it
+        os.rmdir(folder)
 
 
 def _connected(key: str, faults: list[str]) -> socket.socket | None:
@@ -228,7 +218,7 @@ def _lead(listener: socket.socket, key: str, size: int, deadline: _Deadline) -> 
         return _share(ends, size, deadline.timeout)
     except (McinferError, OSError) as exc:
         name, text = type(exc).__name__, str(exc)
-        if name not in _ERRORS:
+        if name not in ENDS:
             name = RankDiedError.__name__
             text = f"rank 0 (pid {os.getpid()}) left before the group was complete: {text}"
         for end in came.values():
@@ -378,7 +368,7 @@ def _receive(end: socket.socket, sender: str) -> tuple[dict[str, Any], list[int]
                 f"{sender}: its packet was cut off: too long, or no descriptor is left here"
             )
         if "error" in fields:
-            raise _ERRORS.get(fields["error"], ProtocolError)(str(fields.get("text")))
+            raise ENDS.get(fields["error"], ProtocolError)(str(fields.get("text")))
     except McinferError:
         close_all(fds)
         raise

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from math import prod
 from typing import Any, Literal, get_args
@@ -62,7 +63,19 @@ class Signature:
         if any(length < 0 for length in self.shape):
             raise InvalidInputError(f"shape: got {self.shape}, expected sizes of 0 or more")
         if self.operation is not None:
-            _check_reduction(self.operation, self.dtype)
+            if self.operation not in _REDUCTIONS:
+                raise InvalidInputError(
+                    f"operation: got {self.operation!r}, expected one of {[*_REDUCTIONS]}"
+                )
+            if self.operation != "max" and self.dtype.kind == "b":
+                raise InvalidInputError(
+                    f"operation: got {self.operation!r} of bool, expected 'max'"
+                )
+            if self.operation == "mean" and self.dtype.kind in "iu":
+                raise InvalidInputError(
+                    f"dtype: got {self.dtype} for a mean, expected a floating-point type: a mean of "
+                    "integers is none"
+                )
         if self.axis is not None:
             if not -len(self.shape) <= self.axis < len(self.shape):
                 raise InvalidInputError(f"axis: got {self.axis} for an array of shape {self.shape}")
@@ -100,22 +113,24 @@ class Signature:
 
     def work(
         self, parts: Sequence[NDArray[Any]], output: NDArray[Any], rank: int
-    ) -> Callable[[], None]:
+    ) -> Callable[[], object]:
         """A function for what a rank does with the parts of all, for itself alone."""
+        if self.root == rank:
+            return lambda: None
         if self.root is not None:
-            return _copier([] if self.root == rank else [(output, parts[self.root])])
+            return partial(np.copyto, output, parts[self.root])
         if self.kind == "all_gather":
-            return _copier([(self.part(output, n), part) for n, part in enumerate(parts)])
+            return partial(np.concatenate, parts, axis=self.axis, out=output)
         if self.kind == "reduce_scatter":
             parts = [self.part(part, rank) for part in parts]
         return _reduction(parts, output, self.operation or "sum")
 
     def share(
         self, parts: Sequence[NDArray[Any]], output: NDArray[Any], rank: int
-    ) -> Callable[[], None]:
+    ) -> Callable[[], object]:
         """A rank's share of the work on an output that all share, of an all-gather or all-reduce."""
         if self.kind == "all_gather":
-            return _copier([(self.part(output, rank), parts[rank])])
+            return partial(np.copyto, self.part(output, rank), parts[rank])
         count = output.size
         share = slice(count * rank // self.size, count * (rank + 1) // self.size)
         own = [part.reshape(-1)[share] for part in parts]
@@ -135,17 +150,6 @@ class Signature:
         return " ".join(words)
 
 
-def _check_reduction(operation: Operation, dtype: "np.dtype[Any]") -> None:
-    if operation not in _REDUCTIONS:
-        raise InvalidInputError(f"operation: got {operation!r}, expected one of {[*_REDUCTIONS]}")
-    if operation != "max" and dtype.kind == "b":
-        raise InvalidInputError(f"operation: got {operation!r} of bool, expected 'max'")
-    if operation == "mean" and dtype.kind in "iu":
-        raise InvalidInputError(
-            f"dtype: got {dtype} for a mean, expected a floating-point type: a mean of integers is none"
-        )
-
-
 def _is_narrow(dtype: "np.dtype[Any]") -> bool:
     """Whether sums lose too much in this type: floats of 16 bits or fewer, also those of ml_dtypes."""
     return dtype.itemsize <= 2 and (dtype.kind == "f" or "float" in dtype.name)
@@ -153,14 +157,14 @@ def _is_narrow(dtype: "np.dtype[Any]") -> bool:
 
 def _reduction(
     parts: Sequence[NDArray[Any]], out: NDArray[Any], operation: Operation
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     """A function that reduces the parts, in their order, to `out`.
 
     Sums of narrow floats are made in float32. Overflows are infinities, without a warning.
     """
     ufunc = _UFUNCS[operation]
     if len(parts) == 1:
-        return lambda: np.copyto(out, parts[0])
+        return partial(np.copyto, out, parts[0])
     total = out
     if operation != "max" and _is_narrow(out.dtype):
         total = np.empty(out.shape, np.float32)
@@ -181,16 +185,6 @@ def _reduction(
                 np.copyto(out, total, casting="unsafe")
 
     return reduce
-
-
-def _copier(copies: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Callable[[], None]:
-    """A function that copies arrays to arrays."""
-
-    def copy() -> None:
-        for to, source in copies:
-            np.copyto(to, source)
-
-    return copy
 
 
 _DIGEST_BYTES = 8

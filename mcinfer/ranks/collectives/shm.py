@@ -183,7 +183,7 @@ _REPORTED = _RING // 2
 
 _ABOUT = struct.Struct(
     "<II64s"
-)  # a rank's pid, the length of what it says as it leaves, what it left
+)  # a rank's pid, the length of its last words, the groups it has left
 _ABOUT_BYTES = 16 << 10
 
 # Counts in an eventfd: what the writer did since the reader read it last.
