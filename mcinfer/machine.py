@@ -81,11 +81,9 @@ def whole_cpus(root: Path = _ROOT) -> int:
 
 def task_limit(root: Path = _ROOT) -> tuple[int, int] | None:
     """Limit and number of threads of the group with the least room (``pids.max``, cgroup-v2.rst), or None."""
-    limits = []
-    for folder in _groups("pids", root):
-        most, current = _read(folder / "pids.max"), _read(folder / "pids.current")
-        if most.isdecimal() and current.isdecimal():
-            limits.append((int(most), int(current)))
+    names, folders = ("pids.max", "pids.current"), _groups("pids", root)
+    pairs = [[_read(folder / name) for name in names] for folder in folders]
+    limits = [(int(a), int(b)) for a, b in pairs if a.isdecimal() and b.isdecimal()]
     return min(limits, key=lambda limit: limit[0] - limit[1], default=None)
 
 
@@ -178,11 +176,6 @@ class Gpu:
         node = "" if self.node is None else f"NUMA node {self.node}"
         return f"cuda:{self.index}: {', '.join(filter(None, [self.name, *known, mode, node]))}"
 
-    def is_called(self, word: str) -> bool:
-        """Whether a word of ``CUDA_VISIBLE_DEVICES`` means it: its index, or the start of its UUID."""
-        by_uuid = word.startswith("GPU-") and self.uuid.startswith(word)
-        return by_uuid or (word.isdecimal() and int(word) == self.index)
-
 
 def gpus(timeout: float = 10.0, root: Path = _ROOT) -> tuple[Gpu, ...]:
     """The GPUs that CUDA has for this process, at least one. ``nvidia-smi`` lists them; CUDA is not loaded.
@@ -191,7 +184,11 @@ def gpus(timeout: float = 10.0, root: Path = _ROOT) -> tuple[Gpu, ...]:
         OSError: None was found; why. A `TimeoutError` if the driver takes more than `timeout` seconds.
     """
     query = _nvidia_smi(timeout, f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits")
-    found = [replace(gpu, node=_node_of(gpu.bus_id, root)) for gpu in parse_gpus(query)]
+    found = []
+    for gpu in parse_gpus(query):
+        place = root / "sys/bus/pci/devices" / gpu.bus_id
+        node = _read(place / "numa_node") if gpu.bus_id else ""  # sysfs-bus-pci; may be -1
+        found.append(replace(gpu, node=int(node) if node.isdecimal() else None))
     if not found:
         raise OSError("nvidia-smi names none")
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -233,12 +230,6 @@ def _nvidia_smi(timeout: float, *arguments: str) -> str:
         words = (done.stderr or done.stdout).decode(errors="replace")
         raise OSError(f"nvidia-smi: {' '.join(words.split()) or f'status {done.returncode}'}")
     return done.stdout.decode(errors="replace")
-
-
-def _node_of(bus_id: str, root: Path) -> int | None:
-    """The NUMA node of a PCI device (sysfs-bus-pci); None where the kernel says -1 or nothing."""
-    node = _read(root / "sys/bus/pci/devices" / bus_id / "numa_node") if bus_id else ""
-    return int(node) if node.isdecimal() else None
 
 
 def cores_near(devices: Sequence[Device], root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
@@ -287,7 +278,12 @@ def visible_gpus(found: Sequence[Gpu], chosen: str) -> tuple[Gpu, ...]:
             driver = found[0].driver if found else ""
             called = [Gpu(index=0, uuid=word, name=word, driver=driver)]
         else:
-            called = [gpu for gpu in found if gpu.is_called(word)]
+            called = [
+                gpu
+                for gpu in found
+                if (word.startswith("GPU-") and gpu.uuid.startswith(word))
+                or (word.isdecimal() and int(word) == gpu.index)
+            ]
         if len(called) != 1:
             break
         visible.append(replace(called[0], index=len(visible)))

@@ -343,7 +343,7 @@ class Master:
             self._loop.refuse_start(BuildError(say_once(reasons)))
         if self._in_memory is not None:
             try:  # to where all workers find it, those that are restarted too
-                self._in_memory.write(self._given)
+                self._in_memory.write([self._given])
                 self._given = b""
             except OSError as exc:
                 self._finalizer.detach()

@@ -22,7 +22,7 @@ import pwd
 import re
 import stat
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Self
@@ -327,12 +327,12 @@ class ModelInMemory:
         self.close = weakref.finalize(self, os.close, self._fd)
         self.close.atexit = False
         if content is not None:
-            self.write(content)
+            self.write([content])
 
-    def write(self, content: bytes) -> None:
+    def write(self, parts: Iterable[bytes | memoryview]) -> None:
         """Write what the file is to hold; nothing can change it from then on."""
         with open(self._fd, "wb", closefd=False) as file:
-            file.write(content)
+            file.writelines(parts)
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
 

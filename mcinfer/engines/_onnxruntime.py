@@ -11,9 +11,10 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -81,6 +82,7 @@ from mcinfer.model_cache.onnx_files import (
     open_regular,
     scan,
 )
+from mcinfer.private import ModelInMemory
 from mcinfer.process import without_telemetry
 from mcinfer.specs import (
     ELEMENT_TYPES,
@@ -826,15 +828,12 @@ def _model_file(request: EngineRequest, options: Any) -> Iterator[str]:
     found = scan(request.model)
     added = added_inputs(found, request.options.variable_weights)
     with ExitStack() as opened:
-        fd = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC)
-        opened.callback(os.close, fd)
-        with open_regular(request.model) as (model, info), os.fdopen(os.dup(fd), "wb") as target:
-            for part in chunks(model, info.st_size):
-                target.write(part)
-            target.write(added)
+        file = opened.enter_context(closing(ModelInMemory()))
+        with open_regular(request.model) as (model, info):
+            file.write(chain(chunks(model, info.st_size), (added,)))
         if not request.options.session_config.get(FOLDER_KEY):
             _add_external_data(request, options, found.external, opened)
-        yield f"/proc/self/fd/{fd}"
+        yield file.path
 
 
 def _add_external_data(

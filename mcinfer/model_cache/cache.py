@@ -108,7 +108,7 @@ def _to_json(value: object) -> bytes:
 def seal(folder: Path, facts: Mapping[str, Any]) -> None:
     """Make a folder an entry: its files read-only and on disk, then its manifest."""
     records = []
-    for path in _below(folder):
+    for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         mode = path.lstat().st_mode
         if stat.S_ISDIR(mode):
@@ -126,16 +126,6 @@ def seal(folder: Path, facts: Mapping[str, Any]) -> None:
             records.append(_record(name, info, sha256))
     _write_manifest(folder, facts, records)
     sync(folder)
-
-
-def _below(folder: Path) -> list[Path]:
-    """All files and folders in a folder and in those within, each folder before what is in it."""
-    found = []
-    for path in sorted(folder.iterdir()):
-        found.append(path)
-        if stat.S_ISDIR(path.lstat().st_mode):
-            found += _below(path)
-    return found
 
 
 def _write_manifest(folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]) -> None:
@@ -172,7 +162,7 @@ def check(folder: Path) -> tuple[dict[str, Any], list[_Record] | None]:
     if fault := access_fault(info):
         raise UnsoundEntryError(f"the folder {fault}")
     names, folders = set(), set()
-    for path in _below(folder):
+    for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         info = path.lstat()
         if not stat.S_ISDIR(info.st_mode):

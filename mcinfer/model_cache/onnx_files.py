@@ -171,20 +171,6 @@ def model_files(model: Path, folder: Path | None = None) -> list[Path]:
     return [model, *external_files(model, folder, scan(model).external)]
 
 
-def size_of_files(model: str | os.PathLike[str], folder: str | None) -> int:
-    """The bytes of a model and its external data together, where it is an ONNX model with such data.
-
-    Raises:
-        BuildError: The model is no regular file.
-        OSError: It cannot be reached.
-    """
-    size = check_regular(model).st_size
-    place = Path(folder).absolute() if folder else None
-    with suppress(BuildError):  # a format of the runtime's own, or data that it refuses too
-        size = sum(file.stat().st_size for file in model_files(Path(model).absolute(), place))
-    return size
-
-
 # ONNX's messages, by the field numbers of onnx.proto.
 
 _MAX_SIZE = (1 << 63) - 1
