@@ -1,4 +1,4 @@
-"""Tests of mcinfer/cli/devices.py: what ``mcinfer devices`` prints."""
+"""Tests of mcinfer/cli/doctor.py: what ``mcinfer devices`` prints."""
 
 import os
 from collections.abc import Callable
@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcinfer.cli import main
-from mcinfer.cli.devices import quota_text
-from mcinfer.cli.doctor import installed_runtime
+from mcinfer.cli.doctor import installed_runtime, quota_text
 from mcinfer.machine import Gpu, cpu_quota, format_core_list
 from tests.command_line import Capture, only_line
 

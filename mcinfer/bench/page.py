@@ -14,6 +14,7 @@ from itertools import groupby
 from operator import itemgetter
 from string import Template
 
+from mcinfer.bench import texts
 from mcinfer.bench.figures import (
     OF_LOADS,
     OF_WAYS,
@@ -26,26 +27,7 @@ from mcinfer.bench.figures import (
 )
 from mcinfer.bench.report import Report, dump
 from mcinfer.bench.table import Cell, Grid, grids
-from mcinfer.bench.texts import (
-    FLAWED,
-    Unit,
-    busy_text,
-    gain_lines,
-    latency_unit,
-    machine_line,
-    marked,
-    middle_text,
-    model_line,
-    notes,
-    percent,
-    printable,
-    range_text,
-    remarks,
-    report_program,
-    settings_line,
-    unit_of,
-    verdict,
-)
+from mcinfer.bench.texts import FLAWED, Unit, printable, unit_of
 
 _LOADS = "requests under way at once in a closed loop; arrivals in an open one"
 _FLAW = "not all requests were answered, or not as fast as they came: such throughput is no speed"
@@ -83,7 +65,7 @@ def charts(report: Report) -> tuple[list[Chart], list[Chart]]:
     more = []
     for load in compared_loads(report):
         found = under(report, load)
-        unit = latency_unit(found)
+        unit = texts.latency_unit(found)
         for name in ("rows/s", "p50", "p99"):
             own = unit_of(OF_LOADS[name].kind, unit)
             sign = f" ({own.sign})" if own.sign else ""
@@ -111,12 +93,12 @@ def _gains(report: Report) -> Iterator[Bar]:
 
 def _efficiency(pool: Figures) -> str:
     efficiency = pool.speedup
-    return f"({percent(efficiency.middle)} of ideal)" if efficiency.known else ""
+    return f"({texts.percent(efficiency.middle)} of ideal)" if efficiency.known else ""
 
 
 def _bar(figures: Figures, spread: Spread, note: str = "") -> Bar:
     kind = "other" if figures.way.role == "baseline" else "own"
-    return Bar(marked(figures), spread, kind if figures.sound else "bad", note)
+    return Bar(texts.marked(figures), spread, kind if figures.sound else "bad", note)
 
 
 # HTML. Names and texts of a report are escaped in `_text`, and nowhere else.
@@ -151,8 +133,8 @@ def _chart(chart: Chart) -> str:
 def _cell(cell: Cell, note: str = "") -> str:
     if isinstance(cell, str):
         return _text(cell)
-    range_ = range_text(*cell)
-    text = " ".join(filter(None, (middle_text(*cell), note)))
+    range_ = texts.range_text(*cell)
+    text = " ".join(filter(None, (texts.middle_text(*cell), note)))
     return _text(text) + (f"<small>{_text(range_)}</small>" if range_ else "")
 
 
@@ -182,27 +164,27 @@ def render(report: Report) -> str:
     """The page, to be written in UTF-8. Markup in the report's names and texts is shown, not obeyed."""
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     first, more = charts(report)
-    warnings = [*filter(None, (busy_text(report), *remarks(report)))]
-    program = report_program(report)
+    warnings = [*filter(None, (texts.busy_text(report), *texts.remarks(report)))]
+    program = texts.report_program(report)
     said = "<p>mcinfer's best mode here, as a program:</p>\n<pre>{}</pre>"
     made = f"{report.made_at}, in {report.took_seconds:.0f} s, by mcinfer {report.mcinfer}"
     facts = {
-        "Model": model_line(report),
-        "Machine": machine_line(report),
-        "Settings": settings_line(report),
+        "Model": texts.model_line(report),
+        "Machine": texts.machine_line(report),
+        "Settings": texts.settings_line(report),
         "Made": made,
     }
     ways = [(way.name, way.text) for way in report.ways if way.role != "scaling"]
     return Template(template).substitute(
         name=_text(report.model.name),
-        verdict=_text(verdict(report)),
+        verdict=_text(texts.verdict(report)),
         warnings=f'<div class="remarks">\n{_paragraphs(warnings)}\n</div>' if warnings else "",
         first="\n".join(map(_chart, first)),
         program=said.format(escape(program)) if program else "",
         charts="\n".join(map(_chart, more)),
-        gains=_paragraphs(gain_lines(report)),
+        gains=_paragraphs(texts.gain_lines(report)),
         tables="\n".join(map(_table, grids(report))),
-        notes=_paragraphs(notes(report)),
+        notes=_paragraphs(texts.notes(report)),
         data=base64.b64encode(dump(report)).decode("ascii"),
         ways=_terms(ways),
         glossary=_terms(_glossary()),

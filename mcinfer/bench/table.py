@@ -8,31 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mcinfer.bench import texts
 from mcinfer.bench.figures import OF_LOADS, OF_WAYS, Figures, Spread, compared_loads, pools, under
 from mcinfer.bench.report import Load, Report, Way
-from mcinfer.bench.texts import (
-    FLAWED,
-    TO,
-    Unit,
-    busy_text,
-    gain_lines,
-    latency_unit,
-    machine_line,
-    marked,
-    middle_text,
-    model_line,
-    notes,
-    number,
-    plus_minus,
-    printable,
-    remarks,
-    report_program,
-    settings_line,
-    spread_text,
-    time_unit,
-    unit_of,
-    verdict,
-)
+from mcinfer.bench.texts import FLAWED, TO, Unit, number, printable, unit_of
 
 _NAME_WIDTH = 16
 
@@ -98,7 +77,7 @@ def _grid(
 
 
 def _load_grid(load: Load, all_figures: Sequence[Figures]) -> Grid:
-    unit = latency_unit(all_figures)
+    unit = texts.latency_unit(all_figures)
     asked = "" if load.rate is None else f"{number(load.rate * load.batch)} rows/s asked for; "
     base = next((figures.base.way for figures in all_figures if figures.base), "")
     over = f"speed-up over {printable(base)}; " if base else ""
@@ -106,13 +85,13 @@ def _load_grid(load: Load, all_figures: Sequence[Figures]) -> Grid:
         f"{load} ({asked}{over}latency and overhead in {unit.sign})",
         "way",
         ("rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores"),
-        [(marked(figures), figures) for figures in all_figures],
+        [(texts.marked(figures), figures) for figures in all_figures],
         unit,
     )
 
 
 def _pool_grid(scaling: Sequence[Figures]) -> Grid:
-    unit = latency_unit(scaling)
+    unit = texts.latency_unit(scaling)
     loads = ", ".join(dict.fromkeys(str(figures.load) for figures in scaling))
     return _grid(
         f"scaling: {loads} (latency in {unit.sign})",
@@ -124,7 +103,7 @@ def _pool_grid(scaling: Sequence[Figures]) -> Grid:
 
 
 def _way_grid(ways: Sequence[Way]) -> Grid:
-    unit = time_unit(min(way.start_seconds, default=0.0) for way in ways)
+    unit = texts.time_unit(min(way.start_seconds, default=0.0) for way in ways)
     rows = []
     for way in ways:
         counts = sorted({memory.processes for memory in way.memory})
@@ -139,22 +118,27 @@ def _way_grid(ways: Sequence[Way]) -> Grid:
 
 
 def show(report: Report, console: Console) -> None:
-    print_lines((model_line(report), machine_line(report), settings_line(report), ""), console)
+    print_lines(
+        (texts.model_line(report), texts.machine_line(report), texts.settings_line(report), ""),
+        console,
+    )
     ways = [way for way in report.ways if way.role != "scaling"]
     print_lines((printable(f"{way.name}: {way.text}") for way in ways), console)
     for grid in grids(report):
         console.print()
         show_grid(grid, console)
-    warnings = [f"{FLAWED} {text}" for text in (busy_text(report), *remarks(report)) if text]
+    warnings = [
+        f"{FLAWED} {text}" for text in (texts.busy_text(report), *texts.remarks(report)) if text
+    ]
     for sentences, style in (
-        (notes(report), ""),
+        (texts.notes(report), ""),
         (warnings, "yellow"),
-        (gain_lines(report), ""),
-        ([verdict(report)], "bold"),
+        (texts.gain_lines(report), ""),
+        ([texts.verdict(report)], "bold"),
     ):
         if sentences:
             print_lines(("", *sentences), console, style)
-    if program := report_program(report):
+    if program := texts.report_program(report):
         print_lines(("", "mcinfer's best mode here, as a program:"), console)
         print_program(program, console)
 
@@ -207,10 +191,10 @@ def _table(grid: Grid, write: Callable[[Cell], str]) -> Table:
 
 
 def _inline(cell: Cell) -> str:
-    return cell if isinstance(cell, str) else spread_text(*cell)
+    return cell if isinstance(cell, str) else texts.spread_text(*cell)
 
 
 def _stacked(cell: Cell) -> str:
     if isinstance(cell, str):
         return cell
-    return f"{middle_text(*cell)}\n{plus_minus(*cell)}".rstrip()
+    return f"{texts.middle_text(*cell)}\n{texts.plus_minus(*cell)}".rstrip()

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from mcinfer import __version__
-from mcinfer.cli import bench, cache, devices, doctor, inspect, run, tune
+from mcinfer.cli import bench, cache, doctor, inspect, run
 from mcinfer.cli.slice import slice_model
 
 
@@ -49,7 +49,7 @@ def make_app() -> typer.Typer:
     )
     _add(app, "run", run.run)
     _add(app, "inspect", inspect.inspect)
-    _add(app, "devices", devices.devices)
+    _add(app, "devices", doctor.devices)
     _add(app, "doctor", doctor.doctor)
     app.add_typer(group, name="cache")
     _add(group, "list", cache.list_entries)
@@ -57,7 +57,7 @@ def make_app() -> typer.Typer:
     _add(group, "prepare", cache.prepare)
     _add(app, "slice", slice_model)
     _add(app, "bench", bench.bench)
-    _add(app, "tune", tune.tune)
+    _add(app, "tune", bench.tune)
     _add(app, "ort", _ort, context_settings=_ALL_FOR_THE_PROGRAM)
     return app
 

@@ -1,15 +1,17 @@
-"""``mcinfer bench``: the speed and memory of a model in mcinfer and in the usual alternatives."""
+"""``mcinfer bench`` and ``mcinfer tune``: what is fast, and which pool or session is best for a load."""
 
 import sys
 from collections.abc import Mapping
+from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from mcinfer.bench import BASELINES, MODES, check_names
 from mcinfer.bench.report import Report
 from mcinfer.cli.options import (
+    MAX_CLIENTS,
     BatchAxisOption,
     DevicesOption,
     DimOption,
@@ -24,6 +26,7 @@ from mcinfer.cli.options import (
     parse_counts,
     parse_duration,
     parse_pause,
+    parse_rate,
     parse_rates,
     parsed,
 )
@@ -35,6 +38,11 @@ _DEFAULT_BASELINES = "session,threads,pipe"
 _ALL_MODES = ",".join(MODES)
 _BASELINES_HELP = f"Baselines: some of {', '.join(BASELINES)}, FILE.py:Class; or none."
 _MODES_HELP = f"Modes of mcinfer: some of {', '.join(MODES)}; or none."
+
+
+_JsonOption = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to this file.")
+]
 
 
 def parse_baselines(text: str) -> tuple[str, ...]:
@@ -106,9 +114,7 @@ def bench(
     seed: SeedOption = 0,
     batch_axis: BatchAxisOption = None,
     output_axis: OutputAxisOption = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write all figures to this file.")
-    ] = None,
+    json: _JsonOption = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with bars to this file.")
     ] = None,
@@ -179,3 +185,109 @@ def _content(option: str, report: Report) -> bytes:
     from mcinfer.bench.page import render
 
     return render(report).encode()
+
+
+def tune(
+    model: ModelArgument,
+    goal: Annotated[
+        Literal["throughput", "latency"],
+        typer.Option(help="throughput: most rows a second. latency: lowest median latency."),
+    ] = "throughput",
+    max_latency: Annotated[
+        Any,
+        parsed(
+            "SECONDS",
+            parse_duration,
+            "Bound for the latency of 99 % of the requests; default: none.",
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of each request.")] = 1,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_CLIENTS,
+            help="Requests under way at once. Default: twice the cores, or 1 with --goal latency.",
+        ),
+    ] = None,
+    rate: Annotated[
+        Any,
+        parsed(
+            "RATE",
+            parse_rate,
+            "Requests a second that arrive at random (open loop), with --goal latency.",
+        ),
+    ] = None,
+    budget: Annotated[Any, parsed("SECONDS", parse_duration, "Time limit of the search.")] = "60",
+    input: InputOption = None,  # noqa: A002 the option's name
+    dim: DimOption = None,
+    integers: IntegersOption = "0:10",
+    seed: SeedOption = 0,
+    batch_axis: BatchAxisOption = None,
+    output_axis: OutputAxisOption = None,
+    json: _JsonOption = None,
+) -> None:
+    """Find the best pool or session for your model and load, and print a program that uses it.
+
+    It tries sessions in one process, numbers of workers and threads, and how requests are joined.
+    """
+    # Both need packages: a missing one is an error before the work, not after it.
+    from mcinfer.bench.advice import as_json, verdict
+    from mcinfer.bench.report import Load
+    from mcinfer.bench.runner import OPEN_LOOP_CLIENTS, machine
+    from mcinfer.bench.tune import Aim, Search
+    from mcinfer.machine import whole_cpus
+
+    if concurrency is None and rate is not None:
+        concurrency = OPEN_LOOP_CLIENTS
+    elif concurrency is None:
+        concurrency = 1 if goal == "latency" else 2 * whole_cpus()
+    load = Load(batch=batch, clients=concurrency, rate=rate and rate[0])
+    options = input_options(input, dim, integers, seed)
+    try:
+        search = Search(
+            model,
+            Aim(goal=goal, load=load, max_latency=max_latency),
+            options,
+            budget=budget,
+            progress=lambda done, note: work.show(done, note),
+            **axes_of(batch_axis, output_axis),
+        )
+    except InvalidInputError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    check_outputs({"--json": json})
+    before = machine()
+    let_workers_tell()
+    say(f"tuning takes {budget:g} s at most, from when the model has been loaded once")
+    try:
+        with showing_work(sys.stderr, "tuning", budget) as work:
+            search.run()
+    finally:  # the results so far, also where it was interrupted
+        found = search.found
+        if any(trial.turns or trial.error for trial in found.trials):
+            _show_search(str(model), found)
+            if json is not None:
+                content = as_json(str(model), found, before)
+                write_output("--json", json, content, finished=bool(found.ended))
+    if not found.fits:
+        raise McinferError(verdict(found))
+
+
+def _show_search(model: str, found: Any) -> None:
+    """Print what was tried, the best, and a program that uses it; none where nothing fits."""
+    from rich.console import Console
+
+    from mcinfer.bench.advice import arguments, grids, program, remarks, verdict
+    from mcinfer.bench.table import print_lines, print_program, show_grid
+
+    console = Console()
+    for grid in grids(found):
+        show_grid(grid, console)
+        console.print()
+    print_lines([*remarks(found), ""], console)
+    if not found.fits:
+        return
+    print_lines([verdict(found)], console, "bold")
+    chosen = found.recommended
+    print_program(program(model, chosen, found), console)
+    print_program(dumps(arguments(chosen, found)), console)
