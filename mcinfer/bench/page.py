@@ -72,7 +72,11 @@ def charts(report: Report) -> tuple[list[Chart], list[Chart]]:
             bars = [_bar(each, OF_LOADS[name].of(each)) for each in found]
             more.append(Chart(title=f"{name}{sign}, {load}", bars=bars, unit=own))
     if scaling := pools(report):
-        bars = [_bar(pool, pool.rows, _efficiency(pool)) for pool in scaling]
+        ideal = [(pool, pool.speedup) for pool in scaling]
+        bars = [
+            _bar(pool, pool.rows, f"({texts.percent(part.middle)} of ideal)" * part.known)
+            for pool, part in ideal
+        ]
         more.append(Chart(title=f"scaling: rows/s, {scaling[0].load}", bars=bars))
     return [*_known(first)], [*_known(more)]
 
@@ -89,11 +93,6 @@ def _gains(report: Report) -> Iterator[Bar]:
     for gain in gains(report):
         yield Bar(f"{gain.own}, {gain.load}", gain.ratio, kinds[gain.clear])
         yield Bar(gain.other, Spread((1.0,)), "other")
-
-
-def _efficiency(pool: Figures) -> str:
-    efficiency = pool.speedup
-    return f"({texts.percent(efficiency.middle)} of ideal)" if efficiency.known else ""
 
 
 def _bar(figures: Figures, spread: Spread, note: str = "") -> Bar:

@@ -12,7 +12,6 @@ requests are under way, so that workers do not wait while rows are read or writt
 """
 
 import logging
-import os
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -280,7 +279,10 @@ def run_batch(
         files = [model]
         with suppress(BuildError, OSError):  # workers say what is wrong with it
             files = model_files(model.absolute())
-        _refuse_sources(place, {"MODEL": files, "--input": [source]})
+        for name, path in (*(("MODEL", path) for path in files), ("--input", source)):
+            if path.exists() and place.exists() and path.samefile(place):
+                text = f"{place} is the file of {name} ({path}), expected another one"
+                raise InvalidInputError(f"--output: {text}")
         workers = [worker.device for worker in master.statistics().workers]
         runtimes = {
             f"{p.name} {p.version}" for p in metadata.distributions() if p.name in _RUNTIMES
@@ -333,17 +335,6 @@ def _output_place(target: Path, force: bool) -> Path:
     if place.exists() and not force:
         raise InvalidInputError(f"--output: {target} exists; --force replaces it")
     return place
-
-
-def _refuse_sources(target: Path, sources: Mapping[str, list[Path]]) -> None:
-    """Raise `InvalidInputError` if a file that is read would be replaced."""
-    for name, files in sources.items():
-        for file in files:
-            with suppress(FileNotFoundError):
-                if os.path.samefile(target, file):
-                    raise InvalidInputError(
-                        f"--output: {target} is the file of {name} ({file}), expected another one"
-                    )
 
 
 def _stamps(files: list[Path]) -> list[dict[str, Any]]:

@@ -169,22 +169,15 @@ def _show(report: Report, outputs: Mapping[str, Path | None]) -> None:
     """Print the report, and write the files that were asked for."""
     from rich.console import Console
 
+    from mcinfer.bench.page import render
+    from mcinfer.bench.report import dump
     from mcinfer.bench.table import show
 
     show(report, Console())
     for option, path in outputs.items():
         if path is not None:
-            write_output(option, path, _content(option, report), finished=report.finished)
-
-
-def _content(option: str, report: Report) -> bytes:
-    if option == "--json":
-        from mcinfer.bench.report import dump
-
-        return dump(report)
-    from mcinfer.bench.page import render
-
-    return render(report).encode()
+            content = dump(report) if option == "--json" else render(report).encode()
+            write_output(option, path, content, finished=report.finished)
 
 
 def tune(

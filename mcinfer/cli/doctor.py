@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import resource
-import select
 import shutil
 import subprocess
 import sys
@@ -244,10 +243,16 @@ def look_at_platform() -> Iterator[Finding]:
     found = f"Python {platform.python_version()}, {platform.platform()}"
     advice = "" if platform.system() == "Linux" else "mcinfer runs on Linux alone"
     yield Finding("platform", found, problem=advice)
-    for name, needs, attempt in (
-        ("memfd_create with seals", "Linux 3.17 or newer", _try_memfd),
-        ("pidfd_open", "Linux 5.3 or newer", _try_pidfd),
-    ):
+    from mcinfer.shm.block import Block
+
+    needed: dict[str, tuple[str, Callable[[], None]]] = {
+        "memfd_create with seals": (
+            "Linux 3.17 or newer",
+            lambda: Block.create(0, resource.getpagesize()).close(),
+        ),
+        "pidfd_open": ("Linux 5.3 or newer", lambda: os.close(os.pidfd_open(os.getpid()))),
+    }
+    for name, (needs, attempt) in needed.items():
         found, advice = "works", ""
         try:
             attempt()
@@ -255,18 +260,6 @@ def look_at_platform() -> Iterator[Finding]:
             found = str(exc)
             advice = f"it takes {needs}, and a seccomp profile (of a container) that allows it"
         yield Finding(name, found, problem=advice)
-
-
-def _try_memfd() -> None:
-    from mcinfer.shm.block import Block
-
-    Block.create(0, resource.getpagesize()).close()
-
-
-def _try_pidfd() -> None:
-    fd = os.pidfd_open(os.getpid())
-    select.select([fd], [], [], 0)
-    os.close(fd)
 
 
 # Limits.
@@ -593,27 +586,21 @@ def judge_gpus(
     if runtime is not None and runtime.without_cuda:
         advice = "to use them: pip uninstall onnxruntime, then pip install 'mcinfer[gpu]'"
         return Finding("GPUs", f"{text}; {runtime.without_cuda}", advice)
-    advice = ""
-    if runtime is not None and cuda and runtime.cuda and _major(cuda) < _major(runtime.cuda):
-        advice = (
-            f"a driver that serves CUDA {_major(runtime.cuda)}, as onnxruntime was built with it"
-        )
-    elif prohibited := [gpu for gpu in found if gpu.compute_mode == "Prohibited"]:
-        advice = f"{_names(prohibited)} may not be used: {_MODE_COMMAND}"
-    elif mps is None and (single := [g for g in found if g.compute_mode.startswith("Exclusive")]):
-        advice = f"one process alone may use {_names(single)}: {_MODE_COMMAND}, or MPS"
+    advice, mode = "", "nvidia-smi --compute-mode=DEFAULT, which takes root"
+    served, built = (
+        int(version.partition(".")[0] or 0) for version in (cuda, runtime.cuda if runtime else "")
+    )
+    if 0 < served < built:
+        advice = f"a driver that serves CUDA {built}, as onnxruntime was built with it"
+    elif names := _in_mode(found, "Prohibited"):
+        advice = f"{names} may not be used: {mode}"
+    elif mps is None and (names := _in_mode(found, "Exclusive")):
+        advice = f"one process alone may use {names}: {mode}, or MPS"
     return Finding("GPUs", text, advice)
 
 
-_MODE_COMMAND = "nvidia-smi --compute-mode=DEFAULT, which takes root"
-
-
-def _names(found: Sequence[Gpu]) -> str:
-    return ", ".join(f"cuda:{gpu.index}" for gpu in found)
-
-
-def _major(version: str) -> int:
-    return int(version.partition(".")[0])
+def _in_mode(found: Sequence[Gpu], mode: str) -> str:
+    return ", ".join(f"cuda:{gpu.index}" for gpu in found if gpu.compute_mode.startswith(mode))
 
 
 def software_text(driver: str, cuda: str, mps: Path | None) -> str:
@@ -639,9 +626,7 @@ def look_at_pool() -> Iterator[Finding]:
         if answer != [[3.0, 5.0, 7.0, 9.0]]:
             raise EngineError(f"the answer is wrong: {answer}")
     except (McinferError, OSError) as exc:
-        advice = (
-            "mend the problems above; if there are none, the error itself says what to look for"
-        )
+        advice = "mend the problems above; without any, the error itself says what to look for"
         yield Finding("pool", str(exc), problem=advice)
     else:
         seconds = monotonic() - start
