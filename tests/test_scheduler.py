@@ -1760,7 +1760,7 @@ class Pools(RuleBasedStateMachine):
                 self.to_replace = None
         elif trouble == "abandon":
             self.to_replace = None
-            self.scheduler.handle_restart_abandoned()
+            self.carry_out(self.scheduler.handle_restart_abandoned(self.now))
         elif trouble == "grows" and self.processes:
             worker = [*self.processes][which % len(self.processes)]
             size = MAX_BYTES + which % 2

@@ -53,7 +53,7 @@ class Connections:
     Attributes:
         transport: Carries the messages, after `open`.
         processes: The running processes, by index of the worker.
-        peers: The identified workers of one process, by the transport's name for them.
+        peers: The worker and rank of each identified process, by the transport's name for it.
     """
 
     def __init__(
@@ -70,8 +70,7 @@ class Connections:
         self._most_memory = limits.worker_memory_bytes
         self._all_memory = usable_memory()
         self._inherited = Inherited.now()
-        self.peers: dict[bytes, Gang] = {}
-        self._ranks: dict[bytes, tuple[Gang, int]] = {}  # likewise those of several
+        self.peers: dict[bytes, tuple[Gang, int]] = {}
 
     def open(self) -> None:
         """Make the transport, and the threads that forward output.
@@ -94,7 +93,6 @@ class Connections:
             process.abandon()
         self.processes.clear()
         self.peers.clear()
-        self._ranks.clear()
         self.transport.close()
 
     def close(self, seconds: float) -> None:
@@ -152,7 +150,6 @@ class Connections:
         for process in self.processes.pop(index).ranks:
             if process.peer is not None:
                 self.peers.pop(process.peer, None)
-                self._ranks.pop(process.peer, None)
 
     def kill(self, index: int) -> None:
         if index in self.processes:
@@ -178,7 +175,7 @@ class Connections:
         workers that broke the protocol, have no worker. There is no message yet if only some of a worker's
         ranks have sent it.
         """
-        gang, rank = self._ranks.get(peer) or (self.peers.get(peer), 0)
+        gang, rank = self.peers.get(peer, (None, 0))
         if gang is None and len(data) > MAX_HELLO_BYTES:
             return None, ProtocolError(f"{len(data)} bytes of a stranger")
         if gang is not None and gang.outlawed:
@@ -200,10 +197,7 @@ class Connections:
                     if known and hmac.compare_digest(token, process.hello_token.encode()):
                         process.peer = peer
                         gang.note_peers()
-                        if gang.is_group:
-                            self._ranks[peer] = gang, rank
-                        else:
-                            self.peers[peer] = gang
+                        self.peers[peer] = gang, rank
                         return gang, rank
         return None, 0
 

@@ -434,11 +434,11 @@ class Loop:
                 self._readable = False
                 return
             peer, data = received
-            process = peers.get(peer)
-            is_head = len(data) == REPLY_HEAD.size and data[0] == REPLY
-            if is_head and process is not None and not process.outlawed:
-                self._take_reply(process.index, *REPLY_HEAD.unpack(data)[1:])
-                continue
+            if len(data) == REPLY_HEAD.size and data[0] == REPLY and peer in peers:
+                gang = peers[peer][0]
+                if len(gang.ranks) == 1 and not gang.outlawed:
+                    self._take_reply(gang.index, *REPLY_HEAD.unpack(data)[1:])
+                    continue
             index, message = self._connections.read(peer, data)
             if index is not None and message is not None:
                 self._handle_message(index, message, monotonic())

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import monotonic
+from typing import TypeVar
 
 from mcinfer.config import Limits, RestartPolicy
 from mcinfer.errors import ClosedError, McinferError, ReadyTimeoutError
@@ -31,6 +32,8 @@ from mcinfer.runtime.transport import UnreachableError
 from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.statistics import Health, WorkerStatistics
+
+T = TypeVar("T")
 
 _MEMORY_INTERVAL = 1.0  # seconds between two checks of workers' memory
 _HEALTH_INTERVAL = 0.2  # seconds between two checks of `wait_ready`
@@ -92,19 +95,20 @@ class Supervision:
 
     def start_worker(self, worker: int) -> None:
         """Carry out the order."""
+        process = None
         try:
             process = self._connections.start(worker)
-        except Exception as exc:  # also of what is no OSError: `sys.executable` may be None
-            self._note_no_start(worker, f"could not be started: {exc}")
-            return
-        try:
             for child in process.ranks:
                 self.poll.register(child.pidfd, select.EPOLLIN)
-        except OSError as exc:  # /proc/sys/fs/epoll/max_user_watches, or no memory
-            process.kill()
-            self._connections.remove(worker)
-            process.reap()
-            self._note_no_start(worker, f"could not be watched: {exc}")
+        except (
+            Exception
+        ) as exc:  # /proc/sys/fs/epoll/max_user_watches; `sys.executable` may be None
+            if process is not None:
+                process.kill()
+                self._connections.remove(worker)
+                process.reap()
+            how = f"could not be {'started' if process is None else 'watched'}: {exc}"
+            self.news.append(lambda: self.scheduler.handle_died(monotonic(), worker, how))
             return
         self._pidfds.update(child.pidfd for child in process.ranks)
         self._oom_kills[worker] = oom_kills()
@@ -114,18 +118,15 @@ class Supervision:
         self.scheduler.handle_started(worker, pid)
         self._delivery.log(logging.INFO, "%s started", self.scheduler.workers[worker].name)
 
-    def _note_no_start(self, worker: int, how: str) -> None:
-        self.news.append(lambda: self.scheduler.handle_died(monotonic(), worker, how))
-
     def send(self, worker: int, message: Message) -> None:
-        try:
-            self._connections.send(worker, message)
-        except UnreachableError as exc:
-            self.note_unreachable(worker, exc)
+        self._order(worker, self._connections.send, message)
 
     def share_slab(self, worker: int, leader: int) -> None:
+        self._order(worker, self._connections.share_slab, leader)
+
+    def _order(self, worker: int, carry_out: Callable[[int, T], None], what: T) -> None:
         try:
-            self._connections.share_slab(worker, leader)
+            carry_out(worker, what)
         except UnreachableError as exc:
             self.note_unreachable(worker, exc)
 
@@ -238,18 +239,14 @@ class Supervision:
         """The arena has dropped a block: workers unmap it too."""
         for worker in [*self._connections.processes]:
             if not self.scheduler.is_exiting(worker):
-                try:
-                    self._connections.detach(worker, number)
-                except UnreachableError as exc:
-                    self.note_unreachable(worker, exc)
+                self._order(worker, self._connections.detach, number)
 
     def look_at_memory(self, now: float) -> None:
         """Report how much memory each worker has, where the policy limits it."""
         self.memory_due = now + _MEMORY_INTERVAL
         for index, process in [*self._connections.processes.items()]:
             with suppress(OSError):
-                size = process.own_bytes()
-                self.scheduler.handle_own_memory(now, index, size)
+                self.scheduler.handle_own_memory(now, index, process.own_bytes())
 
     # What workers say of themselves.
 
@@ -266,21 +263,22 @@ class Supervision:
 
     def report(self, index: int, message: Message) -> None:
         """Show and log what a worker says of its start, or of a failure; each note once."""
-        if isinstance(message, Preparing):
-            size = f"{message.written / 1e6:.0f} MB"
-            name = model_name(self.scheduler.workers[index].build.model)
-            text = f"preparing {name}: {size} written, {message.seconds:.0f} s"
-            self._connections.output.show(text)
-        elif isinstance(message, BuildFinish | Error):
-            self._connections.output.show("")
-        if isinstance(message, BuildFinish):
-            for note in message.notes:
-                if note not in self._notes and len(self._notes) < _MAX_NOTES:
-                    self._notes.add(note)
-                    self._delivery.log(logging.WARNING, "%s", note)
-        if isinstance(message, Error) and message.traceback:
-            name = self.scheduler.workers[index].name
-            self._delivery.log(logging.DEBUG, "%s: %s", name, message.traceback)
+        w, show = self.scheduler.workers[index], self._connections.output.show
+        match message:
+            case Preparing():
+                size = f"{message.written / 1e6:.0f} MB"
+                name = model_name(w.build.model)
+                show(f"preparing {name}: {size} written, {message.seconds:.0f} s")
+            case BuildFinish():
+                show("")
+                for note in message.notes:
+                    if note not in self._notes and len(self._notes) < _MAX_NOTES:
+                        self._notes.add(note)
+                        self._delivery.log(logging.WARNING, "%s", note)
+            case Error():
+                show("")
+                if message.traceback:
+                    self._delivery.log(logging.DEBUG, "%s: %s", w.name, message.traceback)
 
     # How the pool is.
 
@@ -347,41 +345,35 @@ class Supervision:
     def restart_workers(self, timeout: float) -> None:
         """See `Master.restart_workers`."""
         end = monotonic() + timeout
-        restarted: Promise[None] | None = None
+        own = Promise[None]()
         try:
             while True:
-                before, restarted = self._inbox.ask(self._restart)
-                if restarted is not None or before is None:
-                    break
-                if not before.wait(end - monotonic()):  # another call's
+                restarted = self._inbox.ask(partial(self._restart, own))
+                if not restarted.wait(end - monotonic()):
                     raise ReadyTimeoutError(f"not all workers were replaced within {timeout:g} s")
-            if restarted is None or not restarted.wait(end - monotonic()):
-                raise ReadyTimeoutError(f"not all workers were replaced within {timeout:g} s")
-            restarted.result()
+                if restarted is own:  # and not another call's
+                    return own.result()
         finally:
-            if restarted is not None:
-                self._inbox.post(Question(partial(self._forget_restart, restarted)))
+            self._inbox.post(Question(partial(self._forget_restart, own)))
 
-    def _restart(self) -> "tuple[Promise[None] | None, Promise[None] | None]":
-        """Begin to replace all workers: the restart in progress, or the one that was begun."""
-        before = self._restarted
-        if before is not None and not before.settled:
-            return before, None
-        restarted = Promise[None]()
-        self._restarted = restarted
+    def _restart(self, own: Promise[None]) -> Promise[None]:
+        """Begin to replace all workers, unless that is in progress; the restart to wait for."""
+        if self._restarted is not None and not self._restarted.settled:
+            return self._restarted
+        self._restarted = own
         try:
             self.scheduler.handle_restart(monotonic())
         except McinferError:
-            restarted.settle()
+            own.settle()
             raise
-        return None, restarted
+        return own
 
     def _forget_restart(self, restarted: "Promise[None]") -> None:
         """The caller of the restart does not wait any more: replace no further workers."""
         if restarted is self._restarted:
             self._restarted = None  # its error's traceback leads to the master
             if not restarted.settled:
-                self.scheduler.handle_restart_abandoned()
+                self.scheduler.handle_restart_abandoned(monotonic())
                 restarted.settle()
 
     # The end of the loop.

@@ -282,9 +282,10 @@ class Scheduler:
         self.lives.replace(self.workers, asked_for=True)
         self._go_on(now)
 
-    def handle_restart_abandoned(self) -> None:
+    def handle_restart_abandoned(self, now: float) -> None:
         """The caller of `handle_restart` does not wait any more: replace no further workers."""
         self.lives.forget_replacing()
+        self._go_on(now)
 
     def handle_message(self, now: float, worker: int, message: Message) -> None:
         """A worker sent a message.

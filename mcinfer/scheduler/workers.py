@@ -446,15 +446,13 @@ class WorkerLives:
 
     def announce(self, now: float) -> None:
         """Report the pool's health, if it changed since the last report."""
-        if self.closing:
-            return
-        health = self.health(now)
-        if (health.state, health.serving) == self._announced:
-            return
-        self._announced = (health.state, health.serving)
-        self._note_calm()
-        planned = all(w.serves or w in self._replacing for w in self.workers)
-        self._sink.announce(health, planned)
+        health, before = self.health(now), self._announced
+        if not self.closing:
+            self._announced = (health.state, health.serving)
+        self.calm = self._announced[0] == "ready" and not (self._replacing or self._to_replace)
+        if self._announced != before:
+            planned = all(w.serves or w in self._replacing for w in self.workers)
+            self._sink.announce(health, planned)
 
     def due_times(self) -> list[float]:
         times = (time for w in self.workers for time in (w.start.due, w.kill_at, w.restart_at))
@@ -623,7 +621,6 @@ class WorkerLives:
         w.last_error = f"{story} after: {cause}" if cause else story
         if w in self._to_replace and w.index not in self._asked_for:
             self._to_replace.remove(w)  # what was worn is gone; its budget stays as it is
-            self._note_calm()
         if w.fate is Fate.BEREFT:
             w.restart_at = now + (w.budget.probe_delay if w.budget.spent else 0.0)
         elif (self.started or w.start.succeeded) and w.answers:
@@ -668,16 +665,11 @@ class WorkerLives:
                 self._asked_for.add(w.index)
             if w not in self._to_replace and w not in self._replacing:
                 self._to_replace.append(w)
-        self._note_calm()
+                self.calm = False
 
     def forget_replacing(self) -> None:
         self._asked_for.clear()
         self._to_replace.clear()
-        self._note_calm()
-
-    def _note_calm(self) -> None:
-        replacing = self._replacing or self._to_replace
-        self.calm = not replacing and self._announced[0] == "ready"
 
     def retire_if_worn(self, w: Worker, own_bytes: int = 0) -> None:
         """Plan to replace a worker that has answered, or grown, as much as the policy allows."""
@@ -701,7 +693,6 @@ class WorkerLives:
                     return
                 self._replacing = together
                 self._to_replace = deque(w for w in self._to_replace if w not in together)
-                self._note_calm()
                 for w in together:
                     self._begin_to_replace(w, now)
             for w in self._replacing:
@@ -714,7 +705,6 @@ class WorkerLives:
             for w in replaced:
                 if w.fate is Fate.RETIRES and w.state is not WorkerState.EXITING:
                     w.fate = Fate.STAYS  # what its leader's next start leads to is to serve
-            self._note_calm()
             asked_for = self._asked_for.intersection(w.index for w in replaced)
             if asked_for:
                 self._asked_for -= asked_for
