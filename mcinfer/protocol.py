@@ -650,11 +650,7 @@ _S = WorkerState
 _TABLE: dict[WorkerState, dict[WorkerState, tuple[type[Message], ...]]] = {
     _S.SPAWNED: {_S.CONNECTED: (Hello,)},
     _S.CONNECTED: {_S.CONNECTED: (Attach,), _S.BUILDING: (Build,), _S.EXITING: (Exit,)},
-    _S.BUILDING: {
-        _S.BUILDING: (Preparing,),
-        _S.READY: (BuildFinish,),
-        _S.EXITING: (Error, Exit),
-    },
+    _S.BUILDING: {_S.BUILDING: (Preparing,), _S.READY: (BuildFinish,), _S.EXITING: (Error, Exit)},
     _S.READY: {
         _S.READY: (Attach, Detach, UpdateWeights, Cancel),
         _S.BUSY: (Predict, PredictJoined),

@@ -290,7 +290,7 @@ def test_any_updates_give_what_a_dictionary_would(
             assert_values(arena, version, expected)
         del version
         slots = {
-            slot.generation: align(slot.size)
+            slot.address: align(slot.size)
             for holder in [*(version for version, _ in held.values()), store.current]
             for slot in holder.slots.values()
         }

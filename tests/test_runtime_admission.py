@@ -104,9 +104,9 @@ def test_what_comes_again_within_half_a_minute_keeps_its_memory(pool: Pool) -> N
     pool.answer(100)
     for number in range(6):
         pool.rest(12.0)
-        generation = pool.arena._generation
+        slots = [*pool.arena._tickets.values()]
         assert (pool.answer(100, number)["y"] == number).all()
-        assert pool.arena._generation == generation, "it has got other memory"
+        assert [*pool.arena._tickets.values()] == slots, "it has got other memory"
 
 
 def test_frames_that_were_in_use_since_the_last_look_stay(pool: Pool) -> None:

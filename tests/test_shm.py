@@ -248,7 +248,7 @@ class ArenaMachine(RuleBasedStateMachine):
         array = view(slot)
         array[marks(slot.size)] = stamp
         held = Held(slot.block, slot.offset, slot.size, stamp, [array])
-        self.held[slot.generation] = held
+        self.held[slot.address] = held
         assert slot.offset % ALIGNMENT == 0
         assert slot.address % ALIGNMENT == 0
         block = self.arena.block(slot.block)
@@ -281,11 +281,11 @@ class ArenaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def drop_a_view(self, data: st.DataObject) -> None:
-        generation = data.draw(st.sampled_from(sorted(self.held)))
-        held = self.held[generation]
+        place = data.draw(st.sampled_from(sorted(self.held)))
+        held = self.held[place]
         del held.holders[data.draw(st.integers(0, len(held.holders) - 1))]
         if not held.holders:
-            del self.held[generation]
+            del self.held[place]
 
     @rule()
     def reclaim(self) -> None:

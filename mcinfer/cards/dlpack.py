@@ -237,8 +237,8 @@ def read(value: Any, stream: int | None = None) -> DlpackTensor:
         )
     if dtype.bits < 8 and flags & _PADDED:
         raise InvalidInputError(f"got {element_type} with one element to a byte, expected two")
-    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else _c_strides(shape)
-    expected = _c_strides(shape)
+    expected = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))  # elements, in C order
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else expected
     moved = (s != e for size, s, e in zip(shape, strides, expected, strict=True) if size != 1)
     if prod(shape) and any(moved):
         raise InvalidInputError(
@@ -253,11 +253,6 @@ def read(value: Any, stream: int | None = None) -> DlpackTensor:
         owner=owner,
         read_only=bool(flags & _READ_ONLY),
     )
-
-
-def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of C order, in elements."""
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _take(capsule: object) -> tuple[_Tensor, int, _Held]:

@@ -386,10 +386,7 @@ class _CardRun(Run):
     """A layout with tensors on the wrong side, or in blocks of a card that must be waited for."""
 
     def __init__(
-        self,
-        engine: CardEngine,
-        inputs: Sequence[Buffer | Strings],
-        outputs: Sequence[Buffer],
+        self, engine: CardEngine, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]
     ) -> None:
         self._engine = engine
         self._inputs = inputs

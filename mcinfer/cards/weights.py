@@ -16,12 +16,7 @@ from mcinfer.cards.dlpack import DlpackTensor
 from mcinfer.cards.slabs import OpenSlab, SlabLayout, filled, layout
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines.providers import runtime_values
-from mcinfer.errors import (
-    InvalidInputError,
-    MissingDependencyError,
-    WeightAccessError,
-    requires,
-)
+from mcinfer.errors import InvalidInputError, MissingDependencyError, WeightAccessError, requires
 from mcinfer.model_cache.cache import MODEL_FILE, Held
 from mcinfer.shm.weights import SharedWeights
 

@@ -63,7 +63,6 @@ class Slot:
     block: int  # its number
     offset: int  # bytes from the block's start, a multiple of `ALIGNMENT`
     size: int  # the requested bytes
-    generation: int  # the slot's number in the order of allocation
     address: int
     memory: Any  # a ctypes array of c_char; of a card's block: `mcinfer.cards.cuda.DeviceMemory`
 
@@ -81,14 +80,11 @@ class BlockNeededError(Exception):
 
 
 class _Ticket(weakref.ref[Any]):
-    """The place of a slot, with a callback at the end of its memory."""
+    """The place of a slot (block, offset and bytes there), with a callback at the end of its memory."""
 
-    __slots__ = ("block", "generation", "offset", "space")
+    __slots__ = ("place",)
 
-    block: int
-    generation: int
-    offset: int
-    space: int
+    place: tuple[int, int, int]
 
 
 class _Extents:
@@ -152,10 +148,9 @@ class Arena:
         self._numbers = itertools.count() if numbers is None else numbers
         self._alignment = alignment  # of each slot, a power of two
         self._blocks: dict[int, _Extents] = {}
-        self._tickets: dict[int, _Ticket] = {}
-        self._released: deque[weakref.ref[Any]] = deque()
+        self._tickets: dict[int, _Ticket] = {}  # by their `id`
+        self._released: deque[Any] = deque()  # of these
         self._taken = 0
-        self._generation = 0
         self._closed = False
         self.crowded = False
         self.wanted = False
@@ -243,13 +238,11 @@ class Arena:
         """Put released slots back on the free lists; whether there were any."""
         some = False
         while self._released:
-            ticket = self._released.popleft()
-            if (
-                isinstance(ticket, _Ticket)
-                and self._tickets.pop(ticket.generation, None) is not None
-            ):
-                self._taken -= ticket.space
-                self._blocks[ticket.block].give(ticket.offset, ticket.space)
+            ticket: _Ticket = self._released.popleft()
+            if self._tickets.pop(id(ticket), None) is not None:
+                number, offset, space = ticket.place
+                self._taken -= space
+                self._blocks[number].give(offset, space)
                 some = True
         if some:
             self.crowded = self._taken > self.limit // 2
@@ -312,13 +305,11 @@ class Arena:
 
     def _slot(self, block: SharedBlock, offset: int, space: int, size: int) -> Slot:
         memory = block.memory(offset, size)
-        self._generation += 1
         ticket = _Ticket(memory, self._released.append)
-        ticket.block, ticket.generation = block.number, self._generation
-        ticket.offset, ticket.space = offset, space
-        self._tickets[self._generation] = ticket
+        ticket.place = block.number, offset, space
+        self._tickets[id(ticket)] = ticket
         self._taken += space
-        return Slot(block.number, offset, size, self._generation, block.address + offset, memory)
+        return Slot(block.number, offset, size, block.address + offset, memory)
 
     def _grow(self, wanted: int) -> _Extents | None:
         """A new block; to stay within the limit, blocks without slots are closed."""

@@ -35,12 +35,7 @@ from typing import Any
 
 from mcinfer.checks import check_count, check_seconds
 from mcinfer.config import Device, EngineOptions
-from mcinfer.errors import (
-    ClosedError,
-    InvalidInputError,
-    ProtocolError,
-    WeightAccessError,
-)
+from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
 from mcinfer.model_cache.cache import MODEL_FILE, CacheUnusableError, Held
 from mcinfer.process import start_time
 from mcinfer.shm.descriptors import close_all, peer_credentials, receive, send

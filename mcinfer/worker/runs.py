@@ -21,15 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.engines.base import (
-    Buffer,
-    Engine,
-    Produced,
-    Run,
-    StagedRun,
-    Strings,
-    array_over,
-)
+from mcinfer.engines.base import Buffer, Engine, Produced, Run, StagedRun, Strings, array_over
 from mcinfer.errors import PredictError, ProtocolError
 from mcinfer.protocol import PredictJoined, TensorRef, UpdateWeights, decode_body
 from mcinfer.shm.arena import AttachedBlocks, align
@@ -252,9 +244,7 @@ class JoinedRuns:
 
 
 def _joined(
-    members: Sequence[Member],
-    axes: tuple[Sequence[int | None], Sequence[int]],
-    side: int,
+    members: Sequence[Member], axes: tuple[Sequence[int | None], Sequence[int]], side: int
 ) -> list[_Tensor]:
     """Name, element type and shape of the joined inputs (side 0) or outputs (side 1)."""
     lists = [member[side] for member in members]

@@ -477,11 +477,7 @@ def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
 
 
 def _error(
-    kind: str,
-    exc: Exception,
-    request: int | None = None,
-    shard: int | None = None,
-    model: str = "",
+    kind: str, exc: Exception, request: int | None = None, shard: int | None = None, model: str = ""
 ) -> Error:
     """The message of an error; `model` is the path that it may name (`in_words`)."""
     text = str(exc) if isinstance(exc, McinferError) else f"{type(exc).__name__}: {exc}"

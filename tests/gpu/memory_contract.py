@@ -197,7 +197,7 @@ def slots_of_an_arena_are_read_at_their_offsets(both: Processes) -> None:
     for slot in slots:
         assert (slot.memory.address, slot.memory.size) == (slot.address, slot.size)
         assert slot.address == block.address + slot.offset
-        text = f"slot {slot.generation}".encode()
+        text = f"slot {slot.address}".encode()
         both.write(slot.address, text)
         assert both.read_there(block, slot.offset, len(text)) == text
     assert both.blocks_in_use() == 1
