@@ -895,9 +895,9 @@ class Master:
 
         `waiting` names a method that waits for the answer, which a callback must not do.
         """
+        place = None
         if outputs is not None:
             self._check_outputs(outputs)
-        place = None
         if outputs_on != "host":
             specs = self._spec().outputs
             wanted = [spec for spec in specs if outputs is None or spec.name in outputs]

@@ -159,11 +159,6 @@ class Shares:
     pieces: int = 1
     probe: int | None = None
 
-    @property
-    def most(self) -> int:
-        """The most pieces that a batch is cut into."""
-        return len(self.workers) * self.pieces
-
     def cut(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Rows of each shard of a batch of so many rows, and the preferred worker of each.
 
@@ -496,7 +491,7 @@ def cut_batch(
             their rows, or need an output axis that is not known.
     """
     shares = None if isinstance(pieces, int) else pieces
-    most = pieces if isinstance(pieces, int) else pieces.most
+    most = pieces if isinstance(pieces, int) else len(pieces.workers) * pieces.pieces
     axes, rows, fixed = _shards(model, shapes, most, split)
     preferred: tuple[int, ...] = ()
     if shares is not None and not fixed and any(axis is not None for axis in axes):
@@ -620,9 +615,7 @@ def _fixed_pieces(sizes: Mapping[str, tuple[int, int | str | None]]) -> int | No
         return None
     counts: dict[str, int] = {}
     for name, (given, fixed) in sizes.items():
-        if not isinstance(fixed, int):
-            counts[name] = given
-            continue
+        fixed = fixed if isinstance(fixed, int) else 1
         if fixed == 0 or given % fixed:
             raise InvalidInputError(
                 f"input {name!r} is given {given} rows, expected a multiple of the model's fixed "

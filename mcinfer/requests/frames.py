@@ -165,14 +165,6 @@ class Plan:
     simple_outputs: tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] | None
     seen: Seen | None = None
 
-    def forget(self) -> None:
-        """Free its idle frames; only `IdleFrames` finds those that come back later."""
-        self.inputs.idle.clear()
-        self.outputs.idle.clear()
-        if self.seen is not None and self.seen.laid is not None:
-            self.seen.laid.outputs.idle.clear()
-            self.seen.laid = None  # they hold each other
-
 
 class IdleFrames:
     """Frames that are not in use, of all plans for one arena, also of plans that are forgotten.

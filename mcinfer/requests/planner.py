@@ -284,12 +284,8 @@ class Planner:
         """Check a call, cut it, and bring its inputs to where workers can read them.
 
         Inputs on a card that are cut along an inner axis, or packed, go through the host, and so do outputs
-        for a card that are joined by copying, or whose shapes are not known before the run.
-
-        Args:
-            call: What is wanted.
-            pieces: Most shards, or the rows of each worker.
-            timeout: Seconds to wait for memory.
+        for a card that are joined by copying, or whose shapes are not known before the run. `pieces` is the
+        most shards, or the rows of each worker; `timeout` seconds are there to wait for memory.
 
         Raises:
             InvalidInputError: It does not fit the model; names the input.
@@ -307,7 +303,8 @@ class Planner:
                 on_card = on_card or type(array) is not np.ndarray
         known = None if call.apart else call.known
         shapes = tuple(map(_shape, arrays))
-        key = (shapes, pieces, 0 if known is None else known.number, len(self._opened))
+        version = 0 if known is None else known.number
+        key: tuple[Any, ...] = (shapes, pieces, version, len(self._opened))
         plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known)
         make: type[Request] = Request if call.outputs_on is None else cards().CardRequest
         if not plan.cut.rows:
@@ -327,10 +324,8 @@ class Planner:
                         found[i] = spot
             timeout = max(0.0, end - monotonic())
             if found:
-                longer = (*key, *sorted(found))
-                plan = self._plans.get(longer) or self._new_plan(
-                    longer, shapes, pieces, known, found
-                )
+                key = (*key, *sorted(found))
+                plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known, found)
             if call.outputs_on is not None:  # its value is never just a view for NumPy
                 plan = replace(plan, simple_outputs=None)
         join = None
@@ -380,9 +375,14 @@ class Planner:
             self._forget(key)
 
     def _forget(self, key: tuple[Any, ...]) -> None:
+        """Forget a plan, and free its idle frames; only `IdleFrames` finds those that come back later."""
         plan = self._plans.pop(key, None)
-        if plan is not None:
-            plan.forget()
+        while plan is not None:
+            plan.inputs.idle.clear()
+            plan.outputs.idle.clear()
+            seen, plan = plan.seen, None
+            if seen is not None:
+                plan, seen.laid = seen.laid, None  # they hold each other
 
     def allocate(
         self, shapes: Mapping[str, Sequence[int]], timeout: float, place: Any = None

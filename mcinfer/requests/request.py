@@ -270,10 +270,6 @@ class OutcomeFuture(Future[T]):
             outcome.future = self
 
     @property
-    def is_awaited(self) -> bool:
-        return bool(self._callbacks or (self._waiting is not None and self._waiting.to_call))
-
-    @property
     def _condition(self) -> Any:  # type: ignore[override]
         return self.__dict__.setdefault("_gate", _Gate(self.outcome))
 
@@ -356,7 +352,7 @@ class OutcomeFuture(Future[T]):
 
     def announce(self) -> None:
         """The outcome is set; for the loop."""
-        if self.is_awaited:
+        if self._callbacks or (self._waiting is not None and self._waiting.to_call):
             self.owner.deliver(self.notify)
 
     def prepare(self) -> None:
