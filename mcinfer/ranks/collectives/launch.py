@@ -184,45 +184,31 @@ def from_launcher(environment: Mapping[str, str] = os.environ) -> Ranks | None:
     Raises:
         InvalidInputError: A variable is not a number, or the rank is none of so many.
     """
+    given = {name: text for name, text in environment.items() if text}
+
+    def number(names: Sequence[str], default: int) -> int:
+        name = next(filter(given.get, names), None)
+        if name is None:
+            return default
+        return _Field(f"environment variable {name}", given[name]).number()
+
     for launcher in _LAUNCHERS:
-        size = _first(environment, launcher.size)
-        if not environment.get(launcher.rank) or size is None:
+        sizes = [*filter(given.get, launcher.size)]
+        is_batch_script = launcher.rank == "SLURM_PROCID" and "SLURM_STEP_ID" not in given
+        if launcher.rank not in given or not sizes or is_batch_script:
             continue
-        if launcher.rank == "SLURM_PROCID" and not environment.get("SLURM_STEP_ID"):
-            continue
-        count = _variable(environment, size)
+        size = number(sizes, 0)
+        key = next((names for names in launcher.key if given.keys() >= {*names}), ())
         return Ranks(
-            rank=_variable(environment, launcher.rank),
-            size=count,
-            key=_key(environment, launcher),
-            hosts=_hosts(environment, launcher, count),
-            source=f"environment variables {launcher.rank} and {size}",
+            rank=number([launcher.rank], 0),
+            size=size,
+            key=" ".join(f"{name}={given[name]}" for name in key),
+            hosts=number(launcher.hosts, 0)
+            or ceil(size / max(1, number(launcher.local_size, size))),
+            source=f"environment variables {launcher.rank} and {sizes[0]}",
             mpi=launcher.mpi,
         )
     return None
-
-
-def _variable(environment: Mapping[str, str], name: str) -> int:
-    return _number(f"environment variable {name}", environment[name])
-
-
-def _first(environment: Mapping[str, str], names: Sequence[str]) -> str | None:
-    return next((name for name in names if environment.get(name)), None)
-
-
-def _key(environment: Mapping[str, str], launcher: _Launcher) -> str:
-    for names in launcher.key:
-        if all(environment.get(name) for name in names):
-            return " ".join(f"{name}={environment[name]}" for name in names)
-    return ""
-
-
-def _hosts(environment: Mapping[str, str], launcher: _Launcher, size: int) -> int:
-    if hosts := _first(environment, launcher.hosts):
-        return max(1, _variable(environment, hosts))
-    if local := _first(environment, launcher.local_size):
-        return ceil(size / max(1, _variable(environment, local)))
-    return 1
 
 
 def _known_variables() -> str:
@@ -233,12 +219,6 @@ def _known_keys() -> str:
     """The variables that may be the key, as text."""
     groups = dict.fromkeys(names for launcher in _LAUNCHERS for names in launcher.key)
     return " or ".join(" with ".join(names) for names in groups)
-
-
-def _number(what: str, text: object) -> int:
-    if not isinstance(text, str) or not re.fullmatch("[0-9]{1,9}", text):
-        raise InvalidInputError(f"{what}: got {reprlib.repr(text)}, expected a number, as text")
-    return int(text)
 
 
 # The rank table.
@@ -302,7 +282,7 @@ def read_rank_table(path: str) -> RankTable:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A value of a table, and its place in it: ``rank table t.json: server_list[0].server_id``."""
+    """What a table, or a variable, says, and its place: ``rank table t.json: server_list[0].server_id``."""
 
     place: str
     value: Any
@@ -331,7 +311,9 @@ class _Field:
         return self.value
 
     def number(self) -> int:
-        return _number(self.place, self.value)
+        if not isinstance(self.value, str) or not re.fullmatch("[0-9]{1,9}", self.value):
+            raise self.wrong("a number, as text")
+        return int(self.value)
 
     def add(self, value: Any, seen: set[Any], what: str) -> None:
         if value in seen:

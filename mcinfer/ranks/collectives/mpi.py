@@ -177,19 +177,12 @@ class MpiGroup(Group):
         """Come to the next operation, and do its parts one after another once all ranks have come."""
         self._check_open()
         own = cell_of(text, _CELL_BYTES)
-        cells = bytearray(self.size * _CELL_BYTES)
+        cells: NDArray[np.uint8] = np.zeros((self.size, _CELL_BYTES), np.uint8)
         gathering = self._communicator.Iallgather([own, MPI.BYTE], [cells, MPI.BYTE])
-
-        def found() -> list[bytes]:
-            starts = range(0, len(cells), _CELL_BYTES)
-            return [bytes(cells[start : start + _CELL_BYTES]) for start in starts]
-
-        def late() -> list[int]:  # as far as MPI has brought the cells of others
-            return [rank for rank, cell in enumerate(found()) if not any(cell)]
-
-        self._await(gathering, text, late)
-        if cells != own * self.size:
-            raise difference({rank: text_in(cell) for rank, cell in enumerate(found())})
+        # Late are, as far as MPI has brought their cells, those without one.
+        self._await(gathering, text, lambda: [*np.flatnonzero(~cells.any(axis=1))])
+        if cells.tobytes() != own * self.size:
+            raise difference({rank: text_in(cell.tobytes()) for rank, cell in enumerate(cells)})
         for part in parts:
             request = part()
             if isinstance(request, MPI.Request):
