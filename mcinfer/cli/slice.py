@@ -5,7 +5,7 @@ docs/command_line.md lists the fields of ``--json``.
 
 import json
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -127,17 +127,15 @@ def _lines_of_weights(stage: "StageReport", title: str, tensor: int) -> Iterator
     cut = sum(weight.bytes for weight in stage.sharded)
     sharded = counted(len(stage.sharded), "weight")
     yield f"{title}cut over {tensor} ranks: {sharded}, {megabytes(cut)}"
-    whole: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
+    whole: dict[str, list[int]] = defaultdict(list)
     for weight in stage.whole:
-        whole[weight.reason] += weight.bytes
-        counts[weight.reason] += 1
+        whole[weight.reason].append(weight.bytes)
     if not whole:
         return
-    size = megabytes(sum(whole.values()))
+    size = megabytes(sum(weight.bytes for weight in stage.whole))
     yield f"{title}whole in every rank: {counted(len(stage.whole), 'weight')}, {size}"
-    for reason, total in whole.most_common(_MAX_LINES):
-        weights = counted(counts[reason], "weight")
-        yield f"  {weights}, {megabytes(total)}: {printable(reason)}"
+    for reason, sizes in sorted(whole.items(), key=lambda item: -sum(item[1]))[:_MAX_LINES]:
+        weights = counted(len(sizes), "weight")
+        yield f"  {weights}, {megabytes(sum(sizes))}: {printable(reason)}"
     if len(whole) > _MAX_LINES:
         yield "  and others; slices.json has all"

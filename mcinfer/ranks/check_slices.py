@@ -23,21 +23,8 @@ from numpy.typing import NDArray
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import open_engine
 from mcinfer.engines._onnxruntime import load
-from mcinfer.engines.base import (
-    Buffer,
-    Engine,
-    EngineRequest,
-    Strings,
-    array_over,
-    produced_from,
-)
-from mcinfer.errors import (
-    BuildError,
-    EngineError,
-    InvalidInputError,
-    McinferError,
-    shortened,
-)
+from mcinfer.engines.base import Buffer, Engine, EngineRequest, Strings, array_over, produced_from
+from mcinfer.errors import BuildError, EngineError, InvalidInputError, McinferError, shortened
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.children import Progress
 from mcinfer.ranks.slicing.plans import Exchange, RankPlan, Segment, rank_folder
@@ -114,11 +101,16 @@ def check(_: Progress, model: str, folder: str) -> dict[str, Any]:
             return {"reason": f"no made-up inputs fit the model: {refusals[0]}"}
         del whole
         taken = (taken * _RUNS)[:_RUNS]
-        ranks = [
-            _Rank(number, plan, place, folder, options)
-            for number, (plan, place) in enumerate(zip(plans, places, strict=True))
-        ]
-        found = [_run_ranks(ranks, inputs) for inputs, _ in taken]
+        engines: list[Mapping[int, Engine]] = []
+        for rank, (plan, place) in enumerate(zip(plans, places, strict=True)):
+            with _of_rank(rank):
+                own = {
+                    at: load(_request(str(place / step.file), options, **{FOLDER_KEY: folder}))
+                    for at, step in enumerate(plan.steps)
+                    if isinstance(step, Segment)
+                }
+            engines.append(own)
+        found = [_run_ranks(plans, engines, inputs) for inputs, _ in taken]
     return _compared(spec, [outputs for _, outputs in taken], found, rounded)
 
 
@@ -126,11 +118,10 @@ def _segments(folder: Path, temporary: Path) -> list[Path]:
     """The folder of each rank's segments, which are cut now if the slices are files."""
     if (folder / rank_folder(0)).exists():
         return [folder / rank_folder(rank) for rank in range(len([*folder.glob("model*.data")]))]
-    places = []
-    for rank in range(len([*folder.glob("model*.onnx")])):
-        places.append(temporary / rank_folder(rank))
-        places[-1].mkdir()
-        cut_segments(folder / f"model{rank}.onnx", places[-1])
+    places = [temporary / rank_folder(rank) for rank in range(len([*folder.glob("model*.onnx")]))]
+    for rank, place in enumerate(places):
+        place.mkdir()
+        cut_segments(folder / f"model{rank}.onnx", place)
     return places
 
 
@@ -148,11 +139,9 @@ def made_up_inputs(spec: ModelSpec, batch: int, size: int, trial: int = 0) -> li
     for number, tensor in enumerate(spec.inputs):
         shape = []
         for axis, dimension in enumerate(tensor.shape):
-            if isinstance(dimension, int):
-                shape.append(dimension)
-            else:
-                chosen = size if axis else batch
-                shape.append(symbols.setdefault(dimension, chosen) if dimension else chosen)
+            chosen = dimension if isinstance(dimension, int) else size if axis else batch
+            symbol = isinstance(dimension, str) and dimension
+            shape.append(symbols.setdefault(symbol, chosen) if symbol else chosen)
         arrays.append(_random(tensor, tuple(shape), [number, trial]))
     return arrays
 
@@ -194,55 +183,49 @@ def _array(item: Buffer | Strings) -> Array:
     return array_over(item).copy()
 
 
-class _Rank:
-    """A rank's plan, its segments, loaded, and the values of a run."""
-
-    def __init__(
-        self, number: int, plan: RankPlan, place: Path, folder: str, options: Mapping[str, str]
-    ) -> None:
-        self.number, self.plan = number, plan
-        self.values: dict[str, Array] = {}
-        with self._named():
-            self._engines = {
-                step: load(_request(str(place / step.file), options, **{FOLDER_KEY: folder}))
-                for step in plan.steps
-                if isinstance(step, Segment)
-            }
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Errors name the rank."""
-        try:
-            yield
-        except McinferError as exc:
-            raise BuildError(f"the slices do not run: rank {self.number}: {exc}") from exc
-
-    def run(self, step: Segment) -> None:
-        with self._named():
-            outputs = _run(self._engines[step], [self.values[name] for name in step.inputs])
-            self.values.update(zip(step.outputs, outputs, strict=True))
+@contextmanager
+def _of_rank(number: int) -> Iterator[None]:
+    """Errors name the rank."""
+    try:
+        yield
+    except McinferError as exc:
+        raise BuildError(f"the slices do not run: rank {number}: {exc}") from exc
 
 
-def _run_ranks(ranks: Sequence[_Rank], inputs: Sequence[Array]) -> list[dict[str, Array]]:
-    """The outputs of each rank: of a stage all at once, step by step; of stages one after another."""
-    size = ranks[0].plan.tensor or 1
-    for first in range(0, len(ranks), size):
-        stage = ranks[first : first + size]
+def _run_ranks(
+    plans: Sequence[RankPlan],
+    engines: Sequence[Mapping[int, Engine]],
+    inputs: Sequence[Array],
+) -> list[dict[str, Array]]:
+    """The outputs of each rank: of a stage all at once, step by step; of stages one after another.
+
+    Args:
+        plans: By rank.
+        engines: By rank and place of a segment among the steps.
+        inputs: Of the whole model.
+    """
+    names = [tensor.name for tensor in plans[0].spec.inputs]
+    values = [dict(zip(names, inputs, strict=True)) for _ in plans]
+    size = plans[0].tensor or 1
+    for first in range(0, len(plans), size):
+        stage = range(first, first + size)
         for rank in stage:
-            names = (tensor.name for tensor in rank.plan.spec.inputs)
-            rank.values = dict(zip(names, inputs, strict=True))
-            for name, source in rank.plan.receives.items():
-                rank.values[name] = ranks[source].values[name]
-        for steps in zip(*(rank.plan.steps for rank in stage), strict=True):
-            if isinstance(steps[0], Exchange):
-                whole = _exchanged(steps[0], [rank.values[steps[0].input] for rank in stage])
-                for rank in stage:
-                    rank.values[steps[0].output] = whole
-                continue
-            for rank, step in zip(stage, steps, strict=True):
-                if isinstance(step, Segment):
-                    rank.run(step)
-    return [{name: rank.values[name] for name in rank.plan.made} for rank in ranks]
+            received = plans[rank].receives.items()
+            values[rank].update((name, values[source][name]) for name, source in received)
+        for at, step in enumerate(plans[first].steps):
+            if isinstance(step, Exchange):
+                whole = _exchanged(step, [values[rank][step.input] for rank in stage])
+            for rank in stage:
+                own = values[rank]
+                if isinstance(step, Exchange):
+                    own[step.output] = whole
+                    continue
+                with _of_rank(rank):
+                    outputs = _run(engines[rank][at], [own[name] for name in step.inputs])
+                own.update(zip(step.outputs, outputs, strict=True))
+    return [
+        {name: own[name] for name in plan.made} for plan, own in zip(plans, values, strict=True)
+    ]
 
 
 def _exchanged(exchange: Exchange, parts: Sequence[Array]) -> Array:

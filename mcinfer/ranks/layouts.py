@@ -139,13 +139,8 @@ def run_once(group: Group, step: Exchange, array: NDArray[Any]) -> NDArray[Any]:
 def _without_memory(value: Buffer | Strings) -> Buffer | Strings:
     if isinstance(value, Strings):
         return Strings(name=value.name, shape=value.shape, values=())
-    return Buffer(
-        name=value.name,
-        element_type=value.element_type,
-        shape=value.shape,
-        address=0,
-        size=value.size,
-    )
+    kind, shape = value.element_type, value.shape
+    return Buffer(name=value.name, element_type=kind, shape=shape, address=0, size=value.size)
 
 
 class Arena:

@@ -552,10 +552,9 @@ class Graph:
         for node in self.nodes:
             name = operator(node)
             source = node.input[0] if len(node.input) == 1 else ""
-            if name not in ("Cast", "Identity", "Transpose") or not self.is_constant(source):
-                nodes.append(node)
-                continue
-            root = self.constants[self.source(source, REPLICATED)[0]]
+            root = TensorProto()
+            if name in ("Cast", "Identity", "Transpose") and self.is_constant(source):
+                root = self.constants[self.source(source, REPLICATED)[0]]
             if prod(root.dims) <= _SMALL or BITS.get(root.data_type, 0) < 8:
                 nodes.append(node)
                 continue
@@ -590,8 +589,8 @@ class View:
         dims = self._dims[index] if index < len(self._dims) else ()
         return () if dims is None else dims
 
-    def output_dims(self, index: int = 0) -> Dims:
-        return self.graph.dims(self.outputs[index]) or ()
+    def output_dims(self) -> Dims:
+        return self.graph.dims(self.outputs[0]) or ()
 
     def ranks_known(self) -> bool:
         """Whether the number of axes of every input and output is known."""

@@ -17,8 +17,11 @@ receives. The cuts with the least sum of the largest load and all prices are fou
 each bound of the load in turn.
 """
 
+from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -158,10 +161,8 @@ class _Graph:
         inputs = {*self.inputs}
         constant: set[int] = set()
         for at, node in enumerate(self.nodes):
-            if not _is_repeatable(node):
-                continue
             makers = {self.makers[name] for name in self.uses[at] if name in self.makers}
-            if not makers <= self.bases.keys():
+            if not _is_repeatable(node) or not makers <= self.bases.keys():
                 continue
             if makers <= constant and not inputs.intersection(self.uses[at]):
                 constant.add(at)
@@ -235,16 +236,12 @@ class _Costs:
 
     def __init__(self, graph: _Graph) -> None:
         at_position = {node: place for place, node in enumerate(graph.order)}
-        uses: dict[str, list[int]] = {}  # of initialisers, and of values that a stage makes
+        uses: dict[str, list[int]] = defaultdict(list)  # of initialisers, and of values of stages
         for place, node in enumerate(graph.order):
-            needed: set[str] = set()
-            for name in graph.uses[node]:
-                needed |= graph.bases.get(graph.makers.get(name, -1), frozenset({name}))
-            for name in needed:
-                uses.setdefault(name, []).append(place)
-        work = [0]
-        for node in graph.order:
-            work.append(work[-1] + graph.operations(node))
+            needs = (graph.bases.get(graph.makers.get(x, -1), {x}) for x in graph.uses[node])
+            for name in set().union(*needs):
+                uses[name].append(place)
+        work = [0, *accumulate(map(graph.operations, graph.order))]
         sent = [
             (name, at_position[graph.makers[name]], places)
             for name, places in uses.items()
@@ -370,9 +367,7 @@ def _built(graph: _Graph, stage_of: Mapping[int, int], stages: int) -> list[Stag
     members: list[set[int]] = [set() for _ in range(stages)]
     for node, number in stage_of.items():
         members[number].add(node)
-    receives: list[dict[str, int]] = []
-    for number, nodes in enumerate(members):
-        receives.append(_completed(graph, stage_of, number, nodes))
+    receives = [_completed(graph, stage_of, *each) for each in enumerate(members)]
     made: list[list[str]] = [[] for _ in range(stages)]  # outputs of the model
     for name in graph.outputs:
         maker = graph.makers.get(name, -1)
@@ -408,17 +403,15 @@ def _completed(
             elif stage_of[maker] != number:
                 wanted[name] = maker
     firm = {name for name, maker in wanted.items() if not graph.is_small(maker)}
-    copyable: dict[int, bool] = {}
 
+    @cache
     def can_copy(node: int) -> bool:
         """Whether all that the node needs is in the stage, or can be copied as well."""
-        if node not in copyable:
-            copyable[node] = graph.is_small(node) and all(
-                name in firm or maker in graph.bases or can_copy(maker)
-                for name in graph.uses[node]
-                if (maker := graph.makers.get(name)) is not None
-            )
-        return copyable[node]
+        return graph.is_small(node) and all(
+            name in firm or maker in graph.bases or can_copy(maker)
+            for name in graph.uses[node]
+            if (maker := graph.makers.get(name)) is not None
+        )
 
     receives = {}
     for name in sorted(wanted, key=wanted.__getitem__):

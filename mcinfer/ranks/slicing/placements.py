@@ -11,7 +11,7 @@ queries, keys and values need, so that each rank has some heads of all three::
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from math import prod
 
 Dim = int | str | None
@@ -78,16 +78,9 @@ def ranges(blocks: Sequence[int], ranks: int, rank: int) -> tuple[Range, ...]:
 
 def gathered_order(blocks: Sequence[int], ranks: int) -> list[int]:
     """For each position of the whole axis, where it is when the parts of all ranks are joined in order."""
-    held = [
-        position
-        for rank in range(ranks)
-        for start, stop in ranges(blocks, ranks, rank)
-        for position in range(start, stop)
-    ]
-    where = [0] * len(held)
-    for place, position in enumerate(held):
-        where[position] = place
-    return where
+    spans = (span for rank in range(ranks) for span in ranges(blocks, ranks, rank))
+    held = [position for span in spans for position in range(*span)]
+    return sorted(range(len(held)), key=held.__getitem__)
 
 
 def local_dims(dims: Dims, placement: Placement, ranks: int) -> Dims:
@@ -109,28 +102,18 @@ def reshaped(source: Dims, target: Dims, cut: Sharded, ranks: int) -> Sharded | 
         return cut
     inside, outside = source[left:], target[left:]
     axis = cut.axis - left
-    right = 0  # axes that were matched from the right, as whole groups
-    right_target = 0
-    while right < len(inside) and right_target < len(outside):
-        group = _last_group(inside[: len(inside) - right], outside[: len(outside) - right_target])
-        if group is None:
-            break
-        begin = len(inside) - right - group[0]
-        begin_target = len(outside) - right_target - group[1]
+    # Whole groups are taken off on the right.
+    while inside and outside and (group := _last_group(inside, outside)):
+        begin, begin_target = len(inside) - group[0], len(outside) - group[1]
         if axis >= begin:
-            moved = _moved_in_group(
-                _numbers(inside[begin : begin + group[0]]),
-                _numbers(outside[begin_target : begin_target + group[1]]),
-                cut.at(axis - begin),
-                ranks,
-            )
+            own, others = _numbers(inside[begin:]), _numbers(outside[begin_target:])
+            moved = _moved_in_group(own, others, cut.at(axis - begin), ranks)
             return moved and moved.at(moved.axis + left + begin_target)
-        right += group[0]
-        right_target += group[1]
+        inside, outside = inside[:begin], outside[:begin_target]
     # What is left has the same product on both sides, whatever the unknown sizes are: the first axes have
     # the same share of it for each rank.
     first = outside[0] if outside else None
-    if axis != 0 or not isinstance(first, int) or right_target == len(outside):
+    if axis != 0 or not isinstance(first, int):
         return None
     scaled = [block * first for block in cut.blocks]
     if any(block % cut.size for block in scaled):
@@ -141,12 +124,8 @@ def reshaped(source: Dims, target: Dims, cut: Sharded, ranks: int) -> Sharded | 
 
 def _matched_prefix(source: Dims, target: Dims) -> int:
     """How many leading axes are the same; those of size 1 may shift a cut to a later axis, and end it."""
-    count = 0
-    for one, other in zip(source, target, strict=False):
-        if one is None or one != other:
-            break
-        count += 1
-    return count
+    pairs = zip(source, target, strict=False)
+    return len([*takewhile(lambda pair: pair[0] is not None and pair[0] == pair[1], pairs)])
 
 
 def _numbers(dims: Dims) -> list[int]:

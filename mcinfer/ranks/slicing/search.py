@@ -14,8 +14,9 @@ A beam search goes through the nodes in their order. A state says how each value
 there; of states that say the same, the cheapest stays. All states are right, only their costs differ.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -152,7 +153,7 @@ class Search:
                 total = cost + step.cost
                 for name, placement in step.constants:
                     total += self._keep(name, placement, after)
-                for name in self._ends.get(number, ()):
+                for name in self._ends[number]:
                     after.pop(name, None)
                 same = frozenset(after.items())
                 if same not in found or total < found[same][0]:
@@ -186,14 +187,10 @@ class Search:
             if tensor_bytes(self._graph.constants[name]) < _SMALLEST_WEIGHT:
                 continue
             for axis, size in enumerate(view.dims(index)):
-                if not isinstance(size, int):
-                    continue
-                hints = block_hints(self._graph, view.outputs[0], size)
-                cuts += [
-                    (index, Sharded(axis, blocks))
-                    for blocks in dict.fromkeys([(size,), *hints])
-                    if divides(self._ranks, blocks)
-                ]
+                if isinstance(size, int):
+                    hints = block_hints(self._graph, view.outputs[0], size)
+                    ways = filter(partial(divides, self._ranks), dict.fromkeys([(size,), *hints]))
+                    cuts += [(index, Sharded(axis, blocks)) for blocks in ways]
         return cuts
 
     def _step(
@@ -203,12 +200,10 @@ class Search:
         changed: State = {}
         constants: list[tuple[str, Placement]] = []
         for index, (name, given) in enumerate(zip(names, forms, strict=True)):
-            if not name:
-                continue
             need = choice.needs[index] if index < len(view.inputs) else REPLICATED
-            if given is None:
-                if index not in choice.vectors:
-                    constants.append(self._graph.source(name, need))
+            if name and given is None and index not in choice.vectors:
+                constants.append(self._graph.source(name, need))
+            if not name or given is None:
                 continue
             there = changed.get(name, given)
             extra = self._convert(name, there, need)
@@ -216,8 +211,7 @@ class Search:
                 return None
             if extra:
                 cost += extra
-                added = [form for form in (REPLICATED, need) if form not in there]
-                changed[name] = (*there, *dict.fromkeys(added))
+                changed[name] = tuple(dict.fromkeys((*there, REPLICATED, need)))
         for name, form in zip(view.outputs, choice.gives, strict=True):
             if name and form != REPLICATED:
                 changed[name] = (form,)
@@ -268,10 +262,10 @@ class Search:
                 continue
             key = f"constant {self._graph.source(name, REPLICATED)[0]}"
             last[key] = max(numbers[-1], last.get(key, 0))
-        ends: dict[int, list[str]] = {}
+        ends: dict[int, list[str]] = defaultdict(list)
         for name, number in last.items():
             if name not in self._graph.outputs:
-                ends.setdefault(number, []).append(name)
+                ends[number].append(name)
         return ends
 
 
