@@ -156,25 +156,19 @@ class DeviceMemory:
 
 @dataclass(slots=True, eq=False)
 class DeviceBlock:
-    """Memory of a card that other processes can map, and this process's mapping of it.
+    """Memory of a card that other processes can map, and this process's mapping of it."""
 
-    Attributes:
-        number: What messages call the block.
-        size: Its bytes, with any content at first.
-        address: Where it lies for the card, in this process.
-        device: The card that it lies on.
-        token: What another process needs to open it, besides the descriptor; empty if it is attached.
-        fd: The descriptor to be sent with the token: as long as any process has it, the memory stays; -1 if
-            the block is attached or closed.
-    """
-
-    number: int
-    size: int
-    device: Device
+    number: int  # what messages call it
+    size: int  # its bytes, with any content at first
+    device: Device  # the card that it lies on
     _mapping: _Mapping | None
-    fd: int = -1
-    token: bytes = b""
-    address: int = field(init=False)
+    fd: int = (
+        -1
+    )  # to be sent with the token: it keeps the memory, in any process; -1: attached or closed
+    token: bytes = (
+        b""  # what another process needs to open it, besides the descriptor; empty: attached
+    )
+    address: int = field(init=False)  # where it lies for the card, in this process
     _card: "Card" = field(init=False)
 
     def __post_init__(self) -> None:

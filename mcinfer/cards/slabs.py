@@ -35,22 +35,15 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabTensor:
-    """One weight: where it lies in the slab, and in its file.
-
-    Attributes:
-        offset: Bytes from the slab's start, a multiple of `ALIGNMENT`.
-        size: Bytes.
-        file: Path of the file that it is filled from.
-        file_offset: Bytes from that file's start.
-    """
+    """One weight: where it lies in the slab, and in the file that it is filled from."""
 
     name: str
     element_type: str
     shape: tuple[int, ...]
-    offset: int
-    size: int
+    offset: int  # bytes from the slab's start, a multiple of `ALIGNMENT`
+    size: int  # bytes
     file: Path
-    file_offset: int
+    file_offset: int  # bytes from that file's start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,19 +110,13 @@ def open_memory(
 
 @dataclass(slots=True, eq=False)
 class CardMemory:
-    """One card's memory for the tensors of one pool; any thread may call it.
-
-    Attributes:
-        card: As this process sees it.
-        arena: Of blocks of its memory; the loop owns it.
-        is_reached: Whether every worker can be given that memory; set by the loop.
-    """
+    """One card's memory for the tensors of one pool; any thread may call it."""
 
     card: Card
-    arena: Arena
+    arena: Arena  # of blocks of its memory; the loop owns it
     _allocate: Allocate
     _repeat: Repeat
-    is_reached: bool = False
+    is_reached: bool = False  # by every worker, which can be given that memory; the loop says so
     # By thread: the loop reads it, and must take no lock that a caller can hold.
     _inputs: dict[int, dict[CardWay, tuple[int, int]]] = field(default_factory=dict)
 

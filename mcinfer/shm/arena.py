@@ -180,7 +180,6 @@ class Arena:
         return None
 
     def allocate(self, size: int) -> Slot:
-        """One slot; see `allocate_all`."""
         return self.allocate_all([size])[0]
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Slot]:
@@ -295,7 +294,6 @@ class Arena:
         return None
 
     def _free_blocks(self) -> list[SharedBlock]:
-        """The blocks without slots."""
         return [e.block for e in self._blocks.values() if e.free == e.block.size]
 
     def _drop(self, block: SharedBlock) -> None:
@@ -335,21 +333,13 @@ class Arena:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedBlock:
-    """A block that another process made, not opened yet; the descriptor is the holder's.
-
-    Attributes:
-        number: What messages call it.
-        size: Its bytes.
-        fd: What its maker has handed over.
-        token: What came with the descriptor; empty for a block in the host's memory.
-        device: The card whose memory it is; None for the host's.
-    """
+    """A block that another process made, not opened yet; the descriptor is the holder's."""
 
     number: int
-    size: int
-    fd: int
-    token: bytes = b""
-    device: Device | None = None
+    size: int  # its bytes
+    fd: int  # what its maker has handed over
+    token: bytes = b""  # what came with the descriptor; empty for a block in the host's memory
+    device: Device | None = None  # the card whose memory it is; None for the host's
 
 
 class AttachedBlocks:

@@ -154,7 +154,6 @@ class Runs:
         self._bound_bytes -= len(layout[2])
 
     def close(self) -> None:
-        """Drop all bound runs."""
         self._bound.clear()
         self._joined.close()
 
