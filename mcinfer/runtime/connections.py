@@ -239,7 +239,13 @@ class Connections:
         if gang is None:
             return
         if isinstance(message, Cancel):
-            self._cancel(gang, message)
+            # Not in ranks: it would end in some a run that others wait for, or are done with.
+            if gang.is_group:
+                return
+            try:
+                gang.ranks[0].cancels.send(message.request, message.shard)
+            except OSError as exc:
+                raise UnreachableError(f"cannot be reached: {exc}") from exc
         elif isinstance(message, Build) and gang.peers:
             builds = [message] if not gang.is_group else self._builds[index]
             for process, build in zip(gang.ranks, builds, strict=True):
@@ -247,14 +253,6 @@ class Connections:
                 self.transport.send([process.peer or b""], data)
         else:
             self.transport.send(gang.peers, encode(message))
-
-    def _cancel(self, gang: Gang, message: Cancel) -> None:
-        """Cancel a run, but not in ranks: it would end in some that others wait for, or is it done in."""
-        if not gang.is_group:
-            try:
-                gang.ranks[0].cancels.send(message.request, message.shard)
-            except OSError as exc:
-                raise UnreachableError(f"cannot be reached: {exc}") from exc
 
     def send_run(
         self, index: int, members: Sequence[tuple[Request, int]], *, fresh: bool = False

@@ -27,22 +27,9 @@ from typing import Any
 from weakref import ref
 
 from mcinfer.config import Device, Limits, RestartPolicy, Timeouts
-from mcinfer.errors import (
-    BuildError,
-    ClosedError,
-    McinferError,
-    ProtocolError,
-)
+from mcinfer.errors import BuildError, ClosedError, McinferError, ProtocolError
 from mcinfer.private import ModelInMemory, model_name
-from mcinfer.protocol import (
-    REPLY,
-    REPLY_HEAD,
-    Build,
-    BuildFinish,
-    Error,
-    Message,
-    Reply,
-)
+from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Reply
 from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.request import Request
 from mcinfer.runtime.admission import Admission
@@ -377,7 +364,8 @@ class Loop:
         self.inbox.asleep = False
         with ExitStack() as last:  # what was entered last comes first
             last.callback(self._delivery.close)
-            last.callback(self._leave_cards)
+            for memory in self.inbox.cards.values():  # given back once the work of the card is done
+                last.callback(self._delivery.put, memory.leave)
             if self.model is not None:
                 last.callback(self.model.close)
             last.callback(self._refuse_all)
@@ -386,11 +374,6 @@ class Loop:
                 last.callback(arena.close)
             last.callback(self._poll.close)
             last.callback(self._connections.close_socket)
-
-    def _leave_cards(self) -> None:
-        """Have the memory of cards given back once their work is done."""
-        for memory in self.inbox.cards.values():
-            self._delivery.put(memory.leave)
 
     def _refuse_all(self) -> None:
         """Answer all callers that still wait."""
@@ -455,8 +438,6 @@ class Loop:
             self._scheduler.handle_answer(now, index, number, shard, seconds)
         except ProtocolError as exc:
             self.supervision.outlaw(index, f"breaks the protocol: {exc}")
-        if self.admission.places.waiting:
-            self.admission.places.serve()
 
     def _handle_message(self, index: int, message: Message | ProtocolError, now: float) -> None:
         try:
@@ -477,8 +458,6 @@ class Loop:
         self.supervision.report(index, message)
         if isinstance(message, BuildFinish):
             self.inbox.note_reach(index, message.reaches)
-        if self.admission.places.waiting:
-            self.admission.places.serve()
 
     def _take(self, index: int, reply: Reply) -> Message:
         """Have the requests check the reply, and get the blocks that the worker made for it.

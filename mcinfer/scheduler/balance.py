@@ -72,9 +72,8 @@ class Balance:
         self._measured = [-math.inf] * workers  # when
         self._learned = 0.0  # when anything was
         self._offered = [-math.inf] * workers  # when a request was to have a row for it
-        self._probes: deque[Shares] = deque(
-            maxlen=1
-        )  # shares with such a row, until a request takes them
+        # Shares with such a row, until a request takes them.
+        self._probes: deque[Shares] = deque(maxlen=1)
         self._seconds = [0.0] * workers  # of the last run
 
     def rows_per_second(self, worker: int) -> float | None:

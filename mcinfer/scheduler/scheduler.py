@@ -26,6 +26,7 @@ import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import (
@@ -50,14 +51,7 @@ from mcinfer.protocol import (
     state_after,
 )
 from mcinfer.scheduler.balance import Balance
-from mcinfer.scheduler.dispatch import (
-    LONG_RUN,
-    Dispatch,
-    Ending,
-    Entry,
-    RequestSink,
-    RequestTable,
-)
+from mcinfer.scheduler.dispatch import LONG_RUN, Dispatch, Ending, Entry, RequestSink, RequestTable
 from mcinfer.scheduler.workers import (
     MAX_DEATHS,
     MAX_TEXT,
@@ -334,7 +328,7 @@ class Scheduler:
         w = self.workers[worker]
         runs = w.runs
         if not runs or runs[0].members[0] != (request, shard) or not 0.0 <= seconds < math.inf:
-            raise _bad_answer(w, request, shard, seconds, error)
+            _refuse_answer(w, request, shard, seconds, error)
         run = runs.popleft()
         if w.kill_at < math.inf and not w.doomed:
             w.kill_at = w.end_by
@@ -388,12 +382,12 @@ class Scheduler:
         if killed and not w.doomed and w.state in (WorkerState.READY, WorkerState.BUSY):
             self._kills.note(now, {request for run in runs for request, _ in run.members})
         story = self.lives.bury(w, how, now)
-        blames = w.fate is not Fate.BEREFT and bool(runs) and not runs[0].late
-        if blames and all(run.late for run in [*runs][1:]):
-            w.counts.failed += len(runs[0].members)
-            for run in [*runs][1:]:
+        wanted = [run for run in runs if not run.late]
+        if w.fate is not Fate.BEREFT and len(wanted) == 1 and wanted[0] is runs[0]:
+            w.counts.failed += len(runs.popleft().members)
+            for run in runs:
                 self._forget_late(run)
-            self._handle_lost_run(w, runs[0], story, now, killed=killed)
+            self._handle_lost_run(w, wanted[0], story, now, killed=killed)
         else:
             # It is not known which it was at, since an answer may have been lost with it: none is blamed, and
             # each runs apart from the others.
@@ -626,21 +620,17 @@ class Scheduler:
                 self._cancel_run(w, run)
 
 
-def _bad_answer(
+def _refuse_answer(
     w: Worker, request: int | None, shard: int | None, seconds: float, error: Error | None
-) -> ProtocolError:
-    """What is wrong with an answer."""
+) -> NoReturn:
+    """Raise what is wrong with an answer."""
     kind = Reply if error is None else Error
-    try:
-        state_after(w.state, kind)
-    except ProtocolError as exc:
-        return exc
+    state_after(w.state, kind)
     expected = w.runs[0].members[0] if w.runs else (None, None)
+    problem = f"seconds: got {seconds}, expected a finite number, 0 or more"
     if (request, shard) != expected:
-        return ProtocolError(
-            f"{kind.__name__} for request and shard {(request, shard)}, expected {expected} in state "
-            f"{w.state}"
+        problem = (
+            f"for request and shard {(request, shard)}, expected {expected} in state {w.state}"
         )
-    return ProtocolError(
-        f"{kind.__name__}: seconds: got {seconds}, expected a finite number, 0 or more"
-    )
+        raise ProtocolError(f"{kind.__name__} {problem}")
+    raise ProtocolError(f"{kind.__name__}: {problem}")

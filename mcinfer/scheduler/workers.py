@@ -694,7 +694,14 @@ class WorkerLives:
                 self._replacing = together
                 self._to_replace = deque(w for w in self._to_replace if w not in together)
                 for w in together:
-                    self._begin_to_replace(w, now)
+                    if w.budget.spent or w.state is WorkerState.GONE:
+                        w.budget.renew()
+                    if w.state is WorkerState.GONE:
+                        w.counts.restarts += 1
+                        self.start(w, now)
+                    elif w.fate is Fate.STAYS:
+                        w.fate = Fate.RETIRES
+                self._fill_in()
             for w in self._replacing:
                 if w.fate is Fate.RETIRES and w.state is WorkerState.READY and not w.borrowers:
                     self.end_when_idle(w, now, self._timeouts.close)
@@ -714,17 +721,6 @@ class WorkerLives:
                     self._sink.workers_restarted(WorkerDiedError(say_once(failures)))
                 elif not self._asked_for:
                     self._sink.workers_restarted(None)
-
-    def _begin_to_replace(self, w: Worker, now: float) -> None:
-        if w.budget.spent or w.state is WorkerState.GONE:
-            w.budget.renew()
-        if w.state is WorkerState.GONE:
-            w.counts.restarts += 1
-            self.start(w, now)
-        else:
-            if w.fate is Fate.STAYS:
-                w.fate = Fate.RETIRES
-            self._fill_in()
 
     def _fill_in(self) -> None:
         """If no other worker gets runs, have a spare one get them."""
