@@ -18,7 +18,6 @@ A component owns the workers of a model that it gets as a path or as bytes, and 
 models.
 """
 
-import fcntl
 import inspect
 import json
 import os
@@ -26,7 +25,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import NoneType, SimpleNamespace
@@ -44,7 +43,7 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.master import Master, SerializableModel
-from mcinfer.private import opened_folder
+from mcinfer.private import alone_in, opened_folder
 from mcinfer.specs import TensorSpec
 
 with requires(
@@ -749,23 +748,12 @@ def _write(traced: _Traced, module: Any, folder: Path) -> Path:
         else:  # of transformers, whose own files lack what has its default
             text = module.config.to_json_string(use_diff=False)
             (new / _CONFIG_FILE).write_text(text)
-        with _alone(place):
+        with alone_in(place):  # so that a model has the weights of its own export
             # Without the old model, an interruption leaves none rather than one with another's weights.
             (place / _MODEL_FILE).unlink(missing_ok=True)
             for file in sorted(new.iterdir(), key=lambda file: file.name == _MODEL_FILE):
                 file.replace(place / file.name)
     return folder / _MODEL_FILE
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep other exports from moving their files, so that a model has the weights of its own export."""
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 # Tensors.

@@ -304,6 +304,17 @@ def _sweep(place: int) -> None:
                 shutil.rmtree(name, dir_fd=place)
 
 
+@contextmanager
+def alone_in(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """No other process is in this block with this folder meanwhile; one that ends lets the next one in."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
 def _end(pid: int, made: ExitStack) -> None:
     if os.getpid() == pid:
         made.close()

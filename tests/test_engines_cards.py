@@ -28,9 +28,10 @@ from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import _onnxruntime, open_engine, prepared_facts
 from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
 from mcinfer.engines.base import EngineRequest, OutOfDeviceMemoryError, Strings
-from mcinfer.engines.preparation import OWN_COPY, alone_in, engine_folder, ensure_prepared
+from mcinfer.engines.preparation import OWN_COPY, engine_folder, ensure_prepared
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.cache import Cache
+from mcinfer.private import alone_in
 from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content
 from tests.test_cards_cuda import emulated_cards

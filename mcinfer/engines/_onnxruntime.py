@@ -40,7 +40,6 @@ from mcinfer.engines.preparation import (
     OWN_COPY,
     Preparation,
     Runtime,
-    alone_in,
     content_of,
     engine_folder,
     facts_of,
@@ -82,7 +81,7 @@ from mcinfer.model_cache.onnx_files import (
     open_regular,
     scan,
 )
-from mcinfer.private import ModelInMemory
+from mcinfer.private import ModelInMemory, alone_in
 from mcinfer.process import without_telemetry
 from mcinfer.specs import (
     ELEMENT_TYPES,
@@ -609,6 +608,8 @@ def _open_session(
     engines = engine_folder(request, RUNTIME)
     providers = _providers(request, engines)
     options = _session_options(request, prepared=prepared is not None, given=given)
+    # Workers that start together build an engine once: TensorRT chooses kernels by the time that they take,
+    # which others on the card would change, and another process may read an engine while it is written.
     alone = nullcontext() if engines is None else alone_in(engines)
     file = nullcontext(str(prepared)) if prepared else _model_file(request, options)
     with alone, file as path:
@@ -757,7 +758,9 @@ def _set_attribute(options: Any, name: str, text: str) -> None:
         if name in _DEFAULT_LOGGER:
             _DEFAULT_LOGGER[name](int(text))
         elif name in _ATTRIBUTES:
-            setattr(options, name, _ATTRIBUTES[name](text))
+            kind = type(getattr(options, name))
+            words = {"0": False, "1": True} if kind is bool else getattr(kind, "__members__", None)
+            setattr(options, name, words[text] if words else kind(text))
         else:
             names = [*_ATTRIBUTES, *_DEFAULT_LOGGER]
             raise BuildError(f"session_options: got the name {name!r}, expected some of {names}")
@@ -767,22 +770,12 @@ def _set_attribute(options: Any, name: str, text: str) -> None:
         ) from exc
 
 
-def _flag(text: str) -> bool:
-    return {"0": False, "1": True}[text]
-
-
-_ATTRIBUTES: Mapping[str, Callable[[str], Any]] = {
-    "graph_optimization_level": lambda text: ort.GraphOptimizationLevel.__members__[text],
-    "execution_order": lambda text: ort.ExecutionOrder.__members__[text],
-    "enable_cpu_mem_arena": _flag,
-    "enable_mem_pattern": _flag,
-    "enable_mem_reuse": _flag,
-    "use_deterministic_compute": _flag,
-    "log_severity_level": int,
-    "log_verbosity_level": int,
-    "logid": str,
-}
-"""How `EngineOptions.session_options` are read, by name."""
+_ATTRIBUTES = (
+    *("graph_optimization_level", "execution_order", "enable_cpu_mem_arena", "enable_mem_pattern"),
+    *("enable_mem_reuse", "use_deterministic_compute", "log_severity_level", "log_verbosity_level"),
+    "logid",
+)
+"""The `EngineOptions.session_options` of a session, each with a value of the type that it has before."""
 
 _DEFAULT_LOGGER: Mapping[str, Callable[[int], None]] = {
     "default_logger_severity": ort.set_default_logger_severity,

@@ -10,7 +10,6 @@ A model that cannot be prepared is loaded as it is, and the engine's `notes` say
 save a model's optimised form, an entry without a model records this, so that mcinfer tries only once.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -19,8 +18,8 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -246,22 +245,6 @@ def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:
     except (BuildError, CacheUnusableError, MissingDependencyError, OSError) as exc:
         _log.warning("%s: TensorRT's engines are not kept: %s", request.model, exc)
         return None
-
-
-@contextmanager
-def alone_in(folder: str) -> Iterator[None]:
-    """No other process makes a session with this folder of engines meanwhile.
-
-    So workers that start together build an engine once: TensorRT chooses kernels by the time that they take,
-    which others on the card would change, and another process may read an engine while it is written. A
-    process that ends, or is ended because it took too long, lets the next one in.
-    """
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(opened)
 
 
 def _adopt(folder: Path, request: EngineRequest, runtime: Runtime) -> Held:

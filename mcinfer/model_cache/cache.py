@@ -671,8 +671,9 @@ class Cache:
             if root is None:
                 return None
             end = time.monotonic() + _MAX_BUSY_SECONDS
+            damaged: set[_Identity] = set()
             while True:
-                held, damaged = self._take(root, key, None)
+                held = self._take(root, key, damaged)
                 # Another process may be checking whether it is in use, which takes the lock for a moment.
                 if held or damaged or not root.identity(key) or time.monotonic() > end:
                     return held
@@ -707,12 +708,12 @@ class Cache:
         """
         with unusable(self.folder), opened_root(self.folder, make=True) as path:
             root = Root(path, self.folder)
-            damaged: _Identity | None = None
+            damaged: set[_Identity] = set()
             seen: object = None
             began = since = time.monotonic()
             while True:
                 # First as a user: LOCK_EX alone would wait for all users of a finished entry.
-                held, damaged = self._take(root, key, damaged)
+                held = self._take(root, key, damaged)
                 held = held or self._prepare(root, key, facts, fill, damaged)
                 if held is not None:
                     break
@@ -724,7 +725,7 @@ class Cache:
                     seen, since = (there, written), now
                     if progress is not None:
                         progress(written)
-                limit = min(wait, _MAX_DAMAGED_SECONDS) if damaged and there == damaged else wait
+                limit = min(wait, _MAX_DAMAGED_SECONDS) if there in damaged else wait
                 if now - since >= limit:  # the same text for all who wait
                     fault = (
                         "has been preparing it, or using a damaged one, without any progress for "
@@ -782,23 +783,22 @@ class Cache:
         """
         return self._shrink(self.limit_bytes)[0]
 
-    def _take(
-        self, root: Root, key: str, damaged: _Identity | None
-    ) -> tuple[Held | None, _Identity | None]:
-        """Hold an entry, and say which one is known to be damaged.
+    def _take(self, root: Root, key: str, damaged: set[_Identity]) -> Held | None:
+        """Hold an entry, or note that it is damaged.
 
         A damaged one is not checked again: that would read all of its files, under a lock that keeps others
         from making it again.
         """
         there = root.identity(key)
-        if there in (None, damaged):
-            return None, damaged
+        if there is None or there in damaged:
+            return None
         try:
-            return root.take(key), damaged
+            return root.take(key)
         except UnsoundEntryError as exc:
             # As text: a record that is kept would hold the frames of the error, and what they hold.
             _log.warning("the prepared model %s is not used: %s", self.folder / key, str(exc))
-            return None, there
+            damaged.add(there)
+            return None
 
     def _prepare(
         self,
@@ -806,7 +806,7 @@ class Cache:
         key: str,
         facts: Mapping[str, Any],
         fill: Callable[[Path, int], None],
-        damaged: _Identity | None,
+        damaged: set[_Identity],
     ) -> Held | None:
         """Make an entry and hold it; None if another process has the lock, or has made it."""
         import shutil  # not at every worker's start
@@ -815,7 +815,7 @@ class Cache:
         if lock is None:
             return None
         try:
-            if root.identity(key) not in (None, damaged):
+            if root.identity(key) not in {None, *damaged}:
                 return None
             root.clean(key, entry=True)
             draft = root.new_draft(key)

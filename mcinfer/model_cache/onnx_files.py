@@ -74,8 +74,9 @@ def looks_like(start: bytes) -> str:
     """What a file that is no model is by its first `LOOK_BYTES` bytes; empty if it may be anything."""
     if not start:
         return "an empty file"
-    if found := next((what for pattern, what in _LOOKS if pattern.match(start)), ""):
-        return found
+    for pattern, what in _LOOKS.items():
+        if re.match(pattern, start, re.DOTALL | re.IGNORECASE):
+            return what
     if len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 1 << 32:
         return "safetensors, which are weights without a graph"
     with suppress(UnicodeDecodeError):  # the end of the text may be cut within a character
@@ -86,23 +87,14 @@ def looks_like(start: bytes) -> str:
 
 LOOK_BYTES = 1024
 
-_LOOKS = tuple(
-    (re.compile(pattern, re.DOTALL | re.IGNORECASE), what)
-    for pattern, what in (
-        (
-            rb"version https://git-lfs",
-            "a pointer of Git LFS (git lfs pull fetches the file itself)",
-        ),
-        (rb"\s*(\xef\xbb\xbf\s*)?<(!doctype html|html|head)\b", "an HTML page"),
-        (
-            rb"PK\x03\x04.*/data\.pkl",
-            "a PyTorch checkpoint (torch.onnx.export makes a model of it)",
-        ),
-        (rb"PK\x03\x04", "a zip archive"),
-        (rb"\x1f\x8b", "a gzip file"),
-        (rb"\x80[\x02-\x05]", "a pickle, such as an old PyTorch checkpoint"),
-    )
-)
+_LOOKS = {
+    rb"version https://git-lfs": "a pointer of Git LFS (git lfs pull fetches the file itself)",
+    rb"\s*(\xef\xbb\xbf\s*)?<(!doctype html|html|head)\b": "an HTML page",
+    rb"PK\x03\x04.*/data\.pkl": "a PyTorch checkpoint (torch.onnx.export makes a model of it)",
+    rb"PK\x03\x04": "a zip archive",
+    rb"\x1f\x8b": "a gzip file",
+    rb"\x80[\x02-\x05]": "a pickle, such as an old PyTorch checkpoint",
+}
 
 
 def chunks(descriptor: int, size: int) -> Iterator[memoryview]:
