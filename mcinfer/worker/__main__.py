@@ -9,6 +9,7 @@ then ends this process, since the main thread may be deep in an import or a nati
   forked may hold it.
 """
 
+import gc
 import json
 import logging
 import os
@@ -38,10 +39,13 @@ def main() -> int:
     else:
         os.environ["PYTHONPATH"] = start["pythonpath"]
     logging.basicConfig(level=start["log_level"], format=LOG_FORMAT)
+    gc.disable()  # a look for garbage in what is imported, again and again, is a tenth of a start
     from mcinfer.runtime.cancels import Cancels
     from mcinfer.runtime.transport import WorkerTransport
     from mcinfer.worker.server import Server
 
+    gc.freeze()
+    gc.enable()
     cancels = Cancels.inherited(start["cancels"])
     connection = WorkerTransport(start["connection"])
     tokens = (start["hello_token"], start["build_token"])
