@@ -1,6 +1,9 @@
-"""The public face: one model on many devices, as an object in the user's process."""
+"""The public face: one model on many devices, as an object in the user's process.
 
-import asyncio
+asyncio is imported by the coroutines alone: it is a sixth of the package's import, and most programs have
+none.
+"""
+
 import logging
 import os
 import weakref
@@ -472,6 +475,8 @@ class Master:
         self.close(drain=kind is None)
 
     async def __aenter__(self) -> Self:
+        import asyncio
+
         try:
             return await asyncio.to_thread(self.start)
         except asyncio.CancelledError:
@@ -479,6 +484,8 @@ class Master:
             raise
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        import asyncio
+
         try:
             await asyncio.to_thread(self.close, drain=kind is None)
         except BaseException:  # cancelled, as Ctrl-C does: its thread would wait on
@@ -679,6 +686,8 @@ class Master:
         The event loop's thread checks and copies the inputs before the first wait, to ordinary memory if no
         shared memory is free. Arrays from `allocate`, and tensors on cards, are borrowed until it is done.
         """
+        import asyncio
+
         call = self._call(
             inputs, timeout, (batch_axes, output_axes), shards, priority, outputs, outputs_on
         )
@@ -710,6 +719,8 @@ class Master:
 
     async def _in_thread(self, call: Call, answer: Callable[[], _T]) -> _T:
         """Answer a call in a thread, by copies of its inputs; cancelling the task cancels the call."""
+        import asyncio
+
         if not call.rows:  # else it has run in pieces, and has copies
             call.inputs = [*map(np.array, self._planner.host_arrays(call.inputs, call.timeout))]
         ends: list[Callable[[], object]] = []

@@ -4,7 +4,6 @@ They are daemons: a call that waits for memory must not delay the end of the int
 the threads of `concurrent.futures`.
 """
 
-import asyncio
 import math
 import os
 import threading
@@ -64,6 +63,8 @@ class WaitingThreads:
         Raises:
             QueueFullError: It could not be made until the deadline, of `time.monotonic`.
         """
+        import asyncio  # `mcinfer.master` says why not above
+
         waiting = self.submit(submit)
         left = deadline - monotonic()
         try:
