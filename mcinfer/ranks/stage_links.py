@@ -150,16 +150,23 @@ def _transfers(group: Group, source: int, to: int, names: tuple[str, ...]) -> Li
 
 def _give(link: Link, layout: Layout | None, values: Values) -> None:
     """Send values: with a layout in its memory, or if their shapes do not fit that, behind it."""
-    given = _tensors(link, values)
+    given = [_tensor(name, values) for name in link.names]
     if layout is not None:
         if link.acknowledge is not None and link.packets >= _TURNS:
             link.acknowledge.run()  # of the packet whose turn this is
         link.packets += 1
         packet = layout.packets[link]
         turn = packet.turns[layout.runs % _TURNS]
-        is_packed = _pack(turn.input, packet, layout, given)
+        fits = all(
+            (value.shape, value.element_type) == (like.shape, like.element_type)
+            for value, like in zip(given, map(layout.buffer, packet.places), strict=True)
+        )
+        turn.input[0] = 0 if fits else 1
+        if fits:
+            for value, span in zip(given, packet.places.values(), strict=True):
+                turn.input[span] = _bytes_of(value)
         turn.run()
-        if is_packed:
+        if fits:
             return
     text = json.dumps([[value.element_type, value.shape] for value in given]).encode()
     link.send(_number(len(text)))
@@ -203,25 +210,11 @@ def _by_rank(pairs: Iterable[tuple[int, str]]) -> Iterable[tuple[int, tuple[str,
     return [(rank, tuple(found)) for rank, found in names.items()]
 
 
-def _tensors(link: Link, values: Values) -> list[Buffer]:
-    found = [values[name] for name in link.names]
-    for name, value in zip(link.names, found, strict=True):
-        if isinstance(value, Strings):
-            raise PredictError(f"value {name!r} is of strings, which ranks do not send each other")
-    return [value for value in found if isinstance(value, Buffer)]
-
-
-def _pack(memory: NDArray[np.uint8], packet: Packet, layout: Layout, values: list[Buffer]) -> bool:
-    """Copy the values to their places; False if one is of another shape than the layout's."""
-    fits = all(
-        (value.shape, value.element_type) == (like.shape, like.element_type)
-        for value, like in zip(values, map(layout.buffer, packet.places), strict=True)
-    )
-    memory[0] = 0 if fits else 1
-    if fits:
-        for value, span in zip(values, packet.places.values(), strict=True):
-            memory[span] = _bytes_of(value)
-    return fits
+def _tensor(name: str, values: Values) -> Buffer:
+    value = values[name]
+    if isinstance(value, Strings):
+        raise PredictError(f"value {name!r} is of strings, which ranks do not send each other")
+    return value
 
 
 def _number(number: int) -> NDArray[np.uint8]:

@@ -386,9 +386,7 @@ class _Wire:
 # The parts of a group's memory, each an `Area`; first come the cells of the whole group, `_Wire.control`.
 _SMALL = 1 << 40  # the parts of small operations, for even and odd steps
 _ONCE = 1 << 49  # the parts of an operation that is run once
-_RESULT = _ONCE + (
-    1 << 48
-)  # what ranks copy after its last step, while parts of the next one are written
+_RESULT = _ONCE + (1 << 48)  # what ranks copy at its end, while parts of the next one are written
 _PREPARED = 1 << 50
 _PAIRS = 1 << 52  # from each rank to each other one: the array of `send`, then transfers
 _PAIR = 1 << 40
