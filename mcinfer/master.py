@@ -198,6 +198,7 @@ class Master:
         self._said = SaidAxes.of(batch_axes, output_axes)
         check_count("max_batch_size", max_batch_size, 1)
         check_seconds("max_delay", max_delay)
+        self._joins = max_batch_size > 1
         # The loop holds this weakly: what the hook holds may hold the master.
         self._trace = None if trace is None else partial(trace)
         cores = sorted(os.sched_getaffinity(0))
@@ -926,7 +927,7 @@ class Master:
         else:
             check_seconds("timeout", timeout)
         start = monotonic()
-        joins = pieces == 1
+        joins = pieces == 1 and self._joins
         balance = None
         if pieces is None:
             pieces, balance = self._pieces * max(1, self._loop.supervision.serving), self._balance

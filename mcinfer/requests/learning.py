@@ -136,20 +136,17 @@ class Learner:
         """
         if self.teaches(call):
             return self._answer_whole(call)
-        self._warn_if_whole(call)
+        if call.pieces > 1 or call.joins:
+            call.splitter.warn_if_whole()
         return None
 
     def submit(self, call: Call, *, wait: bool = True) -> OutcomeFuture[Arrays]:
         """Queue a call, as `Planner.submit`; it may show, with others, whether such calls can be joined."""
-        if call.known.open:
-            self._warn_if_whole(call)
+        if call.known.open and (call.pieces > 1 or call.joins):
+            call.splitter.warn_if_whole()
         future = self._planner.submit(call, wait=wait)
         self.offer(call)
         return future
-
-    def _warn_if_whole(self, call: Call) -> None:
-        if call.pieces > 1 or (call.joins and self._most_joined > 1):
-            call.splitter.warn_if_whole()
 
     def may_rescue(self, call: Call, failure: PredictError) -> bool:
         """Whether a call that failed may still be answered: it is to be compared first, or cut no more."""

@@ -329,7 +329,7 @@ class Planner:
             if call.outputs_on is not None:  # its value is never just a view for NumPy
                 plan = replace(plan, simple_outputs=None)
         join = None
-        if call.joins and self._max_rows > 1 and known is not None and known.splits and not on_card:
+        if call.joins and known is not None and known.splits and not on_card:
             join = self._join(arrays, plan, call.weights)
         laid = plan
         if plan.seen is None or call.outputs_on is not None:
