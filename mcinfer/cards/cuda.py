@@ -571,7 +571,8 @@ class Card:
         driver = self._driver
         wanted = driver.CUmemAllocationProp()
         wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self._place(wanted)
+        wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        wanted.location.id = self.device.index
         wanted.requestedHandleTypes = self._descriptor_type
         least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         unit = int(self._ask("cuMemGetAllocationGranularity", wanted, least))
@@ -598,7 +599,8 @@ class Card:
     def _map(self, handle: Any, size: int, *, own: bool) -> _Piece:
         driver = self._driver
         access = driver.CUmemAccessDesc()
-        self._place(access)
+        access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self.device.index
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         with contextlib.ExitStack() as undo:
             address = int(self._ask("cuMemAddressReserve", size, 0, 0, 0, asked=size))
@@ -608,11 +610,6 @@ class Card:
             self._ask("cuMemSetAccess", address, size, [access], 1)
             undo.pop_all()
         return _Piece("descriptors", own, address, size)
-
-    def _place(self, described: Any) -> None:
-        kinds = self._driver.CUmemLocationType
-        described.location.type = kinds.CU_MEM_LOCATION_TYPE_DEVICE
-        described.location.id = self.device.index
 
     @property
     def _descriptor_type(self) -> Any:

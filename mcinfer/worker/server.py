@@ -158,10 +158,6 @@ class Server:
         )
         self._canceller.start()
 
-    def send(self, message: Message) -> None:
-        self._state = state_after(self._state, type(message))
-        self._connection.send(encode(message))
-
     def serve(self) -> int:
         """Serve the master until EXIT or a hang-up, and close all that was opened; the exit status."""
         try:
@@ -205,6 +201,22 @@ class Server:
             self._poll.poll()
         raise ConnectionResetError("the master has hung up")
 
+    def send(self, message: Message) -> None:
+        """Send a message, or an error if it is the result of a build or a run that no message can hold."""
+        try:
+            data = encode(message)
+        except ProtocolError as exc:
+            build = isinstance(message, BuildFinish)
+            message = Error(
+                request=getattr(message, "request", None),
+                shard=getattr(message, "shard", None),
+                kind="build" if build else "predict",
+                text=f"the answer does not fit a message to the master: {exc}",
+            )
+            data = encode(message)
+        self._state = state_after(self._state, type(message))
+        self._connection.send(data)
+
     def handle(self, message: Message) -> bool:
         """Follow a message other than PREDICT; whether more may come.
 
@@ -224,24 +236,8 @@ class Server:
                 self._runs.take_weights(message)
             case Build():
                 self._check_master(message)
-                self._answer(self._build(message))
+                self.send(self._build(message))
         return not isinstance(message, Exit)
-
-    def _answer(self, message: Message) -> None:
-        """Send the result of a build or a run, or an error if the result is too large for a message."""
-        try:
-            data = encode(message)
-        except ProtocolError as exc:
-            build = isinstance(message, BuildFinish)
-            message = Error(
-                request=getattr(message, "request", None),
-                shard=getattr(message, "shard", None),
-                kind="build" if build else "predict",
-                text=f"the answer does not fit a message to the master: {exc}",
-            )
-            data = encode(message)
-        self._state = state_after(self._state, type(message))
-        self._connection.send(data)
 
     def close(self) -> None:
         if self._is_built:
@@ -389,7 +385,7 @@ class Server:
             if self._engine.broken:
                 answer = replace(answer, kind="broken", text=self._engine.broken[:_MAX_TEXT])
         if answer is not None:
-            self._answer(answer)
+            self.send(answer)
         else:  # all outputs are at the master's places
             self._state = WorkerState.READY
             self._connection.send(REPLY_HEAD.pack(REPLY, request, shard, seconds))
