@@ -11,6 +11,7 @@ queries, keys and values need, so that each rank has some heads of all three::
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate, takewhile
 from math import prod
 
@@ -21,14 +22,11 @@ Dims = tuple[Dim, ...]
 Range = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Replicated:
-    """Every rank has the whole value, bit-identical."""
+class Whole(Enum):
+    """A value that is not cut."""
 
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """Every rank has a term of the whole shape; the value is the sum of the terms."""
+    REPLICATED = "every rank has it, bit-identical"
+    PARTIAL = "every rank has a term of the whole shape, and the value is the sum of the terms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +49,18 @@ class Sharded:
     def at(self, axis: int) -> "Sharded":
         return Sharded(axis, self.blocks)
 
+    def between(self, start: int, stop: int) -> "Sharded | None":
+        """What is left of a cut from one position to another; None unless these are blocks' ends."""
+        ends = [0, *accumulate(self.blocks)]
+        if start not in ends or stop not in ends:
+            return None
+        return Sharded(self.axis, self.blocks[ends.index(start) : ends.index(stop)])
 
-Placement = Replicated | Partial | Sharded
 
-REPLICATED = Replicated()
-PARTIAL = Partial()
+Placement = Whole | Sharded
+
+REPLICATED = Whole.REPLICATED
+PARTIAL = Whole.PARTIAL
 
 
 def divides(ranks: int, blocks: Sequence[int]) -> bool:

@@ -7,7 +7,7 @@ What has no rule here runs whole in every rank.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from onnx import TensorProto
@@ -551,21 +551,16 @@ def _split(view: View, index: int, cut: Sharded) -> Choice | str:
     sizes = split_sizes(view)
     if sizes is None or sum(sizes) != cut.size:
         return "the sizes of its outputs are unknown"
-    ends = [0, *accumulate(cut.blocks)]
-    gives = []
-    for start, stop in zip([0, *accumulate(sizes)], accumulate(sizes), strict=False):
-        if start not in ends or stop not in ends:
-            return f"outputs of sizes {sizes} do not begin and end with blocks {cut.blocks}"
-        gives.append(Sharded(axis, cut.blocks[ends.index(start) : ends.index(stop)]))
+    found = [cut.between(*ends) for ends in pairwise([0, *accumulate(sizes)])]
+    gives = tuple(form for form in found if form)
+    if len(gives) < len(found):
+        return f"outputs of sizes {sizes} do not begin and end with blocks {cut.blocks}"
     local = tuple(size // view.ranks for size in sizes)
     if view.graph.opset < 13:
-        return Choice(needs=needs, gives=tuple(gives), attributes={"split": local})
-    return Choice(
-        needs=(cut, REPLICATED),
-        gives=tuple(gives),
-        attributes={"num_outputs": None},
-        vectors={1: local},
-    )
+        return Choice(needs=needs, gives=gives, attributes={"split": local})
+    attributes = {"num_outputs": None}
+    needs = (cut, REPLICATED)
+    return Choice(needs=needs, gives=gives, attributes=attributes, vectors={1: local})
 
 
 def split_sizes(view: View) -> tuple[int, ...] | None:
@@ -614,18 +609,17 @@ def _slice(view: View, index: int, cut: Sharded) -> Choice | str:
     if cut.axis not in bounds:
         return Choice(needs=needs, gives=(cut,))
     start, end, step, position = bounds[cut.axis]
-    ends = [0, *accumulate(cut.blocks)]
-    if step != 1 or start not in ends or end not in ends or start >= end:
+    given = cut.between(start, end)
+    if step != 1 or given is None or start >= end:
         return f"{start}:{end}:{step} does not begin and end with blocks {cut.blocks}"
     new = {}
     for place, (name, value) in enumerate((("starts", start), ("ends", end)), 1):
         values = list(view.argument(name, place) or ())
         values[position] = value // view.ranks
         new[name] = tuple(values)
-    gives = (Sharded(cut.axis, cut.blocks[ends.index(start) : ends.index(end)]),)
     if view.has(1):
-        return Choice(needs=needs, gives=gives, vectors={1: new["starts"], 2: new["ends"]})
-    return Choice(needs=needs, gives=gives, attributes=new)
+        return Choice(needs=needs, gives=(given,), vectors={1: new["starts"], 2: new["ends"]})
+    return Choice(needs=needs, gives=(given,), attributes=new)
 
 
 def _shape(view: View, index: int, cut: Sharded) -> Choice | str:

@@ -26,9 +26,7 @@ from mcinfer.ranks.slicing.placements import (
     PARTIAL,
     REPLICATED,
     Dims,
-    Partial,
     Placement,
-    Replicated,
     Sharded,
     divides,
 )
@@ -95,7 +93,7 @@ class Costs:
     def collective(self, name: str, placement: Placement) -> float:
         """The cost of making a value whole."""
         times = 1
-        if isinstance(placement, Partial):
+        if placement == PARTIAL:
             # Terms of narrow floats are sent as float32.
             times = 4 if self._graph.is_narrow(name) else 2
         sent = times * self._graph.values.bytes(name) * (self.ranks - 1) / self.ranks
@@ -225,12 +223,12 @@ class Search:
         """The cost of another form of a value; None if there is no way."""
         if need in there:
             return 0.0
-        if isinstance(need, Partial):
+        if need == PARTIAL:
             return None
         cost = 0.0
         if REPLICATED not in there:
             cost += self._costs.collective(name, there[0])
-        return cost if isinstance(need, Replicated) else cost + _CUT_COST
+        return cost if need == REPLICATED else cost + _CUT_COST
 
     def _keep(self, name: str, placement: Placement, state: State) -> float:
         """The cost of a constant with several uses, unless it is there so already."""

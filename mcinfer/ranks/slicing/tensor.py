@@ -41,7 +41,6 @@ from mcinfer.ranks.slicing.placements import (
     PARTIAL,
     REPLICATED,
     Dims,
-    Partial,
     Placement,
     Sharded,
     gathered_order,
@@ -407,7 +406,7 @@ class _Writer:
         written = name
         if isinstance(placement, Sharded):
             written = self._unique(f"{name}.part")
-        elif isinstance(placement, Partial):
+        elif placement == PARTIAL:
             written = self._unique(f"{name}.partial")
         self.there[name, placement] = written
         self._type(written, name, placement)
@@ -415,7 +414,7 @@ class _Writer:
 
     def _type(self, written: str, name: str, placement: Placement) -> None:
         dims, kind = self.graph.dims(name), self.graph.element_type(name)
-        if isinstance(placement, Partial):
+        if placement == PARTIAL:
             kind = self._kind_of_terms(name)
         if dims is not None and kind:
             self.types[written] = (kind, local_dims(dims, placement, self.size))
