@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcinfer.errors import BuildError, InvalidInputError
-from mcinfer.model_cache.protobuf import MalformedError, ProtoMessage, encode_field, read_varint
+from mcinfer.model_cache.protobuf import MalformedError, ProtoMessage, encode_field
 from mcinfer.specs import ELEMENT_TYPES, STRING
 
 # Any file.
@@ -414,12 +414,8 @@ def _is_false(tensor: ProtoMessage, initializer: Initializer) -> bool:
 
 
 def _tensor(tensor: ProtoMessage) -> Initializer:
-    name, shape = tensor.text(8), tensor.numbers(1)
+    name, shape = tensor.text(8), tensor.all_numbers(1, _MAX_DIMENSIONS)
     place: dict[str, Any] = {}
-    for at, end in tensor.parts(1):  # packed
-        while at < end and len(shape) <= _MAX_DIMENSIONS:
-            size, at = read_varint(tensor.data, at, end)
-            shape.append(size)
     if len(shape) > _MAX_DIMENSIONS:
         raise MalformedError(
             f"a tensor of more than {_MAX_DIMENSIONS} dimensions at byte {tensor.first}"

@@ -4,6 +4,7 @@ Files may be hostile, so each length is checked.
 """
 
 import mmap
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
@@ -69,6 +70,15 @@ class ProtoMessage:
 
     def numbers(self, field: int) -> list[int]:
         return [value for value, _ in self._fields.get(field << 3 | _VARINT, ())]
+
+    def all_numbers(self, field: int, most: int = sys.maxsize) -> list[int]:
+        """Those of a repeated field, packed or not; where there are more than `most`, at least one more."""
+        numbers = self.numbers(field)
+        for at, end in self.parts(field):
+            while at < end and len(numbers) <= most:
+                value, at = read_varint(self.data, at, end)
+                numbers.append(value)
+        return numbers
 
     def number(self, field: int) -> int:
         return (self.numbers(field) or [0])[-1]

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.model_cache.onnx_files import read_small, scan
-from mcinfer.model_cache.protobuf import MalformedError, ProtoMessage, read_varint
+from mcinfer.model_cache.protobuf import MalformedError, ProtoMessage
 from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._configuration import rank_table
 from mcinfer.mslite.context import Context
@@ -155,19 +155,9 @@ def read_groups(path: str) -> dict[str, tuple[int, ...]]:
             name = item.text(1)
             if not name or name in groups:
                 raise MalformedError(f"the name {name!r} of a group, missing or not the only one,")
-            groups[name] = tuple(rank for part in item.messages(2) for rank in _numbers(part))
+            groups[name] = tuple(rank for part in item.messages(2) for rank in part.all_numbers(1))
     except MalformedError as exc:
         raise InvalidInputError(f"{where}: got {exc}, expected a map of groups to ranks") from None
     if not groups:
         raise InvalidInputError(f"{where}: got no group, expected a map of groups to ranks")
     return groups
-
-
-def _numbers(ranks: ProtoMessage) -> list[int]:
-    """Field 1, packed or not."""
-    numbers = ranks.numbers(1)
-    for at, end in ranks.parts(1):
-        while at < end:
-            number, at = read_varint(ranks.data, at, end)
-            numbers.append(number)
-    return numbers
