@@ -51,7 +51,11 @@ class OthersError(PermissionError):
 
 @contextmanager
 def opened_folder(
-    path: str | os.PathLike[str], *, guarded: bool = True, make: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    guarded: bool = True,
+    own: bool = False,
+    make: int | None = None,
 ) -> Iterator[Path]:
     """The path of a folder by its descriptor, for as long as the context lasts.
 
@@ -62,6 +66,7 @@ def opened_folder(
             that folder is sticky: there only owners rename. A group that is certainly the user's own counts
             as the user, as in Debian's OpenSSH: under a umask of 002, which goes with such groups,
             ``~/.cache`` often has the mode 0775.
+        own: Whether it must also be this user's, and no group may write to it.
         make: The mode of what is missing, which is made; None: it is not made.
 
     Raises:
@@ -70,6 +75,8 @@ def opened_folder(
     """
     fd, _ = _walk(Path(path).absolute(), guarded=guarded, make=make)
     try:
+        if own and (fault := access_fault(os.fstat(fd))):
+            raise OthersError(f"it {fault}")
         yield path_of(fd)
     finally:
         os.close(fd)

@@ -394,7 +394,8 @@ def look_at_runtime_folder() -> Iterator[Finding]:
 
 def look_at_cache() -> Iterator[Finding]:
     """The folder of prepared models; if it cannot be used, models are loaded as they are."""
-    from mcinfer.model_cache.cache import Cache, CacheUnusableError, opened_root, unusable
+    from mcinfer.model_cache.cache import Cache, CacheUnusableError, unusable
+    from mcinfer.private import opened_folder
 
     missing: list[Path] = []  # made as for the first model, and removed again
     try:
@@ -404,7 +405,7 @@ def look_at_cache() -> Iterator[Finding]:
         missing += [folder for folder in (path, *path.parents) if not folder.exists()]
         with (
             unusable(path),
-            opened_root(path, make=True) as folder,
+            opened_folder(path, own=True, make=0o700) as folder,
             TemporaryFile(dir=folder),
         ):
             pass

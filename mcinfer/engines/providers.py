@@ -108,10 +108,8 @@ def provider_list(request: EngineRequest, engine_folder: str | None = None) -> P
 
 def graph_options(request: EngineRequest) -> dict[str, str]:
     """The provider's options that a prepared model depends on."""
-    ignored = _OF_RUNS if request.device.kind != "cpu" else ()
-    return {
-        key: text for key, text in request.options.provider_options.items() if key not in ignored
-    }
+    given, on_cpu = request.options.provider_options, request.device.kind == "cpu"
+    return {key: text for key, text in given.items() if on_cpu or key not in _OF_RUNS}
 
 
 def keeps_engines(request: EngineRequest) -> bool:

@@ -318,7 +318,7 @@ class Held:
                     f"the folder {folder} of the shared model is not visible here: mount it at the same "
                     "path"
                 )
-            with unusable(folder.parent), opened_root(folder.parent) as root:
+            with unusable(folder.parent), opened_folder(folder.parent, own=True) as root:
                 place = root / folder.name
                 if not (_leads_to(place, folder_fd) and _leads_to(lock_path(place), lock_fd)):
                     raise CacheUnusableError(
@@ -352,24 +352,6 @@ def _leads_to(path: Path, fd: int) -> bool:
 
 def lock_path(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
-
-
-@contextmanager
-def opened_root(root: Path, *, make: bool = False) -> Iterator[Path]:
-    """The path of a folder of this user's by its descriptor, for as long as the context lasts.
-
-    Args:
-        root: The folder.
-        make: Whether to make it, and those above it that are missing, for this user alone.
-
-    Raises:
-        OthersError: It is not this user's, or others can change or replace it.
-        OSError: It cannot be reached.
-    """
-    with opened_folder(root, make=0o700 if make else None) as path:
-        if fault := access_fault(path.stat()):
-            raise OthersError(f"it {fault}")
-        yield path
 
 
 def is_locked(folder: Path) -> bool:
@@ -629,8 +611,8 @@ class Cache:
         """The folder ``sources`` or ``splits``, by its descriptor while the context lasts."""
         with ExitStack() as opened:
             with unusable(self.folder):
-                opened.enter_context(opened_root(self.folder, make=True))
-                path = opened.enter_context(opened_root(self.folder / name, make=True))
+                opened.enter_context(opened_folder(self.folder, own=True, make=0o700))
+                path = opened.enter_context(opened_folder(self.folder / name, own=True, make=0o700))
             yield path
 
     def engine_folder(self, key: str) -> Path:
@@ -652,7 +634,7 @@ class Cache:
         with unusable(self.folder), ExitStack() as opened:
             root: Root | None = None
             with suppress(FileNotFoundError):
-                root = Root(opened.enter_context(opened_root(self.folder)), self.folder)
+                root = Root(opened.enter_context(opened_folder(self.folder, own=True)), self.folder)
             yield root
 
     def open(self, key: str) -> Held | None:
@@ -706,7 +688,7 @@ class Cache:
             CacheUnusableError: The folder cannot be written to, the disk is full, others could change the
                 folder, or the time is over.
         """
-        with unusable(self.folder), opened_root(self.folder, make=True) as path:
+        with unusable(self.folder), opened_folder(self.folder, own=True, make=0o700) as path:
             root = Root(path, self.folder)
             damaged: set[_Identity] = set()
             seen: object = None

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import McinferError
-from mcinfer.model_cache.cache import Cache, opened_root
+from mcinfer.model_cache.cache import Cache
 from mcinfer.model_cache.keys import write_atomically
+from mcinfer.private import opened_folder
 
 _VERSION = 2  # version of the record's form and of the learning: increase it when either changes
 
@@ -71,7 +72,7 @@ class SplitRecord:
 
 def _folder() -> AbstractContextManager[Path]:
     folder = os.environ.get(_FOLDER)
-    return opened_root(Path(folder)) if folder else Cache.default().notes("splits")
+    return opened_folder(Path(folder), own=True) if folder else Cache.default().notes("splits")
 
 
 @contextmanager
