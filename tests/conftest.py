@@ -48,8 +48,10 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     """Of several processes that collect all tests, each compiles a part of them for all.
 
     In a fresh checkout each would compile all of them, at the same time. A module that cannot be imported
-    is left to the collection, which reports it.
+    is left to the collection, which reports it. Nothing is garbage that early: to look for it would take a
+    fifth of the time.
     """
+    gc.disable()
     config = session.config
     if hasattr(config, "workerinput") and config.args == config.getini("testpaths"):
         number = int(config.workerinput["workerid"].removeprefix("gw"))
@@ -58,7 +60,10 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
             with suppress(Exception, pytest.skip.Exception):
                 name = path.relative_to(root.parent).with_suffix("").as_posix().replace("/", ".")
                 importlib.import_module(name)
-    return (yield)
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -258,8 +258,12 @@ def test_requests_of_equal_rows_are_split_and_joined(onnx_model: OnnxModel) -> N
 
 
 def test_axes_of_the_command_line_are_those_of_every_way(
-    onnx_model: OnnxModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    onnx_model: OnnxModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("mcinfer.cli.progress._LINE_SECONDS", 60.0)  # none of a slow machine's
     model, written = onnx_model(TURNED), tmp_path / "x.json"
     axes = ["--batch-axis", "x=0", "--output-axis"]
     ways = ["--against", "session", "--modes", "sharded", "--batch", "4", "--json", str(written)]

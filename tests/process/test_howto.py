@@ -133,7 +133,7 @@ def installed_by(line: str, folder: Path) -> Path:
     "shorter",
     [
         {
-            "--duration 0.5": "--count 1 --concurrency 1 --modes sharded --against none",
+            "--duration 0.5": "--count 1 --concurrency 1 --modes sharded --against none --no-scaling",
             "tune model.onnx": "tune --help; :",
         },
         pytest.param({}, marks=[pytest.mark.thorough, pytest.mark.timeout(240)]),

@@ -222,7 +222,7 @@ def test_rows_that_are_further_apart_than_the_first_request_was_long_are_found_t
         for _ in range(2):
             assert_equal(ask(master, rows(16)), alone(path, rows(16)))
         assert not master.split.splits
-    with Master(path, 2) as master:
+    with Master(path, 1) as master:
         assert (master.split.known, master.split.splits) == ("recorded", False)
 
 
