@@ -266,6 +266,7 @@ class PartialResults:
                 except BlockingIOError:
                     text = f"--output: another run is writing to {self.path}"
                     raise McinferError(text) from None
+                tried.callback(fcntl.flock, file, fcntl.LOCK_UN)  # mappings hold the file, too
                 if os.path.samestat(info, os.lstat(self._own)):
                     stack.push(tried.pop_all())
                     return file
@@ -327,9 +328,10 @@ class PartialResults:
         for axis, array in zip(self._outputs.values(), arrays, strict=True):
             if axis is not None or not self.done:
                 self._write(*_record(array))
-        self._first = firsts
         # In one step: Ctrl-C may come between any two.
         self.done, self._end = self.done + 1, self._file.tell()
+        if not self._first:  # not the answer itself, whose memory is the master's
+            self._first = [parts[0] for parts in self._parts(1)]
 
     def _write(self, *contents: bytes | memoryview) -> None:
         for content in contents:
