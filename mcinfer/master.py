@@ -662,11 +662,7 @@ class Master:
         check_count("ahead", ahead, 1)
         self._ready()
         submit = partial(
-            self.submit,
-            timeout=timeout,
-            priority=priority,
-            outputs=outputs,
-            outputs_on=outputs_on,
+            self.submit, timeout=timeout, priority=priority, outputs=outputs, outputs_on=outputs_on
         )
         return _in_order(map(submit, requests), ahead)
 

@@ -281,20 +281,13 @@ def batch_symbol(model: ModelSpec) -> str | None:
 
 def _likely_symbol(model: ModelSpec) -> str | None:
     everywhere = [size for spec in model.inputs for size in spec.shape if isinstance(size, str)]
-    for pattern in _BATCH_NAMES:
-        for symbol in everywhere:
-            if pattern.fullmatch(symbol):
-                return symbol
+    named = [size for pattern in _BATCH_NAMES for size in everywhere if pattern.fullmatch(size)]
+    if named:
+        return named[0]
     answered = [spec.shape[0] for spec in model.outputs if spec.shape]
-    candidates = [
-        spec.shape[0]
-        for spec in model.inputs
-        if spec.shape
-        and isinstance(spec.shape[0], str)
-        and spec.shape[0] in answered
-        and not _SEQUENCE_NAME.search(spec.shape[0])
-    ]
-    return max(candidates, key=candidates.count, default=None)
+    leads = [spec.shape[0] for spec in model.inputs if spec.shape and spec.shape[0] in answered]
+    likely = [lead for lead in leads if isinstance(lead, str) and not _SEQUENCE_NAME.search(lead)]
+    return max(likely, key=likely.count, default=None)
 
 
 def takes_one_row(model: ModelSpec) -> bool:

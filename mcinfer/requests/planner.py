@@ -396,9 +396,8 @@ class Planner:
             )
         for name, given in shapes.items():
             if name not in specs:
-                raise InvalidInputError(
-                    f"shapes: unknown input {name!r}, expected some of {[*specs]}"
-                )
+                known = [*specs]
+                raise InvalidInputError(f"shapes: unknown input {name!r}, expected some of {known}")
             spec = specs[name]
             try:
                 shape = tuple(index(size) for size in given)
@@ -549,7 +548,7 @@ class Planner:
         Only places follow from these shapes. What a run gives in another shape comes in the worker's block,
         and how parts join, and whether requests do, stays as it was.
         """
-        by_output = [*zip(*seen.shapes, strict=True)]
+        by_output = zip(*seen.shapes, strict=True)
         rows = zip(self._model.outputs, plan.cut.outputs, by_output, strict=True)
         try:
             joins = tuple(
@@ -566,13 +565,9 @@ class Planner:
             return plan
         side = self._side(layouts, layouts, len(plan.cut.rows))
         cut = replace(plan.cut, outputs=joins)
-        seen.laid = laid = replace(
-            plan,
-            cut=cut,
-            outputs=side,
-            lays_all=None not in layouts,
-            simple_outputs=self._simple_outputs(cut, side),
-        )
+        simple, lays_all = self._simple_outputs(cut, side), None not in layouts
+        laid = replace(plan, cut=cut, outputs=side, lays_all=lays_all, simple_outputs=simple)
+        seen.laid = laid
         return laid
 
     def _forget_shares(self, shapes: tuple[tuple[int, ...], ...]) -> None:

@@ -87,8 +87,7 @@ class WeightStore:
         slots = dict(zip(arrays, self._allocate(sizes, timeout), strict=True))
         tensors: dict[str, TensorRef] = {}
         for name, array in arrays.items():
-            spec, slot = self._by_name[name], slots[name]
-            memory = memoryview(slot.memory)
+            spec, slot, memory = self._by_name[name], slots[name], memoryview(slots[name].memory)
             copy_in(array, spec, wholes[name], layouts[name], memory, self._copier)
             tensors[name] = (name, spec.element_type, array.shape, slot.block, slot.offset)
         with self._updating:
