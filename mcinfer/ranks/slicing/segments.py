@@ -24,7 +24,7 @@ slicer itself does not read them. Collective operators that are read:
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,18 +123,6 @@ def described(item: NodeProto | Exchange) -> str:
     return f"{item.op_type} {(item.name or next(iter(item.output), ''))!r}"
 
 
-@dataclass(slots=True)
-class _Phase:
-    """What runs between two rounds of exchanges, then the exchanges."""
-
-    nodes: list[NodeProto] = field(default_factory=list)
-    exchanges: list[Exchange] = field(default_factory=list)
-
-
-def _is_typed(value: ValueInfoProto) -> bool:
-    return value.type.WhichOneof("value") is not None
-
-
 class _Cut:
     """A rank's graph in phases. What initialisers alone make is copied to where it is needed."""
 
@@ -147,13 +135,15 @@ class _Cut:
         self._initialisers = initialisers(parts)
         self._inputs = {x.name: x for x in parts.input if x.name not in self._initialisers}
         self._outputs = [value.name for value in parts.output]
-        typed = (*filter(_is_typed, parts.output), *parts.value_info, *self._inputs.values())
-        self._types = {value.name: value for value in typed}
+        values = (*parts.output, *parts.value_info, *self._inputs.values())
+        self._types = {x.name: x for x in values if x.type.WhichOneof("value") is not None}
         self._symbols = {
             dim.dim_param for value in parts.input for dim in value.type.tensor_type.shape.dim
         }
         self._constants = {*self._initialisers}
-        self._phases = [_Phase()]
+        # By phase: what runs before its exchanges, and these.
+        self._nodes: list[list[NodeProto]] = [[]]
+        self._exchanges: list[list[Exchange]] = [[]]
         self._sort_into_phases()
 
     def _needed(self) -> list[NodeProto | Exchange]:
@@ -179,40 +169,39 @@ class _Cut:
                     f"{described(item)} reads {missing}, which no node before it makes"
                 )
             phase = max((ready[name] for name in reads), default=0)
-            if phase == len(self._phases):
-                self._phases.append(_Phase())
+            if phase == len(self._nodes):
+                self._nodes.append([])
+                self._exchanges.append([])
             if isinstance(item, Exchange):
-                self._phases[phase].exchanges.append(replace(item, phase=phase))
+                self._exchanges[phase].append(replace(item, phase=phase))
                 ready[item.output] = phase + 1
                 continue
             if self._constants.issuperset(reads):
                 self._constants.update(item.output)
             else:
-                self._phases[phase].nodes.append(item)
+                self._nodes[phase].append(item)
             ready.update(dict.fromkeys(filter(None, item.output), phase))
 
     def steps(self, folder: Path) -> Iterator[Segment | Exchange]:
         """Write the segments, each into a file of its own."""
-        exchanged = {item.output for phase in self._phases for item in phase.exchanges}
         # Outputs that no node of any phase makes. Those that are inputs need no segment: the rank has them.
-        made = {name for phase in self._phases for node in phase.nodes for name in node.output}
-        made |= exchanged | self._inputs.keys()
-        constant = [name for name in self._outputs if name not in made]
+        made = {name for nodes in self._nodes for node in nodes for name in node.output}
+        made.update(item.output for items in self._exchanges for item in items)
+        constant = [name for name in self._outputs if name not in made | self._inputs.keys()]
         later: list[set[str]] = [{*self._outputs}]
-        for phase in reversed(self._phases[1:]):
-            needed = {name for node in phase.nodes for name in values_used(node)}
-            later.insert(0, later[0] | needed | {item.input for item in phase.exchanges})
-        for number, phase in enumerate(self._phases):
-            own = [name for node in phase.nodes for name in node.output]
-            given = {item.input for item in phase.exchanges}
+        for nodes, exchanges in zip(self._nodes[:0:-1], self._exchanges[:0:-1], strict=True):
+            needed = {name for node in nodes for name in values_used(node)}
+            later.insert(0, later[0] | needed | {item.input for item in exchanges})
+        for number, nodes in enumerate(self._nodes):
+            own = [name for node in nodes for name in node.output]
+            given = {item.input for item in self._exchanges[number]}
             outputs = [name for name in own if name in later[number] or name in given]
             outputs += sorted((given & self._constants) - {*own})
             if number == 0:
                 outputs += constant
             if outputs:
-                outputs = [*dict.fromkeys(outputs)]
-                yield self._write(folder, number, phase.nodes, outputs)
-            yield from phase.exchanges
+                yield self._write(folder, number, nodes, [*dict.fromkeys(outputs)])
+            yield from self._exchanges[number]
 
     def _write(
         self, folder: Path, number: int, nodes: Sequence[NodeProto], outputs: Sequence[str]

@@ -308,20 +308,14 @@ def _write_report(folder: Path, report: Report) -> None:
 
 
 def _check_place(place: Path, shown: Path, force: bool) -> None:
-    if not place.exists():
-        return
-    if not place.is_dir():
+    if place.exists() and not place.is_dir():
         raise InvalidInputError(f"folder: {shown} is there and is no folder")
-    names = {entry.name for entry in place.iterdir()}
-    if not names:
-        return
+    names = {entry.name for entry in place.iterdir()} if place.exists() else set()
     others = sorted(name for name in names if not _is_ours(name))
-    if others or REPORT_FILE not in names:
-        raise InvalidInputError(
-            f"folder: {shown} is there, and not all in it is slices"
-            + (f": {others[0]!r}" if others else "")
-        )
-    if not force:
+    if names and (others or REPORT_FILE not in names):
+        first = f": {others[0]!r}" if others else ""
+        raise InvalidInputError(f"folder: {shown} is there, and not all in it is slices{first}")
+    if names and not force:
         raise InvalidInputError(
             f"folder: {shown} has slices already, expected a new folder, or force (--force)"
         )
@@ -355,11 +349,10 @@ def _checked(model: Path, folder: Path, report: Report, tick: Progress) -> Check
             _UNCHECKED,
             reason=f"the weights twice are {needed} bytes, and {usable} bytes of memory are usable",
         )
-    arguments = [str(model.absolute()), str(folder)]
     try:
         found = run_child(
             "mcinfer.ranks.check_slices:check",
-            arguments,
+            [str(model.absolute()), str(folder)],
             lambda state: tick({"phase": "checking", **state}),
             pass_fds=(*inherited(str(model)), *inherited(str(folder.parent))),
         )
