@@ -6,6 +6,7 @@ does not return delays other callbacks, and nothing else.
 """
 
 import logging
+import math
 import os
 import queue
 import select
@@ -44,8 +45,8 @@ class Delivery:
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._traces: deque[Callable[[], object]] = deque()
         self._repeated: deque[Callable[[], bool]] = deque()
+        self._traces_due = math.inf
         self._next_repeat = 0.0
-        self._gathers = False
         self._thread: threading.Thread | None = None
         self._ended = WakeUp()
         self._done = False
@@ -81,8 +82,8 @@ class Delivery:
     def trace(self, call: Callable[[], object]) -> None:
         """Have a call made soon, together with others: to wake a thread for each costs more than the call."""
         self._traces.append(call)
-        if not self._gathers:
-            self._gathers = True
+        if self._traces_due == math.inf:
+            self._traces_due = monotonic() + _GATHER_SECONDS
             self.put(_nothing)
 
     def log(
@@ -109,7 +110,7 @@ class Delivery:
         while call is not None:
             _make(call)
             call = None  # it holds what it was about
-            call = self._gather() if self._gathers else self._next()
+            call = self._next()
         while self._repeated:
             _make(self._next() or _nothing)
         self._done = True
@@ -118,14 +119,16 @@ class Delivery:
         self._ended.set()
 
     def _next(self) -> Callable[[], object] | None:
-        """Wait for the next call, or until those of `repeat` are to be made again."""
-        if not self._repeated:
+        """Wait for the next call, or until those of `trace`, or of `repeat`, are to be made."""
+        repeat = self._next_repeat if self._repeated else math.inf
+        due = min(self._traces_due, repeat)
+        if due == math.inf:
             return self._calls.get()
-        left = self._next_repeat - monotonic()
+        left = due - monotonic()
         with suppress(queue.Empty):
             if left > 0:
                 return self._calls.get(timeout=left)
-        return self._make_repeated
+        return self._make_repeated if due == repeat else self._make_traces
 
     def _make_repeated(self) -> None:
         for _ in range(len(self._repeated)):
@@ -134,23 +137,8 @@ class Delivery:
                 self._repeated.append(call)
         self._next_repeat = monotonic() + _REPEAT_SECONDS
 
-    def _gather(self) -> Callable[[], object] | None:
-        """Wait a moment for more calls of `trace`, then make them; None if the end came meanwhile."""
-        end = monotonic() + _GATHER_SECONDS
-        while (left := end - monotonic()) > 0:
-            try:
-                call = self._calls.get(timeout=left)
-            except queue.Empty:
-                break
-            if call is None:
-                return None
-            _make(call)
-            del call
-        self._gathers = False  # before they are made: who comes now gathers anew
-        self._make_traces()
-        return _nothing
-
     def _make_traces(self) -> None:
+        self._traces_due = math.inf  # before they are made: who comes now gathers anew
         while self._traces:
             _make(self._traces.popleft())
 
