@@ -63,6 +63,7 @@ from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.runtime.loop import Loop
 from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.scheduler.balance import Balance
+from mcinfer.scheduler.workers import PoolRules
 from mcinfer.sharding import Axes, SaidAxes, Split
 from mcinfer.specs import ModelDescription, ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.statistics import Health, Statistics, TraceHook
@@ -251,18 +252,22 @@ class Master:
         self._balance = Balance(len(groups), self._pieces) if balance == "measured" else None
         # An engine comes into the user's process in this way alone.
         inline_worker = import_module("mcinfer.worker.inline").InlineWorker if inline else None
+        rules = PoolRules(
+            timeouts=self._timeouts,
+            restart=restart,
+            limits=self._limits,
+            max_batch_size=max_batch_size,
+            max_delay=max_delay,
+            tracing=self._trace is not None,
+            balance=self._balance,
+            seeds_on_one=not self._said.inputs,
+        )
         try:
             self._loop = Loop(
                 groups,
-                timeouts=self._timeouts,
-                restart=restart,
-                limits=self._limits,
-                memory_bytes=self._limits.memory_bytes or usable_memory() // 2,
-                max_batch_size=max_batch_size,
-                max_delay=max_delay,
+                rules,
+                self._limits.memory_bytes or usable_memory() // 2,
                 trace=None if self._trace is None else weakref.ref(self._trace),
-                balance=self._balance,
-                seeds_on_one=not self._said.inputs,
                 worker=inline_worker or WorkerProcess,
             )
         except OSError as exc:  # no descriptor is left

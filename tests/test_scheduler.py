@@ -62,7 +62,13 @@ from mcinfer.scheduler.scheduler import (
     MAX_KILLS,
     Scheduler,
 )
-from mcinfer.scheduler.workers import MAX_DEATHS, STACKS_SECONDS, Fate, describe_exit
+from mcinfer.scheduler.workers import (
+    MAX_DEATHS,
+    STACKS_SECONDS,
+    Fate,
+    PoolRules,
+    describe_exit,
+)
 from mcinfer.statistics import Health, RequestTrace
 from tests.conversations import Conversation
 from tests.orders import (
@@ -141,7 +147,7 @@ class Pool(Recorded):
 
     def __init__(self, builds: Sequence[Build], **options: Any) -> None:
         recorder = Recorder()
-        scheduler = Scheduler(builds, recorder, recorder, **options)
+        scheduler = Scheduler(builds, recorder, recorder, PoolRules(**options))
         super().__init__(
             scheduler, recorder, [n for n in dir(scheduler) if n.startswith("handle_")]
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mcinfer.config import RestartPolicy, Timeouts
+from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import BuildError, MissingDependencyError
 from mcinfer.protocol import (
     Build,
@@ -24,6 +24,7 @@ from mcinfer.protocol import (
 from mcinfer.scheduler.workers import (
     LONGEST_START,
     SHORTEST_PROBE,
+    PoolRules,
     Worker,
     WorkerLives,
     describe_exit,
@@ -54,7 +55,7 @@ class Lives(Recorded):
     def __init__(self, builds: Sequence[Build], **options: Any) -> None:
         recorder = Recorder()
         names = ("start", "build", "finish_build", "fail_build", "handle_time", "kill")
-        lives = WorkerLives(builds, recorder, **options)
+        lives = WorkerLives(builds, recorder, PoolRules(limits=Limits(), **options))
         super().__init__(lives, recorder, (*names, "advance", "announce", "close"))
 
 

@@ -26,7 +26,7 @@ from time import monotonic
 from typing import Any
 from weakref import ref
 
-from mcinfer.config import Device, Limits, RestartPolicy, Timeouts
+from mcinfer.config import Device
 from mcinfer.errors import BuildError, ClosedError, McinferError, ProtocolError
 from mcinfer.private import ModelInMemory, model_name
 from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Reply
@@ -39,10 +39,10 @@ from mcinfer.runtime.inbox import CLOSING, Inbox, Question
 from mcinfer.runtime.supervision import Supervision
 from mcinfer.runtime.transport import UnreachableError
 from mcinfer.runtime.worker_process import WorkerProcess
-from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.dispatch import Entry
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import Scheduler
+from mcinfer.scheduler.workers import PoolRules
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.statistics import Statistics, TraceHook
@@ -66,54 +66,27 @@ class Loop:
     def __init__(
         self,
         groups: Sequence[Sequence[Build]],
-        *,
-        timeouts: Timeouts,
-        restart: RestartPolicy,
-        limits: Limits,
+        rules: PoolRules,
         memory_bytes: int,
-        max_batch_size: int = 1,
-        max_delay: float = 0.0,
+        *,
         trace: "ref[TraceHook] | None" = None,
-        balance: Balance | None = None,
-        seeds_on_one: bool = False,
         worker: type[WorkerProcess] = WorkerProcess,
     ) -> None:
         builds = [ranks[0] for ranks in groups]  # one, unless a model is cut
         devices = _some(build.device for ranks in groups for build in ranks)
         self._delivery = Delivery(f"{model_name(builds[0].model)} on {devices}")
+        limits = self._limits = rules.limits
         self.inbox = Inbox(limits, self._delivery, self._open_card)
         self._connections = Connections(groups, lambda n: self.admission.block(n), limits, worker)
-        self.supervision = Supervision(
-            self._connections,
-            self.inbox,
-            self._delivery,
-            limits=limits,
-            restart=restart,
-            balance=balance,
-        )
+        self.supervision = Supervision(self._connections, self.inbox, self._delivery, rules)
         self._block_numbers = count()
         self.arena = Arena(
             memory_bytes, dropped=self.supervision.detach, numbers=self._block_numbers
         )
         self.frames = IdleFrames()
-        self.oversee(
-            Scheduler(
-                builds,
-                self,
-                self.supervision,
-                timeouts=timeouts,
-                restart=restart,
-                limits=limits,
-                max_batch_size=max_batch_size,
-                max_delay=max_delay,
-                tracing=trace is not None,
-                balance=balance,
-                seeds_on_one=seeds_on_one,
-            )
-        )
+        self.oversee(Scheduler(builds, self, self.supervision, rules))
         self.model: ModelInMemory | None = None
         self._workers = len(groups)
-        self._limits = limits
         self._trace = trace
         self._ended = WakeUp()
         self._readable = True  # whether there may be messages

@@ -19,7 +19,6 @@ from functools import partial
 from time import monotonic
 from typing import TypeVar
 
-from mcinfer.config import Limits, RestartPolicy
 from mcinfer.errors import ClosedError, McinferError, ReadyTimeoutError
 from mcinfer.machine import oom_kills, usable_memory
 from mcinfer.private import model_name
@@ -29,8 +28,8 @@ from mcinfer.runtime.connections import Connections
 from mcinfer.runtime.delivery import Delivery
 from mcinfer.runtime.inbox import NOT_STARTED, Inbox, Question
 from mcinfer.runtime.transport import UnreachableError
-from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.scheduler import Scheduler
+from mcinfer.scheduler.workers import PoolRules
 from mcinfer.statistics import Health, WorkerStatistics
 
 T = TypeVar("T")
@@ -49,9 +48,7 @@ class Supervision:
         connections: Their processes.
         inbox: For questions of other threads.
         delivery: Logs.
-        limits: Limits of their memory.
-        restart: When to replace those that grow.
-        balance: Their speeds, if these are measured.
+        rules: What the user wants of the pool.
 
     Attributes:
         scheduler: Whose orders it carries out; set before the start.
@@ -68,10 +65,7 @@ class Supervision:
         connections: Connections,
         inbox: Inbox,
         delivery: Delivery,
-        *,
-        limits: Limits,
-        restart: RestartPolicy,
-        balance: Balance | None,
+        rules: PoolRules,
     ) -> None:
         self.scheduler: Scheduler
         self.poll: select.epoll
@@ -79,12 +73,12 @@ class Supervision:
         self.started = Promise[BuildFinish]()
         self.failure: McinferError | None = None
         self.serving = 0
-        self.memory_due = math.inf if restart.max_memory_bytes is None else 0.0
+        self.memory_due = math.inf if rules.restart.max_memory_bytes is None else 0.0
         self._connections = connections
         self._inbox = inbox
         self._delivery = delivery
-        self._limits = limits
-        self._balance = balance
+        self._limits = rules.limits
+        self._balance = rules.balance
         self._restarted: Promise[None] | None = None
         self._pidfds: set[int] = set()
         self._notes: set[str] = set()

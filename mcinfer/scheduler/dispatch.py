@@ -19,9 +19,8 @@ from typing import Any, Literal, Protocol
 
 from mcinfer.errors import McinferError
 from mcinfer.protocol import MAX_RUNS, WorkerState
-from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.queue import Affinity, Joinable, ShardId, ShardQueue
-from mcinfer.scheduler.workers import Fate, Run, Worker
+from mcinfer.scheduler.workers import Fate, PoolRules, Run, Worker
 from mcinfer.sharding import Shares
 from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Histogram, RequestTrace, ShardTrace
 
@@ -253,20 +252,17 @@ class Dispatch:
         workers: Sequence[Worker],
         table: RequestTable,
         sink: RequestSink,
-        *,
-        balance: Balance | None,
-        max_batch_size: int,
-        max_delay: float,
+        rules: PoolRules,
     ) -> None:
-        self.queue = ShardQueue(max_batch_size)
+        self.queue = ShardQueue(rules.max_batch_size)
         self.batch_sizes = Tally(ROW_BOUNDS)
         self.due = math.inf
-        self.max_delay = max_delay
+        self.max_delay = rules.max_delay
         self._workers = workers
         self._table = table
         self._sink = sink
-        self._balance = balance
-        self._joins = max_batch_size > 1
+        self._balance = rules.balance
+        self._joins = rules.max_batch_size > 1
         self._shares: Shares | None = None
         self._order = workers  # the fastest first, as far as that is known
 

@@ -28,7 +28,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import (
     ClosedError,
     InvalidInputError,
@@ -50,12 +49,12 @@ from mcinfer.protocol import (
     WorkerState,
     state_after,
 )
-from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.dispatch import LONG_RUN, Dispatch, Ending, Entry, RequestSink, RequestTable
 from mcinfer.scheduler.workers import (
     MAX_DEATHS,
     MAX_TEXT,
     Fate,
+    PoolRules,
     Run,
     Worker,
     WorkerLives,
@@ -98,9 +97,7 @@ class Kills:
 class Scheduler:
     """The state of a pool and its requests. Methods named `handle_` take events.
 
-    `now` is float seconds on any monotonic clock, the same for all calls. With `tracing`, the entries of
-    settled requests say what became of their shards. With a `balance`, it learns from requests how fast
-    workers are. `seeds_on_one` is for `WorkerLives`.
+    `now` is float seconds on any monotonic clock, the same for all calls.
 
     Attributes:
         due: When `handle_time` is due next, or earlier.
@@ -111,41 +108,24 @@ class Scheduler:
         builds: Sequence[Build],
         requests: RequestSink,
         workers: WorkerSink,
-        *,
-        timeouts: Timeouts,
-        restart: RestartPolicy,
-        limits: Limits,
-        max_batch_size: int = 1,
-        max_delay: float = 0.0,
-        tracing: bool = False,
-        balance: Balance | None = None,
-        seeds_on_one: bool = False,
+        rules: PoolRules,
     ) -> None:
         self._sink = requests
         self._pool = workers
-        self.lives = WorkerLives(
-            builds, workers, timeouts=timeouts, restart=restart, seeds_on_one=seeds_on_one
-        )
+        self.lives = WorkerLives(builds, workers, rules)
         self.workers = self.lives.workers
         self.due = math.inf
-        self._timeouts = timeouts
-        self._limits = limits
+        self._timeouts = rules.timeouts
+        self._limits = rules.limits
         self._kills = Kills()
         self._draining: float | None = None
         self._closing: float | None = None
         self._closed = False
-        self._balance = balance
-        self._keeps_runs = tracing or balance is not None
-        self._wears = restart.max_requests is not None
+        self._balance = rules.balance
+        self._keeps_runs = rules.tracing or rules.balance is not None
+        self._wears = rules.restart.max_requests is not None
         self.table = RequestTable()
-        self._dispatch = Dispatch(
-            self.workers,
-            self.table,
-            requests,
-            balance=balance,
-            max_batch_size=max_batch_size,
-            max_delay=max_delay,
-        )
+        self._dispatch = Dispatch(self.workers, self.table, requests, rules)
         self.queue = self._dispatch.queue
         self.batch_sizes = self._dispatch.batch_sizes
 

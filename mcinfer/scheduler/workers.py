@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum, auto
 from typing import Protocol
 
-from mcinfer.config import RestartPolicy, Timeouts
+from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import (
     BuildError,
     ClosedError,
@@ -53,6 +53,7 @@ from mcinfer.protocol import (
     WorkerState,
     state_after,
 )
+from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.statistics import Health, HealthState, WorkerStatistics
 
@@ -71,6 +72,26 @@ _IN_COMMON = ("inputs", "outputs", "weights", "model")
 """What all workers report alike."""
 
 _STARTING = (WorkerState.SPAWNED, WorkerState.CONNECTED, WorkerState.BUILDING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRules:
+    """What the user wants of a pool.
+
+    Attributes:
+        tracing: Whether the entries of settled requests say what became of their shards.
+        balance: Learns how fast workers are, if that is wanted.
+        seeds_on_one: See `WorkerLives`.
+    """
+
+    timeouts: Timeouts
+    restart: RestartPolicy
+    limits: Limits
+    max_batch_size: int = 1
+    max_delay: float = 0.0
+    tracing: bool = False
+    balance: Balance | None = None
+    seeds_on_one: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -340,19 +361,11 @@ class WorkerLives:
         closing: Whether the pool is ending, so that no worker is started or replaced.
     """
 
-    def __init__(
-        self,
-        builds: Sequence[Build],
-        sink: WorkerSink,
-        *,
-        timeouts: Timeouts,
-        restart: RestartPolicy,
-        seeds_on_one: bool = False,
-    ) -> None:
+    def __init__(self, builds: Sequence[Build], sink: WorkerSink, rules: PoolRules) -> None:
         self._sink = sink
-        self._seeds_on_one = seeds_on_one
+        self._seeds_on_one = rules.seeds_on_one
         self.workers = [
-            Worker(i, build, Budget(restart), capacity=build.depth, depth=build.depth)
+            Worker(i, build, Budget(rules.restart), capacity=build.depth, depth=build.depth)
             for i, build in enumerate(builds)
         ]
         leaders: dict[str, Worker] = {}
@@ -364,8 +377,8 @@ class WorkerLives:
         self.specs: BuildFinish | None = None
         self.started = False
         self.closing = False
-        self._timeouts = timeouts
-        self._restart = restart
+        self._timeouts = rules.timeouts
+        self._restart = rules.restart
         self._to_replace: deque[Worker] = deque()
         self._replacing: tuple[Worker, ...] = ()
         self._asked_for: set[int] = set()

@@ -45,6 +45,7 @@ from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
 from mcinfer.scheduler.dispatch import LONG_RUN
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import Scheduler
+from mcinfer.scheduler.workers import PoolRules
 from mcinfer.sharding import Split
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
@@ -172,15 +173,10 @@ class MasterTarget(Target):
         self._log = logging.getLogger("mcinfer.master")
         self._level = self._log.level
         self._log.setLevel(logging.CRITICAL + 1)
-        self._timeouts, self._restart, self._limits = Timeouts(), RestartPolicy(), Limits()
+        self._rules = PoolRules(timeouts=Timeouts(), restart=RestartPolicy(), limits=Limits())
         self._builds = [build("/model")] * _WORKERS
-        self._loop = loop = FedLoop(
-            [[build] for build in self._builds],
-            timeouts=self._timeouts,
-            restart=self._restart,
-            limits=self._limits,
-            memory_bytes=ARENA_BYTES,
-        )
+        groups = [[build] for build in self._builds]
+        self._loop = loop = FedLoop(groups, self._rules, ARENA_BYTES)
         self._connections = loop._connections
         self._router = FedTransport()
         self._connections.transport = loop._transport = self._router
@@ -249,20 +245,9 @@ class MasterTarget(Target):
             self._connections,
             loop.inbox,
             loop._delivery,
-            limits=self._limits,
-            restart=self._restart,
-            balance=None,
+            self._rules,
         )
-        loop.oversee(
-            Scheduler(
-                self._builds,
-                loop,
-                loop.supervision,
-                timeouts=self._timeouts,
-                restart=self._restart,
-                limits=self._limits,
-            )
-        )
+        loop.oversee(Scheduler(self._builds, loop, loop.supervision, self._rules))
         loop._delivery._drain()
         self._router.inbox.clear()
         self._router.sent.clear()
