@@ -22,10 +22,8 @@ from mcinfer.bench.texts import (
 from mcinfer.bench.tune import ENOUGH_REQUESTS, Candidate, Found, ranked, turns_of
 from mcinfer.bench.way import why_whole
 
-_CLASSES = {
-    **dict.fromkeys(("submit", "predict"), "mcinfer.Master"),
-    **dict.fromkeys(("session", "threads"), "onnxruntime.InferenceSession"),
-    "inline": "mcinfer.ort.InferenceSession",
+_SESSION_CLASSES = dict.fromkeys(SESSIONS, "onnxruntime.InferenceSession") | {
+    "inline": "mcinfer.ort.InferenceSession"
 }
 
 
@@ -119,7 +117,13 @@ def verdict(found: Found) -> str:
     if best is None or chosen is None:
         return "no way could be measured"
     if not found.fits:
-        return _nearest(found, best)
+        bound, strain, load = found.aim.max_latency, found.strain(best), found.aim.load
+        if bound is None or math.isinf(strain):
+            return f"no way keeps up with {load}; {best} came nearest"
+        return (
+            f"no way answers 99 % of the requests within {seconds_text(bound)} under {load}; "
+            f"{best} came nearest with {seconds_text(strain * bound)}"
+        )
     better = found.over_default(best)
     over = f"{spread_text(better)} {TIMES} the default" if better.known else "the default failed"
     if chosen == found.default:
@@ -145,16 +149,6 @@ def _figure(found: Found, candidate: Candidate) -> str:
     return f"{first}, p99 {spread_text(tail, unit)} {unit.sign}" if tail.known else first
 
 
-def _nearest(found: Found, best: Candidate) -> str:
-    bound, strain = found.aim.max_latency, found.strain(best)
-    if bound is None or math.isinf(strain):
-        return f"no way keeps up with {found.aim.load}; {best} came nearest"
-    return (
-        f"no way answers 99 % of the requests within {seconds_text(bound)} under "
-        f"{found.aim.load}; {best} came nearest with {seconds_text(strain * bound)}"
-    )
-
-
 def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> bytes:
     """All figures, and the recommendation (docs/tuning.md).
 
@@ -174,7 +168,7 @@ def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> 
         "aim": asdict(found.aim),
         "recommended": chosen
         and {
-            "class": _CLASSES[chosen.call],
+            "class": _SESSION_CLASSES.get(chosen.call, "mcinfer.Master"),
             "arguments": arguments(chosen, found),
             "call": chosen.call,
             "is_default": chosen == found.default,

@@ -387,12 +387,11 @@ class Search:
                 f"--rate: got {rate:g} with --budget {budget:g}, expected at least {number(least * 1.005)}, "
                 f"or --budget {ceil(budget * least / rate)}: two ways are compared by a few requests each"
             )
-        self._cores = whole_cpus()
-        self._default = default_candidate(aim, self._cores)
+        cores = whole_cpus()
         self.found = Found(
             aim=aim,
-            cores=self._cores,
-            default=self._default,
+            cores=cores,
+            default=default_candidate(aim, cores),
             batch_axes=dict(batch_axes or {}),
             output_axes=dict(output_axes or {}),
         )
@@ -428,7 +427,7 @@ class Search:
                 shapes = [array.shape for array in arrays.values()]
                 candidates = grid(
                     self._aim,
-                    cores=self._cores,
+                    cores=found.cores,
                     pieces=pieces_of(spec, shapes, found.split),
                     joins=cut_batch(spec, shapes, 1, found.split).rowwise,
                     run_seconds=turn.run_seconds or turn.mean_latency,
@@ -442,7 +441,7 @@ class Search:
 
     def _try_default(self) -> Turn:
         """One short turn of the default, to know how long such things take."""
-        trial = Trial(rung=0, candidate=self._default)
+        trial = Trial(rung=0, candidate=self.found.default)
         self._run_group([trial], _FIRST_TURN, 1, "trying the default")
         if trial.error:
             raise WayFailedError(f"the default pool: {trial.error}")
@@ -484,7 +483,7 @@ class Search:
                 seconds = min(seconds, MAX_ARRIVALS / self._aim.load.rate)
             trials = self._run_round(contenders, seconds, len(rounds(count)))
             found.finished_rungs += 1
-            contenders = contenders_after(self._aim, trials, self._default, contenders)
+            contenders = contenders_after(self._aim, trials, self.found.default, contenders)
             if not count:
                 left_out = "there was time for the default alone"
                 return left_out if found.left_out else "there is nothing else to try"
@@ -501,7 +500,7 @@ class Search:
                 break
             trials = [
                 Trial(rung=number, group=group, candidate=candidate)
-                for candidate in (self._default, *others[start : start + beside])
+                for candidate in (self.found.default, *others[start : start + beside])
             ]
             self.found.trials += trials
             made += trials
