@@ -23,6 +23,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from mcinfer import machine
 from mcinfer.cli.options import DevicesOption
 from mcinfer.cli.progress import counted
 from mcinfer.config import (
@@ -35,22 +36,7 @@ from mcinfer.config import (
     share_cores,
 )
 from mcinfer.errors import EngineError, InvalidInputError, McinferError
-from mcinfer.machine import (
-    Gpu,
-    core_siblings,
-    cores_near,
-    cpu_quota,
-    driver_cuda_version,
-    format_core_list,
-    gpu_order_doubt,
-    gpus,
-    memory_limit,
-    mps_folder,
-    numa_nodes,
-    task_limit,
-    usable_memory,
-    whole_cpus,
-)
+from mcinfer.machine import Gpu
 from mcinfer.process import environment, import_path
 
 _TASKS_OF_A_MASTER = 8
@@ -129,7 +115,7 @@ def doctor(
 
 def examine() -> Iterator[Finding]:
     """All checks, each when it is asked for. The last one starts a pool of one worker, and ends it."""
-    cpus = whole_cpus()
+    cpus = machine.whole_cpus()
     workers = automatic_workers(cpus)
     looks: dict[str, Callable[[], Iterator[Finding]]] = {
         "platform": look_at_platform,
@@ -172,11 +158,11 @@ def look_at_model(model: Path) -> Finding:
 
 def devices(devices: DevicesOption = None) -> None:
     """The cores and GPUs of this machine, and the cores of each worker of a pool."""
-    cores, cpus = sorted(os.sched_getaffinity(0)), whole_cpus()
+    cores, cpus = sorted(os.sched_getaffinity(0)), machine.whole_cpus()
     parsed = parse_devices(devices, cpus)
-    shares = share_cores(parsed, cores, cpus=cpus, near=cores_near(parsed))
+    shares = share_cores(parsed, cores, cpus=cpus, near=machine.cores_near(parsed))
     try:
-        found, why = gpus(), ""
+        found, why = machine.gpus(), ""
     except OSError as exc:
         found, why = (), f"no GPU was found: {exc}"
     for share in shares.values():
@@ -187,7 +173,9 @@ def devices(devices: DevicesOption = None) -> None:
             why = why or f"the last device that was found is {device.kind}:{len(found) - 1}"
             raise InvalidInputError(f"device {device} does not exist: {why}")
     default = counted(automatic_workers(cpus), "worker")
-    print(f"{counted(len(cores), 'usable core')}: {format_core_list(cores)}; by default {default}")
+    print(
+        f"{counted(len(cores), 'usable core')}: {machine.format_core_list(cores)}; by default {default}"
+    )
     for line in (*_cpu_lines(cores), *_gpu_lines(found, why)):
         print(line)
     for index, device in enumerate(parsed):
@@ -196,14 +184,16 @@ def devices(devices: DevicesOption = None) -> None:
 
 def _cpu_lines(cores: list[int]) -> list[str]:
     lines = []
-    sockets, physical = core_siblings()
+    sockets, physical = machine.core_siblings()
     if physical:
         belong = "belongs" if len(cores) == 1 else "belong"
         place = f"{counted(physical, 'physical core')} of {counted(sockets, 'socket')}"
         lines.append(f"  {belong} to {place}")
-    nodes = numa_nodes().items()
-    lines += [f"  NUMA node {node}: {format_core_list(mine)}" for node, mine in nodes if mine]
-    return [*lines, f"  CPU quota: {quota_text(cpu_quota(), len(cores))}"]
+    nodes = machine.numa_nodes().items()
+    lines += [
+        f"  NUMA node {node}: {machine.format_core_list(mine)}" for node, mine in nodes if mine
+    ]
+    return [*lines, f"  CPU quota: {quota_text(machine.cpu_quota(), len(cores))}"]
 
 
 def quota_text(quota: float | None, cores: int) -> str:
@@ -220,8 +210,8 @@ def _gpu_lines(found: Sequence[Gpu], why: str) -> Iterator[str]:
         yield why
         return
     yield from map(str, found)
-    yield f"  {software_text(found[0].driver, driver_cuda_version(), mps_folder())}"
-    if doubt := gpu_order_doubt(len(found)):
+    yield f"  {software_text(found[0].driver, machine.driver_cuda_version(), machine.mps_folder())}"
+    if doubt := machine.gpu_order_doubt(len(found)):
         yield f"  {doubt}"
     with suppress(EngineError):
         if text := installed_runtime().without_cuda:
@@ -231,7 +221,7 @@ def _gpu_lines(found: Sequence[Gpu], why: str) -> Iterator[str]:
 def _share_text(device: Device, share: CoreShare | InvalidInputError | None) -> str:
     if not isinstance(share, CoreShare):
         return f"{device}, not pinned to cores"
-    cores = f"core{'s' if len(share.cores) > 1 else ''} {format_core_list(share.cores)}"
+    cores = f"core{'s' if len(share.cores) > 1 else ''} {machine.format_core_list(share.cores)}"
     threads = counted(share.threads or len(share.cores), "thread")
     return f"{device}, {cores}{', shared' if share.shared else ''}, {threads}"
 
@@ -289,7 +279,7 @@ def look_at_limits(workers: int, cpus: int) -> Iterator[Finding]:
     others = "systemd: LimitNPROC={0}"
     name = "threads of the user"
     yield judge_limit(name, limits, used, needed, f"a pool of {pool}", "ulimit -u", others)
-    most, used = task_limit() or (resource.RLIM_INFINITY, 0)
+    most, used = machine.task_limit() or (resource.RLIM_INFINITY, 0)
     others = "Docker: --pids-limit {0}, systemd: TasksMax={0}"
     name = "threads of the container"
     yield judge_limit(name, (most, most), used, needed, f"a pool of {pool}", "", others)
@@ -330,14 +320,16 @@ def look_at_memory() -> Iterator[Finding]:
     import psutil
 
     memory = psutil.virtual_memory()
-    yield judge_memory(memory.total, memory_limit(), usable_memory(), memory.available)
+    yield judge_memory(
+        memory.total, machine.memory_limit(), machine.usable_memory(), memory.available
+    )
     mode = Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip()
     found, advice = f"mode {mode}: memory may be reserved that is not used", ""
     if mode == "2":
         found = "mode 2: memory that is reserved counts, and runtimes reserve more than they use"
         advice = "sysctl vm.overcommit_memory=0, or a higher vm.overcommit_ratio"
     yield Finding("overcommit", found, advice)
-    yield judge_cpus(len(os.sched_getaffinity(0)), cpu_quota())
+    yield judge_cpus(len(os.sched_getaffinity(0)), machine.cpu_quota())
 
 
 def judge_memory(total: int, limit: int | None, usable: int, available: int) -> Finding:
@@ -567,11 +559,13 @@ def look_at_runtime() -> Iterator[Finding]:
         )
         yield Finding("onnxruntime", str(exc), problem=advice)
     try:
-        found, cuda = gpus(), driver_cuda_version()
+        found, cuda = machine.gpus(), machine.driver_cuda_version()
     except OSError as exc:
         yield Finding("GPUs", f"none was found: {exc}")
     else:
-        yield judge_gpus(found, gpu_order_doubt(len(found)), runtime, cuda, mps_folder())
+        yield judge_gpus(
+            found, machine.gpu_order_doubt(len(found)), runtime, cuda, machine.mps_folder()
+        )
 
 
 def judge_gpus(
