@@ -8,7 +8,7 @@ from mcinfer.bench.report import (
     Load,
     Measurement,
     Memory,
-    Model,
+    ModelFacts,
     Report,
     Role,
     Settings,
@@ -80,7 +80,7 @@ def report(
         took_seconds=321.5,
         mcinfer="0.6.0",
         machine={"cpu": "AMD EPYC 7B13", "cores": 8, "load_average_before": 0.2},
-        model=Model(
+        model=ModelFacts(
             name=name,
             bytes=52_428_800,
             inputs=("latents: float32[batch, 4, 32, 32]", "step: int64[]"),

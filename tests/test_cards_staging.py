@@ -24,11 +24,11 @@ from mcinfer.cards.cuda import Card
 from mcinfer.cards.staging import CardEngine, _CardRun, _SharedWeights, memory_limit, open_on_card
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines.base import (
+    BoundRun,
     Buffer,
     Engine,
     OutOfDeviceMemoryError,
     Produced,
-    Run,
     Strings,
     array_over,
 )
@@ -72,7 +72,7 @@ class Scaling(Engine):
         self.failure: Exception | None = None
         self.late: Buffer | None = None  # what a run's work writes to y, after the run has returned
 
-    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
         return _Scaling(self, inputs, outputs)
 
     def arm(self) -> None: ...
@@ -80,7 +80,7 @@ class Scaling(Engine):
     def cancel(self) -> None: ...
 
 
-class _Scaling(Run):
+class _Scaling(BoundRun):
     def __init__(
         self, engine: Scaling, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]
     ) -> None:

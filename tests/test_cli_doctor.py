@@ -15,7 +15,7 @@ from onnxruntime.datasets import get_example
 
 from mcinfer.cli.doctor import (
     Finding,
-    Runtime,
+    InstalledRuntime,
     examine,
     installed_runtime,
     judge_cache,
@@ -112,8 +112,8 @@ def test_package_that_is_missing_or_old_is_a_problem_and_an_old_extra_a_warning(
 
 
 def test_gpus_that_the_runtime_cannot_use_are_a_warning() -> None:
-    plain = Runtime(version="1.2", providers=("CPUExecutionProvider",))
-    cuda = Runtime(version="1.2", providers=("CUDAExecutionProvider",), cuda="13.0")
+    plain = InstalledRuntime(version="1.2", providers=("CPUExecutionProvider",))
+    cuda = InstalledRuntime(version="1.2", providers=("CUDAExecutionProvider",), cuda="13.0")
     assert "built with CUDA 13.0, offers: CUDA" in str(cuda)
     two = [Gpu(index=i, uuid=f"GPU-{i}", name="H200", driver="580.65") for i in range(2)]
     found = "cuda:0: H200; cuda:1: H200; driver 580.65, up to CUDA 13.1; no MPS"
@@ -126,7 +126,7 @@ def test_gpus_that_the_runtime_cannot_use_are_a_warning() -> None:
 
 
 def test_gpu_that_one_process_alone_may_use_is_a_warning_without_mps() -> None:
-    cuda = Runtime(version="1.2", providers=("CUDAExecutionProvider",), cuda="13.0")
+    cuda = InstalledRuntime(version="1.2", providers=("CUDAExecutionProvider",), cuda="13.0")
 
     def judged(mode: str, mps: Path | None = None) -> Finding:
         default = Gpu(index=0, uuid="GPU-0", name="H200", compute_mode="Default")

@@ -31,7 +31,7 @@ from mcinfer.mslite import (
     TensorMeta,
     _session,
 )
-from mcinfer.mslite._session import Session, Source, open_session
+from mcinfer.mslite._session import LoadedModel, Source, open_session
 from tests import mindspore_lite_stand_in as stand_in
 from tests.process.models import AFFINE, OnnxModel
 
@@ -373,7 +373,7 @@ def test_tensor_without_a_type_fails_before_the_run(
     onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = built(onnx_model(AFFINE))
-    monkeypatch.setattr(Session, "run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(LoadedModel, "run", lambda *_: pytest.fail("it ran"))
     for dtype in (DataType.UNKNOWN, DataType.INVALID):
         for shape in ([1, 4], [-1, 4]):
             tensor = Tensor(None, shape, dtype)

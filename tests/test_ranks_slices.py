@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper
 
 from mcinfer.engines import open_engine
-from mcinfer.engines.base import Engine, EngineRequest, Run, Strings
+from mcinfer.engines.base import BoundRun, Engine, EngineRequest, Strings
 from mcinfer.errors import (
     BuildError,
     ClosedError,
@@ -74,7 +74,7 @@ class Bound:
             name: np.full(shape, 77, numpy_dtype(specs[name].element_type))
             for name, shape in shapes.items()
         }
-        self.run: Run = engine.bind(
+        self.run: BoundRun = engine.bind(
             [buffer(spec.name, self.inputs[spec.name]) for spec in engine.spec.inputs],
             [buffer(name, array) for name, array in self.outputs.items()],
         )

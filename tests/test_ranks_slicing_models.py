@@ -14,7 +14,7 @@ from mcinfer.ranks.slicing import rules
 from mcinfer.ranks.slicing.graphs import Graph, View, infer
 from mcinfer.ranks.slicing.pipeline import cut_stages
 from mcinfer.ranks.slicing.placements import REPLICATED, Sharded
-from mcinfer.ranks.slicing.slicer import Report, slice_model
+from mcinfer.ranks.slicing.slicer import SliceReport, slice_model
 from mcinfer.ranks.slicing.tensor import StageReport, slice_tensor
 from tests.lockstep import models_of, run_slices, run_whole
 
@@ -57,7 +57,7 @@ def two_layers(x: str = "x", y: str = "y") -> list[NodeProto]:
 LAYER_WEIGHTS = [weight("up", 64, 128), weight("down", 128, 64)]
 
 
-def sliced(model: ModelProto, folder: Path, *, tensor: int = 1, pipeline: int = 1) -> Report:
+def sliced(model: ModelProto, folder: Path, *, tensor: int = 1, pipeline: int = 1) -> SliceReport:
     onnx.save(model, folder / "model.onnx")
     return slice_model(folder / "model.onnx", folder / "slices", tensor=tensor, pipeline=pipeline)
 

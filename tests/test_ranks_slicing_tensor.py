@@ -16,7 +16,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from mcinfer.errors import InvalidInputError
 from mcinfer.ranks.slicing.graphs import Graph, infer, tensor_bytes
 from mcinfer.ranks.slicing.placements import Placement
-from mcinfer.ranks.slicing.search import Costs, Search
+from mcinfer.ranks.slicing.search import ChoiceSearch, Costs
 from mcinfer.ranks.slicing.slicer import write_slices
 from mcinfer.ranks.slicing.tensor import (
     CollectiveNode,
@@ -1003,6 +1003,6 @@ def test_any_way_to_cut_any_graph_is_right(
     model = make(rng)
     graph = Graph(model, infer(model))
     for _ in range(2):
-        choices = Search(graph, AnyCosts(graph, ranks, rng)).run()
+        choices = ChoiceSearch(graph, AnyCosts(graph, ranks, rng)).run()
         check(model, slices=slices_of(graph, ranks, choices))
     check(model, ranks)

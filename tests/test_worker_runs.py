@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mcinfer.engines import open_engine
-from mcinfer.engines.base import Buffer, Engine, Run, Strings
+from mcinfer.engines.base import BoundRun, Buffer, Engine, Strings
 from mcinfer.errors import PredictError, ProtocolError
 from mcinfer.specs import ELEMENT_TYPES, element_type_name, numpy_dtype
 from mcinfer.worker.runs import _MAX_RUNS, JoinedRuns, Member
@@ -33,7 +33,7 @@ class Pool:
         self.bound: list[tuple[Sequence[Buffer | Strings], Sequence[Buffer]]] = []
         bind = self.engine.bind
 
-        def record(inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+        def record(inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
             self.bound.append((inputs, outputs))
             return bind(inputs, outputs)
 

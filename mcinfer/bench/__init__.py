@@ -9,14 +9,14 @@ from typing import Any
 from mcinfer.errors import InvalidInputError
 
 BASELINES = {
-    "session": "mcinfer.bench.baselines:Session",
+    "session": "mcinfer.bench.baselines:PlainSession",
     "threads": "mcinfer.bench.baselines:Threads",
     "threads-1": "mcinfer.bench.baselines:SingleThreads",
     "pipe": "mcinfer.bench.baselines:Pipe",
     "pipe-each": "mcinfer.bench.baselines:PipeEach",
 }
 MODES = {
-    "sharded": "mcinfer.bench.pools:Sharded",
+    "sharded": "mcinfer.bench.pools:SplitBatches",
     "concurrent": "mcinfer.bench.pools:Concurrent",
     "batched": "mcinfer.bench.pools:Batched",
     "inline": "mcinfer.bench.baselines:Inline",

@@ -129,7 +129,7 @@ class Inline(Threads):
         return mcinfer.ort.InferenceSession(setup.model, options, providers=providers)
 
 
-class Session(Threads):
+class PlainSession(Threads):
     """One session; one run at a time uses all cores."""
 
     text = "one ONNX Runtime session with all cores, one request at a time"

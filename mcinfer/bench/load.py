@@ -42,7 +42,7 @@ def rotated(entries: Sequence[_T], repeat: int) -> list[_T]:
 
 
 @dataclass(slots=True)
-class Outcome:
+class LoadOutcome:
     """The requests of one turn.
 
     Attributes:
@@ -64,13 +64,13 @@ class Outcome:
 
 def offer(
     request: Callable[[], object], load: Load, *, seconds: float, count: int, seed: int
-) -> Outcome:
+) -> LoadOutcome:
     """Make requests as the load says, from threads of its own; returns when all have been answered.
 
     The load lasts for `seconds`, or for `count` requests where that is not 0. An open loop that falls behind
     gets as long again to catch up; `seed` is that of its arrivals.
     """
-    outcome = Outcome()
+    outcome = LoadOutcome()
     moments = arrivals(load.rate, seconds, count, seed) if load.rate else []
     total = len(moments) or count
     numbers = counting()  # one for all clients: `next` of it is atomic

@@ -45,7 +45,7 @@ class Concurrent(RunningWay):
         self._master.close()
 
 
-class Sharded(Concurrent):
+class SplitBatches(Concurrent):
     """Each batch over all workers."""
 
     text = "mcinfer.predict: each batch split over all workers"

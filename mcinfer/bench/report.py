@@ -114,7 +114,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class ModelFacts:
     name: str
     bytes: int
     inputs: tuple[str, ...]
@@ -142,7 +142,7 @@ class Report:
     took_seconds: float
     mcinfer: str
     machine: dict[str, str | int | float]
-    model: Model
+    model: ModelFacts
     settings: Settings
     ways: tuple[Way, ...]
     measurements: tuple[Measurement, ...]

@@ -38,7 +38,7 @@ from mcinfer.bench.report import (
     Load,
     Measurement,
     Memory,
-    Model,
+    ModelFacts,
     Report,
     Role,
     Settings,
@@ -74,7 +74,7 @@ Progress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class BenchOptions:
     """The benchmark's settings: the options of ``mcinfer bench``.
 
     Attributes:
@@ -289,7 +289,7 @@ class Benchmark:
         InvalidInputError: There are no such devices or ways, or a rate makes no load.
     """
 
-    def __init__(self, plan: Plan, progress: Progress) -> None:
+    def __init__(self, plan: BenchOptions, progress: Progress) -> None:
         _check_rates(plan)
         check_names([way for way in plan.ways if way not in MODES])
         self._plan = plan
@@ -353,7 +353,7 @@ class Benchmark:
             took_seconds=round(seconds, 1),
             mcinfer=__version__,
             machine={**self._machine, OTHERS: round(max(0.0, others), 2)},
-            model=Model(
+            model=ModelFacts(
                 name=plan.model.name,
                 bytes=_model_bytes(plan.model),
                 inputs=tuple(map(str, model.inputs)),
@@ -452,7 +452,7 @@ class Benchmark:
         self.done += 1
 
 
-def _check_rates(plan: Plan) -> None:
+def _check_rates(plan: BenchOptions) -> None:
     """Raise `InvalidInputError` for an open loop in which no request would arrive, or far too many."""
     for rate in plan.rates:
         made = plan.count or rate * plan.seconds

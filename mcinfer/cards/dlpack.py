@@ -111,7 +111,7 @@ _rename.argtypes, _rename.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c
 
 
 @dataclass(slots=True)
-class _Memory:
+class _HostView:
     """What NumPy makes an array of, which keeps this, and so the owner."""
 
     __array_interface__: dict[str, Any]
@@ -179,7 +179,7 @@ class DlpackTensor:
             "shape": self.shape,
             "data": (self.address, self.read_only),
         }
-        array = np.asarray(_Memory(memory, self.owner))
+        array = np.asarray(_HostView(memory, self.owner))
         capsule = array.__dlpack__(max_version=(_MAJOR, _MINOR) if versioned else None)
         kind, name, _ = _KINDS[versioned]
         tensor = kind.from_address(_pointer(id(capsule), name)).tensor

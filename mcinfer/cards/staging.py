@@ -32,12 +32,12 @@ from mcinfer.cards.slabs import ALIGNMENT, OpenSlab, filled, layout
 from mcinfer.config import CARD_KINDS, Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
+    BoundRun,
     Buffer,
     Engine,
     EngineRequest,
     OutOfDeviceMemoryError,
     Produced,
-    Run,
     StagedRun,
     Strings,
 )
@@ -350,7 +350,7 @@ class CardEngine(Engine):
 
     # Runs.
 
-    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
         tensors = [item for item in (*inputs, *outputs) if isinstance(item, Buffer)]
         if all(item.device is None and self.wants_on_host(item.name) for item in tensors):
             return self.engine.bind(inputs, outputs)
@@ -382,7 +382,7 @@ def _short_of_memory(card: Card, what: str) -> Iterator[None]:
         raise PredictError(f"no memory for {what}: {exc}") from exc
 
 
-class _CardRun(Run):
+class _CardRun(BoundRun):
     """A layout with tensors on the wrong side, or in blocks of a card that must be waited for."""
 
     def __init__(

@@ -120,7 +120,7 @@ def bench(
     ] = None,
 ) -> None:
     """Measure your speed-up: mcinfer and the usual alternatives, on your model."""
-    from mcinfer.bench.runner import Benchmark, Plan
+    from mcinfer.bench.runner import Benchmark, BenchOptions
 
     del transport  # refused where it is given
     if concurrency is None:
@@ -128,7 +128,7 @@ def bench(
     ways = (*against, *modes)
     if not ways:
         raise typer.BadParameter("--against none with --modes none: nothing to measure")
-    plan = Plan(
+    plan = BenchOptions(
         model=model,
         devices=devices,
         threads=threads,

@@ -488,7 +488,7 @@ def judge_packages(
     yield Finding("extras", text, advice([*old.values()]))
 
 
-class Runtime(NamedTuple):
+class InstalledRuntime(NamedTuple):
     """ONNX Runtime as it is installed; the libraries that its providers need may be missing all the same.
 
     Attributes:
@@ -511,13 +511,13 @@ class Runtime(NamedTuple):
         return f"onnxruntime {self.version} has no CUDAExecutionProvider: it runs nothing on them"
 
 
-def installed_runtime() -> Runtime:
+def installed_runtime() -> InstalledRuntime:
     """ONNX Runtime, imported in a child: a process keeps what it imports.
 
     `EngineError`: it cannot be imported; has the last line of the error.
     """
     version, providers, cuda = _answer(_ASK, "onnxruntime cannot be imported")
-    return Runtime(version, providers, cuda)
+    return InstalledRuntime(version, providers, cuda)
 
 
 def _answer(code: str, failed: str, *arguments: str) -> list[Any]:
@@ -569,7 +569,7 @@ def look_at_runtime() -> Iterator[Finding]:
 
 
 def judge_gpus(
-    found: Sequence[Gpu], order: str, runtime: Runtime | None, cuda: str, mps: Path | None
+    found: Sequence[Gpu], order: str, runtime: InstalledRuntime | None, cuda: str, mps: Path | None
 ) -> Finding:
     """The GPUs, and whether the runtime can use them.
 

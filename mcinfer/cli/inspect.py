@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from mcinfer.cli.cache import KEY_CHARACTERS
-from mcinfer.cli.doctor import Runtime, installed_runtime, software_text
+from mcinfer.cli.doctor import InstalledRuntime, installed_runtime, software_text
 from mcinfer.cli.options import (
     BatchAxisOption,
     ModelArgument,
@@ -228,7 +228,7 @@ def _lines(facts: _Facts) -> Iterator[str]:
         yield from _lines_of_axes(split["outputs"], "joined", "the same from every worker")
     yield f"runs on: {', '.join(facts['providers'])}"
     if runtime := facts["runtime"]:
-        yield str(Runtime(**runtime))
+        yield str(InstalledRuntime(**runtime))
     yield from (str(Gpu(**card)) for card in facts["gpus"])
     if driver := facts["driver"]:
         mps = driver["mps"]

@@ -17,7 +17,7 @@ from mcinfer.cli.progress import counted, megabytes, showing_work
 from mcinfer.errors import printable
 
 if TYPE_CHECKING:
-    from mcinfer.ranks.slicing.slicer import Report
+    from mcinfer.ranks.slicing.slicer import SliceReport
     from mcinfer.ranks.slicing.tensor import StageReport
 
 _MAX_LINES = 3
@@ -71,7 +71,7 @@ def slice_model(
     print(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(_lines(report, output)))
 
 
-def _lines(report: "Report", folder: Path) -> Iterator[str]:
+def _lines(report: "SliceReport", folder: Path) -> Iterator[str]:
     ranks = counted(len(report.ranks), "rank")
     yield f"{printable(folder)}: {printable(report.model)} cut for {ranks}, {_shape(report)}"
     yield from _table(report)
@@ -89,7 +89,7 @@ def _lines(report: "Report", folder: Path) -> Iterator[str]:
         yield f"not checked: {check.reason}"
 
 
-def _shape(report: "Report") -> str:
+def _shape(report: "SliceReport") -> str:
     parts = []
     if report.pipeline > 1:
         parts.append(f"{report.pipeline} stages")
@@ -98,7 +98,7 @@ def _shape(report: "Report") -> str:
     return ", ".join(parts)
 
 
-def _table(report: "Report") -> Iterator[str]:
+def _table(report: "SliceReport") -> Iterator[str]:
     rows = [("rank", "stage", "file", "weights", "share", "receives", "collectives")]
     for rank in report.ranks:
         stage = report.stages[rank.stage]

@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 
 from mcinfer.engines.base import (
     ArrayEngine,
+    BoundRun,
     Buffer,
     EngineRequest,
     Produced,
-    Run,
     RunCancelledError,
     Strings,
     array_over,
@@ -81,7 +81,7 @@ class FakeEngine(ArrayEngine):
         self._row_seconds = content.get("row_seconds", "")
         self._act(content.get("build", ""), BuildError)
 
-    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
         return _FakeRun(self, inputs, outputs)
 
     def run(
@@ -164,7 +164,7 @@ class FakeEngine(ArrayEngine):
                 self._act(inner, error)
 
 
-class _FakeRun(Run):
+class _FakeRun(BoundRun):
     def __init__(
         self, engine: FakeEngine, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]
     ) -> None:

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.engines.base import (
+    BoundRun,
     Buffer,
     Engine,
     EngineRequest,
     Produced,
-    Run,
     RunCancelledError,
     Strings,
     array_over,
@@ -306,12 +306,12 @@ class OnnxRuntimeEngine(Engine):
             )
         return tuple(found[name] for name in names)
 
-    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
         buffers = [item for item in inputs if isinstance(item, Buffer)]
         with _mapped_errors(PredictError):
             if len(buffers) < len(inputs):
                 return _ValueRun(self, inputs, outputs)
-            return _BoundRun(self, buffers, outputs)
+            return _BindingRun(self, buffers, outputs)
 
     def arm(self) -> None:
         if self._cancelled:
@@ -323,7 +323,7 @@ class OnnxRuntimeEngine(Engine):
         self._run_options.terminate = True
 
     def run(self, run: Callable[..., Any], *arguments: object) -> Any:
-        """Call one of the session's methods that run the model; see `Run.execute` for the errors."""
+        """Call one of the session's methods that run the model; see `BoundRun.execute` for the errors."""
         try:
             return run(*arguments, self._run_options)
         except _FAILED as exc:
@@ -339,7 +339,7 @@ class _OutputShapeError(PredictError):
     """An output has another shape than the memory that it was bound to."""
 
 
-class _BoundRun(Run):
+class _BindingRun(BoundRun):
     """A binding: inputs and declared outputs by address, the others left to the runtime.
 
     On the host, what the runtime makes by itself is copied to its place if it has that shape. An output
@@ -398,7 +398,7 @@ class _BoundRun(Run):
         return delivered([_produced(name, values[name]) for name in self._free], self._bound)
 
 
-class _ValueRun(Run):
+class _ValueRun(BoundRun):
     """A run that takes strings: the runtime binds none, so its results are copied to their places."""
 
     def __init__(

@@ -1,8 +1,8 @@
 """The interface of an engine: a model loaded in this process, run on memory that others own.
 
-Ownership: an engine never owns the tensors that it is bound to. A `Run` is bound to addresses, and its maker
-drops the run before the memory is freed. Outputs that a run allocates itself (`Produced`) live until the
-next run of the same `Run`.
+Ownership: an engine never owns the tensors that it is bound to. A `BoundRun` has addresses, and its maker
+drops it before the memory is freed. Outputs that a run allocates itself (`Produced`) live until the
+next run of the same `BoundRun`.
 """
 
 import ctypes
@@ -206,7 +206,7 @@ def check_cpu(engine: str, request: EngineRequest) -> None:
         raise BuildError(f"engine {engine} has no device {request.device}, expected cpu:0")
 
 
-class Run(ABC):
+class BoundRun(ABC):
     """One layout of inputs and outputs, bound once and executed many times."""
 
     @abstractmethod
@@ -227,7 +227,7 @@ class Run(ABC):
         """
 
 
-class StagedRun(Run):
+class StagedRun(BoundRun):
     """Copy in, execute, copy out: a run of an engine, and what brings its tensors there and back."""
 
     __slots__ = ("_after", "_before", "_run")
@@ -235,10 +235,10 @@ class StagedRun(Run):
     def __init__(
         self,
         before: Callable[[], object],
-        run: Run,
+        run: BoundRun,
         after: Callable[[Sequence[Produced | Strings]], Sequence[Produced | Strings]],
     ) -> None:
-        """Three steps, of which each may raise what `Run.execute` does; after an error no other one follows.
+        """Three steps, of which each may raise what `BoundRun.execute` does; after an error none follows.
 
         Args:
             before: Brings the inputs to where the run reads them.
@@ -292,7 +292,7 @@ class Engine(ABC):
     slab: SharedBlock | None = None
 
     @abstractmethod
-    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
         """Bind a layout: all inputs in the model's order, and the outputs whose shape is known.
 
         Any of `weights` may follow the inputs; the run uses them in place of the model's own.
@@ -349,9 +349,9 @@ class ArrayEngine(Engine):
 
     @abstractmethod
     def run(self, inputs: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """The outputs, in the model's order; see `Run.execute`. They stay unchanged until the next run."""
+        """The outputs, in the model's order; see `BoundRun.execute`. They stay until the next run."""
 
-    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
         arrays = [self._input_array(*pair) for pair in zip(self.spec.inputs, inputs, strict=True)]
         return _ArrayRun(self, arrays, {item.name: array_over(item) for item in outputs})
 
@@ -399,7 +399,7 @@ class ArrayEngine(Engine):
             raise RunCancelledError("the run was cancelled before it began")
 
 
-class _ArrayRun(Run):
+class _ArrayRun(BoundRun):
     def __init__(
         self,
         engine: ArrayEngine,

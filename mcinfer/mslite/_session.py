@@ -5,7 +5,7 @@
     Source ── targets in turn ──► engine ──► Session     one for the models of a group that shares weights
 
 Ownership: inputs are borrowed during a run, which reads them in place; outputs are new arrays, which belong
-to the caller. A `Session` belongs to its models; a group (`SharedModels`) holds only weak references.
+to the caller. A `LoadedModel` belongs to its models; a group (`SharedModels`) holds only weak references.
 Threads may run at once if the engine allows it, else they take turns.
 """
 
@@ -68,7 +68,7 @@ def _pinned(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-class Session:
+class LoadedModel:
     """One loaded model, the engine's owner. Any thread may call `run`.
 
     Attributes:
@@ -191,7 +191,9 @@ class SharedModels:
         self.weights = weights
         self.workspace = workspace
         self._lock = threading.Lock()
-        self._sessions: weakref.WeakValueDictionary[object, Session] = weakref.WeakValueDictionary()
+        self._sessions: weakref.WeakValueDictionary[object, LoadedModel] = (
+            weakref.WeakValueDictionary()
+        )
 
     def load(
         self,
@@ -199,7 +201,7 @@ class SharedModels:
         dims: Dims | None,
         attempt: Attempt,
         membership: Membership | None,
-    ) -> Session:
+    ) -> LoadedModel:
         with self._lock:
             key = _identity(source, dims, attempt) if self.weights else None
             session = self._sessions.get(key)
@@ -212,7 +214,7 @@ class SharedModels:
 
 def open_session(
     source: Source, dims: Dims | None, group: SharedModels | None, *, stacklevel: int
-) -> Session:
+) -> LoadedModel:
     """Load a model, with these sizes of its inputs if given; see `open_first`."""
     if dims is not None and source.model_type is not ModelType.ONNX:
         raise BuildError("its sizes are fixed, and can be changed in ONNX models only")
@@ -223,7 +225,7 @@ def open_session(
     if membership is not None and (source.pids is not None or source.handle is not None):
         raise BuildError("weights are shared between processes of whole models, not of slices")
 
-    def build(attempt: Attempt) -> Session:
+    def build(attempt: Attempt) -> LoadedModel:
         if group is None:
             return _load(source, dims, attempt, membership, workspace=False)
         return group.load(source, dims, attempt, membership)
@@ -264,7 +266,7 @@ def _load(
     membership: Membership | None,
     *,
     workspace: bool,
-) -> Session:
+) -> LoadedModel:
     cores: Sequence[int] = ()
     if attempt.kind == "cpu":
         [cores] = pinned_cores(source.context, 1) or [()]
@@ -324,7 +326,7 @@ def _load(
             raise
     for note in engine.notes:
         _log.warning("%s: %s", source.name, in_words(note, request.model))
-    return Session(engine, cores, owner)
+    return LoadedModel(engine, cores, owner)
 
 
 def _owner_on_card(request: EngineRequest) -> WeightOwner:

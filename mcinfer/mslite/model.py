@@ -37,7 +37,7 @@ from mcinfer.mslite._runner import (
     given_tensors,
     named_weights,
 )
-from mcinfer.mslite._session import Session, SharedModels, Source, open_session
+from mcinfer.mslite._session import LoadedModel, SharedModels, Source, open_session
 from mcinfer.mslite._targets import ModelType, model_type_of, used_entries
 from mcinfer.mslite.context import Context, check_context
 from mcinfer.mslite.tensor import (
@@ -74,7 +74,7 @@ class ModelGroupFlag(IntFlag):
 @dataclass(slots=True, kw_only=True)
 class _Built:
     source: Source
-    session: Session
+    session: LoadedModel
     inputs: list[Tensor]
     dims: list[list[int]]
     owner: WeightOwner | None
@@ -379,7 +379,7 @@ class Model:
             built.session.update_weights(named_weights(given, built.session.engine.weights))
 
 
-def _owner(session: Session, pids: Sequence[int], *, stacklevel: int) -> WeightOwner:
+def _owner(session: LoadedModel, pids: Sequence[int], *, stacklevel: int) -> WeightOwner:
     owner = session.owner
     if owner is None:
         held = getattr(session.engine, "held", None)

@@ -10,7 +10,7 @@ alternate between two sets (*parities*). A set is written again only after the e
 so that other ranks have read it (see `Collective.input`); a run begins with the parity that the last run of
 this rank did not end with. All ranks of a stage have the same sequence of runs, hence the same parities.
 
-Ownership: an `Arena` owns the layouts. Memory of a group cannot be freed singly. So when there are
+Ownership: a `Layouts` owns the layouts. Memory of a group cannot be freed singly. So when there are
 `MAX_LAYOUTS` layouts, all ranks forget them at once, and the groups' memory is used for new ones.
 """
 
@@ -143,7 +143,7 @@ def _without_memory(value: Buffer | Strings) -> Buffer | Strings:
     return Buffer(name=value.name, element_type=kind, shape=shape, address=0, size=value.size)
 
 
-class Arena:
+class Layouts:
     """The layouts, and the groups whose memory they use.
 
     Attributes:
@@ -155,7 +155,7 @@ class Arena:
     def __init__(self, whole: Group, tensor: Group) -> None:
         self.whole = whole
         self.tensor = tensor
-        self.layouts: dict[Key, Layout] = {}
+        self.layouts: dict[Key, PlanMemory] = {}
         self._pool: dict[tuple[Any, ...], Collective] = {}
 
     def collective(self, step: Exchange, value: Buffer, parity: int, number: int) -> Collective:
@@ -169,7 +169,7 @@ class Arena:
         return self._pool[key]
 
 
-class Layout:
+class PlanMemory:
     """Memory for the values of a plan, from the shapes that a first run found.
 
     Attributes:
@@ -182,7 +182,7 @@ class Layout:
     """
 
     def __init__(
-        self, plan: RankPlan, uses: Uses, arena: Arena, values: Mapping[str, Buffer | Strings]
+        self, plan: RankPlan, uses: Uses, arena: Layouts, values: Mapping[str, Buffer | Strings]
     ) -> None:
         self.values = {name: _without_memory(value) for name, value in values.items()}
         self.packets: dict[Any, Any] = {}
@@ -204,7 +204,7 @@ class Layout:
             raise TypeError(f"{name!r} is of strings, expected a tensor of a fixed size")
         return value
 
-    def _make_collectives(self, plan: RankPlan, arena: Arena) -> None:
+    def _make_collectives(self, plan: RankPlan, arena: Layouts) -> None:
         for parity, found in enumerate(self.collectives):
             numbers: Counter[Any] = Counter()
             for index, step in enumerate(plan.steps):

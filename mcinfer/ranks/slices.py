@@ -34,11 +34,11 @@ from numpy.typing import NDArray
 
 from mcinfer.engines import _onnxruntime
 from mcinfer.engines.base import (
+    BoundRun,
     Buffer,
     Engine,
     EngineRequest,
     Produced,
-    Run,
     Strings,
     array_over,
     delivered,
@@ -60,8 +60,8 @@ from mcinfer.private import PrivateFolder
 from mcinfer.ranks.collectives.base import Collective, Group, PeerFailedError
 from mcinfer.ranks.layouts import (
     MAX_LAYOUTS,
-    Arena,
-    Layout,
+    Layouts,
+    PlanMemory,
     Uses,
     Values,
     check_inputs,
@@ -234,7 +234,7 @@ class RankEngine(Engine):
         return {name: int(makers[:, index].argmax()) for index, name in enumerate(names)}
 
     def _begin_layouts(self) -> None:
-        self.arena = Arena(self.group, self.stage)
+        self.arena = Layouts(self.group, self.stage)
         self.links = StageLinks(self.plan, self.group, self._delivered)
 
     def make_room(self) -> None:
@@ -244,7 +244,7 @@ class RankEngine(Engine):
                 group.forget()
             self._begin_layouts()
 
-    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
         check_inputs(self.spec, inputs)
         return _RankRun(self, inputs, outputs)
 
@@ -323,7 +323,9 @@ def _array(name: str, values: Values) -> NDArray[np.generic]:
 _Step = Callable[[], Sequence[Produced | Strings] | None]
 
 
-def _bound_steps(engine: RankEngine, layout: Layout, start: int, places: Values) -> Sequence[_Step]:
+def _bound_steps(
+    engine: RankEngine, layout: PlanMemory, start: int, places: Values
+) -> Sequence[_Step]:
     """The steps of a run, bound to the memory of a layout; none if the layout is not bound.
 
     Each returns the values that did not fit their places.
@@ -375,7 +377,7 @@ def _bound_steps(engine: RankEngine, layout: Layout, start: int, places: Values)
     ]
 
 
-class _RankRun(Run):
+class _RankRun(BoundRun):
     """A layout of the whole model's inputs and outputs, in one rank."""
 
     def __init__(
@@ -391,7 +393,7 @@ class _RankRun(Run):
         self._given = [name for name in engine.held if name in given]
         self._key = tuple(item.shape for item in inputs)
         self._failure: Exception | None = None
-        self._layout: Layout | None = None
+        self._layout: PlanMemory | None = None
         self._outputs: Values = {}
         self._programs: dict[int, tuple[Values, Sequence[_Step]]] = {}
 
@@ -431,7 +433,7 @@ class _RankRun(Run):
         if not _all_well(arena.whole, is_well):
             return ()
         values |= links.deliver(None, {}, values)
-        layout = Layout(engine.plan, engine.uses, arena, values)
+        layout = PlanMemory(engine.plan, engine.uses, arena, values)
         links.prepare(layout)
         arena.layouts[self._key] = layout
         return self._results(values)
@@ -463,7 +465,7 @@ class _RankRun(Run):
 
     # With the layout's memory.
 
-    def _program(self, layout: Layout, start: int) -> tuple[Values, Sequence[_Step]]:
+    def _program(self, layout: PlanMemory, start: int) -> tuple[Values, Sequence[_Step]]:
         """Where values lie, and the steps bound to the layout's memory, which begin with a parity."""
         if layout is not self._layout:  # the run's first layout, or that of a new arena
             self._layout = layout
@@ -481,7 +483,7 @@ class _RankRun(Run):
             self._programs[start] = (places, _bound_steps(self._engine, layout, start, places))
         return self._programs[start]
 
-    def _run_laid_out(self, layout: Layout) -> Sequence[Produced | Strings]:
+    def _run_laid_out(self, layout: PlanMemory) -> Sequence[Produced | Strings]:
         engine, links = self._engine, self._engine.links
         start, done = 1 - engine.parity, 0
         places, steps = self._program(layout, start)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from mcinfer.engines.base import Buffer, Strings
 from mcinfer.errors import PredictError
 from mcinfer.ranks.collectives.base import Collective, Group
-from mcinfer.ranks.layouts import Layout, Values, owned, side_by_side
+from mcinfer.ranks.layouts import PlanMemory, Values, owned, side_by_side
 from mcinfer.ranks.slicing.plans import RankPlan
 
 _HEADER_BYTES = 64
@@ -104,7 +104,7 @@ class StageLinks:
             Link(group=group, source=root, to=None, names=names) for root, names in _by_rank(whole)
         ]
 
-    def prepare(self, layout: Layout) -> None:
+    def prepare(self, layout: PlanMemory) -> None:
         """Make the packets of a layout; all ranks call this in the same order."""
         for link in (*self.incoming, *self.outgoing, *self.delivered):
             sizes = {name: layout.buffer(name).size for name in link.names}
@@ -112,7 +112,7 @@ class StageLinks:
             turns = tuple(link.prepare(size) for _ in range(_TURNS))
             layout.packets[link] = Packet(turns, places)
 
-    def receive(self, layout: Layout | None, places: Values) -> Values | None:
+    def receive(self, layout: PlanMemory | None, places: Values) -> Values | None:
         """Before the first step, receive from all earlier stages.
 
         Returns:
@@ -124,7 +124,7 @@ class StageLinks:
             changed |= values or {}
         return None if None in found else changed
 
-    def send(self, layout: Layout | None, values: Values | None) -> None:
+    def send(self, layout: PlanMemory | None, values: Values | None) -> None:
         """After the last step, send to all later stages; None, without a layout, if this one failed."""
         for link in self.outgoing:
             if values is None:
@@ -132,7 +132,7 @@ class StageLinks:
             else:
                 _give(link, layout, values)
 
-    def deliver(self, layout: Layout | None, places: Values, values: Values) -> Values:
+    def deliver(self, layout: PlanMemory | None, places: Values, values: Values) -> Values:
         """Give all ranks the outputs; return those that did not fit their places here."""
         changed: Values = {}
         for link in self.delivered:
@@ -148,7 +148,7 @@ def _transfers(group: Group, source: int, to: int, names: tuple[str, ...]) -> Li
     return Link(group=group, source=source, to=to, names=names, acknowledge=acknowledge)
 
 
-def _give(link: Link, layout: Layout | None, values: Values) -> None:
+def _give(link: Link, layout: PlanMemory | None, values: Values) -> None:
     """Send values: with a layout in its memory, or if their shapes do not fit that, behind it."""
     given = [_tensor(name, values) for name in link.names]
     if layout is not None:
@@ -175,7 +175,7 @@ def _give(link: Link, layout: Layout | None, values: Values) -> None:
         link.send(_bytes_of(value))
 
 
-def _take(link: Link, layout: Layout | None, places: Values) -> Values | None:
+def _take(link: Link, layout: PlanMemory | None, places: Values) -> Values | None:
     """Receive values to their places; return those that did not fit, or None if the sender has failed."""
     if layout is not None:
         packet = layout.packets[link]

@@ -2,8 +2,8 @@
 
 ::
 
-    PREDICT ─────────► layout (version, bytes of the body) ──► Run, bound in the master's blocks
-    PREDICT_JOINED ──► gather rows ──► Run, bound in scratch memory ──► scatter rows    (a `StagedRun`)
+    PREDICT ─────────► layout (version, bytes of the body) ──► BoundRun, in the master's blocks
+    PREDICT_JOINED ──► gather rows ──► BoundRun, in scratch memory ──► scatter rows    (a `StagedRun`)
 
 Ownership: the blocks belong to the master; `drop_block` comes before one is closed. Joined tensors lie in one
 scratch block of the worker, as large as the largest joined run needs, and runs are bound onto it (cached by
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.engines.base import Buffer, Engine, Produced, Run, StagedRun, Strings, array_over
+from mcinfer.engines.base import BoundRun, Buffer, Engine, Produced, StagedRun, Strings, array_over
 from mcinfer.errors import PredictError, ProtocolError
 from mcinfer.protocol import PredictJoined, TensorRef, UpdateWeights, decode_body
 from mcinfer.shm.arena import AttachedBlocks, align
@@ -59,13 +59,15 @@ class Runs:
         self._blocks = blocks
         # By layout: the run, the blocks of its tensors, and its outputs.
         self._bound: OrderedDict[
-            _Layout, tuple[Run, frozenset[int | None], tuple[TensorRef, ...]]
+            _Layout, tuple[BoundRun, frozenset[int | None], tuple[TensorRef, ...]]
         ] = OrderedDict()
         self._bound_bytes = 0  # of the layouts
         self._joined = JoinedRuns(engine)
         self._weights: dict[int, tuple[Buffer, ...]] = {0: ()}
 
-    def single(self, version: int, size: int, body: bytes) -> tuple[Run, tuple[TensorRef, ...]]:
+    def single(
+        self, version: int, size: int, body: bytes
+    ) -> tuple[BoundRun, tuple[TensorRef, ...]]:
         """The run of a PREDICT, and the places of its outputs.
 
         Args:
@@ -100,7 +102,7 @@ class Runs:
                 self._bound_bytes -= len(oldest)
         return run, outputs
 
-    def joined(self, message: PredictJoined) -> tuple[Run, tuple[TensorRef, ...]]:
+    def joined(self, message: PredictJoined) -> tuple[BoundRun, tuple[TensorRef, ...]]:
         """The run of several requests as one batch, which writes all outputs; raises as `single` does."""
         members = [
             ([*map(self._buffer, member["inputs"])], [*map(self._buffer, member["outputs"])])
@@ -165,9 +167,9 @@ class JoinedRuns:
         self._engine = engine
         self._scratch: Block | None = None
         # Each with the joined inputs and outputs that it is bound to, in one list.
-        self._runs: OrderedDict[tuple[int, tuple[_Tensor, ...]], tuple[Run, tuple[Buffer, ...]]] = (
-            OrderedDict()
-        )
+        self._runs: OrderedDict[
+            tuple[int, tuple[_Tensor, ...]], tuple[BoundRun, tuple[Buffer, ...]]
+        ] = OrderedDict()
 
     def staged(
         self,
@@ -215,7 +217,7 @@ class JoinedRuns:
 
     def _bind(
         self, tensors: Sequence[_Tensor], inputs: int, weights: Sequence[Buffer]
-    ) -> tuple[Run, tuple[Buffer, ...]]:
+    ) -> tuple[BoundRun, tuple[Buffer, ...]]:
         """A run on the scratch memory, which grows first if it must, and its tensors there."""
         sizes = [tensor_bytes(kind, prod(shape)) for _, kind, shape in tensors]
         total = sum(map(align, sizes))

@@ -28,10 +28,10 @@ from typing import Any
 from mcinfer.config import CARD_KINDS, INLINE, Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
+    BoundRun,
     Engine,
     EngineRequest,
     Produced,
-    Run,
     RunCancelledError,
     Strings,
     memory_limit,
@@ -99,7 +99,7 @@ _MAX_TEXT = 1 << 20
 
 _BLOCK_TIMEOUT = 10.0
 
-_Bound = tuple[Run, tuple[TensorRef, ...]]
+_Bound = tuple[BoundRun, tuple[TensorRef, ...]]
 """A run, and the places that its outputs are bound to."""
 
 CARD_LOST = 74
@@ -349,12 +349,12 @@ class Server:
     def _run(self, request: int, shard: int, bind: Callable[..., _Bound], *what: Any) -> None:
         """Run and answer; `bind` makes the run out of what the message says.
 
-        Whatever the kind of run, `Run.execute` copies in, executes and copies out.
+        Whatever the kind of run, `BoundRun.execute` copies in, executes and copies out.
         """
         key = (request, shard)
         answer: Message | None = None
         seconds = 0.0
-        run: Run | None = None
+        run: BoundRun | None = None
         try:
             run, references = bind(*what)
             self._engine.arm()

@@ -13,9 +13,9 @@ import pytest
 from mcinfer.bench import BASELINES
 from mcinfer.bench.inputs import InputOptions, look_at
 from mcinfer.bench.load import write_request
-from mcinfer.bench.pools import Batched, Sharded
+from mcinfer.bench.pools import Batched, SplitBatches
 from mcinfer.bench.report import OTHERS, Load, Report, dump, load
-from mcinfer.bench.runner import Benchmark, Plan
+from mcinfer.bench.runner import Benchmark, BenchOptions
 from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.way import Setup
 from mcinfer.cli import main
@@ -111,7 +111,7 @@ def ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def measure(model: Path, *ways: str, **more: object) -> Report:
     settings = {"seconds": 0.05, "warmup": 0.0, "repeats": 2, "scaling": False, **more}
-    plan = Plan(model=model, **{"devices": 2, "ways": ways, "inputs": RANDOM, **settings})  # type: ignore[arg-type]
+    plan = BenchOptions(model=model, **{"devices": 2, "ways": ways, "inputs": RANDOM, **settings})  # type: ignore[arg-type]
     steps: list[float] = []
     benchmark = Benchmark(plan, lambda done, _: steps.append(done))
     report = benchmark.run()
@@ -225,7 +225,7 @@ def test_fixed_batch_is_measured_in_pieces_if_the_axes_are_given(onnx_model: Onn
     report = measure(fixed, *ways, batches=(2, 6), count=2, repeats=1, **axes)
     assert {way.name: way.error for way in report.ways} == dict.fromkeys(ways, "")
     assert len(report.measurements) == 2 * len(ways)
-    assert report.way("sharded").text == f"{Sharded.text}, those of 2 rows whole"
+    assert report.way("sharded").text == f"{SplitBatches.text}, those of 2 rows whole"
     assert report.way("batched").text.endswith(
         ", not joined: each run takes 2 of the rows, no more"
     )
@@ -248,7 +248,7 @@ def test_requests_of_equal_rows_are_split_and_joined(onnx_model: OnnxModel) -> N
         batches=(4,),
     )
     request: Inputs = {"x": np.ones((4, 4), np.float32), "ids": np.ones(4, np.int64)}
-    with closing(Sharded(setup)) as way:
+    with closing(SplitBatches(setup)) as way:
         for _ in range(3):
             way.run(request)
         assert way.run_seconds()[0] == 3 * 2
@@ -271,7 +271,7 @@ def test_axes_of_the_command_line_are_those_of_every_way(
     assert main(["bench", str(model), *axes, "y=1", *ways, *short]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
-    assert f"sharded: {Sharded.text}\n" in shown.out
+    assert f"sharded: {SplitBatches.text}\n" in shown.out
     assert load(written).way("sharded").error == ""
     assert main(["bench", str(model), *axes, "z=0", *ways, *short]) == 1
     assert "output_axes: got unknown output 'z', expected one of ['y']" in capsys.readouterr().err

@@ -248,7 +248,7 @@ class _Costs:
             if graph.makers.get(name) in at_position
         ]
         self.positions = [*_starts(graph, work, sent), len(graph.order)]
-        weights, received, values, stuck = (_Runs(self.positions) for _ in range(4))
+        weights, received, values, stuck = (_RunNeeds(self.positions) for _ in range(4))
         for name, places in uses.items():
             if name in graph.weights:
                 weights.add(graph.weights[name], -1, places)
@@ -269,7 +269,7 @@ class _Costs:
         self.possible: NDArray[np.bool_] = stuck.sums() == 0
 
 
-class _Runs:
+class _RunNeeds:
     """Sums over what the nodes of a run need from outside of it, for all pairs of positions at once."""
 
     def __init__(self, positions: Sequence[int]) -> None:

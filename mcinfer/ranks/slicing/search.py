@@ -100,7 +100,7 @@ class Costs:
         return SENT_WEIGHT * (sent + COLLECTIVE_BYTES)
 
 
-class Search:
+class ChoiceSearch:
     """Finds the choice for each node.
 
     Args:

@@ -101,7 +101,7 @@ class CheckReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class SliceReport:
     """What `slice_model` did; `REPORT_FILE` has it as JSON.
 
     Bytes of activations are estimates, with the sizes in `assumed` in place of symbols.
@@ -140,7 +140,7 @@ def slice_model(
     force: bool = False,
     segments: bool = False,
     progress: Progress | None = None,
-) -> Report:
+) -> SliceReport:
     """Cut a model into slices for ``tensor * pipeline`` ranks, and check them.
 
     Args:
@@ -204,7 +204,7 @@ def write_slices(
     tensor: int = 1,
     pipeline: int = 1,
     segments: bool = False,
-) -> Report:
+) -> SliceReport:
     """Write the slices into a folder that exists and is empty; they are not checked.
 
     Raises what `slice_model` raises, and leaves what it has written by then.
@@ -276,7 +276,7 @@ def write_slices(
     check = _UNCHECKED
     if random:
         check = replace(check, reason=f"{random} draws random numbers, so no two runs are alike")
-    whole_report = Report(
+    whole_report = SliceReport(
         model=Path(in_words(str(path), str(path))).name,
         tensor=tensor,
         pipeline=pipeline,
@@ -299,7 +299,7 @@ def _check_unsliced(model: ModelProto) -> None:
 # The files.
 
 
-def _write_report(folder: Path, report: Report) -> None:
+def _write_report(folder: Path, report: SliceReport) -> None:
     text = json.dumps(report.as_json(), indent=1)
     (folder / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -342,7 +342,7 @@ def _move(draft: Path, place: Path) -> None:
 # The check.
 
 
-def _checked(model: Path, folder: Path, report: Report, tick: Progress) -> CheckReport:
+def _checked(model: Path, folder: Path, report: SliceReport, tick: Progress) -> CheckReport:
     needed, usable = 2 * report.weight_bytes, usable_memory()
     if needed > usable:
         return replace(

@@ -48,7 +48,7 @@ from mcinfer.ranks.slicing.placements import (
     ranges,
 )
 from mcinfer.ranks.slicing.rules import RULES, WEIGHTS, Choice
-from mcinfer.ranks.slicing.search import Costs, Search
+from mcinfer.ranks.slicing.search import ChoiceSearch, Costs
 from mcinfer.ranks.slicing.weights import Recipe
 
 _MANY = 32
@@ -155,7 +155,7 @@ def slice_tensor(model: ModelProto, size: int, values: Values | None = None) -> 
         recipes = tuple(Recipe(name=t.name, source=t) for t in model.graph.initializer)
         return TensorSlices(model=whole, recipes=(recipes,), report=StageReport())
     graph = Graph(model, infer(model) if values is None else values)
-    return slices_of(graph, size, Search(graph, Costs(graph, size)).run())
+    return slices_of(graph, size, ChoiceSearch(graph, Costs(graph, size)).run())
 
 
 def slices_of(graph: Graph, size: int, choices: Sequence[Choice]) -> TensorSlices:
