@@ -207,6 +207,19 @@ def test_run_is_resumed_with_its_own_split_and_request_size(
     assert progress(case.output) == before
 
 
+def test_damaged_answers_are_not_said_to_be_kept(
+    half: Path, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "_REQUEST_BYTES", 32)
+    case.fail(half, HALF)
+    parts = case.output.with_name(f".{case.output.name}.partial")
+    head, line, answers = parts.read_bytes().partition(b"}\n")
+    parts.write_bytes(head + line + b"X" + answers[1:])
+    status, err = case.end(half, HALF)
+    assert (status, err.splitlines()[0]) == (1, RESUMED)
+    assert err.splitlines()[1].endswith("--restart discards it")
+
+
 def test_resumed_run_keeps_its_number_of_shards(half: Path, case: Case, capsys: Capture) -> None:
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:

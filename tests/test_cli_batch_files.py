@@ -322,6 +322,38 @@ def test_missing_answers_are_an_error_and_extra_ones_are_overwritten(tmp_path: P
         pass
 
 
+def test_what_is_kept_stays_if_it_cannot_be_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out.npz"
+    parts = begun(target)
+    before = parts.read_bytes()
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "loads", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            PartialResults(target, WORK)
+    assert parts.read_bytes() == before
+
+
+def test_what_would_stop_the_output_is_an_error_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / ".out.npz.partial.new").mkdir()
+    for name, text in (("out.npz", "Is a directory"), (f"{'o' * 240}.npz", "File name too long")):
+        with pytest.raises(McinferError, match=text):
+            PartialResults(tmp_path / name, WORK)
+    assert files(tmp_path) == [".out.npz.partial.new"]
+
+
+def test_rest_of_a_killed_run_is_gone_before_the_work(tmp_path: Path) -> None:
+    new = tmp_path / ".out.npz.partial.new"
+    new.write_bytes(b"half of the output")
+    with closing(PartialResults(tmp_path / "out.npz", WORK, restart=True)):
+        assert not new.exists()
+
+
 def test_file_is_for_one_run_at_a_time(tmp_path: Path) -> None:
     target = tmp_path / "out.npz"
     with closing(PartialResults(target, WORK)):

@@ -312,8 +312,8 @@ def run_batch(
                 requests = Requests(**results.plan)
                 done, total = requests.rows(results.done), requests.rows(requests.count)
                 say(f"resuming at row {done} of {total}")
+            results.begin(asdict(requests), requests.outputs)
             with _keeping(results, requests):
-                results.begin(asdict(requests), requests.outputs)
                 _answer(master, file, arrays, requests, results, timeout)
             reads = {"input": [source]}
             if any(worker.restarts for worker in master.statistics().workers):

@@ -223,26 +223,34 @@ class PartialResults:
         """
         self.path = output.with_name(f".{output.name}.partial")
         self.plan: Mapping[str, Any] | None = None
-        self.done = self._saved = self._start = self._end = 0
+        self.done = self._start = self._end = 0
+        self._saved = 1  # until it is known what the file holds, it stays
         self._output = output.name
         self._work = {"format": _FORMAT, **work}
         self._outputs: Axes = {}
         self._first: list[_Array] = []
-        with ExitStack() as stack:
-            try:
-                with opened_folder(output.parent, guarded=False) as folder:
-                    self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                stack.callback(os.close, self._folder)
-                self._own = path_of(self._folder) / self.path.name
-                self._new = self._own.with_name(f"{self.path.name}.new")
-                self._file = self._take(stack)
-                stack.callback(self._tidy)
-                if restart:
-                    self._file.truncate(0)
-                self._recall()
-            except OSError as exc:
-                raise McinferError(f"--output: {self.path}: {exc.strerror}") from exc
+        with ExitStack() as stack, self._system():
+            with opened_folder(output.parent, guarded=False) as folder:
+                self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, self._folder)
+            self._own = path_of(self._folder) / self.path.name
+            self._new = self._own.with_name(f"{self.path.name}.new")
+            self._file = self._take(stack)
+            stack.callback(self._tidy)
+            if restart:
+                self._file.truncate(0)
+            self._recall()
+            # That of a run that was killed. What cannot be removed is an error now, not after the work.
+            self._new.unlink(missing_ok=True)
             self._stack = stack.pop_all()
+
+    @contextmanager
+    def _system(self) -> Iterator[None]:
+        """Turn an error of the system into one that names the file."""
+        try:
+            yield
+        except OSError as exc:
+            raise McinferError(f"--output: {self.path}: {exc.strerror}") from exc
 
     def _take(self, stack: ExitStack) -> IO[bytes]:
         """The file, locked; the stack closes it."""
@@ -275,6 +283,7 @@ class PartialResults:
         """Read what the run that is resumed has left."""
         head = self._file.read(_HEAD.size)
         if not head.strip(b"\0"):
+            self._saved = 0
             return
         try:
             done, end = _HEAD.unpack(head)
@@ -284,7 +293,6 @@ class PartialResults:
             if (held := os.fstat(self._file.fileno()).st_size) < end:
                 raise ValueError(f"it has {held} bytes, expected {end}")
         except (struct.error, ValueError, LookupError, TypeError, AttributeError) as exc:
-            self._saved = 1  # it stays
             raise self._damage(exc) from exc
         self._saved = done
         if differing:
@@ -307,9 +315,10 @@ class PartialResults:
         if self.plan is None:
             self.plan = plan
             content = json.dumps({"work": self._work, "plan": plan}).encode()
-            self._file.truncate(0)
-            self._file.seek(0)
-            self._write(bytes(_HEAD.size) + content + b"\n")
+            with self._system():
+                self._file.truncate(0)
+                self._file.seek(0)
+                self._write(bytes(_HEAD.size) + content + b"\n")
             self._start = self._end = self._file.tell()
         elif self.done:
             try:
@@ -373,7 +382,6 @@ class PartialResults:
         """
         lines = []
         outputs = [*zip(model.outputs, self._parts(self.done), self._outputs.values(), strict=True)]
-        self._new.unlink(missing_ok=True)
         with self._new.open("xb") as file:
             with ExitStack() as ended:
                 work = ended.enter_context(showing_work(sys.stderr, "writing", len(outputs)))
@@ -415,7 +423,6 @@ class PartialResults:
 
     def _tidy(self) -> None:
         if not self._saved:
-            self._new.unlink(missing_ok=True)
             self._own.unlink(missing_ok=True)
 
 

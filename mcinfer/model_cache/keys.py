@@ -131,8 +131,11 @@ def _settled_stamp(path: str) -> Stamp:
 def _lies_in_memory(stamps: Sequence[Stamp]) -> bool:
     """Whether any of the files is on a file system in memory (proc_pid_mountinfo(5))."""
     devices = {f"{os.major(stamp.device)}:{os.minor(stamp.device)}" for stamp in stamps}
-    with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
+    with (
+        suppress(OSError),
+        open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file,
+    ):
+        for line in file:  # `splitlines` would also cut a folder's name in two
             mount, _, rest = line.partition(" - ")
             if mount.split()[2] in devices and rest.split()[0] in _IN_MEMORY:
                 return True
