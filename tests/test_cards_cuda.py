@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from mcinfer.errors import (
     BuildError,
     CardError,
     CardLostError,
+    CardMemoryError,
     InvalidInputError,
     MissingDependencyError,
     ProtocolError,
@@ -219,6 +221,15 @@ def test_memory_that_all_processes_use_counts() -> None:
             both("create", 2, BLOCK_BYTES, "")
         block.close()
         both("create", 2, BLOCK_BYTES, "")
+
+
+def test_driver_that_has_no_memory_to_say_what_is_free_is_an_error() -> None:
+    with emulated_cards(CARDS="1"):
+        driver: Any = import_module("cuda.bindings.driver")
+        card = Card.open(OWN)
+        driver.cuMemGetInfo = lambda: (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None, None)
+        with pytest.raises(CardMemoryError, match=r"cuMemGetInfo: CUDA_ERROR_OUT_OF_MEMORY$"):
+            card.memory()
 
 
 def test_blocks_of_a_card_that_is_lost_can_be_closed() -> None:

@@ -128,6 +128,31 @@ def test_memory_is_valid_after_the_group_is_closed() -> None:
         assert (output == 2).all()
 
 
+def test_root_of_a_broadcast_keeps_its_array_whatever_others_do_next() -> None:
+    count = 100_000
+
+    def body(group: Group) -> Any:
+        own = np.full(count, group.rank)
+        result = group.broadcast(own, 1)
+        if group.rank == 1:
+            [kept] = group._kept.values()
+            run = kept._run
+
+            def until_others_write() -> None:
+                run()
+                end = time.monotonic() + 10
+                while kept.output[0] == 1 and time.monotonic() < end:
+                    time.sleep(0.001)
+
+            kept._run = until_others_write
+        result = group.broadcast(own, 1)
+        group.reduce_scatter(np.zeros(2 * count))
+        return result
+
+    for result in results(2, body):
+        assert (result == 1).all()
+
+
 def test_one_array_can_wait_while_the_sender_goes_on_to_other_operations() -> None:
     def body(group: Group) -> None:
         if group.rank == 0:
@@ -755,6 +780,15 @@ def test_more_memory_than_there_is_is_refused() -> None:
     shared = Shared(1)
     with pytest.raises(InvalidInputError, match="do not fit the memory of a group"):
         Area(shared.fds(0)[0], 0, 1 << 39).take(1 << 40)
+    shared.close()
+
+
+def test_memory_that_cannot_be_mapped_leaves_room_for_smaller_arrays() -> None:
+    shared = Shared(1)
+    area = Area(shared.fds(0)[0], 0, 1 << 50)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        area.reuse(1 << 50)  # more than there are addresses
+    assert len(area.reuse(1)[0]) == 4 << 20
     shared.close()
 
 

@@ -389,6 +389,18 @@ def test_file_that_is_no_model_is_refused(tmp_path: Path, folder: Path) -> None:
     assert files(tmp_path) == []
 
 
+def test_weight_in_the_model_is_taken_whatever_its_external_data_say(
+    tmp_path: Path, folder: Path
+) -> None:
+    whole = mlp()
+    for tensor in whole.graph.initializer:
+        array = numpy_helper.to_array(tensor)
+        kind = tensor.data_type
+        tensor.CopyFrom(helper.make_tensor(tensor.name, kind, array.shape, array.flatten()))
+        tensor.external_data.add(key="location", value="gone.bin")
+    assert slice_model(saved(whole, tmp_path), folder, tensor=2).check.state == "passed"
+
+
 def test_external_data_that_are_missing_or_short_are_named(tmp_path: Path, folder: Path) -> None:
     model = saved(mlp(), tmp_path, save_as_external_data=True, location="all.bin")
     data = tmp_path / "all.bin"

@@ -714,9 +714,9 @@ class Card:
         if status.name == "CUDA_ERROR_OUT_OF_MEMORY":
             if asked:
                 text += f": {asked} bytes wanted"
-            with contextlib.suppress(CardError):
-                free, total = self._ask("cuMemGetInfo")
-                text += f", {free} of {total} are free"
+            failed, *memory = self._driver.cuMemGetInfo()
+            if failed == self._driver.CUresult.CUDA_SUCCESS:
+                text += f", {memory[0]} of {memory[1]} are free"
             raise CardMemoryError(text, status.name)
         if status.name in _LOST:
             raise CardLostError(f"{text}: only a new process can use the card again", status.name)

@@ -298,7 +298,9 @@ class Group(ABC):
         if signature.root in (None, self.rank):
             np.copyto(collective.input, array)
         collective.run()
-        return collective.output.copy()
+        # A root's output may be its part, which others write over once they are at their next operation.
+        result = array if signature.root == self.rank else collective.output
+        return np.array(result, signature.dtype, order="C")
 
     def _signature(
         self, kind: str, shape: Sequence[int], dtype: DTypeLike, **rest: Any

@@ -431,8 +431,8 @@ class Area:
         if self._start + length > self._end:
             raise InvalidInputError(f"shape: {nbytes} bytes do not fit the memory of a group")
         if self._window is None or len(self._window) < length:
-            self._length = length
             self._window = mmap.mmap(self._fd, length, offset=self._start)
+            self._length = length  # after an error, smaller arrays still have a window
         return self._window
 
 

@@ -123,15 +123,16 @@ class Weights:
     def _take_external(self, tensor: TensorProto) -> None:
         """Replace a tensor by a stub if it is large; else read its elements."""
         place = self._external(tensor)
-        tensor.ClearField("external_data")
         if place.size > SMALL_BYTES:
             self._make_stub(tensor, place)
         else:
             tensor.ClearField("data_location")
+            tensor.ClearField("external_data")
             tensor.raw_data = place.read(0, place.size)
 
     def _make_stub(self, tensor: TensorProto, place: _Place) -> None:
         tensor.data_location = TensorProto.EXTERNAL
+        tensor.ClearField("external_data")  # there may be some without the location, too
         tensor.external_data.add(key="location", value=str(len(self._places)))
         self._places.append(place)
 
