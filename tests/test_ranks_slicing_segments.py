@@ -212,6 +212,16 @@ def test_constants_are_copied_and_not_carried(tmp_path: Path) -> None:
     assert [step.inputs for step in segments] == [("x",), ("sum",)]
 
 
+def test_collective_that_gives_a_constant_again_is_in_no_segment(tmp_path: Path) -> None:
+    nodes = [all_reduce("x", "w"), helper.make_node("Add", ["x", "w"], ["y"])]
+    weights = {"w": np.ones(4, np.float32)}
+    path = save(tmp_path / "model0.onnx", nodes, [value("x", 4)], [value("y", 4)], weights)
+    for step in cut_segments(path, tmp_path).steps:
+        if isinstance(step, Segment):
+            segment = onnx.load(tmp_path / step.file)
+            assert [node.op_type for node in segment.graph.node] == ["Add"]
+
+
 def test_random_numbers_beside_collectives_are_refused_with_the_node(tmp_path: Path) -> None:
     """Ranks that draw them would not agree."""
     branches = {
@@ -305,6 +315,8 @@ def test_damaged_plan_is_refused(tmp_path: Path) -> None:
     for damage in ({"version": 2}, {"steps": [{"file": "a"}]}, {"inputs": None}):
         with pytest.raises(BuildError, match="rank plan: got"):
             RankPlan.from_json(text | damage)
+    with pytest.raises(BuildError, match="rank plan: got version None"):
+        RankPlan.from_json(json.loads("[]"))
     (tmp_path / "plan.json").write_text(json.dumps(text)[:-9])
     with pytest.raises(BuildError, match=r"plan\.json"):
         RankPlan.read(tmp_path)

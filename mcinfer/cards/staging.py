@@ -404,6 +404,7 @@ class _CardRun(BoundRun):
         by_value = any(isinstance(item, Strings) for item in self._inputs)
         moved: dict[str, Buffer] = {}  # by name, as the engine gets it
         copies: dict[bool, list[tuple[Buffer, Buffer]]] = {False: [], True: []}  # by whether in
+        inputs = {*map(id, self._inputs)}
         settles = False
         staged: dict[bool, list[Buffer]] = {False: [], True: []}
         for buffer in tensors:
@@ -426,7 +427,7 @@ class _CardRun(BoundRun):
             for buffer, address in zip(buffers, addresses, strict=True):
                 device = None if on_host else card.device
                 there = moved[buffer.name] = replace(buffer, address=address, device=device)
-                copies[buffer in self._inputs].append((buffer, there))
+                copies[id(buffer) in inputs].append((buffer, there))
         run = engine.engine.bind(
             [moved.get(item.name, item) for item in self._inputs],
             [moved.get(item.name, item) for item in self._outputs],

@@ -121,8 +121,9 @@ class RankPlan:
     @classmethod
     def from_json(cls, value: Mapping[str, Any], what: str = "rank plan") -> "RankPlan":
         """The plan that `to_json` gave; BuildError if it is of another version, or damaged."""
-        if value.get("version") != VERSION:
-            raise BuildError(f"{what}: got version {value.get('version')!r}, expected {VERSION}")
+        version = value.get("version") if isinstance(value, Mapping) else None
+        if version != VERSION:
+            raise BuildError(f"{what}: got version {version!r}, expected {VERSION}")
         try:
             return cls(
                 rank=value["rank"],

@@ -233,7 +233,9 @@ class _Cut:
         """The nodes that compute these values from initialisers alone, in their order."""
         wanted = {*names} & self._constants
         found = []
-        for node in reversed(self._model.graph.node):
+        for node in reversed(self._items):
+            if isinstance(node, Exchange):
+                continue
             if self._constants.issuperset(node.output) and not wanted.isdisjoint(node.output):
                 wanted.update(values_used(node))
                 found.append(node)
