@@ -387,7 +387,31 @@ def test_worker_that_does_not_end_to_be_replaced_is_killed_and_says_so(answers: 
     assert come_back(lives, w, 7.0) == [WorkersRestarted()]
 
 
+def test_replaced_worker_may_take_as_long_as_it_likes_and_its_end_is_planned_all_the_same() -> None:
+    builds = [build(0)]
+    lives = Lives(builds, timeouts=Timeouts(close=math.inf), restart=replace(RESTART, budget=0))
+    [w] = lives.workers
+    lives.start(w, 0.0)
+    connect(w, 100)
+    finish(lives, w)
+    lives.replace(lives.workers, asked_for=True)
+    assert lives.advance(1.0) == [Send(worker=0, message=Exit())]
+    assert end(lives, w, 7.0) == []
+    assert not w.last_error
+    assert not lives.circuit_open
+    assert come_back(lives, w, 7.0) == [WorkersRestarted()]
+
+
 # Health.
+
+
+def test_worker_with_unlimited_time_to_stop_a_run_is_well() -> None:
+    lives = Lives([build(0)], timeouts=Timeouts(cancel_grace=math.inf), restart=RESTART)
+    [w] = lives.workers
+    lives.start(w, 0.0)
+    connect(w, 100)
+    finish(lives, w)
+    assert lives.health(1.0).state == "ready"
 
 
 def test_health_is_told_once_for_each_change() -> None:

@@ -69,6 +69,8 @@ _Line = list[tuple[float, int, _Item]]
 class _Group:
     items: OrderedDict[int, _Item] = field(default_factory=OrderedDict)
     rows: int = 0
+    overdue: int = 0
+    is_held: bool = True  # and in no line: who looks for the next run does not meet its items
 
 
 class ShardQueue:
@@ -102,16 +104,19 @@ class ShardQueue:
         """Put a shard behind those of its priority; one with an affinity is not joined."""
         self._next_place += 1
         item = self.items[shard] = _Item(shard, priority, self._next_place, join, affinity)
-        line = self._free
         if affinity is not None:
-            line = self.reserved.setdefault(affinity.worker, [])
+            insort(self.reserved.setdefault(affinity.worker, []), item.entry)
             item.due = affinity.until if affinity.thieves else math.inf
         elif join is not None:
             group = self._groups.setdefault(join.key, _Group())
             group.items[item.place] = item
             group.rows += join.rows
             item.due = join.due
-        insort(line, item.entry)
+            if not group.is_held:
+                insort(self._free, item.entry)
+            self._hold_or_free(group)
+        else:
+            insort(self._free, item.entry)
         if item.due < math.inf:
             insort(self._dues, (item.due, item.place, item))
 
@@ -155,6 +160,10 @@ class ShardQueue:
             due.due, due.overdue = math.inf, True
             for thief in due.affinity.thieves if due.affinity is not None else ():
                 insort(self._overdue.setdefault(thief, []), due.entry)
+            if due.join is not None:
+                group = self._groups[due.join.key]
+                group.overdue += 1
+                self._hold_or_free(group)
         item = self._first(worker, steal=steal)
         if item is None:
             return ()
@@ -175,28 +184,35 @@ class ShardQueue:
 
     def end_holding(self, now: float) -> None:
         """The held shards are due now: there is nothing to wait for."""
-        for _, _, item in self._dues:
-            if item.join is not None:
-                item.due = min(item.due, now)
-        self._dues = sorted((item.due, place, item) for _, place, item in self._dues)
+        for group in self._groups.values():
+            for item in group.items.values():
+                if item.due > now and not item.overdue:
+                    self._forget_due(item)
+                    item.due = now
+                    insort(self._dues, (now, item.place, item))
 
     def next_due(self) -> float:
         """When a held shard becomes due, or a reserved one overdue; infinite without one."""
         return self._dues[0][0] if self._dues else math.inf
 
     def _is_held(self, item: _Item) -> bool:
-        if item.join is None:
-            return False
-        group = self._groups[item.join.key]  # of few items, unless it has rows enough
-        return group.rows < self._max_rows and not any(i.overdue for i in group.items.values())
+        return item.join is not None and self._groups[item.join.key].is_held
+
+    def _hold_or_free(self, group: _Group) -> None:
+        """Its rows, or those that are overdue, have changed."""
+        is_held = group.rows < self._max_rows and not group.overdue
+        if is_held == group.is_held:
+            return
+        group.is_held = is_held
+        for item in group.items.values():
+            if is_held:
+                _delete(self._free, item)
+            else:
+                insort(self._free, item.entry)
 
     def _first(self, worker: int | None, *, steal: bool) -> _Item | None:
         """The first by priority that is not held, of what a worker may have."""
-        first = None
-        for entry in self._free:
-            if not self._is_held(entry[2]):
-                first = entry
-                break
+        first = self._free[0] if self._free else None
         if worker is None or not self.reserved:
             return first and first[2]
         own = self.reserved.get(worker)
@@ -234,16 +250,19 @@ class ShardQueue:
         if not self.items:
             self._passed_over.clear()
         self._forget_due(item)
-        line = self._free
         if item.affinity is not None:
             line = self.reserved[item.affinity.worker]
-            if len(line) == 1:
+            _delete(line, item)
+            if not line:
                 del self.reserved[item.affinity.worker]
-        del line[0 if line[0][2] is item else bisect_left(line, item.entry)]
+        elif not self._is_held(item):
+            _delete(self._free, item)
         if item.join is not None:
             group = self._groups[item.join.key]
             del group.items[item.place]
             group.rows -= item.join.rows
+            group.overdue -= item.overdue
+            self._hold_or_free(group)
             if not group.items:
                 del self._groups[item.join.key]
 
@@ -254,5 +273,8 @@ class ShardQueue:
             item.due = math.inf
         elif item.overdue and item.affinity is not None:
             for thief in item.affinity.thieves:
-                line = self._overdue[thief]
-                del line[bisect_left(line, item.entry)]
+                _delete(self._overdue[thief], item)
+
+
+def _delete(line: _Line, item: _Item) -> None:
+    del line[0 if line[0][2] is item else bisect_left(line, item.entry)]

@@ -221,8 +221,9 @@ class Worker:
         followers: Those whose leader it is.
         state: The process's place in `TRANSITIONS`.
         fate: What becomes of the process.
-        kill_at: When to kill it unless it has answered or ended; infinite without a reason, as the next two.
-        end_by: When it must have ended, if it is to end after its last answer.
+        kill_at: When to kill it unless it has answered or ended; infinite if there is no reason, as the rest.
+        is_to_end: Whether it was asked to end after its last answer, so that its end is planned.
+        end_by: When it must have ended then.
         restart_at: When to start the next one.
         slab: Number and bytes of the slab that the process has made, or was given.
         answers: How many shards the process has answered, with a result or an error.
@@ -246,6 +247,7 @@ class Worker:
     pid: int | None = None
     fate: Fate = Fate.STAYS
     kill_at: float = math.inf
+    is_to_end: bool = False
     end_by: float = math.inf
     restart_at: float = math.inf
     slab: tuple[int, int] | None = None
@@ -297,6 +299,7 @@ class Worker:
 
     def end_until(self, time: float) -> None:
         """Have it end until then. One that does not stop a run is killed no later for that."""
+        self.is_to_end = True
         self.end_by = time
         self.kill_at = min(time, self.kill_at)
 
@@ -453,7 +456,7 @@ class WorkerLives:
         if w.state is WorkerState.EXITING:
             return f"{w.name} is ending{after}"
         # Most stop at once: nothing is wrong before half of the time for it is over.
-        if w.kill_at - now <= self._timeouts.cancel_grace / 2:
+        if w.kill_at < math.inf and w.kill_at - now <= self._timeouts.cancel_grace / 2:
             return f"{w.name} has not stopped a run that no caller waits for any more"
         return ""
 
@@ -616,7 +619,7 @@ class WorkerLives:
         """Note that a worker's process is gone, and plan its restart; return its end in words."""
         story = f"{w.name} {how}"
         cause = w.last_error if w.doomed or w.state is WorkerState.EXITING else ""
-        planned = w.end_by < math.inf  # also if it had to be killed at the end
+        planned, w.is_to_end = w.is_to_end, False  # also if it had to be killed at the end
         before = w.state
         w.state = WorkerState.GONE
         w.usual_seconds, w.capacity = math.inf, w.depth
