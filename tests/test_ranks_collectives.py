@@ -509,14 +509,23 @@ def test_what_ranks_inherit_is_let_go_with_the_group() -> None:
         shared.close()
 
 
-def test_socket_that_says_something_else_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (b"GET / HTTP/1.1", ": got b'GET"),
+        (b"[" * 10_000, ": got b'[["),
+        (b'{"error": ["a"], "text": "odd"}', "odd"),
+    ],
+    ids=["text", "nested", "error"],
+)
+def test_socket_that_says_something_else_is_refused(said: bytes, expected: str) -> None:
     def call(end: socket.socket) -> None:
-        end.send(b"GET / HTTP/1.1")
+        socket.send_fds(end, [said], [end.fileno()])
 
     with no_descriptor_left():
         exc = called_by("other", 2, call)
     assert isinstance(exc, ProtocolError)
-    assert f"pid {os.getpid()}: got b'GET" in str(exc)
+    assert expected in str(exc)
 
 
 @pytest.mark.parametrize("rank", [-1, 2, 7])

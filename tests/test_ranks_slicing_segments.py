@@ -317,9 +317,10 @@ def test_damaged_plan_is_refused(tmp_path: Path) -> None:
             RankPlan.from_json(text | damage)
     with pytest.raises(BuildError, match="rank plan: got version None"):
         RankPlan.from_json(json.loads("[]"))
-    (tmp_path / "plan.json").write_text(json.dumps(text)[:-9])
-    with pytest.raises(BuildError, match=r"plan\.json"):
-        RankPlan.read(tmp_path)
+    for content in (json.dumps(text)[:-9], "[" * 100_000):
+        (tmp_path / "plan.json").write_text(content)
+        with pytest.raises(BuildError, match=r"plan\.json"):
+            RankPlan.read(tmp_path)
 
 
 def loop_around(node: NodeProto) -> NodeProto:

@@ -359,7 +359,7 @@ def _receive(end: socket.socket, sender: str) -> tuple[dict[str, Any], list[int]
             raise RankDiedError(f"{sender} hung up before the group was complete")
         try:
             fields = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
             raise ProtocolError(f"{sender}: got {data[:40]!r}, expected a packet of a rank")
@@ -368,7 +368,7 @@ def _receive(end: socket.socket, sender: str) -> tuple[dict[str, Any], list[int]
                 f"{sender}: its packet was cut off: too long, or no descriptor is left here"
             )
         if "error" in fields:
-            raise ENDS.get(fields["error"], ProtocolError)(str(fields.get("text")))
+            raise ENDS.get(str(fields["error"]), ProtocolError)(str(fields.get("text")))
     except McinferError:
         close_all(fds)
         raise

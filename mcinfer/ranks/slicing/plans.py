@@ -146,7 +146,7 @@ class RankPlan:
         """The plan in a folder; BuildError if there is none."""
         try:
             return cls.from_json(json.loads((folder / PLAN_FILE).read_text()))
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, RecursionError) as exc:
             raise BuildError(f"{folder / PLAN_FILE}: {exc}") from exc
 
 

@@ -294,7 +294,7 @@ def _metadata(model: ModelProto) -> RankPlan | None:
         if item.key == METADATA_KEY:
             try:
                 return RankPlan.from_json(json.loads(item.value), what)
-            except ValueError as exc:
+            except (ValueError, RecursionError) as exc:
                 raise BuildError(f"{what}: {exc}") from exc
     return None
 
