@@ -14,8 +14,8 @@ from mcinfer.cli.options import (
     parse_counts,
     parse_devices_option,
     parse_dims,
+    parse_pause,
     parse_rates,
-    parse_seconds,
 )
 
 Parse = Callable[[str], object]
@@ -27,7 +27,7 @@ Parse = Callable[[str], object]
         (parse_devices_option, "2", 2),
         (parse_devices_option, "cpu:0,cuda:1", ["cpu:0", "cuda:1"]),
         (parse_devices_option, "inline", ["inline"]),
-        (parse_seconds, "2.5", 2.5),
+        (parse_pause, "2.5", 2.5),
         (parse_counts, "8,1,2", (8, 1, 2)),
         (parse_rates, "20,0.5", (20.0, 0.5)),
         (parse_dims, "a=b:1=7", ("a=b:1", 7)),
@@ -41,7 +41,7 @@ def test_value_is_parsed(parse: Parse, text: str, value: object) -> None:
     ("parse", "text"),
     [
         *((parse_devices_option, text) for text in ["", "0", "cpu", "1025", "cpu:0,,cpu:1"]),
-        *((parse_seconds, text) for text in ["", "-1", "nan", "soon"]),
+        *((parse_pause, text) for text in ["", "-1", "nan", "soon"]),
         *((parse_counts, text) for text in ["", "0", "-1", "1,,2", "1.5", "2,2", "a"]),
         *((parse_rates, text) for text in ["", "0", "-1", "inf", "nan", "2,2.0", "a"]),
         *((parse_dims, text) for text in ["", "seq", "seq=", "=1", "seq=0", "seq=-1", "seq=1.5"]),
@@ -53,7 +53,7 @@ def test_value_of_another_form_is_wrong_usage(parse: Parse, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "parse", [parse_devices_option, parse_seconds, parse_counts, parse_rates, parse_dims]
+    "parse", [parse_devices_option, parse_pause, parse_counts, parse_rates, parse_dims]
 )
 @given(text=st.text("0123456789.,=-eE:cpuinfa ²٣"))
 def test_any_text_is_parsed_or_refused(parse: Parse, text: str) -> None:

@@ -104,7 +104,6 @@ _SIZE = FieldCheck(lambda d: d[0] and d[1] >= 1, "a name and a size, such as seq
 _AXIS = FieldCheck(lambda axis: axis[0], "a name and an axis, such as x=0 or x=none")
 _BOUNDS = FieldCheck(lambda _: True, "LOW:HIGH, such as 0:10")
 
-parse_seconds = _parser(float, SECONDS)
 parse_timeout = _parser(float, SECONDS, _LONGER)
 parse_pause = _parser(float, SECONDS, _DAY)
 parse_duration = _parser(float, SECONDS, _LONGER, _DAY)
