@@ -1,7 +1,8 @@
-"""Tests of mcinfer/runtime/admission.py: what goes back to the system. Time is a number."""
+"""Tests of mcinfer/runtime/admission.py: what goes back to the system, and who waits for memory."""
 
 import math
 from collections.abc import Iterator
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.tensors import Arrays
-from mcinfer.runtime.admission import SPARE_BYTES, IdleMemory
+from mcinfer.runtime.admission import SPARE_BYTES, Admission, Allocation, IdleMemory
 from mcinfer.shm.arena import Arena
 from tests.planned_requests import MIB, known, model, planner_of, request_of, run
 
@@ -134,3 +135,25 @@ def test_memory_that_users_hold_wakes_the_loop_twice_a_minute_at_most(pool: Pool
     kept.clear()
     pool.rest(61.0)
     assert pool.arena.size <= SPARE_BYTES
+
+
+def test_callers_that_are_refused_at_once_delay_nothing_for_one_that_waits() -> None:
+    dropped: list[int] = []
+    arena = Arena(64 * MIB, dropped=dropped.append)
+    admission = Admission(cast("Any", None), arena, IdleFrames())
+    admission.places.requests[0] = cast("Any", None)  # whose end is to free memory
+    held = arena.allocate_all([64 * MIB])
+    line = admission.memory[None]
+    admission.allocate(waiting := Allocation(line, [MIB], 60.0))
+    assert not waiting.settled
+    due = admission.due
+    for _ in range(3):
+        admission.allocate(refused := Allocation(line, [MIB], 0.0))
+        assert refused.error is not None
+    assert admission.due == due
+    del held
+    admission.look(due)
+    assert waiting.settled
+    assert waiting.error is None
+    del waiting
+    arena.close()

@@ -349,10 +349,12 @@ class Admission:
             table = self.scheduler.table
             self._idle.look(now, self._frames, table.in_flight_bytes, table.take_peak())
         self.places.refuse_late(now)
+        self.due = math.inf
         self._note_due()
 
     def _note_due(self) -> None:
-        self.due = self._idle.due
+        # Never later than before: or who waits would wait while others come.
+        self.due = min(self.due, self._idle.due)
         if any(line.waiting for line in self.memory.values()):
             self.due = min(self.due, monotonic() + ROOM_INTERVAL)
 
