@@ -33,7 +33,7 @@ def test_programs_of_the_page_run_one_after_another(
             exec(block, names)  # noqa: S102 the page's own
     finally:
         serve.shutdown()
-    printed = capfd.readouterr().out.splitlines()
+    printed = capfd.readouterr().out  # lines of Ray's may come between a text and its line end
     for line in ("['id', 'embedding']", "ready: 2 of 2 workers serve", "(2, 64)"):
         assert line in printed
     ray.kill(names["actor"])
