@@ -287,7 +287,7 @@ def begun(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "no plan", '{"work": 1}', "head"])
+@pytest.mark.parametrize("damage", ["", "[]", "[" * 100_000, "no plan", '{"work": 1}', "head"])
 def test_damaged_progress_is_an_error_until_it_is_discarded(tmp_path: Path, damage: str) -> None:
     target = tmp_path / "out.npz"
     progress = begun(target)
@@ -320,6 +320,24 @@ def test_missing_answers_are_an_error_and_extra_ones_are_overwritten(tmp_path: P
     os.truncate(parts, parts.stat().st_size - 1)
     with pytest.raises(McinferError, match="damaged"), results(target, y=0):
         pass
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_answers_that_are_not_as_many_as_the_head_says_are_an_error(
+    tmp_path: Path, count: int
+) -> None:
+    target = tmp_path / "out.npz"
+    with results(target, y=0) as making:
+        for number in (1, 2):
+            making.add({"y": np.array([number])})
+    path = target.with_name(f".{target.name}.partial")
+    content = path.read_bytes()
+    path.write_bytes(count.to_bytes(8, "little") + content[8:])
+    with pytest.raises(McinferError, match=r"damaged .*--restart discards"), results(target, y=0):
+        pass
+    path.write_bytes(content)
+    with results(target, y=0) as making:
+        assert making.done == 2
 
 
 def test_what_is_kept_stays_if_it_cannot_be_read_to_its_end(

@@ -48,6 +48,9 @@ _FORMAT = 6
 _HEAD = struct.Struct("<QQ")
 """Requests that are answered, and bytes that count. It lies in one sector, so it is written whole."""
 
+_DAMAGES = (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What a file with other content than a run's raises when it is read."""
+
 _BLOCK_BYTES = 1 << 20
 _SAMPLE_BYTES = 1 << 16
 _SAMPLES = 1024
@@ -292,7 +295,7 @@ class PartialResults:
             differing = [name for name, what in self._work.items() if work.get(name) != what]
             if (held := os.fstat(self._file.fileno()).st_size) < end:
                 raise ValueError(f"it has {held} bytes, expected {end}")
-        except (struct.error, ValueError, LookupError, TypeError, AttributeError) as exc:
+        except _DAMAGES as exc:
             raise self._damage(exc) from exc
         self._saved = done
         if differing:
@@ -322,8 +325,10 @@ class PartialResults:
             self._start = self._end = self._file.tell()
         elif self.done:
             try:
-                self._first = [parts[0] for parts in self._parts(1)]
-            except ValueError as exc:
+                self._first = [parts[0] for parts in self._parts(self.done)]
+                if (end := self._file.tell()) != self._end:
+                    raise ValueError(f"its answers end at byte {end}, expected {self._end}")
+            except _DAMAGES as exc:
                 raise self._damage(exc) from exc
 
     def add(self, answer: Mapping[str, _Array]) -> None:

@@ -67,9 +67,8 @@ def _holds_onnx(model: str | bytes) -> bool:
     start = model[:2] if isinstance(model, bytes) else b""
     if isinstance(model, str):
         with suppress(OSError, BuildError), open_regular(model) as (descriptor, _):
-            start = os.pread(
-                descriptor, 2, 0
-            )  # what cannot be read, the engine refuses with the reason
+            # What cannot be read, the engine refuses with the reason.
+            start = os.pread(descriptor, 2, 0)
     return len(start) == 2 and start[0] == 0x08 and 0 < start[1] < 0x80
 
 

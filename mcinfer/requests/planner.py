@@ -150,6 +150,9 @@ class HostPlace:
             try:
                 if for_reads:
                     reads = inputs.idle.pop().frame
+            except IndexError:
+                pass
+            try:
                 if for_writes:
                     writes = outputs.idle.pop().frame
             except IndexError:

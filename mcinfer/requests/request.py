@@ -457,9 +457,8 @@ class Request(Outcome[Arrays]):
             self._asked, self._output_bodies = frame.references, frame.bodies
         self.copies = False
         self.fresh: set[int] = set()
-        self._shared: Lease | None = (
-            None  # the outputs, where a late run may write after the answer
-        )
+        # The outputs, where a late run may write after the answer.
+        self._shared: Lease | None = None
         self._parts: dict[tuple[int, str], Part] | None = None
         self.workers: dict[int, int] = {}
         self._value: Arrays | None = None

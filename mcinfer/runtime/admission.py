@@ -8,6 +8,7 @@ again. So the memory of an arena is bounded by the most that was in use lately, 
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from contextlib import suppress
@@ -65,7 +66,7 @@ class Allocation(Promise[list[Slot]]):
 W = TypeVar("W", Request, Allocation)
 
 
-class Line(Generic[W]):
+class Line(ABC, Generic[W]):
     """Callers that wait for something, first come, first served; for the loop's thread alone.
 
     Attributes:
@@ -77,13 +78,13 @@ class Line(Generic[W]):
         self.waiting: deque[W] = deque()
         self.due = math.inf
 
+    @abstractmethod
     def attempt(self, item: W, has_waited: bool = True) -> bool:
         """Serve or refuse one; False while it must wait. If it has not waited yet, it joins the line."""
-        raise NotImplementedError
 
+    @abstractmethod
     def full(self, item: W) -> McinferError:
         """The error of one whose time was over before its turn."""
-        raise NotImplementedError
 
     def may_pass(self) -> bool:
         """Whether others may pass the first one."""
