@@ -64,11 +64,11 @@ test-diffusers: .venv-diffusers/installed
 test-ray: .venv-ray/installed
 	.venv-ray/bin/python -m pytest -c tests/ray/on_ray.ini --rootdir . --confcutdir tests/ray tests/ray
 
-# Models as they are published, split with no option set. With WRITE=yes the tables of docs/splitting.md are
+# Models as they are published, split with no option set. With WRITE=yes the tables of docs/programs.md are
 # written anew.
 WRITE ?=
 test-real-models: .venv-real-models/installed
-	.venv-real-models/bin/python benchmarks/real_models.py $(if $(WRITE),--write docs/splitting.md)
+	.venv-real-models/bin/python benchmarks/real_models.py $(if $(WRITE),--write docs/programs.md)
 
 # Programs that hold a session: as they are, with inline sessions, with workers; docs/programs.md has their times.
 test-programs: .venv-programs/installed
@@ -116,14 +116,14 @@ bench-peers: .venv-peers/installed
 # What n processes with one model take: the picture and the tables of docs/weights.md and docs/processes.md.
 bench-memory: .venv/installed-plots
 	$(BIN)/python benchmarks/processes_memory.py --write docs/weights.md --plot docs/processes_memory.svg
-	$(BIN)/python benchmarks/inline_sessions.py --write docs/weights.md
+	$(BIN)/python benchmarks/inline_sessions.py --write docs/processes.md
 	$(BIN)/python benchmarks/services.py --write docs/processes.md
 
-# What single parts cost: docs/benchmark_parts.md; rows by measured speed: the table of docs/splitting.md.
+# What single parts cost: docs/benchmark_parts.md.
 bench-parts: .venv/installed-plots
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/runner.py
-	$(BIN)/python benchmarks/balance.py --write docs/splitting.md
+	$(BIN)/python benchmarks/balance.py --write docs/benchmark_parts.md
 	mkdir -p build
 	$(BIN)/python benchmarks/weights.py --plot build/weights_memory.svg
 

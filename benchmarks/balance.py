@@ -1,6 +1,6 @@
 """Rows by the measured speed of workers, where one of them is slower. It takes about a minute.
 
-    python benchmarks/balance.py [--write docs/splitting.md] [--rounds N]
+    python benchmarks/balance.py [--write docs/benchmark_parts.md] [--rounds N]
 
 Two workers on two cores answer batches: one pool splits them evenly, the other by the speeds that it
 measures, in turns. The *ideal* of a request is what it would have taken had both workers ended together, by

