@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from onnx import NodeProto, TensorProto, helper
+from onnx import TensorProto
 
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import BoundRun, Engine, EngineRequest, Strings
@@ -32,26 +32,23 @@ from mcinfer.ranks.slicing.slicer import write_slices
 from mcinfer.specs import numpy_dtype
 from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content
-from tests.process.waiting import wait_until
 from tests.sliced_models import (
     FRAGILE_PLACES,
     Sliced,
-    all_gather,
-    all_reduce,
     attention,
-    dist_collective,
     fragile,
     mlp,
     pipeline,
     place,
     save,
-    value,
+    save_ranks,
 )
 from tests.thread_ranks import results
 
 _T = TypeVar("_T")
 PATIENCE = 30.0
 Arrays = dict[str, NDArray[Any]]
+Weights = dict[str, Any]
 
 
 def run_ranks(size: int, rank: Callable[[Group, ExitStack], _T]) -> list[_T]:
@@ -135,6 +132,16 @@ def run_all(
     return run_ranks(len(model.slices), rank)
 
 
+def bound_run(
+    stack: ExitStack, group: Group, model: Sliced | Sequence[Path], **options: Any
+) -> tuple[RankEngine, Bound, Arrays]:
+    """This rank's engine of an MLP, a run of it, and what the run is for."""
+    slices = model.slices if isinstance(model, Sliced) else model
+    engine = opened(stack, group, slices[group.rank], **options)
+    given: Arrays = {"x": normal(1, 4, 16)}
+    return engine, Bound(engine, given, {"y": (4, 16)}), given
+
+
 def assert_whole(model: Sliced, inputs: Sequence[Arrays], found: list[list[Arrays]]) -> None:
     """All ranks have the same bits, close to those of the whole model."""
     for number, given in enumerate(inputs):
@@ -149,50 +156,64 @@ def assert_whole(model: Sliced, inputs: Sequence[Arrays], found: list[list[Array
 # Tensor slices.
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_of_an_mlp_give_the_same_bits_close_to_the_whole(tmp_path: Path, ranks: int) -> None:
-    model = mlp(tmp_path, ranks)
-    inputs = [{"x": normal(batch, batch, 16)} for batch in (1, 5, 3, 5)]
+@pytest.mark.parametrize(
+    ("ranks", "width", "batches"),
+    [(1, 16, [1, 5, 3, 5]), (2, 16, [1, 5, 3, 5]), (4, 16, [5]), (2, 64, [3000])],
+)
+def test_ranks_of_an_mlp_give_the_same_bits_close_to_the_whole(
+    tmp_path: Path, ranks: int, width: int, batches: list[int]
+) -> None:
+    model = mlp(tmp_path, ranks, width=width)
+    inputs = [{"x": normal(batch, batch, width)} for batch in batches]
     found = run_all(model, inputs, [{"y": given["x"].shape} for given in inputs])
     assert_whole(model, inputs, found)
 
 
+def dist(operation: str, reduce_op: str = "", **numbers: int) -> str:
+    """A collective as NVIDIA's Polygraphy writes it."""
+    numbers = {"root": -1, "group_size": 0, **numbers}
+    values = [f'collective_operation="{operation}"']
+    values += [f'reduce_op="{reduce_op}"'] if reduce_op else []
+    return f"DistCollective<{', '.join(values + [f'{k}={n}' for k, n in numbers.items()])}>"
+
+
 def test_collectives_in_tensorrts_form_run(tmp_path: Path) -> None:
-    node = partial(dist_collective, operation="all_reduce", reduce_op="sum", nb_rank=2)
-    model = mlp(tmp_path, 2, collective=lambda given, output: node(given, output))
+    model = mlp(tmp_path, 2, collective=dist("all_reduce", "sum", nb_rank=2))
     inputs = [{"x": normal(1, 4, 16)}]
     assert_whole(model, inputs, run_all(model, inputs, [{"y": (4, 16)}]))
 
 
 def test_attention_with_several_collectives_in_a_phase(tmp_path: Path) -> None:
+    """Outputs have a place, none, or one of another shape."""
     model = attention(tmp_path, 2)
-    inputs = [{"x": normal(1, 2, length, 16)} for length in (7, 3)]
+    inputs = [{"x": normal(1, 2, length, 16)} for length in (7, 3, 5, 5)]
     shapes: list[dict[str, Sequence[int]]] = [
-        {"y": given["x"].shape, "queries": given["x"].shape} for given in inputs
+        {"y": (2, 7, 16), "queries": (2, 7, 16)},
+        {"y": (2, 3, 16), "queries": (2, 3, 16)},
+        {},
+        {"y": (1, 5, 16)},
     ]
     assert_whole(model, inputs, run_all(model, inputs, shapes))
 
 
 def test_each_kind_of_collective_gives_its_result(tmp_path: Path) -> None:
     kinds = {
-        "total": dist_collective("part", "total", "all_reduce", reduce_op="sum"),
-        "most": dist_collective("part", "most", "all_reduce", reduce_op="max"),
-        "mean": dist_collective("part", "mean", "all_reduce", reduce_op="avg"),
-        "joined": dist_collective("part", "joined", "all_gather", nb_rank=2),
-        "share": dist_collective("part", "share", "reduce_scatter", reduce_op="sum"),
-        "second": dist_collective("part", "second", "broadcast", root=1),
-        "again": all_gather("share", "again", 2, -1),
+        "total": dist("all_reduce", "sum"),
+        "most": dist("all_reduce", "max"),
+        "mean": dist("all_reduce", "avg"),
+        "joined": dist("all_gather", nb_rank=2),
+        "share": dist("reduce_scatter", "sum"),
+        "second": dist("broadcast", root=1),
     }
-    slices = [
-        save(
-            tmp_path / f"model{rank}.onnx",
-            [helper.make_node("Mul", ["x", "factor"], ["part"]), *kinds.values()],
-            [value("x", "n", 3)],
-            [value(name, None, None) for name in kinds],
-            {"factor": np.array(rank + 1, np.float32)},
-        )
-        for rank in range(2)
-    ]
+    body = "  ".join(f"{name} = {kind}(part)" for name, kind in kinds.items())
+    outputs = ", ".join(f"float[?,?] {name}" for name in (*kinds, "again"))
+    slices = save_ranks(
+        tmp_path,
+        f"""(float[n,3] x) => ({outputs}) {{
+            part = Mul(x, factor)  {body}  again = AllGather<group_size=2, axis=-1>(share)
+        }}""",
+        [{"factor": np.float32(1)}, {"factor": np.float32(2)}],
+    )
 
     def rank(group: Group, stack: ExitStack) -> None:
         engine = opened(stack, group, slices[group.rank])
@@ -215,18 +236,11 @@ def test_each_kind_of_collective_gives_its_result(tmp_path: Path) -> None:
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16"])
-def test_other_element_types_are_exchanged(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16])
+def test_other_element_types_are_exchanged(tmp_path: Path, dtype: int) -> None:
     """Types that NumPy lacks come from ml_dtypes."""
-    element = {"float16": TensorProto.FLOAT16, "float64": TensorProto.DOUBLE}.get(
-        dtype, TensorProto.BFLOAT16
-    )
-    nodes = [
-        helper.make_node("Cast", ["x"], ["narrow"], to=element),
-        all_reduce("narrow", "sum"),
-        helper.make_node("Cast", ["sum"], ["y"], to=TensorProto.FLOAT),
-    ]
-    path = save(tmp_path / "m.onnx", nodes, [value("x", "n")], [value("y", "n")], {})
+    text = f"narrow = Cast<to={dtype}>(x)  sum = AllReduce(narrow)  y = Cast<to=1>(sum)"
+    path = save(tmp_path / "m.onnx", f"(float[n] x) => (float[n] y) {{ {text} }}")
 
     def rank(group: Group, stack: ExitStack) -> None:
         engine = opened(stack, group, path)
@@ -239,23 +253,10 @@ def test_other_element_types_are_exchanged(tmp_path: Path, dtype: str) -> None:
     run_ranks(3, rank)
 
 
-def test_large_values_take_the_same_way(tmp_path: Path) -> None:
-    model = mlp(tmp_path, 2, width=64)
-    inputs = [{"x": normal(1, 3000, 64)}]
-    assert_whole(model, inputs, run_all(model, inputs, [{"y": (3000, 64)}]))
-
-
-def test_outputs_without_a_place_or_with_another_shape_are_produced(tmp_path: Path) -> None:
-    model = attention(tmp_path, 2)
-    inputs = [{"x": normal(seed, 2, 5, 16)} for seed in range(2)]
-    shapes: list[dict[str, Sequence[int]]] = [{}, {"y": (1, 5, 16)}]
-    assert_whole(model, inputs, run_all(model, inputs, shapes))
-
-
 def test_runs_of_one_collective_do_not_overtake_each_other(tmp_path: Path) -> None:
     """Its memory would be written while the other rank reads that of the run before."""
-    nodes = [helper.make_node("Neg", ["x"], ["part"]), all_reduce("part", "y")]
-    path = save(tmp_path / "model0.onnx", nodes, [value("x", None)], [value("y", None)], {})
+    text = "(float[?] x) => (float[?] y) { part = Neg(x)  y = AllReduce(part) }"
+    path = save(tmp_path / "model0.onnx", text)
 
     def rank(group: Group, stack: ExitStack) -> None:
         run = Bound(opened(stack, group, path), {"x": normal(0, 20000)}, {"y": (20000,)})
@@ -287,52 +288,53 @@ def test_layouts_beyond_the_limit_get_new_memory(tmp_path: Path) -> None:
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def written(folder: Path, text: str, tensor: int, pipeline: int, weights: Arrays) -> list[Path]:
+    """The slices of a model, as the slicer writes them."""
+    whole = save(folder / "whole.onnx", text, weights)
+    (folder / "slices").mkdir()
+    write_slices(whole, folder / "slices", tensor=tensor, pipeline=pipeline)
+    return [folder / "slices" / f"model{rank}.onnx" for rank in range(tensor * pipeline)]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "everywhere"),
+    [(2, 1, False), (1, 2, False), (1, 2, True), (2, 2, False), (2, 2, True)],
+)
 def test_output_that_is_an_input_is_that_of_its_own_run(
     tmp_path: Path, tensor: int, pipeline: int, everywhere: bool
 ) -> None:
-    nodes = [helper.make_node("MatMul", ["x", "w0"], ["h"]), helper.make_node("Relu", ["h"], ["r"])]
-    nodes.append(helper.make_node("MatMul", ["r", "w1"], ["y"]))
-    weights = {name: normal(seed, 32, 32) for seed, name in enumerate(("w0", "w1"))}
-    x, y = (value(name, "batch", 32) for name in "xy")
-    whole = save(tmp_path / "whole.onnx", nodes, [x], [x, y], weights)
-    folder = tmp_path / "slices"
-    folder.mkdir()
-    write_slices(whole, folder, tensor=tensor, pipeline=pipeline)
-    size = tensor * pipeline
+    weights: Arrays = {name: normal(seed, 32, 32) for seed, name in enumerate(("w0", "w1"))}
+    text = """(float[batch,32] x) => (float[batch,32] x, float[batch,32] y) {
+        h = MatMul(x, w0)  r = Relu(h)  y = MatMul(r, w1)
+    }"""
+    slices = written(tmp_path, text, tensor, pipeline, weights)
     given = [{"x": normal(seed, 3, 32)} for seed in range(8)]
 
     def rank(group: Group, stack: ExitStack) -> None:
-        path = folder / f"model{group.rank}.onnx"
-        engine = opened(stack, group, path, deliver_everywhere=everywhere)
+        engine = opened(stack, group, slices[group.rank], deliver_everywhere=everywhere)
         kept = Bound(engine, given[0], {"x": (3, 32), "y": (3, 32)})
         for inputs in given:
             for run in (kept, Bound(engine, inputs, {}), Bound(engine, inputs, {"x": (3, 32)})):
                 found = run(inputs)
                 run.inputs["x"][...] = 0  # it is the caller's again
                 group.barrier()  # runs do not overlap
-                if everywhere or group.rank == size - tensor:  # the first of the last stage
+                if everywhere or group.rank == len(slices) - tensor:  # the first of the last stage
                     np.testing.assert_array_equal(found["x"], inputs["x"])
                     wanted = np.maximum(inputs["x"] @ weights["w0"], 0) @ weights["w1"]
                     np.testing.assert_allclose(found["y"], wanted, rtol=1e-3, atol=1e-3)
 
-    run_ranks(size, rank)
+    run_ranks(len(slices), rank)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 def test_input_whose_number_of_axes_the_model_does_not_say_may_have_any(
     tmp_path: Path, tensor: int, pipeline: int
 ) -> None:
-    nodes = [helper.make_node("Neg", ["x"], ["h"]), helper.make_node("Abs", ["h"], ["y"])]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy")
-    whole = save(tmp_path / "whole.onnx", nodes, [x], [y], {})
-    folder = tmp_path / "slices"
-    folder.mkdir()
-    write_slices(whole, folder, tensor=tensor, pipeline=pipeline)
+    text = "(float[] x) => (float[] y) { h = Neg(x)  y = Abs(h) }"
+    slices = written(tmp_path, text, tensor, pipeline, {})
 
     def rank(group: Group, stack: ExitStack) -> None:
-        engine = opened(stack, group, folder / f"model{group.rank}.onnx")
+        engine = opened(stack, group, slices[group.rank])
         for shape in ((3, 2), (4,), (1, 2, 3), (3, 2)):
             given = {"x": -normal(1, *shape)}
             for _ in range(2):
@@ -342,9 +344,10 @@ def test_input_whose_number_of_axes_the_model_does_not_say_may_have_any(
 
 
 def test_strings_pass_beside_the_collectives(tmp_path: Path) -> None:
-    text = [helper.make_tensor_value_info(name, TensorProto.STRING, [2]) for name in "st"]
-    nodes = [helper.make_node("Identity", ["s"], ["t"]), all_reduce("x", "y")]
-    path = save(tmp_path / "m.onnx", nodes, [value("x", 2), text[0]], [value("y", 2), text[1]], {})
+    path = save(
+        tmp_path / "m.onnx",
+        "(float[2] x, string[2] s) => (float[2] y, string[2] t) { t = Identity(s)  y = AllReduce(x) }",
+    )
 
     def rank(group: Group, stack: ExitStack) -> None:
         engine = opened(stack, group, path)
@@ -364,59 +367,39 @@ def test_strings_pass_beside_the_collectives(tmp_path: Path) -> None:
 # Shapes that depend on the data.
 
 
-def found_positives(path: Path) -> Path:
-    """y: where the sum of x over the ranks is positive; z: that many times the sum."""
-    nodes = [
-        helper.make_node("Identity", ["x"], ["part"]),
-        all_reduce("part", "sum"),
-        helper.make_node("Greater", ["sum", "zero"], ["is_positive"]),
-        helper.make_node("Compress", ["sum", "is_positive"], ["kept"], axis=0),
-        all_reduce("kept", "y"),
-        helper.make_node("Neg", ["y"], ["z"]),
-    ]
-    weights = {"zero": np.array(0, np.float32)}
-    outputs = [value("y", "kept"), value("z", "kept")]
-    return save(path, nodes, [value("x", 4)], outputs, weights)
-
-
-def test_shapes_that_change_with_the_data_are_right_each_time(tmp_path: Path) -> None:
-    path = found_positives(tmp_path / "model0.onnx")
-
-    def rank(group: Group, stack: ExitStack) -> None:
-        given = {"x": np.array([1, 2, -3, 4], np.float32)}
-        run = Bound(opened(stack, group, path), given, {"y": (3,)})
-        for _ in range(2):
-            assert run(given)["z"].tolist() == [-4, -8, -16]
-        for _ in range(2):
-            assert run({"x": -given["x"]})["z"].tolist() == [-12]
-            assert run(given)["y"].tolist() == [4, 8, 16]
-
-    run_ranks(2, rank)
-
-
-def test_changed_shapes_pass_through_the_stages(tmp_path: Path) -> None:
-    first = [
-        helper.make_node("Greater", ["x", "zero"], ["is_positive"]),
-        helper.make_node("Compress", ["x", "is_positive"], ["kept"], axis=0),
-    ]
-    last = [helper.make_node("Neg", ["kept"], ["y"])]
-    x, kept, y = value("x", 4), value("kept", "kept"), value("y", "kept")
-    zero = {"zero": np.array(0, np.float32)}
-    about = partial(place, outputs=["y"], shape=["kept"], inputs={"x": [4]}, pipeline=2)
-    paths = [tmp_path / f"model{rank}.onnx" for rank in range(2)]
-    slices = [
-        save(paths[0], first, [x], [kept], zero, metadata=about(0, sends={"kept": [1]})),
-        save(paths[1], last, [kept], [y], {}, metadata=about(1, receives={"kept": 0})),
-    ]
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["tensor", "pipeline"])
+def test_shapes_that_change_with_the_data_are_right_each_time(
+    tmp_path: Path, ranks: tuple[int, int]
+) -> None:
+    """y: the positive elements of x, added over the ranks of a layer; z: that many times y."""
+    positive = "is_positive = Greater(part, zero)  kept = Compress<axis=0>(part, is_positive)"
+    zero = {"zero": np.float32(0)}
+    if ranks == (2, 1):
+        body = f"half = Mul(x, factor)  part = AllReduce(half)  {positive}  y = AllReduce(kept)"
+        text = f"(float[4] x) => (float[k] y, float[k] z) {{ {body}  z = Neg(y) }}"
+        own: Weights = zero | {"factor": np.float32(0.5)}
+        slices, count = save_ranks(tmp_path, text, [own, own]), 2
+    else:
+        about = partial(place, outputs=["y", "z"], shape=["k"], inputs={"x": [4]}, pipeline=2)
+        paths = [tmp_path / f"model{rank}.onnx" for rank in range(2)]
+        first = f"(float[4] x) => (float[k] kept) {{ part = Identity(x)  {positive} }}"
+        last = "(float[k] kept) => (float[k] y, float[k] z) { y = Identity(kept)  z = Neg(y) }"
+        slices, count = (
+            (
+                save(paths[0], first, zero, metadata=about(0, sends={"kept": [1]})),
+                save(paths[1], last, metadata=about(1, receives={"kept": 0})),
+            ),
+            1,
+        )
 
     def rank(group: Group, stack: ExitStack) -> None:
         given = {"x": np.array([1, 2, -3, 4], np.float32)}
         run = Bound(opened(stack, group, slices[group.rank]), given, {"y": (3,)})
-        for _ in range(3):
-            assert run(given)["y"].tolist() == [-1, -2, -4]
         for _ in range(2):
-            assert run({"x": -given["x"]})["y"].tolist() == [-3]
-            assert run(given)["y"].tolist() == [-1, -2, -4]
+            assert run(given)["z"].tolist() == [-1 * count, -2 * count, -4 * count]
+        for _ in range(2):
+            assert run({"x": -given["x"]})["z"].tolist() == [-3 * count]
+            assert run(given)["y"].tolist() == [1 * count, 2 * count, 4 * count]
 
     run_ranks(2, rank)
 
@@ -471,67 +454,17 @@ def test_stages_overlap_and_give_only_what_they_make(tmp_path: Path) -> None:
 # Failures.
 
 
-def picky(folder: Path, ranks: int, *, after: bool, bad: Sequence[int] = (1,)) -> list[Path]:
-    """Slices of which some ranks fail if ``x[0]`` is not 0, before or after a collective."""
-    slices = []
-    for rank in range(ranks):
-        pick = [
-            helper.make_node("Mul", ["sum" if after else "x", "factor"], ["scaled"]),
-            helper.make_node("Cast", ["scaled"], ["index"], to=TensorProto.INT64),
-            helper.make_node("Gather", ["table", "index"], ["picked"]),
-        ]
-        nodes: list[NodeProto] = [
-            *([] if after else pick),
-            all_reduce("x" if after else "picked", "sum"),
-            *(pick if after else [helper.make_node("Identity", ["sum"], ["picked2"])]),
-            all_reduce("picked" if after else "picked2", "y"),
-        ]
-        weights = {
-            "factor": np.array(1000 if rank in bad else 0, np.float32),
-            "table": np.array([5], np.float32),
-        }
-        path = folder / f"model{rank}.onnx"
-        slices.append(save(path, nodes, [value("x", 2)], [value("y", 2)], weights))
-    return slices
-
-
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("after", [False, True])
-def test_failure_in_one_rank_fails_that_run_in_all_and_ends_the_group(
-    tmp_path: Path, after: bool, learned: bool
-) -> None:
-    slices = picky(tmp_path, 3, after=after)
+def test_run_that_all_ranks_of_a_master_refuse_before_they_meet_fails_alone(tmp_path: Path) -> None:
+    text = """(float[2] x) => (float[2] y) {
+        index = Cast<to=7>(x)  picked = Gather(table, index)  sum = AllReduce(picked)  y = AllReduce(sum)
+    }"""
+    path = save(tmp_path / "model.onnx", text, {"table": np.array([5], np.float32)})
     good, bad = np.zeros(2, np.float32), np.ones(2, np.float32)
 
     def rank(group: Group, stack: ExitStack) -> None:
-        engine = opened(stack, group, slices[group.rank])
+        engine = opened(stack, group, path, deliver_everywhere=False)
         run = Bound(engine, {"x": good}, {"y": (2,)})
-        for _ in range(2 * learned):
-            assert run({"x": good})["y"].tolist() == ([15, 15] if after else [45, 45])
-        with pytest.raises(PredictError, match="out of data bounds") as raised:
-            run({"x": bad})
-        assert isinstance(raised.value, PeerFailedError) == (group.rank != 1)
-        for _ in range(2):
-            with pytest.raises(ClosedError, match=r"the group is closed: rank 1 .* out of data"):
-                run({"x": good})
-        assert engine.broken.startswith(f"rank 1 (pid {os.getpid()}) failed: ")
-
-    run_ranks(3, rank)
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_run_that_all_ranks_of_a_master_refuse_before_they_meet_fails_alone(
-    tmp_path: Path, learned: bool
-) -> None:
-    slices = picky(tmp_path, 3, after=False, bad=range(3))
-    good, bad = np.zeros(2, np.float32), np.ones(2, np.float32)
-
-    def rank(group: Group, stack: ExitStack) -> None:
-        engine = opened(stack, group, slices[group.rank], deliver_everywhere=False)
-        run = Bound(engine, {"x": good}, {"y": (2,)})
-        for _ in range(2 * learned):
-            run({"x": good})
-        for _ in range(2):
+        for _ in range(3):  # the first fails before shapes are known
             with pytest.raises(PredictError, match="out of data bounds"):
                 run({"x": bad})
             found = run({"x": good})["y"].tolist()
@@ -541,90 +474,12 @@ def test_run_that_all_ranks_of_a_master_refuse_before_they_meet_fails_alone(
     run_ranks(3, rank)
 
 
-@pytest.mark.parametrize("after", [False, True])
-def test_rank_of_a_master_that_fails_in_fixed_memory_stays_in_step(
-    tmp_path: Path, after: bool
-) -> None:
-    slices = picky(tmp_path, 3, after=after)
-    good, bad = np.zeros(2, np.float32), np.ones(2, np.float32)
-
-    def rank(group: Group, stack: ExitStack) -> None:
-        engine = opened(stack, group, slices[group.rank], deliver_everywhere=False)
-        run = Bound(engine, {"x": good}, {"y": (2,)})
-        for _ in range(4):
-            run({"x": good})
-            for _ in range(2):
-                if group.rank == 1:
-                    with pytest.raises(PredictError, match="out of data bounds"):
-                        run({"x": bad})
-                else:
-                    run({"x": bad})  # the master drops it
-            found = run({"x": good})["y"].tolist()
-            if not group.rank:
-                assert found == ([15, 15] if after else [45, 45])
-        assert not engine.broken
-
-    run_ranks(3, rank)
-
-
-@pytest.mark.parametrize(("everywhere", "learned"), [(True, True), (True, False)])
-def test_failure_in_a_stage_fails_the_later_ones_all_that_wait_and_the_next_run(
-    tmp_path: Path, learned: bool, everywhere: bool
-) -> None:
-    middle = [
-        helper.make_node("Cast", ["a"], ["index"], to=TensorProto.INT64),
-        helper.make_node("Gather", ["table", "index"], ["b"]),
-    ]
-    parts: list[tuple[list[NodeProto], str, str]] = [
-        ([helper.make_node("Identity", ["x"], ["a"])], "x", "a"),
-        (middle, "a", "b"),
-        ([helper.make_node("Neg", ["b"], ["y"])], "b", "y"),
-    ]
-    slices = [
-        save(
-            tmp_path / f"model{rank}.onnx",
-            nodes,
-            [value(given, 1)],
-            [value(made, 1)],
-            {"table": np.array([5], np.float32)},
-            metadata=place(
-                rank,
-                ["y"],
-                [1],
-                pipeline=3,
-                receives={given: rank - 1} if rank else {},
-                sends={made: [rank + 1]} if rank < 2 else {},
-            ),
-        )
-        for rank, (nodes, given, made) in enumerate(parts)
-    ]
-    good, bad = np.zeros(1, np.float32), np.ones(1, np.float32)
-
-    def rank(group: Group, stack: ExitStack) -> None:
-        engine = opened(stack, group, slices[group.rank], deliver_everywhere=everywhere)
-        run = Bound(engine, {"x": good}, {"y": (1,)})
-        for _ in range(2 * learned):
-            run({"x": good})
-            group.barrier()
-        # The first stage waits for the others only if outputs are delivered, or memory is to be made.
-        if group.rank > 0 or everywhere or not learned:
-            with pytest.raises(
-                PredictError, match=r"rank 1 .*out of data bounds|^.*out of data bounds"
-            ):
-                run({"x": bad})
-        else:
-            run({"x": bad})
-        wait_until(lambda: _fails(run, {"x": good}))
-
-    run_ranks(3, rank)
-
-
-def _fails(run: Bound, given: Arrays) -> bool:
+def failure(run: Bound, given: Arrays) -> PredictError | None:
     try:
         run(given)
-    except McinferError:
-        return True
-    return False
+    except PredictError as exc:
+        return exc
+    return None
 
 
 STAGES = pytest.mark.parametrize(("stages", "tensor"), [(1, 3), (2, 1), (2, 2), (3, 2)])
@@ -639,19 +494,21 @@ def test_failure_anywhere_ends_the_group_in_all_ranks(
     size = stages * tensor
 
     def rank(group: Group, stack: ExitStack, bad: int) -> str:
+        failing, own = bad // FRAGILE_PLACES, group.rank
         try:
-            engine = opened(stack, group, slices[group.rank])
+            engine = opened(stack, group, slices[own])
         except PeerFailedError as exc:  # others were ready before this rank
             return str(exc)
         for code in [*([-1] * (bad % 3)), bad]:
             given = {"x": np.arange(4, dtype=np.float32), "code": np.array(code, np.float32)}
             run = Bound(engine, given, {"y": (4,)})
-            try:
-                run(given)
-            except PredictError as exc:
-                assert code == bad
-                return str(exc)
-        return ""
+            failed = failure(run, given)
+            assert (failed is None) == (code < 0)
+        assert isinstance(failed, PeerFailedError) == (own != failing)
+        with pytest.raises(ClosedError, match=rf"closed: rank {failing} .* out of data"):
+            run(given)
+        assert engine.broken.startswith(f"rank {failing} (pid {os.getpid()}) failed: ")
+        return str(failed)
 
     for bad in range(FRAGILE_PLACES * size):
         assert all("out of data bounds" in text for text in run_ranks(size, partial(rank, bad=bad)))
@@ -671,10 +528,8 @@ def test_failure_anywhere_leaves_the_ranks_of_a_master_in_step(
         engine = opened(stack, group, slices[group.rank], deliver_everywhere=False)
         failed: list[str] = []
         for number, code in enumerate(codes):
-            given = {
-                "x": np.arange(4, dtype=np.float32) + number,
-                "code": np.array(code, np.float32),
-            }
+            x = np.arange(4, dtype=np.float32) + number
+            given = {"x": x, "code": np.array(code, np.float32)}
             try:
                 outputs = Bound(engine, given, {"y": (4,)} if number % 3 else {})(given)
             except PredictError as exc:
@@ -682,10 +537,9 @@ def test_failure_anywhere_leaves_the_ranks_of_a_master_in_step(
                 continue
             failed.append("")
             if code < 0 and group.rank == size - tensor:
-                expected = given["x"] * tensor ** (2 * stages)
-                if stages > 2:
-                    expected += given["x"] * tensor**2
+                expected = x * tensor ** (2 * stages) + (x * tensor**2 if stages > 2 else 0)
                 np.testing.assert_array_equal(outputs["y"], expected)
+        assert not engine.broken
         group.barrier()  # later stages may still acknowledge
         return failed
 
@@ -702,9 +556,7 @@ def test_rank_that_does_not_come_is_a_time_out_that_ends_the_group(tmp_path: Pat
 
     def rank(group: Group, stack: ExitStack) -> None:
         group.timeout = 0.5
-        engine = opened(stack, group, model.slices[group.rank])
-        given = {"x": normal(1, 4, 16)}
-        run = Bound(engine, given, {"y": (4, 16)})
+        engine, run, given = bound_run(stack, group, model)
         run(given)
         if group.rank:
             assert came.wait(PATIENCE)
@@ -725,9 +577,7 @@ def test_run_that_is_not_executed_ends_the_group_unless_all_ranks_refuse_it(
     model = mlp(tmp_path, 2)
 
     def rank(group: Group, stack: ExitStack) -> None:
-        engine = opened(stack, group, model.slices[group.rank])
-        given = {"x": normal(1, 4, 16)}
-        run = Bound(engine, given, {"y": (4, 16)})
+        engine, run, given = bound_run(stack, group, model)
         engine.skip(InvalidInputError("of another shape"))
         run(given)
         if group.rank:
@@ -739,48 +589,20 @@ def test_run_that_is_not_executed_ends_the_group_unless_all_ranks_refuse_it(
     run_ranks(2, rank)
 
 
-def test_invalid_inputs_are_refused_in_all_ranks_and_the_group_lives_on(tmp_path: Path) -> None:
+def test_invalid_inputs_and_cancellation_of_one_rank_change_nothing_and_a_closed_one_says_so(
+    tmp_path: Path,
+) -> None:
+    """A cancellation would end the run in one rank alone, and the group."""
     model = mlp(tmp_path, 2)
 
     def rank(group: Group, stack: ExitStack) -> None:
-        engine = opened(stack, group, model.slices[group.rank])
+        engine, run, given = bound_run(stack, group, model)
         for x in (normal(1, 4, 15), normal(1, 4, 16).astype(np.float64)):
             with pytest.raises(InvalidInputError, match="input 'x': got float"):
                 engine.bind([buffer("x", x)], [])
-        given = {"x": normal(1, 4, 16)}
-        np.testing.assert_allclose(
-            Bound(engine, given, {"y": (4, 16)})(given)["y"],
-            model.expected(given)[0],
-            rtol=1e-4,
-            atol=1e-5,
-        )
-
-    run_ranks(2, rank)
-
-
-def test_cancellation_of_one_rank_changes_nothing(tmp_path: Path) -> None:
-    """It would end the run in one rank alone, and the group."""
-    model = mlp(tmp_path, 2)
-
-    def rank(group: Group, stack: ExitStack) -> None:
-        engine = opened(stack, group, model.slices[group.rank])
-        given = {"x": normal(1, 4, 16)}
-        run = Bound(engine, given, {"y": (4, 16)})
         if group.rank:
             engine.cancel()
         np.testing.assert_allclose(run(given)["y"], model.expected(given)[0], rtol=1e-4, atol=1e-5)
-
-    run_ranks(2, rank)
-
-
-def test_interrupted_rank_closes_the_group(tmp_path: Path) -> None:
-    model = mlp(tmp_path, 2)
-
-    def rank(group: Group, stack: ExitStack) -> None:
-        engine = opened(stack, group, model.slices[group.rank])
-        given = {"x": normal(1, 4, 16)}
-        run = Bound(engine, given, {"y": (4, 16)})
-        run(given)
         engine.close()
         with pytest.raises(ClosedError, match="this rank closed it"):
             run(given)
@@ -808,16 +630,13 @@ def test_slice_that_cannot_be_loaded_fails_in_all_ranks(tmp_path: Path) -> None:
 
 
 def test_slices_that_do_not_fit_the_group_are_refused(tmp_path: Path) -> None:
-    nodes = [all_gather("x", "y", 4, 0)]
-    path = save(tmp_path / "model0.onnx", nodes, [value("x", 2)], [value("y", 8)], {})
+    text = "(float[2] x) => (float[8] y) { y = AllGather<group_size=4, axis=0>(x) }"
+    path = save(tmp_path / "whole.onnx", text)
     failing_loads([path, path], ["is for 4 ranks, got a group of 2"] * 2)
     stages = pipeline(tmp_path, 2).slices
     failing_loads(
         stages[::-1], [f"the slice of rank {1 - rank}, got rank {rank}" for rank in (0, 1)]
     )
-
-
-def test_weights_of_slices_cannot_be_replaced(tmp_path: Path) -> None:
     slices = mlp(tmp_path, 2).slices
     failing_loads(slices, ["weights of a sliced model"] * 2, variable_weights=("up0",))
 
@@ -847,12 +666,12 @@ def test_only_onnxruntime_runs_slices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "node",
-    [all_reduce("x", "y"), all_gather("x", "y", 1, 0), dist_collective("x", "y", "all_gather")],
+    "operator", ["AllReduce", "AllGather<group_size=1, axis=0>", dist("all_gather")]
 )
-def test_slice_without_a_group_is_refused_with_what_it_is(tmp_path: Path, node: NodeProto) -> None:
-    path = save(tmp_path / "model0.onnx", [node], [value("x", 4)], [value("y", 4)], {})
-    with pytest.raises(BuildError, match=f"{node.op_type}.*the model is one rank's slice"):
+def test_slice_without_a_group_is_refused_with_what_it_is(tmp_path: Path, operator: str) -> None:
+    path = save(tmp_path / "model0.onnx", f"(float[4] x) => (float[4] y) {{ y = {operator}(x) }}")
+    name = operator.partition("<")[0]
+    with pytest.raises(BuildError, match=f"{name}.*the model is one rank's slice"):
         open_engine("onnxruntime", request(path))
 
 

@@ -7,49 +7,35 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
-from onnx import NodeProto, TensorProto, helper
 
-from tests.sliced_models import save, value
+from tests.sliced_models import normal_weights, save
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 def write_mlp(path: Path, layers: int = 4, width: int = 32) -> Path:
     """Layers of relu(x @ w + b): float32[batch, width], with the weights in a file beside the model."""
-    random = np.random.default_rng(7)
-    nodes: list[NodeProto] = []
     weights: dict[str, NDArray[Any]] = {}
-    for layer in range(layers):
-        product, biased, active = (f"{kind}{layer}" for kind in ("product", "sum", "relu"))
-        last = "y" if layer == layers - 1 else active
-        weights[f"w{layer}"] = random.normal(0, width**-0.5, (width, width)).astype(np.float32)
-        weights[f"b{layer}"] = random.normal(0, 0.1, (width,)).astype(np.float32)
-        nodes += [
-            helper.make_node(
-                "MatMul", [f"relu{layer - 1}" if layer else "x", f"w{layer}"], [product]
-            ),
-            helper.make_node("Add", [product, f"b{layer}"], [biased]),
-            helper.make_node("Relu", [biased], [last]),
-        ]
-    x, y = (value(name, "batch", width) for name in "xy")
-    return save(path, nodes, [x], [y], weights, external=True)
+    for n in range(layers):
+        weights |= normal_weights(n, **{f"w{n}": (width, width), f"b{n}": (width,)})
+    values = ["x", *(f"relu{n}" for n in range(1, layers)), "y"]
+    body = "".join(
+        f"product{n} = MatMul({values[n]}, w{n})  sum{n} = Add(product{n}, b{n})"
+        f"  {values[n + 1]} = Relu(sum{n})\n"
+        for n in range(layers)
+    )
+    text = f"(float[batch,{width}] x) => (float[batch,{width}] y) {{ {body} }}"
+    return save(path, text, weights, external=True)
 
 
 def write_lookup(path: Path, width: int = 32) -> Path:
     """An MLP, then rows that the input `index` names: a run with an index out of range fails there."""
-    random = np.random.default_rng(8)
-    weights = {
-        f"w{layer}": random.normal(0, width**-0.5, (width, width)).astype(np.float32)
-        for layer in range(4)
-    }
-    nodes = [
-        helper.make_node("MatMul", [f"h{layer}" if layer else "x", f"w{layer}"], [f"h{layer + 1}"])
-        for layer in range(4)
-    ]
-    nodes.append(helper.make_node("Gather", ["h4", "index"], ["y"], axis=0, name="lookup"))
-    index = helper.make_tensor_value_info("index", TensorProto.INT64, ["rows"])
-    inputs, outputs = [value("x", "batch", width), index], [value("y", "rows", width)]
-    return save(path, nodes, inputs, outputs, weights, external=True)
+    text = f"""(float[batch,{width}] x, int64[rows] index) => (float[rows,{width}] y) {{
+        a = MatMul(x, w0)  b = MatMul(a, w1)  c = MatMul(b, w2)  d = MatMul(c, w3)
+        [lookup] y = Gather<axis=0>(d, index)
+    }}"""
+    weights = normal_weights(8, **{f"w{n}": (width, width) for n in range(4)})
+    return save(path, text, weights, external=True)
 
 
 def expected(model: Path, inputs: Arrays) -> Arrays:
