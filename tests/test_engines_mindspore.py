@@ -173,7 +173,6 @@ def test_engine_says_what_the_model_takes_and_gives(models: Path, affine: Engine
         spec("output_1", "float32", None, 3),
     )
     assert affine.providers == ("CPU",)
-    assert not affine.concurrent
     static = open_model(models / "static.mindir").spec
     assert static.inputs == (spec("x", "float32", 2, 3),)
     assert static.outputs == (spec("output_0", "float32", 2, 3),)

@@ -72,7 +72,6 @@ def test_context_is_that_of_the_device(
     context = Model.built[0].context
     assert context.target == target
     assert engine.providers == tuple(target)
-    assert not engine.concurrent
     parts = {name: given(getattr(context, name)) for name in ("cpu", "gpu", "ascend")}
     threads = {"thread_num": 3, "inter_op_parallel_num": 2}
     assert parts == {"cpu": threads, "gpu": {}, "ascend": {}} | (

@@ -6,7 +6,7 @@ import pytest
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.mslite._checks import Sections
-from mcinfer.mslite._configuration import load_sections, override, warn_of_unused, weights_folder
+from mcinfer.mslite._configuration import load_sections, override, weights_folder
 
 
 def written(tmp_path: Path, text: str) -> str:
@@ -50,24 +50,6 @@ def test_dictionary_overrides_the_file_entry_by_entry(tmp_path: Path) -> None:
         "b": {"key": "x"},
     }
     assert more == {"a": {"key": " 'given' "}, "b": {"key": "x"}}
-
-
-def test_entries_without_an_effect_are_in_one_warning() -> None:
-    sections = {
-        "model_file": {"mindir_path": "/", "other": "1"},
-        "ascend_context": {"provider": "ge", "precision_mode": "enforce_fp16", "device": "0"},
-        "strange": {"entry": "1"},
-    }
-    used = {("model_file", "mindir_path"), ("ascend_context", "precision_mode")}
-    with pytest.warns(UserWarning, match="without an effect in mcinfer") as caught:
-        warn_of_unused(sections, used, stacklevel=1)
-    [warning] = caught
-    assert str(warning.message).endswith(
-        ": [model_file] other, [ascend_context] provider, [ascend_context] device, [strange] entry"
-    )
-    assert warning.filename == __file__
-    del sections["strange"], sections["ascend_context"], sections["model_file"]["other"]
-    warn_of_unused(sections, used, stacklevel=1)  # a warning is an error here
 
 
 def test_weights_lie_beside_the_path_or_in_the_folder_which_must_exist(

@@ -10,6 +10,7 @@ from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError
 from mcinfer.mslite._targets import (
     Attempt,
     ModelType,
+    Source,
     attempts,
     core_capacities,
     count_workers,
@@ -17,7 +18,6 @@ from mcinfer.mslite._targets import (
     open_first,
     order_cores,
     pinned_cores,
-    used_entries,
 )
 from mcinfer.mslite.context import Context
 
@@ -44,11 +44,22 @@ def context_of(*target: str, **settings: Any) -> Context:
     return context
 
 
+def source_of(
+    context: Context,
+    model_type: ModelType = ModelType.ONNX,
+    sections: Any = None,
+    model: str | bytes = "model",
+) -> Source:
+    return Source(
+        name="model", model=model, model_type=model_type, context=context, sections=sections or {}
+    )
+
+
 def ways(context: Context, model_type: ModelType = ModelType.ONNX) -> list[list[str]]:
     """What would be tried, in words."""
     return [
         [f"{attempt.engine} {attempt.kind}:{attempt.index}" for attempt in group]
-        for group in attempts(context, model_type, {})
+        for group in attempts(source_of(context, model_type))
     ]
 
 
@@ -120,8 +131,8 @@ def test_cpu_is_no_backup_where_the_user_is_strict(monkeypatch: pytest.MonkeyPat
     assert len(ways(context_of("gpu"))) == 2
 
 
-def only(context: Context, sections: Any = None, **more: Any) -> Attempt:
-    return attempts(context, more.get("model_type", ModelType.ONNX), sections or {})[0][0]
+def only(context: Context, sections: Any = None, model_type: ModelType = ModelType.ONNX) -> Attempt:
+    return attempts(source_of(context, model_type, sections))[0][0]
 
 
 def test_threads_reach_the_engine() -> None:
@@ -224,33 +235,37 @@ def test_settings_of_the_cpu_that_cannot_act_are_remarked() -> None:
     assert only(listed).remarks == ()
 
 
-CPU = Attempt(target="cpu", engine="onnxruntime", kind="cpu")
-GPU = Attempt(target="gpu", engine="onnxruntime", kind="cuda", remarks=("of the gpu",))
-
-
 def test_target_that_fails_is_replaced_by_the_next_with_its_words_at_the_callers_line() -> None:
-    def build(attempt: Attempt) -> Attempt:
-        if attempt is GPU:
+    def build(attempt: Attempt) -> str:
+        if attempt.target == "gpu":
             raise BuildError("no such card")
-        return attempt
+        return attempt.target
 
-    assert open_first([[CPU], [GPU]], build, stacklevel=1) is CPU  # no warning
+    def opened(*target: str, **settings: Any) -> str:
+        return open_first(
+            source_of(context_of(*target, **settings)), build, alone=True, stacklevel=2
+        )
+
+    assert opened("cpu") == "cpu"  # no warning
     text = "target gpu cannot be used here (no such card): the model runs on the cpu"
-    with pytest.warns(UserWarning, match=r"of the gpu|cannot be used here") as caught:
-        assert open_first([[GPU], [CPU]], build, stacklevel=1) is CPU
-    assert [str(warning.message) for warning in caught] == ["of the gpu", text]
+    with pytest.warns(UserWarning, match=r"unknown|cannot be used here") as caught:
+        assert opened("gpu", gpu_provider="x") == "cpu"
+    assert [str(warning.message) for warning in caught] == [
+        "gpu provider 'x' is unknown, expected '' or 'tensorrt'",
+        text,
+    ]
     assert {warning.filename for warning in caught} == {__file__}
 
 
 def test_engine_that_is_not_installed_is_replaced_by_the_next_in_silence() -> None:
-    other = Attempt(target="cpu", engine="mindspore", kind="cpu")
-
-    def build(attempt: Attempt) -> Attempt:
-        if attempt is other:
+    def build(attempt: Attempt) -> str:
+        if attempt.engine == "mindspore":
             raise MissingDependencyError("pip install it")
-        return attempt
+        return attempt.engine
 
-    assert open_first([[other, CPU]], build, stacklevel=1) is CPU  # a warning is an error here
+    source = source_of(context_of("cpu"), ModelType.MINDIR)
+    engine = open_first(source, build, alone=True, stacklevel=1)  # a warning is an error here
+    assert engine == "mindspore_lite"
 
 
 @pytest.mark.parametrize(
@@ -305,15 +320,48 @@ def test_cores_of_a_mode_are_dealt_the_big_ones_first(monkeypatch: pytest.Monkey
     assert pinned_cores(context, 2) == ((3,), (0,))
 
 
-def test_entries_count_as_used_where_they_act() -> None:
-    for target, model_type, from_buffer, used in (
-        ("cpu", ModelType.ONNX, True, {"mindir_path"}),
-        ("cpu", ModelType.MINDIR, True, set()),
-        ("ascend", ModelType.ONNX, False, {"precision_mode"}),
-        ("ascend", ModelType.MINDIR, False, {"precision_mode", "provider"}),
+def test_entries_without_an_effect_are_in_one_warning_at_the_callers_line(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "names").write_text("w")
+    sections = {
+        "model_file": {"mindir_path": "/"},
+        "ascend_context": {
+            "precision_mode": "enforce_fp16",
+            "provider": "ge",
+            "variable_weights_file": str(tmp_path / "names"),
+            "shareable_weight_pid_list": "1",
+            "rank_table_file": "table.json",
+        },
+        "strange": {"entry": "1"},
+    }
+    onnx, mindir = ModelType.ONNX, ModelType.MINDIR
+    for target, model_type, model, alone, unused in (
+        ("cpu", onnx, b"", True, {"precision_mode", "provider"}),
+        (
+            "cpu",
+            mindir,
+            b"",
+            True,
+            {"mindir_path", "precision_mode", "provider", "rank_table_file"},
+        ),
+        ("ascend", onnx, "m", True, {"mindir_path", "provider"}),
+        ("ascend", mindir, "m", True, {"mindir_path"}),
+        (
+            "ascend",
+            mindir,
+            "m",
+            False,
+            {"mindir_path", "rank_table_file", "shareable_weight_pid_list"},
+        ),
     ):
-        found = used_entries(context_of(target), model_type, from_buffer=from_buffer)
-        assert {name for _, name in found} == used
+        source = source_of(context_of(target), model_type, sections, model)
+        with pytest.warns(UserWarning, match="without an effect in mcinfer: ") as caught:
+            open_first(source, lambda _: None, alone=alone, stacklevel=1)
+        [warning] = caught
+        found = str(warning.message).partition("mcinfer: ")[2].split(", ")
+        assert {text.partition("] ")[2] for text in found} == unused | {"entry"}
+        assert warning.filename == __file__
 
 
 def write(folder: Path, core: int, name: str, text: str) -> None:

@@ -37,7 +37,7 @@ from mcinfer.engines.base import (
     Produced,
     RunCancelledError,
     Strings,
-    array_over,
+    array_of,
     check_cpu,
 )
 from mcinfer.errors import BuildError, EngineError, InvalidInputError, PredictError
@@ -170,19 +170,13 @@ class _FakeRun(BoundRun):
     ) -> None:
         self._engine = engine
         count = len(engine.spec.inputs)
-        self._inputs = [*map(_view, inputs[:count])]
-        self._weights = {item.name: _view(item) for item in inputs[count:]}
-        self._outputs = {item.name: _view(item) for item in outputs}
+        self._inputs = [*map(array_of, inputs[:count])]
+        self._weights = {item.name: array_of(item) for item in inputs[count:]}
+        self._outputs = {item.name: array_of(item) for item in outputs}
 
     def execute(self) -> Sequence[Produced | Strings]:
         arrays = self._engine.run(self._inputs, self._weights)
         return self._engine.deliver(arrays, self._outputs)
-
-
-def _view(item: Buffer | Strings) -> NDArray[Any]:
-    if isinstance(item, Strings):
-        return np.array(item.values, dtype=object).reshape(item.shape)
-    return array_over(item)
 
 
 def _spec(item: Sequence[Any]) -> TensorSpec:

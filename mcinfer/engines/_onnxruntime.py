@@ -232,7 +232,7 @@ class OnnxRuntimeEngine(Engine):
     """
 
     version = RUNTIME.version
-    concurrent = True
+    turn = nullcontext()
 
     def __init__(self, request: EngineRequest, preparation: Preparation) -> None:
         self.held = preparation.held

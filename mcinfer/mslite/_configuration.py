@@ -9,24 +9,16 @@ import os
 import re
 import reprlib
 import warnings
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.mslite._checks import Sections, check_path, check_sections, failures
 
-Entries = Set[tuple[str, str]]
-"""Section and key of each."""
-
-_SECTION = "ascend_context"
-_VARIABLE = "variable_weights_file"
-_PIDS = "shareable_weight_pid_list"
-_HANDLE = "shareable_weight_mem_handle"
-_RANK_TABLE = "rank_table_file"
+VARIABLE_WEIGHTS = "variable_weights_file"
+PIDS = "shareable_weight_pid_list"
+HANDLE = "shareable_weight_mem_handle"
+RANK_TABLE = "rank_table_file"
 _MAX_DIGITS = 10
-
-VARIABLE_ENTRIES: Entries = frozenset({(_SECTION, _VARIABLE)})
-RANK_ENTRIES: Entries = frozenset({(_SECTION, _RANK_TABLE)})
-SHARING_ENTRIES: Entries = frozenset({(_SECTION, _PIDS), (_SECTION, _HANDLE)})
 
 
 def read_configuration(what: str, path: str, entries: object) -> Sections:
@@ -35,9 +27,7 @@ def read_configuration(what: str, path: str, entries: object) -> Sections:
         check_path(what, "config_path", path)
     with failures(what):
         sections = load_sections(path)
-    return (
-        sections if entries is None else override(sections, check_sections("config_dict", entries))
-    )
+    return override(sections, {} if entries is None else check_sections("config_dict", entries))
 
 
 def load_sections(path: str) -> Sections:
@@ -67,20 +57,21 @@ def override(sections: Sections, more: Sections) -> Sections:
     return merged
 
 
-def warn_of_unused(sections: Sections, used: Entries, *, stacklevel: int) -> None:
-    """List in one warning all entries but the used ones."""
-    unused = [
-        f"[{name}] {key}"
-        for name, entries in sections.items()
-        for key in entries
-        if (name, key) not in used
-    ]
+def warn_of_unused(sections: Sections, used: Set[tuple[str, str]], *, stacklevel: int) -> None:
+    """List in one warning all entries but the used ones, which are pairs of section and key."""
+    named = [(name, key) for name, entries in sections.items() for key in entries]
+    unused = ", ".join(f"[{name}] {key}" for name, key in named if (name, key) not in used)
     if unused:
         warnings.warn(
-            f"configuration entries without an effect in mcinfer: {', '.join(unused)}",
+            f"configuration entries without an effect in mcinfer: {unused}",
             UserWarning,
             stacklevel=stacklevel + 1,
         )
+
+
+def entries_of(sections: Sections) -> Mapping[str, str]:
+    """The section for weights, ranks and Ascend devices."""
+    return sections.get("ascend_context", {})
 
 
 def weights_folder(sections: Sections) -> str | None:
@@ -96,45 +87,37 @@ def weights_folder(sections: Sections) -> str | None:
 
 def variable_weights(sections: Sections) -> tuple[str, ...]:
     """Names of the weights that may be replaced: the lines of the file that the configuration names."""
-    path = sections.get(_SECTION, {}).get(_VARIABLE)
+    path = entries_of(sections).get(VARIABLE_WEIGHTS)
     if path is None:
         return ()
     try:
         with open(path, encoding="utf-8") as file:
             names = [line.strip() for line in file if line.strip()]
     except (OSError, UnicodeDecodeError) as exc:
-        raise InvalidInputError(f"{_VARIABLE}: {path} does not load: {exc}") from exc
+        raise InvalidInputError(f"{VARIABLE_WEIGHTS}: {path} does not load: {exc}") from exc
     if not names or len({*names}) < len(names):
         raise InvalidInputError(
-            f"{_VARIABLE}: {path} has {len(names)} names, {len({*names})} different ones; expected "
+            f"{VARIABLE_WEIGHTS}: {path} has {len(names)} names, {len({*names})} different ones; expected "
             "different names of weights, one in a line"
         )
     return tuple(names)
 
 
-def rank_table(sections: Sections) -> str:
-    """The path of the rank table; empty if there is none."""
-    return sections.get(_SECTION, {}).get(_RANK_TABLE, "")
-
-
 def weight_sharing(sections: Sections) -> tuple[tuple[int, ...] | None, int | None]:
     """The processes that may have the model's weights, and the handle of their owner; None if not given."""
-    entries = sections.get(_SECTION, {})
-    pids, handle = entries.get(_PIDS), entries.get(_HANDLE)
+    pids, handle = map(entries_of(sections).get, (PIDS, HANDLE))
     if pids is not None and handle is not None:
-        raise BuildError(f"{_PIDS} and {_HANDLE}: got both, expected one of them")
-    if handle is not None:
-        if not re.fullmatch(r"\d{1,19}", handle.strip(), re.ASCII):
-            raise InvalidInputError(
-                f"{_HANDLE}: got {handle!r}, expected the number that the owner's get_model_info returned"
-            )
-        return None, int(handle)
+        raise BuildError(f"{PIDS} and {HANDLE}: got both, expected one of them")
+    if handle is not None and not re.fullmatch(r"\d{1,19}", handle.strip(), re.ASCII):
+        raise InvalidInputError(
+            f"{HANDLE}: got {handle!r}, expected the number that the owner's get_model_info returned"
+        )
     if pids is None:
-        return None, None
+        return None, None if handle is None else int(handle)
     listed = re.findall(r"\d+", pids, re.ASCII)
     well_formed = re.fullmatch(r"[\d\s,]*", pids, re.ASCII)
     if not well_formed or max(map(len, listed), default=0) > _MAX_DIGITS:
         raise InvalidInputError(
-            f"{_PIDS}: got {reprlib.repr(pids)}, expected process ids, '123, 456'"
+            f"{PIDS}: got {reprlib.repr(pids)}, expected process ids, '123, 456'"
         )
     return tuple(map(int, listed)), None

@@ -17,7 +17,7 @@ from mcinfer.errors import InvalidInputError
 from mcinfer.model_cache.onnx_files import read_small, scan
 from mcinfer.model_cache.protobuf import MalformedError, ProtoMessage
 from mcinfer.mslite._checks import Sections
-from mcinfer.mslite._configuration import rank_table
+from mcinfer.mslite._configuration import RANK_TABLE, entries_of
 from mcinfer.mslite.context import Context
 from mcinfer.ranks.collectives import join
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Group
@@ -44,7 +44,7 @@ def place_of(context: Context, sections: Sections) -> Ranks | None:
         launched = from_launcher()
         ranks = None if launched is None or launched.size == 1 else find_ranks()
     else:
-        table = rank_table(sections)
+        table = entries_of(sections).get(RANK_TABLE)
         rank = context.ascend.rank_id
         ranks = find_ranks(rank=rank, rank_table=table) if table else None
     if ranks is not None and context.group_info_file:

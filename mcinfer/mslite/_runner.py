@@ -6,7 +6,7 @@ runner owns its master, and with it the workers; tensors and futures that it gav
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,6 @@ from mcinfer.errors import (
     raised_by_handler,
 )
 from mcinfer.master import Master
-from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.mslite._checks import (
     Option,
     Sections,
@@ -36,23 +35,14 @@ from mcinfer.mslite._checks import (
     failures,
     typed,
 )
-from mcinfer.mslite._configuration import (
-    VARIABLE_ENTRIES,
-    load_sections,
-    override,
-    variable_weights,
-    warn_of_unused,
-    weights_folder,
-)
+from mcinfer.mslite._configuration import load_sections, override
 from mcinfer.mslite._targets import (
     Attempt,
-    ModelType,
-    attempts,
+    Source,
     count_workers,
     model_type_of,
     open_first,
     pinned_cores,
-    used_entries,
 )
 from mcinfer.mslite.context import Context, ParallelOptions, check_context
 from mcinfer.mslite.tensor import (
@@ -63,7 +53,7 @@ from mcinfer.mslite.tensor import (
     check_outputs,
     input_arrays,
 )
-from mcinfer.requests.tensors import Arrays
+from mcinfer.requests.request import OutcomeFuture
 from mcinfer.specs import TensorSpec
 from mcinfer.statistics import Statistics
 
@@ -121,25 +111,15 @@ class RunnerConfig(ParallelOptions):
         self.timeout = timeout
 
 
-def _new_master(
-    model: str | bytes,
-    config: RunnerConfig,
-    attempt: Attempt,
-    settings: Mapping[str, str],
-    names: Sequence[str],
-) -> Master:
-    """The master of one way to run a model, not started; weights of these `names` may be replaced."""
-    context = config.context
+def _new_master(model: str | bytes, config: RunnerConfig, attempt: Attempt) -> Master:
+    """The master of one way to run a model, not started."""
+    context, options = config.context, attempt.options
     workers = count_workers(context, attempt.kind, config.workers_num, config.device_ids)
-    session_config = {**attempt.options.session_config, **settings}
-    options = replace(attempt.options, session_config=session_config, variable_weights=names)
+    ids = config.device_ids or [attempt.index]
     if attempt.kind == "cpu":
         # The ids are of the device that the context asks for, not of its backup.
-        ids = config.device_ids if context.device_infos[0] == "cpu" else []
-        ids = ids or [*range(workers)]
+        ids = (config.device_ids if context.device_infos[0] == "cpu" else []) or [*range(workers)]
         options = replace(options, cores=pinned_cores(context, workers))
-    else:
-        ids = config.device_ids or [attempt.index]
     return Master(
         model,
         [f"{attempt.kind}:{ids[i % len(ids)]}" for i in range(workers)],
@@ -177,12 +157,10 @@ class ModelParallelRunner:
     """
 
     def __init__(self) -> None:
-        self._master: Master | None = None
-        self._name = ""
-        self._starting: Master | None = None
-        self._claimed = False  # it is built, or is being built
+        self._master: Master | None = None  # of the build, also of one that is not over
+        self._name = ""  # once it is built
+        self._building = threading.Lock()  # held during a build, and after one that succeeded
         self._closed = False
-        self._lock = threading.Lock()  # of these; never held during a wait
 
     def __str__(self) -> str:
         return f"model_path: {self._name}."
@@ -223,13 +201,10 @@ class ModelParallelRunner:
         Any thread may call it, also in a future's callback, and during a build in another thread, which fails
         then. Workers that have not ended within `timeout` seconds are killed.
         """
-        with self._lock:
-            self._closed = True
-            starting, master = self._starting, self._master
-        if starting is not None:
-            starting.close(0.0)  # a worker that loads a model reads no messages
-        if master is not None:  # else the build that fails cleans up
-            master.close(timeout)
+        self._closed = True
+        if self._master is not None:
+            # A worker that loads a model reads no messages.
+            self._master.close(timeout if self._name else 0.0)
 
     def __enter__(self) -> Self:
         return self
@@ -243,64 +218,42 @@ class ModelParallelRunner:
 
     def _build(self, what: str, model: str | bytes, config: RunnerConfig) -> None:
         with failures(what):
-            with self._lock:
-                if self._closed:
-                    raise ClosedError("the runner is closed; make a new one")
-                if self._claimed:
-                    raise BuildError(
-                        "the model was built already, or is being built; make a new ModelParallelRunner"
-                    )
-                self._claimed = True
+            if self._closed:
+                raise ClosedError("the runner is closed; make a new one")
+            if not self._building.acquire(blocking=False):
+                raise BuildError(
+                    "the model was built already, or is being built; make a new ModelParallelRunner"
+                )
             try:
-                self._open(model, config)
+                source = Source(
+                    name="buffer" if isinstance(model, bytes) else model,
+                    model=model,
+                    model_type=model_type_of(model),
+                    context=config.context,
+                    sections=override(load_sections(config.config_path), config.sections),
+                )
+                # The caller is three calls up: _build, build_from_file, the user.
+                open_first(source, partial(self._start, source, config), alone=False, stacklevel=3)
             except BaseException as exc:
-                self._claimed = False
+                self._master = None
+                self._building.release()
                 if self._closed and isinstance(exc, Exception):
                     raise ClosedError("the runner was closed meanwhile") from exc
                 raise
 
-    def _open(self, model: str | bytes, config: RunnerConfig) -> None:
-        sections = override(load_sections(config.config_path), config.sections)
-        model_type = model_type_of(model)
-        settings: dict[str, str] = {}
-        if isinstance(model, bytes):
-            name = "buffer"
-            folder = weights_folder(sections)
-            if folder is not None and model_type is ModelType.ONNX:
-                settings[FOLDER_KEY] = folder
-        else:
-            name = model
-        used = used_entries(config.context, model_type, from_buffer=isinstance(model, bytes))
-        # The caller is four calls up: _open, _build, build_from_file, the user.
-        warn_of_unused(sections, used | VARIABLE_ENTRIES, stacklevel=4)
-        names = variable_weights(sections)
-
-        def build(attempt: Attempt) -> None:
-            self._start(_new_master(model, config, attempt, settings, names), name)
-
-        open_first(attempts(config.context, model_type, sections), build, stacklevel=4)
-
-    def _start(self, master: Master, name: str) -> None:
+    def _start(self, source: Source, config: RunnerConfig, attempt: Attempt) -> None:
+        self._master = master = _new_master(source.model, config, attempt)
         try:
-            with self._lock:
-                self._check_open()
-                self._starting = master
+            if self._closed:  # `close` may have come before there was a master to close
+                raise ClosedError("the runner is closed")
             master.start()
-            with self._lock:
-                self._check_open()
-                self._master, self._name = master, name
         except BaseException:
             master.close(0.0)
             raise
-        finally:
-            self._starting = None
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the runner is closed")
+        self._name = source.name
 
     def _ready(self, what: str) -> Master:
-        if self._master is None:
+        if self._master is None or not self._name:
             raise failure(what, ClosedError("the model is not built"))
         return self._master
 
@@ -401,36 +354,33 @@ class ModelParallelRunner:
             return answered(None, await answer)
 
 
-class _Answer(Future[list[Tensor]]):
-    """The future of a request, with its outputs as tensors.
+class _Answer(OutcomeFuture[Any]):
+    """The future of a request, with its outputs as tensors, and its errors as those of `predict`."""
 
-    Once it is done, it no longer holds the other future: the two would hold each other, and the answer's
-    memory would be free only when the garbage collector finds them.
-    """
+    def __init__(self, arrays: Any) -> None:
+        super().__init__(arrays.outcome, arrays.owner)
+        self._tensors: list[Tensor] | None = None
+        if self.outcome.settled:  # meanwhile: the two must not hold each other
+            self.outcome.future = None
 
-    def __init__(self, arrays: "Future[Arrays]") -> None:
-        super().__init__()
-        self._arrays: Future[Arrays] | None = arrays
-        arrays.add_done_callback(self._take)
+    def result(self, timeout: float | None = None) -> list[Tensor]:
+        try:
+            if (error := self.exception(timeout)) is not None:
+                raise error
+            if self._tensors is None:
+                self._tensors = answered(None, self.outcome.result())
+            return self._tensors
+        finally:
+            # The error that this may raise must not hold what holds it.
+            self = error = None  # type: ignore[assignment]
 
-    def cancel(self) -> bool:
-        """Cancel the request; False once it is answered."""
-        arrays = self._arrays
-        return self.cancelled() if arrays is None else arrays.cancel()
-
-    def _take(self, arrays: "Future[Arrays]") -> None:
-        self._arrays = None
-        if arrays.cancelled():
-            super().cancel()
-            self.set_running_or_notify_cancel()
-            return
-        exc = arrays.exception()
-        if exc is None:
-            self.set_result(answered(None, arrays.result()))
-            return
+    def _failure(self) -> BaseException | None:
+        exc = super()._failure()
+        if exc is None or self.cancelled():
+            return exc
         error = failure("predict", exc)
         error.__cause__ = exc
-        self.set_exception(error)
+        return error
 
 
 def _allocate(owner: "weakref.ref[Master]", name: str, shape: tuple[int, ...]) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""From a context to engines, devices, cores and the core's options.
+"""From a model and a context to engines, devices, cores and the core's options.
 
 The engine itself finds out that this host lacks a target; then the CPU serves as backup with one warning,
 unless ``MCINFER_STRICT_DEVICE=1`` makes that an error.
@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import TypeVar
@@ -16,9 +16,19 @@ from typing import TypeVar
 from mcinfer.config import EngineOptions, automatic_workers
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, MissingDependencyError
 from mcinfer.machine import whole_cpus
+from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import open_regular
 from mcinfer.mslite._checks import Sections
-from mcinfer.mslite._configuration import Entries, rank_table
+from mcinfer.mslite._configuration import (
+    HANDLE,
+    PIDS,
+    RANK_TABLE,
+    VARIABLE_WEIGHTS,
+    entries_of,
+    variable_weights,
+    warn_of_unused,
+    weights_folder,
+)
 from mcinfer.mslite.context import Context
 
 T = TypeVar("T")
@@ -43,17 +53,38 @@ class ModelType(IntEnum):
     MINDIR_LITE = 4
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What a user gave to build a model from.
+
+    Attributes:
+        name: As `Model.__str__` prints it.
+        model: Absolute path, or content.
+        weights: Content of its file of weights, if given.
+    """
+
+    name: str
+    model: str | bytes
+    model_type: ModelType
+    context: Context
+    sections: Sections
+    weights: bytes | None = None
+
+    @property
+    def is_onnx(self) -> bool:
+        return self.model_type is ModelType.ONNX
+
+
 def model_type_of(model: str | bytes, model_type: ModelType | None = None) -> ModelType:
     """The type of a model: by the ending of its path if that shows it, else as given.
 
     A model that is to be MINDIR, or of which no type is given, is ONNX if its content is: a program for
     MindSpore Lite passes paths that end in ``.mindir``, and these files may hold ONNX models here.
     """
-    if isinstance(model, str):
-        by_ending = {".onnx": ModelType.ONNX, ".ms": ModelType.MINDIR_LITE}
-        ending = os.path.splitext(model)[1].lower()
-        if ending in by_ending:
-            return by_ending[ending]
+    by_ending = {".onnx": ModelType.ONNX, ".ms": ModelType.MINDIR_LITE}
+    ending = os.path.splitext(model)[1].lower() if isinstance(model, str) else ""
+    if ending in by_ending:
+        return by_ending[ending]
     given = ModelType.MINDIR if model_type is None else model_type
     return ModelType.ONNX if given is ModelType.MINDIR and _holds_onnx(model) else given
 
@@ -72,6 +103,9 @@ def _holds_onnx(model: str | bytes) -> bool:
     return len(start) == 2 and start[0] == 0x08 and 0 < start[1] < 0x80
 
 
+# Ways to run a model.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """One way to run a model: an engine on a kind of device.
@@ -79,8 +113,7 @@ class Attempt:
     Attributes:
         target: The context's name of the device; `kind` is the core's.
         options: For the engine, without those that depend on the number of workers.
-        remarks: Settings of the context that have no effect on this device, and why; the same for all of a
-            target's engines.
+        remarks: Settings of the context that have no effect on this device, and why.
     """
 
     target: str
@@ -91,25 +124,129 @@ class Attempt:
     remarks: tuple[str, ...] = ()
 
 
-def attempts(context: Context, model_type: ModelType, sections: Sections) -> list[list[Attempt]]:
-    """For each target of the context, in order, the engines to try there."""
-    targets = context.device_infos
+def attempts(source: Source) -> list[list[Attempt]]:
+    """For each target of the context, in order, the engines to try there.
+
+    Raises:
+        InvalidInputError: The context names too many targets, or the configuration names files that are not
+            there.
+    """
+    targets = source.context.device_infos
     if os.environ.get("MCINFER_STRICT_DEVICE") == "1":
         targets = targets[:1]
-    return [_attempts_on(target, context, model_type, sections) for target in targets]
+    config = {}
+    if isinstance(source.model, bytes) and (folder := weights_folder(source.sections)):
+        config = {FOLDER_KEY: folder} if source.is_onnx else {}
+    if source.model_type is ModelType.MINDIR_LITE:
+        config["model_type"] = "MINDIR_LITE"
+    cpu = source.context.cpu
+    base = EngineOptions(session_config=config, variable_weights=variable_weights(source.sections))
+    found = []
+    for target in targets:
+        kind, index, settings, remarks = _ON_TARGET[target](source)
+        options = replace(base, provider_options={k: text for k, text in settings.items() if text})
+        engines = ["onnxruntime"] if source.is_onnx else ["mindspore_lite"]
+        if target == "cpu":
+            options = replace(
+                options,
+                threads=cpu.thread_num or None,
+                inter_op_threads=cpu.inter_op_parallel_num or None,
+            )
+            if source.model_type is ModelType.MINDIR:
+                engines.insert(0, "mindspore")
+        way = Attempt(
+            target=target,
+            engine="",
+            kind=kind,
+            index=index,
+            options=options,
+            remarks=tuple(remarks),
+        )
+        found.append([replace(way, engine=engine) for engine in engines])
+    return found
 
 
-def open_first(
-    groups: Sequence[Sequence[Attempt]], build: Callable[[Attempt], T], *, stacklevel: int
-) -> T:
-    """Build on the first usable target; warn of settings without effect, and of targets that failed.
+_Way = tuple[str, int, Mapping[str, str], Sequence[str]]
+"""The core's kind of device, its index, the provider's options, and what has no effect."""
 
-    The warning for a target comes before it is tried: if warnings are errors, nothing was built yet. The
-    `stacklevel` is as of `warnings.warn`, seen from the caller. Raises the last target's error.
+
+def _on_cpu(source: Source) -> _Way:
+    cpu, remarks = source.context.cpu, []
+    if cpu.precision_mode == "preferred_fp16":
+        remarks.append(
+            "cpu precision_mode preferred_fp16: the engines have no float16 mode of their own on a "
+            "CPU, so the model runs in the precision that it is written in"
+        )
+    mode = 0 if cpu.thread_affinity_core_list else cpu.thread_affinity_mode
+    if mode and order_cores(core_capacities(), mode) is None:
+        remarks.append(
+            "cpu thread_affinity_mode has no effect: the cores of this machine are all alike"
+        )
+    return "cpu", 0, {}, remarks
+
+
+def _on_gpu(source: Source) -> _Way:
+    gpu = source.context.gpu
+    remarks: list[str] = []
+    half, tensorrt = gpu.precision_mode == "preferred_fp16", gpu.provider == "tensorrt"
+    if not source.is_onnx:
+        settings = {"precision_mode": gpu.precision_mode, "provider": gpu.provider}
+        return "cuda", gpu.device_id, settings, remarks
+    if gpu.provider not in ("", "tensorrt"):
+        remarks.append(f"gpu provider {gpu.provider!r} is unknown, expected '' or 'tensorrt'")
+    if half and not tensorrt:
+        remarks.append(
+            "gpu precision_mode preferred_fp16: the CUDA provider lowers float32 to TensorFloat-32 "
+            "at most; float16 takes a float16 model, or the provider 'tensorrt'"
+        )
+    # TensorFloat-32 has a mantissa of 10 bits.
+    option = "trt_fp16_enable" if tensorrt else "use_tf32"
+    kind = "tensorrt" if tensorrt else "cuda"
+    return kind, gpu.device_id, {option: "1" if half else "0"}, remarks
+
+
+def _on_ascend(source: Source) -> _Way:
+    ascend, entries = source.context.ascend, entries_of(source.sections)
+    table = entries.get(RANK_TABLE, "")
+    precision = entries.get("precision_mode", ascend.precision_mode)
+    if source.is_onnx:
+        unused = [name for name in ("provider", "rank_id") if getattr(ascend, name)]
+        remarks = [f"ascend {', '.join(unused)} has no effect on ONNX models"]
+        settings = {"precision_mode": _CANN_PRECISION.get(precision, precision)}
+        return "ascend", ascend.device_id, settings, remarks if unused and not table else ()
+    settings = {
+        "precision_mode": precision,
+        "provider": entries.get("provider", ascend.provider),
+        "rank_id": str(ascend.rank_id or ""),
+        "rank_table_file": table,
+        "group_info_file": source.context.group_info_file if table else "",
+    }
+    return "ascend", ascend.device_id, settings, ()
+
+
+_ON_TARGET: Mapping[str, Callable[[Source], _Way]] = {
+    "cpu": _on_cpu,
+    "gpu": _on_gpu,
+    "ascend": _on_ascend,
+}
+
+
+def open_first(source: Source, build: Callable[[Attempt], T], *, alone: bool, stacklevel: int) -> T:
+    """Build on the first usable target; warn of what has no effect, and of targets that failed.
+
+    The warning for a target comes before it is tried: if warnings are errors, nothing was built yet. Raises
+    the last target's error.
+
+    Args:
+        source: The model.
+        build: Builds it in one way.
+        alone: Whether it is for this process alone, not for a runner.
+        stacklevel: As of `warnings.warn`, seen from the caller.
     """
+    warn_of_unused(source.sections, _used_keys(source, alone=alone), stacklevel=stacklevel + 1)
     refusals: list[str] = []
     failure: McinferError = BuildError("no target to build for")
-    for group in groups:
+    for group in attempts(source):
         target, remarks = group[0].target, [*group[0].remarks]
         if refusals:
             remarks.insert(0, f"{'; '.join(refusals)}: the model runs on the {target}")
@@ -128,103 +265,20 @@ def open_first(
     raise failure
 
 
-def _attempts_on(
-    target: str, context: Context, model_type: ModelType, sections: Sections
-) -> list[Attempt]:
-    onnx = model_type is ModelType.ONNX
-    kind, index, threads, operators = target, 0, 0, 0
-    settings: dict[str, str] = {}
-    if target == "cpu":
-        threads, operators = context.cpu.thread_num, context.cpu.inter_op_parallel_num
-        remarks = _cpu_remarks(context)
-    elif target == "gpu":
-        gpu = context.gpu
-        kind, index = "cuda", gpu.device_id
-        settings, remarks = {"precision_mode": gpu.precision_mode, "provider": gpu.provider}, []
-        if onnx:
-            tensorrt = gpu.provider == "tensorrt"
-            kind = "tensorrt" if tensorrt else "cuda"
-            # TensorFloat-32 has a mantissa of 10 bits.
-            option = "trt_fp16_enable" if tensorrt else "use_tf32"
-            settings = {option: "1" if gpu.precision_mode == "preferred_fp16" else "0"}
-            remarks = _gpu_remarks(context)
-    else:
-        ascend = context.ascend
-        index = ascend.device_id
-        entries = sections.get("ascend_context", {})
-        precision = entries.get("precision_mode", ascend.precision_mode)
-        settings, remarks = {"precision_mode": precision}, []
-        if onnx:
-            settings = {"precision_mode": _CANN_PRECISION.get(precision, precision)}
-            unused = [name for name in ("provider", "rank_id") if getattr(ascend, name)]
-            if unused and not rank_table(sections):
-                remarks = [f"ascend {', '.join(unused)} has no effect on ONNX models"]
-        else:
-            settings["provider"] = entries.get("provider", ascend.provider)
-            settings["rank_id"] = str(ascend.rank_id or "")
-            settings["rank_table_file"] = rank_table(sections)
-            if settings["rank_table_file"]:
-                settings["group_info_file"] = context.group_info_file
-    engines = ["onnxruntime"] if onnx else ["mindspore_lite"]
-    if target == "cpu" and model_type is ModelType.MINDIR:
-        engines.insert(0, "mindspore")
-    lite = model_type is ModelType.MINDIR_LITE
-    options = EngineOptions(
-        threads=threads or None,
-        inter_op_threads=operators or None,
-        session_config={"model_type": "MINDIR_LITE"} if lite else {},
-        provider_options={key: value for key, value in settings.items() if value},
+def _used_keys(source: Source, *, alone: bool) -> set[tuple[str, str]]:
+    """Section and key of the entries of a configuration that have an effect on a model."""
+    target, onnx = source.context.device_infos[0], source.is_onnx
+    used = {VARIABLE_WEIGHTS}
+    if target == "ascend":
+        used |= {"precision_mode"} if onnx else {"precision_mode", "provider"}
+    if alone:
+        used |= {PIDS, HANDLE}
+        if target == "ascend" or (target == "cpu" and onnx):
+            used.add(RANK_TABLE)
+    keys = {("ascend_context", key) for key in used}
+    return (
+        keys | {("model_file", "mindir_path")} if onnx and isinstance(source.model, bytes) else keys
     )
-    return [
-        Attempt(
-            target=target,
-            engine=engine,
-            kind=kind,
-            index=index,
-            options=options,
-            remarks=tuple(remarks),
-        )
-        for engine in engines
-    ]
-
-
-def _cpu_remarks(context: Context) -> list[str]:
-    cpu, remarks = context.cpu, []
-    if cpu.precision_mode == "preferred_fp16":
-        remarks.append(
-            "cpu precision_mode preferred_fp16: the engines have no float16 mode of their own on a "
-            "CPU, so the model runs in the precision that it is written in"
-        )
-    mode = 0 if cpu.thread_affinity_core_list else cpu.thread_affinity_mode
-    if mode and order_cores(core_capacities(), mode) is None:
-        remarks.append(
-            "cpu thread_affinity_mode has no effect: the cores of this machine are all alike"
-        )
-    return remarks
-
-
-def _gpu_remarks(context: Context) -> list[str]:
-    gpu, remarks = context.gpu, []
-    if gpu.provider not in ("", "tensorrt"):
-        remarks.append(f"gpu provider {gpu.provider!r} is unknown, expected '' or 'tensorrt'")
-    if gpu.precision_mode == "preferred_fp16" and gpu.provider != "tensorrt":
-        remarks.append(
-            "gpu precision_mode preferred_fp16: the CUDA provider lowers float32 to TensorFloat-32 "
-            "at most; float16 takes a float16 model, or the provider 'tensorrt'"
-        )
-    return remarks
-
-
-def used_entries(context: Context, model_type: ModelType, *, from_buffer: bool) -> Entries:
-    """The entries of a configuration that have an effect on such a model."""
-    used = set()
-    if from_buffer and model_type is ModelType.ONNX:
-        used.add(("model_file", "mindir_path"))
-    if context.device_infos[0] == "ascend":
-        used.add(("ascend_context", "precision_mode"))
-        if model_type is not ModelType.ONNX:
-            used.add(("ascend_context", "provider"))
-    return used
 
 
 # Workers and cores.
@@ -242,12 +296,9 @@ def count_workers(context: Context, kind: str, wanted: int, device_ids: Sequence
             f"workers_num: got {wanted}, expected at most {_MAX_WORKERS_PER_CORE} for each of "
             f"{cores} cores"
         )
-    if wanted:
-        return wanted
-    if kind != "cpu":
-        return max(1, len(device_ids))
-    threads = context.cpu.thread_num
-    cpus = whole_cpus()
+    if wanted or kind != "cpu":
+        return wanted or max(1, len(device_ids))
+    threads, cpus = context.cpu.thread_num, whole_cpus()
     return max(1, cpus // threads) if threads else automatic_workers(cpus)
 
 
@@ -282,15 +333,12 @@ def core_capacities(folder: Path = Path("/sys/devices/system/cpu")) -> dict[int,
     ``cpu_capacity`` where the kernel has it (Documentation/arch/arm64/cpu-capacity.rst), else the highest
     frequency in kHz.
     """
-    capacities = {}
-    for core in sorted(os.sched_getaffinity(0)):
-        capacities[core] = 0
-        for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
-            try:
-                capacities[core] = int((folder / f"cpu{core}" / name).read_text(encoding="ascii"))
-                break
-            except (OSError, ValueError):
-                continue
+    capacities = dict.fromkeys(sorted(os.sched_getaffinity(0)), 0)
+    for core in capacities:
+        for name in ("cpufreq/cpuinfo_max_freq", "cpu_capacity"):
+            with suppress(OSError, ValueError):
+                text = (folder / f"cpu{core}" / name).read_text(encoding="ascii")
+                capacities[core] = int(text)
     return capacities
 
 

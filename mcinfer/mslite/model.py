@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntFlag
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -21,24 +22,16 @@ from mcinfer.mslite._checks import (
     failure,
     failures,
 )
-from mcinfer.mslite._configuration import (
-    RANK_ENTRIES,
-    SHARING_ENTRIES,
-    VARIABLE_ENTRIES,
-    read_configuration,
-    variable_weights,
-    warn_of_unused,
-    weight_sharing,
-    weights_folder,
-)
+from mcinfer.mslite._configuration import read_configuration, weight_sharing
+from mcinfer.mslite._loaded import Dims, LoadedModel, identity, load, membership
+from mcinfer.mslite._ranks import Membership
 from mcinfer.mslite._runner import (
     ModelParallelRunner,
     RunnerConfig,
     given_tensors,
     named_weights,
 )
-from mcinfer.mslite._session import LoadedModel, SharedModels, Source, open_session
-from mcinfer.mslite._targets import ModelType, model_type_of, used_entries
+from mcinfer.mslite._targets import Attempt, ModelType, Source, model_type_of, open_first
 from mcinfer.mslite.context import Context, check_context
 from mcinfer.mslite.tensor import (
     Format,
@@ -78,6 +71,7 @@ class _Built:
     inputs: list[Tensor]
     dims: list[list[int]]
     owner: WeightOwner | None
+    fixed: str  # why its fixed sizes cannot be changed; empty if they can
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -90,7 +84,7 @@ class Model:
     def __init__(self) -> None:
         self._built: _Built | None = None
         self._building = threading.Lock()
-        self._group: SharedModels | None = None
+        self._group: ModelGroup | None = None
 
     def __str__(self) -> str:
         return f"model_path: {'' if self._built is None else self._built.source.name}."
@@ -186,27 +180,25 @@ class Model:
         with self._building, failures(what):
             if self._built is not None:
                 raise BuildError("the model was built already; make a new Model")
-            sections, from_buffer = source.sections, isinstance(source.model, bytes)
-            pids, handle = weight_sharing(sections)
-            source = replace(
-                source,
-                folder=weights_folder(sections) if from_buffer else None,
-                variable_weights=variable_weights(sections),
-                pids=pids,
-                handle=handle,
-            )
-            used = used_entries(source.context, source.model_type, from_buffer=from_buffer)
-            used |= VARIABLE_ENTRIES | SHARING_ENTRIES
-            target = source.context.device_infos[0]
-            if target == "ascend" or (target == "cpu" and source.model_type is ModelType.ONNX):
-                used |= RANK_ENTRIES
-            warn_of_unused(sections, used, stacklevel=3)
+            pids, _ = weight_sharing(source.sections)
+            ranks = membership(source)
             group = self._group or ModelGroup._of_path(source.model)
-            session = open_session(source, None, group, stacklevel=3)
-            owner = None if pids is None else _owner(session, pids, stacklevel=3)
+            build = partial(_load, group, source, ranks)
+            try:
+                session = open_first(source, build, alone=True, stacklevel=3)
+            except BaseException:
+                if ranks is not None:
+                    ranks.close()
+                raise
+            owner = None if pids is None else _allowing(session, pids, stacklevel=3)
+            fixed = ""
+            if ranks is not None:
+                fixed = "its sizes are fixed: it is a slice; slice the model with other sizes"
+            elif not source.is_onnx:
+                fixed = "its sizes are fixed, and can be changed in ONNX models only"
             specs = session.spec.inputs
-            fixed = any(isinstance(size, int) for spec in specs for size in spec.shape)
-            if from_buffer and not (fixed and source.model_type is ModelType.ONNX):
+            has_fixed = any(isinstance(size, int) for spec in specs for size in spec.shape)
+            if isinstance(source.model, bytes) and (fixed or not has_fixed):
                 source = replace(source, model=b"", weights=None)  # nothing reads it again
             self._group = group
             self._built = _Built(
@@ -215,6 +207,7 @@ class Model:
                 inputs=[Tensor._of_model(spec) for spec in specs],
                 dims=[known_dims(spec) for spec in specs],
                 owner=owner,
+                fixed=fixed,
             )
 
     def _ready(self, what: str) -> _Built:
@@ -343,8 +336,10 @@ class Model:
             for fixed, size in zip(spec.shape, shape, strict=True)
         )
         if not fits:
+            if built.fixed:
+                raise BuildError(built.fixed)
             dims_of = dict(zip(names, wanted, strict=True))
-            session = open_session(built.source, dims_of, self._group, stacklevel=3)
+            session = _load(self._group, built.source, None, session.attempt, dims_of)
             # Weights that another model of the group has replaced in a shared session stay.
             replaced = {
                 name: array
@@ -379,17 +374,19 @@ class Model:
             built.session.update_weights(named_weights(given, built.session.engine.weights))
 
 
-def _owner(session: LoadedModel, pids: Sequence[int], *, stacklevel: int) -> WeightOwner:
-    owner = session.owner
-    if owner is None:
-        held = getattr(session.engine, "held", None)
-        if held is None:
-            why = (
-                "; ".join(session.engine.notes)
-                or "only ONNX models can be prepared, and not for TensorRT"
-            )
-            raise BuildError(f"shareable_weight_pid_list: the weights cannot be shared: {why}")
-        owner = WeightOwner(held)
+def _load(
+    group: "ModelGroup | None",
+    source: Source,
+    ranks: Membership | None,
+    attempt: Attempt,
+    dims: Dims | None = None,
+) -> LoadedModel:
+    return (load if group is None else group._load)(source, attempt, ranks, dims)
+
+
+def _allowing(session: LoadedModel, pids: Sequence[int], *, stacklevel: int) -> WeightOwner:
+    """The owner of the model's weights, which lets these processes have them."""
+    owner = session.share()
     for pid in pids:
         try:
             owner.allow(pid)
@@ -422,7 +419,7 @@ class ModelGroup:
     """
 
     # Only a path leads from a model to its group; a group that is gone is not found.
-    _by_path: ClassVar[WeakValueDictionary[str, SharedModels]] = WeakValueDictionary()
+    _by_path: "ClassVar[WeakValueDictionary[str, ModelGroup]]" = WeakValueDictionary()
 
     def __init__(self, flags: ModelGroupFlag = ModelGroupFlag.SHARE_WORKSPACE) -> None:
         if not isinstance(flags, ModelGroupFlag) or not flags:
@@ -431,15 +428,27 @@ class ModelGroup:
                 f"or ModelGroupFlag.SHARE_WEIGHT_WORKSPACE, but got {flags!r}."
             )
         self.flags = flags
-        self._shared = SharedModels(
-            weights=bool(flags & ModelGroupFlag.SHARE_WEIGHT),
-            workspace=bool(flags & ModelGroupFlag.SHARE_WORKSPACE),
-        )
-        self._models: list[Model | str] = []
+        self._has_models = False
+        self._lock = threading.Lock()
+        self._loaded: WeakValueDictionary[object, LoadedModel] = WeakValueDictionary()
 
     @classmethod
-    def _of_path(cls, model: str | bytes) -> SharedModels | None:
+    def _of_path(cls, model: str | bytes) -> "ModelGroup | None":
         return cls._by_path.get(os.path.realpath(model)) if isinstance(model, str) else None
+
+    def _load(
+        self, source: Source, attempt: Attempt, ranks: Membership | None, dims: Dims | None
+    ) -> LoadedModel:
+        workspace = ModelGroupFlag.SHARE_WORKSPACE in self.flags
+        if ModelGroupFlag.SHARE_WEIGHT not in self.flags:
+            return load(source, attempt, ranks, dims, workspace=workspace)
+        with self._lock:
+            key = identity(source, attempt, dims)
+            session = self._loaded.get(key)
+            if session is None:
+                session = load(source, attempt, ranks, dims, workspace=workspace)
+                self._loaded[key] = session
+            return session
 
     def add_model(self, models: "list[Model] | list[str] | tuple[Model | str, ...]") -> None:
         """Put models into the group, before they are built.
@@ -464,20 +473,20 @@ class ModelGroup:
                     f"models element must be all str or Model, but got {type(model)} at index {i}."
                 )
         failed = "ModelGroup's add model failed. Error is"
-        if (kind is Model) is not self._shared.weights:
+        if (kind is Model) is not (ModelGroupFlag.SHARE_WEIGHT in self.flags):
             raise RuntimeError(
                 f"{failed} SHARE_WORKSPACE takes paths; SHARE_WEIGHT and SHARE_WEIGHT_WORKSPACE take "
                 "Model objects"
             )
         added = [model for model in models if isinstance(model, Model)]
-        if any(m._built is not None or m._group not in (None, self._shared) for m in added):
+        if any(m._built is not None or m._group not in (None, self) for m in added):
             raise RuntimeError(f"{failed} the model was built already, or is in another group")
         for model in models:
             if isinstance(model, Model):
-                model._group = self._shared
+                model._group = self
             else:
-                self._by_path[os.path.realpath(model)] = self._shared
-        self._models += models
+                self._by_path[os.path.realpath(model)] = self
+        self._has_models = True
 
     def cal_max_size_of_workspace(
         self, model_type: ModelType, context: Context | None = None
@@ -488,7 +497,7 @@ class ModelGroup:
         """
         check_type("model_type", model_type, ModelType)
         check_context(context)
-        if not self._shared.workspace or not self._models:
+        if ModelGroupFlag.SHARE_WORKSPACE not in self.flags or not self._has_models:
             raise RuntimeError(
                 "cal_max_size_of_workspace failed! Error is the group has no models that share a workspace"
             )

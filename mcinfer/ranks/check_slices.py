@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines import open_engine
 from mcinfer.engines._onnxruntime import load
-from mcinfer.engines.base import Buffer, Engine, EngineRequest, Strings, array_over, produced_from
+from mcinfer.engines.base import Engine, EngineRequest, run_on_arrays
 from mcinfer.errors import BuildError, EngineError, InvalidInputError, McinferError, shortened
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.children import Progress
@@ -92,7 +92,7 @@ def check(_: Progress, model: str, folder: str) -> dict[str, Any]:
             for trial in range(_RUNS):
                 inputs = made_up_inputs(spec, batch, size, trial)
                 try:
-                    taken.append((inputs, _run(whole, inputs)))
+                    taken.append((inputs, [*run_on_arrays(whole, inputs).values()]))
                 except (EngineError, InvalidInputError) as exc:
                     refusals.append(shortened(str(exc)))
             if taken:
@@ -170,19 +170,6 @@ def _request(model: str, options: Mapping[str, str], **config: str) -> EngineReq
     return EngineRequest(model=model, device=device, options=engine_options)
 
 
-def _run(engine: Engine, inputs: Sequence[Array]) -> list[Array]:
-    """The outputs, in the model's order; copies."""
-    run = engine.bind([*map(produced_from, engine.spec.inputs, inputs)], ())
-    produced = {item.name: item for item in run.execute()}
-    return [_array(produced[tensor.name]) for tensor in engine.spec.outputs]
-
-
-def _array(item: Buffer | Strings) -> Array:
-    if isinstance(item, Strings):
-        return np.array(item.values, object).reshape(item.shape)
-    return array_over(item).copy()
-
-
 @contextmanager
 def _of_rank(number: int) -> Iterator[None]:
     """Errors name the rank."""
@@ -221,7 +208,8 @@ def _run_ranks(
                     own[step.output] = whole
                     continue
                 with _of_rank(rank):
-                    outputs = _run(engines[rank][at], [own[name] for name in step.inputs])
+                    given = [own[name] for name in step.inputs]
+                    outputs = run_on_arrays(engines[rank][at], given).values()
                 own.update(zip(step.outputs, outputs, strict=True))
     return [
         {name: own[name] for name in plan.made} for plan, own in zip(plans, values, strict=True)

@@ -24,6 +24,7 @@ Ownership: the engine owns its sessions, its arena, and the group that it was gi
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -168,6 +169,7 @@ class RankEngine(Engine):
             BuildError: A rank could not load its slice, or the slices do not fit together.
             MissingDependencyError: The package onnx is needed and not installed.
         """
+        self.turn = threading.Lock()
         self.group = group
         self.parity = 1
         try:

@@ -107,12 +107,12 @@ def run(x):
 def build(path, key, value, device=0, provider=""):
     global built
     import mcinfer.mslite as mslite
-    from mcinfer.mslite import _session
+    from mcinfer.mslite import _targets
     context = mslite.Context()
     context.target = ["gpu"]
     context.gpu.device_id, context.gpu.provider = device, provider
     built = mslite.Model()
-    with patched(_session):
+    with patched(_targets):
         sections = {"ascend_context": {key: value}}
         built.build_from_file(path, mslite.ModelType.ONNX, context, "", sections)
     return built.get_model_info("shareable_weight_mem_handle")

@@ -156,7 +156,7 @@ def test_workers_take_the_device_ids_in_turn(
     context = on_cpu(workers)
     context.target = [target]
     attempt = Attempt(target=kind, engine="onnxruntime", kind=kind)
-    master = _new_master("model.onnx", RunnerConfig(context, device_ids=ids), attempt, {}, ())
+    master = _new_master("model.onnx", RunnerConfig(context, device_ids=ids), attempt)
     assert [worker.device for worker in master.statistics().workers] == expected
 
 
@@ -221,13 +221,13 @@ def fake_attempts(*_: object) -> list[list[Attempt]]:
 def test_closing_during_a_build_makes_it_fail_and_leaves_nothing(
     fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch, begun: bool
 ) -> None:
-    monkeypatch.setattr("mcinfer.mslite._runner.attempts", fake_attempts)
+    monkeypatch.setattr("mcinfer.mslite._targets.attempts", fake_attempts)
     content = fake_model(build="hang:50").read_bytes()
     runner = ModelParallelRunner()
     with ThreadPoolExecutor(1) as pool:
         build = pool.submit(runner.init, content, RunnerConfig(on_cpu(2)))
         wait_until(
-            lambda: runner._starting is not None and (not begun or len(pids(runner._starting)) == 2)
+            lambda: runner._master is not None and (not begun or len(pids(runner._master)) == 2)
         )
         runner.close()
         with pytest.raises(RuntimeError, match=r"^ModelParallelRunner's init failed! ") as caught:
