@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from mcinfer.ranks.slicing.plans import METADATA_KEY
-from tests.text_models import text_model
+from tests.text_models import normal_weights, text_model
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -84,15 +84,6 @@ def place(
         "outputs": [[name, "float32", [*shape]] for name in outputs],
         "receives": receives or {},
         "sends": sends or {},
-    }
-
-
-def normal_weights(seed: int, **shapes: tuple[int, ...]) -> dict[str, NDArray[np.float32]]:
-    """Random weights whose products keep the magnitude."""
-    rng = np.random.default_rng(seed)
-    return {
-        name: rng.normal(0, shape[0] ** -0.5, shape).astype(np.float32)
-        for name, shape in shapes.items()
     }
 
 

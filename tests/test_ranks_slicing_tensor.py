@@ -28,6 +28,7 @@ from mcinfer.ranks.slicing.tensor import (
     slices_of,
 )
 from tests.lockstep import models_of, run_slices, run_whole
+from tests.text_models import text_model
 
 BUILD_UNET = Path(__file__).parents[1] / "examples" / "sd_dual_core" / "build_unet.py"
 
@@ -168,8 +169,8 @@ def operators(report: Cut | StageReport) -> dict[str, int]:
 # Perceptrons.
 
 
-def mlp(*, gelu: bool = False, dtype: str = "float32", layers: int = 4) -> ModelProto:
-    net = Net("batch", 64, dtype=dtype)
+def mlp(*, gelu: bool = False, layers: int = 4) -> ModelProto:
+    net = Net("batch", 64)
     x = "x"
     for _ in range(layers):
         x = net.linear(x, 64, 64)
@@ -177,12 +178,16 @@ def mlp(*, gelu: bool = False, dtype: str = "float32", layers: int = 4) -> Model
     return net.model(x)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("gelu", [False, True])
-def test_perceptron_needs_one_reduction_for_two_layers(ranks: int, gelu: bool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "gelu", "sums"),
+    [(1, False, {}), (2, True, {"AllReduce": 2}), (4, False, {"AllReduce": 2})],
+)
+def test_perceptron_needs_one_reduction_for_two_layers(
+    ranks: int, gelu: bool, sums: dict[str, int]
+) -> None:
     report = check(mlp(gelu=gelu), ranks)
-    assert operators(report) == {"AllReduce": 2}
-    assert report.rank_bytes <= report.weight_bytes * (1 / ranks + 0.1)
+    assert operators(report) == sums
+    assert report.rank_bytes <= report.weight_bytes * (1 / ranks + 0.1 * (ranks > 1))
 
 
 def test_biases_are_worth_no_collective_and_weights_need_no_data() -> None:
@@ -198,47 +203,47 @@ def test_biases_are_worth_no_collective_and_weights_need_no_data() -> None:
     assert sum(map(tensor_bytes, weights.values())) == 4 * (2048 + 1) * 2048 * 4
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_precision_is_kept(dtype: str) -> None:
-    assert operators(check(mlp(dtype=dtype))) == {"AllReduce": 2}
-
-
-def opposite(net: Net, *shape: int) -> str:
+def opposite(*shape: int) -> Array:
     """A weight that takes the first half of its rows and the second one almost away from each other."""
-    weight = np.full(shape, 4.0) + net.rng.standard_normal(shape) * 0.01
+    weight = 4 + np.random.default_rng(0).standard_normal(shape) * 0.01
     weight[shape[0] // 2 :] *= -1
-    return net.constant(weight.astype(net.dtype))
+    return weight.astype(np.float32)
 
 
-@pytest.mark.parametrize("kind", ["MatMul", "Gemm", "chain", "ReduceSum", "Conv"])
-def test_terms_that_float16_cannot_hold_give_their_sum(kind: str) -> None:
-    image = (3, 3) if kind == "Conv" else ()
-    kernel = (1, 1) if kind == "Conv" else ()
-    net = Net(2, 128, *image, dtype="float16")
-    up = np.eye(128, dtype=np.float16).reshape(128, 128, *kernel)
-    h = net.op("Relu", net.op("Conv" if image else "MatMul", "x", net.constant(up)))
-    bias = net.weight(128, std=0.1)
-    if kind == "Conv":
-        down = opposite(net, 128, 128, *kernel)
-        turned = net.op("Transpose", down, perm=[1, 0, 2, 3])
-        y = net.op("Conv", h, turned, bias)
-    elif kind == "Gemm":
-        y = net.op("Gemm", h, opposite(net, 128, 128), bias, beta=2.0)
-    elif kind == "ReduceSum":
-        y = net.op("ReduceSum", net.op("Mul", h, opposite(net, 128)), net.ints(-1))
-    else:
-        y = net.op("MatMul", h, opposite(net, 128, 128))
-    if kind == "chain":
-        y = net.op("Neg", net.op("Add", y, net.op("MatMul", h, opposite(net, 128, 128))))
-        y = net.op("Add", net.op("Mul", y, net.number(0.5)), bias)
-    model = net.model(y)
+@pytest.mark.parametrize(
+    "body",
+    [
+        "y = MatMul(h, down)",
+        "y = Gemm<beta=2.0>(h, down, bias)",
+        """a = MatMul(h, down)  b = MatMul(h, more)  c = Add(a, b)  d = Neg(c)
+           e = Mul(d, half)  y = Add(e, bias)""",
+        "a = Mul(h, terms)  y = ReduceSum(a, last)",
+        "turned = Transpose<perm=[1,0,2,3]>(down)  y = Conv(h, turned, bias)",
+    ],
+)
+def test_terms_that_float16_cannot_hold_give_their_sum(body: str) -> None:
+    image = (3, 3) if "Conv" in body else ()
+    kernel = (1, 1) if image else ()
+    weights = {
+        "up": np.eye(128).reshape(128, 128, *kernel),
+        "down": opposite(128, 128, *kernel),
+        "more": opposite(128, 128),
+        "terms": opposite(128),
+        "bias": np.linspace(-0.2, 0.2, 128),
+        "half": 0.5,
+    }
+    used = {k: np.asarray(w, np.float16) for k, w in weights.items() if k in body or k == "up"}
+    text = f"""(float16{[2, 128, *image]} x) => (float16[] y) {{
+        u = {"Conv" if image else "MatMul"}(x, up)  h = Relu(u)  {body}
+    }}"""
+    model = text_model(text, used | ({"last": np.array([-1])} if "last" in body else {}))
     feeds = {"x": np.full((2, 128, *image), 300, np.float16)}
     slices = slice_tensor(model, 2)
     assert operators(slices.report) == {"AllReduce": 1}
-    expected = run_whole(model, feeds)[y]
+    expected = run_whole(model, feeds)["y"]
     for found in run_slices(models_of(slices), feeds):
-        assert found[y].dtype == np.float16
-        np.testing.assert_allclose(found[y], expected, rtol=2e-2, atol=0.5)
+        assert found["y"].dtype == np.float16
+        np.testing.assert_allclose(found["y"], expected, rtol=2e-2, atol=0.5)
 
 
 @pytest.mark.parametrize(
@@ -252,22 +257,22 @@ def test_sum_that_becomes_infinite_is_made_before(kind: str, factor: float, give
     """Its terms would be infinities of both signs, which have no sum."""
     is_large = given == "large constant"
     size, width = (1024, 2048) if is_large else (128, 128)
-    net = Net("batch", 128)
-    h = net.op("Relu", net.linear("x", 128, size))
     factors = np.full(width if is_large else (2, 1), factor, np.float32)
-    other = net.input("z", 2, 1) if given == "input" else net.constant(factors)
-    y = net.op(kind, net.op("MatMul", h, opposite(net, size, width)), other)
-    y = net.op("Add", y, net.op("MatMul", h, net.weight(size, width)))
-    model = net.model(y)
-    feeds = {"x": net.rng.standard_normal((2, 128)).astype(np.float32)}
+    weights = {"up": (128, size), "down": opposite(size, width), "more": (size, width)}
+    text = f"""(float[batch,128] x{", float[2,1] z" if given == "input" else ""}) => (float[] y) {{
+        u = MatMul(x, up)  h = Relu(u)  a = MatMul(h, down)  b = {kind}(a, z)
+        c = MatMul(h, more)  y = Add(b, c)
+    }}"""
+    model = text_model(text, weights | ({} if given == "input" else {"z": factors}))
+    feeds = {"x": np.random.default_rng(0).standard_normal((2, 128)).astype(np.float32)}
     if given == "input":
         feeds["z"] = factors
     slices = slice_tensor(model, 2)
     assert slices.report.sharded
-    expected = run_whole(model, feeds)[y]
+    expected = run_whole(model, feeds)["y"]
     assert np.isinf(expected).all()
     for found in run_slices(models_of(slices), feeds):
-        np.testing.assert_array_equal(found[y], expected)
+        np.testing.assert_array_equal(found["y"], expected)
 
 
 @pytest.mark.parametrize(("rows", "sums"), [(128, 1), (144, 2)])
@@ -294,24 +299,54 @@ def test_weight_of_a_type_that_numpy_lacks_is_cut() -> None:
     assert [(weight.name, weight.rank_bytes) for weight in report.sharded] == [(table, 128 * 128)]
 
 
-def test_weight_that_is_no_raw_data_is_cut() -> None:
-    net = Net("batch", 64)
-    table = net.weight(64, 64)
-    values = numpy_helper.to_array(net.weights[0]).ravel().tolist()
-    net.weights[0] = helper.make_tensor(table, TensorProto.FLOAT, [64, 64], values)
-    assert not net.weights[0].raw_data
-    assert check(net.model(net.op("MatMul", "x", table))).sharded
+SMALL: dict[str, tuple[str, dict[str, tuple[int, ...]], list[tuple[str, int]]]] = {
+    "the other axis where the ranks do not divide one": (
+        """(float[batch,63] x) => (float[] y)
+           { a = MatMul(x, u)  b = Add(a, v)  c = Relu(b)  d = MatMul(c, w)  y = Add(d, z) }""",
+        {"u": (63, 64), "v": (64,), "w": (64, 63), "z": (63,)},
+        [("u", 1), ("v", 0), ("w", 0)],
+    ),
+    "a bias that Gemm adds once": (
+        """(float[batch,64] x) => (float[] y) {
+               a = Gemm<transB=1, alpha=0.5, beta=2.0>(x, u, v)  b = Relu(a)
+               turned = Transpose<perm=[1,0]>(w)  y = Gemm<beta=2.0>(b, turned, z)
+           }""",
+        {"u": (128, 64), "v": (128,), "w": (64, 128), "z": (64,)},
+        [("u", 0), ("v", 0), ("w", 1)],
+    ),
+    "residual sums that share a reduction": (
+        """(float[batch,64] x) => (float[] y) {
+               a = MatMul(x, r)  b = Relu(a)  c = MatMul(b, s)
+               d = MatMul(x, u)  e = Tanh(d)  f = MatMul(e, w)  g = Add(c, f)  y = Add(x, g)
+           }""",
+        {"r": (64, 128), "s": (128, 64), "u": (64, 128), "w": (128, 64)},
+        [("r", 1), ("s", 0), ("u", 1), ("w", 0)],
+    ),
+    "a reshape to the size of an axis that is cut no more": (
+        """(float[1,256] x) => (float[] y)
+           <int64[3] s = {1,16,16}, int64[2] t = {-1,0}, int64[2] v = {1,256}> {
+               a = MatMul(x, u)  b = Reshape(a, s)  c = Reshape(b, t)  d = Relu(c)
+               e = Reshape(d, v)  y = MatMul(e, w)
+           }""",
+        {"u": (256, 256), "w": (256, 256)},
+        [("u", 1), ("w", 0)],
+    ),
+    "a table that is also the output's": (
+        """(int64[batch,tokens] ids) => (float[] y) {
+               a = Gather(w, ids)  turned = Transpose<perm=[1,0]>(w)  y = MatMul(a, turned)
+           }""",
+        {"w": (512, 64)},
+        [("w", 1)],
+    ),
+}
 
 
-def test_weight_whose_size_the_ranks_do_not_divide_is_cut_along_the_other_axis() -> None:
-    net = Net("batch", 63)
-    model = net.model(net.linear(net.op("Relu", net.linear("x", 63, 64)), 64, 63))
-    report = check(model)
-    assert [(weight.axis, weight.blocks) for weight in report.sharded] == [
-        (1, (64,)),
-        (0, (64,)),
-        (0, (64,)),
-    ]
+@pytest.mark.parametrize("name", SMALL)
+def test_small_graphs_need_one_reduction(name: str) -> None:
+    text, weights, sharded = SMALL[name]
+    report = check(text_model(text, weights))
+    assert [(weight.name, weight.axis) for weight in report.sharded] == sharded
+    assert operators(report) == {"AllReduce": 1}
 
 
 def test_weight_that_cannot_be_cut_is_whole_and_the_report_says_why() -> None:
@@ -330,51 +365,6 @@ def test_weight_that_is_small_beside_its_activations_is_whole() -> None:
     assert report.whole[0].reason == "cutting it would cost more than it saves"
 
 
-@pytest.mark.parametrize(("transposed", "alpha", "beta"), [(0, 1.0, 1.0), (1, 0.5, 2.0)])
-def test_gemm_adds_its_bias_once(transposed: int, alpha: float, beta: float) -> None:
-    net = Net("batch", 64)
-    x = "x"
-    for rows, columns in ((64, 128), (128, 64)):
-        shape = (columns, rows) if transposed else (rows, columns)
-        x = net.op(
-            "Gemm", x, net.weight(*shape, std=0.1), net.weight(columns, std=1.0),
-            transB=transposed, alpha=alpha, beta=beta,
-        )  # fmt: skip
-        x = net.op("Relu", x) if rows == 64 else x
-    report = check(net.model(x))
-    assert operators(report) == {"AllReduce": 1}
-    assert [weight.axis for weight in report.sharded] == ([0, 0, 1] if transposed else [1, 0, 0])
-
-
-def test_gemm_with_a_transposed_input() -> None:
-    net = Net(64, "batch")
-    x = net.op("Gemm", "x", net.weight(64, 64), transA=1)
-    assert check(net.model(x)).sharded
-
-
-@pytest.mark.parametrize(
-    ("node", "attributes"), [("Transpose", {"perm": [1, 0]}), ("Cast", {"to": 1}), ("Identity", {})]
-)
-def test_weight_behind_another_node_is_cut(node: str, attributes: dict[str, Any]) -> None:
-    net = Net("batch", 64)
-    x = "x"
-    for _ in range(2):
-        weight = net.op(node, net.weight(64, 64), **attributes)
-        x = net.op("Relu", net.op("MatMul", x, weight))
-    report = check(net.model(x))
-    assert len(report.sharded) == 2
-    assert operators(report) == {"AllReduce": 1}
-
-
-def test_weight_in_a_constant_node_is_cut() -> None:
-    net = Net("batch", 64)
-    weights = net.rng.standard_normal((64, 64)).astype(np.float32)
-    x = net.op("MatMul", "x", net.constant(weights, as_node=True))
-    report = check(net.model(net.op("Relu", x)))
-    assert len(report.sharded) == 1
-    assert report.rank_bytes * 2 == 64 * 64 * 4
-
-
 def test_weight_that_is_an_overridable_input_is_cut() -> None:
     net = Net("batch", 64)
     model = net.model(net.op("MatMul", "x", net.weight(64, 64)))
@@ -382,35 +372,6 @@ def test_weight_that_is_an_overridable_input_is_cut() -> None:
     slices = slice_tensor(model, 2)
     assert [x.name for x in slices.model.graph.input] == ["x"]
     assert slices.report.sharded
-
-
-def test_tied_weight_is_right_and_counted_once() -> None:
-    net = Net("batch", "tokens", 128)
-    table = net.weight(128, 128)
-    x = net.op("MatMul", "x", table)
-    x = net.op("MatMul", net.op("Relu", x), net.op("Transpose", table, perm=[1, 0]))
-    report = check(net.model(x))
-    assert len(report.sharded) == 1
-    assert report.rank_bytes <= report.weight_bytes * 0.6
-
-
-def test_embedding_that_is_also_the_output_projection() -> None:
-    net = Net("batch", "tokens", 64)
-    net.inputs.clear()
-    table = net.weight(512, 64)
-    x = net.op("Gather", table, net.input("ids", "batch", "tokens", dtype="int64"))
-    x = net.layer_norm(net.linear(x, 64, 64), 64)
-    x = net.op("MatMul", x, net.op("Transpose", table, perm=[1, 0]))
-    report = check(net.model(x))
-    assert sum(weight.name == table for weight in report.sharded) == 1
-
-
-def test_residual_sums_share_a_reduction() -> None:
-    net = Net("batch", 64)
-    one = net.op("MatMul", net.op("Relu", net.linear("x", 64, 128)), net.weight(128, 64))
-    other = net.op("MatMul", net.op("Tanh", net.linear("x", 64, 128)), net.weight(128, 64))
-    x = net.op("Add", "x", net.op("Add", one, other))
-    assert operators(check(net.model(x))) == {"AllReduce": 1}
 
 
 # Encoders.
@@ -486,40 +447,22 @@ def encoder(
 
 
 @pytest.mark.parametrize(
-    ("packed", "ranks"),
-    [("", 2), ("", 4), ("split", 4), ("slice", 2), ("reshape", 4), ("interleaved", 2)],
+    ("ranks", "how"),
+    [
+        (2, {}),
+        (4, {"packed": "split"}),
+        (2, {"packed": "slice"}),
+        (4, {"packed": "reshape", "shapes": "shape of itself"}),
+        (2, {"packed": "interleaved", "shapes": "nodes"}),
+        (4, {"shapes": "shape of the input", "decomposed": True}),
+    ],
 )
-def test_encoder_layer_needs_two_reductions(ranks: int, packed: str) -> None:
-    report = check(encoder(packed=packed), ranks, batch=2, tokens=5)
+def test_encoder_layer_needs_two_reductions(ranks: int, how: dict[str, Any]) -> None:
+    report = check(encoder(**how), ranks, batch=2, tokens=5)
     assert operators(report) == {"AllReduce": 4}
     assert report.rank_bytes <= report.weight_bytes * (1 / ranks + 0.1)
-
-
-def test_packed_weights_are_cut_by_thirds() -> None:
-    report = check(encoder(packed="split", layers=1))
-    assert (64, 64, 64) in [weight.blocks for weight in report.sharded]
-
-
-@pytest.mark.parametrize(
-    ("shapes", "packed"),
-    [("nodes", ""), ("shape of the input", ""), ("shape of itself", "reshape")],
-)
-def test_encoder_whose_shapes_are_computed(shapes: str, packed: str) -> None:
-    report = check(encoder(shapes=shapes, packed=packed))
-    assert operators(report) == {"AllReduce": 4}
-
-
-def test_reshape_to_the_size_of_an_axis_that_is_cut_no_more() -> None:
-    net = Net(1, 256)
-    x = net.op("Reshape", net.linear("x", 256, 256), net.ints(1, 16, 16))
-    x = net.op("Relu", net.op("Reshape", x, net.ints(-1, 0)))
-    x = net.linear(net.op("Reshape", x, net.ints(1, 256)), 256, 256)
-    report = check(net.model(x))
-    assert operators(report) == {"AllReduce": 1}
-
-
-def test_layer_norm_in_single_operations() -> None:
-    assert operators(check(encoder(decomposed=True))) == {"AllReduce": 4}
+    if how.get("packed") == "split":
+        assert (64, 64, 64) in [weight.blocks for weight in report.sharded]
 
 
 def test_heads_that_the_ranks_do_not_divide_are_whole_and_the_report_says_why() -> None:
@@ -598,43 +541,6 @@ def test_decoder_with_rotated_positions_and_shared_keys(ranks: int) -> None:
 # Images.
 
 
-def residual_block(norm: str = "instance", opset: int = 20) -> ModelProto:
-    """As in a UNet: norm, SiLU, convolution, time, norm, SiLU, convolution, sum."""
-    net = Net("batch", 32, 8, 8, opset=21 if norm == "group" else opset)
-    time = net.input("time", 1, 64)
-
-    def group_norm(x: str) -> str:
-        scale, bias = net.weight(32, 1, 1, mean=1), net.weight(32, 1, 1)
-        if norm == "group":
-            flat = [net.op("Reshape", y, net.ints(32)) for y in (scale, bias)]
-            return str(net.op("GroupNormalization", x, *flat, num_groups=8))
-        y = net.op("Reshape", x, net.ints(0, 8, -1))
-        ones, zeros = np.ones(8, np.float32), np.zeros(8, np.float32)
-        y = net.op("InstanceNormalization", y, net.constant(ones), net.constant(zeros))
-        shape = net.ints(0, 32, 8, 8) if norm == "instance" else net.op("Shape", x)
-        y = net.op("Reshape", y, shape)
-        return str(net.op("Add", net.op("Mul", y, scale), bias))
-
-    def silu(x: str) -> str:
-        return str(net.op("Mul", x, net.op("Sigmoid", x)))
-
-    def convolve(x: str) -> str:
-        kernel = net.weight(32, 32, 3, 3, std=1 / 17)
-        return str(net.op("Conv", x, kernel, net.weight(32), pads=[1, 1, 1, 1]))
-
-    y = convolve(silu(group_norm("x")))
-    bias = net.op("Reshape", net.linear(silu(time), 64, 32), net.ints(1, 32, 1, 1))
-    y = convolve(silu(group_norm(net.op("Add", y, bias))))
-    return net.model(net.op("Add", "x", y), shapes=[["batch", 32, 8, 8]])
-
-
-@pytest.mark.parametrize("norm", ["instance", "instance by shape", "group"])
-def test_residual_block_is_cut_by_channels(norm: str) -> None:
-    report = check(residual_block(norm), 2)
-    assert operators(report) == {"AllReduce": 1}
-    assert report.rank_bytes <= report.weight_bytes * 0.6
-
-
 def test_depthwise_convolution_is_cut_between_groups() -> None:
     net = Net("batch", 32, 8, 8)
     x = net.op("Conv", "x", net.weight(64, 32, 1, 1), net.weight(64))
@@ -647,30 +553,20 @@ def test_depthwise_convolution_is_cut_between_groups() -> None:
     assert len([weight for weight in report.sharded if len(weight.nodes) == 1]) == 5
 
 
-def test_convolutions_in_groups_and_transposed() -> None:
-    net = Net("batch", 32, 8, 8)
-    x = net.op("Conv", "x", net.weight(64, 32, 3, 3), net.weight(64))
-    x = net.op("Conv", net.op("Relu", x), net.weight(128, 16, 3, 3), group=4)
-    x = net.op("BatchNormalization", x, *(net.weight(128, mean=2, std=0.1) for _ in range(4)))
-    x = net.op("MaxPool", x, kernel_shape=[2, 2])
-    x = net.op("ConvTranspose", x, net.weight(128, 32, 2, 2), net.weight(32), strides=[2, 2])
-    x = net.op("Flatten", net.op("GlobalAveragePool", x))
-    report = check(net.model(net.op("Gemm", x, net.weight(64, 32), transB=1)))
-    assert len({weight.name for weight in report.sharded if weight.bytes > 4000}) == 4
-
-
-@pytest.mark.parametrize("by", ["scales", "sizes"])
-def test_resize_keeps_channels_cut(by: str) -> None:
-    net = Net("batch", 32, 4, 4)
-    x = net.op("Conv", "x", net.weight(64, 32, 3, 3), pads=[1, 1, 1, 1])
-    if by == "scales":
-        factors = net.constant(np.array([1, 1, 2, 2], np.float32))
-        x = net.op("Resize", x, "", factors, mode="nearest")
-    else:
-        sizes = net.op("Concat", net.op("Shape", x, start=0, end=2), net.ints(8, 8), axis=0)
-        x = net.op("Resize", x, "", "", sizes, mode="nearest")
-    x = net.op("Conv", x, net.weight(32, 64, 3, 3), pads=[1, 1, 1, 1])
-    assert len(check(net.model(x)).sharded) == 2
+@pytest.mark.parametrize(
+    "resized",
+    [
+        'b = Resize<mode="nearest">(a, , scales)',
+        """shape = Shape<start=0, end=2>(a)  sizes = Concat<axis=0>(shape, eight)
+           b = Resize<mode="nearest">(a, , , sizes)""",
+    ],
+)
+def test_resize_keeps_channels_cut(resized: str) -> None:
+    text = f"""(float[batch,32,4,4] x) => (float[] y)
+    <float[4] scales = {{1, 1, 2, 2}}, int64[2] eight = {{8, 8}}> {{
+        a = Conv<pads=[1,1,1,1]>(x, u)  {resized}  y = Conv<pads=[1,1,1,1]>(b, w)
+    }}"""
+    assert len(check(text_model(text, {"u": (64, 32, 3, 3), "w": (32, 64, 3, 3)})).sharded) == 2
 
 
 def test_unet_of_the_example(tmp_path: Path) -> None:
@@ -707,54 +603,40 @@ def test_softmax_over_a_cut_axis_gets_it_whole() -> None:
 
 
 def test_subgraphs_get_whole_values() -> None:
-    net = Net("batch", 64)
-    x = net.op("Relu", net.linear("x", 64, 64))
-    table = net.weight(64, 64)
-    branches = []
-    for name, kind in (("then_branch", "Tanh"), ("else_branch", "Abs")):
-        inner = [
-            helper.make_node("MatMul", [x, table], [f"{name}.y"]),
-            helper.make_node(kind, [f"{name}.y"], [f"{name}.z"]),
-        ]
-        result = helper.make_tensor_value_info(f"{name}.z", TensorProto.FLOAT, None)
-        branches.append((name, helper.make_graph(inner, name, [], [result])))
-    positive = net.op("Greater", net.op("ReduceSum", "x", keepdims=0), net.number(0))
-    y = net.op("If", positive, **dict(branches))
-    report = check(net.model(net.linear(y, 64, 64)))
-    assert {weight.name for weight in report.whole} >= {table}
+    text = """(float[batch,64] x) => (float[] z) {
+        a = MatMul(x, u)  h = Relu(a)  total = ReduceSum<keepdims=0>(x)  positive = Greater(total, zero)
+        y = If(positive) <
+            then_branch = t () => (float[] p2) { p = MatMul(h, table)  p2 = Tanh(p) },
+            else_branch = e () => (float[] q2) { q = MatMul(h, table)  q2 = Abs(q) }>
+        z = MatMul(y, w)
+    }"""
+    weights = {"u": (64, 64), "table": (64, 64), "w": (64, 64), "zero": np.float32(0)}
+    report = check(text_model(text, weights))
+    assert {weight.name for weight in report.whole} >= {"table"}
     assert report.sharded
 
 
 def test_values_that_are_outputs_are_whole_and_keep_their_names() -> None:
-    net = Net("batch", 64)
-    middle = net.op("Relu", net.linear("x", 64, 64))
-    model = net.model(middle, net.linear(middle, 64, 64))
-    assert [x.name for x in slice_tensor(model, 2).model.graph.output] == [
-        x.name for x in model.graph.output
-    ]
-    check(model)
+    net = Net(8, 512)
+    middle = net.op("Relu", net.linear("x", 512, 512))
+    model = net.model(middle, net.linear(middle, 512, 512))
+    slices = slice_tensor(model, 2)
+    assert [x.name for x in slices.model.graph.output] == [x.name for x in model.graph.output]
+    assert {node.bytes for node in check(model, slices=slices).collectives} == {8 * 512 * 4}
 
 
-def test_one_rank_has_the_whole_model() -> None:
-    report = check(mlp(), 1)
-    assert not report.collectives
-    assert report.rank_bytes == report.weight_bytes
-
-
-DRAWS = """
-    <ir_version: 10, opset_import: ["": 17, "com.microsoft": 1, "own": 1]>
-    g (float[batch, 64] x, bool train) => (float[batch, 64] y)
-    <bool yes = {{1}}, bool no = {{0}}, float half = {{0.5}}, float[64] bias = {{{bias}}}>
-    {{ never = Constant <value = bool {{0}}> ()  r = Relu(x)  {body} }}
-"""
-FUNCTION = """
+DRAWN = """
     <domain: "own", opset_import: ["": 17]> drawn (a) => (b) { b = RandomUniformLike(a) }
 """
 
 
-def drawing_model(body: str) -> ModelProto:
-    text = DRAWS.format(body=body, bias=", ".join(["0"] * 64))
-    return onnx.parser.parse_model(text + FUNCTION * ("own" in body))
+def drawing_model(folder: Path, body: str) -> Path:
+    text = f"""(float[batch,64] x, bool train) => (float[batch,64] y)
+    <bool yes = {{1}}, bool no = {{0}}, float half = {{0.5}}>
+    {{ never = Constant<value = bool {{0}}>()  r = Relu(x)  {body} }}"""
+    model = text_model(text, {"bias": np.zeros(64, np.float32)}, functions=DRAWN * ("own" in body))
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx"
 
 
 @pytest.mark.parametrize(
@@ -778,9 +660,8 @@ def test_model_that_draws_random_numbers_is_refused_with_the_node(
     tmp_path: Path, body: str
 ) -> None:
     """Also with a seed: a run that one rank skips, such as a cancelled one, sets it apart for good."""
-    onnx.save(drawing_model(body), tmp_path / "model.onnx")
     with pytest.raises(InvalidInputError, match=r"node (Random|Bern|Multi|Dro|Bi).* draws random"):
-        write_slices(tmp_path / "model.onnx", tmp_path, tensor=2)
+        write_slices(drawing_model(tmp_path, body), tmp_path, tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -797,20 +678,7 @@ def test_model_that_draws_random_numbers_is_refused_with_the_node(
     ],
 )
 def test_dropout_that_does_not_train_draws_nothing(tmp_path: Path, body: str) -> None:
-    onnx.save(drawing_model(body), tmp_path / "model.onnx")
-    assert write_slices(tmp_path / "model.onnx", tmp_path, tensor=2).ranks
-
-
-def test_external_weights_are_not_loaded(tmp_path: Path) -> None:
-    onnx.save(encoder(packed="reshape"), tmp_path / "model.onnx", save_as_external_data=True,
-              location="weights", size_threshold=1024)  # fmt: skip
-    model = onnx.load(tmp_path / "model.onnx", load_external_data=False)
-    assert any(x.data_location == TensorProto.EXTERNAL for x in model.graph.initializer)
-    (tmp_path / "weights").unlink()
-    found, loaded = slice_tensor(model, 2), slice_tensor(encoder(packed="reshape"), 2)
-    assert found.model.graph.node == loaded.model.graph.node
-    for one, other in zip(found.recipes[1], loaded.recipes[1], strict=True):
-        assert (one.name, one.axis, one.ranges) == (other.name, other.axis, other.ranges)
+    assert write_slices(drawing_model(tmp_path, body), tmp_path, tensor=2).ranks
 
 
 def test_ranks_have_the_same_nodes_and_types_of_all_collectives() -> None:
@@ -821,12 +689,6 @@ def test_ranks_have_the_same_nodes_and_types_of_all_collectives() -> None:
     assert collectives
     for node in collectives:
         assert {*node.input, *node.output} <= typed
-
-
-def test_report_has_the_bytes_of_collectives_whose_shape_is_known() -> None:
-    net = Net(8, 512)
-    report = check(net.model(net.linear(net.op("Relu", net.linear("x", 512, 512)), 512, 512)))
-    assert [node.bytes for node in report.collectives] == [8 * 512 * 4]
 
 
 # Any graph, cut in any way.
@@ -852,14 +714,28 @@ class AnyCosts(Costs):
         return self._drawn[name, placement]
 
 
-def random_net(rng: np.random.Generator) -> ModelProto:
-    """A chain of tensors [batch, tokens, width] in double precision, of which later operations take any."""
-    width = int(rng.choice([16, 24, 32]))
-    net = Net("batch", 4, width, dtype="float64")
-    values = ["x"]
+class RandomNet(Net):
+    """A chain of values, of which later operations take any."""
 
-    def any_value() -> str:
-        return values[-1 if rng.random() < 0.6 else int(rng.integers(len(values)))]
+    def __init__(self, rng: np.random.Generator, *shape: int | str, **options: Any) -> None:
+        super().__init__(*shape, **options)
+        self.draws = rng
+        self.values = ["x"]
+
+    def any_value(self) -> str:
+        late = self.draws.random() < 0.6
+        return self.values[-1 if late else int(self.draws.integers(len(self.values)))]
+
+    def drawn(self, made: Sequence[Callable[[str], str]], most: int) -> None:
+        for _ in range(int(self.draws.integers(2, most))):
+            self.values.append(made[int(self.draws.integers(len(made)))](self.any_value()))
+
+
+def random_net(rng: np.random.Generator) -> ModelProto:
+    """Tensors [batch, tokens, width] in double precision."""
+    width = int(rng.choice([16, 24, 32]))
+    net = RandomNet(rng, "batch", 4, width, dtype="float64")
+    any_value = net.any_value
 
     def heads(x: str, count: int) -> str:
         y = net.op("Reshape", x, net.ints(0, 4, count, -1))
@@ -922,10 +798,8 @@ def random_net(rng: np.random.Generator) -> ModelProto:
     made += [lambda x: net.layer_norm(x, width, decomposed=bool(rng.integers(2)))]
     made += [lambda x: str(net.op("Add", x, any_value())), lambda x: str(net.op("Neg", x))]
     made += [lambda x: str(net.op("MatMul", x, net.weight(width, width)))] * 2
-    length = int(rng.integers(3, 9))
-    while len(values) < length:
-        values.append(made[int(rng.integers(len(made)))](any_value()))
-    outputs = dict.fromkeys([values[-1], any_value()])
+    net.drawn(made, 8)
+    outputs = dict.fromkeys([net.values[-1], any_value()])
     outputs.pop("x", None)
     return net.model(*outputs)
 
@@ -933,11 +807,8 @@ def random_net(rng: np.random.Generator) -> ModelProto:
 def random_image_net(rng: np.random.Generator) -> ModelProto:
     """Convolutions and what lies between them, on images [batch, channels, 4, 4]."""
     channels = int(rng.choice([8, 16]))
-    net = Net("batch", channels, 4, 4, opset=21)
-    values = ["x"]
-
-    def any_value() -> str:
-        return values[-1 if rng.random() < 0.6 else int(rng.integers(len(values)))]
+    net = RandomNet(rng, "batch", channels, 4, 4, opset=21)
+    any_value = net.any_value
 
     def convolve(x: str, before: int, after: int, groups: int = 1) -> str:
         kernel = net.weight(after, before // groups, 3, 3, std=(9 * before / groups) ** -0.5)
@@ -984,10 +855,8 @@ def random_image_net(rng: np.random.Generator) -> ModelProto:
     made = [block, grouped, norm, skip, tokens, scaled]
     made += [lambda x: convolve(x, channels, channels), lambda x: str(net.op("Tanh", x))]
     made += [lambda x: str(net.op("Add", x, any_value()))]
-    length = int(rng.integers(3, 8))
-    while len(values) < length:
-        values.append(made[int(rng.integers(len(made)))](any_value()))
-    return net.model(values[-1])
+    net.drawn(made, 7)
+    return net.model(net.values[-1])
 
 
 @settings(max_examples=20)

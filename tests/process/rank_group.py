@@ -8,7 +8,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from tests.sliced_models import normal_weights, save
+from tests.sliced_models import save
+from tests.text_models import normal_weights
 
 Arrays = Mapping[str, NDArray[Any]]
 
