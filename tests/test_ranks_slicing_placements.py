@@ -23,13 +23,10 @@ def part(array: np.ndarray, cut: Sharded, ranks: int, rank: int) -> np.ndarray:
     return np.asarray(array.take(positions, cut.axis))
 
 
-def test_packed_weight_is_cut_in_each_block() -> None:
-    assert ranges((4, 4, 4), 2, 0) == ((0, 2), (4, 6), (8, 10))
+def test_blocks_are_cut_each_unless_one_cannot_be() -> None:
     assert ranges((4, 4, 4), 2, 1) == ((2, 4), (6, 8), (10, 12))
-
-
-def test_ranges_that_touch_are_one() -> None:
     assert ranges((4,), 1, 0) == ranges((2, 2), 1, 0) == ((0, 4),)
+    assert [divides(2, blocks) for blocks in ((0, 4), (3,), (2, 4))] == [False, False, True]
 
 
 @given(blocks=BLOCKS)
@@ -38,12 +35,6 @@ def test_parts_in_gathered_order_are_the_whole(blocks: list[int]) -> None:
     cut = Sharded(0, tuple(blocks))
     joined = np.concatenate([part(whole, cut, 2, rank) for rank in range(2)])
     assert np.array_equal(joined[gathered_order(blocks, 2)], whole)
-
-
-def test_empty_blocks_cannot_be_cut() -> None:
-    assert not divides(2, (0, 4))
-    assert not divides(2, (3,))
-    assert divides(2, (2, 4))
 
 
 @given(data=st.data())

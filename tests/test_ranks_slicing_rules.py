@@ -31,30 +31,22 @@ NOT_SHOWN = {"Cast", "Conv", "Pad", "Resize", "SimplifiedLayerNormalization", "T
 """ONNX has no example of these whose axes the ranks divide; tests/test_ranks_slicing_tensor.py has some."""
 
 SAMPLE = {
-    "add": "Add",
-    "attention": "Attention",
-    "batch_normalization": "BatchNormalization",
-    "concat": "Concat",
-    "convtranspose": "ConvTranspose",
-    "dropout": "Dropout",
-    "einsum": "Einsum",
-    "expand": "Expand",
-    "flatten": "Flatten",
-    "gather": "Gather",
-    "gemm": "Gemm",
-    "groupnormalization": "GroupNormalization",
-    "layernormalization": "LayerNormalization",
-    "matmul": "MatMul",
-    "reducesum": "ReduceSum",
-    "reshape": "Reshape",
-    "rotaryembedding": "RotaryEmbedding",
-    "shape": "Shape",
-    "slice": "Slice",
-    "softmax": "Softmax",
-    "split": "Split",
-    "squeeze": "Squeeze",
-    "transpose": "Transpose",
-}
+    name.lower(): name
+    for name in (
+        *("Add", "Attention", "Concat", "ConvTranspose", "Dropout", "Einsum", "Expand", "Flatten"),
+        *("Gather", "Gemm", "GroupNormalization", "LayerNormalization", "MatMul", "ReduceSum"),
+        *(
+            "Reshape",
+            "RotaryEmbedding",
+            "Shape",
+            "Slice",
+            "Softmax",
+            "Split",
+            "Squeeze",
+            "Transpose",
+        ),
+    )
+} | {"batch_normalization": "BatchNormalization"}
 """An operator of each rule, by ONNX's module of its examples."""
 
 Examples = dict[str, list[tuple[ModelProto, Arrays]]]
