@@ -34,7 +34,7 @@ from encoder import HIDDEN, TOKENS, encoder_model
 from measuring import Effort, Ratio, Series, in_turns, ratio_line, write_page
 
 from mcinfer import Master, RequestTrace
-from mcinfer.bench.texts import seconds_text
+from mcinfer.bench.figures import seconds_text
 from mcinfer.config import BALANCES, BalanceKind
 
 LIMIT = 1800

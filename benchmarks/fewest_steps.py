@@ -37,9 +37,9 @@ from round_trips import BATCH, SIZES, WORKERS, Size, check_answer, identity_mode
 
 from mcinfer import Master
 from mcinfer.bench.baselines import Pipe
+from mcinfer.bench.figures import seconds_text
 from mcinfer.bench.load import nearest_rank, offer
 from mcinfer.bench.report import Load
-from mcinfer.bench.texts import seconds_text
 from mcinfer.errors import McinferError
 
 BARE_NAME = "owned, bare"

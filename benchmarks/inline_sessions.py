@@ -36,8 +36,8 @@ from rank_models import MLP_LAYERS, MLP_WIDTH, mlp, mlp_inputs
 from worker_memory import MEGABYTE
 
 import mcinfer
+from mcinfer.bench.figures import seconds_text
 from mcinfer.bench.load import rotated
-from mcinfer.bench.texts import seconds_text
 
 PROCESSES = 4
 SMALL = (1, 2, 4, 8, 16, 32, 64)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from mcinfer.bench.figures import Spread
+from mcinfer.bench.figures import Spread, seconds_text
 from mcinfer.bench.load import rotated
-from mcinfer.bench.texts import seconds_text
 
 Way = Callable[[], object]
 Record = dict[str, object]

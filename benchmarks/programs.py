@@ -32,8 +32,8 @@ from measuring import Series, write_page
 from program_cases import PROGRAMS, Program, difference
 
 import mcinfer
+from mcinfer.bench.figures import seconds_text
 from mcinfer.bench.load import rotated
-from mcinfer.bench.texts import seconds_text
 
 CASES = Path(__file__).with_name("program_cases.py")
 DEVICES = 2

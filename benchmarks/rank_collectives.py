@@ -10,7 +10,7 @@ from measuring import Effort, Ratio, Record, Series, rates_in_turns, ratio_line,
 from rank_groups import Ranks, missing_mpi
 from rank_models import chain, chain_inputs
 
-from mcinfer.bench.texts import seconds_text
+from mcinfer.bench.figures import seconds_text
 
 SIZES = {"8 KB": 8 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20}
 GROUPS = (2, 4)

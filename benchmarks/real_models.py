@@ -36,7 +36,7 @@ from measuring import Series, write_page
 from numpy.typing import NDArray
 
 from mcinfer import EngineOptions, Master, McinferError
-from mcinfer.bench.texts import seconds_text
+from mcinfer.bench.figures import seconds_text
 from mcinfer.ort import InferenceSession
 from mcinfer.requests.tensors import difference
 from mcinfer.sharding import Split

@@ -25,7 +25,7 @@ from zeromq_baseline import EchoPool
 
 from mcinfer import Master
 from mcinfer.bench.baselines import Pipe
-from mcinfer.bench.texts import seconds_text
+from mcinfer.bench.figures import seconds_text
 from mcinfer.bench.way import Setup
 from mcinfer.sharding import Split
 

@@ -39,8 +39,8 @@ from measuring import (
 from numpy.typing import NDArray
 
 import mcinfer.mslite as mslite
+from mcinfer.bench.figures import seconds_text
 from mcinfer.bench.runner import machine
-from mcinfer.bench.texts import seconds_text
 
 WORKERS = 2
 CLIENTS = 8

@@ -33,8 +33,8 @@ from processes_memory import EACH, INLINE, LIMIT, Program, give_up, page_table, 
 from rank_models import BERT_HEADS, BERT_LAYERS, BERT_WIDTH, encoder, encoder_inputs
 from worker_memory import MEGABYTE, pss_with_children
 
+from mcinfer.bench.figures import seconds_text
 from mcinfer.bench.load import rotated
-from mcinfer.bench.texts import seconds_text
 
 PROCESSES = 4
 CLIENTS = 8

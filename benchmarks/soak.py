@@ -49,8 +49,8 @@ from mcinfer import (
     Statistics,
     Timeouts,
 )
+from mcinfer.bench.figures import seconds_text
 from mcinfer.bench.runner import machine
-from mcinfer.bench.texts import seconds_text
 from mcinfer.requests.tensors import Arrays
 from mcinfer.statistics import Histogram
 

@@ -11,17 +11,15 @@ from mcinfer.bench.figures import (
     Figures,
     Spread,
     best_gain,
-    busy,
-    compared_loads,
     gains,
     latency,
-    memory_beside,
     percentile,
     pools,
     spread_of,
     under,
 )
 from mcinfer.bench.report import OTHERS, QUANTILES, Load, Report
+from mcinfer.bench.texts import remarks
 from tests.bench_reports import report, small, turn, way
 
 LOAD = Load(batch=2, clients=4)
@@ -29,7 +27,7 @@ OPEN = Load(batch=1, clients=64, rate=50.0)
 
 
 def figures_of(made: Report, name: str) -> Figures:
-    (load,) = compared_loads(made)
+    (load,) = made.loads()
     return next(figures for figures in under(made, load) if figures.way.name == name)
 
 
@@ -56,7 +54,7 @@ def test_speedup_is_the_same_in_the_table_and_in_the_gain() -> None:
     made = small(session=[100.0, 90.0], threads=[120.0, 130.0], sharded=[150.0, 160.0])
     gain = best_gain(made)
     assert gain is not None
-    assert gain.ratio == figures_of(made, gain.own).speedup == Spread((150 / 120, 160 / 130))
+    assert gain.speedup == figures_of(made, gain.way.name).speedup == Spread((150 / 120, 160 / 130))
 
 
 @given(st.sampled_from(QUANTILES), st.integers(0, 300), st.integers(0, 300), st.integers(0, 300))
@@ -125,7 +123,7 @@ def test_gain_is_clear_where_each_repeat_is_better_than_the_best_baseline(
 ) -> None:
     gain = best_gain(small(session=session, threads=threads, sharded=sharded))
     assert gain is not None
-    assert (gain.own, gain.clear) == ("sharded", clear)
+    assert (gain.way.name, gain.clear) == ("sharded", clear)
 
 
 def test_gain_in_an_open_loop_is_that_of_the_median_latency() -> None:
@@ -136,23 +134,14 @@ def test_gain_in_an_open_loop_is_that_of_the_median_latency() -> None:
     }
     gain = best_gain(report(ways, turns))
     assert gain is not None
-    assert gain.ratio.values == pytest.approx((3.0, 3.0))
-
-
-def test_memory_is_beside_that_of_the_way_that_the_speed_is_beside() -> None:
-    ways = [way("session"), way("pipe", workers=4), way("sharded", workers=4)]
-    half = tuple(replace(memory, pss=memory.pss // 2) for memory in ways[2].memory)
-    made = report([*ways[:2], replace(ways[2], memory=half)], {})
-    assert memory_beside(made, "sharded", "pipe") == pytest.approx(0.5)
-    assert memory_beside(report(ways, {}), "sharded", "session") > 1
-    nothing = replace(ways[0], memory=())
-    assert math.isnan(memory_beside(report([nothing, ways[2]], {}), "sharded", "session"))
+    assert gain.speedup.values == pytest.approx((3.0, 3.0))
 
 
 def test_machine_is_busy_if_others_use_it_or_repeats_differ() -> None:
     def is_busy(others: float, *rates: float) -> bool:
         made = small(session=rates)
-        return any(busy(replace(made, machine={**made.machine, OTHERS: others})))
+        said = remarks(replace(made, machine={**made.machine, OTHERS: others}))
+        return any("The machine was busy" in text for text in said)
 
     assert not is_busy(0.5, 100.0, 110.0)
     assert is_busy(2.0, 100.0, 110.0)

@@ -8,12 +8,12 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from mcinfer.bench.figures import number
 from mcinfer.bench.report import Load, Report
 from mcinfer.bench.table import show
 from mcinfer.bench.texts import (
     gain_lines,
     notes,
-    number,
     program,
     remarks,
     report_program,
@@ -114,7 +114,7 @@ def test_verdict_is_one_sentence_the_same_in_the_table(sharded: list[float], tex
 
 
 def test_memory_and_the_loads_of_the_gain_are_in_the_verdict() -> None:
-    assert "less memory" not in verdict(small(session=[100.0] * 2, sharded=[150.0] * 2))
+    assert "and about the memory of" in verdict(small(session=[100.0] * 2, sharded=[150.0] * 2))
     ways = [way("pipe", workers=4), way("batched", workers=4)]
     third = tuple(replace(memory, pss=memory.pss * 35 // 100) for memory in ways[1].memory)
     one, four = Load(batch=1, clients=1), Load(batch=1, clients=4)
@@ -127,10 +127,10 @@ def test_memory_and_the_loads_of_the_gain_are_in_the_verdict() -> None:
         )
     }
     made = report([ways[0], replace(ways[1], memory=third)], turns)
-    assert verdict(made) == (
-        "Use mcinfer: 1.19 × the throughput of pipe with batch 1, 4 clients "  # noqa: RUF001
-        "and 65 % less memory than pipe."
-    )
+    speed = "Use mcinfer: 1.19 × the throughput of pipe with batch 1, 4 clients"  # noqa: RUF001
+    assert verdict(made) == f"{speed} and 65 % less memory than pipe."
+    unweighed = replace(made, ways=(replace(ways[0], memory=()), ways[1]))
+    assert verdict(unweighed) == f"{speed}."
     assert "(no clear difference)" in gain_lines(made)[0]
 
 

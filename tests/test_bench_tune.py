@@ -1,4 +1,4 @@
-"""Tests of mcinfer/bench/tune.py and advice.py; searches with processes: tests/process/test_tune.py."""
+"""Tests of mcinfer/bench/tune.py; searches with processes: tests/process/test_tune.py."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcinfer.bench import advice
 from mcinfer.bench.inputs import InputOptions
 from mcinfer.bench.report import QUANTILES, Load, Turn
 from mcinfer.bench.texts import SESSIONS
@@ -22,14 +21,17 @@ from mcinfer.bench.tune import (
     Goal,
     Search,
     Trial,
-    contenders_after,
-    costs,
+    arguments,
+    as_json,
     default_candidate,
     grid,
+    grids,
     needs,
     pieces_of,
-    ranked,
+    program,
+    remarks,
     rounds,
+    verdict,
 )
 from mcinfer.config import EngineOptions
 from mcinfer.errors import InvalidInputError
@@ -189,13 +191,13 @@ def test_pools_of_the_worse_half_or_behind_in_every_repeat_are_dropped() -> None
     pools = [replace(WIDE, threads=n) for n in range(1, 6)]
     rates = [(100, 101), (99, 103), (98, 99), (50, 60), (97, 99)]
     made = trials((DEFAULT, [80, 80]), *zip(pools, rates, strict=True))
-    assert contenders_after(aim(), made, DEFAULT, pools) == [pools[1], pools[0], pools[2]]
+    assert found(made).better_half(made, pools) == [pools[1], pools[0], pools[2]]
     best = trials((DEFAULT, [200, 200]), *zip(pools, rates, strict=True))
-    assert contenders_after(aim(), best, DEFAULT, pools) == []
+    assert found(best).better_half(best, pools) == []
     made[1].error = "broken"
-    assert pools[0] not in contenders_after(aim(), made, DEFAULT, pools)
+    assert pools[0] not in found(made).better_half(made, pools)
     made = strained((DEFAULT, 50, 0.04), (WIDE, 200, 0.09), (JOINED, 300, 0.2))
-    assert ranked(aim(bound=0.05), made, DEFAULT) == [DEFAULT, WIDE, JOINED]
+    assert found(made, of=aim(bound=0.05)).ranked() == [DEFAULT, WIDE, JOINED]
 
 
 # The results.
@@ -209,19 +211,19 @@ def test_candidates_of_different_groups_are_compared_by_the_default_beside_each(
     ]
     result = found(made)
     assert result.best == JOINED
-    given = costs(aim(), made, DEFAULT)
+    given = result.costs()
     assert given[DEFAULT] == [1.0] * 4
     assert given[WIDE] == pytest.approx([1 / 1.1] * 2)
     assert result.over_default(JOINED).values == pytest.approx((1.5, 1.5))
-    (table,) = advice.grids(result)
+    (table,) = grids(result)
     assert [row[0] for row in table.rows] == ["submit", "submit", "submit, default"]
 
 
 def test_candidates_are_compared_directly_if_the_default_is_late_or_fails() -> None:
-    assert costs(RATE, [LATE, *trials((WIDE, [100]))], DEFAULT)[WIDE] == [0.01]
+    assert found([LATE, *trials((WIDE, [100]))], of=RATE).costs()[WIDE] == [0.01]
     broken = Trial(rung=1, candidate=DEFAULT, turns=[turn(100)], error="broken")
     result = found([broken, *trials((WIDE, [90, 90]))], of=RATE)
-    assert costs(RATE, result.trials, DEFAULT) == {WIDE: [0.01, 0.01]}
+    assert result.costs() == {WIDE: [0.01, 0.01]}
     assert result.recommended == WIDE
 
 
@@ -229,7 +231,7 @@ def test_candidates_are_compared_directly_if_the_default_is_late_or_fails() -> N
 def test_default_is_recommended_unless_each_repeat_is_better(worst: float, as_good: bool) -> None:
     result = found(trials((DEFAULT, [100, 100, 100]), (WIDE, [120, 130, worst])))
     assert result.recommended == (DEFAULT if as_good else WIDE)
-    assert advice.verdict(result).startswith("Use the default" if as_good else "Use 1 worker")
+    assert verdict(result).startswith("Use the default" if as_good else "Use 1 worker")
 
 
 def test_interrupted_search_uses_the_last_finished_round() -> None:
@@ -240,7 +242,7 @@ def test_interrupted_search_uses_the_last_finished_round() -> None:
     ]
     result = found(made, finished_rungs=1, ended="")
     assert result.recommended == WIDE
-    titles = [table.title.partition(" (")[0] for table in advice.grids(result)]
+    titles = [table.title.partition(" (")[0] for table in grids(result)]
     assert titles == ["round 1: 2 ways", "round 2, interrupted: 2 ways"]
     # Without a finished round: the pools that had all their turns.
     second = trials((DEFAULT, [100]), (JOINED, [900]), group=2)
@@ -255,37 +257,37 @@ def test_interrupted_search_uses_the_last_finished_round() -> None:
 def test_verdict_names_a_default_that_breaks_the_bound_or_falls_behind() -> None:
     result = found(strained((DEFAULT, 200, 0.09), (WIDE, 100, 0.04)), of=aim(bound=0.05))
     assert result.recommended == WIDE
-    assert "The default does not keep the bound" in advice.verdict(result)
+    assert "The default does not keep the bound" in verdict(result)
     result = found([LATE, *trials((WIDE, [100]))], of=RATE)
-    assert "The default does not keep up with batch 1, 100/s" in advice.verdict(result)
+    assert "The default does not keep up with batch 1, 100/s" in verdict(result)
 
 
 def test_verdict_names_the_nearest_pool_if_none_is_good_enough() -> None:
     result = found(strained((DEFAULT, 100, 0.03), (WIDE, 50, 0.02)), of=aim(bound=0.01))
     assert not result.fits
-    assert advice.verdict(result) == (
+    assert verdict(result) == (
         "no way answers 99 % of the requests within 10.0 ms under batch 1, 8 clients; "
         "1 worker, 4 threads, submit came nearest with 20.0 ms"
     )
     result = found([LATE], of=RATE)
     assert not result.fits
-    assert advice.verdict(result).startswith("no way keeps up with batch 1, 100/s; 2 workers")
-    assert advice.verdict(found([])) == "no way could be measured"
+    assert verdict(result).startswith("no way keeps up with batch 1, 100/s; 2 workers")
+    assert verdict(found([])) == "no way could be measured"
 
 
 def test_remarks_name_gaps_failures_few_requests_and_why_requests_run_whole() -> None:
     for requests, few in ((99, True), (100, False)):
         result = found(trials((DEFAULT, [500, requests])), of=aim(bound=1.0))
-        assert any(f"with {requests} requests" in t for t in advice.remarks(result)) == few
+        assert any(f"with {requests} requests" in t for t in remarks(result)) == few
     broken = Trial(rung=1, candidate=JOINED, error="no memory\nleft")
     mixing = Split(inputs={"x": 0}, outputs={"y": "mixed"}, known="learned", reason="mixed rows")
-    assert advice.remarks(found([broken], left_out=3, split=mixing)) == [
+    assert remarks(found([broken], left_out=3, split=mixing)) == [
         "The search ended after 12.0 s: one is left.",
         "3 of 9 ways were left out for lack of time: --budget 100 is enough for all.",
         "Requests are not split, nor joined: mixed rows.",
         "4 workers, 1 thread, submit, 8 rows within 1 ms: no memory left",
     ]
-    assert "interrupted" in advice.remarks(found([], ended="", split=None))[0]
+    assert "interrupted" in remarks(found([], ended="", split=None))[0]
 
 
 # A program, and JSON.
@@ -293,28 +295,26 @@ def test_remarks_name_gaps_failures_few_requests_and_why_requests_run_whole() ->
 
 def test_program_has_the_axes() -> None:
     axes: dict[str, Any] = {"batch_axes": {"x": 0, 'a "b"': None}, "output_axes": {"y": 1}}
-    text = advice.program("m.onnx", JOINED, found([], **axes)).replace(
-        "mcinfer.EngineOptions", "dict"
-    )
+    text = program("m.onnx", JOINED, found([], **axes)).replace("mcinfer.EngineOptions", "dict")
     text = text.partition("mcinfer.Master(")[2].partition(") as")[0]
     given = eval(f"dict(model={text})")  # noqa: S307 our own text
-    assert given == {"model": "m.onnx", **advice.arguments(JOINED, found([], **axes))}
+    assert given == {"model": "m.onnx", **arguments(JOINED, found([], **axes))}
     EngineOptions(**given["options"])
 
 
 def test_json_has_all_measurements() -> None:
     never = Trial(rung=1, candidate=WIDE, turns=[turn(10, late=True)])
     result = found([*trials((DEFAULT, [100])), never], of=RATE)
-    content = json.loads(advice.as_json("m.onnx", result, {"cores": 2}))
+    content = json.loads(as_json("m.onnx", result, {"cores": 2}))
     assert (content["schema"], content["version"]) == ("mcinfer.tune", 1)
     assert content["aim"]["load"] == {"batch": 1, "clients": 4, "rate": 100.0}
     recommended = content["recommended"]
-    assert recommended["arguments"] == advice.arguments(DEFAULT, result)
+    assert recommended["arguments"] == arguments(DEFAULT, result)
     assert recommended["arguments"]["max_batch_size"] == 1
     assert recommended["over_default"] == {"middle": 1.0, "low": 1.0, "high": 1.0}
-    assert recommended["program"] == advice.program("m.onnx", DEFAULT, result)
+    assert recommended["program"] == program("m.onnx", DEFAULT, result)
     assert [t["is_default"] for t in content["trials"]] == [True, False]
     assert content["trials"][1]["turns"][0]["unfinished"] == 10
     assert content["finished"]
-    content = json.loads(advice.as_json("m.onnx", found([], ended=""), {}))
+    content = json.loads(as_json("m.onnx", found([], ended=""), {}))
     assert (content["finished"], content["recommended"]) == (False, None)

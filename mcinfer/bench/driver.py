@@ -87,27 +87,27 @@ def main() -> int:
     os.set_inheritable(descriptor, False)  # processes that the way starts must not hold it
     connection = Connection(descriptor)
     try:
-        start = json.loads(connection.recv_bytes())
+        task = json.loads(connection.recv_bytes())
     except (EOFError, OSError):
         return ORPHANED
-    watch_parent(start["parent"], descriptor)
-    sys.path[:] = start["path"]
-    do = ""
+    watch_parent(task.pop("parent"), descriptor)
+    sys.path[:] = task.pop("path")
     try:
-        while do != "close":
-            task = json.loads(connection.recv_bytes())
+        while True:
             do = task.pop("do")
             try:
                 answer = {"ok": getattr(driver, do)(**task)}
             except Exception as exc:  # of any way's own kinds: the parent reports it
                 answer = {"error": f"{type(exc).__name__}: {exc}"}
             connection.send_bytes(json.dumps(answer).encode())
+            if do == "close":
+                return 0
+            task = json.loads(connection.recv_bytes())
     except EOFError:
-        pass
+        return 0
     finally:
         driver.ending = True
         driver.close()
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,31 +1,30 @@
-"""The figures that follow from a report, with their spread over the repeats: how each is computed. Pure.
+"""The vocabulary of figures: each one's name and unit, how it is computed, how it is written, what it means.
 
-`OF_LOADS` and `OF_WAYS` are the vocabulary of tables, charts and the glossary; `mcinfer.bench.texts` writes
-the figures. Latencies are over all requests that were made: one that failed, or that an open loop never began
-counts as infinite: leaving it out would make a way that drops requests look good. A percentile of so
-few requests that it would be the slowest of them is not known. A ratio is taken within each repeat, since
-other work on the machine disturbs all ways of one repeat.
+Tables, charts, sentences and the glossary take them from here. Latencies are over all requests that were
+made: one that failed, or that an open loop never began, counts as infinite; without it a way that drops
+requests would look good. A percentile of so few requests that it would be the slowest of them is not known. A
+ratio is taken within each repeat, since other work on the machine disturbs all ways of one repeat.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from statistics import median
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from mcinfer.bench.report import OTHERS, QUANTILES, Load, Measurement, Report, Turn, Way
+from mcinfer.bench.report import QUANTILES, Load, Report, Turn, Way
 
 SHORTEST_FOR_CORES = 0.5
 """Seconds of a turn in which processor time, in ticks of 10 ms, is known to some percent."""
-
-Kind = Literal["amount", "part", "time", "latency", "bytes"]
-"""What a figure is measured in; a time has its own unit, and latencies that of their table."""
-
-_CLEAR_GAIN = 1.02
+CLEAR_GAIN = 1.02
 """A median gain below this is not worth a word, however small the spread is."""
-_BUSY_PART, _BUSY_SPREAD = 0.15, 0.3
-"""Part of the cores that others may use, and spread of throughput, until figures are not to be trusted."""
+FLAWED = "!"
+"""After the name of a way that did not answer all requests, or not as fast as they came."""
+TO = "\N{EN DASH}"
+"""Between the least and the greatest; alone: not known."""
+
+_KEPT_DIGITS = 3
 _ROUNDED = 9
 """Decimals: 1 / (1 - 0.9) is 10.000000000000002, but 10 requests have a 90th percentile."""
 
@@ -68,6 +67,76 @@ UNKNOWN = Spread()
 def spread_of(values: Iterable[float]) -> Spread:
     """The spread of one figure for each repeat; those that are NaN are left out."""
     return Spread(tuple(float(value) for value in values if not math.isnan(value)))
+
+
+# How they are written.
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    scale: float = 1.0
+    sign: str = ""
+
+
+ONE, PERCENT, MEGABYTES = Unit(), Unit(0.01, "%"), Unit(1e6, "MB")
+
+
+def time_unit(seconds: Iterable[float]) -> Unit:
+    """The largest unit in which the least of these times is not below a tenth."""
+    least = min((s for s in seconds if math.isfinite(s) and s > 0), default=1e-3)
+    if least >= 0.1:
+        return Unit(1.0, "s")
+    return Unit(1e-3, "ms") if least >= 1e-4 else Unit(1e-6, "µs")
+
+
+def number(value: float, like: float | None = None) -> str:
+    """Three digits of a number, or more before the point; with as many after it as `like` would have."""
+    if math.isnan(value):
+        return TO
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if value == 0:
+        return "0"
+    size = value if like is None or not math.isfinite(like) else like
+    # 9.996 is written 10.0, so its digits are counted after rounding.
+    rounded = float(f"{abs(size):.{_KEPT_DIGITS - 1}e}")
+    whole = 0 if rounded < 1 else 1 + math.floor(math.log10(rounded))
+    return f"{value:.{max(0, _KEPT_DIGITS - whole)}f}"
+
+
+def middle_text(spread: Spread, unit: Unit = ONE) -> str:
+    return number(spread.middle / unit.scale)
+
+
+def range_text(spread: Spread, unit: Unit = ONE) -> str:
+    """The least and the greatest, with the digits of the median; empty where they do not differ."""
+    middle = spread.middle / unit.scale
+    low, high = (number(value / unit.scale, like=middle) for value in (spread.low, spread.high))
+    return "" if low == high else f"{low}{TO}{high}"
+
+
+def spread_text(spread: Spread, unit: Unit = ONE) -> str:
+    range_ = range_text(spread, unit)
+    return middle_text(spread, unit) + (f" ({range_})" if range_ else "")
+
+
+def plus_minus(spread: Spread, unit: Unit = ONE) -> str:
+    """Such as ``±5``: the farthest repeat from the median; empty where none differs."""
+    if not range_text(spread, unit):
+        return ""
+    infinite = math.isinf(spread.high)
+    farthest = (
+        math.inf if infinite else max(spread.middle - spread.low, spread.high - spread.middle)
+    )
+    return f"±{number(farthest / unit.scale, like=spread.middle / unit.scale)}"
+
+
+def seconds_text(seconds: float) -> str:
+    unit = time_unit([seconds])
+    return f"{number(seconds / unit.scale)} {unit.sign}"
+
+
+# How they are computed.
 
 
 def latency(turn: Turn, fraction: float) -> float:
@@ -113,7 +182,7 @@ class Figures:
     way: Way
     load: Load
     turns: tuple[Turn, ...]
-    base: Measurement | None = None
+    base: "Figures | None" = None
 
     @property
     def rows(self) -> Spread:
@@ -140,6 +209,27 @@ class Figures:
         )
 
     @property
+    def other(self) -> str:
+        """The name of the base."""
+        return self.base.way.name if self.base else ""
+
+    @property
+    def clear(self) -> int:
+        """1 if it is better than the base in every repeat, -1 if it is worse, 0 if that is not clear."""
+        ratio = self.speedup
+        if len(ratio.values) < 2:
+            return 0
+        if ratio.low > 1 and ratio.middle >= CLEAR_GAIN:
+            return 1
+        return -1 if ratio.high < 1 and ratio.middle <= 1 / CLEAR_GAIN else 0
+
+    @property
+    def goodness(self) -> float:
+        """Throughput in a closed loop. In an open one all that keep up have the same, so latency there."""
+        closed = self.load.rate is None
+        return self.rows.middle if closed else -self.latency(0.5).middle
+
+    @property
     def joined(self) -> bool:
         """Whether the engine ran several requests as one."""
         return any(0 < turn.runs < turn.requests for turn in self.turns)
@@ -157,7 +247,6 @@ class Figures:
 
     @property
     def cores(self) -> Spread:
-        """Busy cores; unknown where a turn was shorter than `SHORTEST_FOR_CORES`."""
         short = any(turn.seconds < SHORTEST_FOR_CORES for turn in self.turns)
         return UNKNOWN if short else spread_of(turn.cores for turn in self.turns)
 
@@ -168,8 +257,46 @@ class Figures:
     @property
     def sound(self) -> bool:
         """Whether all requests were answered, and as fast as they came. Only then a figure counts as good."""
-        answered = all(kept_up(turn) and not turn.failed for turn in self.turns)
-        return self.made > 0 and answered
+        return self.made > 0 and all(kept_up(turn) and not turn.failed for turn in self.turns)
+
+
+def latency_unit(all_figures: Iterable[Figures]) -> Unit:
+    return time_unit(figures.latency(0.5).low for figures in all_figures)
+
+
+def under(report: Report, load: Load, *, scaling: bool = False) -> tuple[Figures, ...]:
+    """All ways that were measured under a load, in the report's order; or the pools of the scaling."""
+    found = [
+        Figures(report.way(m.way), load, m.turns)
+        for m in report.measurements
+        if m.load == load and m.turns and (report.way(m.way).role == "scaling") == scaling
+    ]
+    bases = [f for f in found if f.way.role == "baseline" and f.sound]
+    if scaling:
+        bases = [f for f in found if f.way.workers == 1]
+    base = max(bases, key=attrgetter("goodness"), default=None)
+    return tuple(replace(figures, base=base) for figures in found)
+
+
+def pools(report: Report) -> tuple[Figures, ...]:
+    """The pools of the scaling, the smallest first; those that could not be measured are left out."""
+    found = (under(report, load, scaling=True) for load in report.loads("scaling"))
+    return tuple(sorted((f for each in found for f in each), key=lambda f: f.way.workers))
+
+
+def gains(report: Report) -> tuple[Figures, ...]:
+    """Mcinfer's best way under each load that it and a baseline kept up with; under closed loops, if any."""
+    found = []
+    for load in report.loads():
+        own = [each for each in under(report, load) if each.sound and each.way.role == "mcinfer"]
+        best = max(own, key=attrgetter("goodness"), default=None)
+        if best is not None and best.base is not None:
+            found.append(best)
+    return tuple(gain for gain in found if gain.load.rate is None) or tuple(found)
+
+
+def best_gain(report: Report) -> Figures | None:
+    return max(gains(report), key=lambda gain: (gain.clear, gain.speedup.middle), default=None)
 
 
 # The vocabulary.
@@ -177,10 +304,10 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A figure that tables and charts name: how it is computed, and what the glossary says of it."""
+    """A figure of tables and charts; a `unit` of None is the table's own of time."""
 
-    kind: Kind
     of: Callable[[Any], Spread]
+    unit: Unit | None = ONE
     says: str = ""
 
 
@@ -191,153 +318,32 @@ _LATENCY = (
 _MEMORY = "memory with shared pages counted once in all; memory of one process alone"
 
 OF_LOADS = {
-    "n": Term(
-        "amount", lambda f: Spread(tuple(turn.made for turn in f.turns)), "requests in a turn"
-    ),
-    "rows/s": Term("amount", attrgetter("rows")),
+    "n": Term(lambda f: Spread(tuple(turn.made for turn in f.turns)), says="requests in a turn"),
+    "rows/s": Term(attrgetter("rows")),
     "speed-up": Term(
-        "amount",
         attrgetter("speedup"),
-        "throughput over that of the best baseline under the same load, which the table names, within each "
-        "repeat; in an open loop that baseline's median latency over the way's",
+        says="throughput over that of the best baseline under the same load, which the table names, "
+        "within each repeat; in an open loop that baseline's median latency over the way's",
     ),
-    "p50": Term("latency", lambda f: f.latency(0.5), _LATENCY),
-    "p90": Term("latency", lambda f: f.latency(0.9), _LATENCY),
-    "p99": Term("latency", lambda f: f.latency(0.99), _LATENCY),
-    "max": Term("latency", lambda f: f.latency(1.0), _LATENCY),
-    "overhead": Term("latency", attrgetter("overhead"), "mean latency less the engine's own run"),
-    "cores": Term("amount", attrgetter("cores"), "busy cores, on average"),
-    "efficiency": Term("part", attrgetter("speedup")),
+    "p50": Term(lambda f: f.latency(0.5), None, _LATENCY),
+    "p90": Term(lambda f: f.latency(0.9), None, _LATENCY),
+    "p99": Term(lambda f: f.latency(0.99), None, _LATENCY),
+    "max": Term(lambda f: f.latency(1.0), None, _LATENCY),
+    "overhead": Term(attrgetter("overhead"), None, "mean latency less the engine's own run"),
+    "cores": Term(attrgetter("cores"), says="busy cores, on average"),
+    "efficiency": Term(attrgetter("speedup"), PERCENT),
 }
 """By name, what is known of `Figures`."""
 
 OF_WAYS = {
-    "start": Term("time", lambda way: spread_of(way.start_seconds)),
-    "PSS": Term("bytes", lambda way: spread_of(memory.pss for memory in way.memory), _MEMORY),
-    "USS": Term("bytes", lambda way: spread_of(memory.uss for memory in way.memory), _MEMORY),
+    "start": Term(lambda way: spread_of(way.start_seconds), None),
+    "PSS": Term(lambda way: spread_of(m.pss for m in way.memory), MEGABYTES, _MEMORY),
+    "USS": Term(lambda way: spread_of(m.uss for m in way.memory), MEGABYTES, _MEMORY),
 }
 """By name, what is known of a `Way`, whatever the load."""
 
-
-def load_figures(report: Report, measurement: Measurement) -> Figures:
-    way, load = report.way(measurement.way), measurement.load
-    if way.role == "scaling":
-        one = (w.name for w in report.ways if w.role == "scaling" and w.workers == 1)
-        base = report.find(next(one, ""), load)
-    else:
-        base = _best_baseline(report, load)
-    return Figures(way, load, measurement.turns, base)
-
-
-def _best_baseline(report: Report, load: Load) -> Measurement | None:
-    """The best of those that answered all requests, as fast as they came."""
-    found = [
-        (figures, measurement)
-        for measurement in report.measurements
-        if measurement.load == load and report.way(measurement.way).role == "baseline"
-        if (figures := Figures(report.way(measurement.way), load, measurement.turns)).sound
-    ]
-    return max(found, key=lambda each: _goodness(each[0]))[1] if found else None
-
-
-def under(report: Report, load: Load) -> tuple[Figures, ...]:
-    """All ways that were measured under a load, in the report's order; pools of the scaling apart."""
-    found = (load_figures(report, m) for m in report.measurements if m.load == load and m.turns)
-    return tuple(figures for figures in found if figures.way.role != "scaling")
-
-
-def compared_loads(report: Report) -> tuple[Load, ...]:
-    """All loads that ways are compared under: closed loops and open ones, without the scaling's."""
-    return report.loads("baseline", "mcinfer")
-
-
-def pools(report: Report) -> tuple[Figures, ...]:
-    """The pools of the scaling, the smallest first; those that could not be measured are left out."""
-    found = (load_figures(report, measurement) for measurement in report.measurements)
-    mine = [figures for figures in found if figures.way.role == "scaling" and figures.turns]
-    return tuple(sorted(mine, key=lambda figures: figures.way.workers))
-
-
-# The verdict.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
-    """The best of mcinfer's ways under one load, beside the best baseline there.
-
-    Attributes:
-        ratio: Its speed-up (`Figures.speedup`): above 1 where mcinfer is better.
-    """
-
-    load: Load
-    own: str
-    other: str
-    ratio: Spread
-
-    @property
-    def clear(self) -> int:
-        """1 where mcinfer is better in every repeat, -1 where it is worse, 0 where that is not clear."""
-        if len(self.ratio.values) < 2:
-            return 0
-        if self.ratio.low > 1 and self.ratio.middle >= _CLEAR_GAIN:
-            return 1
-        return -1 if self.ratio.high < 1 and self.ratio.middle <= 1 / _CLEAR_GAIN else 0
-
-
-def gains(report: Report) -> tuple[Gain, ...]:
-    """The gain under each load that mcinfer and a baseline kept up with; under closed loops, if any."""
-    found = []
-    for load in compared_loads(report):
-        own = [each for each in under(report, load) if each.sound and each.way.role == "mcinfer"]
-        best = max(own, key=_goodness, default=None)
-        if best is not None and best.base is not None:
-            gain = Gain(load=load, own=best.way.name, other=best.base.way, ratio=best.speedup)
-            found.append(gain)
-    closed = tuple(gain for gain in found if gain.load.rate is None)
-    return closed or tuple(found)
-
-
-def _goodness(figures: Figures) -> float:
-    """Throughput in a closed loop. In an open one all that keep up have the same, so latency there."""
-    if figures.load.rate is None:
-        return figures.rows.middle
-    return -figures.latency(0.5).middle
-
-
-def best_gain(report: Report) -> Gain | None:
-    return max(gains(report), key=lambda gain: (gain.clear, gain.ratio.middle), default=None)
-
-
-def memory_beside(report: Report, own: str, other: str) -> float:
-    """The memory of one way as a part of another's; NaN where one is not known."""
-    first, second = (OF_WAYS["PSS"].of(report.way(name)).middle for name in (own, other))
-    return first / second
-
-
-def quicker_alone(report: Report, own: str) -> tuple[Figures, Figures] | None:
-    """A way without several workers that answers one small request sooner, and that way of mcinfer's.
-
-    By the median latency of one client's requests of the fewest rows, in every repeat.
-    """
-    loads = [load for load in compared_loads(report) if load.rate is None and load.clients == 1]
-    least = min(loads, key=lambda load: load.batch, default=None)
-    found = [each for each in under(report, least) if each.sound] if least else []
-    mine = next((each for each in found if each.way.name == own and each.way.workers > 1), None)
-    single = [each for each in found if each.way.workers == 1]
-    if mine is None or not single:
-        return None
-    quickest = min(single, key=lambda each: each.latency(0.5).middle)
-    pairs = zip(mine.latency(0.5).values, quickest.latency(0.5).values, strict=False)
-    ratio = Spread(tuple(slow / quick for slow, quick in pairs))
-    return (quickest, mine) if ratio.low > 1 and ratio.middle >= _CLEAR_GAIN else None
-
-
-def busy(report: Report) -> tuple[float, float]:
-    """Cores that other programs used, and the usual spread of throughput, where that is too much; else 0."""
-    others, cores = report.machine.get(OTHERS, 0.0), report.machine.get("cores", 1)
-    used = float(others) if isinstance(others, int | float) else 0.0
-    limit = _BUSY_PART * (cores if isinstance(cores, int | float) else 1)
-    loads = [load for load in compared_loads(report) if load.rate is None]
-    widths = [f.rows.width for load in loads for f in under(report, load) if f.sound]
-    usual = median(widths) if widths else 0.0
-    return used if used > limit else 0.0, usual if usual > _BUSY_SPREAD else 0.0
+GLOSSARY = {
+    **{name: term.says for name, term in (OF_LOADS | OF_WAYS).items() if term.says},
+    "client, /s": "requests under way at once in a closed loop; arrivals in an open one",
+    FLAWED: "not all requests were answered, or not as fast as they came: such throughput is no speed",
+}

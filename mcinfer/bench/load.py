@@ -165,10 +165,10 @@ def take_turn(
     inputs: Arrays,
     load: Load,
     *,
-    seconds: float,
-    count: int,
-    warmup: float,
-    seed: int,
+    seconds: float = 0.0,
+    count: int = 0,
+    warmup: float = 0.0,
+    seed: int = 0,
 ) -> Turn:
     """Warm up, make load as `offer` does, and count.
 

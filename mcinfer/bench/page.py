@@ -7,30 +7,31 @@ glossary and the versions. Bars begin at zero.
 import base64
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from html import escape
 from importlib import resources
 from itertools import groupby
-from operator import itemgetter
 from string import Template
 
 from mcinfer.bench import texts
 from mcinfer.bench.figures import (
+    GLOSSARY,
     OF_LOADS,
     OF_WAYS,
+    ONE,
     Figures,
     Spread,
-    compared_loads,
+    Unit,
     gains,
+    latency_unit,
+    middle_text,
     pools,
+    range_text,
     under,
 )
 from mcinfer.bench.report import Report, dump
 from mcinfer.bench.table import Cell, Grid, grids
-from mcinfer.bench.texts import FLAWED, Unit, printable, unit_of
-
-_LOADS = "requests under way at once in a closed loop; arrivals in an open one"
-_FLAW = "not all requests were answered, or not as fast as they came: such throughput is no speed"
+from mcinfer.bench.texts import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,55 +44,51 @@ class Bar:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Chart:
     title: str
     bars: Sequence[Bar]
-    unit: Unit = field(default_factory=Unit)
+    unit: Unit = ONE
 
 
 def charts(report: Report) -> tuple[list[Chart], list[Chart]]:
     """The speed-up and the memory; and all others. Those of which nothing is known are left out."""
-    ways = [way for way in report.ways if way.role != "scaling"]
-    roles = {way.name: "own" if way.role == "mcinfer" else "other" for way in ways}
+    memory = [
+        Bar(way.name, OF_WAYS["PSS"].of(way), "own" if way.role == "mcinfer" else "other")
+        for way in report.ways
+        if way.role != "scaling"
+    ]
+    unit = OF_WAYS["PSS"].unit or ONE
     first = [
-        Chart(title="speed-up over the best baseline", bars=[*_gains(report)]),
-        Chart(
-            title="memory of all processes (PSS, MB)",
-            bars=[Bar(way.name, OF_WAYS["PSS"].of(way), roles[way.name]) for way in ways],
-            unit=unit_of("bytes", Unit()),
-        ),
+        Chart("speed-up over the best baseline", [*_gains(report)]),
+        Chart(f"memory of all processes (PSS, {unit.sign})", memory, unit),
     ]
     more = []
-    for load in compared_loads(report):
+    for load in report.loads():
         found = under(report, load)
-        unit = texts.latency_unit(found)
         for name in ("rows/s", "p50", "p99"):
-            own = unit_of(OF_LOADS[name].kind, unit)
-            sign = f" ({own.sign})" if own.sign else ""
-            bars = [_bar(each, OF_LOADS[name].of(each)) for each in found]
-            more.append(Chart(title=f"{name}{sign}, {load}", bars=bars, unit=own))
+            unit = OF_LOADS[name].unit or latency_unit(found)
+            title = f"{name} ({unit.sign}), {load}".replace(" ()", "")
+            more.append(Chart(title, [_bar(f, OF_LOADS[name].of(f)) for f in found], unit))
     if scaling := pools(report):
-        ideal = [(pool, pool.speedup) for pool in scaling]
         bars = [
-            _bar(pool, pool.rows, f"({texts.percent(part.middle)} of ideal)" * part.known)
-            for pool, part in ideal
+            _bar(p, p.rows, f"({texts.percent(p.speedup.middle)} of ideal)" * p.speedup.known)
+            for p in scaling
         ]
-        more.append(Chart(title=f"scaling: rows/s, {scaling[0].load}", bars=bars))
-    return [*_known(first)], [*_known(more)]
+        more.append(Chart(f"scaling: rows/s, {scaling[0].load}", bars))
+    return _known(first), _known(more)
 
 
-def _known(found: Iterable[Chart]) -> Iterator[Chart]:
-    for chart in found:
-        if bars := [bar for bar in chart.bars if bar.spread.known]:
-            yield replace(chart, bars=bars)
+def _known(found: Iterable[Chart]) -> list[Chart]:
+    known = ((chart, [bar for bar in chart.bars if bar.spread.known]) for chart in found)
+    return [replace(chart, bars=bars) for chart, bars in known if bars]
 
 
 def _gains(report: Report) -> Iterator[Bar]:
     """For each load mcinfer's best way, and below it the baseline that it is beside."""
-    kinds = {1: "own", 0: "own", -1: "bad"}
     for gain in gains(report):
-        yield Bar(f"{gain.own}, {gain.load}", gain.ratio, kinds[gain.clear])
+        kind = "bad" if gain.clear < 0 else "own"
+        yield Bar(f"{gain.way.name}, {gain.load}", gain.speedup, kind)
         yield Bar(gain.other, Spread((1.0,)), "other")
 
 
@@ -132,8 +129,8 @@ def _chart(chart: Chart) -> str:
 def _cell(cell: Cell, note: str = "") -> str:
     if isinstance(cell, str):
         return _text(cell)
-    range_ = texts.range_text(*cell)
-    text = " ".join(filter(None, (texts.middle_text(*cell), note)))
+    range_ = range_text(*cell)
+    text = " ".join(filter(None, (middle_text(*cell), note)))
     return _text(text) + (f"<small>{_text(range_)}</small>" if range_ else "")
 
 
@@ -152,19 +149,15 @@ def _table(grid: Grid) -> str:
 
 def _glossary() -> Iterator[tuple[str, str]]:
     """What the words mean; names that one text explains are together."""
-    terms = [(name, term.says) for name, term in (OF_LOADS | OF_WAYS).items() if term.says]
-    for says, each in groupby(terms, key=itemgetter(1)):
-        yield ", ".join(name for name, _ in each), says
-    yield "client, /s", _LOADS
-    yield FLAWED, _FLAW
+    for says, names in groupby(GLOSSARY, key=GLOSSARY.__getitem__):
+        yield ", ".join(names), says
 
 
 def render(report: Report) -> str:
     """The page, to be written in UTF-8. Markup in the report's names and texts is shown, not obeyed."""
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     first, more = charts(report)
-    warnings = [*filter(None, (texts.busy_text(report), *texts.remarks(report)))]
-    program = texts.report_program(report)
+    warnings, program = texts.remarks(report), texts.report_program(report)
     said = "<p>mcinfer's best mode here, as a program:</p>\n<pre>{}</pre>"
     made = f"{report.made_at}, in {report.took_seconds:.0f} s, by mcinfer {report.mcinfer}"
     facts = {

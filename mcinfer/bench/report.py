@@ -159,8 +159,8 @@ class Report:
         return next(found, None)
 
     def loads(self, *roles: Role) -> tuple[Load, ...]:
-        """All loads that ways of these roles were measured under, in their order."""
-        names = {way.name for way in self.ways if way.role in roles}
+        """All loads that ways of these roles were measured under, in their order; default: all but pools."""
+        names = {w.name for w in self.ways if w.role in (roles or ("baseline", "mcinfer"))}
         return tuple(dict.fromkeys(m.load for m in self.measurements if m.way in names))
 
 

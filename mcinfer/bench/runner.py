@@ -19,7 +19,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -54,7 +54,7 @@ from mcinfer.master import Master
 from mcinfer.model_cache.onnx_files import scan
 from mcinfer.model_cache.split_records import records_in
 from mcinfer.private import PrivateFolder
-from mcinfer.sharding import Axes, Split
+from mcinfer.sharding import Axes
 from mcinfer.specs import ModelSpec
 
 OPEN_LOOP_CLIENTS = 32
@@ -67,7 +67,7 @@ _COUNT_SECONDS = 4 * 3600.0
 """Time limit of a turn of a number of requests."""
 _PACKAGES = ("onnxruntime", "onnxruntime-gpu", "numpy", "pyzmq", "msgpack")
 
-_C = TypeVar("_C", bound="Contender")
+_T = TypeVar("_T")
 
 Progress = Callable[[float, str], None]
 """Called with the steps (for a search: seconds) that are over, and a note on the next step."""
@@ -115,31 +115,6 @@ class BenchOptions:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A model that was looked at, and by batch a file with the arrays of one request."""
-
-    path: Path
-    model: ModelSpec
-    split: Split
-    files: dict[int, Path]
-    batch_axes: Axes
-    output_axes: Axes
-
-    def setup(self, **more: Any) -> Setup:
-        """The arguments of a way that runs the model."""
-        return Setup(
-            model=str(self.path.absolute()),
-            cores=whole_cpus(),
-            split=self.split,
-            fixed_batch=fixed_batch(self.model, self.split),
-            batches=tuple(self.files),
-            batch_axes=self.batch_axes,
-            output_axes=self.output_axes,
-            **more,
-        )
-
-
 @contextmanager
 def prepared(
     model: Path,
@@ -148,10 +123,11 @@ def prepared(
     axes: Mapping[str, Any],
     show: Callable[[str], None],
     **options: Any,
-) -> Iterator[Prepared]:
+) -> Iterator[tuple[ModelSpec, Setup, dict[int, Path]]]:
     """Look at a model with one worker, which prepares it if it has not been; and write its requests.
 
     `axes` are the user's `batch_axes` and `output_axes`, `options` more arguments of the `mcinfer.Master`.
+    Yields the arguments of a way of one's own choice of workers, and by batch a file with a request's arrays.
 
     Raises:
         InvalidInputError: The options do not fit the model.
@@ -170,7 +146,15 @@ def prepared(
         files = {batch: folder / f"{batch}.request" for batch in batches}
         for batch, path in files.items():
             write_request(path, make_inputs(spec, split, batch, inputs))
-        yield Prepared(path=model, model=spec, split=split, files=files, **axes)
+        setup = Setup(
+            model=str(model.absolute()),
+            cores=whole_cpus(),
+            split=split,
+            fixed_batch=fixed_batch(spec, split),
+            batches=tuple(files),
+            **axes,
+        )
+        yield spec, setup, files
 
 
 @dataclass(slots=True)
@@ -178,89 +162,40 @@ class Contender:
     """A way that takes turns with others, and the results so far.
 
     Attributes:
+        text: That of a pool of the scaling; that of others is the way's own.
         errors: By error, the loads under which it came; no loads for one that ended the way.
-        out: Whether it is given up.
     """
 
     name: str
     subject: Subject
+    role: Role = "mcinfer"
+    text: str = ""
     errors: dict[str, list[str]] = field(default_factory=dict)
-    out: bool = False
     starts: list[float] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
     turns: dict[Load, list[Turn]] = field(default_factory=dict)
-    refused: set[Load] = field(default_factory=set)
 
-    def start(self, timeout: float) -> None:
-        if not self.out:
-            try:
-                self.starts.append(self.subject.start(timeout))
-            except WayFailedError as exc:
-                self.give_up(str(exc))
+    @property
+    def out(self) -> bool:
+        """Whether it is given up."""
+        return bool(self.errors) and not self.subject.alive
 
-    def take_turn(self, load: Load, **how: Any) -> None:
-        """One turn; after one that failed no other under this load, which may be too large a batch, say."""
-        if self.out or load in self.refused:
+    def attempt(self, kept: list[_T], step: Callable[[], _T], load: Load | None = None) -> None:
+        """Keep the outcome of a step; after one that failed (too large a batch, say) no other of the load."""
+        if self.out or any(str(load) in loads for loads in self.errors.values()):
             return
         try:
-            self.turns.setdefault(load, []).append(self.subject.turn(load, **how))
+            kept.append(step())
         except WayFailedError as exc:
-            self.errors.setdefault(str(exc), []).append(str(load))
-            self.refused.add(load)
-            self.out = not self.subject.alive
+            self.fail(str(exc), load)
 
-    def weigh(self) -> None:
-        if not self.out:
-            try:
-                self.memory.append(self.subject.memory())
-            except WayFailedError as exc:
-                self.give_up(str(exc))
-
-    def give_up(self, error: str) -> None:
-        self.errors[error] = []
-        self.out = True
-        self.subject.close()
-
-
-def take_turns(
-    contenders: Sequence[_C],
-    loads: Sequence[Load],
-    repeats: int,
-    start: Callable[[_C], None],
-    turn: Callable[[_C, Load, int], None],
-    *,
-    anew: bool,
-) -> None:
-    """Have ways take turns under each load, in each repeat; `start` and `turn` are called for each of them.
-
-    Each repeat begins with another way. With `anew` it also starts all of them anew, so that no single start
-    decides a way's figures, and weighs them at its end.
-    """
-    with ExitStack() as stack:
-        for contender in contenders:
-            stack.enter_context(contender.subject)
-        try:
-            for repeat in range(repeats):
-                order = rotated(contenders, repeat)
-                for contender in order if anew or not repeat else ():
-                    start(contender)
-                for load in loads:
-                    for contender in order:
-                        turn(contender, load, repeat)
-                for contender in contenders if anew else ():
-                    contender.weigh()
-        except KeyboardInterrupt:
-            for contender in contenders:  # all at once, and then one after another is waited for
-                contender.subject.interrupt()
-            raise
-
-
-@dataclass(slots=True)
-class _Entry(Contender):
-    """A way of a benchmark. The text of a pool of the scaling is its own, that of others the way's."""
-
-    role: Role = "mcinfer"
-    text: str = ""
+    def fail(self, error: str, load: Load | None = None) -> None:
+        """Note an error under a load, or one that ends the way."""
+        if load is None:
+            self.errors[error] = []
+            self.subject.close()
+        else:
+            self.errors.setdefault(error, []).append(str(load))
 
     def report(self) -> Way:
         return Way(
@@ -275,6 +210,54 @@ class _Entry(Contender):
                 for error, loads in self.errors.items()
             ),
         )
+
+
+def take_turns(
+    contenders: Sequence[Contender],
+    loads: Sequence[Load],
+    repeats: int,
+    show: Callable[[Contender, Load | None], None],
+    *,
+    patience: float,
+    anew: bool,
+    seed: int = 0,
+    warmup: float,
+    **how: float,
+) -> float:
+    """Have ways take turns under each load, in each repeat; the seconds of all turns.
+
+    Each repeat begins with another way. With `anew` it also starts all of them anew, so that no single start
+    decides a way's figures, and weighs them at its end. Without, they are warmed up once, and one that fails
+    a request is given up. `show` is called before each start (no load) and turn; a start may take `patience`
+    seconds. `how` are arguments of `Subject.turn`.
+    """
+    in_turns = 0.0
+    with ExitStack() as stack:
+        for contender in contenders:
+            stack.enter_context(contender.subject)
+        try:
+            for repeat in range(repeats):
+                order = rotated(contenders, repeat)
+                how |= {"seed": seed + repeat, "warmup": warmup if anew or not repeat else 0.0}
+                for one in order if anew or not repeat else ():
+                    show(one, None)
+                    one.attempt(one.starts, partial(one.subject.start, patience))
+                for load in loads:
+                    for one in order:
+                        show(one, load)
+                        begin, mine = monotonic(), one.turns.setdefault(load, [])
+                        one.attempt(mine, partial(one.subject.turn, load, **how), load)
+                        in_turns += monotonic() - begin
+                        if not anew and mine and mine[-1].failed:
+                            last = mine.pop()
+                            one.fail(f"{last.failed} of {last.made} requests failed: {last.error}")
+                for one in contenders if anew else ():
+                    one.attempt(one.memory, one.subject.memory)
+        except KeyboardInterrupt:
+            for contender in contenders:  # all at once, and then one after another is waited for
+                contender.subject.interrupt()
+            raise
+    return in_turns
 
 
 class Benchmark:
@@ -301,8 +284,8 @@ class Benchmark:
         # As the master counts them: fewer than cores where there is a quota.
         self._cpus = whole_cpus()
         self._devices = tuple(map(str, parse_devices(plan.devices, self._cpus)))
-        self._prepared: Prepared | None = None
-        self._entries: list[_Entry] = []
+        self._model = ModelSpec(inputs=(), outputs=())
+        self._entries: list[Contender] = []
         self.done = 0
         self._finished = False
         # 1, 2, 4, … and the whole pool's; none where there is but one worker.
@@ -322,7 +305,7 @@ class Benchmark:
             InvalidInputError: The plan does not fit the model.
             BuildError: mcinfer cannot load the model.
         """
-        plan = self._plan
+        plan, count = self._plan, len(self._devices)
         with prepared(
             plan.model,
             plan.batches,
@@ -331,8 +314,32 @@ class Benchmark:
             partial(self._progress, 0.0),
             devices=self._devices[:1],
             options=EngineOptions(threads=plan.threads),
-        ) as self._prepared:
-            main, pools = [self._entry(way) for way in plan.ways], self._pools()
+        ) as (self._model, setup, files):
+            setup = replace(
+                setup,
+                devices=self._devices,
+                threads=plan.threads,
+                max_batch_size=plan.max_batch_size,
+                max_delay=plan.max_delay,
+            )
+            main = [
+                # The role is not asked of the class, which would bring its runtime into this process.
+                Contender(
+                    shown_name(way),
+                    Subject(way, setup, files),
+                    "mcinfer" if way in MODES else "baseline",
+                )
+                for way in plan.ways
+            ]
+            pools = [
+                Contender(
+                    f"pool-{size}",
+                    Subject("concurrent", self._pool(setup, size), files),
+                    "scaling",
+                    f"mcinfer.submit over {size} of {count} workers",
+                )
+                for size in self._pool_sizes
+            ]
             self._entries = [*main, *pools]
             self._measure(main, plan.loads)
             self._measure(pools, (self._scaling_load,))
@@ -340,12 +347,8 @@ class Benchmark:
         return self.report()
 
     def report(self) -> Report:
-        """The results so far.
-
-        Raises:
-            InvalidInputError: The model was not loaded.
-        """
-        model, plan = self._looked_at.model, self._plan
+        """The results so far."""
+        model, plan = self._model, self._plan
         seconds = monotonic() - self._start
         others = (_busy_seconds() - self._busy_before) / max(seconds, 1e-9)
         return Report(
@@ -385,70 +388,38 @@ class Benchmark:
         """Whether any way has answered something."""
         return any(any(entry.turns.values()) for entry in self._entries)
 
-    # The ways.
-
-    @property
-    def _looked_at(self) -> Prepared:
-        if self._prepared is None:
-            raise InvalidInputError("nothing was measured")
-        return self._prepared
-
-    def _setup(self, workers: int, shares: Sequence[CoreShare] = ()) -> Setup:
-        """The arguments of a way with these workers: each with its share of the cores, or with all cores."""
-        plan = self._plan
-        return self._looked_at.setup(
-            devices=self._devices[:workers],
-            threads=plan.threads or (shares[0].threads if shares else None),
-            max_batch_size=plan.max_batch_size,
-            max_delay=plan.max_delay,
-            worker_cores=tuple(share.cores for share in shares),
-        )
-
-    def _entry(self, name: str) -> _Entry:
-        role: Role = "mcinfer" if name in MODES else "baseline"
-        setup = self._setup(len(self._devices))
-        # Not by its class, which would bring its runtime into this process.
-        subject = Subject(name, setup, self._looked_at.files)
-        return _Entry(shown_name(name), subject, role=role)
-
-    def _pools(self) -> list[_Entry]:
-        """Pools of fewer workers, each with the share of the device that it has in the whole pool."""
-        count = len(self._devices)
+    def _pool(self, setup: Setup, size: int) -> Setup:
+        """A pool of fewer workers, each with the share of the device that it has in the whole pool."""
         cores = sorted(os.sched_getaffinity(0))
         shares = share_cores(parse_devices(self._devices, self._cpus), cores, cpus=self._cpus)
-        mine = [share for share in shares.values() if isinstance(share, CoreShare)]
-        return [
-            _Entry(
-                f"pool-{size}",
-                Subject("concurrent", self._setup(size, mine[:size]), self._looked_at.files),
-                role="scaling",
-                text=f"mcinfer.submit over {size} of {count} workers",
-            )
-            for size in self._pool_sizes
-        ]
+        mine = [share for share in shares.values() if isinstance(share, CoreShare)][:size]
+        return replace(
+            setup,
+            devices=self._devices[:size],
+            threads=setup.threads or (mine[0].threads if mine else None),
+            worker_cores=tuple(share.cores for share in mine),
+        )
 
-    # Measuring.
-
-    def _measure(self, entries: Sequence[_Entry], loads: Sequence[Load]) -> None:
-        take_turns(entries, loads, self._plan.repeats, self._start_way, self._take_turn, anew=True)
-
-    def _start_way(self, entry: _Entry) -> None:
-        self._progress(self.done, f"starting {entry.name}")
-        self.done += 1
-        entry.start(START_SECONDS)
-
-    def _take_turn(self, entry: _Entry, load: Load, repeat: int) -> None:
-        self._progress(self.done, f"{entry.name}: {load}")
+    def _measure(self, entries: Sequence[Contender], loads: Sequence[Load]) -> None:
         plan = self._plan
         most = _COUNT_SECONDS if plan.count else 3 * (plan.warmup + plan.seconds)
-        entry.take_turn(
-            load,
+        take_turns(
+            entries,
+            loads,
+            plan.repeats,
+            self._show,
+            patience=START_SECONDS,
+            anew=True,
             seconds=plan.seconds,
             count=plan.count,
             warmup=plan.warmup,
-            seed=plan.inputs.seed + repeat,
-            timeout=most + 2 * load.clients * REQUEST_SECONDS,
+            seed=plan.inputs.seed,
+            timeout=most + 2 * max(load.clients for load in loads) * REQUEST_SECONDS,
         )
+
+    def _show(self, entry: Contender, load: Load | None) -> None:
+        text = f"{entry.name}: {load}" if load else f"starting {entry.name}"
+        self._progress(self.done, text)
         self.done += 1
 
 

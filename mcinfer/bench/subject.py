@@ -55,10 +55,8 @@ class Subject:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._pidfd = -1
-        self._status: int | None = None
         self._interrupted = False
         self._printed = b""
-        self._reader: threading.Thread | None = None
 
     @property
     def alive(self) -> bool:
@@ -83,39 +81,27 @@ class Subject:
                 pass_fds=(theirs.fileno(),),
                 process_group=0,  # Ctrl-C is for this process to hear; and all of it is ended at once
             )
+            self._reader = threading.Thread(
+                target=self._read_output, args=(self._process.stdout,), daemon=True
+            )
+            self._reader.start()
             self._pidfd = os.pidfd_open(self._process.pid)
         except OSError as exc:
             self._kill()
             raise WayFailedError(f"{self.way}: its process could not be started: {exc}") from exc
         finally:
             theirs.close()
-        self._reader = threading.Thread(
-            target=self._read_output, args=(self._process.stdout,), daemon=True
-        )
-        self._reader.start()
-        self._send({"parent": os.getpid(), "path": import_path()})
-        started = self._ask(
-            timeout, do="start", way=self.way, setup=self._setup, inputs=self._inputs
-        )
+        task = {"do": "start", "way": self.way, "setup": self._setup, "inputs": self._inputs}
+        started = self._ask(timeout, parent=os.getpid(), path=import_path(), **task)
         self.workers, self.text = started["workers"], started["text"]
         return float(started["seconds"])
 
-    def turn(
-        self,
-        load: Load,
-        *,
-        timeout: float,
-        seconds: float = 0.0,
-        count: int = 0,
-        warmup: float = 0.0,
-        seed: int = 0,
-    ) -> Turn:
+    def turn(self, load: Load, *, timeout: float, **how: float) -> Turn:
         """Make load on the way (`mcinfer.bench.load.take_turn`); its process is killed after `timeout`.
 
         Raises:
             WayFailedError: No request was answered, or it took too long.
         """
-        how = {"seconds": seconds, "count": count, "warmup": warmup, "seed": seed}
         found = self._ask(timeout, do="turn", load=asdict(load), **how)
         turn = Turn(**{**found, "latencies": tuple(found["latencies"])})
         if not turn.requests:
@@ -132,14 +118,14 @@ class Subject:
 
     def interrupt(self) -> None:
         """Have the process stop its task and end; `close` waits for that."""
-        if self._process is not None and self._pidfd >= 0:
+        if self._pidfd >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
             self._interrupted = True
 
     def close(self) -> None:
         try:
-            if self._interrupted and self._process is not None:
+            if self._interrupted and self._pidfd >= 0:
                 give_up = monotonic() + _STOP_SECONDS
                 while not wait([self._pidfd], _ASK_AGAIN_SECONDS) and monotonic() < give_up:
                     self.interrupt()
@@ -158,8 +144,8 @@ class Subject:
             self.interrupt()  # Ctrl-C
         self.close()
 
-    def _kill(self) -> None:
-        """End what is left of the process, and of those that it has started in its group."""
+    def _kill(self) -> int | None:
+        """End what is left of the process, and of those that it has started in its group; its exit status."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -167,14 +153,12 @@ class Subject:
         if process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is its own
-            self._status = process.wait()
-            if self._reader is not None:
-                self._reader.join(_LAST_SECONDS)
-            elif process.stdout is not None:
-                process.stdout.close()
+            process.wait()
+            self._reader.join(_LAST_SECONDS)
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
+        return None if process is None else process.returncode
 
     def _read_output(self, stream: IO[bytes]) -> None:
         """Read everything that the process and its children print; keep the end."""
@@ -183,43 +167,34 @@ class Subject:
                 self._printed = (self._printed + data)[-4 * _LAST_WORDS :]
 
     def _ask(self, timeout: float, **task: Any) -> Any:
-        self._send(task)
+        if self._connection is None:
+            raise WayFailedError(f"{self.way}: its process has ended")
         connection, data = self._connection, b""
         try:
+            connection.send_bytes(json.dumps(task, default=_plain).encode())
             # Its death, too: another process may hold the other end of the connection.
-            ready = wait([connection, self._pidfd], timeout) if connection else []
+            ready = wait([connection, self._pidfd], timeout)
             if not ready:
                 self._kill()
                 raise WayFailedError(f"{self.way}: {task['do']} was not done within {timeout:g} s")
-            if connection not in ready or connection is None:
-                raise self._died()
+            if connection not in ready:
+                raise EOFError
             data = connection.recv_bytes(_MAX_ANSWER_BYTES)
             answer = json.loads(data)
             if "error" in answer:
                 raise WayFailedError(f"{self.way}: {answer['error']}")
             return answer["ok"]
         except (EOFError, ConnectionError) as exc:
-            raise self._died() from exc
+            status = self._kill()
+            last = " ".join(self._printed.decode("utf-8", "replace").split())[-_LAST_WORDS:]
+            raise WayFailedError(
+                f"{self.way}: its process ended with status {status}{': ' if last else ''}{last}"
+            ) from exc
         except (OSError, ValueError, TypeError, KeyError) as exc:  # the way has written there
             self._kill()
             raise WayFailedError(
                 f"{self.way}: its process sent something else than an answer: {data[:_LAST_WORDS]!r}"
             ) from exc
-
-    def _send(self, task: Mapping[str, Any]) -> None:
-        if self._connection is None:
-            raise WayFailedError(f"{self.way}: its process has ended")
-        try:
-            self._connection.send_bytes(json.dumps(task, default=_plain).encode())
-        except OSError as exc:
-            raise self._died() from exc
-
-    def _died(self) -> WayFailedError:
-        self._kill()
-        last = " ".join(self._printed.decode("utf-8", "replace").split())[-_LAST_WORDS:]
-        return WayFailedError(
-            f"{self.way}: its process ended with status {self._status}{': ' if last else ''}{last}"
-        )
 
 
 def _plain(value: Any) -> dict[str, Any]:

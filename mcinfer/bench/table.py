@@ -9,9 +9,25 @@ from rich.table import Table
 from rich.text import Text
 
 from mcinfer.bench import texts
-from mcinfer.bench.figures import OF_LOADS, OF_WAYS, Figures, Spread, compared_loads, pools, under
+from mcinfer.bench.figures import (
+    FLAWED,
+    OF_LOADS,
+    OF_WAYS,
+    TO,
+    Figures,
+    Spread,
+    Unit,
+    latency_unit,
+    middle_text,
+    number,
+    plus_minus,
+    pools,
+    spread_text,
+    time_unit,
+    under,
+)
 from mcinfer.bench.report import Load, Report, Way
-from mcinfer.bench.texts import FLAWED, TO, Unit, number, printable, unit_of
+from mcinfer.bench.texts import printable
 
 _NAME_WIDTH = 16
 
@@ -34,7 +50,7 @@ class Grid:
 
 
 def grids(report: Report) -> tuple[Grid, ...]:
-    found = [_load_grid(load, under(report, load)) for load in compared_loads(report)]
+    found = [_load_grid(load, under(report, load)) for load in report.loads()]
     ways = [w for w in report.ways if w.role != "scaling" and (w.start_seconds or w.memory)]
     if ways:
         found.append(_way_grid(ways))
@@ -43,43 +59,33 @@ def grids(report: Report) -> tuple[Grid, ...]:
     return tuple(found)
 
 
-def cell(name: str, of: Figures | Way, times: Unit) -> Cell:
-    """A figure of the vocabulary, of a way under a load or of a way."""
-    way = of.way if isinstance(of, Figures) else of
-    term, whose = (OF_LOADS[name], of) if name in OF_LOADS else (OF_WAYS[name], way)
-    return term.of(whose), unit_of(term.kind, times)
-
-
-def _titles(names: Iterable[str], times: Unit) -> Iterator[str]:
-    """The columns' names, with their units; that of latencies is in the table's title."""
+def _cells(names: Iterable[str], way: Way, figures: Figures | None, times: Unit) -> Iterator[Cell]:
     for name in names:
-        kind = (OF_LOADS | OF_WAYS)[name].kind
-        yield name if kind == "latency" else f"{name} {unit_of(kind, times).sign}".rstrip()
+        term = OF_WAYS.get(name) or OF_LOADS[name]
+        yield term.of(way if name in OF_WAYS else figures), term.unit or times
 
 
 def _grid(
     title: str, first: str, names: Sequence[str], ways: Sequence[tuple[str, Figures]], times: Unit
 ) -> Grid:
-    """A table of ways under a load, each with its first cell."""
+    """A table of ways under a load, each with its first cell; the unit of latencies is in the title."""
+    units = ((OF_WAYS.get(name) or OF_LOADS[name]).unit or Unit() for name in names)
+    titles = (f"{name} {unit.sign}".rstrip() for name, unit in zip(names, units, strict=True))
     return Grid(
         title=title,
-        header=(first, "n", *_titles(names, times)),
+        header=(first, "n", *titles),
         rows=tuple(
-            (
-                start,
-                f"{OF_LOADS['n'].of(figures).middle:.0f}",
-                *(cell(name, figures, times) for name in names),
-            )
-            for start, figures in ways
+            (start, f"{OF_LOADS['n'].of(f).middle:.0f}", *_cells(names, f.way, f, times))
+            for start, f in ways
         ),
         flawed=frozenset(i for i, (_, figures) in enumerate(ways) if not figures.sound),
     )
 
 
 def _load_grid(load: Load, all_figures: Sequence[Figures]) -> Grid:
-    unit = texts.latency_unit(all_figures)
+    unit = latency_unit(all_figures)
     asked = "" if load.rate is None else f"{number(load.rate * load.batch)} rows/s asked for; "
-    base = next((figures.base.way for figures in all_figures if figures.base), "")
+    base = next((figures.other for figures in all_figures if figures.other), "")
     over = f"speed-up over {printable(base)}; " if base else ""
     return _grid(
         f"{load} ({asked}{over}latency and overhead in {unit.sign})",
@@ -91,7 +97,7 @@ def _load_grid(load: Load, all_figures: Sequence[Figures]) -> Grid:
 
 
 def _pool_grid(scaling: Sequence[Figures]) -> Grid:
-    unit = texts.latency_unit(scaling)
+    unit = latency_unit(scaling)
     loads = ", ".join(dict.fromkeys(str(figures.load) for figures in scaling))
     return _grid(
         f"scaling: {loads} (latency in {unit.sign})",
@@ -103,14 +109,15 @@ def _pool_grid(scaling: Sequence[Figures]) -> Grid:
 
 
 def _way_grid(ways: Sequence[Way]) -> Grid:
-    unit = texts.time_unit(min(way.start_seconds, default=0.0) for way in ways)
+    times = time_unit(min(way.start_seconds, default=0.0) for way in ways)
     rows = []
     for way in ways:
         counts = sorted({memory.processes for memory in way.memory})
         processes = TO.join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else TO
-        figures = (cell(name, way, unit) for name in OF_WAYS)
-        rows.append((printable(way.name), *figures, processes, str(way.workers)))
-    header = ("way", *_titles(OF_WAYS, unit), "processes", "workers")
+        cells = _cells(OF_WAYS, way, None, times)
+        rows.append((printable(way.name), *cells, processes, str(way.workers)))
+    titles = (f"{name} {(term.unit or times).sign}" for name, term in OF_WAYS.items())
+    header = ("way", *titles, "processes", "workers")
     return Grid(title="start and memory", header=header, rows=tuple(rows))
 
 
@@ -127,12 +134,9 @@ def show(report: Report, console: Console) -> None:
     for grid in grids(report):
         console.print()
         show_grid(grid, console)
-    warnings = [
-        f"{FLAWED} {text}" for text in (texts.busy_text(report), *texts.remarks(report)) if text
-    ]
     for sentences, style in (
         (texts.notes(report), ""),
-        (warnings, "yellow"),
+        ([f"{FLAWED} {text}" for text in texts.remarks(report)], "yellow"),
         (texts.gain_lines(report), ""),
         ([texts.verdict(report)], "bold"),
     ):
@@ -160,7 +164,7 @@ def show_grid(grid: Grid, console: Console) -> None:
     The spread is beside each figure where there is room, below it where there is not.
     """
     roomy = console.options.update(width=10_000)
-    for write in (_inline, _stacked):
+    for write in (spread_text, _stacked):
         table = _table(grid, write)
         table.width = console.measure(table, options=roomy).maximum
         if table.width <= console.width:
@@ -168,7 +172,7 @@ def show_grid(grid: Grid, console: Console) -> None:
     console.print(table, soft_wrap=True)
 
 
-def _table(grid: Grid, write: Callable[[Cell], str]) -> Table:
+def _table(grid: Grid, write: Callable[[Spread, Unit], str]) -> Table:
     table = Table(
         title=Text(grid.title, style="bold"),
         title_justify="left",
@@ -179,22 +183,13 @@ def _table(grid: Grid, write: Callable[[Cell], str]) -> Table:
     )
     for index, name in enumerate(grid.header):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
-    for index, (first, *rest) in enumerate(grid.rows):
-        name = write(first)
-        folded = (name[i : i + _NAME_WIDTH] for i in range(0, len(name), _NAME_WIDTH))
-        table.add_row(
-            Text("\n".join(folded)),
-            *(Text(write(cell)) for cell in rest),
-            style="red" if index in grid.flawed else "",
-        )
+    for index, cells in enumerate(grid.rows):
+        first, *rest = (cell if isinstance(cell, str) else write(*cell) for cell in cells)
+        folded = (first[i : i + _NAME_WIDTH] for i in range(0, len(first), _NAME_WIDTH))
+        style = "red" if index in grid.flawed else ""
+        table.add_row(Text("\n".join(folded)), *map(Text, rest), style=style)
     return table
 
 
-def _inline(cell: Cell) -> str:
-    return cell if isinstance(cell, str) else texts.spread_text(*cell)
-
-
-def _stacked(cell: Cell) -> str:
-    if isinstance(cell, str):
-        return cell
-    return f"{texts.middle_text(*cell)}\n{texts.plus_minus(*cell)}".rstrip()
+def _stacked(spread: Spread, unit: Unit) -> str:
+    return f"{middle_text(spread, unit)}\n{plus_minus(spread, unit)}".rstrip()

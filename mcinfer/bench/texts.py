@@ -1,36 +1,35 @@
-"""The sentences and numbers of a report, the same in the terminal, on the page and in the plots."""
+"""The sentences and programs of a report, the same in the terminal and on the page."""
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 from mcinfer.bench.figures import (
+    CLEAR_GAIN,
+    FLAWED,
+    MEGABYTES,
+    OF_WAYS,
+    PERCENT,
     SHORTEST_FOR_CORES,
+    TO,
     Figures,
-    Gain,
-    Kind,
-    Spread,
     best_gain,
-    busy,
-    compared_loads,
     gains,
     kept_up,
-    memory_beside,
+    middle_text,
+    number,
     pools,
-    quicker_alone,
+    range_text,
+    seconds_text,
     spread_of,
+    spread_text,
     under,
 )
-from mcinfer.bench.report import OTHERS, Load, Report, Way
+from mcinfer.bench.report import OTHERS, Load, Report
 from mcinfer.errors import printable as shown
 from mcinfer.specs import STRING, numpy_dtype
 
-FLAWED = "!"
-"""After the name of a way that did not answer all requests, or not as fast as they came."""
-MEGABYTE = 1e6
-TO = "\N{EN DASH}"
-"""Between the least and the greatest; alone: not known."""
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 SESSIONS = {
@@ -40,85 +39,17 @@ SESSIONS = {
 }
 """Ways that hold a session in the program's own process, as bench names them."""
 
-_KEPT_DIGITS = 3
 _LINE_CHARACTERS = 88
 _MAX_ERRORS = 5
 """Different ones that are shown; some count requests or name moments, so that no two are equal."""
 _LIKE = 0.05
 """Memory within this part is about the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    scale: float = 1.0
-    sign: str = ""
-
-
-def time_unit(seconds: Iterable[float]) -> Unit:
-    """The largest unit in which the least of these times is not below a tenth."""
-    least = min((s for s in seconds if math.isfinite(s) and s > 0), default=1e-3)
-    if least >= 0.1:
-        return Unit(1.0, "s")
-    return Unit(1e-3, "ms") if least >= 1e-4 else Unit(1e-6, "µs")
-
-
-def latency_unit(all_figures: Iterable[Figures]) -> Unit:
-    return time_unit(figures.latency(0.5).low for figures in all_figures)
-
-
-def unit_of(kind: Kind, times: Unit) -> Unit:
-    units = {"bytes": Unit(MEGABYTE, "MB"), "part": Unit(0.01, "%"), "amount": Unit()}
-    return units.get(kind, times)
-
-
-def number(value: float, like: float | None = None) -> str:
-    """Three digits of a number, or more before the point; with as many after it as `like` would have."""
-    if math.isnan(value):
-        return TO
-    if math.isinf(value):
-        return "∞" if value > 0 else "-∞"
-    if value == 0:
-        return "0"
-    size = value if like is None or not math.isfinite(like) else like
-    # 9.996 is written 10.0, so its digits are counted after rounding.
-    rounded = float(f"{abs(size):.{_KEPT_DIGITS - 1}e}")
-    whole = 0 if rounded < 1 else 1 + math.floor(math.log10(rounded))
-    return f"{value:.{max(0, _KEPT_DIGITS - whole)}f}"
+_BUSY_PART, _BUSY_SPREAD = 0.15, 0.3
+"""Part of the cores that others may use, and spread of throughput, until figures are not to be trusted."""
 
 
 def percent(part: float) -> str:
     return f"{100 * part:.0f} %"
-
-
-def middle_text(spread: Spread, unit: Unit = Unit()) -> str:
-    return number(spread.middle / unit.scale)
-
-
-def range_text(spread: Spread, unit: Unit = Unit()) -> str:
-    """The least and the greatest, with the digits of the median; empty where they do not differ."""
-    middle = spread.middle / unit.scale
-    low, high = (number(value / unit.scale, like=middle) for value in (spread.low, spread.high))
-    return "" if low == high else f"{low}{TO}{high}"
-
-
-def spread_text(spread: Spread, unit: Unit = Unit()) -> str:
-    range_ = range_text(spread, unit)
-    return f"{middle_text(spread, unit)} ({range_})" if range_ else middle_text(spread, unit)
-
-
-def plus_minus(spread: Spread, unit: Unit = Unit()) -> str:
-    """Such as ``±5``: the farthest repeat from the median; empty where none differs."""
-    if not range_text(spread, unit):
-        return ""
-    farthest = max(spread.middle - spread.low, spread.high - spread.middle)
-    if math.isinf(spread.high):
-        farthest = math.inf
-    return f"±{number(farthest / unit.scale, like=spread.middle / unit.scale)}"
-
-
-def seconds_text(seconds: float) -> str:
-    unit = time_unit([seconds])
-    return f"{number(seconds / unit.scale)} {unit.sign}"
 
 
 def printable(text: object) -> str:
@@ -132,7 +63,9 @@ def printable(text: object) -> str:
 def model_line(report: Report) -> str:
     model = report.model
     inputs, outputs = ", ".join(model.inputs), ", ".join(model.outputs)
-    return printable(f"{model.name}, {number(model.bytes / MEGABYTE)} MB: {inputs} → {outputs}")
+    return printable(
+        f"{model.name}, {number(model.bytes / MEGABYTES.scale)} MB: {inputs} → {outputs}"
+    )
 
 
 def machine_line(report: Report) -> str:
@@ -185,28 +118,30 @@ def verdict(report: Report) -> str:
     clear = [gain for gain in all_gains if gain.clear > 0]
     what = "the throughput" if best.load.rate is None else "the speed of answers"
     others = ", ".join(dict.fromkeys(printable(gain.other) for gain in (clear or [best])))
-    memory = _memory_text(report, best)
+    memory, speed = _memory_text(best), f"{number(best.speedup.middle)} {TIMES} {what}"
     if clear:
-        most = f"{number(best.ratio.middle)} {TIMES} {what} of {others}"
+        text = f"{speed} of {others}"
         if len(clear) < len(all_gains):
             few = " and ".join(str(gain.load) for gain in clear)
-            most += f" with {few if len(clear) < 3 else f'{len(clear)} of the loads'}"
+            text += f" with {few if len(clear) < 3 else f'{len(clear)} of the loads'}"
         elif len(clear) > 1:
-            most = f"up to {most}"
+            text = f"up to {text}"
         link = ", but " if " more " in memory or TIMES in memory else " and "
-        text = f"Use mcinfer: {most}{f'{link}{memory}' if memory else ''}."
-        return f"{text}{_alone_text(report, best)}"
-    crash = "" if best.own == "inline" else "a crash costs no request"
-    if all(gain.clear < 0 for gain in all_gains):
-        slow = f"mcinfer has {number(best.ratio.middle)} {TIMES} {what}"
-        return f"Keep {others}: {'; '.join(filter(None, (slow, memory, crash)))}."
-    text = "; ".join(filter(None, ("No clear gain in speed", memory, crash)))
-    return f"{text}.{_alone_text(report, best)}"
+        text = f"Use mcinfer: {text}{f'{link}{memory}' if memory else ''}"
+        return f"{text}.{_alone_text(report, best)}"
+    slower = all(gain.clear < 0 for gain in all_gains)
+    crash = "" if best.way.name == "inline" else "a crash costs no request"
+    first = f"Keep {others}: mcinfer has {speed}" if slower else "No clear gain in speed"
+    alone = "" if slower else _alone_text(report, best)
+    return f"{'; '.join(filter(None, (first, memory, crash)))}.{alone}"
 
 
-def _memory_text(report: Report, best: Gain) -> str:
+def _memory_text(best: Figures) -> str:
     """The memory of mcinfer's way beside that of the baseline that its speed is beside."""
-    name, part = printable(best.other), memory_beside(report, best.own, best.other)
+    own, others = (
+        OF_WAYS["PSS"].of(each.way).middle if each else math.nan for each in (best, best.base)
+    )
+    name, part = printable(best.other), own / others
     if math.isnan(part):
         return ""
     if abs(part - 1) < _LIKE:
@@ -216,17 +151,27 @@ def _memory_text(report: Report, best: Gain) -> str:
     return f"{percent(abs(part - 1))} {'less' if part < 1 else 'more'} memory than {name}"
 
 
-def _alone_text(report: Report, best: Gain) -> str:
-    """The way that answers one small request sooner than the workers do; empty where none does."""
-    found = quicker_alone(report, best.own)
-    if found is None:
+def _alone_text(report: Report, best: Figures) -> str:
+    """The way without several workers that answers one small request sooner; empty where none does.
+
+    By the median latency of one client's requests of the fewest rows, in every repeat.
+    """
+    loads = [load for load in report.loads() if load.rate is None and load.clients == 1]
+    least = min(loads, key=lambda load: load.batch, default=None)
+    found = [each for each in under(report, least) if each.sound] if least else []
+    mine = next((each for each in found if each.way.name == best.way.name), None)
+    single = [each for each in found if each.way.workers == 1]
+    if mine is None or mine.way.workers == 1 or not single:
         return ""
-    quickest, mine = found
-    times = [seconds_text(each.latency(0.5).middle) for each in found]
-    name, workers = printable(quickest.way.name), mine.way.workers
+    quickest = min(single, key=lambda each: each.latency(0.5).middle)
+    slow, quick = mine.latency(0.5), quickest.latency(0.5)
+    ratio = spread_of(a / b for a, b in zip(slow.values, quick.values, strict=False))
+    if not (ratio.low > 1 and ratio.middle >= CLEAR_GAIN):
+        return ""
     return (
-        f" For the latency of one request: {name} ({times[0]}, {best.own} {times[1]}); "
-        f"{workers} workers are for many clients."
+        f" For the latency of one request: {printable(quickest.way.name)} "
+        f"({seconds_text(quick.middle)}, {best.way.name} {seconds_text(slow.middle)}); "
+        f"{mine.way.workers} workers are for many clients."
     )
 
 
@@ -234,18 +179,17 @@ def gain_lines(report: Report) -> tuple[str, ...]:
     """For each load: mcinfer's speed-up, and whether it is clear; then the scaling."""
     lines = []
     for gain in gains(report):
-        words = {1: "faster", -1: "slower", 0: "no clear difference"}
-        if len(gain.ratio.values) < 2:
-            words[0] = "measured once"
-        range_ = range_text(gain.ratio).replace(TO, " to ") or middle_text(gain.ratio)
-        own, other = printable(gain.own), printable(gain.other)
-        text = f"{own} has {range_} {TIMES} the throughput of {other}"
+        unclear = "measured once" if len(gain.speedup.values) < 2 else "no clear difference"
+        clear = {1: "faster", -1: "slower", 0: unclear}[gain.clear]
+        ratio = range_text(gain.speedup).replace(TO, " to ") or middle_text(gain.speedup)
+        own, other = printable(gain.way.name), printable(gain.other)
+        text = f"{own} has {ratio} {TIMES} the throughput of {other}"
         if gain.load.rate is not None:
-            text = f"{own} answers {range_} {TIMES} as fast as {other}"
-        lines.append(f"{gain.load}: {text} ({words[gain.clear]}).")
+            text = f"{own} answers {ratio} {TIMES} as fast as {other}"
+        lines.append(f"{gain.load}: {text} ({clear}).")
     for pool in pools(report)[-1:]:
         if pool.way.workers > 1 and pool.speedup.known:
-            efficiency = spread_text(pool.speedup, Unit(0.01, "%"))
+            efficiency = spread_text(pool.speedup, PERCENT)
             lines.append(f"Scaling efficiency, {pool.way.workers} workers: {efficiency} %.")
     return tuple(lines)
 
@@ -258,25 +202,25 @@ def report_program(report: Report) -> str:
     best = best_gain(report)
     if best is None:
         return ""
-    settings = report.settings
+    settings, own = report.settings, best.way.name
     many = len(settings.devices)
     simple = settings.devices == tuple(f"cpu:{n}" for n in range(many))
     arguments: dict[str, Any] = {"devices": many if simple else [*settings.devices]}
-    if any(f.joined for f in under(report, best.load) if f.way.name == best.own):
-        arguments |= {"max_batch_size": settings.max_batch_size, "max_delay": settings.max_delay}
-    if best.own == "inline":
+    if own == "inline":
         arguments = {"providers": ["CPUExecutionProvider"]} if simple else {}
+    elif best.joined:
+        arguments |= {"max_batch_size": settings.max_batch_size, "max_delay": settings.max_delay}
     arrays = {}
     for text in report.model.inputs:
         name, _, rest = text.rpartition(": ")
         kind, _, dims = rest.rstrip("]").partition("[")
-        shape = []
-        for axis, size in enumerate(filter(None, dims.split(", "))):
-            key = f"{name}:{axis}" if size == "?" else size
-            known = int(size) if size.isdecimal() else settings.dims.get(key, best.load.batch)
-            shape.append(known)
+        sizes = {**settings.dims}
+        keys = [
+            f"{name}:{i}" if d == "?" else d for i, d in enumerate(filter(None, dims.split(", ")))
+        ]
+        shape = (int(k) if k.isdecimal() else sizes.get(k, best.load.batch) for k in keys)
         arrays[name] = kind, tuple(shape)
-    call = {"sharded": "predict", "inline": "inline"}.get(best.own, "submit")
+    call = {"sharded": "predict", "inline": "inline"}.get(own, "submit")
     return program(report.model.name, arguments, arrays, call, best.load.clients)
 
 
@@ -300,54 +244,46 @@ def program(
     made = [f"{_quoted(name)}: {_zeros(*kind)}" for name, kind in arrays.items()]
     foreign = "import ml_dtypes\n" if any("ml_dtypes." in text for text in made) else ""
     inputs = f"inputs = {_joined('{', made, '}')}  # your own arrays here\n"
+    given, written = {**arguments}, [_quoted(model)]
     if call in SESSIONS:
-        begin, calls = _session(model, arguments, call, clients)
+        begin = ""
+        calls = "answer = session.run(None, inputs)"
+        if clients > 1 and call == "session":
+            calls = f"answers = [session.run(None, inputs) for _ in range({clients})]"
+        elif clients > 1:
+            begin = "from concurrent.futures import ThreadPoolExecutor\n\n"
+            calls = (
+                f"with ThreadPoolExecutor({clients}) as clients:\n"
+                f"    answers = [*clients.map(lambda _: session.run(None, inputs), range({clients}))]"
+            )
+        providers = given.pop("providers", None)
+        options = "".join(f"options.{name} = {value!r}\n" for name, value in given.items())
+        if options:
+            options = f"options = onnxruntime.SessionOptions()\n{options}"
+            written.append("options")
+        if providers:
+            written.append(f"providers=[{', '.join(map(_quoted, providers))}]")
+        opened = f"session = {_joined('onnxruntime.InferenceSession(', written, ')')}\n"
         inline = "\nimport mcinfer.ort as onnxruntime\n"
         runtime = inline if call == "inline" else "import onnxruntime\n"
-        return f"{begin}{foreign}import numpy as np\n{runtime}\n{inputs}{calls}"
-    written = [_quoted(model)]
-    for name, value in arguments.items():
-        if name == "options" and value:
-            options = ", ".join(f"{key}={option!r}" for key, option in value.items())
-            written.append(f"options=mcinfer.EngineOptions({options})")
-        elif value:
-            written.append(f"{name}={_quoted(value)}")
+        return f"{begin}{foreign}import numpy as np\n{runtime}\n{inputs}{options}{opened}{calls}"
+    for name, value in given.items():
+        if value:
+            text = _quoted(value)
+            if name == "options":
+                chosen = ", ".join(f"{key}={option!r}" for key, option in value.items())
+                text = f"mcinfer.EngineOptions({chosen})"
+            written.append(f"{name}={text}")
+    calls = (
+        f"    futures = [master.submit(inputs) for _ in range({clients})]\n"
+        "    answers = [future.result() for future in futures]"
+    )
     if call == "predict":
         calls = "    answer = master.predict(inputs)"
-    else:
-        calls = (
-            f"    futures = [master.submit(inputs) for _ in range({clients})]\n"
-            "    answers = [future.result() for future in futures]"
-        )
     return (
         f"{foreign}import numpy as np\n\nimport mcinfer\n\n{inputs}"
         f"with {_joined('mcinfer.Master(', written, ')')} as master:\n{calls}"
     )
-
-
-def _session(model: str, arguments: Mapping[str, Any], call: str, clients: int) -> tuple[str, str]:
-    """The first line of a program that holds a session, if it needs one, and its last lines."""
-    given, more = dict(arguments), [_quoted(model)]
-    providers = given.pop("providers", None)
-    options = [f"options.{name} = {value!r}\n" for name, value in given.items()]
-    if options:
-        options.insert(0, "options = onnxruntime.SessionOptions()\n")
-        more.append("options")
-    if providers:
-        more.append(f"providers=[{', '.join(map(_quoted, providers))}]")
-    opened = f"session = {_joined('onnxruntime.InferenceSession(', more, ')')}\n"
-    begin = ""
-    if clients > 1 and call != "session":
-        begin = "from concurrent.futures import ThreadPoolExecutor\n\n"
-        calls = (
-            f"with ThreadPoolExecutor({clients}) as clients:\n"
-            f"    answers = [*clients.map(lambda _: session.run(None, inputs), range({clients}))]"
-        )
-    elif clients > 1:
-        calls = f"answers = [session.run(None, inputs) for _ in range({clients})]"
-    else:
-        calls = "answer = session.run(None, inputs)"
-    return begin, "".join(options) + opened + calls
 
 
 def _zeros(kind: str, shape: tuple[int, ...]) -> str:
@@ -375,20 +311,32 @@ def _joined(start: str, parts: list[str], end: str) -> str:
 # What a reader has to know.
 
 
-def busy_text(report: Report) -> str:
-    """A warning where other work disturbed the benchmark; empty otherwise."""
-    others, spread = busy(report)
-    why = [f"other programs used {number(others)} cores"] if others else []
-    why += [f"repeats differ by {percent(spread)}"] if spread else []
+def _busy_text(report: Report) -> str:
+    facts = (report.machine.get(key) for key in (OTHERS, "cores"))
+    others, cores = (float(fact) if isinstance(fact, int | float) else 0.0 for fact in facts)
+    closed = [f for load in report.loads() if load.rate is None for f in under(report, load)]
+    widths = [figures.rows.width for figures in closed if figures.sound]
+    usual = median(widths) if widths else 0.0
+    why = [f"other programs used {number(others)} cores"] * (others > _BUSY_PART * (cores or 1))
+    why += [f"repeats differ by {percent(usual)}"] * (usual > _BUSY_SPREAD)
     return f"The machine was busy: do not trust these figures ({', '.join(why)})." if why else ""
 
 
 def remarks(report: Report) -> tuple[str, ...]:
     """Warnings: without them the figures would be misread."""
-    found = [] if report.finished else ["The benchmark was interrupted: some turns are missing."]
+    found = [*filter(None, [_busy_text(report)])]
+    if not report.finished:
+        found.append("The benchmark was interrupted: some turns are missing.")
     if report.settings.repeats == 1:
         found.append("Everything was measured once: the spread is not known.")
-    found += [_way_error(report, way) for way in report.ways if way.error]
+    measured = {m.way for m in report.measurements if m.turns}
+    found += [
+        printable(
+            f"{way.name} could not be measured{' under all loads' * (way.name in measured)}: {way.error}"
+        )
+        for way in report.ways
+        if way.error
+    ]
     flaws: dict[Load, list[str]] = {}
     errors: dict[str, list[str]] = {}
     for figures in _all_figures(report):
@@ -408,7 +356,7 @@ def remarks(report: Report) -> tuple[str, ...]:
 
 
 def _all_figures(report: Report) -> list[Figures]:
-    compared = [figures for load in compared_loads(report) for figures in under(report, load)]
+    compared = [figures for load in report.loads() for figures in under(report, load)]
     return [*compared, *pools(report)]
 
 
@@ -420,12 +368,6 @@ def notes(report: Report) -> tuple[str, ...]:
     if any(not figures.cores.known for figures in all_figures):
         found.append(f"{TO}: cores need turns of at least {SHORTEST_FOR_CORES:g} s.")
     return tuple(found)
-
-
-def _way_error(report: Report, way: Way) -> str:
-    partly = any(m.way == way.name and m.turns for m in report.measurements)
-    where = " under all loads" if partly else ""
-    return printable(f"{way.name} could not be measured{where}: {way.error}")
 
 
 def flaw_text(figures: Figures) -> str:

@@ -17,22 +17,37 @@ different groups are compared by their ratio to the default in the same repeat o
 Ownership: a `Search` ends the ways of one group before the next one, and before `run` returns or raises.
 """
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from math import ceil, inf, isinf
+from math import ceil, inf, isfinite, isinf
 from pathlib import Path
 from statistics import median
 from time import monotonic
-from typing import Literal
+from typing import Any, Literal
 
-from mcinfer.bench.figures import Spread, latency, spread_of
+from mcinfer import __version__
+from mcinfer.bench import texts
+from mcinfer.bench.figures import (
+    ONE,
+    Spread,
+    latency,
+    number,
+    percentile,
+    seconds_text,
+    spread_of,
+    spread_text,
+    time_unit,
+)
 from mcinfer.bench.inputs import InputOptions, fixed_batch
 from mcinfer.bench.load import MAX_ARRIVALS, read_request
 from mcinfer.bench.report import Load, Turn
 from mcinfer.bench.runner import START_SECONDS, Contender, Progress, powers, prepared, take_turns
 from mcinfer.bench.subject import Subject, WayFailedError
-from mcinfer.bench.texts import SESSIONS, number
+from mcinfer.bench.table import Cell, Grid
+from mcinfer.bench.texts import SESSIONS, TIMES, printable
+from mcinfer.bench.way import why_whole
 from mcinfer.config import automatic_workers
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
@@ -116,17 +131,14 @@ class Candidate:
         return "threads-1" if (self.call, self.threads) == ("threads", 1) else self.call
 
     def __str__(self) -> str:
-        parts = ["1 worker" if self.workers == 1 else f"{self.workers} workers"]
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         if self.call in SESSIONS:
-            parts = [SESSIONS[self.call]]
-        if self.threads:
-            parts.append("1 thread" if self.threads == 1 else f"{self.threads} threads")
-        if self.call in SESSIONS:
-            return f"{', '.join(parts)} a run"
-        parts.append(self.call)
-        if self.max_batch_size > 1:
-            parts.append(f"{self.max_batch_size} rows within {self.max_delay * 1e3:g} ms")
-        return ", ".join(parts)
+            return f"{SESSIONS[self.call]}, {threads} a run"
+        workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        joined = f"{self.max_batch_size} rows within {self.max_delay * 1e3:g} ms"
+        joins = self.max_batch_size > 1
+        parts = (workers, self.threads and threads, self.call, joins and joined)
+        return ", ".join(part for part in parts if part)
 
 
 # The grid.
@@ -225,55 +237,6 @@ class Trial:
     error: str = ""
 
 
-def turns_of(trials: Sequence[Trial], candidate: Candidate) -> list[Turn]:
-    """A candidate's turns in the trials of one round; none where it failed."""
-    mine = [trial for trial in trials if trial.candidate == candidate]
-    return [] if any(t.error for t in mine) else [turn for trial in mine for turn in trial.turns]
-
-
-def costs(aim: Aim, trials: Sequence[Trial], default: Candidate) -> dict[Candidate, list[float]]:
-    """The cost of each candidate in each of its turns; those that failed are left out.
-
-    As a multiple of the default's in the same repeat; but where the default failed or did not keep up, so
-    that there is no such measure, as it is.
-    """
-    base = turns_of(trials, default)
-    measured = base and not any(isinf(aim.strain(turn)) for turn in base)
-    found: dict[Candidate, list[float]] = {}
-    for trial in trials:
-        if turns_of(trials, trial.candidate):
-            mine = [aim.cost(turn) for turn in trial.turns]
-            if measured:
-                mine = [a / aim.cost(b) for a, b in zip(mine, trial.beside, strict=False)]
-            found.setdefault(trial.candidate, []).extend(mine)
-    return {candidate: each for candidate, each in found.items() if each}
-
-
-def ranked(aim: Aim, trials: Sequence[Trial], default: Candidate) -> list[Candidate]:
-    """The candidates of one round that did not fail, the best first.
-
-    Those that keep the bound go by their cost; behind them are the others, by how far they are from it.
-    """
-    found = costs(aim, trials, default)
-
-    def key(candidate: Candidate) -> tuple[float, float]:
-        strain = median(map(aim.strain, turns_of(trials, candidate)))
-        return max(strain, 1.0), median(found[candidate])
-
-    return sorted(found, key=key)
-
-
-def contenders_after(
-    aim: Aim, trials: Sequence[Trial], default: Candidate, contenders: Sequence[Candidate]
-) -> list[Candidate]:
-    """The better half of a round, without those that are behind the best by 5 % in every repeat."""
-    order = ranked(aim, trials, default)
-    found = costs(aim, trials, default)
-    half = [c for c in order if c in contenders][: ceil(len(contenders) / 2)]
-    limit = _ALIKE * max(found[order[0]]) if order else inf
-    return [c for c in half if min(found[c]) <= limit]
-
-
 @dataclass(slots=True, kw_only=True)
 class Found:
     """The results of a search so far.
@@ -310,12 +273,48 @@ class Found:
             return [trial for trial in self.trials if trial.rung == self.finished_rungs]
         return [t for t in self.trials if t.rung == 1 and (t.error or len(t.turns) == REPEATS)]
 
-    @property
-    def best(self) -> Candidate | None:
-        return next(iter(ranked(self.aim, self.decisive, self.default)), None)
+    # Of some trials, those of one round: by default the decisive ones.
 
-    def turns(self, candidate: Candidate) -> list[Turn]:
-        return turns_of(self.decisive, candidate)
+    def turns(self, candidate: Candidate, trials: Sequence[Trial] | None = None) -> list[Turn]:
+        """A candidate's turns; none where it failed."""
+        among = self.decisive if trials is None else trials
+        mine = [trial for trial in among if trial.candidate == candidate]
+        return [] if any(t.error for t in mine) else [turn for t in mine for turn in t.turns]
+
+    def costs(self, trials: Sequence[Trial] | None = None) -> dict[Candidate, list[float]]:
+        """The cost of each candidate in each of its turns; those that failed are left out.
+
+        As a multiple of the default's in the same repeat; but where the default failed or did not keep up, so
+        that there is no such measure, as it is.
+        """
+        among = self.decisive if trials is None else trials
+        base = self.turns(self.default, among)
+        measured = base and not any(isinf(self.aim.strain(turn)) for turn in base)
+        found: dict[Candidate, list[float]] = {}
+        for trial in among:
+            if self.turns(trial.candidate, among):
+                mine = [self.aim.cost(turn) for turn in trial.turns]
+                if measured:
+                    pairs = zip(mine, trial.beside, strict=False)
+                    mine = [cost / self.aim.cost(other) for cost, other in pairs]
+                found.setdefault(trial.candidate, []).extend(mine)
+        return {candidate: each for candidate, each in found.items() if each}
+
+    def ranked(self, trials: Sequence[Trial] | None = None) -> list[Candidate]:
+        """The candidates that did not fail, the best first.
+
+        Those that keep the bound go by their cost; behind them are the others, by how far they are from it.
+        """
+        found = self.costs(trials)
+        return sorted(found, key=lambda c: (max(self.strain(c, trials), 1.0), median(found[c])))
+
+    def better_half(
+        self, trials: Sequence[Trial], contenders: Sequence[Candidate]
+    ) -> list[Candidate]:
+        """The better half of a round, without those that are behind the best by 5 % in every repeat."""
+        order, found = self.ranked(trials), self.costs(trials)
+        half = [c for c in order if c in contenders][: ceil(len(contenders) / 2)]
+        return [c for c in half if min(found[c]) <= _ALIKE * max(found[order[0]])]
 
     def over_default(self, candidate: Candidate, trials: Sequence[Trial] | None = None) -> Spread:
         """How many times better than the default, within each repeat; unknown where that failed."""
@@ -323,14 +322,18 @@ class Found:
         return spread_of(
             self.aim.cost(other) / self.aim.cost(turn)
             for trial in among
-            if trial.candidate == candidate and turns_of(among, candidate)
+            if trial.candidate == candidate and self.turns(candidate, among)
             for turn, other in zip(trial.turns, trial.beside, strict=False)
             if not isinf(self.aim.cost(other))
         )
 
-    def strain(self, candidate: Candidate) -> float:
+    def strain(self, candidate: Candidate, trials: Sequence[Trial] | None = None) -> float:
         """The median of its strain (`Aim.strain`); infinite where it has no turns."""
-        return median([self.aim.strain(turn) for turn in self.turns(candidate)] or [inf])
+        return median([self.aim.strain(turn) for turn in self.turns(candidate, trials)] or [inf])
+
+    @property
+    def best(self) -> Candidate | None:
+        return next(iter(self.ranked()), None)
 
     @property
     def fits(self) -> bool:
@@ -416,10 +419,14 @@ class Search:
         found, batch = self.found, self._aim.load.batch
         axes = {"batch_axes": found.batch_axes, "output_axes": found.output_axes}
         show = partial(self._progress, 0.0)
-        with prepared(self._model, [batch], self._inputs, axes, show, devices=1) as self._prepared:
-            spec, found.split = self._prepared.model, self._prepared.split
+        with prepared(self._model, [batch], self._inputs, axes, show, devices=1) as (
+            spec,
+            self._setup,
+            self._files,
+        ):
+            found.split = self._setup.split
             types = {tensor.name: tensor.element_type for tensor in spec.inputs}
-            arrays = read_request(self._prepared.files[batch])
+            arrays = read_request(self._files[batch])
             found.arrays = {name: (types[name], array.shape) for name, array in arrays.items()}
             self._began = monotonic()
             try:
@@ -483,7 +490,7 @@ class Search:
                 seconds = min(seconds, MAX_ARRIVALS / self._aim.load.rate)
             trials = self._run_round(contenders, seconds, len(rounds(count)))
             found.finished_rungs += 1
-            contenders = contenders_after(self._aim, trials, self.found.default, contenders)
+            contenders = found.better_half(trials, contenders)
             if not count:
                 left_out = "there was time for the default alone"
                 return left_out if found.left_out else "there is nothing else to try"
@@ -509,44 +516,221 @@ class Search:
 
     def _run_group(self, trials: Sequence[Trial], seconds: float, repeats: int, what: str) -> None:
         """Start a few candidates, the default first, have them take turns, and end them."""
-        began, in_turns = monotonic(), 0.0
-        contenders = [self._contender(trial) for trial in trials]
+        began, load = monotonic(), self._aim.load
 
-        def start(contender: Contender) -> None:
-            self._show(f"{what}: starting {contender.name}")
-            contender.start(self._patience)
+        def show(contender: Contender, load: Load | None) -> None:
+            step = contender.name if load else f"starting {contender.name}"
+            self._progress(self._budget - max(0.0, self._left()), f"{what}: {step}")
 
-        def turn(contender: Contender, load: Load, repeat: int) -> None:
-            nonlocal in_turns
-            begin = monotonic()
-            self._show(f"{what}: {contender.name}")
-            warmup = 0.0 if contender.turns[load] else _WARMUP
-            timeout = self._patience + 3 * (warmup + seconds)
-            contender.take_turn(load, seconds=seconds, warmup=warmup, seed=repeat, timeout=timeout)
-            in_turns += monotonic() - begin
-            turns = contender.turns[load]
-            if turns and turns[-1].failed:
-                last = turns.pop()
-                contender.give_up(f"{last.failed} of {last.made} requests failed: {last.error}")
-
+        contenders = []
+        for trial in trials:
+            candidate = trial.candidate
+            setup = replace(
+                self._setup,
+                devices=tuple(f"cpu:{i}" for i in range(candidate.workers)),
+                threads=candidate.threads,
+                max_batch_size=candidate.max_batch_size,
+                max_delay=candidate.max_delay,
+            )
+            subject = Subject(candidate.way, setup, self._files)
+            contenders.append(Contender(str(candidate), subject, turns={load: trial.turns}))
         try:
-            take_turns(contenders, [self._aim.load], repeats, start, turn, anew=False)
+            in_turns = take_turns(
+                contenders,
+                [load],
+                repeats,
+                show,
+                patience=self._patience,
+                anew=False,
+                seconds=seconds,
+                warmup=_WARMUP,
+                timeout=self._patience + 3 * (_WARMUP + seconds),
+            )
         finally:
             for trial, contender in zip(trials, contenders, strict=True):
                 trial.beside = trials[0].turns
                 trial.error = "; ".join(contender.errors)
         self._starts.append((monotonic() - began - in_turns) / len(trials))
 
-    def _show(self, words: str) -> None:
-        self._progress(self._budget - max(0.0, self._left()), words)
 
-    def _contender(self, trial: Trial) -> Contender:
-        candidate = trial.candidate
-        setup = self._prepared.setup(
-            devices=tuple(f"cpu:{i}" for i in range(candidate.workers)),
-            threads=candidate.threads,
-            max_batch_size=candidate.max_batch_size,
-            max_delay=candidate.max_delay,
+# For the reader.
+
+_SESSION_CLASSES = dict.fromkeys(SESSIONS, "onnxruntime.InferenceSession") | {
+    "inline": "mcinfer.ort.InferenceSession"
+}
+
+
+def arguments(candidate: Candidate, found: Found) -> dict[str, Any]:
+    """A candidate as arguments of `mcinfer.Master`; those of its `options` as a mapping, by name.
+
+    For a session its providers, and what is set in its `SessionOptions`.
+    """
+    if candidate.call in SESSIONS:
+        return {"intra_op_num_threads": candidate.threads, "providers": ["CPUExecutionProvider"]}
+    chosen = candidate != found.default
+    axes = {"batch_axes": found.batch_axes, "output_axes": found.output_axes}
+    return {
+        "devices": candidate.workers if chosen else None,
+        "options": {"threads": candidate.threads} if chosen else {},
+        "max_batch_size": candidate.max_batch_size,
+        "max_delay": candidate.max_delay,
+        **{name: dict(said) for name, said in axes.items() if said},
+    }
+
+
+def program(model: str, candidate: Candidate, found: Found) -> str:
+    given = arguments(candidate, found)
+    if candidate.max_batch_size == 1:
+        given.pop("max_batch_size", None)
+    return texts.program(model, given, found.arrays, candidate.call, found.aim.load.clients)
+
+
+def grids(found: Found) -> list[Grid]:
+    numbers = sorted({trial.rung for trial in found.trials})
+    return [grid for rung in numbers if (grid := _grid(found, rung)).rows]
+
+
+def _grid(found: Found, rung: int) -> Grid:
+    trials = [trial for trial in found.trials if trial.rung == rung]
+    turns = {c: found.turns(c, trials) for c in found.ranked(trials)}
+    unit = time_unit(percentile(each, 0.5).low for each in turns.values())
+    rows: list[tuple[Cell, ...]] = []
+    for one, each in turns.items():
+        joins = one.max_batch_size > 1
+        names = (one.call, "default" * (one == found.default))
+        rows.append(
+            (
+                ", ".join(filter(None, names)),
+                "" if one.call in SESSIONS else str(one.workers),
+                "auto" if one.threads is None else str(one.threads),
+                str(one.max_batch_size) if joins else "no",
+                f"{one.max_delay * 1e3:g}" if joins else "",
+                (spread_of(map(found.aim.rows, each)), ONE),
+                (percentile(each, 0.5), unit),
+                (percentile(each, 0.99), unit),
+                (found.over_default(one, trials), ONE),
+            )
         )
-        subject = Subject(candidate.way, setup, self._prepared.files)
-        return Contender(str(candidate), subject, turns={self._aim.load: trial.turns})
+    ways = "1 way" if len(turns) == 1 else f"{len(turns)} ways"
+    interrupted = "" if rung <= found.finished_rungs else ", interrupted"
+    header = ("call", "workers", "threads", "joined", "delay ms", "rows/s", "p50", "p99")
+    return Grid(
+        title=f"round {rung}{interrupted}: {ways} (p50 and p99 in {unit.sign})",
+        header=(*header, f"{TIMES} default"),
+        rows=tuple(rows),
+    )
+
+
+def remarks(found: Found) -> list[str]:
+    lines = ["The search was interrupted: these are the results so far."]
+    if found.ended:
+        lines = [f"The search ended after {number(found.took_seconds)} s: {found.ended}."]
+    if found.left_out:
+        lines.append(
+            f"{found.left_out} of {found.candidates} ways were left out for lack of time: "
+            f"--budget {ceil(found.needed_seconds)} is enough for all."
+        )
+    if found.split is not None and not found.split.splits:
+        lines.append(printable(f"Requests are not split, nor joined: {why_whole(found.split)}."))
+    turns = [] if found.best is None else found.turns(found.best)
+    count = min((turn.requests for turn in turns), default=0)
+    if found.aim.max_latency and 0 < count < ENOUGH_REQUESTS:
+        lines.append(
+            f"The bound was checked with {count} requests in each turn: below {ENOUGH_REQUESTS} p99 is the "
+            f"slowest of them. A longer --budget gives longer turns."
+        )
+    lines += [
+        printable(f"{trial.candidate}: {trial.error}") for trial in found.trials if trial.error
+    ]
+    return lines
+
+
+def verdict(found: Found) -> str:
+    best, chosen = found.best, found.recommended
+    if best is None or chosen is None:
+        return "no way could be measured"
+    if not found.fits:
+        bound, strain, load = found.aim.max_latency, found.strain(best), found.aim.load
+        if bound is None or isinf(strain):
+            return f"no way keeps up with {load}; {best} came nearest"
+        return (
+            f"no way answers 99 % of the requests within {seconds_text(bound)} under {load}; "
+            f"{best} came nearest with {seconds_text(strain * bound)}"
+        )
+    better = found.over_default(best)
+    over = f"{spread_text(better)} {TIMES} the default" if better.known else "the default failed"
+    if chosen == found.default:
+        text = f"Use the default: no other way is clearly better. {_figure(found, chosen)}."
+        return text if best == chosen else f"{text} The best other, {best}: {over}."
+    text = f"Use {best}: {_figure(found, best)}, {over}."
+    if found.turns(found.default) and found.strain(found.default) > 1.0:
+        keeps_up = not isinf(found.strain(found.default))
+        what = "keep the bound" if keeps_up else f"keep up with {found.aim.load}"
+        text += f" The default does not {what}: {_figure(found, found.default)}."
+    return text
+
+
+def _figure(found: Found, candidate: Candidate) -> str:
+    """The figure of the goal, and the p99 that has a bound."""
+    turns = found.turns(candidate)
+    rows, median = spread_of(map(found.aim.rows, turns)), percentile(turns, 0.5)
+    unit = time_unit([median.low])
+    first = f"{spread_text(rows)} rows/s"
+    if found.aim.goal == "latency":
+        first = f"p50 {spread_text(median, unit)} {unit.sign}"
+    tail = percentile(turns, 0.99)
+    return f"{first}, p99 {spread_text(tail, unit)} {unit.sign}" if tail.known else first
+
+
+def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> bytes:
+    """All figures, and the recommendation (docs/tuning.md).
+
+    Args:
+        model: Path of the model.
+        found: The results of the search.
+        machine: Facts about the machine before it.
+    """
+    chosen = found.recommended
+    content = {
+        "schema": "mcinfer.tune",
+        "version": 1,
+        "mcinfer": __version__,
+        "machine": machine,
+        "cores": found.cores,
+        "model": model,
+        "aim": asdict(found.aim),
+        "recommended": chosen
+        and {
+            "class": _SESSION_CLASSES.get(chosen.call, "mcinfer.Master"),
+            "arguments": arguments(chosen, found),
+            "call": chosen.call,
+            "is_default": chosen == found.default,
+            "keeps_bound": found.strain(chosen) <= 1.0,
+            "over_default": _finite(found.over_default(chosen)),
+            "program": program(model, chosen, found),
+        },
+        "candidates": found.candidates,
+        "left_out": found.left_out,
+        "ended": found.ended,
+        "finished": bool(found.ended),
+        "took_seconds": found.took_seconds,
+        "trials": [
+            {
+                "rung": trial.rung,
+                "heat": trial.group,
+                "candidate": asdict(trial.candidate),
+                "is_default": trial.candidate == found.default,
+                "over_default": _finite(found.over_default(trial.candidate, [trial])),
+                "error": trial.error,
+                "turns": [asdict(turn) for turn in trial.turns],
+            }
+            for trial in found.trials
+        ],
+    }
+    return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _finite(spread: Spread) -> dict[str, float] | None:
+    """JSON has neither NaN nor infinities."""
+    values = {"middle": spread.middle, "low": spread.low, "high": spread.high}
+    return values if all(map(isfinite, values.values())) else None

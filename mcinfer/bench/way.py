@@ -38,11 +38,11 @@ class Setup:
 
     model: str
     cores: int
-    devices: tuple[str, ...]
-    threads: int | None
     split: Split
-    max_batch_size: int
-    max_delay: float
+    devices: tuple[str, ...] = ()
+    threads: int | None = None
+    max_batch_size: int = 1
+    max_delay: float = 0.0
     worker_cores: tuple[tuple[int, ...], ...] = ()
     fixed_batch: int | None = None
     batches: tuple[int, ...] = ()

@@ -225,10 +225,9 @@ def tune(
     It tries sessions in one process, numbers of workers and threads, and how requests are joined.
     """
     # Both need packages: a missing one is an error before the work, not after it.
-    from mcinfer.bench.advice import as_json, verdict
     from mcinfer.bench.report import Load
     from mcinfer.bench.runner import OPEN_LOOP_CLIENTS, machine
-    from mcinfer.bench.tune import Aim, Search
+    from mcinfer.bench.tune import Aim, Search, as_json, verdict
     from mcinfer.machine import whole_cpus
 
     if concurrency is None and rate is not None:
@@ -270,8 +269,8 @@ def _show_search(model: str, found: Any) -> None:
     """Print what was tried, the best, and a program that uses it; none where nothing fits."""
     from rich.console import Console
 
-    from mcinfer.bench.advice import arguments, grids, program, remarks, verdict
     from mcinfer.bench.table import print_lines, print_program, show_grid
+    from mcinfer.bench.tune import arguments, grids, program, remarks, verdict
 
     console = Console()
     for grid in grids(found):

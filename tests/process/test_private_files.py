@@ -116,8 +116,8 @@ def serve_weight_bytes() -> None:
 def prepare_a_benchmark(model: Path) -> None:
     inputs = InputOptions(files={}, archive=None, dims={})
     axes: dict[str, Any] = {"batch_axes": {}, "output_axes": {}}
-    with prepared(model, [2], inputs, axes, lambda _: None, devices=1) as found:
-        assert found.files[2].stat().st_size
+    with prepared(model, [2], inputs, axes, lambda _: None, devices=1) as (_, _, files):
+        assert files[2].stat().st_size
 
 
 @pytest.mark.parametrize("serve", [serve_bytes, serve_files_in_memory, serve_weight_bytes])

@@ -7,9 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcinfer.bench.advice import program
 from mcinfer.bench.report import Load
-from mcinfer.bench.tune import Aim, Candidate, Found
+from mcinfer.bench.tune import Aim, Candidate, Found, program
 from tests.command_line import COMMAND
 from tests.process.models import AFFINE, OnnxModel
 from tests.process.scripts import Program
