@@ -18,7 +18,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer import errors as own
 from mcinfer import machine, ort
-from mcinfer.config import EngineOptions
+from mcinfer.config import Device, EngineOptions
 from mcinfer.ort import errors, options, values
 from mcinfer.ort import providers as chosen
 from mcinfer.ort.__main__ import main
@@ -171,7 +171,7 @@ def test_options_of_a_running_program_can_be_pickled_and_made_again() -> None:
     given.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     given.add_session_config_entry("a.b", "c")
     given.add_external_initializers(["w"], [ort.OrtValue.ortvalue_from_numpy(np.arange(3.0))])
-    again = options.rebuilt(*pickle.loads(pickle.dumps(options.packed(given))))  # noqa: S301 our own
+    again = pickle.loads(pickle.dumps(given))  # noqa: S301 our own
     assert again.graph_optimization_level == given.graph_optimization_level
     assert again.get_session_config_entry("a.b") == "c"
     first, second = (options.passed(o, EngineOptions(), "/", 1) for o in (given, again))
@@ -221,15 +221,6 @@ def test_notes_of_calls_go_with_the_options() -> None:
     del given, value
     gc.collect()
     assert gone() is None
-
-
-def test_classes_are_wrapped_once() -> None:
-    method = native.SessionOptions.add_session_config_entry
-    options.note_calls(native.SessionOptions)
-    assert native.SessionOptions.add_session_config_entry is method
-    given = onnxruntime.SessionOptions()
-    given.add_session_config_entry("a", "b")
-    assert options.calls(given) == [("add_session_config_entry", ("a", "b"))]
 
 
 def test_options_set_in_many_threads_are_all_noted() -> None:
@@ -486,9 +477,9 @@ def test_value_of_strings_of_nothing_and_of_one_number() -> None:
 
 
 def test_outputs_are_left_on_the_first_card_if_cupy_has_their_types() -> None:
-    host, card = (ort.OrtDevice.make(kind, 1)._get_c_device() for kind in ("cpu", "cuda"))
-    assert values.outputs_on([host, card], [spec("y")]) == "cuda:1"
-    assert values.outputs_on([host], [spec("y")]) == "host"
+    card = Device("cuda", 1)
+    assert values.outputs_on([None, card], [spec("y")]) == "cuda:1"
+    assert values.outputs_on([None], [spec("y")]) == "host"
     for element_type in ("bfloat16", "string", "float8_e5m2"):
         assert values.outputs_on([card], [spec("y"), spec("z", element_type)]) == "host"
     other = ort.OrtDevice.make("dml", 0)._get_c_device()

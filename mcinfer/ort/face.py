@@ -10,6 +10,9 @@ needed.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer.model_cache.protobuf import encode_field
 from mcinfer.specs import ELEMENT_TYPES, Dimension, ModelDescription, TensorSpec
@@ -23,20 +26,19 @@ NOTHING_SAID = ModelDescription()
 
 _IR_VERSION = 10  # the first with four-bit types
 _OPSET = 21  # likewise
-_FLOAT = ELEMENT_TYPES["float32"].onnx
-
-_CAST = frozenset(
-    name
-    for name in ELEMENT_TYPES
-    if name.startswith(("bfloat", "float8", "int4", "uint4", "float4"))
+_NO_FLOAT = (
+    encode_field(1, b"type")
+    + encode_field(14, encode_field(1, encode_field(1, ELEMENT_TYPES["float32"].onnx)))
+    + encode_field(20, 13)
 )
-"""Types that ONNX does not allow in an optional, so that they are cast from one of float32."""
+"""The attribute of a node whose output is an optional value of type float that there is not."""
+
 
 _MODEL_FIELDS = {"producer_name": 2, "domain": 4, "description": 6}
 _GRAPH_FIELDS = {"graph_name": 2, "graph_description": 10}
 _VERSION_FIELD = 5
 _NO_VERSION = (1 << 63) - 1  # how the runtime says that a model has none
-_TYPE_OF_TYPE, _TYPE_OF_INT = 13, 2  # AttributeProto.AttributeType
+_TYPE_OF_INT = 2  # in AttributeProto.AttributeType, where 13 is a type's
 
 
 def face(
@@ -53,12 +55,16 @@ def face(
     """
     about = description.about
     passed = {spec.name for spec in inputs}  # an input may be an output as it is
-    graph = b"".join(
-        encode_field(1, node)
-        for number, spec in enumerate(outputs)
-        if spec.name not in passed
-        for node in _nodes(spec, f"{number}")
-    )
+    nodes = [
+        _node("Optional", "empty", "", "mcinfer/empty", _NO_FLOAT),
+        _node("OptionalGetElement", NOT_RUNNABLE, "mcinfer/empty", "mcinfer/taken"),
+    ]
+    for spec in outputs:
+        if spec.name not in passed:
+            to = encode_field(3, ELEMENT_TYPES[spec.element_type].onnx)
+            to = encode_field(1, b"to") + to + encode_field(20, _TYPE_OF_INT)
+            nodes.append(_node("Cast", f"cast {spec.name}", "mcinfer/taken", spec.name, to))
+    graph = b"".join(encode_field(1, node) for node in nodes)
     graph += _texts(about, _GRAPH_FIELDS)
     graph += b"".join(encode_field(11, _value(spec)) for spec in inputs)
     graph += b"".join(encode_field(12, _value(spec)) for spec in outputs)
@@ -72,38 +78,18 @@ def face(
     return model
 
 
-def _nodes(spec: TensorSpec, number: str) -> list[bytes]:
-    """Nodes that would make an output from an optional value that there is not."""
-    name, element_type = spec.name, ELEMENT_TYPES[spec.element_type].onnx
-    cast = spec.element_type in _CAST
-    empty = f"mcinfer/{number}/empty"
-    taken = f"mcinfer/{number}/taken" if cast else name
-    kind = encode_field(1, encode_field(1, _FLOAT if cast else element_type))
-    optional = encode_field(14, kind) + encode_field(20, _TYPE_OF_TYPE)
-    nodes = [
-        _node("Optional", f"empty {number}", None, empty, "type", optional),
-        _node("OptionalGetElement", f"{NOT_RUNNABLE} ({number})", empty, taken),
-    ]
-    if cast:
-        to = encode_field(3, element_type) + encode_field(20, _TYPE_OF_INT)
-        nodes.append(_node("Cast", f"cast {number}", taken, name, "to", to))
-    return nodes
+def tiny_session(model: bytes) -> Any:
+    """A native session of the runtime's on a model that is made here."""
+    session = native.InferenceSession(native.SessionOptions(), model, False, False)
+    session.initialize_session([], [], set())
+    return session
 
 
-def _node(
-    operator: str,
-    name: str,
-    source: str | None,
-    target: str,
-    attribute: str = "",
-    value: bytes = b"",
-) -> bytes:
-    node = b"" if source is None else encode_field(1, _bytes(source))
+def _node(operator: str, name: str, source: str, target: str, attribute: bytes = b"") -> bytes:
+    node = encode_field(1, _bytes(source)) if source else b""
     node += encode_field(2, _bytes(target)) + encode_field(3, _bytes(name))
     node += encode_field(4, _bytes(operator))
-    if attribute:
-        node += encode_field(5, encode_field(1, _bytes(attribute)) + value)
-    return node
+    return node + encode_field(5, attribute) if attribute else node
 
 
 def _value(spec: TensorSpec) -> bytes:

@@ -15,23 +15,21 @@ and opened again when it is first used.
 """
 
 import ctypes
-import functools
 import os
 import threading
-import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer.errors import ClosedError, McinferError, raised_by_handler
+from mcinfer.errors import ClosedError
 from mcinfer.model_cache import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
 from mcinfer.ort import options as noted
 from mcinfer.ort.errors import Unsupported
 from mcinfer.ort.providers import CPU, NOTHING_HERE
-from mcinfer.process import give_back_freed_memory
 
 if TYPE_CHECKING:
     from mcinfer.model_cache.cache import Held
@@ -51,90 +49,52 @@ _UNPREPARED = (
 """The beginnings of configuration entries that are about the graph as it was written."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """A session to open.
+def prepared(
+    model: str | bytes,
+    folder: str,
+    options: Any,
+    providers: Sequence[Any] | None,
+    prepare: str,
+) -> "tuple[str, Held | None]":
+    """The entry of the prepared model, for the caller to close; made if there is none yet.
 
-    Attributes:
+    Args:
         model: An absolute path, or the model's bytes.
         folder: The folder of relative paths; empty if there is none.
         options: The program's ``SessionOptions``, if any.
         providers: As the program gave them.
         prepare: `EngineOptions.prepare`.
-        changed: Whether the program asked for what no key has: other optimisers, options from the model.
-    """
-
-    model: str | bytes
-    folder: str
-    options: Any
-    providers: Sequence[Any] | None
-    prepare: str
-    changed: bool
-
-    @property
-    def name(self) -> str:
-        if isinstance(self.model, str):
-            return os.path.basename(self.model)
-        from mcinfer.private import IN_MEMORY
-
-        return IN_MEMORY
-
-
-def look_up(wanted: Wanted) -> "tuple[str, Held | None]":
-    """The entry of the prepared model, for the caller to close; made if there is none yet.
 
     Returns:
         Why there is none, or the entry.
+
+    Raises:
+        McinferError, OSError, ValueError, TypeError: Something is wrong with the model or the cache.
     """
-    try:
-        return _prepared(wanted)
-    except (McinferError, OSError, ValueError, TypeError) as exc:
-        if raised_by_handler(exc):
-            raise
-        return str(exc), None  # what is wrong with the model, the plain class says in its words
-
-
-def prepared_file(held: "Held") -> str:
-    from mcinfer.model_cache.cache import MODEL_FILE
-
-    return str(held.opened / MODEL_FILE)
-
-
-def prepared_options(options: Any) -> Any:
-    """``SessionOptions`` for the prepared model, which is optimised and lies beside its weights."""
-    changed = noted.copied(options, without=FOLDER_KEY)
-    changed.graph_optimization_level = native.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return changed
-
-
-def _prepared(wanted: Wanted) -> "tuple[str, Held | None]":
-    options, model = wanted.options, wanted.model
-    if wanted.prepare == "never":
+    if prepare == "never":
         return "EngineOptions(prepare='never')", None
-    if wanted.changed:
-        return "disabled_optimizers or read_config_from_model was given", None
-    if others := _other_providers(wanted):
+    if others := _other_providers(providers, options):
         return f"{others[0]}: sessions in several processes do not share a device's memory", None
     if options is not None and not noted.is_noted(options):
         return f"sess_options were {noted.NOT_NOTED}", None
     if isinstance(model, str) and model.endswith(".ort"):
         return "its name says that it has ONNX Runtime's own format", None
-    folder = noted.config_entries(options).get(FOLDER_KEY)
-    folder = os.path.join(wanted.folder, folder) if folder else None
+    data = noted.config_entries(options).get(FOLDER_KEY)
+    data = os.path.join(folder, data) if data else None
     with ExitStack() as opened:
-        if isinstance(model, bytes):
-            from mcinfer.private import ModelInMemory, in_words
+        if isinstance(model, str):
+            return _prepared_file(model, data, folder, options, prepare)
+        from mcinfer.private import ModelInMemory, in_words
 
-            folder = folder or wanted.folder
-            path = opened.enter_context(closing(ModelInMemory(model))).path
-            why, held = _prepared_file(wanted, path, folder)
-            return in_words(why, path), held
-        return _prepared_file(wanted, model, folder)
+        path = opened.enter_context(closing(ModelInMemory(model))).path
+        why, held = _prepared_file(path, data or folder, folder, options, prepare)
+        return in_words(why, path), held
 
 
-def _prepared_file(wanted: Wanted, path: str, folder: str | None) -> "tuple[str, Held | None]":
-    options = wanted.options
-    if wanted.prepare == "auto" and not is_large(path, folder):
+def _prepared_file(
+    path: str, data: str | None, folder: str, options: Any, prepare: str
+) -> "tuple[str, Held | None]":
+    if prepare == "auto" and not is_large(path, data):
         return _SMALL, None
     # From here on the model will be prepared, if it can be: small ones need none of these modules.
     from mcinfer.config import Device, EngineOptions
@@ -146,7 +106,7 @@ def _prepared_file(wanted: Wanted, path: str, folder: str | None) -> "tuple[str,
         passed = noted.passed(
             native.SessionOptions() if options is None else options,
             EngineOptions(prepare="auto"),
-            wanted.folder,
+            folder,
             1,
         )
     except Unsupported as exc:  # what it says after the name is about workers
@@ -167,7 +127,7 @@ def _prepared_file(wanted: Wanted, path: str, folder: str | None) -> "tuple[str,
             threads=1,
             inter_op_threads=None,
             prepare="always",  # its size was looked at, and the notes say why it cannot be
-            session_config={**engine.session_config, **({FOLDER_KEY: folder} if folder else {})},
+            session_config={**engine.session_config, **({FOLDER_KEY: data} if data else {})},
         ),
     )
     content = content_of(request)
@@ -178,22 +138,20 @@ def _prepared_file(wanted: Wanted, path: str, folder: str | None) -> "tuple[str,
     return "; ".join(note.removeprefix(f"{OWN_COPY}: ") for note in found.notes), found.held
 
 
-def _other_providers(wanted: Wanted) -> list[str]:
+def _other_providers(providers: Sequence[Any] | None, options: Any) -> list[str]:
     """The providers beside the CPU's that the session may have."""
     available = native.get_available_providers()
-    named = [one[0] if isinstance(one, tuple) else one for one in wanted.providers or ()]
-    if not named and wanted.options is not None and noted.is_noted(wanted.options):
-        named = [name for name, _ in noted.named_providers(wanted.options)]
-    return [n for n in named or available if n in available and n not in (CPU, NOTHING_HERE)]
+    named = [one[0] if isinstance(one, tuple) else one for one in providers or ()]
+    named = named or [name for name, _ in noted.named_providers(options)] or available
+    return [n for n in named if n in available and n not in (CPU, NOTHING_HERE)]
 
 
-# While a session lives, and in processes that are forked.
+# In processes that are forked.
 
+WITH_THREADS: "WeakSet[InferenceSession]" = WeakSet()
+"""The sessions of this process that have threads, which a process that is forked opens again."""
 
-def hold(session: "InferenceSession", held: "Held") -> None:
-    """Hold the entry as long as the native session lives: bindings have it too."""
-    weakref.finalize(session._sess, held.close).atexit = False
-    give_back_freed_memory()
+_reopening = threading.Lock()
 
 
 def has_threads(options: Any) -> bool:
@@ -203,51 +161,34 @@ def has_threads(options: Any) -> bool:
     )
 
 
-class ForkedSessions:
-    """The sessions of this process that have threads, which a process that is forked opens again.
+def _leave_sessions() -> None:
+    global _reopening
+    _reopening = threading.Lock()  # another thread may have held it
+    for session in [*WITH_THREADS]:
+        left = session.__dict__.pop("_sess", None)
+        if left is not None:
+            # It is never destroyed: that would wait for threads that there are not.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
+            session.left_by = os.getppid()
+    WITH_THREADS.clear()
 
-    A native session that is left is never destroyed: that would wait for threads that there are not.
+
+os.register_at_fork(after_in_child=_leave_sessions)
+
+
+def reopen(session: "InferenceSession") -> None:
+    """Open a session again that was left.
+
+    Raises:
+        ClosedError: A session on a device, whose driver does not work in a forked process.
     """
-
-    def __init__(self) -> None:
-        self._sessions: weakref.WeakSet[InferenceSession] = weakref.WeakSet()
-        self._reopening = threading.Lock()
-        os.register_at_fork(after_in_child=self._after_in_child)
-
-    def add(self, session: "InferenceSession") -> None:
-        self._sessions.add(session)
-
-    def discard(self, session: "InferenceSession") -> None:
-        self._sessions.discard(session)
-
-    def _after_in_child(self) -> None:
-        self._reopening = threading.Lock()  # another thread may have held it
-        for session in [*self._sessions]:
-            left = session.__dict__.pop("_sess", None)
-            if left is not None:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
-                session.left_by = os.getppid()
-        self._sessions = weakref.WeakSet()
-
-    def reopen(self, session: "InferenceSession") -> None:
-        """Open a session again that was left.
-
-        Raises:
-            ClosedError: A session on a device, whose driver does not work in a forked process.
-        """
-        with self._reopening:
-            if "_sess" in session.__dict__:  # another thread was first
-                return
-            first = session.get_providers()[0]
-            if first not in (CPU, NOTHING_HERE):
-                raise ClosedError(
-                    f"the session on {first} belongs to process {session.left_by}; process {os.getpid()} was "
-                    "forked from it, and has to open one of its own"
-                )
-            session._create_inference_session(*session._chosen)
-
-
-@functools.cache
-def forks() -> ForkedSessions:
-    """The only one of this process: a registration for forks cannot be undone."""
-    return ForkedSessions()
+    with _reopening:
+        if "_sess" in session.__dict__:  # another thread was first
+            return
+        first = session.get_providers()[0]
+        if first not in (CPU, NOTHING_HERE):
+            raise ClosedError(
+                f"the session on {first} belongs to process {session.left_by}; process {os.getpid()} was "
+                "forked from it, and has to open one of its own"
+            )
+        session._create_inference_session(*session._chosen)

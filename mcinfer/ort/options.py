@@ -7,9 +7,9 @@ object. The notes go with the object. Options that were set before mcinfer.ort w
 same holds for the level of the default logger, which a process has once.
 """
 
+import copyreg
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -31,35 +31,41 @@ if TYPE_CHECKING:  # inline sessions of small models do not need it
 Call = tuple[str, tuple[Any, ...]]
 """A method's name, and what it was called with."""
 
-_NOTES = "_mcinfer_notes"
-"""The attribute of a class with the calls of each of its objects: also the mark that it is wrapped."""
+_NOTES: MutableMapping[Any, list[Call]] = WeakKeyDictionary()
+"""The calls of each object of options."""
+
+_DEFAULT_LOGGER: dict[str, str] = {}
+"""What was set for the process."""
 
 _READS = ("get_", "has_", "_")
-_WRAPPING = threading.Lock()
 
 
 def note_calls(kind: Any) -> None:
-    """Have the methods of a class of options that set something note their calls; once for each class."""
-    with _WRAPPING:
-        if hasattr(kind, _NOTES):
-            return
-        notes: MutableMapping[Any, list[Call]] = WeakKeyDictionary()
-        kind.__init__ = _beginning(kind.__init__, notes)
-        for name in dir(kind):
-            if callable(getattr(kind, name)) and not name.startswith(_READS):
-                setattr(kind, name, _noting(name, getattr(kind, name), notes))
-        setattr(kind, _NOTES, notes)
+    """Have the methods of a class of options that set something note their calls."""
+    begin = kind.__init__
 
-
-def _beginning(
-    begin: Callable[..., None], notes: MutableMapping[Any, list[Call]]
-) -> Callable[..., None]:
     @wraps(begin)
     def initialise(self: Any, *arguments: Any) -> None:
         begin(self, *arguments)
-        notes[self] = []
+        _NOTES[self] = []
 
-    return initialise
+    kind.__init__ = initialise
+    for name in dir(kind):
+        if callable(getattr(kind, name)) and not name.startswith(_READS):
+            setattr(kind, name, _noting(name, getattr(kind, name)))
+
+
+def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def noting(self: Any, *arguments: Any, **named: Any) -> Any:
+        result = method(self, *arguments, **named)
+        arguments += (*named.values(),)
+        if name == "register_custom_ops_library":  # the runtime has loaded it from there
+            arguments = (_under(working_folder(), os.fspath(arguments[0])),)
+        _NOTES.setdefault(self, []).append((name, arguments))
+        return result
+
+    return noting
 
 
 NOT_NOTED = "not made by this program after mcinfer.ort was imported"
@@ -67,44 +73,22 @@ NOT_NOTED = "not made by this program after mcinfer.ort was imported"
 
 def is_noted(options: Any) -> bool:
     """Whether all calls of an object of options are known: it was made after mcinfer.ort was imported."""
-    return options in getattr(type(options), _NOTES, ())
+    return options in _NOTES
 
 
 def note_default_logger() -> None:
-    """Have ONNX Runtime's functions that set the level of its default logger note it; once."""
-    with _WRAPPING:
-        if hasattr(native, _NOTES):
-            return
-        notes: dict[str, str] = {}
-        for name in ("default_logger_severity", "default_logger_verbosity"):
-            setter = getattr(native, f"set_{name}")
-            for module in (native, onnxruntime):
-                setattr(module, setter.__name__, _noting_level(name, setter, notes))
-        setattr(native, _NOTES, notes)
+    """Have ONNX Runtime's functions that set the level of its default logger note it."""
+    for name in ("default_logger_severity", "default_logger_verbosity"):
+        noting = _noting_level(name, getattr(native, f"set_{name}"))
+        for module in (native, onnxruntime):
+            setattr(module, f"set_{name}", noting)
 
 
-def _noting_level(
-    name: str, setter: Callable[[int], None], notes: MutableMapping[str, str]
-) -> Callable[[int], None]:
+def _noting_level(name: str, setter: Callable[[int], None]) -> Callable[[int], None]:
     @wraps(setter)
     def noting(level: int) -> None:
         setter(level)
-        notes[name] = str(int(level))
-
-    return noting
-
-
-def _noting(
-    name: str, method: Callable[..., Any], notes: MutableMapping[Any, list[Call]]
-) -> Callable[..., Any]:
-    @wraps(method)
-    def noting(self: Any, *arguments: Any, **named: Any) -> Any:
-        result = method(self, *arguments, **named)
-        arguments += (*named.values(),)
-        if name == "register_custom_ops_library":  # the runtime has loaded it from there
-            arguments = (_under(working_folder(), os.fspath(arguments[0])),)
-        notes.setdefault(self, []).append((name, arguments))
-        return result
+        _DEFAULT_LOGGER[name] = str(int(level))
 
     return noting
 
@@ -123,9 +107,8 @@ def _under(folder: str, library: str) -> str:
 
 
 def calls(options: Any) -> list[Call]:
-    """The noted calls of an object of options, in their order."""
-    notes: Mapping[Any, list[Call]] = getattr(type(options), _NOTES)
-    return [*notes.get(options, ())]
+    """The noted calls of an object of options, in their order; none of None."""
+    return [] if options is None else [*_NOTES.get(options, ())]
 
 
 def attributes(options: Any) -> Iterator[tuple[str, Any]]:
@@ -137,37 +120,13 @@ def attributes(options: Any) -> Iterator[tuple[str, Any]]:
             yield name, getattr(options, name)
 
 
-def packed(options: Any) -> tuple[list[tuple[str, Any]], list[Call]]:
-    """What ``SessionOptions`` hold, as `pickle` takes it; `Unsupported`: not all of it is known."""
-    if not is_noted(options):
-        raise Unsupported(
-            f"SessionOptions: got such that were {NOT_NOTED}, which cannot be pickled"
-        )
-    noted = [(name, tuple(map(_packed, given))) for name, given in calls(options)]
-    return [*attributes(options)], noted
-
-
-def _packed(argument: Any) -> Any:
-    if isinstance(argument, list):
-        return [*map(_packed, argument)]
-    return _Elements(_elements(argument)) if isinstance(argument, _VALUES) else argument
-
-
-def _unpacked(argument: Any) -> Any:
-    if isinstance(argument, list):
-        return [*map(_unpacked, argument)]
-    if isinstance(argument, _Elements):
-        return OrtValue.ortvalue_from_numpy(argument.array)
-    return argument
-
-
 def rebuilt(set_attributes: Sequence[tuple[str, Any]], noted: Sequence[Call]) -> Any:
-    """New ``SessionOptions`` from what `packed` gave."""
+    """New ``SessionOptions`` with these attributes and calls."""
     options = native.SessionOptions()
     for name, value in set_attributes:
         setattr(options, name, value)
     for name, arguments in noted:
-        getattr(options, name)(*map(_unpacked, arguments))
+        getattr(options, name)(*arguments)
     return options
 
 
@@ -175,22 +134,27 @@ def copied(options: Any, *, without: str = "") -> Any:
     """New ``SessionOptions`` like these, or the default ones; `without` a configuration entry of that key."""
     if options is None:
         return native.SessionOptions()
-    kept = [
-        (name, given)
-        for name, given in calls(options)
-        if not (name == "add_session_config_entry" and given[0] == without)
-    ]
+    left_out = ("add_session_config_entry", without)
+    kept = [(name, given) for name, given in calls(options) if (name, *given[:1]) != left_out]
     return rebuilt([*attributes(options)], kept)
 
 
-_VALUES = (OrtValue, native.OrtValue)
+def _reduced(options: Any) -> tuple[Any, ...]:
+    """``SessionOptions`` for `pickle`; `Unsupported`: not all of what they hold is known."""
+    if not is_noted(options):
+        raise Unsupported(
+            f"SessionOptions: got such that were {NOT_NOTED}, which cannot be pickled"
+        )
+    return rebuilt, ([*attributes(options)], calls(options))
 
 
-@dataclass(frozen=True, slots=True)
-class _Elements:
-    """In the place of an ``OrtValue``, which cannot be pickled."""
+def _reduced_value(value: Any) -> tuple[Any, ...]:
+    return OrtValue.ortvalue_from_numpy, (_elements(value),)
 
-    array: NDArray[Any]
+
+native.SessionOptions.__reduce__ = _reduced
+copyreg.pickle(OrtValue, _reduced_value)
+copyreg.pickle(native.OrtValue, _reduced_value)
 
 
 def _elements(value: Any) -> NDArray[Any]:
@@ -200,21 +164,13 @@ def _elements(value: Any) -> NDArray[Any]:
 
 def named_providers(options: Any) -> list[tuple[str, dict[str, str]]]:
     """The providers that were added to ``SessionOptions``, by name."""
-    return [
-        (name, dict(given[0]) if given else {})
-        for method, (name, *given) in _of(options, "add_provider")
-    ]
+    given = (arguments for name, arguments in calls(options) if name == "add_provider")
+    return [(name, dict(*more)) for name, *more in given]
 
 
 def config_entries(options: Any) -> dict[str, str]:
     """The configuration entries that were added to ``SessionOptions``, if there are any."""
-    if options is None:
-        return {}
-    return dict(given for _, given in _of(options, "add_session_config_entry"))
-
-
-def _of(options: Any, *methods: str) -> Iterator[Call]:
-    return (call for call in calls(options) if call[0] in methods)
+    return dict(given for name, given in calls(options) if name == "add_session_config_entry")
 
 
 _AS_TEXT = (
@@ -268,28 +224,25 @@ def passed(options: Any, base: "EngineOptions", folder: str, cores: int) -> Pass
     if options.execution_mode == native.ExecutionMode.ORT_PARALLEL:
         found["inter_op_threads"] = max(1, options.inter_op_num_threads or cores)
     given = {name: _text(differing[name]) for name in _AS_TEXT if name in differing}
-    default_logger: Mapping[str, str] = getattr(native, _NOTES)
-    found["session_options"] = {**default_logger, **base.session_options, **given}
+    found["session_options"] = {**_DEFAULT_LOGGER, **base.session_options, **given}
     for name, value in differing.items():
         if name not in (*_AS_TEXT, *_READ_ELSEWHERE):
             raise Unsupported(
                 f"SessionOptions.{name}: got {value!r}, {_REFUSED.get(name, _NO_ACT)}"
             )
-    config = dict(base.session_config)
+    config = {**base.session_config, **config_entries(options)}
     libraries = [_under(folder, library) for library in base.custom_operators]
-    sizes = {"name": dict(base.free_dimensions), "denotation": dict(base.free_denotations)}
+    by_name, by_denotation = dict(base.free_dimensions), dict(base.free_denotations)
     weights: dict[str, NDArray[Any]] = {}
     files: dict[str, bytes] = {}
     for name, arguments in calls(options):
         match name:
-            case "add_session_config_entry":
-                config[arguments[0]] = arguments[1]
             case "register_custom_ops_library":
                 libraries.append(arguments[0])
             case "add_free_dimension_override_by_name":
-                sizes["name"][arguments[0]] = int(arguments[1])
+                by_name[arguments[0]] = int(arguments[1])
             case "add_free_dimension_override_by_denotation":
-                sizes["denotation"][arguments[0]] = int(arguments[1])
+                by_denotation[arguments[0]] = int(arguments[1])
             case "add_initializer":
                 weights[arguments[0]] = _elements(arguments[1])
             case "add_external_initializers":
@@ -297,8 +250,8 @@ def passed(options: Any, base: "EngineOptions", folder: str, cores: int) -> Pass
             case "add_external_initializers_from_files_in_memory":
                 contents = (bytes(data[:size]) for data, size in zip(*arguments[1:], strict=True))
                 files |= zip(map(os.fspath, arguments[0]), contents, strict=True)
-            case "add_provider":
-                pass  # `named_providers`
+            case "add_session_config_entry" | "add_provider":
+                pass  # `config_entries`, `named_providers`
             case _:
                 raise Unsupported(f"SessionOptions.{name}(): {_REFUSED.get(name, _NO_ACT)}")
     if config.get(FOLDER_KEY):
@@ -309,8 +262,8 @@ def passed(options: Any, base: "EngineOptions", folder: str, cores: int) -> Pass
             **found,
             session_config=config,
             custom_operators=[*dict.fromkeys(libraries)],
-            free_dimensions=sizes["name"],
-            free_denotations=sizes["denotation"],
+            free_dimensions=by_name,
+            free_denotations=by_denotation,
             variable_weights=[*dict.fromkeys([*base.variable_weights, *weights])],
             describe=True,
         )

@@ -11,17 +11,20 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer.errors import ClosedError, InvalidInputError, raised_by_handler
+from mcinfer.errors import ClosedError, InvalidInputError, McinferError, raised_by_handler
+from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.ort import inline
 from mcinfer.ort import options as noted
 from mcinfer.ort.errors import Unsupported
 from mcinfer.ort.providers import UnknownProviderError
+from mcinfer.process import give_back_freed_memory
 
 if TYPE_CHECKING:  # an inline session needs no workers
     from mcinfer.master import Master
@@ -32,10 +35,13 @@ _FROM_MODEL = "ORT_LOAD_CONFIG_FROM_MODEL"
 _FOLDER = "_folder"
 """A session's argument for one that is opened again: the folder of its relative paths."""
 
-_OF_NATIVE = (
-    *("_sess", "_inputs_meta", "_outputs_meta", "_overridable_initializers", "_model_meta"),
-    *("_input_meminfos", "_output_meminfos", "_input_epdevices", "_profiling_start_time_ns"),
+_SAID = (
+    *("inputs_meta", "outputs_meta", "overridable_initializers", "model_meta"),
+    *("input_meminfos", "output_meminfos", "input_epdevices"),
 )
+"""What the plain class takes from its native session."""
+
+_OF_NATIVE = ("_sess", "_profiling_start_time_ns", *(f"_{name}" for name in _SAID))
 """The plain class's attributes that keep the native session, and with it the model."""
 
 _OF_PLAIN = ("disabled_optimizers", "read_config_from_model")
@@ -165,7 +171,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             if getattr(self, "_sess", None) is not None:
                 self._sess.close()
             return
-        inline.forks().discard(self)
+        inline.WITH_THREADS.discard(self)
         self._is_closed = True
         for name in _OF_NATIVE:
             self.__dict__.pop(name, None)
@@ -178,25 +184,17 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
 
     def __getstate__(self) -> dict[str, Any]:
         """A session is opened again from its path or bytes, with the same options and relative paths."""
-        options = self._sess_options_initial
         model = self._model_bytes
         if self._model_path is not None:
             model = os.path.join(self._folder, self._model_path)
+        given = {"enable_fallback": int(self._wants_fallback), _FOLDER: self._folder}
         return {
-            "model": model,
-            "options": None if options is None else noted.packed(options),
-            "chosen": self._chosen,
-            "given": {
-                **self._given,
-                "enable_fallback": int(self._wants_fallback),
-                _FOLDER: self._folder,
-            },
+            "first": (model, self._sess_options_initial, *self._chosen),
+            "given": {**self._given, **given},
         }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        set_options = state["options"]
-        options = None if set_options is None else noted.rebuilt(*set_options)
-        InferenceSession.__init__(self, state["model"], options, *state["chosen"], **state["given"])
+        InferenceSession.__init__(self, *state["first"], **state["given"])
 
     # As the plain class calls them.
 
@@ -209,17 +207,14 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         if self._inline:
             self._open_inline(providers, provider_options, disabled_optimizers)
             return
-        from mcinfer.ort.workers import Opening
+        from mcinfer.ort.workers import open_session
 
         self._fallback_providers = ["CPUExecutionProvider"]
         model = self._model_bytes if self._model_path is None else self._model_path
-        opening = Opening(
-            model=model,
-            folder=self._folder,
-            options=self._sess_options_initial,
-            given=self._given,
+        chosen = (providers, provider_options)
+        self._take(
+            open_session(model, self._folder, self._sess_options_initial, self._given, chosen)
         )
-        self._take(opening.open(providers, provider_options))
 
     def _open_inline(
         self,
@@ -234,38 +229,45 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         asked = (providers, provider_options, disabled_optimizers)
         if options is not None and not isinstance(options, native.SessionOptions):
             super()._create_inference_session(*asked)  # whose error it is
-        wanted = inline.Wanted(
-            model=self._model_bytes if absolute is None else absolute,
-            folder=self._folder,
-            options=options,
-            providers=providers,
-            prepare=self._prepare,
-            changed=bool(disabled_optimizers) or self._read_config_from_model,
-        )
-        why, held = inline.look_up(wanted)
-        failure: Exception | None = None
-        if held is not None:
+        held, failure = None, False
+        why = "disabled_optimizers or read_config_from_model was given"
+        if not (disabled_optimizers or self._read_config_from_model):
+            model = self._model_bytes if absolute is None else absolute
             try:
-                changed = inline.prepared_options(options)
-                self._open_native(inline.prepared_file(held), changed, asked)
+                why, held = inline.prepared(model, self._folder, options, providers, self._prepare)
+            except (McinferError, OSError, ValueError, TypeError) as exc:
+                if raised_by_handler(exc):
+                    raise
+                why = str(exc)  # what is wrong with the model, the plain class says in its words
+        if held is not None:
+            from mcinfer.model_cache.cache import MODEL_FILE
+
+            try:
+                # It is optimised and lies beside its weights.
+                changed = noted.copied(options, without=FOLDER_KEY)
+                changed.graph_optimization_level = native.GraphOptimizationLevel.ORT_DISABLE_ALL
+                self._open_native(str(held.opened / MODEL_FILE), changed, asked)
             except Exception as exc:  # of any class: it is the runtime's, or a handler's
                 held.close()
                 if raised_by_handler(exc):
                     raise
-                failure, held, why = exc, None, f"the prepared model cannot be opened: {exc}"
+                held, failure, why = None, True, f"the prepared model cannot be opened: {exc}"
         if held is None:
             # Later on, the program's working folder may be another one.
             self._open_native(absolute if self._was_open else path, options, asked)
-            level = logging.INFO if failure is None else logging.WARNING
-            _log.log(level, "%s: its weights are its own: %s", wanted.name, why)
+            level = logging.WARNING if failure else logging.INFO
+            _log.log(level, "%s: its weights are its own: %s", _name(absolute), why)
+            self.prepared, self.why_plain = "", why
         else:
             self._sess_options = noted.copied(options)
-            inline.hold(self, held)
-            _log.info("%s: its weights are those of the entry %s", wanted.name, held.folder)
-        self.prepared, self.why_plain = ("", why) if held is None else (held.key, "")
+            # Held as long as the native session lives: bindings have it too.
+            weakref.finalize(self._sess, held.close).atexit = False
+            give_back_freed_memory()
+            _log.info("%s: its weights are those of the entry %s", _name(absolute), held.folder)
+            self.prepared, self.why_plain = held.key, ""
         self._was_open = True
         if inline.has_threads(options):
-            inline.forks().add(self)
+            inline.WITH_THREADS.add(self)
 
     def _open_native(self, path: str | None, options: Any, asked: tuple[Any, Any, Any]) -> None:
         """Have the plain class open a file, or the bytes; `_model_path` stays what the program gave."""
@@ -280,7 +282,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         if name in _OF_NATIVE and self.__dict__.get("_is_closed"):
             raise ClosedError("the session is closed")
         if name == "_sess" and "left_by" in self.__dict__:
-            inline.forks().reopen(self)
+            inline.reopen(self)
             return self._sess
         if name == "master":
             raise AttributeError("master: this session is inline, expected one with devices=")
@@ -288,14 +290,9 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
 
     def _take(self, session: Any) -> None:
         """Take from the session of workers what the plain class takes from one."""
-        self._sess = session
-        self._sess_options = session.session_options
-        self._overridable_initializers = session.overridable_initializers
-        for name in (
-            *("inputs_meta", "outputs_meta", "input_meminfos", "output_meminfos"),
-            *("input_epdevices", "model_meta"),
-        ):
-            setattr(self, f"_{name}", getattr(session, name, None))
+        self._sess, self._sess_options = session, session.session_options
+        for name in _SAID:
+            setattr(self, f"_{name}", getattr(session, name))
         self._providers = session.get_providers()
         self._provider_options = session.get_provider_options()
         self._profiling_start_time_ns = session.get_profiling_start_time_ns
@@ -313,6 +310,15 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
     @classmethod
     def _from_initialized_c_session(cls, sess: Any) -> Any:
         return PlainSession._from_initialized_c_session(sess)
+
+
+def _name(path: str | None) -> str:
+    """How messages call a model."""
+    if path is not None:
+        return os.path.basename(path)
+    from mcinfer.private import IN_MEMORY
+
+    return IN_MEMORY
 
 
 def _is_inline(devices: int | str | Sequence[int | str] | None) -> bool:

@@ -6,12 +6,12 @@ after what the card's default stream has queued.
 """
 
 import ctypes
-import threading
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
 from functools import wraps
+from inspect import unwrap
 from math import prod
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -32,7 +32,10 @@ from mcinfer.ort.errors import (
     Unsupported,
     invalid_argument,
 )
+from mcinfer.ort.face import tiny_session
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, numpy_dtype, tensor_bytes
+
+_HOST = native.OrtDevice(native.OrtDevice.cpu(), native.OrtDevice.default_memory(), 0)
 
 Tensor = NDArray[Any] | DlpackTensor
 """On the host, or on a card."""
@@ -48,6 +51,8 @@ _RUNTIME_NAMES = {
     "float8_e5m2fnuz": "float8e5m2fnuz",
 }
 """The runtime's names of element types that differ from ours."""
+
+_BY_NUMBER = {element.onnx: name for name, element in ELEMENT_TYPES.items()}
 
 _TEXT_KINDS = "OUSV"
 """Kinds of NumPy's types of which the runtime makes strings."""
@@ -145,60 +150,45 @@ def tensor_of(value: Any, spec: TensorSpec, side: _Side = "input", owner: object
         InvalidArgument: It is of another type than the input or output.
         Unsupported: It is no tensor, or lies on a device that is neither the host nor an NVIDIA card.
     """
-    owner = value if owner is None else owner
     if not value.is_tensor():
         raise Unsupported(f"OrtValue of {value.data_type()} for {spec.name!r}: expected a tensor")
     if value.data_type() != runtime_type(spec.element_type):
         raise _wrong_type(value.data_type(), spec, side)
-    shape = tuple(value.shape())
-    if is_on_card(value):
-        index = value.__dlpack_device__()[1]
-        return _tensor_at(value.data_ptr(), shape, spec, Device("cuda", index), owner)
-    if value.device_name().lower() != "cpu":
+    card = None
+    if _is_on_card(value):
+        card = Device("cuda", value.__dlpack_device__()[1])
+    elif value.device_name().lower() != "cpu":
         raise Unsupported(
             f"OrtValue on {value.device_name()} for {spec.name!r}: expected one in the memory of the host "
             "or of an NVIDIA card"
         )
-    if spec.element_type == STRING:
+    elif spec.element_type == STRING:
         texts: NDArray[Any] = value.numpy()
         return texts
-    return array_at(value.data_ptr(), shape, spec, owner)
+    return _tensor_at(value.data_ptr(), tuple(value.shape()), spec, card, owner or value)
 
 
-def is_on_card(value: Any) -> bool:
-    """Whether a ``C.OrtValue`` lies on an NVIDIA card."""
+def _is_on_card(value: Any) -> bool:
     return bool(value.is_tensor() and value.device_name().lower() == "cuda")
 
 
 def _tensor_at(
-    address: int, shape: tuple[int, ...], spec: TensorSpec, device: Device, owner: object
-) -> DlpackTensor:
-    """A tensor over memory of a card that belongs to others."""
-    _check_bytes(spec)
-
-    def follow(_stream: int | None) -> None:  # which is that of the card
-        Card.open(device).follow(_DEFAULT_STREAM)
-
-    return DlpackTensor(
-        address=address,
-        shape=shape,
-        element_type=spec.element_type,
-        device=device,
-        owner=owner,
-        ready=follow,
-    )
-
-
-def _check_bytes(spec: TensorSpec) -> None:
+    address: int, shape: tuple[int, ...], spec: TensorSpec, card: Device | None, owner: object
+) -> Tensor:
+    """A tensor over memory of the host or of a card; it keeps the memory's owner, if there is one."""
     if spec.element_type == STRING or ELEMENT_TYPES[spec.element_type].bits % 8:
         raise Unsupported(
             f"{spec.element_type} elements of {spec.name!r} in bound memory: expected bytes"
         )
-
-
-def array_at(address: int, shape: tuple[int, ...], spec: TensorSpec, owner: object) -> NDArray[Any]:
-    """An array over memory that belongs to others; it keeps the owner, if there is one."""
-    _check_bytes(spec)
+    if card is not None:
+        return DlpackTensor(
+            address=address,
+            shape=shape,
+            element_type=spec.element_type,
+            device=card,
+            owner=owner,
+            ready=lambda _: Card.open(card).follow(_DEFAULT_STREAM),  # whichever the consumer's is
+        )
     size = tensor_bytes(spec.element_type, prod(shape))
     if not size:
         return np.empty(shape, spec.dtype)
@@ -207,37 +197,37 @@ def array_at(address: int, shape: tuple[int, ...], spec: TensorSpec, owner: obje
     return np.ndarray(shape, spec.dtype, memoryview(memory).cast("B"))
 
 
+def _given(array: Any, spec: TensorSpec) -> Tensor:
+    """An output as the master gives it, without CuPy's class."""
+    if isinstance(array, np.ndarray | DlpackTensor):
+        return array
+    card = Device("cuda", array.device.id)
+    return _tensor_at(array.data.ptr, array.shape, spec, card, array)
+
+
 def value_of(array: Any, spec: TensorSpec) -> Any:
-    """A ``C.OrtValue`` with the elements of an array of NumPy or CuPy, whose memory it keeps."""
-    if not isinstance(array, np.ndarray):
-        tensor = _tensor_at(array.data.ptr, array.shape, spec, _card_of(array), array)
-        return OrtValue.from_dlpack(tensor)._get_c_value()
-    if spec.element_type == STRING:
-        return _string_value(array)
-    if ELEMENT_TYPES[spec.element_type].bits % 8:
-        raise Unsupported(
-            f"an OrtValue of {spec.element_type} for {spec.name!r}: call run() for it"
-        )
-    array = np.asarray(array, order="C")
-    if array.size and hasattr(OrtValue, "from_dlpack"):
+    """A ``C.OrtValue`` with the elements of an output, whose memory it keeps."""
+    tensor = _given(array, spec)
+    if isinstance(tensor, np.ndarray):
+        if spec.element_type == STRING:
+            return _string_value(tensor)
+        if ELEMENT_TYPES[spec.element_type].bits % 8:
+            raise Unsupported(
+                f"an OrtValue of {spec.element_type} for {spec.name!r}: call run() for it"
+            )
+        if not tensor.size:
+            return native.OrtValue.ortvalue_from_shape_and_onnx_type(
+                tensor.shape, ELEMENT_TYPES[spec.element_type].onnx, _HOST
+            )
+        tensor = np.asarray(tensor, order="C")
         tensor = DlpackTensor(
-            address=array.ctypes.data,
-            shape=array.shape,
+            address=tensor.ctypes.data,
+            shape=tensor.shape,
             element_type=spec.element_type,
             device=None,
-            owner=array,
+            owner=tensor,
         )
-        return OrtValue.from_dlpack(tensor)._get_c_value()
-    value = native.OrtValue.ortvalue_from_shape_and_onnx_type(
-        array.shape, ELEMENT_TYPES[spec.element_type].onnx, host()
-    )
-    ctypes.memmove(value.data_ptr(), array.ctypes.data, array.nbytes)
-    return value
-
-
-def host() -> Any:
-    """The host, as the runtime's bindings name it."""
-    return native.OrtDevice(native.OrtDevice.cpu(), native.OrtDevice.default_memory(), 0)
+    return OrtValue.from_dlpack(tensor)._get_c_value()
 
 
 def _string_value(array: NDArray[Any]) -> Any:
@@ -250,9 +240,7 @@ def _string_value(array: NDArray[Any]) -> Any:
     output = encode_field(1, b"y") + encode_field(2, encode_field(1, encode_field(1, number)))
     graph = encode_field(1, node) + encode_field(2, b"strings") + encode_field(5, tensor)
     model = encode_field(1, 8) + encode_field(7, graph + encode_field(12, output))
-    model += encode_field(8, encode_field(2, 17))
-    session = native.InferenceSession(native.SessionOptions(), model, False, False)
-    session.initialize_session([], [], set())
+    session = tiny_session(model + encode_field(8, encode_field(2, 17)))
     (value,) = session.run_with_ort_values({}, ["y"], None)
     return value
 
@@ -262,61 +250,51 @@ def _string_value(array: NDArray[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundMemory:
-    """Memory that a program bound by its address."""
+    """Memory that a program bound by its address; without one, a run allocates the output there."""
 
-    device: Any
-    onnx_type: int
-    shape: tuple[int, ...]
-    address: int
-
-
-@dataclass(slots=True)
-class Bound:
-    """What is bound to one ``C.SessionIOBinding`` of a session of mcinfer's.
-
-    Attributes:
-        inputs: An array, a ``C.OrtValue`` or a place, by name.
-        outputs: A ``C.OrtValue``, a place, or None for one that the run allocates, by name, in the order in
-            which they were bound.
-    """
-
-    inputs: dict[str, Any] = field(default_factory=dict)
-    outputs: dict[str, Any] = field(default_factory=dict)
+    card: Device | None
+    onnx_type: int = 0
+    shape: tuple[int, ...] = ()
+    address: int | None = None
 
 
-_BOUND = "_mcinfer_bound"
-_WRAPPING = threading.Lock()
+Bound = dict[str, Any]
+"""What is bound, by name, in that order: an array, a value of the runtime's, or a `BoundMemory`."""
+
+_BOUND: MutableMapping[Any, dict[str, Bound]] = WeakKeyDictionary()
+"""The "inputs" and "outputs" of each ``C.SessionIOBinding`` of a session of mcinfer's."""
 
 
 def note_bindings(session: type) -> None:
     """Have ``C.SessionIOBinding`` note what is bound for sessions of this class; those of others as ever."""
     kind = native.SessionIOBinding
-    with _WRAPPING:
-        if hasattr(kind, _BOUND):
-            return
-        notes: MutableMapping[Any, Bound] = WeakKeyDictionary()
-        begin = kind.__init__
+    begin, copy, place = kind.__init__, kind.copy_outputs_to_cpu, kind.bind_input
 
-        @wraps(begin)
-        def initialise(self: Any, bound_to: Any) -> None:
-            begin(self, bound_to)
-            if isinstance(bound_to, session):
-                notes[self] = Bound()
+    @wraps(begin)
+    def initialise(self: Any, bound_to: Any) -> None:
+        begin(self, bound_to)
+        if isinstance(bound_to, session):
+            _BOUND[self] = {"inputs": {}, "outputs": {}}
 
-        kind.__init__ = initialise
-        bind_place, bind_value = kind.bind_input, kind.bind_ortvalue_output
-        kind.bind_input = _noting(bind_place, notes, "inputs", bind_place)
-        kind.bind_ortvalue_input = _noting(kind.bind_ortvalue_input, notes, "inputs", bind_place)
-        kind.bind_output = _noting(kind.bind_output, notes, "outputs")
-        kind.bind_ortvalue_output = _noting(bind_value, notes, "outputs")
-        for name in ("inputs", "outputs"):
-            clear = getattr(kind, f"clear_binding_{name}")
-            setattr(kind, f"clear_binding_{name}", _clearing(clear, notes, name))
-        kind.copy_outputs_to_cpu = _copying(kind.copy_outputs_to_cpu, notes)
-        setattr(kind, _BOUND, (notes, bind_value))
+    @wraps(copy)
+    def copying(self: Any) -> list[NDArray[Any]]:
+        found = [*self.get_outputs()] if self in _BOUND else []
+        if not any(map(_is_on_card, found)):
+            arrays: list[NDArray[Any]] = copy(self)
+            return arrays
+        return [_copied(value) if _is_on_card(value) else value.numpy() for value in found]
+
+    kind.__init__, kind.copy_outputs_to_cpu = initialise, copying
+    for side in ("inputs", "outputs"):
+        for name in (f"bind_{side[:-1]}", f"bind_ortvalue_{side[:-1]}"):
+            method = getattr(kind, name)
+            setattr(kind, name, _noting(method, side, place if side == "inputs" else None))
+        setattr(
+            kind, f"clear_binding_{side}", _clearing(getattr(kind, f"clear_binding_{side}"), side)
+        )
 
 
-def _noting(method: Any, notes: MutableMapping[Any, Bound], side: str, place: Any = None) -> Any:
+def _noting(method: Any, side: str, place: Any) -> Any:
     """A method that also notes what it binds.
 
     The runtime copies an input to where its session needs it, and sessions of mcinfer's have no CUDA in this
@@ -326,81 +304,60 @@ def _noting(method: Any, notes: MutableMapping[Any, Bound], side: str, place: An
 
     @wraps(method)
     def noting(self: Any, name: str, *what: Any) -> None:
-        bound = notes.get(self)
-        if bound is None:
+        if self not in _BOUND:
             method(self, name, *what)
             return
-        noted = _what(*what)
-        if place is not None and isinstance(noted, BoundMemory) and card_of(noted.device, name):
-            place(self, name, host(), *what[1:])
-        elif place is not None and isinstance(noted, native.OrtValue) and is_on_card(noted):
-            kind, shape = noted.element_type(), noted.shape()
-            place(self, name, host(), kind, shape, noted.data_ptr())
+        noted = _what(name, *what)
+        if place is not None and isinstance(noted, BoundMemory) and noted.card is not None:
+            place(self, name, _HOST, *what[1:])
+        elif place is not None and isinstance(noted, native.OrtValue) and _is_on_card(noted):
+            place(self, name, _HOST, noted.element_type(), noted.shape(), noted.data_ptr())
         else:
             method(self, name, *what)
-        getattr(bound, side)[name] = noted
+        _BOUND[self][side][name] = noted
 
     return noting
 
 
-def _what(first: Any, *rest: Any) -> Any:
+def _what(name: str, first: Any, *rest: Any) -> Any:
     """What a method of a binding got after the name: a value, a device alone, or a place.
 
     Of an array that is not contiguous the runtime binds a copy.
     """
     if isinstance(first, np.ndarray):
         return np.asarray(first, order="C")
+    if not isinstance(first, native.OrtDevice):
+        return first
+    card = card_of(first, name)
     if not rest:
-        return _AllocateOn(first) if isinstance(first, native.OrtDevice) else first
+        return BoundMemory(card=card)
     onnx_type, shape, address = rest
     if not isinstance(onnx_type, int):
         dtype = np.dtype(onnx_type)
-        name = STRING if dtype.kind in _TEXT_KINDS else dtype.name
-        onnx_type = ELEMENT_TYPES[name].onnx if name in ELEMENT_TYPES else 0
+        element_type = STRING if dtype.kind in _TEXT_KINDS else dtype.name
+        onnx_type = ELEMENT_TYPES[element_type].onnx if element_type in ELEMENT_TYPES else 0
     return BoundMemory(
-        device=first, onnx_type=int(onnx_type), shape=tuple(map(int, shape)), address=int(address)
+        card=card, onnx_type=int(onnx_type), shape=tuple(map(int, shape)), address=int(address)
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _AllocateOn:
-    """A device on which the run is to allocate an output."""
-
-    device: Any
-
-
-def _clearing(method: Any, notes: MutableMapping[Any, Bound], side: str) -> Any:
+def _clearing(method: Any, side: str) -> Any:
     @wraps(method)
     def clearing(self: Any) -> None:
         method(self)
-        bound = notes.get(self)
-        if bound is not None:
-            getattr(bound, side).clear()
+        if self in _BOUND:
+            _BOUND[self][side].clear()
 
     return clearing
 
 
-def _copying(method: Any, notes: MutableMapping[Any, Bound]) -> Any:
-    @wraps(method)
-    def copying(self: Any) -> list[NDArray[Any]]:
-        found = [*self.get_outputs()] if self in notes else []
-        if not any(map(is_on_card, found)):
-            arrays: list[NDArray[Any]] = method(self)
-            return arrays
-        return [_on_host(value) if is_on_card(value) else value.numpy() for value in found]
-
-    return copying
-
-
-def bound_to(binding: Any) -> Bound:
-    """What a program bound; `InvalidBinding` if the binding is not of a session of mcinfer's."""
-    notes, _ = getattr(native.SessionIOBinding, _BOUND)
-    bound: Bound | None = notes.get(binding)
-    if bound is None:
+def bound_to(binding: Any) -> tuple[Bound, Bound]:
+    """The inputs and outputs; `InvalidBinding` if the binding is not of a session of mcinfer's."""
+    if binding not in _BOUND:
         raise InvalidBinding(
             "the binding was made for another session, or before mcinfer.ort was imported"
         )
-    return bound
+    return _BOUND[binding]["inputs"], _BOUND[binding]["outputs"]
 
 
 def bound_tensor(what: Any, spec: TensorSpec, side: _Side = "input") -> Tensor:
@@ -408,29 +365,31 @@ def bound_tensor(what: Any, spec: TensorSpec, side: _Side = "input") -> Tensor:
     if not isinstance(what, BoundMemory):
         return _as_tensor(what, spec, side)
     if what.onnx_type != ELEMENT_TYPES[spec.element_type].onnx:
-        names = {element.onnx: name for name, element in ELEMENT_TYPES.items()}
-        actual = names.get(what.onnx_type, f"type {what.onnx_type}")
+        actual = _BY_NUMBER.get(what.onnx_type, f"type {what.onnx_type}")
         raise _wrong_type(runtime_type(actual), spec, side)
-    card = card_of(what.device, spec.name)
-    if card is not None:
-        return _tensor_at(what.address, what.shape, spec, card, None)
-    return array_at(what.address, what.shape, spec, None)
+    return _tensor_at(what.address or 0, what.shape, spec, what.card, None)
+
+
+def _is_place_alone(target: Any) -> bool:
+    return isinstance(target, BoundMemory) and target.address is None
 
 
 def deliver(binding: Any, answer: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
     """Put outputs where a program has bound them; raises `InvalidBinding` if one does not fit."""
-    notes, bind_value = getattr(native.SessionIOBinding, _BOUND)
-    copies: list[tuple[Tensor, Any]] = []
-    for name, target in notes[binding].outputs.items():
-        found, spec = answer[name], specs[name]
-        if isinstance(target, _AllocateOn):
-            card = card_of(target.device, name)
-            on_card = None if isinstance(found, np.ndarray) else _card_of(found)
-            if card is None and on_card is not None:
-                found = _downloaded(found.data.ptr, found.shape, spec.dtype, on_card)
-            elif card != on_card:
+    bind_value = unwrap(native.SessionIOBinding.bind_ortvalue_output)
+    copies: list[tuple[Tensor, Tensor]] = []
+    for name, target in _BOUND[binding]["outputs"].items():
+        spec = specs[name]
+        found = _given(answer[name], spec)
+        if _is_place_alone(target):
+            card = None if isinstance(found, np.ndarray) else found.device
+            if target.card is None and card is not None:
+                host = np.empty(found.shape, spec.dtype)
+                _copy([(host, found)])
+                found = host
+            elif target.card != card:
                 raise Unsupported(
-                    f"{name}: bound to {card} without an address, which is not possible for "
+                    f"{name}: bound to {target.card} without an address, which is not possible for "
                     f"{spec.element_type}, nor if another output is bound so to another card"
                 )
             bind_value(binding, name, value_of(found, spec))
@@ -449,53 +408,49 @@ def deliver(binding: Any, answer: Mapping[str, Any], specs: Mapping[str, TensorS
     _copy(copies)
 
 
-def outputs_on(devices: Iterable[Any], specs: Iterable[TensorSpec]) -> str:
+def outputs_on(cards: Iterable[Device | None], specs: Iterable[TensorSpec]) -> str:
     """Where a run is to leave its outputs, as `Master.predict` takes it: on the first card among these.
 
     Types that CuPy lacks come by way of the host.
     """
-    card = next(filter(None, (card_of(device, "output") for device in devices)), None)
+    card = next(filter(None, cards), None)
     in_cupy = all(spec.element_type != STRING and spec.dtype.isbuiltin == 1 for spec in specs)
     return str(card) if card is not None and in_cupy else "host"
 
 
-def output_devices(bound: Bound, specs: Mapping[str, TensorSpec]) -> list[Any]:
-    """The devices that a program named for its outputs, those without an address first.
+def output_cards(outputs: Bound, specs: Mapping[str, TensorSpec]) -> list[Device | None]:
+    """The cards that a program named for its outputs, those without an address first.
 
     Raises what does not fit among these outputs, before a run.
     """
     alone, others = [], []
-    for name, target in bound.outputs.items():
-        if specs[name].element_type == STRING and not isinstance(target, _AllocateOn):
+    for name, target in outputs.items():
+        if _is_place_alone(target):
+            alone.append(target.card)
+            continue
+        if specs[name].element_type == STRING:
             raise Unsupported(
                 f"{name}: strings bound to memory; bind the name and the device alone"
             )
-        if isinstance(target, _AllocateOn):
-            alone.append(target.device)
-            card_of(target.device, name)
-            continue
         place = bound_tensor(target, specs[name], "output")
         _check_shape(place.shape, specs[name], "output")
         if isinstance(place, DlpackTensor):
-            others.append(_device_of(target))
+            others.append(place.device)
     return [*alone, *others]
 
 
 # Memory of cards.
 
 _DEFAULT_STREAM = 1  # cudaStreamLegacy
-_NVIDIA = (
-    0x10DE  # the vendor's number on the PCI bus, which old versions of the runtime do not have
-)
+_NVIDIA = 0x10DE  # the vendor's number on the PCI bus
 _PATIENCE = 600.0  # seconds for the work on a card that copies wait for
 
 
 def card_of(device: Any, name: str) -> Device | None:
     """The card that is a runtime's device; None for the host; `Unsupported` for others."""
-    kind = device.device_type()
+    kind, vendor = device.device_type(), device.vendor_id()
     if kind == native.OrtDevice.cpu():
         return None
-    vendor = device.vendor_id() if hasattr(device, "vendor_id") else _NVIDIA
     if kind != native.OrtDevice.cuda() or vendor not in (0, _NVIDIA):
         raise Unsupported(
             f"{name}: got a device of type {kind} of vendor {vendor:#x}: expected the host's memory, or that "
@@ -504,59 +459,30 @@ def card_of(device: Any, name: str) -> Device | None:
     return Device("cuda", device.device_id())
 
 
-def _device_of(target: Any) -> Any:
-    if isinstance(target, BoundMemory):
-        return target.device
-    value = target._get_c_value() if isinstance(target, OrtValue) else target
-    index = value.__dlpack_device__()[1]
-    return native.OrtDevice(native.OrtDevice.cuda(), native.OrtDevice.default_memory(), index)
-
-
-def _card_of(array: Any) -> Device:
-    """The card of an array of CuPy's."""
-    return Device("cuda", array.device.id)
-
-
-def _on_host(value: Any) -> NDArray[Any]:
+def _copied(value: Any) -> NDArray[Any]:
     """A copy of the elements of a ``C.OrtValue`` on a card."""
-    element_type = next(n for n in ELEMENT_TYPES if runtime_type(n) == value.data_type())
-    device = Device("cuda", value.__dlpack_device__()[1])
-    return _downloaded(value.data_ptr(), tuple(value.shape()), numpy_dtype(element_type), device)
-
-
-def _downloaded(address: int, shape: Sequence[int], dtype: Any, device: Device) -> NDArray[Any]:
-    array = np.empty(shape, dtype)
-    card = Card.open(device)
-    card.follow(_DEFAULT_STREAM)
-    card.copy(array.ctypes.data, address, array.nbytes)
-    _finish([card])
+    dtype = numpy_dtype(_BY_NUMBER[value.element_type()])
+    spec = TensorSpec(name="", dtype=dtype, shape=())
+    array = np.empty(value.shape(), dtype)
+    _copy([(array, tensor_of(value, spec))])
     return array
 
 
-def _copy(copies: Sequence[tuple[Tensor, Any]]) -> None:
-    """Copy arrays of NumPy or CuPy, one of each pair on a card, to a program's memory, and wait for it."""
-    used, held = [], []
-    for target, source in copies:
-        if isinstance(source, np.ndarray):
-            held.append(np.ascontiguousarray(source))
-            start = held[-1].ctypes.data
-        else:
-            start = source.data.ptr
-        if isinstance(target, DlpackTensor):
-            card = Card.open(cast(Device, target.device))
-            end, size = target.address, target.size
-        else:
-            card = Card.open(_card_of(source))
-            end, size = target.ctypes.data, target.nbytes
-        card.follow(_DEFAULT_STREAM)  # the program's kernels may still read what was there
-        card.copy(end, start, size)
-        used.append(card)
-    _finish(used)
-
-
-def _finish(cards: Iterable[Card]) -> None:
-    for card in dict.fromkeys(cards):
+def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy to the first one of each pair, of which at least one is on a card, and wait for it."""
+    used: list[Card] = []
+    held = [(t, np.ascontiguousarray(s) if isinstance(s, np.ndarray) else s) for t, s in copies]
+    for target, source in held:
+        on_card: Any = target if isinstance(target, DlpackTensor) else source
+        used.append(Card.open(on_card.device))
+        used[-1].follow(_DEFAULT_STREAM)  # the program's kernels may still read what was there
+        used[-1].copy(_address(target), _address(source), on_card.size)
+    for card in dict.fromkeys(used):
         try:
             card.synchronize(_PATIENCE)
         except TimeoutError as exc:
             raise PredictTimeoutError(str(exc)) from exc
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.address

@@ -15,11 +15,11 @@ it is garbage-collected, and at the interpreter's end.
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from numpy.typing import NDArray
@@ -41,11 +41,10 @@ from mcinfer.ort.errors import (
     terminated,
     words,
 )
-from mcinfer.ort.face import face
+from mcinfer.ort.face import face, tiny_session
 from mcinfer.ort.providers import ProviderDevices, choose
 from mcinfer.private import ModelInMemory, PrivateFolder
 from mcinfer.requests.waiting_threads import WaitingThreads
-from mcinfer.specs import TensorSpec
 
 Tensors = dict[str, values.Tensor]
 
@@ -80,13 +79,15 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         self.master = master
         self._folder = folder
         self._options = options or native.SessionOptions()
-        self._records_assignment = options is not None and any(
-            name == "add_session_config_entry" and given == (_RECORDS_ASSIGNMENT, "1")
-            for name, given in noted.calls(options)
-        )
+        entries = noted.config_entries(options)
+        self._records_assignment = entries.get(_RECORDS_ASSIGNMENT) == "1"
         self.inputs = {spec.name: spec for spec in master.inputs}
         self.outputs = {spec.name: spec for spec in master.outputs}
-        self._overridable = _node_arguments(described.overridable)
+        self._overridable: list[Any] = []
+        if (
+            spare := described.overridable
+        ):  # the runtime describes them as inputs of a face of their own
+            self._overridable = tiny_session(face(spare, spare)).inputs_meta
         self._all = [*self.outputs]
         self._threads = WaitingThreads()
 
@@ -121,7 +122,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         self, output_names: Iterable[str], input_feed: Mapping[str, Any], run_options: Any = None
     ) -> list[NDArray[Any]]:
         names, feed = self._wanted(output_names), self._fed(input_feed)
-        answer = self._answer(feed, names, _begun(run_options))
+        answer = self._answer(feed, names, run_options)
         return [answer[name] for name in names]
 
     def run_async(
@@ -145,32 +146,27 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
             raise
         except McinferError as exc:
             unfit = words(exc)
-        begun = None if unfit else _begun(run_options)
+        else:
+            _check_run_options(run_options)
 
         def run() -> None:
             results: list[Any] = []
             failure = unfit
             try:
                 if not unfit:
-                    answer = self._answer(feed, names, begun)
+                    answer = self._answer(feed, names, run_options)
                     results = [answer[name] for name in names]
             except Exception as exc:  # the callback gets it
                 failure = words(exc)
             callback(results, user_data, failure)
 
-        try:
-            done = self._threads.submit(run)
-        except BaseException:  # no thread can be started
-            if begun is not None:
-                begun.leave()
-            raise
-        done.add_done_callback(_report)
+        self._threads.submit(run).add_done_callback(_report)
 
     def run_with_ort_values(
         self, input_feed: Mapping[str, Any], output_names: Iterable[str], run_options: Any = None
     ) -> Any:
         names, feed = self._wanted(output_names), self._fed(input_feed)
-        answer = self._answer(feed, names, _begun(run_options))
+        answer = self._answer(feed, names, run_options)
         return self._vector(answer, names, native.OrtValueVector())
 
     def run_with_ortvaluevector(
@@ -189,28 +185,25 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
             raise Unsupported(
                 f"run_with_ortvaluevector: got {len(fetches)} fetches, expected an empty vector"
             )
-        place = values.outputs_on(fetch_devices, [self.outputs[name] for name in names])
-        for device in fetch_devices:
-            if place != str(values.card_of(device, "fetch_devices") or "host"):
-                raise Unsupported(
-                    "fetch_devices: got several devices, expected one for all outputs"
-                )
+        cards = [values.card_of(device, "fetch_devices") for device in fetch_devices]
+        place = values.outputs_on(cards, [self.outputs[name] for name in names])
+        if any(place != str(card or "host") for card in cards):
+            raise Unsupported("fetch_devices: got several devices, expected one for all outputs")
         feed = self._fed({name: feeds[i] for i, name in enumerate(feed_names)})
-        self._vector(self._answer(feed, names, _begun(run_options), place), names, fetches)
+        self._vector(self._answer(feed, names, run_options, place), names, fetches)
 
     def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
-        bound = values.bound_to(iobinding)
-        if not bound.outputs:
+        inputs, outputs = values.bound_to(iobinding)
+        if not outputs:
             raise InvalidBinding("At least one output should be requested.")
         try:
-            names = self._wanted(bound.outputs, _WIDE_COLON)
-            devices = values.output_devices(bound, self.outputs)
-            place = values.outputs_on(devices, [self.outputs[name] for name in names])
+            names = self._wanted(outputs, _WIDE_COLON)
+            cards = values.output_cards(outputs, self.outputs)
+            place = values.outputs_on(cards, [self.outputs[name] for name in names])
             feed = {
-                name: values.bound_tensor(what, self._input(name))
-                for name, what in bound.inputs.items()
+                name: values.bound_tensor(what, self._input(name)) for name, what in inputs.items()
             }
-            answer = self._answer(feed, names, _begun(run_options), place)
+            answer = self._answer(feed, names, run_options, place)
         except InvalidInputError as exc:
             raise InvalidBinding(f"Error in execution: {words(exc)}") from exc
         values.deliver(iobinding, answer, self.outputs)
@@ -267,14 +260,15 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         return vector
 
     def _answer(
-        self, feed: Tensors, names: list[str], begun: "_Run | None", outputs_on: str = "host"
+        self, feed: Tensors, names: list[str], run_options: Any, outputs_on: str = "host"
     ) -> dict[str, Any]:
         outputs = None if names == self._all else [*dict.fromkeys(names)]
         try:
-            if begun is None:
+            if run_options is None:
                 return self.master.predict(feed, outputs=outputs, outputs_on=outputs_on)
-            with begun as run:
-                return self.master._predict_cancellable(feed, outputs, outputs_on, run.offer)
+            _check_run_options(run_options)
+            with _ended_by(run_options) as offer:
+                return self.master._predict_cancellable(feed, outputs, outputs_on, offer)
         except CancelledError:
             raise terminated() from None
         except McinferError as exc:
@@ -295,221 +289,159 @@ def _report(done: "Future[None]") -> None:
 # Runs that their options end. The runtime's runs look at ``RunOptions.terminate`` from time to time; here,
 # the assignment itself ends them.
 
-_RUNNING = "_mcinfer_running"
+_RUNNING: WeakKeyDictionary[Any, set[Callable[[], object]]] = WeakKeyDictionary()
+"""What cancels the runs that wait, by the options that they were given."""
 
 
 def note_terminations() -> None:
     """Have an assignment to ``RunOptions.terminate`` end the runs that were given these options."""
-    kind = native.RunOptions
-    if hasattr(kind, _RUNNING):
-        return
-    terminate = kind.terminate
-    running: WeakKeyDictionary[Any, set[_Run]] = WeakKeyDictionary()
+    terminate = native.RunOptions.terminate
 
     def assign(options: Any, value: bool) -> None:
         terminate.fset(options, value)
         if value:
             # Other threads add and take away runs. The interpreter copies a set in one step.
-            for run in running.get(options, set()).copy():
-                run.end()
+            for cancel in _RUNNING.get(options, set()).copy():
+                cancel()
 
-    setattr(kind, _RUNNING, running)
-    kind.terminate = property(terminate.fget, assign, None, terminate.__doc__)
-
-
-def _begun(run_options: Any) -> "_Run | None":
-    """What ends a run with these options; None without options."""
-    if run_options is None:
-        return None
-    if not isinstance(run_options, native.RunOptions):
-        raise TypeError(f"run_options: got {run_options!r}, expected onnxruntime.RunOptions")
-    noted.check_run_options(run_options)
-    return _Run(run_options)
+    native.RunOptions.terminate = property(terminate.fget, assign, None, terminate.__doc__)
 
 
-class _Run:
-    """A run that its options end, at any moment from its making to the end of its ``with``, or `leave`.
+def _check_run_options(options: Any) -> None:
+    if options is None:
+        return
+    if not isinstance(options, native.RunOptions):
+        raise TypeError(f"run_options: got {options!r}, expected onnxruntime.RunOptions")
+    noted.check_run_options(options)
+
+
+@contextmanager
+def _ended_by(options: Any) -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Gives what takes a function that cancels the run, until the context ends.
 
     Each of two threads first writes what the other one reads then, so that one of them cancels.
     """
+    running = _RUNNING.setdefault(options, set())
+    own: list[Callable[[], object]] = []
 
-    __slots__ = ("_cancel", "_ended", "_others")
-
-    def __init__(self, options: Any) -> None:
-        self._cancel: Callable[[], object] | None = None
-        self._ended = False
-        self._others: set[_Run] = getattr(native.RunOptions, _RUNNING).setdefault(options, set())
-        self._others.add(self)
+    def offer(cancel: Callable[[], object]) -> None:
+        own.append(cancel)
+        running.add(cancel)
         if options.terminate:
-            self._ended = True
-
-    def __enter__(self) -> Self:
-        if self._ended:
-            self.leave()
-            raise CancelledError
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
-
-    def leave(self) -> None:
-        """Be no run of the options any more."""
-        self._others.discard(self)
-
-    def offer(self, cancel: Callable[[], object]) -> None:
-        """Take what cancels the run from now on."""
-        self._cancel = cancel
-        if self._ended:
             cancel()
 
-    def end(self) -> None:
-        self._ended = True
-        if self._cancel is not None:
-            self._cancel()
+    if options.terminate:
+        raise CancelledError
+    try:
+        yield offer
+    finally:
+        running.difference_update(own)
 
 
 # Opening.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    """What a session on workers is opened from, again for `set_providers`.
+def open_session(
+    model: str | bytes, folder: str, options: Any, given: Mapping[str, Any], chosen: tuple[Any, Any]
+) -> WorkerSession:
+    """Start the workers.
 
-    Attributes:
+    Args:
         model: A path, or the model's bytes.
         folder: The folder of relative paths; empty if there is none.
         options: The program's ``SessionOptions``, if any.
         given: Arguments of `Master`, by name.
+        chosen: The providers and their options, as the program gave them.
+
+    Raises:
+        Unsupported: Something that cannot act in workers; the text begins with its name.
+        McinferError: As `Master` and its ``start``, by ONNX Runtime's classes where these fit.
     """
-
-    model: str | bytes
-    folder: str
-    options: Any
-    given: Mapping[str, Any]
-
-    def open(self, providers: Any, provider_options: Any) -> WorkerSession:
-        """Start the workers.
-
-        Raises:
-            Unsupported: Something that cannot act in workers; the text begins with its name.
-            McinferError: As `Master` and its ``start``, by ONNX Runtime's classes where these fit.
-        """
-        if self.options is not None and not providers:
-            providers = noted.named_providers(self.options) or providers
-        choice = choose(providers, provider_options)
-        passed: noted.Passed | None = None
-        with ExitStack() as opened:
-            try:
-                passed = self._passed(choice)
-                folder: PrivateFolder | None = None
-                if passed.files:
-                    folder = opened.enter_context(closing(_folder_of(passed.files)))
-                place = "" if isinstance(self.model, str) else self.folder
-                if folder is not None:
-                    place = folder.path
-                if place:  # of the files of a model that is given as bytes
-                    entries = {FOLDER_KEY: place, **passed.engine.session_config}
-                    passed = replace(passed, engine=replace(passed.engine, session_config=entries))
-                master = opened.enter_context(closing(self._started(choice, passed)))
-                if passed.optimised:
-                    self._save_optimised(choice, passed)
-                session = WorkerSession(master, self.options, folder)
-            except McinferError as exc:
-                raised = native_error(exc)
-                if passed is not None and passed.weights and isinstance(exc, BuildError):
-                    raised = Unsupported(
-                        "SessionOptions.add_initializer(), SessionOptions.add_external_initializers(): got "
-                        f"values for {[*passed.weights]}, which workers take only for weights that the "
-                        f"model has and allows to replace: {exc}"
-                    )
-                if raised is exc:
-                    raise
-                raise raised from exc
-            opened.pop_all()
-        return session
-
-    def _passed(self, choice: ProviderDevices) -> noted.Passed:
-        """What the workers get of the options."""
-        engine = self.given.get("options", EngineOptions())
-        if not isinstance(engine, EngineOptions):
-            raise InvalidInputError(f"options: got {type(engine).__name__}, expected EngineOptions")
-        if choice.options or choice.provider is not None:
-            engine = replace(
-                engine,
-                provider=choice.provider,
-                provider_options={**engine.provider_options, **choice.options},
-                allow_fallback=engine.allow_fallback or choice.may_fall_back,
-            )
-        default = native.SessionOptions() if self.options is None else self.options
-        cores = _cores_of_a_worker(self.given.get("devices"))
-        return noted.passed(default, engine, self.folder, cores)
-
-    def _started(self, choice: ProviderDevices, passed: noted.Passed) -> Master:
-        given = dict(self.given)
-        devices = choice.places(given.pop("devices"))
-        given.pop("options", None)
-        unknown = given.keys() - MASTER_OPTIONS
-        if unknown:
-            raise InvalidInputError(
-                f"{min(unknown)}: got such an argument, expected some of {sorted(MASTER_OPTIONS)}"
-            )
-        master = Master(self.model, devices, options=passed.engine, **given).start()
-        if passed.weights:
-            try:
-                master.update_weights(passed.weights)
-            except BaseException:
-                master.close()
-                raise
-        return master
-
-    def _save_optimised(self, choice: ProviderDevices, passed: noted.Passed) -> None:
-        """Write the file that the program wants: another process loads the model for it, and ends."""
-        from mcinfer.engines.preparation import save_optimised  # few programs want it
-
-        device = (choice.devices or ["cpu:0"])[0]
-        with ExitStack() as opened:
-            model = self.model
-            if isinstance(model, bytes):
-                model = opened.enter_context(closing(ModelInMemory(model))).path
-            save_optimised(model, passed.optimised, passed.engine, device)
-
-
-def _folder_of(files: Mapping[str, bytes]) -> PrivateFolder:
-    """A new folder with the model's external data."""
-    folder = PrivateFolder()
-    try:
-        for name, content in files.items():
-            path = os.path.join(folder.opened, name)
-            if os.path.isabs(name) or not os.path.normpath(path).startswith(f"{folder.opened}/"):
-                raise InvalidInputError(
-                    f"add_external_initializers_from_files_in_memory: got the file {name!r}, expected a "
-                    "relative path that stays within the model's folder"
+    providers, provider_options = chosen
+    choice = choose(providers or noted.named_providers(options) or providers, provider_options)
+    weights: dict[str, NDArray[Any]] = {}
+    with ExitStack() as opened:
+        try:
+            passed = _passed(options, given, choice, folder)
+            weights = passed.weights
+            files: PrivateFolder | None = None
+            if passed.files:
+                files = opened.enter_context(PrivateFolder())
+                _write(passed.files, str(files.opened))
+            place = folder if isinstance(model, bytes) else ""
+            place = files.path if files is not None else place
+            if place:  # of the files of a model that is given as bytes
+                entries = {FOLDER_KEY: place, **passed.engine.session_config}
+                passed = replace(passed, engine=replace(passed.engine, session_config=entries))
+            others = {name: value for name, value in given.items() if name != "options"}
+            others["devices"] = choice.places(given["devices"])
+            master = Master(model, options=passed.engine, **others)
+            opened.enter_context(closing(master.start()))
+            if weights:
+                master.update_weights(weights)
+            if passed.optimised:
+                _save_optimised(model, (choice.devices or ["cpu:0"])[0], passed)
+            session = WorkerSession(master, options, files)
+        except McinferError as exc:
+            raised = native_error(exc)
+            if weights and isinstance(exc, BuildError):
+                raised = Unsupported(
+                    "SessionOptions.add_initializer(), SessionOptions.add_external_initializers(): got "
+                    f"values for {[*weights]}, which workers take only for weights that the model has and "
+                    f"allows to replace: {exc}"
                 )
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "xb") as file:
-                file.write(content)
-    except BaseException:
-        folder.close()
-        raise
-    return folder
+            if raised is exc:
+                raise
+            raise raised from exc
+        opened.pop_all()
+    return session
 
 
-def _node_arguments(overridable: Sequence[TensorSpec]) -> list[Any]:
-    """The overridable initialisers as the runtime describes them: as inputs of a face of their own."""
-    if not overridable:
-        return []
-    session = native.InferenceSession(
-        native.SessionOptions(), face(overridable, overridable), False, False
-    )
-    session.initialize_session([], [], set())
-    arguments: list[Any] = session.inputs_meta
-    return arguments
-
-
-def _cores_of_a_worker(devices: Any) -> int:
-    """About how many cores each worker has."""
+def _passed(
+    options: Any, given: Mapping[str, Any], choice: ProviderDevices, folder: str
+) -> noted.Passed:
+    """What the workers get of the options."""
+    if unknown := given.keys() - MASTER_OPTIONS:
+        raise InvalidInputError(
+            f"{min(unknown)}: got such an argument, expected some of {sorted(MASTER_OPTIONS)}"
+        )
+    engine = given.get("options", EngineOptions())
+    if not isinstance(engine, EngineOptions):
+        raise InvalidInputError(f"options: got {type(engine).__name__}, expected EngineOptions")
+    if choice.options or choice.provider is not None:
+        engine = replace(
+            engine,
+            provider=choice.provider,
+            provider_options={**engine.provider_options, **choice.options},
+            allow_fallback=engine.allow_fallback or choice.may_fall_back,
+        )
     cpus = whole_cpus()
-    return max(1, cpus // len(parse_devices(devices, cpus)))
+    cores = max(1, cpus // len(parse_devices(given["devices"], cpus)))  # of a worker, about
+    return noted.passed(options or native.SessionOptions(), engine, folder, cores)
+
+
+def _save_optimised(model: str | bytes, device: str, passed: noted.Passed) -> None:
+    """Write the file that the program wants: another process loads the model for it, and ends."""
+    from mcinfer.engines.preparation import save_optimised  # few programs want it
+
+    with ExitStack() as opened:
+        if isinstance(model, bytes):
+            model = opened.enter_context(closing(ModelInMemory(model))).path
+        save_optimised(model, passed.optimised, passed.engine, device)
+
+
+def _write(files: Mapping[str, bytes], folder: str) -> None:
+    """Write the model's external data to a new folder."""
+    for name, content in files.items():
+        path = os.path.join(folder, name)
+        if os.path.isabs(name) or not os.path.normpath(path).startswith(f"{folder}/"):
+            raise InvalidInputError(
+                f"add_external_initializers_from_files_in_memory: got the file {name!r}, expected a "
+                "relative path that stays within the model's folder"
+            )
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "xb") as file:
+            file.write(content)
 
 
 note_terminations()

@@ -332,15 +332,7 @@ def test_session_on_a_device_is_opened_as_the_program_says(
         None,
     ]
     for providers in cases:
-        wanted = inline.Wanted(
-            model=str(model),
-            folder="",
-            options=None,
-            providers=providers,
-            prepare="auto",
-            changed=False,
-        )
-        why, held = inline.look_up(wanted)
+        why, held = inline.prepared(str(model), "", None, providers, "auto")
         assert held is None
         assert why.startswith("CUDAExecutionProvider: ")
 

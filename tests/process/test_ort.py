@@ -517,21 +517,6 @@ def test_unknown_output_is_the_error_of_a_plain_session(session: Any, model: Pat
     assert said[0] == said[1]
 
 
-def test_run_that_no_thread_can_take_is_not_held_by_its_options(
-    session: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    options = ort.RunOptions()
-    session.run(None, feed(), options)
-    with monkeypatch.context() as refusing:
-        refusing.setattr(session._sess._threads, "submit", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            session.run_async(None, feed(), lambda *_: None, None, options)
-    assert not native.RunOptions._mcinfer_running[options]
-
-
 def test_binding_that_does_not_fit_is_refused(session: Any, plain: Any) -> None:
     binding = session.io_binding()
     with pytest.raises(RuntimeError, match="other"):
