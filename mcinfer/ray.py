@@ -27,8 +27,9 @@ import socket
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import islice
 from time import monotonic, sleep
 from typing import Any, Literal, Self, TypeAlias
 
@@ -167,18 +168,14 @@ class Predictor:
             return self._master
 
     def _new_master(self) -> Master:
-        model = self._model
-        if isinstance(model, ray.ObjectRef):
-            model = ray.get(model)
-        options = dict(self._options)
-        devices = self._devices
-        parallel = options.get("parallel")
+        model = ray.get(self._model) if isinstance(self._model, ray.ObjectRef) else self._model
+        options, devices = dict(self._options), self._devices
         engine = options.get("options", EngineOptions())
         cards, cpus = _assigned()
         if devices is None and cards:
             devices = cards
-        elif devices is None and isinstance(parallel, Parallel):
-            devices = parallel.devices
+        elif devices is None and isinstance(options.get("parallel"), Parallel):
+            devices = options["parallel"].devices
         elif devices is None and engine.cores is not None:
             devices = len(engine.cores)
         if cpus and engine.cores is None:
@@ -284,15 +281,11 @@ class Predictor:
                 f"batch: got {type(batch).__name__}, expected arrays by column, as "
                 "map_batches(..., batch_format='numpy') gives"
             )
-        inputs = {
-            spec.name: _stacked(spec.name, batch[spec.name])
-            for spec in master.inputs
-            if spec.name in batch
-        }
         if missing := [spec.name for spec in master.inputs if spec.name not in batch]:
             raise InvalidInputError(
                 f"batch: missing columns {missing} of the model's inputs, got {[*batch]}"
             )
+        inputs = {spec.name: _stacked(spec.name, batch[spec.name]) for spec in master.inputs}
         kept = [name for name in batch if name not in inputs] if self._keep is None else self._keep
         names = [spec.name for spec in master.outputs]
         for name in kept:
@@ -423,56 +416,44 @@ class _Cores:
     """The cores that this process has claimed on this machine, for as long as it lives."""
 
     def __init__(self) -> None:
-        self._sockets: list[socket.socket] = []
-        weakref.finalize(self, _close_all, self._sockets)
+        self._sockets = ExitStack()
+        weakref.finalize(self, self._sockets.close)
         _CLAIMS.add(self)
 
     def claim(self, usable: Sequence[int], count: int) -> tuple[int, ...]:
         """So many of the cores, neighbours if possible; none if fewer are free."""
-        turn = self._wait_for_turn()
-        try:
-            neighbours = [usable[i : i + count] for i in range(0, len(usable) - count + 1, count)]
-            for cores in (*neighbours, usable):
-                own = []
-                for core in cores:
-                    if self._bind(core):
-                        own.append(core)
-                    if len(own) == count:
-                        return tuple(own)
-                self.release()
-            return ()
-        finally:
-            turn.close()
-
-    def _wait_for_turn(self) -> socket.socket:
-        turn = socket.socket(socket.AF_UNIX)
-        deadline = monotonic() + _TURN_SECONDS
-        while monotonic() < deadline:
-            try:
-                turn.bind(_TURN)
-                break
-            except OSError:
+        neighbours = [usable[i : i + count] for i in range(0, len(usable) - count + 1, count)]
+        with socket.socket(socket.AF_UNIX) as turn:
+            deadline = monotonic() + _TURN_SECONDS
+            while not _bound(turn, _TURN) and monotonic() < deadline:
                 sleep(0.005)
-        return turn
+            for cores in (*neighbours, usable):
+                own = tuple(islice(filter(self._bind, cores), count))
+                if len(own) == count:
+                    return own
+                self.release()
+        return ()
 
     def _bind(self, core: int) -> bool:
         claimed = socket.socket(socket.AF_UNIX)
-        try:
-            claimed.bind(_CORE.format(core))
-        except OSError:  # another process has it
+        if not _bound(claimed, _CORE.format(core)):
             claimed.close()
             return False
-        self._sockets.append(claimed)
+        self._sockets.enter_context(claimed)
         return True
 
     def release(self) -> None:
         """Give them back."""
-        _close_all(self._sockets)
+        self._sockets.close()
 
 
-def _close_all(sockets: list[socket.socket]) -> None:
-    while sockets:
-        sockets.pop().close()
+def _bound(one: socket.socket, name: str) -> bool:
+    """Whether a socket has got a name, which no other process has then."""
+    try:
+        one.bind(name)
+    except OSError:
+        return False
+    return True
 
 
 _CLAIMS: weakref.WeakSet[_Cores] = weakref.WeakSet()
@@ -550,9 +531,8 @@ class _Replica:
 
     def __del__(self) -> None:
         """Serve calls it before it ends a replica."""
-        actor = getattr(self, "_actor", None)
-        if actor is not None:
-            actor.close()
+        if hasattr(self, "_actor"):
+            self._actor.close()
 
     async def _answer_http(self, request: Any) -> Any:
         from starlette.responses import Response
@@ -562,10 +542,11 @@ class _Replica:
             return Response(text, status_code=status, media_type="application/json")
 
         try:
-            inputs = self._from_json(await request.body())
-            outputs = await self.predict(inputs)
-        except (InvalidInputError, QueueFullError) as exc:
-            return answer({"error": str(exc)}, 400 if isinstance(exc, InvalidInputError) else 503)
+            outputs = await self.predict(self._from_json(await request.body()))
+        except InvalidInputError as exc:
+            return answer({"error": str(exc)}, 400)
+        except QueueFullError as exc:
+            return answer({"error": str(exc)}, 503)
         try:
             return answer({"outputs": {name: _to_json(array) for name, array in outputs.items()}})
         except (TypeError, ValueError) as exc:
@@ -590,13 +571,11 @@ def _from_json(name: str, value: object, dtype: np.dtype[Any]) -> NDArray[Any]:
     """A tensor from nested lists; no fraction is cut off, and no number becomes a Boolean."""
     try:
         found = np.asarray(value)
-        if found.size and (found.dtype.kind, dtype.kind) in _LOSSY:
-            raise InvalidInputError(f"input {name!r}: got {found.dtype} values, expected {dtype}")
-        return np.asarray(value, dtype=dtype)
+        if not found.size or (found.dtype.kind, dtype.kind) not in _LOSSY:
+            return np.asarray(value, dtype=dtype)
     except (ValueError, TypeError, OverflowError) as exc:
-        if isinstance(exc, InvalidInputError):
-            raise
         raise InvalidInputError(f"input {name!r}: expected lists of {dtype}: {exc}") from exc
+    raise InvalidInputError(f"input {name!r}: got {found.dtype} values, expected {dtype}")
 
 
 _LOSSY = {("f", "i"), ("f", "u"), ("f", "b"), ("i", "b"), *(("U", kind) for kind in "iufb")}

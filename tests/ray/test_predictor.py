@@ -262,11 +262,11 @@ def test_cpu_quota_limits_threads_and_claims_no_core(
         (tmp_path / name).write_text(text)
     for read in (machine.usable_cpus, machine.whole_cpus):
         monkeypatch.setattr(mcinfer.ray, read.__name__, functools.partial(read, tmp_path))
+    monkeypatch.setattr(_Cores, "claim", None)
     predictor = Predictor(encoder())
     options = predictor._on_own_cores([Device.parse("cpu:0")], 2.0, EngineOptions())
     assert options.cores == (tuple(sorted(os.sched_getaffinity(0))),)
     assert options.threads == 1
-    assert not predictor._cores._sockets
 
 
 # Stalls.
@@ -279,8 +279,8 @@ def test_stall_is_not_suspected_where_ray_has_free_cpus(caplog: pytest.LogCaptur
     assert not caplog.records
 
 
-def test_given_cores_are_used_and_none_is_claimed() -> None:
+def test_given_cores_are_used_and_none_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Cores, "claim", None)
     cores = sorted(os.sched_getaffinity(0))[:1]
     with Predictor(encoder(), options=EngineOptions(cores=[cores])) as predictor:
         assert predictor({"image": IMAGES})["embedding"].shape == (24, 64)
-        assert not predictor._cores._sockets
