@@ -1,15 +1,15 @@
 """Random small graphs, and whether a batch that is split gives what one session gives for the whole.
 
 A graph keeps, moves, mixes or drops the axis of the rows, and gets several requests of different sizes. Each
-answer must be that of ONNX Runtime's session on the whole request, or an error (`McinferError`). `InProcess`
-has the master's parts that decide (`Splitter`, `cut_batch`, `join_parts`), and one session in their place.
+answer must be that of ONNX Runtime's session on the whole request, or an error (`McinferError`). `Model` has
+the master's parts that decide (`Splitter`, `cut_batch`, `join_parts`), and runs each piece in that session.
 
 A comparison does not prove. So these graphs have no operators that mix rows for rare values alone
 (thresholds, rounding, sorting), and none that drop all axes of size 1.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,14 +23,13 @@ from mcinfer.engines._onnxruntime import _spec
 from mcinfer.errors import McinferError, PredictError
 from mcinfer.requests.splitting import Known, Splitter, cut_rows
 from mcinfer.requests.tensors import difference, join_parts
-from mcinfer.sharding import JoinError, SaidAxes, cut_batch
+from mcinfer.sharding import Axes, JoinError, SaidAxes, Split, cut_batch
 from mcinfer.specs import ModelSpec
 
 Arrays = dict[str, NDArray[Any]]
 Inputs = Sequence[NDArray[Any]]
 Dim = int | str
 
-PIECES = 2
 _ROUNDING = 1e-6
 """Of float32 numbers near one."""
 
@@ -288,73 +287,105 @@ def open_session(model: onnx.ModelProto) -> Any:
     )
 
 
-class InProcess:
-    """The parts of a master with two workers that decide, and one session in the place of its workers.
+class Model:
+    """The parts of a master that decide, and a function in the place of its workers.
 
     Attributes:
-        splitter: What is known.
+        splitter: What is known of it.
+        runs: How many runs there were.
         split_runs: How many requests were answered in pieces.
+        records: What was to be recorded, in order.
+        before: Called before each run with its number and inputs; it may raise.
     """
 
-    def __init__(self, session: Any) -> None:
-        self._session = session
-        self.model = ModelSpec(
-            inputs=tuple(_spec(one, "input", "") for one in session.get_inputs()),
-            outputs=tuple(_spec(one, "output", "") for one in session.get_outputs()),
-        )
-        self.splitter = Splitter(self.model, SaidAxes())
-        self.split_runs = 0
+    def __init__(
+        self,
+        spec: ModelSpec,
+        function: Callable[..., Mapping[str, NDArray[Any]]],
+        inputs: Axes | None = None,
+        outputs: Axes | None = None,
+        **options: Any,
+    ) -> None:
+        said = SaidAxes(inputs=inputs or {}, outputs=outputs or {})
+        self.records: list[dict[str, Any] | None] = []
+        self.splitter = Splitter(spec, said, record=self.records.append, **options)
+        self.runs = self.split_runs = 0
+        self.before: Callable[[int, Inputs], None] = lambda *_: None
+        self.spec = spec
+        self._function = function
 
-    def predict(self, inputs: Arrays) -> Arrays:
-        """As `Master.predict`."""
-        arrays = [inputs[spec.name] for spec in self.model.inputs]
-        known = self.splitter.known
+    @property
+    def split(self) -> Split:
+        """What is known now."""
+        return self.splitter.known.split
+
+    def ask(self, *arrays: NDArray[Any], pieces: int = 2, rechecks: int = 0) -> Arrays:
+        """Answer a request that is cut in so many pieces at most, with weights after so many rechecks."""
+        known = self.splitter.known_for(rechecks)
         shapes = tuple(array.shape for array in arrays)
-        if self.splitter.teaches(known, shapes):
+        if pieces > 1 and self.splitter.teaches(known, shapes):
             return self.splitter.answer(
                 known,
                 arrays,
-                PIECES,
-                self._run_apart,
-                lambda known: self._run_split(arrays, known, PIECES),
+                pieces,
+                self.run_all,
+                lambda known: self._run_split(arrays, known, pieces),
             )
-        return self._run_split(arrays, known, PIECES if known.settled else 1)
+        return self._run_split(arrays, known, pieces) if known.settled else self.run(arrays)
 
-    def _run_apart(self, requests: Sequence[Inputs]) -> list[Arrays | McinferError]:
+    def run(self, arrays: Inputs) -> Arrays:
+        """One run, of the whole request."""
+        self.runs += 1
+        self.before(self.runs, arrays)
+        try:
+            answer = self._function(*arrays)
+        except ValueError as exc:  # shapes that do not go together
+            raise PredictError(str(exc)) from exc
+        return {name: np.asarray(array) for name, array in answer.items()}
+
+    def run_all(self, requests: Sequence[Inputs]) -> list[Arrays | McinferError]:
+        """What a splitter has run."""
         outcomes: list[Arrays | McinferError] = []
         for arrays in requests:
             try:
-                outcomes.append(self._run_split(arrays, None, 1))
+                outcomes.append(self.run(arrays))
             except McinferError as exc:
                 outcomes.append(exc)
         return outcomes
 
-    def _run_split(self, arrays: Inputs, known: Known | None, pieces: int) -> Arrays:
-        shapes = [array.shape for array in arrays]
-        cut = cut_batch(self.model, shapes, pieces, None if known is None else known.split)
+    def _run_split(self, arrays: Inputs, known: Known, pieces: int) -> Arrays:
+        cut = cut_batch(self.spec, [array.shape for array in arrays], pieces, known.split)
         if len(cut.rows) == 1:
-            return self._run(arrays)
-        answers = [self._run(part) for part in cut_rows(arrays, cut.input_axes, cut.rows)]
+            return self.run(arrays)
+        answers = [self.run(part) for part in cut_rows(arrays, cut.input_axes, cut.rows)]
         workers = [f"worker {i}" for i in range(len(answers))]
         self.split_runs += 1
         try:
             return {
-                spec.name: join_parts(
-                    spec, join, [answer[spec.name] for answer in answers], workers
-                )
-                for spec, join in zip(self.model.outputs, cut.outputs, strict=True)
+                spec.name: join_parts(spec, join, [one[spec.name] for one in answers], workers)
+                for spec, join in zip(self.spec.outputs, cut.outputs, strict=True)
             }
         except JoinError as exc:
             self.splitter.withdraw(str(exc))
             raise
 
-    def _run(self, arrays: Inputs) -> Arrays:
-        names = [spec.name for spec in self.model.outputs]
-        feeds = dict(zip((spec.name for spec in self.model.inputs), arrays, strict=True))
+
+def model_of(session: Any) -> Model:
+    """A model whose runs are a session's."""
+    spec = ModelSpec(
+        inputs=tuple(_spec(one, "input", "") for one in session.get_inputs()),
+        outputs=tuple(_spec(one, "output", "") for one in session.get_outputs()),
+    )
+    names = [[one.name for one in specs] for specs in (spec.inputs, spec.outputs)]
+
+    def run(*arrays: NDArray[Any]) -> Arrays:
         try:
-            return dict(zip(names, self._session.run(names, feeds), strict=True))
+            answers = session.run(names[1], dict(zip(names[0], arrays, strict=True)))
         except Exception as exc:  # the runtime's own classes
             raise PredictError(str(exc)) from exc
+        return dict(zip(names[1], answers, strict=True))
+
+    return Model(spec, run)
 
 
 # Checking.
@@ -370,9 +401,7 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
 
 
-def compare(
-    session: Any, predict: Callable[[Arrays], Arrays], requests: Iterator[Arrays]
-) -> Outcome:
+def compare(session: Any, model: Model, requests: Iterator[Arrays]) -> Outcome:
     """Give requests to both, one after another."""
     outcome = Outcome()
     names = [one.name for one in session.get_outputs()]
@@ -386,7 +415,7 @@ def compare(
             story.pop()
             continue
         try:
-            got = predict(request)
+            got = model.ask(*(request[spec.name] for spec in model.spec.inputs))
         except McinferError as exc:
             outcome.raised.append(f"{type(exc).__name__}: {exc}")
             continue
@@ -418,8 +447,8 @@ def check_graphs(numbers: range, seed: int) -> tuple[Counter[str], list[str]]:
         except Exception:  # what the runtime does not load
             counts["not loaded"] += 1
             continue
-        pool = InProcess(session)
-        outcome = compare(session, pool.predict, make_requests(inputs, seed, number))
+        pool = model_of(session)
+        outcome = compare(session, pool, make_requests(inputs, seed, number))
         known = pool.splitter.known
         counts["undecided" if not known.settled else "split" if known.splits else "whole"] += 1
         counts.update(

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,15 +22,13 @@ from mcinfer.requests import splitting
 from mcinfer.requests.splitting import (
     _MAX_PAIRS,
     Batch,
-    Known,
-    Splitter,
     as_record,
     judge,
     of_record,
 )
-from mcinfer.requests.tensors import join_parts
-from mcinfer.sharding import Axes, SaidAxes, Split, cut_batch
+from mcinfer.sharding import Axes
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
+from tests.split_graphs import Model
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
@@ -48,96 +46,14 @@ def spec_of(inputs: Mapping[str, Dimensions], outputs: Mapping[str, Dimensions])
     )
 
 
-class Model:
-    """A function in the place of workers, which is asked as a master asks.
-
-    Attributes:
-        splitter: What is known of it.
-        runs: How many runs there were.
-        records: What was to be recorded, in order.
-        before: Called before each run with its number and inputs; it may raise.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        function: Function,
-        inputs: Axes | None = None,
-        outputs: Axes | None = None,
-        **options: Any,
-    ) -> None:
-        said = SaidAxes(inputs=inputs or {}, outputs=outputs or {})
-        self.records: list[dict[str, Any] | None] = []
-        self.splitter = Splitter(spec, said, record=self.records.append, **options)
-        self.runs = 0
-        self.before: Callable[[int, Batch], None] = lambda *_: None
-        self._spec = spec
-        self._function = function
-
-    @property
-    def split(self) -> Split:
-        """What is known now."""
-        return self.splitter.known.split
-
-    def ask(self, *arrays: Array, pieces: int = 2, rechecks: int = 0) -> Arrays:
-        """Answer a request that is cut in so many pieces at most, with weights after so many rechecks."""
-        known = self.splitter.known_for(rechecks)
-        shapes = tuple(array.shape for array in arrays)
-        if pieces > 1 and self.splitter.teaches(known, shapes):
-            return self.splitter.answer(
-                known,
-                arrays,
-                pieces,
-                self.run_all,
-                lambda known: self._run_split(arrays, known, pieces),
-            )
-        if not known.settled:
-            return self.run(arrays)
-        return self._run_split(arrays, known, pieces)
-
-    def run(self, arrays: Batch) -> Arrays:
-        """One run, of the whole request."""
-        self.runs += 1
-        self.before(self.runs, arrays)
-        try:
-            answer = self._function(*arrays)
-        except ValueError as exc:  # shapes that do not go together
-            raise PredictError(str(exc)) from exc
-        return {name: np.asarray(array) for name, array in answer.items()}
-
-    def run_all(self, requests: Sequence[Batch]) -> list[Arrays | McinferError]:
-        """What a splitter has run."""
-        outcomes: list[Arrays | McinferError] = []
-        for arrays in requests:
-            try:
-                outcomes.append(self.run(arrays))
-            except McinferError as exc:
-                outcomes.append(exc)
-        return outcomes
-
-    def _run_split(self, arrays: Batch, known: Known, pieces: int) -> Arrays:
-        cut = cut_batch(self._spec, [array.shape for array in arrays], pieces, known.split)
-        parts = []
-        for array, one in zip(arrays, cut.inputs, strict=True):
-            if one.axis is None:
-                parts.append([array] * len(cut.rows))
-            else:
-                ends = np.cumsum([shape[one.axis] for shape in one.shapes])
-                parts.append(np.split(array, ends[:-1], one.axis))
-        answers = [self.run(part) for part in zip(*parts, strict=True)]
-        workers = [f"worker {i}" for i in range(len(answers))]
-        return {
-            spec.name: join_parts(spec, join, [answer[spec.name] for answer in answers], workers)
-            for spec, join in zip(self._spec.outputs, cut.outputs, strict=True)
-        }
-
-
-def failing_above(rows: int, kind: type[McinferError]) -> Callable[[int, Batch], None]:
-    """For `Model.before`: runs of more rows fail."""
+def failing_above(
+    rows: int, kind: type[McinferError] = PredictError
+) -> Callable[[int, Batch], None]:
+    """For `Model.before`: runs of more rows fail, as where one device has no memory for them."""
 
     def fail(_number: int, arrays: Batch) -> None:
         if len(arrays[0]) > rows:
-            raise kind("too many rows")
+            raise kind("no memory for so many rows")
 
     return fail
 
@@ -219,6 +135,8 @@ def test_declared_split_is_checked_by_the_first_request_and_costs_nothing_more()
         pytest.param(lambda x: {"y": np.array(len(x))}, id="number of rows"),
         pytest.param(lambda x: {"y": 2 * x, "n": np.arange(len(x))}, id="places of rows"),
         pytest.param(lambda x: {"y": x[-1:]}, id="last row"),
+        pytest.param(lambda x: {"y": np.cumsum(x, 0)}, id="sum so far"),
+        pytest.param(lambda x: {"y": 2 * x, "m": x.mean(0, keepdims=True)}, id="mean beside"),
     ],
 )
 @pytest.mark.parametrize("symbol", ["batch", None], ids=["declared", "free"])
@@ -408,21 +326,11 @@ def test_what_speaks_against_a_split_counts_unless_the_user_says_what_to_split(
 # Runs that fail.
 
 
-def at_most(rows: int) -> Callable[[int, Batch], None]:
-    """As where one device has not the memory for more."""
-
-    def check(_: int, arrays: Batch) -> None:
-        if len(arrays[0]) > rows:
-            raise PredictError("no memory for so many rows")
-
-    return check
-
-
 def test_declared_split_answers_where_the_whole_run_fails(
     warnings: Callable[[], list[str]],
 ) -> None:
     model = Model(DECLARED, double)
-    model.before = at_most(2)
+    model.before = failing_above(2)
     for _ in range(2):
         assert np.array_equal(model.ask(random(4, 3))["y"], 2 * random(4, 3))
     assert model.runs == (1 + 2) + 2
@@ -436,7 +344,7 @@ def test_declared_split_answers_where_the_whole_run_fails(
 
 def test_whole_run_that_fails_is_the_callers_error_where_nothing_says_how_to_split() -> None:
     model = Model(FREE, double)
-    model.before = at_most(2)
+    model.before = failing_above(2)
     with pytest.raises(PredictError, match="no memory"):
         model.ask(random(4, 3))
     assert model.runs == 1
@@ -508,7 +416,7 @@ def test_example_that_fails_changes_nothing() -> None:
     model = Model(DECLARED, double)
     model.ask(random(4, 3))
     before = model.splitter.known
-    model.before = at_most(0)
+    model.before = failing_above(0)
     with pytest.raises(PredictError):
         model.splitter.relearn(0, [random(4, 3)], 2, model.run_all, 1.0)
     assert model.splitter.known is before
@@ -623,7 +531,7 @@ def test_more_rows_that_show_nothing_are_compared_a_few_times_only(
 
 def test_more_rows_than_one_device_has_memory_for_stay_split() -> None:
     model = Model(DECLARED, double)
-    model.before = at_most(8)
+    model.before = failing_above(8)
     model.ask(random(2, 3))
     for runs in (1 + 2, 2):
         model.runs = 0
@@ -766,7 +674,7 @@ def test_output_that_is_the_same_for_all_does_not_decide() -> None:
 
     model = Model(spec_of({"x": ("batch", 3)}, {"y": ("batch", 3), "c": (2,)}), late)
     for axes in ({}, {"y": 0, "c": None}):
-        model = Model(model._spec, late, outputs=axes)
+        model = Model(model.spec, late, outputs=axes)
         model.ask(random(4, 3))
         assert not model.splitter.known.settled
         assert not model.records
@@ -976,7 +884,7 @@ def test_requests_that_are_kept_until_they_are_compared_have_a_limit(
 def test_joined_run_that_fails_leaves_what_fewer_rows_have_shown() -> None:
     model = Model(DECLARED, double)
     model.ask(random(4, 3))
-    model.before = failing_above(8, PredictError)
+    model.before = failing_above(8)
     for number in range(64):
         offer(model, random(8, 3, seed=number))
     assert model.splitter.known.splits

@@ -23,7 +23,6 @@ from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import (
     BuildError,
     ClosedError,
-    InvalidInputError,
     McinferError,
     PredictError,
     PredictTimeoutError,
@@ -246,16 +245,6 @@ def test_request_beyond_the_queue_limit_is_refused_and_changes_nothing() -> None
     assert pool.handle_request(1.0, 3, (1,), 10.0) == []
 
 
-def test_request_without_a_limit_needs_no_room_and_counts_for_others() -> None:
-    pool = ready_pool(1, limits=Limits(queue=1, queue_bytes=8))
-    pool.handle_request(0.0, 1, (1,), 10.0, size=8)
-    assert pool.handle_request(0.0, 2, (1, 1), 10.0, size=8, limited=False) == []
-    assert (pool.table.in_flight, pool.table.in_flight_bytes) == (2, 16)
-    pool.handle_message(1.0, 0, reply(1))
-    with pytest.raises(QueueFullError):
-        pool.handle_request(1.0, 3, (1,), 10.0)
-
-
 # Bad requests.
 
 
@@ -400,15 +389,6 @@ def test_grace_counts_from_when_the_deadline_was_noticed() -> None:
         Send(worker=0, message=Cancel(request=1, shard=0)),
     ]
     assert pool.next_time() == 16.0
-
-
-def test_run_without_a_deadline_whose_request_failed_does_not_keep_its_worker_for_ever() -> None:
-    pool = ready_pool(2)
-    pool.handle_request(0.0, 1, (2, 2), math.inf)
-    actions = pool.handle_message(5.0, 0, error(1, 0))
-    assert Send(worker=1, message=Cancel(request=1, shard=1)) in actions
-    assert pool.due == 5.0 + UNBOUNDED_RUN + TIMEOUTS.cancel_grace
-    end_hung(pool, pool.due, 1)
 
 
 def test_cancelled_run_without_a_deadline_does_not_keep_its_worker_for_ever() -> None:
@@ -569,48 +549,6 @@ def counts(pool: Pool) -> tuple[int, int, int, int]:
     return found
 
 
-def test_joined_run_that_fails_is_run_apart_and_only_the_bad_request_fails() -> None:
-    pool = joined_pool()
-    pool.handle_request(0.5, 4, (1,), 20.0, priority=9, join=JOIN)
-    assert pool.handle_message(1.0, 0, error(1)) == [predict(0, (1, 0))]
-    assert pool.lives.statistics()[0].last_error == "bad news"
-    assert pool.handle_message(1.0, 0, reply(1)) == [
-        Settle(request=1),
-        Release(request=1),
-        predict(0, (2, 0)),
-    ]
-    actions = pool.handle_message(1.0, 0, error(2, kind="invalid"))
-    assert outline(actions) == [
-        Failed(2, InvalidInputError),
-        Release(request=2),
-        predict(0, (3, 0)),
-    ]
-    assert text(actions) == "worker 0 (cpu:0, pid 100): bad news"
-    actions = pool.handle_message(1.0, 0, reply(3))
-    assert actions == [Settle(request=3), Release(request=3), predict(0, (4, 0))]
-    assert counts(pool) == (3, 1, 0, 1)
-
-
-def test_worker_that_dies_in_a_joined_run_is_blamed_on_nobody() -> None:
-    pool = joined_pool(3)
-    pool.handle_message(0.5, 1, reply(91))
-    assert pool.handle_died(1.0, 0, SIGSEGV) == [predict(1, (1, 0))]
-    assert pool.lives.statistics()[0].failed == 3
-    # The first death of its own is not its last.
-    assert pool.handle_died(1.1, 1, SIGSEGV) == []
-    assert pool.handle_message(1.2, 2, reply(92))[-1] == predict(2, (1, 0))
-    actions = pool.handle_died(1.3, 2, SIGSEGV)
-    assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
-    assert "worker 1 (cpu:1, pid 101) killed by SIGSEGV; worker 2" in text(actions)
-    assert "worker 0" not in text(actions)
-    assert pool.handle_time(1.1) == [StartWorker(worker=0), StartWorker(worker=1)]
-    pool.handle_started(0, 200)
-    assert finish_build(pool, 0, 1.4) == [predict(0, (2, 0))]
-    assert pool.handle_message(1.5, 0, reply(2))[-1] == predict(0, (3, 0))
-    pool.handle_message(1.6, 0, reply(3))
-    assert counts(pool) == (5, 1, 0, 0)
-
-
 def test_run_goes_on_while_any_of_its_requests_is_wanted_and_is_cancelled_with_the_last() -> None:
     pool = joined_pool()
     assert outline(pool.handle_cancel(0.5, 1)) == [Failed(1, ClosedError)]
@@ -626,17 +564,6 @@ def test_run_goes_on_while_any_of_its_requests_is_wanted_and_is_cancelled_with_t
     assert sorted(released, key=str) == [Release(request=n) for n in (1, 2, 3)]
     assert pool.next_time() == math.inf
     assert pool.lives.statistics()[0].failed == 0
-
-
-def test_held_shard_goes_in_time_to_a_worker_that_works_on_several_runs_and_has_one() -> None:
-    pool = new_pool(1, pipeline=2, max_batch_size=8, max_delay=0.3)
-    finish_build(pool, 0)
-    pool.handle_request(0.0, 1, (1,), 20.0, join=JOIN)
-    assert pool.handle_time(0.3) == [predict(0, (1, 0))]
-    assert pool.handle_request(1.0, 2, (1,), 20.0, join=JOIN) == []
-    assert pool.handle_own_memory(1.1, 0, 5) == []  # any event that looks at all again
-    assert pool.due == 1.3
-    assert pool.handle_time(1.3) == [predict(0, (2, 0))]
 
 
 def test_run_that_one_member_has_no_more_time_for_is_stopped_and_the_others_run_apart() -> None:
@@ -748,23 +675,6 @@ def test_late_answer_is_ignored_whatever_it_is_and_memory_is_held_until_then(end
     assert len(pool.table) == 0
 
 
-def test_request_is_held_for_a_late_run_when_its_other_shard_is_answered_last() -> None:
-    pool = pool_of_short_runs(3, seconds=0.001)
-    for worker in range(3):
-        assert ask(pool, 1.0, 10 + worker, timeout=60.0) == [predict(worker, (10 + worker, 0))]
-    behind = [predict(0, (13, 0)), predict(1, (13, 1))]
-    assert pool.handle_request(1.0, 13, (1, 1), 60.0) == behind
-    for worker in (1, 2):
-        pool.handle_message(1.0, worker, reply(10 + worker, seconds=0.001))
-    fresh = SendRun(worker=2, members=((13, 0),), fresh=True)
-    assert fresh in pool.handle_time(LATE)
-    pool.handle_message(LATE, 2, reply(13))
-    # Worker 0 may write to it.
-    assert pool.handle_message(LATE, 1, reply(13, 1)) == [Settle(request=13)]
-    pool.handle_message(LATE, 0, reply(10))
-    assert pool.handle_message(LATE, 0, error(13, kind="cancelled")) == [Release(request=13)]
-
-
 def test_of_workers_with_as_many_runs_the_one_that_began_first_is_given_the_next() -> None:
     """It is likely to be free first: requests wait as they would in one line for both."""
     pool = ready_pool(2)
@@ -847,15 +757,6 @@ def test_pool_that_drains_takes_nothing_more_and_ends_with_its_last_answer() -> 
     assert pool.handle_died(3.1, 0, describe_exit(0)) == []
     assert pool.handle_died(3.1, 1, describe_exit(0)) == [PoolClosed()]
     assert pool.health(4.0).state == "closed"
-
-
-def test_pool_that_drains_takes_further_parts_of_what_it_accepted() -> None:
-    pool = ready_pool(1)
-    pool.handle_request(0.0, 1, (1,), 10.0)
-    pool.handle_drain(1.0, math.inf)
-    assert pool.handle_request(1.0, 2, (1,), 10.0, limited=False) == []
-    actions = pool.handle_message(2.0, 0, reply(1))
-    assert actions == [Settle(request=1), Release(request=1), predict(0, (2, 0))]
 
 
 def test_pool_that_drains_holds_no_request() -> None:
@@ -1010,49 +911,6 @@ def test_failed_request_shows_nothing() -> None:
     assert balance.rows_per_second(0) is None
 
 
-def test_shard_waits_for_its_preferred_worker() -> None:
-    pool, _ = balanced_pool(1.0, 3.0)
-    assert pool.handle_request(100.0, 1, (3,), 1000.0) == [predict(0, (1, 0))]
-    assert pool.handle_request(100.0, 2, (6, 2), 1000.0, preferred=(0, 1)) == [predict(1, (2, 1))]
-    assert pool.handle_message(106.0, 1, reply(2, 1, 6.0)) == []
-    actions = pool.handle_message(107.0, 0, reply(1, 0, 3.0))
-    assert actions == [Settle(request=1), Release(request=1), predict(0, (2, 0))]
-
-
-def test_shard_does_not_wait_long_while_another_worker_has_nothing_to_do() -> None:
-    pool, _ = balanced_pool(1.0, 2.0)
-    pool.handle_request(100.0, 1, (3,), 1000.0)
-    pool.handle_request(100.0, 2, (6, 3), 1000.0, preferred=(0, 1))
-    pool.handle_message(106.0, 1, reply(2, 1, 6.0))
-    assert pool.handle_time(111.9) == []
-    assert pool.handle_time(112.0) == [predict(1, (2, 0))]
-
-
-def test_worker_does_not_steal_what_takes_it_longer_than_it_has_waited() -> None:
-    """With a card and a CPU, the CPU would take every shard that waits behind some others for the card."""
-    pool, _ = balanced_pool(1.0, 2.1)
-    pool.handle_request(100.0, 1, (3,), 1000.0)
-    pool.handle_request(100.0, 2, (6,), 1000.0, preferred=(0,))
-    assert pool.next_time() == 1100.0
-    assert pool.handle_time(150.0) == []
-    actions = pool.handle_message(160.0, 0, reply(1, 0, 60.0))
-    assert actions == [Settle(request=1), Release(request=1), predict(0, (2, 0))]
-
-
-def test_shard_never_waits_for_a_worker_that_is_gone_or_is_replaced() -> None:
-    pool, _ = balanced_pool(1.0, 1.0, 1.0)
-    pool.handle_request(100.0, 1, (1,), 1000.0)
-    pool.handle_request(100.0, 2, (1, 1, 1), 1000.0, preferred=(0, 1, 2))
-    assert pool.handle_message(101.0, 2, reply(2, 2, 1.0)) == []
-    assert pool.handle_died(101.5, 0, SIGKILL) == [predict(2, (1, 0))]
-    assert pool.handle_message(101.6, 1, reply(2, 1, 0.6)) == [predict(1, (2, 0))]
-    # Nor is it reserved for it where that is known before.
-    pool.handle_message(102.0, 1, reply(2, 0, 1.0))
-    pool.handle_message(102.0, 2, reply(1, 0, 1.0))
-    given = pool.handle_request(103.0, 3, (1, 1), 1000.0, preferred=(0, 2))
-    assert sorted(given) == [predict(1, (3, 0)), predict(2, (3, 1))]
-
-
 def test_requests_of_one_piece_run_on_all_workers_and_on_the_fastest_that_is_free() -> None:
     pool, balance = balanced_pool(3.0, 1.0, 2.0)
     assert balance.shares is not None
@@ -1065,27 +923,10 @@ def test_requests_of_one_piece_run_on_all_workers_and_on_the_fastest_that_is_fre
     assert actions == [Settle(request=3), Release(request=3), predict(0, (4, 0))]
 
 
-def test_worker_that_was_never_measured_is_not_waited_for() -> None:
-    balance = Balance(2)
-    pool = ready_pool(2, balance=balance)
-    pool.handle_request(0.0, 1, (1,), 1000.0)
-    assert pool.handle_request(0.0, 2, (1,), 1000.0, preferred=(0,)) == [predict(1, (2, 0))]
-
-
 def test_worker_that_gets_no_runs_is_not_waited_for() -> None:
     pool, _ = balanced_pool(1.0, 1.0)
     pool.workers[0].spare = True
     assert pool.handle_request(100.0, 1, (1,), 1000.0, preferred=(0,)) == [predict(1, (1, 0))]
-
-
-def test_shards_for_one_worker_each_are_given_to_them_without_the_queue() -> None:
-    pool, _ = balanced_pool(1.0, 1.0, 1.0)
-    given = pool.handle_request(100.0, 1, (4, 2), 1000.0, preferred=(1, 2))
-    assert given == [predict(1, (1, 0)), predict(2, (1, 1))]
-    # One is busy: its shard is for the queue.
-    given = pool.handle_request(100.0, 2, (4, 2), 1000.0, preferred=(0, 1))
-    assert given == [predict(0, (2, 0))]
-    assert [*pool.queue.items] == [(2, 1)]
 
 
 # Pipelines.
@@ -1104,14 +945,6 @@ def test_pipelines_get_their_first_runs_before_one_of_them_gets_its_second() -> 
     scheduler = ready_pool(2, pipeline=2)
     given = scheduler.handle_request(0.0, 0, (1,) * 3, 60.0)
     assert given == [predict(0, (0, 0)), predict(1, (0, 1)), predict(0, (0, 2))]
-
-
-def test_runs_of_a_pipeline_that_died_run_again_one_at_a_time() -> None:
-    scheduler = ready_pool(1, pipeline=2)
-    scheduler.handle_request(0.0, 0, (1, 1), 60.0)
-    assert scheduler.handle_died(1.0, 0, SIGKILL) == []
-    assert restarted(scheduler, 0, 1.0) == [predict(0, (0, 0))]
-    assert scheduler.handle_message(2.0, 0, reply(0, 0)) == [predict(0, (0, 1))]
 
 
 # Anything, in any order.
@@ -1189,6 +1022,13 @@ _Asking = tuple[int, float, int, tuple[str, int] | None, int]
 class Pools(RuleBasedStateMachine):
     """A shell with workers that answer, fail, die, hang, and are slow, in any order."""
 
+    # What is drawn for each example.
+    joins = measured = False
+    pipeline, card = 1, 0
+    slab: tuple[int, int] | None = SLAB
+    max_delay, seconds = 0.0, 0.001
+    limits = Limits()
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
@@ -1197,83 +1037,52 @@ class Pools(RuleBasedStateMachine):
         self.processes: dict[int, _Process] = {}
         self.running: dict[int, deque[_Given]] = {}
         self.began: dict[int, float] = {}
-        self.joins = False
-        self.measured = False
         self.away: dict[int, int] = {}  # by worker, the last event after which it did not serve
         self.events = 0
-        self.pipeline = 1
-        self.card = 0
-        self.slab: tuple[int, int] | None = SLAB
-        self.limits = Limits()
-        self.max_delay = 0.0
-        self.seconds = 0.001
         self.requests: dict[int, _Asked] = {}
         self.errors: dict[int, str] = {}
         self.poison: set[int] = set()
         self.suspects: set[ShardId] = set()
         self.started: bool | None = None
-        self.is_draining = False
-        self.is_closing = False
-        self.is_closed = False
-        self.deaf_next = False
+        self.is_draining = self.is_closing = self.is_closed = self.deaf_next = False
         self.to_replace: dict[int, _Process] | None = None
         self.died_at: dict[int, float] = {}
 
     @initialize(
         workers=st.integers(1, 3),
-        budget=st.sampled_from([0, 1, 4, 99]),
-        joins=st.sampled_from([False, False, False, True]),
-        max_delay=st.sampled_from([0.0, 0.3, 2.0]),
-        seconds=st.sampled_from([0.0, 0.001, 0.001, 0.01, 0.25]),
-        bounded=st.sampled_from([False, False, False, True]),
-        pipeline=st.sampled_from([1, 1, 1, 2, 3]),
-        card=st.sampled_from([0, 0, 0, 2, 3]),
-        slab=st.sampled_from([SLAB, SLAB, SLAB, None]),
         start_at_once=st.sampled_from([True, True, True, True, True, False]),
-        max_requests=st.sampled_from([None, None, None, None, 1, 3]),
-        measured=st.sampled_from([False, False, True]),
+        restart=st.builds(
+            partial(replace, RESTART, max_memory_bytes=MAX_BYTES),
+            budget=st.sampled_from([0, 1, 4, 99]),
+            max_requests=st.sampled_from([None, None, None, None, 1, 3]),
+        ),
+        drawn=st.fixed_dictionaries(
+            {
+                "joins": st.sampled_from([False, False, False, True]),
+                "max_delay": st.sampled_from([0.0, 0.3, 2.0]),
+                "seconds": st.sampled_from([0.0, 0.001, 0.001, 0.01, 0.25]),
+                "limits": st.builds(
+                    partial(Limits, queue=QUEUE_LIMIT),
+                    queue_bytes=st.sampled_from([None, None, None, MAX_BYTES]),
+                ),
+                "pipeline": st.sampled_from([1, 1, 1, 2, 3]),
+                "card": st.sampled_from([0, 0, 0, 2, 3]),
+                "slab": st.sampled_from([SLAB, SLAB, SLAB, None]),
+                "measured": st.sampled_from([False, False, True]),
+            }
+        ),
     )
     def start(
-        self,
-        workers: int,
-        budget: int,
-        joins: bool,
-        max_delay: float,
-        seconds: float,
-        bounded: bool,
-        pipeline: int,
-        card: int,
-        slab: tuple[int, int] | None,
-        start_at_once: bool,
-        max_requests: int | None,
-        measured: bool,
+        self, workers: int, start_at_once: bool, restart: RestartPolicy, drawn: dict[str, Any]
     ) -> None:
-        self.joins = joins
-        self.measured = measured
-        self.pipeline = 1 if card else pipeline
-        self.card, self.slab = card, slab
-        self.max_delay = max_delay
-        self.seconds = seconds
-        restart = replace(
-            RESTART, budget=budget, max_requests=max_requests, max_memory_bytes=MAX_BYTES
-        )
-        most_bytes = MAX_BYTES if bounded else None
-        limits = Limits(queue=QUEUE_LIMIT, queue_bytes=most_bytes)
-        self.begin(workers, restart=restart, limits=limits, start_at_once=start_at_once)
-        if start_at_once:  # and it is known how long runs take
-            self.request(workers)
-            self.play()
-
-    def begin(
-        self, workers: int, *, restart: RestartPolicy, limits: Limits, start_at_once: bool = True
-    ) -> None:
-        self.limits = limits
+        vars(self).update(drawn)
+        self.pipeline = 1 if self.card else self.pipeline
         self.balance = Balance(workers) if self.measured else None
         self.scheduler = Pool(
             [build(i, self.pipeline, self.card) for i in range(workers)],
             timeouts=TIMEOUTS,
             restart=restart,
-            limits=limits,
+            limits=self.limits,
             max_batch_size=MAX_ROWS if self.joins else 1,
             max_delay=self.max_delay,
             tracing=True,
@@ -1283,6 +1092,8 @@ class Pools(RuleBasedStateMachine):
         if start_at_once:
             self.play()
             assert self.started
+            self.request(workers)  # and it is known how long runs take
+            self.play()
 
     # What the shell does.
 
@@ -1575,13 +1386,8 @@ class Pools(RuleBasedStateMachine):
             told = self.scheduler.told[-1]
             assert (told.state, told.serving) == (health.state, health.serving)
 
-    def play(self) -> int:
-        """Workers do what they are told, and time passes, until nothing happens any more.
-
-        Returns:
-            How many died.
-        """
-        deaths = 0
+    def play(self) -> None:
+        """Workers do what they are told, and time passes, until nothing happens any more."""
         for _ in range(2000):
             busy = False
             for worker in [*self.processes]:
@@ -1590,7 +1396,6 @@ class Pools(RuleBasedStateMachine):
                     self.deliver(worker)
                 elif process.ended:
                     self.bury(worker)
-                    deaths += 1
                 elif process.cancels and not process.deaf:
                     self.hear(worker)
                 elif not self.idle(worker):
@@ -1600,8 +1405,8 @@ class Pools(RuleBasedStateMachine):
                 busy = True
             due = self.scheduler.next_time()
             if not busy and due == math.inf:
-                return deaths
-            if not busy and due < math.inf:
+                return
+            if not busy:
                 self.pass_time(max(0.0, due - self.now))
         raise AssertionError("the pool never comes to rest")
 

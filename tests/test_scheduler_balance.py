@@ -103,17 +103,6 @@ def test_worker_that_becomes_slower_or_faster_soon_has_what_fits_it(
     assert len(workers.seen) <= 2 + 4 * AVERAGED
 
 
-def test_worker_slowed_to_a_third_gets_a_third_of_the_rows_of_another_within_five_batches() -> None:
-    workers = Workers([500.0, 500.0], rows=32)
-    for _ in range(AVERAGED):
-        workers.batch()
-    workers.speeds[1] /= 3
-    for _ in range(5):
-        workers.batch()
-    assert workers.batch() == {0: 24, 1: 8}
-    assert len(workers.seen) <= 6
-
-
 @given(SPEEDS, st.lists(st.floats(0.99, 1.01), min_size=10, max_size=60))
 def test_shares_stay_while_speeds_hardly_change(speeds: list[float], noise: list[float]) -> None:
     """Each average stays within 1 % of the speed: with the one of the first batch, within the tolerance."""
@@ -238,18 +227,6 @@ def test_worker_that_was_never_measured_is_taken_for_one_like_the_others() -> No
     assert balance.seconds(2, 5) == 0.0
     balance.learn({2: (5, 1.0)}, 1.0)
     assert balance.take_shares() == shares_of(balance)
-
-
-def test_there_are_no_shares_without_two_workers_or_a_measure() -> None:
-    balance = Balance(2)
-    balance.serve([0, 1])
-    assert balance.shares is None
-    balance.learn({0: (1, 0.0), 1: (1, 0.0)}, 0.0)  # a clock may show no time
-    assert shares_of(balance).weights == (0.5, 0.5)
-    balance.serve([1])
-    assert balance.shares is None
-    balance.serve([])
-    assert balance.shares is None
 
 
 def test_speeds_stay_finite_whatever_noise_there_is_for_long() -> None:

@@ -38,64 +38,6 @@ def test_shard_that_had_its_turn_is_not_given_behind_a_run_and_neither_are_those
     assert queue.take(0.0, ahead=True) == ()
 
 
-# Shards that are reserved for a worker.
-
-
-def test_reserved_shard_waits_for_its_worker_and_does_not_block_others() -> None:
-    queue = ShardQueue(1)
-    queue.add(shard(1), 0, affinity=Affinity(worker=3, until=10.0, thieves=(1,)))
-    queue.add(shard(2), 0)
-    assert queue.take(0.0, worker=1) == (shard(2),)
-    assert queue.take(0.0, worker=1, steal=True) == ()
-    assert queue.next_due() == 10.0
-    assert queue.take(0.0, worker=3) == (shard(1),)
-    assert (len(queue), queue.reserved) == (0, {})
-
-
-def test_worker_gets_what_is_reserved_for_it_in_the_order_of_all() -> None:
-    queue = ShardQueue(1)
-    queue.add(shard(1), 0)
-    queue.add(shard(2), 0, affinity=Affinity(worker=0, until=LATER))
-    queue.add(shard(3), 5)
-    queue.add(shard(4), 5, affinity=Affinity(worker=0, until=LATER))
-    queue.add(shard(5), 9, affinity=Affinity(worker=1, until=LATER))
-    assert [queue.take(0.0, worker=0) for _ in range(5)] == [
-        *[(shard(number),) for number in (3, 4, 1, 2)],
-        (),
-    ]
-
-
-def test_shard_that_waited_long_is_stolen_only_by_thieves_without_other_work() -> None:
-    queue = ShardQueue(1)
-    queue.add(shard(1), 9, affinity=Affinity(worker=0, until=1.0, thieves=(1,)))
-    queue.add(shard(2), 0)
-    queue.add(shard(3), 0, affinity=Affinity(worker=1, until=LATER))
-    assert queue.take(2.0, worker=1, steal=True) == (shard(2),)
-    assert queue.take(2.0, worker=1, steal=True) == (shard(3),)
-    assert queue.take(2.0, worker=1) == ()
-    assert queue.take(2.0, worker=2, steal=True) == ()
-    assert queue.take(2.0, worker=1, steal=True) == (shard(1),)
-
-
-def test_shards_of_a_worker_that_is_gone_go_to_any() -> None:
-    queue = ShardQueue(1)
-    queue.add(shard(1), 0, affinity=Affinity(worker=0, until=LATER))
-    queue.add(shard(2), 1, affinity=Affinity(worker=0, until=LATER))
-    queue.discard(shard(2))
-    queue.release(0)
-    queue.release(1)
-    assert queue.take(0.0, ahead=True) == (shard(1),)
-
-
-def test_oldest_of_a_worker_is_passed_over_as_often_as_any_other() -> None:
-    queue = ShardQueue(1)
-    queue.add(shard(0), 0, affinity=Affinity(worker=0, until=LATER))
-    for number in range(1, 40):
-        queue.add(shard(number), 1, affinity=Affinity(worker=number % 2, until=LATER))
-    taken = [queue.take(0.0, worker=i % 2) for i in range(2 * PATIENCE + 2)]
-    assert taken[-2] == (shard(0),)
-
-
 # Forgetting.
 
 

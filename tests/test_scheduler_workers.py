@@ -231,26 +231,6 @@ def test_worker_that_has_answered_is_started_again_at_once_without_limit() -> No
     assert lives.circuit_open
 
 
-def test_worker_that_dies_after_an_answer_has_a_fresh_budget_and_no_other() -> None:
-    lives = ready_lives(2, restart=replace(RESTART, budget=1))
-    first, second = lives.workers
-    for now in (1.0, 2.0):
-        lives.bury(first, "killed by SIGKILL", now)
-        lives.handle_time(first, now)
-    assert first.budget.spent
-    second.answers = 1
-    lives.bury(second, "killed by SIGKILL", 2.5)
-    assert first.budget.spent
-    assert not lives.circuit_open
-    assert sorted(lives.due_times()) == [2.5, 3.0]
-    lives.handle_time(second, 2.5)
-    lives.bury(second, "killed by SIGKILL", 3.0)
-    assert not second.budget.spent
-    lives.handle_time(second, 3.0)
-    lives.bury(second, "killed by SIGKILL", 3.0)
-    assert lives.circuit_open
-
-
 def kill_all(lives: Lives, now: float) -> None:
     for w in lives.workers:
         lives.bury(w, "killed by SIGKILL", now)
@@ -337,21 +317,6 @@ def test_probes_are_no_busy_loop_whatever_the_policy_says() -> None:
         lives.bury(w, "killed by SIGKILL", now)
         assert lives.due_times() == [now + SHORTEST_PROBE]
         come_back(lives, w, now + SHORTEST_PROBE)
-
-
-def test_probe_that_grows_while_it_loads_is_not_replaced() -> None:
-    lives = ready_lives(1, restart=replace(RESTART, budget=0, max_memory_bytes=1000))
-    [w] = lives.workers
-    kill_all(lives, 1.0)
-    lives.handle_time(w, 2.0)
-    connect(w, 200)
-    lives.retire_if_worn(w, 1001)
-    assert lives.advance(2.0) == []
-    finish(lives, w, 3.0)
-    assert lives.advance(3.0) == []
-    assert w.serves
-    lives.retire_if_worn(w, 1001)
-    assert lives.advance(3.0) == [Send(worker=0, message=Exit())]
 
 
 # Replacing.
@@ -551,18 +516,6 @@ def test_leader_that_cannot_load_the_model_fails_the_start_of_its_card() -> None
     assert str(told.error) == "worker 0 (cuda:0, pid 100): no such file"
 
 
-def test_leader_that_dies_in_its_build_is_started_once_more_while_followers_wait() -> None:
-    lives = card_lives(2)
-    leader, follower = lives.workers
-    greet(lives, follower)
-    greet(lives, leader)
-    assert die(lives, leader, 1.0) == []
-    assert not follower.doomed
-    assert lives.handle_time(leader, 1.0) == [StartWorker(worker=0)]
-    greet(lives, leader, 1.0)
-    assert made(lives, leader, 2.0) == given(follower)
-
-
 def test_leaders_death_ends_its_followers_at_no_cost_to_their_budgets() -> None:
     lives = ready_card(3)
     leader, *followers = lives.workers
@@ -589,28 +542,6 @@ def test_leaders_death_ends_its_followers_at_no_cost_to_their_budgets() -> None:
         assert all(w.serves for w in lives.workers)
 
 
-def test_next_slab_is_made_when_the_last_one_is_gone() -> None:
-    lives = ready_card(3)
-    leader, first, last = lives.workers
-    die(lives, leader, 1.0)
-    assert lives.handle_time(leader, 1.0) == [StartWorker(worker=0)]
-    assert greet(lives, leader, 1.0) == []
-    assert leader.start.due == math.inf
-    assert die(lives, last, 2.0) == []
-    assert die(lives, first, 3.0) == [Send(worker=0, message=leader.build)]
-    assert leader.start.due == 3.0 + TIMEOUTS.start
-
-
-def test_followers_death_leaves_the_leader_alone_and_the_slab_is_given_again() -> None:
-    lives = ready_card(2)
-    leader, follower = lives.workers
-    assert die(lives, follower, 1.0) == []
-    assert len(follower.budget.starts) == 1
-    assert lives.handle_time(follower, 1.0) == [StartWorker(worker=1)]
-    assert greet(lives, follower, 1.0) == given(follower)
-    assert leader.serves
-
-
 def test_circuit_opens_when_the_leader_is_past_its_budget_and_closes_with_its_next_slab() -> None:
     lives = ready_card(2, restart=replace(RESTART, budget=0))
     leader, follower = lives.workers
@@ -622,35 +553,6 @@ def test_circuit_opens_when_the_leader_is_past_its_budget_and_closes_with_its_ne
     greet(lives, leader, 2.0)
     made(lives, leader, 2.0)
     assert not lives.circuit_open
-
-
-def test_leader_is_replaced_together_with_its_followers_and_after_them() -> None:
-    lives = ready_card(2)
-    leader, follower = lives.workers
-    lives.replace(lives.workers, asked_for=True)
-    assert lives.advance(1.0) == [Send(worker=1, message=Exit())]
-    assert die(lives, follower, 1.0, 0) == [Send(worker=0, message=Exit())]
-    assert lives.handle_time(follower, 1.0) == [StartWorker(worker=1)]
-    assert greet(lives, follower, 1.0) == []  # the old slab is not for it
-    assert die(lives, leader, 1.0, 0) == []
-    assert lives.handle_time(leader, 1.0) == [StartWorker(worker=0)]
-    greet(lives, leader, 1.0)
-    assert made(lives, leader, 2.0) == given(follower)
-    finish(lives, follower)
-    assert lives.advance(2.0) == [WorkersRestarted()]
-    assert not leader.budget.starts
-    assert not follower.budget.starts
-
-
-def test_worn_follower_is_replaced_alone() -> None:
-    lives = ready_card(2)
-    leader, follower = lives.workers
-    lives.replace([follower])
-    assert lives.advance(1.0) == [Send(worker=1, message=Exit())]
-    die(lives, follower, 1.0, 0)
-    assert lives.handle_time(follower, 1.0) == [StartWorker(worker=1)]
-    assert greet(lives, follower, 1.0) == given(follower)
-    assert leader.serves
 
 
 def test_close_ends_a_leader_after_its_followers_or_all_at_once_without_time() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from onnx import parser
 
-from tests.split_graphs import Arrays, InProcess, check_graphs, compare, open_session
+from tests.split_graphs import Arrays, check_graphs, compare, model_of, open_session
 
 GRAPHS = 120
 
@@ -108,33 +108,6 @@ FOUND: dict[str, tuple[str, Sequence[Shapes], bool]] = {
 }
 """By what it shows: the graph, requests, and whether they are split in the end."""
 
-MIXING = (
-    ("batch", "float[batch, 4] y", "y = Softmax <axis = 0> (x)"),
-    ("s0", "float[s0, 4] y", "mean = ReduceMean <axes = [0], keepdims = 1> (x) y = Sub(x, mean)"),
-    ("batch", "float[batch, 4] y", "y = CumSum(x, zero)"),
-    ("batch", "float[k, 4] y", "y, at = TopK <axis = 0> (x, two)"),
-    ("batch", "float[k, 4] y", "y = Gather(x, back)"),
-    (
-        "batch",
-        "float[batch, 4] y, float[?, ?] z",
-        "z = ReduceMean <axes = [0], keepdims = 1> (x) y = Relu(x)",
-    ),
-    ("?", "float[?, 4] y, float[?] z", "z = ReduceMax <axes = [0], keepdims = 0> (x) y = Relu(x)"),
-    ("batch", "float[batch, 4] y, int64 z", "s = Shape(x) z = Gather(s, zero) y = Relu(x)"),
-)
-"""Rows that depend on each other: their symbol, the outputs and the nodes."""
-
-WEIGHTS = "int64 zero = {0}, int64[1] two = {2}, int64[4] back = {3, 2, 1, 0}"
-
-FOUND |= {
-    f"{nodes} with rows {rows}": (
-        f"(float[{rows}, 4] x) => ({outputs}) <{WEIGHTS}> {{ {nodes} }}",
-        [{"x": (4, 4)}] * 4,
-        False,
-    )
-    for rows, outputs, nodes in MIXING
-}
-
 
 @pytest.mark.parametrize("name", [*FOUND])
 def test_graph_is_answered_as_by_one_session(name: str) -> None:
@@ -142,13 +115,13 @@ def test_graph_is_answered_as_by_one_session(name: str) -> None:
     session = open_session(
         parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> found {text}')
     )
-    pool = InProcess(session)
+    pool = model_of(session)
     rng = np.random.default_rng(0)
 
     def made(shapes: Shapes) -> Arrays:
         return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
-    outcome = compare(session, pool.predict, map(made, requests))
+    outcome = compare(session, pool, map(made, requests))
     assert outcome.wrong == outcome.raised == []
     assert outcome.answered == len(requests)
     assert pool.splitter.known.splits is splits
