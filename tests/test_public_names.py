@@ -1,6 +1,5 @@
 """Tests of what `import mcinfer` gives, and of what it costs."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,24 +36,9 @@ def test_dir_and_star_give_the_public_names_and_no_other() -> None:
     assert given.split() == mcinfer.__all__
 
 
-def test_misspelt_name_is_an_error_at_run_time_and_for_mypy(tmp_path: Path) -> None:
+def test_misspelt_name_is_an_error_at_run_time_and_for_mypy() -> None:
     with pytest.raises(AttributeError, match="module 'mcinfer' has no attribute 'Mastr'"):
-        _ = mcinfer.Mastr  # type: ignore[attr-defined]
-    program = tmp_path / "program.py"
-    uses = [f"mcinfer.{name}\n" for name in ("Mastr", *mcinfer.__all__)]
-    program.write_text("".join(["import mcinfer\n", *uses]))
-    # In a process of its own: mypy leaves 350,000 objects, which every collection after it would visit.
-    options = ["--config-file=", "--follow-imports=skip", f"--cache-dir={tmp_path}"]
-    run = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, program, ROOT / "mcinfer/__init__.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
-    assert run.returncode == 1, run.stderr
-    said = re.findall(r'.*program\.py:(\d+): error: Module has no attribute "(\w+)"', run.stdout)
-    assert said == [("2", "Mastr")]
+        _ = mcinfer.Mastr  # type: ignore[attr-defined] # mypy says so if it finds no error here
 
 
 # What an import costs: workers start with these, before they watch for the master's end.

@@ -529,17 +529,6 @@ def test_more_rows_that_show_nothing_are_compared_a_few_times_only(
     assert not warnings()
 
 
-def test_more_rows_than_one_device_has_memory_for_stay_split() -> None:
-    model = Model(DECLARED, double)
-    model.before = failing_above(8)
-    model.ask(random(2, 3))
-    for runs in (1 + 2, 2):
-        model.runs = 0
-        assert np.array_equal(model.ask(random(16, 3))["y"], 2 * random(16, 3))
-        assert model.runs == runs
-    assert model.splitter.known.splits
-
-
 # Values that show nothing.
 
 
@@ -729,14 +718,6 @@ def test_checks_that_show_nothing_are_put_off_and_not_given_up() -> None:
     assert model.splitter.known.most_rows == 63
     model.ask(random(64, 3))
     assert not model.splitter.known.splits
-
-
-def test_split_that_was_withdrawn_stays_so_with_new_weights() -> None:
-    model = Model(DECLARED, double)
-    model.ask(random(4, 3))
-    model.splitter.withdraw("it was wrong")
-    assert not model.splitter.known_for(1).splits
-    assert model.splitter.known_for(1).settled
 
 
 # Requests that may be joined to one run.

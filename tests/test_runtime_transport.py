@@ -141,20 +141,6 @@ def test_peer_that_is_gone_cannot_be_sent_to(master: MasterTransport) -> None:
     eventually(refused)
 
 
-def test_another_worker_has_another_name(
-    master: MasterTransport,
-) -> None:
-    first = join(master)
-    peer = greet(master, first)
-    first.close()
-    second = join(master)
-    other = greet(master, second)
-    assert other != peer
-    master.send([other], b"for the second")
-    assert second.wait() == b"for the second"
-    second.close()
-
-
 def test_what_a_worker_said_last_comes_though_it_is_gone(master: MasterTransport) -> None:
     worker = join(master)
     peer = greet(master, worker)
@@ -266,21 +252,6 @@ def test_worker_gives_the_handle_up_when_it_is_connected(master: MasterTransport
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path
-
-
-def test_socket_is_reached_by_the_handle_alone(place: Path) -> None:
-    with RuntimeFolder() as folder:
-        assert folder.place == place
-        listener, handle = folder.listen()
-        (path,) = place.iterdir()
-        assert [*path.iterdir()] == []
-    assert [*place.iterdir()] == []
-    assert not os.get_inheritable(handle)
-    with listener, socket.socket(socket.AF_UNIX) as client:
-        client.connect(f"/proc/self/fd/{handle}")
-        connection, _ = listener.accept()
-        connection.close()
-    os.close(handle)
 
 
 def test_socket_is_made_in_the_folder_that_was_looked_at_though_it_was_swapped(place: Path) -> None:

@@ -911,6 +911,17 @@ def test_failed_request_shows_nothing() -> None:
     assert balance.rows_per_second(0) is None
 
 
+def test_shard_waits_for_its_preferred_worker_but_not_long_while_another_has_nothing_to_do() -> (
+    None
+):
+    pool, _ = balanced_pool(1.0, 2.0)
+    pool.handle_request(100.0, 1, (3,), 1000.0)
+    pool.handle_request(100.0, 2, (6, 3), 1000.0, preferred=(0, 1))
+    assert pool.handle_message(106.0, 1, reply(2, 1, 6.0)) == []
+    assert pool.handle_time(111.9) == []
+    assert pool.handle_time(112.0) == [predict(1, (2, 0))]
+
+
 def test_requests_of_one_piece_run_on_all_workers_and_on_the_fastest_that_is_free() -> None:
     pool, balance = balanced_pool(3.0, 1.0, 2.0)
     assert balance.shares is not None

@@ -75,7 +75,6 @@ def joined(axis: int | None, *shapes: Shape) -> OutputJoin:
 
 SYMBOLIC = model({"x": ("batch", 3)}, {"y": ("batch", 5)})
 FIXED = model({"x": (2, 3)}, {"y": (2, 5)})
-SINGLE = model({"x": (1, 3)}, {"y": (1, 5)})
 UNET = model(
     {"sample": ("batch", 4, "h", "w"), "timestep": (1,), "states": ("batch", 77, 768)},
     {"out_sample": ("batch", 4, "h", "w")},
@@ -214,13 +213,7 @@ def test_rows_that_are_set_against_each_other_are_not_cut() -> None:
     assert planned(square, [(4, 4)], 2).inputs == (InputCut(axis=None, shapes=((4, 4),)),)
 
 
-# Fixed batches.
-
-"""That the first axis is the batch in x and y."""
-
-
 # Axes that the caller names.
-
 
 NAMELESS = model({"x": (None, 3), "y": (None, 2)}, {"z": (None, 5)})
 

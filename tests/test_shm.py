@@ -405,22 +405,6 @@ def test_find_knows_only_memory_that_lies_wholly_in_the_arena(arena: Arena) -> N
     assert arena.find(np.zeros(10).ctypes.data, 80) is None
 
 
-def test_slot_held_in_a_cycle_is_free_once_the_cycle_is_collected(arena: Arena) -> None:
-    class Holder:
-        def __init__(self, held: object) -> None:
-            self.held = held
-            self.me = self
-
-    gc.disable()
-    try:
-        Holder(view(arena.allocate(1000)))
-        assert arena.used > 0
-        gc.collect()
-        assert arena.used == 0
-    finally:
-        gc.enable()
-
-
 def test_views_dropped_by_many_threads_all_come_back() -> None:
     """One thread allocates, as the loop does; others drop what it gave, whenever they like."""
     arena = Arena(64 * MIB)
