@@ -116,14 +116,13 @@ class Component:
         # Pipelines replace this attribute for configurations of old versions.
         self._internal_dict = self._read_config(config, model)
         self._owns_master = not isinstance(model, Master)
-        given = [*master_options, *(["devices"] if devices is not None else [])]
+        given = {**master_options, **({} if devices is None else {"devices": devices})}
         if not isinstance(model, Master):
-            master_options.setdefault("verify", "never")
-            self.master = Master(model, devices, **master_options).start()
+            self.master = Master(model, **{"verify": "never", **given}).start()
         elif given:
+            name, value = next(iter(given.items()))
             raise InvalidInputError(
-                f"{given[0]}: got {master_options.get(given[0], devices)!r}, but model is a Master, "
-                f"which was made with its own"
+                f"{name}: got {value!r}, but model is a Master, which was made with its own"
             )
         else:
             self.master = model
@@ -144,13 +143,13 @@ class Component:
         except BaseException:
             self.close()
             raise
+        self._split: dict[str, Any] = {}
         # A given Master splits by its own options.
-        chosen = not self._owns_master or "batch_axes" in given or "output_axes" in given
-        self._split: dict[str, Any] = (
-            {}
-            if chosen
-            else {"batch_axes": self._axes, "output_axes": dict.fromkeys(self._outputs, 0)}
-        )
+        if self._owns_master and not {"batch_axes", "output_axes"} & given.keys():
+            self._split = {
+                "batch_axes": self._axes,
+                "output_axes": dict.fromkeys(self._outputs, 0),
+            }
 
     # Life.
 
@@ -224,6 +223,11 @@ class Component:
             for name, array in answers.items()
         }
 
+    def _first_output(self, arguments: Mapping[str, Any], kind: Any, return_dict: bool) -> Any:
+        """The model's first output for these arguments, in a class of diffusers or in a tuple."""
+        answer = self._run(arguments)[next(iter(self._outputs))]
+        return kind(sample=answer) if return_dict else (answer,)
+
     # The configuration.
 
     def _read_config(self, config: Config | None, model: Model) -> Any:
@@ -287,16 +291,8 @@ class UNet(Component):
         sample: torch.Tensor,
         timestep: torch.Tensor | float,
         encoder_hidden_states: torch.Tensor,
-        class_labels: torch.Tensor | None = None,
-        timestep_cond: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        cross_attention_kwargs: Mapping[str, Any] | None = None,
-        added_cond_kwargs: Mapping[str, torch.Tensor] | None = None,
-        down_block_additional_residuals: Sequence[torch.Tensor] | None = None,
-        mid_block_additional_residual: torch.Tensor | None = None,
-        down_intrablock_additional_residuals: Sequence[torch.Tensor] | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        return_dict: bool = True,
+        *others: Any,
+        **conditions: Any,
     ) -> Any:
         """The prediction for noisy latents; the arguments are those of `UNet2DConditionModel.forward`.
 
@@ -304,27 +300,27 @@ class UNet(Component):
             sample: Latents [batch, channels, height, width].
             timestep: One for the whole batch, or one for each row.
             encoder_hidden_states: States of the text [batch, tokens, channels].
-            class_labels: This and what follows: only if the model has such an input.
-            timestep_cond: As `class_labels`.
-            attention_mask: As `class_labels`.
-            cross_attention_kwargs: As `class_labels`.
-            added_cond_kwargs: The model's inputs have the names in this mapping.
-            down_block_additional_residuals: The model's inputs have a number after this name, from ``.0`` on.
-            mid_block_additional_residual: As `class_labels`.
-            down_intrablock_additional_residuals: As `down_block_additional_residuals`.
-            encoder_attention_mask: As `class_labels`.
-            return_dict: Whether to return a `UNet2DConditionOutput`; else a tuple of the tensor.
+            *others: Further arguments by their places.
+            **conditions: The other arguments, only if the model has such an input. Those in a mapping, as
+                ``added_cond_kwargs``, are inputs by their own names; those in a sequence, as
+                ``down_block_additional_residuals``, by its name and a number, from ``.0`` on.
+                Without ``return_dict`` the answer is a tuple of the tensor.
 
         Returns:
-            The prediction, with the shape and type of `sample`, on its device.
+            A `UNet2DConditionOutput` with the prediction, of the shape and type of `sample`, on its device.
 
         Raises:
             InvalidInputError: The model has no such input, lacks one, or a value does not fit its type.
             McinferError: As `Master.predict`.
         """
-        arguments = {name: value for name, value in locals().items() if name not in _NO_INPUTS}
-        answer = self._run(arguments)[next(iter(self._outputs))]
-        return UNet2DConditionOutput(sample=answer) if return_dict else (answer,)
+        call = _UNET_CALL.bind(self, sample, timestep, encoder_hidden_states, *others, **conditions)
+        given = dict(call.arguments)
+        del given["self"]
+        return_dict = given.pop("return_dict", True)
+        return self._first_output(given, UNet2DConditionOutput, return_dict)
+
+
+_UNET_CALL = inspect.signature(diffusers.UNet2DConditionModel.forward)
 
 
 class Transformer2D(Component):
@@ -354,10 +350,8 @@ class Transformer2D(Component):
             InvalidInputError: The model has no such input, lacks one, or a value does not fit its type.
             McinferError: As `Master.predict`.
         """
-        answer = self._run({"hidden_states": hidden_states, **conditions})[
-            next(iter(self._outputs))
-        ]
-        return Transformer2DModelOutput(sample=answer) if return_dict else (answer,)
+        arguments = {"hidden_states": hidden_states, **conditions}
+        return self._first_output(arguments, Transformer2DModelOutput, return_dict)
 
     def cache_context(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
         """Does nothing: pipelines mark calls that may share intermediate results, and no worker keeps any."""
@@ -396,8 +390,7 @@ class VaeDecoder(Component):
         Raises:
             McinferError: As `Master.predict`.
         """
-        answer = self._run({self._first: z})[next(iter(self._outputs))]
-        return DecoderOutput(sample=answer) if return_dict else (answer,)
+        return self._first_output({self._first: z}, DecoderOutput, return_dict)
 
 
 class TextEncoder(Component):
@@ -457,14 +450,12 @@ class TextEncoder(Component):
                 f"output_hidden_states: got True, but the model has no outputs 'hidden_states.0' and so on "
                 f"(it has {[*self._outputs]})"
             )
-        single = [name for name in self._outputs if name not in layers]
-        wanted = single + layers if output_hidden_states else single
-        answers = self._run(
+        wanted = [name for name in self._outputs if output_hidden_states or name not in layers]
+        fields: dict[str, Any] = self._run(
             {"input_ids": input_ids, "attention_mask": attention_mask, **others}, wanted
         )
-        fields: dict[str, Any] = {name: answers[name] for name in single}
         if output_hidden_states:
-            fields["hidden_states"] = tuple(answers[name] for name in layers)
+            fields["hidden_states"] = tuple(fields.pop(name) for name in layers)
         kind: Any = BaseModelOutput
         if "text_embeds" in fields:
             kind = CLIPTextModelOutput
@@ -472,9 +463,6 @@ class TextEncoder(Component):
             kind = BaseModelOutputWithPooling
         answer = kind(**fields)
         return answer if return_dict else answer.to_tuple()
-
-
-_NO_INPUTS = ("self", "return_dict")
 
 
 # Export.
@@ -518,7 +506,9 @@ def export(
     """
     if not isinstance(folder, (str, os.PathLike)):
         raise InvalidInputError(f"folder: got {_kind(folder)}, expected a path")
-    denoiser = next((n for n in _DENOISERS if _module(pipe, n) is not None), None)
+    found = {part: getattr(pipe, name, None) for part, name in _PARTS.items()}
+    modules: dict[str, Any] = {k: v for k, v in found.items() if isinstance(v, torch.nn.Module)}
+    denoiser = next((part for part in _DENOISERS if part in modules), None)
     if denoiser is None:
         raise InvalidInputError(
             f"pipe: got {_kind(pipe)}, expected a pipeline with a unet or a transformer of PyTorch"
@@ -527,19 +517,19 @@ def export(
         raise InvalidInputError(f"parts: got {parts!r}, expected a list of names")
     wanted = [denoiser] if parts is None else [*parts]
     for part in wanted:
-        if part not in _PARTS or _module(pipe, _MODULES.get(part, part)) is None:
-            there = [name for name in _PARTS if _module(pipe, _MODULES.get(name, name)) is not None]
-            raise InvalidInputError(f"parts: got {part!r}, expected some of {there}")
+        if part not in [*modules]:
+            raise InvalidInputError(f"parts: got {part!r}, expected some of {[*modules]}")
     paths = {}
     with _EXPORTER, torch.no_grad():
-        calls = _seen_calls(pipe, denoiser, wanted, call)
+        called = {part: modules[part] for part in (denoiser, *wanted) if part != "vae_decoder"}
+        calls = _seen_calls(pipe, called, denoiser, call)
         for part in wanted:
-            module = _module(pipe, _MODULES.get(part, part))
-            traced: _Traced
+            module = modules[part]
             if part == "vae_decoder":
                 traced = _decoder(module, calls[denoiser])
             elif part in _DENOISERS:
-                traced = _Traced(module, calls[part], {"return_dict": False}, ["out_sample"])
+                run = partial(module, return_dict=False)
+                traced = _Traced(module, run, calls[part], ["out_sample"])
             else:
                 traced = _encoder(module, calls[part])
             paths[part] = _write(traced, module, Path(folder) / part)
@@ -550,9 +540,12 @@ _EXPORTER = threading.Lock()
 """Held by an export: PyTorch's exporter fails in two threads at once."""
 
 _DENOISERS = ("unet", "transformer")
-_PARTS = (*_DENOISERS, "vae_decoder", "text_encoder", "text_encoder_2", "text_encoder_3")
-_MODULES = {"vae_decoder": "vae"}
-"""By part, the pipeline's component that it is of, where that has another name."""
+_PARTS = {
+    **{name: name for name in _DENOISERS},
+    "vae_decoder": "vae",
+    **{name: name for name in ("text_encoder", "text_encoder_2", "text_encoder_3")},
+}
+"""The pipeline's component that a part is of."""
 
 _SYMBOLS: dict[tuple[str, int], dict[int, str]] = {
     ("sample", 4): {2: "height", 3: "width"},
@@ -569,13 +562,8 @@ _SYMBOLS: dict[tuple[str, int], dict[int, str]] = {
 """By an input's name and number of dimensions, those that are symbolic beside the batch."""
 
 
-def _module(pipe: Any, name: str) -> Any:
-    module = getattr(pipe, name, None)
-    return module if isinstance(module, torch.nn.Module) else None
-
-
 def _seen_calls(
-    pipe: Any, denoiser: str, wanted: Sequence[str], call: dict[str, Any]
+    pipe: Any, modules: Mapping[str, Any], denoiser: str, call: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """By component, the arguments by name with which the pipeline calls it first."""
     calls: dict[str, dict[str, Any]] = {}
@@ -586,6 +574,7 @@ def _seen_calls(
         for parameter in bound.signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 named.update(named.pop(parameter.name, {}))
+        named.pop("return_dict", None)
         calls.setdefault(part, named)
         if part == denoiser:
             raise _Reached
@@ -597,8 +586,7 @@ def _seen_calls(
     handles = []
     bar = getattr(pipe, "_progress_bar_config", None)
     try:
-        for part in {denoiser, *(name for name in wanted if name not in _MODULES)}:
-            module = _module(pipe, part)
+        for part, module in modules.items():
             hook = partial(see, part)
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         pipe.set_progress_bar_config(disable=True)
@@ -615,8 +603,8 @@ def _seen_calls(
         pipe.set_progress_bar_config(**(bar or {}))
         for handle in handles:
             handle.remove()
-    for part in wanted:
-        if part not in calls and part not in _MODULES:
+    for part in modules:
+        if part not in calls:
             raise InvalidInputError(f"parts: got {part!r}, which the pipeline does not call")
     return calls
 
@@ -625,27 +613,22 @@ class _Traced(torch.nn.Module):  # type: ignore[misc] # PyTorch has types, but n
     """A module as a function of tensors alone, as the exporter wants it.
 
     Args:
-        module: What it calls.
+        module: Whose weights it has.
+        call: What it calls; the answer is a sequence of tensors.
         arguments: Of a call, by name; their tensors become the inputs, all with the rows of the first.
-        constants: Further arguments.
         names: Of the outputs.
-        call: What to call instead of the module; it returns a sequence of tensors.
     """
 
     def __init__(
         self,
         module: Any,
+        call: Callable[..., Sequence[torch.Tensor]],
         arguments: Mapping[str, Any],
-        constants: Mapping[str, Any],
-        names: Sequence[str],
-        call: Callable[..., Sequence[torch.Tensor]] | None = None,
+        names: list[str],
     ) -> None:
         super().__init__()
-        self.module = module
-        self.names = list(names)
-        self._call = module if call is None else call
-        self._arguments = {**arguments, **constants}
-        found = _flat(self._arguments)
+        self.module, self._call, self._arguments, self.names = module, call, arguments, names
+        found = _flat(arguments)
         given = {name: value for name, _, value in found if isinstance(value, torch.Tensor)}
         first = next(iter(given.values()))
         if arguments.get("timestep") is not None:
@@ -687,26 +670,24 @@ def _decoder(vae: Any, call: Mapping[str, Any]) -> _Traced:
     def decode(latent_sample: torch.Tensor) -> Any:
         return vae.decode(latent_sample, return_dict=False)
 
-    return _Traced(vae, {"latent_sample": sample}, {}, ["sample"], decode)
+    return _Traced(vae, decode, {"latent_sample": sample}, ["sample"])
 
 
 def _encoder(module: Any, call: Mapping[str, Any]) -> _Traced:
     """A text encoder with the outputs that its class has by name."""
     layers = bool(call.get("output_hidden_states"))
-    arguments = {k: v for k, v in call.items() if k not in ("output_hidden_states", "return_dict")}
-    shown = module(**arguments, output_hidden_states=layers, return_dict=True)
-    single = [
-        n for n in ("text_embeds", "last_hidden_state", "pooler_output") if shown.get(n) is not None
-    ]
-    names = [*single]
-    if layers:
-        names += [f"hidden_states.{i}" for i in range(len(shown.hidden_states))]
+    arguments = {name: value for name, value in call.items() if name != "output_hidden_states"}
+    run = partial(module, output_hidden_states=layers, return_dict=True)
+    shown = run(**arguments)
+    candidates = ("text_embeds", "last_hidden_state", "pooler_output")
+    single = [name for name in candidates if shown.get(name) is not None]
+    names = [f"hidden_states.{i}" for i in range(len(shown.hidden_states))] if layers else []
 
     def encode(**arguments: Any) -> list[torch.Tensor]:
-        answer = module(**arguments, output_hidden_states=layers, return_dict=True)
+        answer = run(**arguments)
         return [*(answer[name] for name in single), *(answer.hidden_states if layers else ())]
 
-    return _Traced(module, arguments, {}, names, encode)
+    return _Traced(module, encode, arguments, single + names)
 
 
 def _write(traced: _Traced, module: Any, folder: Path) -> Path:
@@ -815,23 +796,17 @@ def _fitted(name: str, tensor: torch.Tensor, spec: TensorSpec, rows: int) -> tor
 
 def _as_array(tensor: torch.Tensor, spec: TensorSpec) -> NDArray[Any]:
     """The tensor's memory as an array of the input's type, which NumPy may know only by ml_dtypes."""
-    if spec.dtype.isbuiltin == 1:
-        array: NDArray[Any] = tensor.numpy()
-        return array
-    raw: NDArray[Any] = tensor.view(_RAW[spec.dtype.itemsize]).numpy()
-    return raw.view(spec.dtype)
+    if spec.dtype.isbuiltin != 1:
+        tensor = tensor.view(getattr(torch, f"int{8 * spec.dtype.itemsize}"))
+    array: NDArray[Any] = tensor.numpy()
+    return array.view(spec.dtype)
 
 
 def _as_tensor(array: NDArray[Any], spec: TensorSpec) -> torch.Tensor:
     """A tensor over the array's memory, which it keeps."""
-    if spec.dtype.isbuiltin == 1:
-        return torch.from_numpy(array)
-    raw = torch.from_numpy(array.view(f"i{spec.dtype.itemsize}"))
-    return raw.view(_torch_dtype(spec))
-
-
-_RAW = {1: torch.int8, 2: torch.int16}
-"""By their bytes, types that stand in for those of ml_dtypes."""
+    if spec.dtype.isbuiltin != 1:
+        array = array.view(f"i{spec.dtype.itemsize}")
+    return torch.from_numpy(array).view(_torch_dtype(spec))
 
 
 def _torch_dtype(spec: TensorSpec) -> torch.dtype:
