@@ -5,6 +5,7 @@
     opened_folder(path)      a folder that is there, or is made; guarded: no other user can replace it
     opened_place(path)       where a file or a folder is to be written: no link of another user leads there
     PrivateFolder()          a new folder of this process's, where no other user can replace it
+    take_lock(path)          a locked file, which is still the one at that path
     ModelInMemory(content)   no folder at all: a sealed memfd that children inherit
 
 Links are followed one by one, from the root on, and each folder is opened in one that was looked at. From
@@ -320,6 +321,37 @@ def alone_in(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def take_lock(
+    path: Path, kind: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT
+) -> int | None:
+    """Lock a file without waiting; a link is not followed.
+
+    Args:
+        path: The file, which is made unless the `flags` say otherwise.
+        kind: `fcntl.LOCK_EX` or `fcntl.LOCK_SH`.
+        flags: How the file is opened.
+
+    Returns:
+        A descriptor that holds the lock, for the caller to close; None if another process has the lock.
+    """
+    lock = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with ExitStack() as unless_taken, suppress(BlockingIOError):
+        unless_taken.callback(os.close, lock)
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        if leads_to(path, lock):  # its last holder may have removed it
+            unless_taken.pop_all()
+            return lock
+    return None
+
+
+def leads_to(path: Path, fd: int) -> bool:
+    """Whether a path leads to an open file or folder."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except OSError:
+        return False
 
 
 def _end(pid: int, made: ExitStack) -> None:

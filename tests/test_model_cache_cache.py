@@ -39,6 +39,9 @@ def fill(folder: Path, lock: int) -> None:
     assert lock >= 0
     (folder / "model.onnx").write_bytes(b"graph")
     (folder / "weights.bin").write_bytes(WEIGHTS)
+    (folder / "rank1" / "segment0").mkdir(parents=True)
+    (folder / "rank1").chmod(0o775)  # as under a umask of 002
+    (folder / "rank1" / "segment0" / "weights.bin").write_bytes(WEIGHTS)
 
 
 def fill_not(folder: Path, lock: int) -> None:
@@ -108,10 +111,11 @@ def test_entry_is_made_once_for_its_owner_only_and_opened_as_it_was_made(tmp_pat
     assert opened is not None
     with closing(opened):
         assert opened.facts == FACTS
-        assert names(opened.folder) == ["manifest.json", "model.onnx", "weights.bin"]
-        assert (opened.folder / "weights.bin").read_bytes() == WEIGHTS
+        assert names(opened.folder) == ["manifest.json", "model.onnx", "rank1", "weights.bin"]
+        assert (opened.opened / "rank1" / "segment0" / "weights.bin").read_bytes() == WEIGHTS
         assert mode(cache.folder.parent) == mode(cache.folder) == mode(opened.folder) == 0o700
-        assert {mode(path) for path in opened.folder.iterdir()} == {0o400}
+        made_of = [*opened.folder.rglob("*")]
+        assert {(path.is_dir(), mode(path)) for path in made_of} == {(True, 0o700), (False, 0o400)}
     assert cache.open(entry_key({})) is None
     assert names(cache.folder) == [KEY, f"{KEY}.lock"]
 
@@ -183,7 +187,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "facts": (lambda f: change_manifest(f, facts={"model": "b"}), f"expected {KEY}"),
     "files": (
         lambda f: change_manifest(f, files=[{"name": "model.onnx"}]),
-        "expected the record of a file",
+        "is not a manifest: 'size_bytes'",
+    ),
+    "truncated in a folder": (
+        lambda f: os.truncate(f / "rank1" / "segment0" / "weights.bin", 100),
+        "rank1/segment0/weights.bin has 100 bytes",
+    ),
+    "unknown folder": (
+        lambda f: (f / "rank1" / "more").mkdir(),
+        r"unknown files: \['rank1/more'\]",
+    ),
+    "missing folder": (
+        lambda f: shutil.rmtree(f / "rank1"),
+        r"missing files: \['rank1/segment0/weights.bin'\]",
+    ),
+    "writable folder": (lambda f: (f / "rank1").chmod(0o770), "the folder rank1 is writable by"),
+    "link for a folder": (
+        lambda f: replace_by_link(f / "rank1", f.parent),
+        r"missing files: .* unknown files: \['rank1'\]",
     ),
     "garbage": (lambda f: rewrite(f / "manifest.json", b"\xff{"), "is not a manifest"),
     "deep": (lambda f: rewrite(f / "manifest.json", b"[" * 200_000), "is not a manifest"),
@@ -206,61 +227,10 @@ def test_damaged_entry_is_not_opened_and_made_again(
     assert [info.key for info in cache.entries()] == [KEY]
     with closing(make(cache)) as held:
         assert (held.folder / "weights.bin").read_bytes() == WEIGHTS
+        assert cache.entries()[0].bytes >= 2 * len(WEIGHTS)
         cache.make(KEY, FACTS, fill_not, wait=0).close()
     assert descriptors() == before
     assert {*names(cache.folder)} - {"elsewhere"} == {KEY, f"{KEY}.lock"}
-
-
-def fill_folders(folder: Path, _: int) -> None:
-    for name in ("rank0", "rank1"):
-        (folder / name / "segment0").mkdir(parents=True)
-        (folder / name).chmod(0o775)  # as under a umask of 002
-        (folder / name / "segment0" / "weights.bin").write_bytes(WEIGHTS)
-
-
-def test_entry_may_have_folders(cache: Cache) -> None:
-    with closing(cache.make(KEY, FACTS, fill_folders, wait=0)) as held:
-        path = held.opened / "rank1" / "segment0" / "weights.bin"
-        assert path.read_bytes() == WEIGHTS
-        assert stat.S_IMODE(path.stat().st_mode) == 0o400
-        assert stat.S_IMODE((held.folder / "rank1").stat().st_mode) == 0o700
-    with closing(cache.make(KEY, FACTS, fill_not, wait=0)):
-        (info,) = cache.entries()
-        assert info.bytes >= 2 * len(WEIGHTS)
-    assert cache.clear()[0] >= 2 * len(WEIGHTS)
-    assert names(cache.folder) == []
-
-
-FOLDER_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (
-        lambda f: os.truncate(f / "rank1" / "segment0" / "weights.bin", 100),
-        "rank1/segment0/weights.bin has 100 bytes",
-    ),
-    "unknown": (lambda f: (f / "rank1" / "more").mkdir(), r"unknown files: \['rank1/more'\]"),
-    "missing": (
-        lambda f: shutil.rmtree(f / "rank0"),
-        r"missing files: \['rank0/segment0/weights.bin'\]",
-    ),
-    "writable": (lambda f: (f / "rank1").chmod(0o770), "the folder rank1 is writable by others"),
-    "link": (
-        lambda f: replace_by_link(f / "rank1", f.parent),
-        r"missing files: .* unknown files: \['rank1'\]",
-    ),
-}
-
-
-@pytest.mark.parametrize(("damage", "text"), FOLDER_DAMAGES.values(), ids=FOLDER_DAMAGES.keys())
-def test_entry_with_a_damaged_folder_is_not_opened_and_made_again(
-    cache: Cache, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], text: str
-) -> None:
-    with closing(cache.make(KEY, FACTS, fill_folders, wait=0)) as held:
-        folder = held.folder
-    damage(folder)
-    assert cache.open(KEY) is None
-    (record,) = caplog.records
-    assert re.search(text, record.getMessage())
-    cache.make(KEY, FACTS, fill_folders, wait=0).close()
-    cache.make(KEY, FACTS, fill_not, wait=0).close()
 
 
 def test_files_are_read_again_only_where_their_stamps_changed_which_is_recorded(
@@ -395,37 +365,34 @@ def test_entries_are_listed_with_what_they_are(cache: Cache) -> None:
     assert [info.used_at for info in found] == [1001.0, 1002.0, 1003.0]
     assert [info.facts for info in found] == [{"number": 2}, {}, {"number": 1}]
     assert [info.in_use for info in found] == [False, False, True]
-    files = (cache.folder / keys[0]).iterdir()
+    files = [path for path in (cache.folder / keys[0]).rglob("*") if path.is_file()]
     assert found[0].bytes == sum(path.stat().st_blocks * 512 for path in files) > len(WEIGHTS)
 
 
-def test_least_recently_used_entries_are_evicted_first(cache: Cache) -> None:
+def test_least_recently_used_entries_are_evicted_first_and_those_in_use_stay_and_count(
+    cache: Cache,
+) -> None:
     keys = three_entries(cache)
     size = cache.entries()[0].bytes
     assert Cache(cache.folder, 3 * size).evict() == 0
     assert Cache(cache.folder, 3 * size - 1).evict() == size
     assert [info.key for info in cache.entries()] == keys[1:]
-    opened = cache.open(keys[1])
-    assert opened is not None
-    opened.close()
-    assert Cache(cache.folder, size).evict() == size
-    assert [info.key for info in cache.entries()] == [keys[1]]
+    with locked(cache, keys[1], fcntl.LOCK_SH):
+        assert Cache(cache.folder, size).evict() == size
     assert names(cache.folder) == [keys[1], f"{keys[1]}.lock"]
-
-
-def test_entries_in_use_are_not_evicted_and_count(cache: Cache) -> None:
-    keys = three_entries(cache)
-    size = cache.entries()[0].bytes
-    with locked(cache, keys[0], fcntl.LOCK_SH):
-        assert Cache(cache.folder, size).evict() == 2 * size
-    assert [info.key for info in cache.entries()] == keys[:1]
-
-
-def test_making_evicts_others_and_never_what_was_made(cache: Cache) -> None:
-    three_entries(cache)
-    with closing(make(Cache(cache.folder, 1))) as held:
+    with closing(make(Cache(cache.folder, 1))) as held:  # not what was just made
         assert [info.key for info in cache.entries()] == [KEY]
         assert (held.folder / "weights.bin").exists()
+
+
+def test_opened_entry_is_the_last_to_be_evicted(cache: Cache) -> None:
+    keys = three_entries(cache)
+    opened = cache.open(keys[0])
+    assert opened is not None
+    opened.close()
+    cache_of_one = Cache(cache.folder, cache.entries()[0].bytes)
+    cache_of_one.evict()
+    assert [info.key for info in cache.entries()] == [keys[0]]
 
 
 def test_clear_removes_unused_entries_and_the_digests_of_sources(cache: Cache) -> None:
@@ -492,29 +459,26 @@ def group_is(folder: Path, name: str, members: list[str], others_gid: int) -> It
         ("me", ["me", "other"], 1, False),
         ("me", [], 0, False),  # another user's first group
         ("staff", [], 1, False),
+        ("access list", [], 1, False),
     ],
 )
 def test_cache_below_a_folder_that_a_group_can_change_is_used_where_the_group_is_private(
     shared: Path, name: str, members: list[str], others_gid: int, usable: bool
 ) -> None:
     shared.chmod(0o775)
+    if name == "access list":
+        # u::rwx, u:12345:rwx, g::---, m::rwx, o::--- (acl(5)): the mode says 0770
+        entries = [(1, 7, -1), (2, 7, 12345), (4, 0, -1), (16, 7, -1), (32, 0, -1)]
+        content = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+        try:
+            os.setxattr(shared, "system.posix_acl_access", content)
+        except OSError as exc:
+            pytest.skip(f"no access lists here: {exc}")
+        assert mode(shared) == 0o770
+        name = "me"
     refused = pytest.raises(CacheUnusableError, match=OTHERS_CAN)
     with group_is(shared, name, members, others_gid), nullcontext() if usable else refused:
         assert notes(Cache(shared / "cache", 0)).is_dir()
-
-
-def test_cache_below_a_folder_that_an_access_list_opens_is_not_used(shared: Path) -> None:
-    # u::rwx, u:12345:rwx, g::---, m::rwx, o::--- (acl(5)): the mode says 0770
-    entries = [(1, 7, -1), (2, 7, 12345), (4, 0, -1), (16, 7, -1), (32, 0, -1)]
-    content = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
-    try:
-        os.setxattr(shared, "system.posix_acl_access", content)
-    except OSError as exc:
-        pytest.skip(f"no access lists here: {exc}")
-    assert mode(shared) == 0o770
-    refused = pytest.raises(CacheUnusableError, match=OTHERS_CAN)
-    with group_is(shared, "me", [], 1), refused:
-        notes(Cache(shared / "cache", 0))
 
 
 @AS_ROOT

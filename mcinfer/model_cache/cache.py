@@ -2,7 +2,8 @@
 
 ::
 
-    ROOT/KEY/            an entry: a manifest and the prepared files, never changed again
+    ROOT/KEY/            an entry, never changed again: prepared files of mode 0400, maybe in folders, and
+                         manifest.json: format, facts, and of every other file name, size, SHA-256 and stamps
     ROOT/KEY.lock        empty; its flock says who uses or makes the entry, its mtime when it was last used
     ROOT/tmp-KEY-XXXX/   an entry that is being made or removed, or that a crash left behind
     ROOT/sources/        digests of files that models were prepared from (`keys`)
@@ -17,14 +18,6 @@
   still leads to the locked file.
 - Only this user may write to ROOT. Each method opens ROOT, checks it and works below that descriptor, so it
   never touches a folder that replaces ROOT meanwhile.
-
-One entry:
-
-::
-
-    KEY/manifest.json   format, facts, and of every other file: name, size, SHA-256, stamps
-    KEY/...             the prepared files, mode 0400, maybe in folders of mode 0700
-    KEY.lock            empty; a flock on it holds the entry
 
 The key is a digest of the facts that the files were made from. No program can set a file's ctime back. So if
 the stamps are those in the manifest, the gigabytes of the files need not be read again; if they differ (a
@@ -52,7 +45,15 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import InvalidInputError, McinferError, raised_by_handler
-from mcinfer.private import BY_DESCRIPTOR, OthersError, access_fault, opened_folder, path_of
+from mcinfer.private import (
+    BY_DESCRIPTOR,
+    OthersError,
+    access_fault,
+    leads_to,
+    opened_folder,
+    path_of,
+    take_lock,
+)
 
 MANIFEST = "manifest.json"
 
@@ -156,42 +157,34 @@ def check(folder: Path) -> tuple[dict[str, Any], list[_Record] | None]:
     Raises:
         UnsoundEntryError: The entry is not what the manifest says, or others could change it.
     """
-    info = folder.lstat()
-    if not stat.S_ISDIR(info.st_mode):
+    own = folder.lstat()
+    if not stat.S_ISDIR(own.st_mode):
         raise UnsoundEntryError("it is not a folder")
-    if fault := access_fault(info):
-        raise UnsoundEntryError(f"the folder {fault}")
-    names, folders = set(), set()
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        info = path.lstat()
-        if not stat.S_ISDIR(info.st_mode):
-            names.add(name)
-        elif fault := access_fault(info):
-            raise UnsoundEntryError(f"the folder {name} {fault}")
-        else:
-            folders.add(name)
-    if MANIFEST not in names:
+    found = {path.relative_to(folder).as_posix(): path.lstat() for path in folder.rglob("*")}
+    folders = {name for name, info in found.items() if stat.S_ISDIR(info.st_mode)}
+    for label, info in [("", own), *((f" {name}", found.pop(name)) for name in folders)]:
+        if fault := access_fault(info):
+            raise UnsoundEntryError(f"the folder{label} {fault}")
+    if MANIFEST not in found:
         raise UnsoundEntryError(f"{MANIFEST} is missing")
-    _check_regular(folder, MANIFEST)
+    _check_regular(MANIFEST, found[MANIFEST])
     facts, records = _read_manifest(folder)
     expected = {MANIFEST, *records}
-    names |= folders - {parent.as_posix() for name in records for parent in Path(name).parents}
-    if names != expected:
+    empty = folders - {parent.as_posix() for name in records for parent in Path(name).parents}
+    if empty or found.keys() != expected:
         raise UnsoundEntryError(
-            f"missing files: {sorted(expected - names)}, unknown files: {sorted(names - expected)}"
+            f"missing files: {sorted(expected - found.keys())}, "
+            f"unknown files: {sorted((found.keys() | empty) - expected)}"
         )
-    current = [_check_file(folder, name, record) for name, record in records.items()]
+    current = [_check_file(folder, found[name], record) for name, record in records.items()]
     return facts, current if current != [*records.values()] else None
 
 
-def _check_regular(folder: Path, name: str) -> os.stat_result:
-    info = (folder / name).lstat()
+def _check_regular(name: str, info: os.stat_result) -> None:
     if not stat.S_ISREG(info.st_mode):
         raise UnsoundEntryError(f"{name} is not a regular file")
     if fault := access_fault(info):
         raise UnsoundEntryError(f"{name} {fault}")
-    return info
 
 
 def _read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, _Record]]:
@@ -200,7 +193,10 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, _Record]]:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         version, facts, files = manifest["format"], manifest["facts"], manifest["files"]
         key = entry_key(facts)
-        records = {str(one["name"]): _record_of(one) for one in files}
+        records: dict[str, _Record] = {}
+        for one in files:
+            name, size, sha256 = str(one["name"]), one["size_bytes"], one["sha256"]
+            records[name] = {**one, "name": name, "size_bytes": size, "sha256": sha256}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
         raise UnsoundEntryError(f"{MANIFEST} is not a manifest: {exc}") from exc
     if version != _FORMAT:
@@ -210,15 +206,10 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, _Record]]:
     return facts, records
 
 
-def _record_of(found: Mapping[str, Any]) -> _Record:
-    if not {"size_bytes", "sha256"} <= found.keys():
-        raise ValueError(f"got {found!r}, expected the record of a file")
-    return dict(found)
-
-
-def _check_file(folder: Path, name: str, record: _Record) -> _Record:
+def _check_file(folder: Path, info: os.stat_result, record: _Record) -> _Record:
     """The record of a file as it is now."""
-    info = _check_regular(folder, name)
+    name = record["name"]
+    _check_regular(name, info)
     if info.st_size != record["size_bytes"]:
         raise UnsoundEntryError(f"{name} has {info.st_size} bytes, expected {record['size_bytes']}")
     current = _record(name, info, record["sha256"])
@@ -313,14 +304,14 @@ class Held:
             link = path_of(folder_fd)
             with unusable(link):
                 folder = link.readlink()
-            if not _leads_to(folder, folder_fd):
+            if not leads_to(folder, folder_fd):
                 raise CacheUnusableError(
                     f"the folder {folder} of the shared model is not visible here: mount it at the same "
                     "path"
                 )
             with unusable(folder.parent), opened_folder(folder.parent, own=True) as root:
                 place = root / folder.name
-                if not (_leads_to(place, folder_fd) and _leads_to(lock_path(place), lock_fd)):
+                if not (leads_to(place, folder_fd) and leads_to(lock_path(place), lock_fd)):
                     raise CacheUnusableError(
                         f"the descriptor that was sent is not of {lock_path(folder)}"
                     )
@@ -343,13 +334,6 @@ def _close(*descriptors: int) -> None:
         os.close(descriptor)
 
 
-def _leads_to(path: Path, fd: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(fd))
-    except OSError:
-        return False
-
-
 def lock_path(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
 
@@ -357,34 +341,12 @@ def lock_path(folder: Path) -> Path:
 def is_locked(folder: Path) -> bool:
     """Whether a process uses, makes or removes an entry; writes nothing."""
     try:
-        lock = take_lock(folder, fcntl.LOCK_EX, os.O_RDONLY)
+        lock = take_lock(lock_path(folder), flags=os.O_RDONLY)
     except FileNotFoundError:
         return False
     if lock is not None:
         os.close(lock)
     return lock is None
-
-
-def take_lock(folder: Path, kind: int, flags: int = os.O_RDWR | os.O_CREAT) -> int | None:
-    """Lock an entry, which need not exist, without waiting.
-
-    Args:
-        folder: The entry's folder.
-        kind: `fcntl.LOCK_SH` to use it, `fcntl.LOCK_EX` to make or remove it.
-        flags: How the file of the lock is opened.
-
-    Returns:
-        A descriptor that holds the lock, for the caller to close; None if another process has the lock.
-    """
-    path = lock_path(folder)
-    lock = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with ExitStack() as unless_taken, suppress(BlockingIOError):
-        unless_taken.callback(os.close, lock)
-        fcntl.flock(lock, kind | fcntl.LOCK_NB)
-        if _leads_to(path, lock):  # its last holder may have removed it with its entry
-            unless_taken.pop_all()
-            return lock
-    return None
 
 
 # The folder of all entries.
@@ -485,7 +447,7 @@ class Root:
     def take(self, key: str) -> Held | None:
         """Hold an entry; None if it is gone, or another process has its lock."""
         folder = self.path / key
-        lock = take_lock(folder, fcntl.LOCK_SH)
+        lock = take_lock(lock_path(folder), fcntl.LOCK_SH)
         if lock is None:
             return None
         with ExitStack() as unless_held:
@@ -540,7 +502,7 @@ class Root:
 
     def empty(self, key: str, *, entry: bool) -> bool:
         """`clean`, and remove a lock without entry; False, and nothing is done, if the lock is taken."""
-        lock = take_lock(self.path / key, fcntl.LOCK_EX)
+        lock = take_lock(lock_path(self.path / key))
         if lock is None:
             return False
         try:
@@ -793,7 +755,7 @@ class Cache:
         """Make an entry and hold it; None if another process has the lock, or has made it."""
         import shutil  # not at every worker's start
 
-        lock = take_lock(root.path / key, fcntl.LOCK_EX)
+        lock = take_lock(lock_path(root.path / key))
         if lock is None:
             return None
         try:

@@ -1,6 +1,5 @@
 """Tests of inline sessions: ONNX Runtime's own in this process, on a prepared model that processes share."""
 
-import fcntl
 import gc
 import logging
 import os
@@ -27,9 +26,10 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 from mcinfer import ClosedError, EngineOptions, InvalidInputError, ort
 from mcinfer.engines import preparation
 from mcinfer.model_cache import FOLDER_KEY
-from mcinfer.model_cache.cache import Cache, take_lock
+from mcinfer.model_cache.cache import Cache, lock_path
 from mcinfer.ort import inline
 from mcinfer.ort.session import PlainSession
+from mcinfer.private import take_lock
 from tests.process.waiting import wait_until
 
 CPU = ["CPUExecutionProvider"]
@@ -415,7 +415,7 @@ def test_entry_that_another_process_makes_for_too_long_is_not_waited_for(
     gc.collect()
     empty_cache.clear()
     monkeypatch.setattr(inline, "_LEAST_PATIENCE", 0.1)
-    lock = take_lock(empty_cache.folder / key, fcntl.LOCK_EX)
+    lock = take_lock(lock_path(empty_cache.folder / key))
     assert lock is not None
     try:
         session = ort.InferenceSession(model, providers=CPU)

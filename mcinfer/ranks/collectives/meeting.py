@@ -15,7 +15,6 @@ rank 0 that was killed.
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -35,7 +34,7 @@ from mcinfer.errors import (
     RankDiedError,
     shortened,
 )
-from mcinfer.private import open_private, opened_folder, temporary_places
+from mcinfer.private import open_private, opened_folder, take_lock, temporary_places
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, ENDS
 from mcinfer.ranks.collectives.shm import Shared, ShmGroup, inherit
 from mcinfer.shm.descriptors import close_all, peer_credentials, send, take_packet
@@ -154,9 +153,13 @@ def _named(key: str, size: int) -> Iterator[socket.socket | None]:
                 f"no folder for the group's socket: {'; '.join(faults)}; XDG_RUNTIME_DIR can name one"
             )
         path, lock = opened / _name(key), opened / f"{_name(key)}.lock"
-        if not _is_locked(lock, stack):
+        held = None
+        with contextlib.suppress(FileNotFoundError):  # another rank 0 has just removed the folder
+            held = take_lock(lock)
+        if held is None:
             yield None
             return
+        stack.callback(os.close, held)
         stack.callback(_remove, path, lock, folder)
         path.unlink(missing_ok=True)  # of a rank 0 that was killed
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -164,17 +167,6 @@ def _named(key: str, size: int) -> Iterator[socket.socket | None]:
         listener.listen(size)
         listener.setblocking(False)
         yield listener
-
-
-def _is_locked(path: Path, stack: contextlib.ExitStack) -> bool:
-    """Take a lock until the stack ends, or this process; False if another rank 0 has it."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        stack.callback(os.close, fd)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (FileNotFoundError, BlockingIOError):
-        return False
-    return os.fstat(fd).st_nlink > 0  # else that rank 0 has just removed it, or the folder
 
 
 def _remove(path: Path, lock: Path, folder: str) -> None:
