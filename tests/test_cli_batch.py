@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from mcinfer.cli import batch, main
+from mcinfer.cli import batch, main, run
 from mcinfer.cli.batch import Requests, plan_requests
 from mcinfer.sharding import Axes, SaidAxes, first_split
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
@@ -86,9 +86,7 @@ GATHER = [helper.make_node("Gather", ["table", "i"], ["y"])]
 WHOLE = "mcinfer: the whole file runs as one request, on one worker: "
 
 
-def test_axes_are_learned_and_wrong_axes_not_used(
-    case: Case,
-) -> None:
+def test_axes_are_learned_and_wrong_axes_not_used(case: Case) -> None:
     inputs = ["--batch-axis", "input=0", "--batch-axis", "state=1"]
     assert case.run(STATEFUL, stateful_rows(14), "--batch", "4", *inputs) == ""
     assert case.run(STATEFUL, stateful_rows(14), "--batch", "4", "--output-axis", "stateN=1") == ""
@@ -243,7 +241,7 @@ def test_resumed_run_keeps_its_number_of_shards(half: Path, case: Case, capsys: 
 def test_next_run_writes_finished_results(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     case.output.mkdir()  # something takes its place before the end
     with monkeypatch.context() as patch:
-        patch.setattr(batch, "_output_place", lambda *_: case.output)
+        patch.setattr(run, "_output_place", lambda *_: case.output)
         line = case.fail(DOUBLE, random_rows(5), "--devices", "2")
     case.output.rmdir()
     assert line.endswith("; 5 of 5 rows are kept; run the same command again to resume")

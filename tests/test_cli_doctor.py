@@ -1,34 +1,44 @@
-"""Tests of mcinfer/cli/doctor.py: single findings, and the whole command."""
+"""Tests of mcinfer/cli/doctor.py: single findings, ``mcinfer doctor``, and ``mcinfer devices``."""
 
 import os
 import re
 import resource
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
-import onnx
+import psutil
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 from onnxruntime.datasets import get_example
 
+from mcinfer import machine
+from mcinfer.cli import main
 from mcinfer.cli.doctor import (
+    Driver,
     Finding,
     InstalledRuntime,
     examine,
     installed_runtime,
-    judge_cache,
-    judge_cpus,
     judge_gpus,
     judge_limit,
-    judge_memory,
-    judge_packages,
+    look_at_cache,
+    look_at_memory,
     look_at_model,
+    look_at_packages,
+    quota_text,
 )
 from mcinfer.errors import EngineError
-from mcinfer.machine import Gpu
+from mcinfer.machine import Gpu, cpu_quota, format_core_list
+from tests.command_line import FLOAT, Capture, only_line, save
 
+CORES = sorted(os.sched_getaffinity(0))
 GIB = 1 << 30
 NO_LIMIT = resource.RLIM_INFINITY
 
@@ -37,15 +47,6 @@ def check(finding: Finding, state: str, *words: str) -> None:
     assert finding.state == state, finding
     for word in words:
         assert word in f"{finding.found} -> {finding.warning}{finding.problem}"
-
-
-def save_matmul(path: Path, *, width: int) -> None:
-    sides = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", width]) for n in "xy"]
-    weights = numpy_helper.from_array(np.ones((width, width), np.float32), "w")
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
-    graph = helper.make_graph(nodes, "g", sides[:1], sides[1:], [weights])
-    opset = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(graph, ir_version=8, opset_imports=opset), path)
 
 
 @pytest.mark.parametrize(
@@ -63,29 +64,44 @@ def test_limits_should_allow_two_pools(soft: int, hard: int, state: str, advice:
     assert (found.state, found.warning + found.problem) == (state, advice)
 
 
-def test_memory_should_be_half_free() -> None:
-    total, limit = 64 * GIB, 8 * GIB
-    free = "64.0 GiB, all of the machine's; 32.0 GiB free"
-    check(judge_memory(total, None, total, 32 * GIB), "ok", free)
-    check(judge_memory(total, 1 << 62, total, 31 * GIB), "warning", "Limits(memory_bytes=…)")
-    free = "8.0 GiB, a container's limit; 8.0 GiB free"
-    check(judge_memory(total, limit, limit, 16 * GIB), "ok", free)
+def test_memory_should_be_half_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, available, state, words in (
+        (None, 32, "ok", "64.0 GiB, all of the machine's; 32.0 GiB free"),
+        (1 << 32, 31, "warning", "Limits(memory_bytes=…)"),
+        (8, 16, "ok", "8.0 GiB, a container's limit; 8.0 GiB free"),
+    ):
+        memory = SimpleNamespace(total=64 * GIB, available=available * GIB)
+        monkeypatch.setattr(psutil, "virtual_memory", Mock(return_value=memory))
+        monkeypatch.setattr(machine, "memory_limit", Mock(return_value=limit and limit * GIB))
+        usable = min(64, limit or 64) * GIB
+        monkeypatch.setattr(machine, "usable_memory", Mock(return_value=usable))
+        check(next(look_at_memory()), state, words)
 
 
-def test_quota_of_less_than_one_thread_is_a_warning() -> None:
-    check(judge_cpus(8, 8.0), "ok", "none below the 8 usable cores")
-    check(judge_cpus(8, 1.0), "ok", "1 CPUs' worth of time on 8 usable cores")
-    check(judge_cpus(8, 0.5), "warning", "limits.cpu")
+def test_quota_of_less_than_one_thread_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
+    for quota, state, words, devices in (
+        (None, "ok", "none below the 8 usable cores", "none"),
+        (8.0, "ok", "none below the 8 usable cores", "8 CPUs, no fewer than there are cores"),
+        (2.75, "ok", "2.75 CPUs' worth of time on 8 u", "2.75 CPUs, 2 threads at a time"),
+        (0.5, "warning", "limits.cpu", "0.5 CPUs, 1 thread at a time"),
+    ):
+        monkeypatch.setattr(machine, "cpu_quota", Mock(return_value=quota))
+        check([*look_at_memory()][-1], state, words)
+        assert quota_text(quota, 8) == devices
 
 
-def test_cache_should_have_room() -> None:
-    def judged(free: int, mode: int | None = 0o700) -> Finding:
-        return judge_cache(Path("/cache"), mode, 50 * GIB, GIB, free)
-
-    check(judged(49 * GIB), "ok", "/cache, yours, mode 0700; 1.0 GiB of at most 50.0 GiB")
-    check(judged(90 * GIB, None), "ok", "not made yet")
-    check(judged(48 * GIB), "warning", "set MCINFER_CACHE_LIMIT to less than the 49.0 GiB")
-    check(judged(0), "warning", "0 MiB of the disk free", "make room")
+def test_cache_should_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path))
+    for free, state, words in (
+        (50, "ok", "yours, mode 0700; 0 MiB of at most 50.0 GiB"),
+        (49, "warning", "set MCINFER_CACHE_LIMIT to less than the 49.0 GiB"),
+        (0, "warning", "0 MiB of the disk free -> make room"),
+    ):
+        disk = SimpleNamespace(free=free * GIB)
+        monkeypatch.setattr("shutil.disk_usage", Mock(return_value=disk))
+        check(next(look_at_cache()), state, str(tmp_path), words)
 
 
 REQUIRES = (
@@ -98,9 +114,17 @@ REQUIRES = (
 )
 
 
-def test_package_that_is_missing_or_old_is_a_problem_and_an_old_extra_a_warning() -> None:
-    def judged(**versions: str) -> list[Finding]:
-        return [*judge_packages("1.0", REQUIRES, ["cli", "onnx"], versions.get)]
+def test_package_that_is_missing_or_old_is_a_problem_and_an_old_extra_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = SimpleNamespace(get_all=lambda _: ["cli", "onnx", "test"])
+    own = SimpleNamespace(version="1.0", requires=REQUIRES, metadata=names)
+    monkeypatch.setattr(metadata, "distribution", lambda _: own)
+
+    def judged(**versions: str) -> Iterable[Finding]:
+        there = [SimpleNamespace(name=n, version=v) for n, v in versions.items()]
+        monkeypatch.setattr(metadata, "distributions", lambda: there)
+        return look_at_packages()
 
     packages, extras = judged(numpy="2.10.1", psutil="5.9.8", rich="14")
     check(packages, "ok", "mcinfer 1.0, numpy 2.10.1, psutil 5.9.8")
@@ -111,35 +135,33 @@ def test_package_that_is_missing_or_old_is_a_problem_and_an_old_extra_a_warning(
     check(extras, "warning", "installed: cli", "too old: onnx 1.9", "pip install 'onnx>=1.17'")
 
 
-def test_gpus_that_the_runtime_cannot_use_are_a_warning() -> None:
-    plain = InstalledRuntime(version="1.2", providers=("CPUExecutionProvider",))
-    cuda = InstalledRuntime(version="1.2", providers=("CUDAExecutionProvider",), cuda="13.0")
-    assert "built with CUDA 13.0, offers: CUDA" in str(cuda)
-    two = [Gpu(index=i, uuid=f"GPU-{i}", name="H200", driver="580.65") for i in range(2)]
-    found = "cuda:0: H200; cuda:1: H200; driver 580.65, up to CUDA 13.1; no MPS"
-    check(judge_gpus(two, "in odd order", cuda, "13.1", None), "ok", found, "; in odd order")
-    check(judge_gpus(two, "", None, "12.8", Path("/mps")), "ok", "MPS runs, in /mps")
-    check(judge_gpus(two, "", cuda, "", None), "ok", "driver 580.65; no MPS")
-    check(judge_gpus(two, "", cuda, "12.8", None), "warning", "a driver that serves CUDA 13")
-    words = ("no CUDAExecutionProvider", "'mcinfer[gpu]'")
-    check(judge_gpus(two, "", plain, "12.8", None), "warning", *words)
+PLAIN = InstalledRuntime(version="1.2", providers=("CPUExecutionProvider",))
+CUDA = InstalledRuntime(version="1.2", providers=("CUDAExecutionProvider",), cuda="13.0")
 
 
-def test_gpu_that_one_process_alone_may_use_is_a_warning_without_mps() -> None:
-    cuda = InstalledRuntime(version="1.2", providers=("CUDAExecutionProvider",), cuda="13.0")
+def test_gpus_that_cannot_be_used_or_shared_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    two = "; cuda:1: H200; driver 580.65, up to CUDA 13.1; no MPS"
+    for mode, runtime, cuda, mps, state, *words in (
+        ("", CUDA, "13.1", None, "ok", two, "unless CUDA_DEVICE_ORDER=PCI_BUS_ID"),
+        ("", None, "12.8", "/mps", "ok", "MPS runs, in /mps"),
+        ("", CUDA, "", None, "ok", "driver 580.65; no MPS"),
+        ("", CUDA, "12.8", None, "warning", "a driver that serves CUDA 13"),
+        ("", PLAIN, "12.8", None, "warning", "no CUDAExecutionProvider", "'mcinfer[gpu]'"),
+        ("Default", CUDA, "13.0", None, "ok", "cuda:1: H200, compute mode Default"),
+        ("Exclusive", CUDA, "13.0", None, "warning", "process alone may use cuda:1: ", "or MPS"),
+        ("Exclusive", CUDA, "13.0", "/mps", "ok"),
+        ("Prohibited", CUDA, "13.0", "/mps", "warning", "cuda:1 may not be used: nvidia-smi"),
+    ):
+        first = Gpu(index=0, uuid="GPU-0", name="H200", driver="580.65")
+        second = replace(first, index=1, compute_mode=mode)
+        check(judge_gpus([first, second], Driver("580.65", cuda, mps), runtime), state, *words)
 
-    def judged(mode: str, mps: Path | None = None) -> Finding:
-        default = Gpu(index=0, uuid="GPU-0", name="H200", compute_mode="Default")
-        other = Gpu(index=1, uuid="GPU-1", name="H200", compute_mode=mode)
-        return judge_gpus([default, other], "", cuda, "13.0", mps)
 
-    check(judged("Default"), "ok", "cuda:1: H200, compute mode Default")
-    check(judged("Exclusive_Process"), "warning", "one process alone may use cuda:1: ", "or MPS")
-    check(judged("Exclusive_Process", Path("/mps")), "ok")
-    check(judged("Prohibited", Path("/mps")), "warning", "cuda:1 may not be used: nvidia-smi")
-
-
-def test_failed_import_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_is_described_and_a_failed_import_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "built with CUDA 13.0, offers: CUDA" in str(CUDA)
     assert "CPUExecutionProvider" in installed_runtime().providers
     (tmp_path / "onnxruntime.py").write_text("raise OSError('no libfoo')\n", encoding="ascii")
     monkeypatch.syspath_prepend(tmp_path)
@@ -192,7 +214,10 @@ def test_model_is_said_to_share_its_weights_or_why_not(
     monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
     small, text = Path(get_example("mul_1.onnx")), tmp_path / "text.onnx"
     large = tmp_path / "large.onnx"
-    save_matmul(large, width=2100)
+    shape: list[int | str] = ["n", 2100]
+    ends = [("x", FLOAT, shape)], [("y", FLOAT, shape)]
+    weights = {"w": np.ones((2100, 2100), np.float32)}
+    save(large, [helper.make_node("MatMul", ["x", "w"], ["y"])], *ends, weights)
     text.write_text("no model")
     check(look_at_model(small), "ok", "its own copy of the weights: it has less than 16 MiB")
     check(look_at_model(large), "ok", "inline sessions share one copy of its weights, entry ")
@@ -214,3 +239,93 @@ def test_unusable_folders_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             break
     check(found["runtime folder"], "warning", f"XDG_RUNTIME_DIR, {open_to_all}, cannot be used")
     check(found["cache"], "warning", "/proc/place cannot be used: ", "a folder that can be made")
+
+
+# The devices.
+
+
+needs_no_quota = pytest.mark.skipif(
+    (cpu_quota() or len(CORES)) < len(CORES), reason="a CPU quota leaves fewer threads than cores"
+)
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Writes a program of that name; no other is found."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+
+    def write(script: str) -> None:
+        path = tmp_path / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\n{script}\n", encoding="ascii")
+        path.chmod(0o755)
+
+    return write
+
+
+TWO_GPUS = """
+[ $1 = --query ] && echo "CUDA Version : 13.0"
+for i in 0 1; do echo "$i, GPU-$i, 0:0$i:00.0, 580.65, Default, 1024, 512, A$i"; done
+"""
+
+
+@needs_no_quota
+def test_each_worker_has_a_line(nvidia_smi: Callable[[str], None], capsys: Capture) -> None:
+    nvidia_smi(TWO_GPUS)
+    several = "s" if len(CORES) > 1 else ""
+    assert main(["devices", "--devices", "cpu:0,cpu:0,cuda:1"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{len(CORES)} usable core")
+    assert f": {format_core_list(CORES)}; by default " in first
+    cores, threads = f"core{several} {format_core_list(CORES)}", f"{len(CORES)} thread{several}"
+    assert lines[-3:] == [
+        f"worker 0: cpu:0, {cores}, shared, {threads}",
+        f"worker 1: cpu:0, {cores}, shared, {threads}",
+        "worker 2: cuda:1, not pinned to cores",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "why"),
+    [
+        (f"cpu:{len(CORES)}", "", ""),
+        ("cuda:2", "0,1", ": the last device that was found is cuda:1"),
+        ("cuda:2", "1", ": the last device that was found is cuda:0"),
+        ("cuda:2", "", ": no GPU was found: CUDA_VISIBLE_DEVICES='' leaves none of 2"),
+    ],
+)
+def test_device_that_does_not_exist_is_a_failure(
+    device: str,
+    visible: str,
+    why: str,
+    nvidia_smi: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    nvidia_smi(TWO_GPUS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert main(["devices", f"--devices=cpu:0,{device}"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"device {device} does not exist{why}" in only_line(err)
+
+
+@pytest.mark.parametrize("cards", [True, False])
+def test_gpus_are_those_of_the_driver(
+    cards: bool, nvidia_smi: Callable[[str], None], capsys: Capture
+) -> None:
+    nvidia_smi(TWO_GPUS if cards else "echo no driver >&2; exit 9")
+    assert main(["devices", "--devices", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    *_, first, last = (i for i, line in enumerate(lines) if line.startswith(("  CPU", "worker")))
+    shown = lines[first + 1 : last]
+    if not cards:
+        assert shown == ["no GPU was found: nvidia-smi: no driver"]
+        return
+    gpu = "1.0 GiB, 0.5 GiB free, compute mode Default"
+    assert shown[:2] == [f"cuda:{i}: A{i}, {gpu}" for i in range(2)]
+    assert shown[2] == "  driver 580.65, up to CUDA 13.0; no MPS: processes of one GPU take turns"
+    assert "unless CUDA_DEVICE_ORDER=PCI_BUS_ID" in shown[3]
+    unusable = bool(installed_runtime().without_cuda)
+    assert ["has no CUDAExecutionProvider" in line for line in shown[4:]] == [True] * unusable

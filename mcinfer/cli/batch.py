@@ -16,24 +16,20 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
-from importlib import metadata
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from numpy.typing import NDArray
 
-from mcinfer import __version__, sharding
-from mcinfer.cli.batch_files import InputFile, PartialResults, opened_input, stamp
-from mcinfer.cli.output_files import output_place
+from mcinfer import sharding
+from mcinfer.cli.batch_files import InputFile, PartialResults
 from mcinfer.cli.progress import megabytes, say, showing_work
-from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
+from mcinfer.errors import InvalidInputError, McinferError, PredictError
 from mcinfer.master import Master
-from mcinfer.model_cache.onnx_files import model_files, open_regular
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Shape, Split, first_split, rows_of
 from mcinfer.specs import ModelSpec
 
@@ -49,7 +45,6 @@ _SAVE_SECONDS = 1.0
 
 _ADVICE = "--batch-axis and --output-axis say what to split and join"
 _RESUME = "run the same command again to resume"
-_RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "mindspore", "mindspore-lite")
 
 _Arrays = Mapping[str, NDArray[Any]]
 
@@ -87,9 +82,9 @@ class Requests:
 
     def inputs(self, arrays: _Arrays, number: int) -> dict[str, NDArray[Any]]:
         """The inputs of a request: views."""
-        start, stop = number * self.step, min((number + 1) * self.step, self.units)
+        units = range(number * self.step, (number + 1) * self.step + 1, self.step)
         return {
-            name: _cut(arrays[name], axis, *(at * self.sizes.get(name, 1) for at in (start, stop)))
+            name: _cut(arrays[name], axis, *(at * self.sizes.get(name, 1) for at in units))
             for name, axis in self.axes.items()
         }
 
@@ -111,7 +106,6 @@ def plan_requests(
         split: None, or one that does not split: the whole batch is one request.
     """
     plan = sharding.cut_batch(model, [arrays[spec.name].shape for spec in model.inputs], 1, split)
-    outputs = [*zip(model.outputs, plan.outputs, strict=True)]
     axes = {spec.name: axis for spec, axis in zip(model.inputs, plan.input_axes, strict=True)}
     cut = {
         spec.name: spec.shape[axis] if spec.shape else None
@@ -119,19 +113,20 @@ def plan_requests(
         if (axis := axes[spec.name]) is not None
     }
     fixed = {name: size for name, size in cut.items() if isinstance(size, int)}
-    units = (len(plan.rows) if fixed else sum(plan.rows)) if cut else 1
-    unit_rows = next(iter(fixed.values()), 1) if cut else max(1, sum(plan.rows))
+    units, unit_rows = (sum(plan.rows), 1) if cut else (1, max(1, sum(plan.rows)))
+    if fixed:
+        units, unit_rows = len(plan.rows), next(iter(fixed.values()))
     input_bytes = total_bytes = sum(arrays[name].nbytes for name in cut)
-    for spec, join in outputs:
-        if join.axis is not None and join.shape is not None:
-            total_bytes += prod(join.shape) * spec.dtype.itemsize
-        elif (
+    for spec, join in zip(model.outputs, plan.outputs, strict=True):
+        if (
             join.axis is not None
         ):  # an output of unknown shape is taken to be as large as the inputs
-            total_bytes += input_bytes
+            known = join.shape is not None
+            total_bytes += prod(join.shape or ()) * spec.dtype.itemsize if known else input_bytes
     unit_bytes = max(1, total_bytes // max(1, units))
     for_each = max(1, min(_REQUEST_BYTES // unit_bytes // workers, _WORKER_ROWS // unit_rows))
     step = max(1, min(rows // unit_rows if rows else for_each * workers, units))
+    joins = zip(model.outputs, plan.outputs, strict=True)
     return Requests(
         axes=axes,
         sizes={name: fixed.get(name, 1) for name in cut},
@@ -139,12 +134,12 @@ def plan_requests(
         step=step,
         unit_rows=unit_rows,
         shards=workers,
-        outputs={spec.name: join.axis if units > step else None for spec, join in outputs},
+        outputs={spec.name: join.axis if units > step else None for spec, join in joins},
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Planner:
+class Planner:
     """Finds out how a file is cut; its first rows run where that is not known."""
 
     master: Master
@@ -157,14 +152,12 @@ class _Planner:
 
     def plan(self) -> Requests:
         """The requests; an `InvalidInputError` if `rows` is given and the file cannot be cut."""
-        model, split = self.model, self.master.split
-        sharding.cut_batch(model, [*self._shapes.values()], 1, split)  # raises if they do not fit
+        model, split, shapes = self.model, self.master.split, self._shapes
+        sharding.cut_batch(model, [*shapes.values()], 1, split)  # raises if they do not fit
         known = split.checked and split.splits and self._fits(split)
         if sharding.is_fixed(model, split) or known:
             return self._requests(split)
-        likely = [
-            *sharding.candidates(model, self._shapes, first_split(model, self.said), self.said)
-        ]
+        likely = [*sharding.candidates(model, shapes, first_split(model, self.said), self.said)]
         if self.rows is None or split.known != "said" or not split.reason:
             assumed = self._requests(self._along(likely[0]) if likely else None)
             if assumed.count == 1:  # the master learns from it
@@ -209,30 +202,6 @@ class _Planner:
 
     def _show(self, axes: Axes) -> Split:
         """What the first rows along these axes show; `Split.checked` says whether they show anything."""
-        split, shown = self.master.split, 0
-        for shown in self._example_rows(axes):
-            example = {n: _cut(array, axes[n], 0, shown) for n, array in self.arrays.items()}
-            try:
-                split = self.master.learn(example, timeout=self.timeout)
-            except (PredictError, InvalidInputError) as exc:  # other axes may be right
-                reason = f"its first {shown} rows do not run by themselves ({exc})"
-                return replace(self._along(axes), checked=True, reason=reason)
-            if split.settled:
-                if split.splits and not split.checked:
-                    say("requests are split without a check: two runs of the same rows differ")
-                if split.splits and not self._fits(split):
-                    reason = "its first rows are cut along other axes than the file"
-                    return replace(split, reason=reason)
-                return split
-        reason = (
-            f"its first {shown} rows are equal, or do not show in all outputs how they are joined"
-        )
-        return replace(
-            split, reason=f"{reason} (mcinfer inspect --probe learns it from other rows)"
-        )
-
-    def _example_rows(self, axes: Axes) -> Iterator[int]:
-        """How many rows an example has: some for each worker; where they show nothing, those of a request."""
         most = rows_of(self._shapes, axes) or 0
         step = self._requests(self._along(axes)).step
         # A number that is also the size of another axis would leave open which of both is cut.
@@ -242,114 +211,32 @@ class _Planner:
             for axis, size in enumerate(shape)
             if axis != axes[name]
         }
-        for least in (max(2, 2 * self.workers), max(step, 4 * self.workers)):
-            rows = next(n for n in count(least) if n not in others)
-            yield min(rows, most)
-            if rows >= most:
-                return
-
-
-# Running.
-
-
-def run_batch(
-    model: Path,
-    source: Path,
-    target: Path,
-    *,
-    engine: str,
-    devices: Any,
-    rows: int | None,
-    axes: Mapping[str, Any],
-    timeout: float | None,
-    restart: bool,
-    force: bool,
-) -> list[str]:
-    """Run the rows of a file, and write another file; see the options of ``mcinfer run``.
-
-    Returns:
-        For each output a line with its name, element type and shape.
-    """
-    place = _output_place(target, force)  # before the work, not after it
-    as_npy = target.suffix.lower() == ".npy"
-    with (
-        opened_input(source, place.parent) as file,
-        closing(Master(model, devices, engine=engine, **axes)) as master,
-    ):
-        files = [model]
-        with suppress(BuildError, OSError):  # workers say what is wrong with it
-            files = model_files(model.absolute())
-        for name, path in (*(("MODEL", path) for path in files), ("--input", source)):
-            if path.exists() and place.exists() and path.samefile(place):
-                text = f"{place} is the file of {name} ({path}), expected another one"
-                raise InvalidInputError(f"--output: {text}")
-        workers = [worker.device for worker in master.statistics().workers]
-        runtimes = {
-            f"{p.name} {p.version}" for p in metadata.distributions() if p.name in _RUNTIMES
-        }
-        depends_on = {
-            "model": _stamps(files),
-            "input": [file.stamp],
-            # Without --devices a run is resumed in as many shards, also if there are fewer cores by then.
-            "--devices": workers if devices is not None else None,
-            "--batch": rows,
-            "--batch-axis": axes["batch_axes"],
-            "--output-axis": axes["output_axes"],
-            "version": [__version__, *sorted(runtimes)],
-        }
-        with closing(PartialResults(place, depends_on, restart=restart)) as results:
-            master.start()
-            spec = ModelSpec(inputs=master.inputs, outputs=master.outputs)
-            names = [output.name for output in spec.outputs]
-            if as_npy and len(names) != 1:
-                text = f"{target} holds one array, expected an .npz file for {names}"
-                raise InvalidInputError(f"--output: {text}")
-            arrays = file.arrays(spec)
-            if results.plan is None:
-                said = SaidAxes(inputs=axes["batch_axes"], outputs=axes["output_axes"])
-                requests = _Planner(master, spec, arrays, said, rows, len(workers), timeout).plan()
-            else:  # which holds for the same model, input and options
-                requests = Requests(**results.plan)
-                done, total = requests.rows(results.done), requests.rows(requests.count)
-                say(f"resuming at row {done} of {total}")
-            results.begin(asdict(requests), requests.outputs)
-            with _keeping(results, requests):
-                _answer(master, file, arrays, requests, results, timeout)
-            reads = {"input": [source]}
-            if any(worker.restarts for worker in master.statistics().workers):
-                reads["model"] = files  # other workers still have what the model was
-            for name, paths in reads.items():
-                if _stamps(paths) != depends_on[name]:
-                    text = f"the {name} changed while it was used; --restart begins anew"
-                    raise InvalidInputError(text)
-            with _keeping(results, requests):
-                return results.finish(spec, as_npy=as_npy)
-
-
-def _output_place(target: Path, force: bool) -> Path:
-    if target.suffix.lower() not in (".npz", ".npy"):
-        raise InvalidInputError(
-            f"--output: got {target}, expected a name that ends in .npz or .npy"
+        # Some rows for each worker; where they show nothing, those of a request.
+        for least in (2 * self.workers, max(step, 4 * self.workers)):
+            rows = min(most, next(n for n in count(max(2, least)) if n not in others))
+            example = {n: _cut(array, axes[n], 0, rows) for n, array in self.arrays.items()}
+            try:
+                split = self.master.learn(example, timeout=self.timeout)
+            except (PredictError, InvalidInputError) as exc:  # other axes may be right
+                reason = f"its first {rows} rows do not run by themselves ({exc})"
+                return replace(self._along(axes), checked=True, reason=reason)
+            if split.settled and split.splits and not self._fits(split):
+                reason = "its first rows are cut along other axes than the file"
+                return replace(split, reason=reason)
+            if split.settled:
+                if split.splits and not split.checked:
+                    say("requests are split without a check: two runs of the same rows differ")
+                return split
+            if rows == most:
+                break
+        return replace(
+            split,
+            reason=f"its first {rows} rows are equal, or do not show in all outputs how they are joined "
+            "(mcinfer inspect --probe learns it from other rows)",
         )
-    place = output_place("--output", target)
-    if place.exists() and not force:
-        raise InvalidInputError(f"--output: {target} exists; --force replaces it")
-    return place
 
 
-def _stamps(files: list[Path]) -> list[dict[str, Any]]:
-    """The size and digest of each file; an empty dictionary for one that cannot be read."""
-    stamps: list[dict[str, Any]] = []
-    for file in files:
-        try:
-            with open_regular(file) as (descriptor, _):
-                stamps.append(stamp(descriptor))
-        except (OSError, BuildError):
-            stamps.append({})
-    return stamps
-
-
-def _answer(
+def answer_all(
     master: Master,
     file: InputFile,
     arrays: _Arrays,
@@ -398,7 +285,7 @@ def _answer(
 
 
 @contextmanager
-def _keeping(results: PartialResults, requests: Requests) -> Iterator[None]:
+def keeping(results: PartialResults, requests: Requests) -> Iterator[None]:
     """If the work fails, save the answers so far and say how many; discard them if they do not join."""
     try:
         yield

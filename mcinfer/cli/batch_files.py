@@ -76,6 +76,16 @@ def stamp(descriptor: int) -> dict[str, Any]:
     return {"size": size, "sha256": digest.hexdigest()}
 
 
+def stamps(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """The stamp of each file; an empty dictionary for one that cannot be read."""
+    found: list[dict[str, Any]] = []
+    for file in files:
+        found.append({})
+        with suppress(OSError, BuildError), open_regular(file) as (descriptor, _):
+            found[-1] = stamp(descriptor)
+    return found
+
+
 def _map(file: IO[bytes]) -> mmap.mmap:
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 

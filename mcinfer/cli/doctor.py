@@ -1,7 +1,7 @@
 """``mcinfer doctor``: checks whether this machine has what mcinfer needs; ``mcinfer devices``: its devices.
 
-What can be tried is tried: a pool that starts says more than a limit that reads well. The ``judge_``
-functions are pure. Imports that take long are in the functions, so that ``--help`` comes at once.
+What can be tried is tried: a pool that starts says more than a limit that reads well. Imports that take long
+are in the functions, so that ``--help`` comes at once.
 """
 
 import json
@@ -11,8 +11,9 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from itertools import chain
@@ -29,7 +30,6 @@ from mcinfer.cli.progress import counted
 from mcinfer.config import (
     CARD_KINDS,
     CoreShare,
-    Device,
     Timeouts,
     automatic_workers,
     parse_devices,
@@ -68,6 +68,9 @@ _MODEL = {
 }
 """For the engine "fake", which needs no runtime: a failure with it is not the runtime's."""
 
+_FOLDER_ADVICE = (
+    "let XDG_RUNTIME_DIR or TMPDIR name a folder that you can write to, and others cannot"
+)
 _FOR_DEVELOPERS = ("test", "check", "examples", "docs")
 """Extras for work on mcinfer itself."""
 
@@ -116,24 +119,27 @@ def doctor(
 def examine() -> Iterator[Finding]:
     """All checks, each when it is asked for. The last one starts a pool of one worker, and ends it."""
     cpus = machine.whole_cpus()
-    workers = automatic_workers(cpus)
-    looks: dict[str, Callable[[], Iterator[Finding]]] = {
-        "platform": look_at_platform,
-        "limits": partial(look_at_limits, workers, cpus),
-        "memory": look_at_memory,
-        "runtime folder": look_at_runtime_folder,
-        "cache": look_at_cache,
-        "packages": look_at_packages,
-        "onnxruntime": look_at_runtime,
-        "pool": look_at_pool,
+    looks: dict[str, tuple[Callable[[], Iterator[Finding]], str]] = {
+        "platform": (look_at_platform, ""),
+        "limits": (partial(look_at_limits, automatic_workers(cpus), cpus), ""),
+        "memory": (look_at_memory, ""),
+        "runtime folder": (look_at_runtime_folder, _FOLDER_ADVICE),
+        "cache": (look_at_cache, "set the variable to such a value, or unset it"),
+        "packages": (look_at_packages, ""),
+        "onnxruntime": (look_at_runtime, ""),
+        "pool": (
+            look_at_pool,
+            "mend the problems above; without any, the error itself says what to look for",
+        ),
     }
-    for name, look in looks.items():
+    for name, (look, advice) in looks.items():
         try:
             yield from look()
         except ModuleNotFoundError as exc:
             yield Finding(name, str(exc), problem="pip install 'mcinfer[cli]'")
-        except (ImportError, OSError) as exc:  # such as no descriptor to look with
-            yield Finding(name, f"cannot be looked at: {exc}", problem="see the checks before")
+        except (ImportError, McinferError, OSError) as exc:  # such as no descriptor to look with
+            found = str(exc) if advice else f"cannot be looked at: {exc}"
+            yield Finding(name, found, problem=advice or "see the checks before")
 
 
 def look_at_model(model: Path) -> Finding:
@@ -161,10 +167,16 @@ def devices(devices: DevicesOption = None) -> None:
     cores, cpus = sorted(os.sched_getaffinity(0)), machine.whole_cpus()
     parsed = parse_devices(devices, cpus)
     shares = share_cores(parsed, cores, cpus=cpus, near=machine.cores_near(parsed))
+    found: Sequence[Gpu] = ()
     try:
-        found, why = machine.gpus(), ""
+        found, driver = gpus_and_driver()
+        why, remarks = "", [str(driver), machine.gpu_order_doubt(len(found))]
+        with suppress(EngineError):
+            remarks.append(installed_runtime().without_cuda)
+        lines = [*map(str, found), *(f"  {text}" for text in remarks if text)]
     except OSError as exc:
-        found, why = (), f"no GPU was found: {exc}"
+        why = f"no GPU was found: {exc}"
+        lines = [why]
     for share in shares.values():
         if isinstance(share, InvalidInputError):
             raise share
@@ -172,28 +184,26 @@ def devices(devices: DevicesOption = None) -> None:
         if device.kind in CARD_KINDS and device.index >= len(found):
             why = why or f"the last device that was found is {device.kind}:{len(found) - 1}"
             raise InvalidInputError(f"device {device} does not exist: {why}")
+    listed = machine.format_core_list(cores)
     default = counted(automatic_workers(cpus), "worker")
-    print(
-        f"{counted(len(cores), 'usable core')}: {machine.format_core_list(cores)}; by default {default}"
-    )
-    for line in (*_cpu_lines(cores), *_gpu_lines(found, why)):
-        print(line)
-    for index, device in enumerate(parsed):
-        print(f"worker {index}: {_share_text(device, shares.get(index))}")
-
-
-def _cpu_lines(cores: list[int]) -> list[str]:
-    lines = []
+    print(f"{counted(len(cores), 'usable core')}: {listed}; by default {default}")
     sockets, physical = machine.core_siblings()
     if physical:
         belong = "belongs" if len(cores) == 1 else "belong"
-        place = f"{counted(physical, 'physical core')} of {counted(sockets, 'socket')}"
-        lines.append(f"  {belong} to {place}")
-    nodes = machine.numa_nodes().items()
-    lines += [
-        f"  NUMA node {node}: {machine.format_core_list(mine)}" for node, mine in nodes if mine
-    ]
-    return [*lines, f"  CPU quota: {quota_text(machine.cpu_quota(), len(cores))}"]
+        print(f"  {belong} to {counted(physical, 'physical core')} of {counted(sockets, 'socket')}")
+    for node, mine in machine.numa_nodes().items():
+        if mine:
+            print(f"  NUMA node {node}: {machine.format_core_list(mine)}")
+    print(f"  CPU quota: {quota_text(machine.cpu_quota(), len(cores))}", *lines, sep="\n")
+    for index, device in enumerate(parsed):
+        place = "not pinned to cores"
+        own = shares.get(index)
+        if isinstance(own, CoreShare):
+            cores_text = f"core{'s' if len(own.cores) > 1 else ''}"
+            shared = ", shared" if own.shared else ""
+            threads = counted(own.threads or len(own.cores), "thread")
+            place = f"{cores_text} {machine.format_core_list(own.cores)}{shared}, {threads}"
+        print(f"worker {index}: {device}, {place}")
 
 
 def quota_text(quota: float | None, cores: int) -> str:
@@ -203,27 +213,6 @@ def quota_text(quota: float | None, cores: int) -> str:
     threads = counted(max(1, int(quota)), "thread")
     left = f"{threads} at a time" if quota < cores else "no fewer than there are cores"
     return f"{quota:g} CPUs, {left}"
-
-
-def _gpu_lines(found: Sequence[Gpu], why: str) -> Iterator[str]:
-    if not found:
-        yield why
-        return
-    yield from map(str, found)
-    yield f"  {software_text(found[0].driver, machine.driver_cuda_version(), machine.mps_folder())}"
-    if doubt := machine.gpu_order_doubt(len(found)):
-        yield f"  {doubt}"
-    with suppress(EngineError):
-        if text := installed_runtime().without_cuda:
-            yield f"  {text}"
-
-
-def _share_text(device: Device, share: CoreShare | InvalidInputError | None) -> str:
-    if not isinstance(share, CoreShare):
-        return f"{device}, not pinned to cores"
-    cores = f"core{'s' if len(share.cores) > 1 else ''} {machine.format_core_list(share.cores)}"
-    threads = counted(share.threads or len(share.cores), "thread")
-    return f"{device}, {cores}{', shared' if share.shared else ''}, {threads}"
 
 
 # The platform.
@@ -262,27 +251,30 @@ def look_at_limits(workers: int, cpus: int) -> Iterator[Finding]:
     from mcinfer.runtime.connections import DESCRIPTORS_TO_OPEN
     from mcinfer.runtime.worker_process import WorkerProcess
 
-    pool = counted(workers, "worker")
-    needed = DESCRIPTORS_TO_OPEN + WorkerProcess.descriptors * workers
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/proc/self/fd"))
-    others = "Docker: --ulimit nofile={0}, systemd: LimitNOFILE={0}"
-    yield judge_limit("open files", limits, used, needed, f"starting {pool}", "ulimit -n", others)
-
-    needed = _TASKS_OF_A_MASTER + _TASKS_OF_A_WORKER * workers + cpus
-    limits, used = (resource.RLIM_INFINITY, resource.RLIM_INFINITY), 0
+    pool, no_limit = counted(workers, "worker"), resource.RLIM_INFINITY
+    users, used = (no_limit, no_limit), 0
     if os.geteuid() != 0:  # the limit of a user does not bind root (getrlimit(2))
-        limits = resource.getrlimit(resource.RLIMIT_NPROC)
+        users = resource.getrlimit(resource.RLIMIT_NPROC)
         for process in psutil.process_iter(["uids", "num_threads"]):
             mine = process.info["uids"] and process.info["uids"].real == os.getuid()
             used += process.info["num_threads"] or 0 if mine else 0
-    others = "systemd: LimitNPROC={0}"
-    name = "threads of the user"
-    yield judge_limit(name, limits, used, needed, f"a pool of {pool}", "ulimit -u", others)
-    most, used = machine.task_limit() or (resource.RLIM_INFINITY, 0)
-    others = "Docker: --pids-limit {0}, systemd: TasksMax={0}"
-    name = "threads of the container"
-    yield judge_limit(name, (most, most), used, needed, f"a pool of {pool}", "", others)
+    most, running = machine.task_limit() or (no_limit, 0)
+    tasks = _TASKS_OF_A_MASTER + _TASKS_OF_A_WORKER * workers + cpus
+    yield judge_limit(
+        "open files",
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+        len(os.listdir("/proc/self/fd")),
+        DESCRIPTORS_TO_OPEN + WorkerProcess.descriptors * workers,
+        f"starting {pool}",
+        "ulimit -n",
+        "Docker: --ulimit nofile={0}, systemd: LimitNOFILE={0}",
+    )
+    for name, limits, count, command, others in (
+        ("user", users, used, "ulimit -u", "systemd: LimitNPROC={0}"),
+        ("container", (most,) * 2, running, "", "Docker: --pids-limit {0}, systemd: TasksMax={0}"),
+    ):
+        what = f"a pool of {pool}"
+        yield judge_limit(f"threads of the {name}", limits, count, tasks, what, command, others)
 
 
 def judge_limit(
@@ -316,50 +308,43 @@ def judge_limit(
 
 
 def look_at_memory() -> Iterator[Finding]:
-    """Memory, ``vm.overcommit_memory`` (the kernel's mm/overcommit-accounting.rst), and the CPU quota."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    yield judge_memory(
-        memory.total, machine.memory_limit(), machine.usable_memory(), memory.available
-    )
-    mode = Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip()
-    found, advice = f"mode {mode}: memory may be reserved that is not used", ""
-    if mode == "2":
-        found = "mode 2: memory that is reserved counts, and runtimes reserve more than they use"
-        advice = "sysctl vm.overcommit_memory=0, or a higher vm.overcommit_ratio"
-    yield Finding("overcommit", found, advice)
-    yield judge_cpus(len(os.sched_getaffinity(0)), machine.cpu_quota())
-
-
-def judge_memory(total: int, limit: int | None, usable: int, available: int) -> Finding:
-    """Bytes: the machine's, the control group's limit, the less of both, and what is free.
+    """Memory, ``vm.overcommit_memory`` (the kernel's mm/overcommit-accounting.rst), and the CPU quota.
 
     The pages of a memfd are charged to the control group that touched them first (``shmem`` of
     ``memory.stat``, admin-guide/cgroup-v2.rst).
     """
-    whose = "all of the machine's" if limit is None or limit >= total else "a container's limit"
-    free = min(available, usable)
+    import psutil
+
+    memory, limit, usable = psutil.virtual_memory(), machine.memory_limit(), machine.usable_memory()
+    whose = "a container's limit"
+    if limit is None or limit >= memory.total:
+        whose = "all of the machine's"
+    free = min(memory.available, usable)
     found = (
         f"{_size(usable)}, {whose}; {_size(free)} free. A pool's tensors may take half, in memfds, "
         "which count as any other memory does"
     )
     advice = "end what takes the memory, or have tensors take less: Limits(memory_bytes=…)"
-    return Finding("memory", found, advice if free < usable // 2 else "")
+    yield Finding("memory", found, advice if free < usable // 2 else "")
 
+    mode = Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip()
+    what, advice = "memory may be reserved that is not used", ""
+    if mode == "2":
+        what = "memory that is reserved counts, and runtimes reserve more than they use"
+        advice = "sysctl vm.overcommit_memory=0, or a higher vm.overcommit_ratio"
+    yield Finding("overcommit", f"mode {mode}: {what}", advice)
 
-def judge_cpus(cores: int, quota: float | None) -> Finding:
-    """The usable cores, and a quota in CPUs' worth of time."""
-    usable = counted(cores, "usable core")
-    if quota is None or quota >= cores:
-        return Finding("CPU quota", f"none below the {usable}")
-    found = f"{quota:g} CPUs' worth of time on {usable}"
-    if quota >= 1:
-        return Finding("CPU quota", f"{found}; pools have no more threads than that by default")
-    found = f"{found}: even a single thread stands still for a part of each period"
-    return Finding(
-        "CPU quota", found, "a quota of 1 or more (Docker: --cpus, Kubernetes: limits.cpu)"
-    )
+    cores, quota = len(os.sched_getaffinity(0)), machine.cpu_quota()
+    usable_cores = counted(cores, "usable core")
+    found, advice = f"none below the {usable_cores}", ""
+    if quota is not None and quota < cores:
+        found = f"{quota:g} CPUs' worth of time on {usable_cores}"
+        if quota >= 1:
+            found += "; pools have no more threads than that by default"
+        else:
+            found += ": even a single thread stands still for a part of each period"
+            advice = "a quota of 1 or more (Docker: --cpus, Kubernetes: limits.cpu)"
+    yield Finding("CPU quota", found, advice)
 
 
 # Folders.
@@ -369,19 +354,12 @@ def look_at_runtime_folder() -> Iterator[Finding]:
     """The folder of a pool's socket; ``$XDG_RUNTIME_DIR`` is the first choice."""
     from mcinfer.runtime.transport import RuntimeFolder
 
+    with RuntimeFolder() as folder:
+        found, advice = str(folder.place), ""
     wanted = os.environ.get("XDG_RUNTIME_DIR")
-    advice = "let XDG_RUNTIME_DIR or TMPDIR name a folder that you can write to, and others cannot"
-    try:
-        with RuntimeFolder() as folder:
-            place = folder.place
-    except OSError as exc:
-        yield Finding("runtime folder", str(exc), problem=advice)
-        return
-    if not wanted or place == Path(wanted):
-        yield Finding("runtime folder", str(place))
-    else:
-        found = f"{place}; XDG_RUNTIME_DIR, {wanted}, cannot be used"
-        yield Finding("runtime folder", found, advice)
+    if wanted and Path(found) != Path(wanted):
+        found, advice = f"{found}; XDG_RUNTIME_DIR, {wanted}, cannot be used", _FOLDER_ADVICE
+    yield Finding("runtime folder", found, advice)
 
 
 def look_at_cache() -> Iterator[Finding]:
@@ -402,10 +380,17 @@ def look_at_cache() -> Iterator[Finding]:
         ):
             pass
         used = sum(info.bytes for info in cache.entries())
-        yield judge_cache(path, mode, cache.limit_bytes, used, shutil.disk_usage(path).free)
-    except InvalidInputError as exc:
-        advice = "set the variable to such a value, or unset it"
-        yield Finding("cache", str(exc), problem=advice)
+        limit, free = cache.limit_bytes, shutil.disk_usage(path).free
+        room = f"{_size(used)} of at most {_size(limit)}, {_size(free)} of the disk free"
+        state = "not made yet" if mode is None else f"yours, mode {mode:04o}"
+        found, advice = f"{path}, {state}; {room}", ""
+        if not free:
+            advice = "make room there, or let MCINFER_CACHE name a folder on a disk with room"
+        elif used + free < limit:
+            found += ": prepared models may fill the disk"
+            left = f"the {_size(used + free)} that are left for it"
+            advice = f"set MCINFER_CACHE_LIMIT to less than {left}"
+        yield Finding("cache", found, advice)
     except (CacheUnusableError, OSError) as exc:
         advice = (
             "let MCINFER_CACHE name a folder that can be made, has room, and that you alone can change; "
@@ -418,77 +403,57 @@ def look_at_cache() -> Iterator[Finding]:
                 folder.rmdir()
 
 
-def judge_cache(folder: Path, mode: int | None, limit: int, used: int, free: int) -> Finding:
-    """The folder, its mode (None: not made yet), and bytes: its limit, its content, the disk's free ones."""
-    state = "not made yet" if mode is None else f"yours, mode {mode:04o}"
-    found = f"{folder}, {state}; {_size(used)} of at most {_size(limit)}, {_size(free)} of the disk free"
-    advice = ""
-    if not free:
-        advice = "make room there, or let MCINFER_CACHE name a folder on a disk with room"
-    elif used + free < limit:
-        found = f"{found}: prepared models may fill the disk"
-        advice = (
-            f"set MCINFER_CACHE_LIMIT to less than the {_size(used + free)} that are left for it"
-        )
-    return Finding("cache", found, advice)
-
-
 # Packages, the runtime, GPUs.
 
 
 def look_at_packages() -> Iterator[Finding]:
-    """The packages that mcinfer and its extras need, as its own metadata names them."""
+    """The packages that nothing works without; which extras are installed, and what of them is too old."""
     try:
         own = metadata.distribution("mcinfer")
     except metadata.PackageNotFoundError:
         found = "mcinfer is not installed, so which packages it needs is not known"
-        advice = "pip install mcinfer, or pip install --editable its folder"
-        yield Finding("packages", found, advice)
+        yield Finding(
+            "packages", found, "pip install mcinfer, or pip install --editable its folder"
+        )
         return
-    versions = {each.name: each.version for each in metadata.distributions()}
-    extras = own.metadata.get_all("Provides-Extra") or []
-    extras = [name for name in extras if name not in _FOR_DEVELOPERS]
-    yield from judge_packages(own.version, own.requires or [], extras, versions.get)
-
-
-def judge_packages(
-    own: str, requires: Sequence[str], extras: Sequence[str], installed: Callable[[str], str | None]
-) -> Iterator[Finding]:
-    """The packages that nothing works without; which extras are installed, and what of them is too old.
-
-    `requires` are the requirements of mcinfer and its extras (PEP 508); `installed` gives versions.
-    """
     from packaging.requirements import Requirement
 
-    parsed = [r for r in map(Requirement, requires) if r.name != "mcinfer"]
-    versions = {r.name: installed(r.name) for r in parsed}
+    installed = {each.name: each.version for each in metadata.distributions()}
+    extras = [e for e in own.metadata.get_all("Provides-Extra") or () if e not in _FOR_DEVELOPERS]
+    parsed = [r for r in map(Requirement, own.requires or ()) if r.name != "mcinfer"]
+    versions = {r.name: installed.get(r.name) for r in parsed}
 
     def wanted(extra: str) -> list[Requirement]:
         return [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": extra})]
 
-    def unmet(requirements: Sequence[Requirement]) -> list[Requirement]:
-        found = [(r, versions[r.name]) for r in requirements]
-        return [r for r, v in found if v is None or not r.specifier.contains(v, prereleases=True)]
+    def is_met(r: Requirement) -> bool:
+        version = versions[r.name]
+        return version is not None and r.specifier.contains(version, prereleases=True)
 
-    def advice(requirements: Sequence[Requirement]) -> str:
-        words = [f" '{r.name}{r.specifier}'" for r in requirements]
-        return f"pip install{''.join(words)}" if words else ""
+    def advice(unmet: Iterable[Requirement]) -> str:
+        words = "".join(f" '{r.name}{r.specifier}'" for r in unmet)
+        return words and f"pip install{words}"
 
     needed = wanted("")
     known = [f"{r.name} {versions[r.name] or 'is missing'}" for r in needed]
-    text = ", ".join([f"mcinfer {own}", *known])
-    yield Finding("packages", text, problem=advice(unmet(needed)))
-    amiss = {extra: unmet([r for r in wanted(extra) if r not in needed]) for extra in extras}
-    there = ", ".join(extra for extra in extras if not amiss[extra])
-    absent = ", ".join(extra for extra in extras if amiss[extra])
-    old = {r.name: r for rs in amiss.values() for r in rs if versions[r.name]}
-    text = f"installed: {there or 'none'}; not installed: {absent or 'none'}"
+    amiss = [r for r in needed if not is_met(r)]
+    yield Finding("packages", ", ".join([f"mcinfer {own.version}", *known]), problem=advice(amiss))
+    lacking = {
+        extra: [r for r in wanted(extra) if r not in needed and not is_met(r)] for extra in extras
+    }
+    there, absent = (
+        ", ".join(e for e in extras if bool(lacking[e]) is unmet) or "none"
+        for unmet in (False, True)
+    )
+    old = {r.name: r for unmet in lacking.values() for r in unmet if versions[r.name]}
+    text = f"installed: {there}; not installed: {absent}"
     if old:
         text += f"; too old: {', '.join(f'{name} {versions[name]}' for name in old)}"
-    yield Finding("extras", text, advice([*old.values()]))
+    yield Finding("extras", text, advice(old.values()))
 
 
-class InstalledRuntime(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class InstalledRuntime:
     """ONNX Runtime as it is installed; the libraries that its providers need may be missing all the same.
 
     Attributes:
@@ -559,50 +524,62 @@ def look_at_runtime() -> Iterator[Finding]:
         )
         yield Finding("onnxruntime", str(exc), problem=advice)
     try:
-        found, cuda = machine.gpus(), machine.driver_cuda_version()
+        yield judge_gpus(*gpus_and_driver(), runtime)
     except OSError as exc:
         yield Finding("GPUs", f"none was found: {exc}")
-    else:
-        yield judge_gpus(
-            found, machine.gpu_order_doubt(len(found)), runtime, cuda, machine.mps_folder()
-        )
 
 
-def judge_gpus(
-    found: Sequence[Gpu], order: str, runtime: InstalledRuntime | None, cuda: str, mps: Path | None
-) -> Finding:
-    """The GPUs, and whether the runtime can use them.
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What serves the GPUs; its text is the driver's version, and whether MPS runs.
 
-    `order` is a doubt about their order, or an empty text; `cuda` the newest version that the driver serves,
-    empty if unknown; `mps` the folder of a daemon that runs.
+    Attributes:
+        cuda: The newest version of CUDA that it serves; empty if it does not say.
+        mps: The folder of an MPS daemon that runs.
     """
-    software = software_text(found[0].driver, cuda, mps)
-    text = "; ".join(filter(None, [*map(str, found), software, order]))
+
+    version: str
+    cuda: str = ""
+    mps: str | None = None
+
+    def __str__(self) -> str:
+        serves = f", up to CUDA {self.cuda}" if self.cuda else ""
+        mps = "no MPS: processes of one GPU take turns"
+        if self.mps is not None:
+            mps = f"MPS runs, in {self.mps}"
+        return f"driver {self.version or 'unknown'}{serves}; {mps}"
+
+
+def gpus_and_driver() -> tuple[Sequence[Gpu], Driver]:
+    """The GPUs of this machine, at least one; raises as `mcinfer.machine.gpus` does."""
+    gpus, mps = machine.gpus(), machine.mps_folder()
+    cuda = machine.driver_cuda_version()
+    return gpus, Driver(gpus[0].driver, cuda, None if mps is None else str(mps))
+
+
+def judge_gpus(gpus: Sequence[Gpu], driver: Driver, runtime: InstalledRuntime | None) -> Finding:
+    """The GPUs, and whether the runtime can use them."""
+    doubt = machine.gpu_order_doubt(len(gpus))
+    text = "; ".join(filter(None, [*map(str, gpus), str(driver), doubt]))
     if runtime is not None and runtime.without_cuda:
         advice = "to use them: pip uninstall onnxruntime, then pip install 'mcinfer[gpu]'"
         return Finding("GPUs", f"{text}; {runtime.without_cuda}", advice)
-    advice, mode = "", "nvidia-smi --compute-mode=DEFAULT, which takes root"
+    advice, cure = "", "nvidia-smi --compute-mode=DEFAULT, which takes root"
     served, built = (
-        int(version.partition(".")[0] or 0) for version in (cuda, runtime.cuda if runtime else "")
+        int(version.partition(".")[0] or 0)
+        for version in (driver.cuda, runtime.cuda if runtime else "")
+    )
+    prohibited, exclusive = (
+        ", ".join(f"cuda:{gpu.index}" for gpu in gpus if gpu.compute_mode.startswith(mode))
+        for mode in ("Prohibited", "Exclusive")
     )
     if 0 < served < built:
         advice = f"a driver that serves CUDA {built}, as onnxruntime was built with it"
-    elif names := _in_mode(found, "Prohibited"):
-        advice = f"{names} may not be used: {mode}"
-    elif mps is None and (names := _in_mode(found, "Exclusive")):
-        advice = f"one process alone may use {names}: {mode}, or MPS"
+    elif prohibited:
+        advice = f"{prohibited} may not be used: {cure}"
+    elif exclusive and driver.mps is None:
+        advice = f"one process alone may use {exclusive}: {cure}, or MPS"
     return Finding("GPUs", text, advice)
-
-
-def _in_mode(found: Sequence[Gpu], mode: str) -> str:
-    return ", ".join(f"cuda:{gpu.index}" for gpu in found if gpu.compute_mode.startswith(mode))
-
-
-def software_text(driver: str, cuda: str, mps: Path | None) -> str:
-    """What serves the GPUs: the driver, the newest CUDA that it serves, and the MPS daemon's folder."""
-    serves = f", up to CUDA {cuda}" if cuda else ""
-    shares = "no MPS: processes of one GPU take turns" if mps is None else f"MPS runs, in {mps}"
-    return f"driver {driver or 'unknown'}{serves}; {shares}"
 
 
 # The pool.
@@ -613,20 +590,14 @@ def look_at_pool() -> Iterator[Finding]:
     from mcinfer.master import Master
 
     start = monotonic()
-    try:
-        model = json.dumps(_MODEL).encode()
-        with Master(model, 1, engine="fake", timeouts=_TIMEOUTS) as master:
-            ready = monotonic() - start
-            answer = master.predict({"x": [[1.0, 2.0, 3.0, 4.0]]})["y"].tolist()
-        if answer != [[3.0, 5.0, 7.0, 9.0]]:
-            raise EngineError(f"the answer is wrong: {answer}")
-    except (McinferError, OSError) as exc:
-        advice = "mend the problems above; without any, the error itself says what to look for"
-        yield Finding("pool", str(exc), problem=advice)
-    else:
-        seconds = monotonic() - start
-        text = f"1 worker started ({ready:.2f} s), answered and ended, {seconds:.2f} s in all"
-        yield Finding("pool", text)
+    with Master(json.dumps(_MODEL).encode(), 1, engine="fake", timeouts=_TIMEOUTS) as master:
+        ready = monotonic() - start
+        answer = master.predict({"x": [[1.0, 2.0, 3.0, 4.0]]})["y"].tolist()
+    if answer != [[3.0, 5.0, 7.0, 9.0]]:
+        raise EngineError(f"the answer is wrong: {answer}")
+    seconds = monotonic() - start
+    text = f"1 worker started ({ready:.2f} s), answered and ended, {seconds:.2f} s in all"
+    yield Finding("pool", text)
 
 
 def _size(count: int) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from mcinfer.cli.cache import KEY_CHARACTERS
-from mcinfer.cli.doctor import InstalledRuntime, installed_runtime, software_text
+from mcinfer.cli.doctor import gpus_and_driver, installed_runtime
 from mcinfer.cli.options import (
     BatchAxisOption,
     ModelArgument,
@@ -25,7 +25,6 @@ from mcinfer.cli.options import (
 )
 from mcinfer.cli.progress import counted, let_workers_tell, megabytes
 from mcinfer.errors import BuildError, EngineError, McinferError, printable
-from mcinfer.machine import Gpu, driver_cuda_version, gpus, mps_folder
 
 _Facts = dict[str, Any]
 
@@ -78,7 +77,7 @@ def inspect(
     for tensor in (*facts["inputs"], *facts["outputs"]):
         if not tensor["shape"] and tensor["name"] in unranked:
             tensor["shape"] = None  # a worker reports it as a scalar
-    print(json.dumps(facts, indent=1) if as_json else "\n".join(_lines(facts)))
+    print(json.dumps(facts, indent=1, default=asdict) if as_json else "\n".join(_lines(facts)))
 
 
 # The facts.
@@ -130,19 +129,12 @@ def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Fact
             saved = saved_inputs(spec, options)
             master.learn({name: array for name, (_, array) in saved.items()})
         split = master.split
-    runtime = None
-    if engine == "onnxruntime":
-        with suppress(EngineError):  # a worker has loaded the model all the same
-            runtime = installed_runtime()
-    cards: tuple[Gpu, ...] = ()
-    driver = None
+    runtime = driver = None
+    gpus: Sequence[Any] = ()
+    with suppress(EngineError):  # a worker has loaded the model all the same
+        runtime = installed_runtime() if engine == "onnxruntime" else None
     with suppress(OSError):  # `mcinfer doctor` says why there is none
-        cards, mps = gpus(), mps_folder()
-        driver = {
-            "version": cards[0].driver,
-            "cuda": driver_cuda_version(),
-            "mps": None if mps is None else str(mps),
-        }
+        gpus, driver = gpus_and_driver()
     inputs, outputs = (
         [{"name": t.name, "type": t.element_type, "shape": [*t.shape]} for t in tensors]
         for tensors in (spec.inputs, spec.outputs)
@@ -151,8 +143,8 @@ def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Fact
         "model": str(model),
         "engine": engine,
         "providers": [*providers],
-        "runtime": runtime and runtime._asdict(),
-        "gpus": [asdict(card) for card in cards],
+        "runtime": runtime,
+        "gpus": gpus,
         "driver": driver,
         "inputs": inputs,
         "outputs": outputs,
@@ -172,10 +164,10 @@ def _entries(model: Path) -> _Facts | None:
     from mcinfer.model_cache.cache import Cache
     from mcinfer.model_cache.keys import read_content
 
+    digest = ""
     try:
         cache = Cache.default()
-        entries, digest = cache.entries(), ""
-        if entries:
+        if entries := cache.entries():
             with cache.notes("sources") as memory:
                 digest = read_content(model, memory=memory).digest
     except (McinferError, OSError):  # the worker goes on without the cache, or says what is wrong
@@ -227,12 +219,11 @@ def _lines(facts: _Facts) -> Iterator[str]:
         yield from _lines_of_axes(split["inputs"], "split", "whole")
         yield from _lines_of_axes(split["outputs"], "joined", "the same from every worker")
     yield f"runs on: {', '.join(facts['providers'])}"
-    if runtime := facts["runtime"]:
-        yield str(InstalledRuntime(**runtime))
-    yield from (str(Gpu(**card)) for card in facts["gpus"])
-    if driver := facts["driver"]:
-        mps = driver["mps"]
-        yield f"  {software_text(driver['version'], driver['cuda'], None if mps is None else Path(mps))}"
+    if facts["runtime"]:
+        yield str(facts["runtime"])
+    yield from map(str, facts["gpus"])
+    if facts["driver"]:
+        yield f"  {facts['driver']}"
     if facts["onnx"] is None:
         yield "operators and weights: not known; the file is not of ONNX's own format"
     else:

@@ -205,7 +205,7 @@ SeedOption = Annotated[int, typer.Option(min=0, help="Seed of random inputs and 
 def axes_of(
     batch_axis: Sequence[tuple[str, int | None]] | None,
     output_axis: Sequence[tuple[str, int | None]] | None,
-) -> dict[str, dict[str, int | None]]:
+) -> dict[str, Any]:
     """`BatchAxisOption` and `OutputAxisOption` as `mcinfer.Master` takes them."""
     return {
         "batch_axes": by_name("--batch-axis", batch_axis),

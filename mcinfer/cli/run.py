@@ -1,10 +1,14 @@
 """``mcinfer run``: a batch from a file, split over the devices, into another file."""
 
+from contextlib import closing, suppress
+from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from mcinfer import __version__
 from mcinfer.cli.options import (
     BatchAxisOption,
     DevicesOption,
@@ -15,7 +19,11 @@ from mcinfer.cli.options import (
     parse_timeout,
     parsed,
 )
-from mcinfer.cli.progress import let_workers_tell
+from mcinfer.cli.output_files import output_place
+from mcinfer.cli.progress import let_workers_tell, say
+from mcinfer.errors import BuildError, InvalidInputError
+
+_RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "mindspore", "mindspore-lite")
 
 
 def run(
@@ -68,19 +76,80 @@ def run(
 
     Until all is done, the results lie in a file beside the output, ``.NAME.partial``.
     """
-    from mcinfer.cli.batch import run_batch  # it imports most of mcinfer
+    # They import most of mcinfer.
+    from mcinfer.cli import batch as batches
+    from mcinfer.cli.batch_files import PartialResults, opened_input, stamps
+    from mcinfer.master import Master
+    from mcinfer.model_cache.onnx_files import model_files
+    from mcinfer.sharding import SaidAxes
+    from mcinfer.specs import ModelSpec
 
     let_workers_tell()
-    lines = run_batch(
-        model,
-        source,
-        target,
-        engine=engine_for(model),
-        devices=devices,
-        rows=batch,
-        axes=axes_of(batch_axis, output_axis),
-        timeout=timeout,
-        restart=restart,
-        force=force,
-    )
+    axes = axes_of(batch_axis, output_axis)
+    place = _output_place(target, force)  # before the work, not after it
+    as_npy = target.suffix.lower() == ".npy"
+    with (
+        opened_input(source, place.parent) as file,
+        closing(Master(model, devices, engine=engine_for(model), **axes)) as master,
+    ):
+        files = [model]
+        with suppress(BuildError, OSError):  # workers say what is wrong with it
+            files = model_files(model.absolute())
+        for name, path in (*(("MODEL", path) for path in files), ("--input", source)):
+            if path.exists() and place.exists() and path.samefile(place):
+                text = f"{place} is the file of {name} ({path}), expected another one"
+                raise InvalidInputError(f"--output: {text}")
+        workers = [worker.device for worker in master.statistics().workers]
+        runtimes = {
+            f"{p.name} {p.version}" for p in metadata.distributions() if p.name in _RUNTIMES
+        }
+        depends_on = {
+            "model": stamps(files),
+            "input": [file.stamp],
+            # Without --devices a run is resumed in as many shards, also if there are fewer cores by then.
+            "--devices": workers if devices is not None else None,
+            "--batch": batch,
+            "--batch-axis": axes["batch_axes"],
+            "--output-axis": axes["output_axes"],
+            "version": [__version__, *sorted(runtimes)],
+        }
+        with closing(PartialResults(place, depends_on, restart=restart)) as results:
+            master.start()
+            spec = ModelSpec(inputs=master.inputs, outputs=master.outputs)
+            names = [output.name for output in spec.outputs]
+            if as_npy and len(names) != 1:
+                text = f"{target} holds one array, expected an .npz file for {names}"
+                raise InvalidInputError(f"--output: {text}")
+            arrays = file.arrays(spec)
+            if results.plan is None:
+                said = SaidAxes(inputs=axes["batch_axes"], outputs=axes["output_axes"])
+                planner = batches.Planner(master, spec, arrays, said, batch, len(workers), timeout)
+                requests = planner.plan()
+            else:  # which holds for the same model, input and options
+                requests = batches.Requests(**results.plan)
+                done, total = requests.rows(results.done), requests.rows(requests.count)
+                say(f"resuming at row {done} of {total}")
+            results.begin(asdict(requests), requests.outputs)
+            with batches.keeping(results, requests):
+                batches.answer_all(master, file, arrays, requests, results, timeout)
+            reads = {"input": [source]}
+            if any(worker.restarts for worker in master.statistics().workers):
+                reads["model"] = files  # other workers still have what the model was
+            for name, paths in reads.items():
+                if stamps(paths) != depends_on[name]:
+                    text = f"the {name} changed while it was used; --restart begins anew"
+                    raise InvalidInputError(text)
+            with batches.keeping(results, requests):
+                lines = results.finish(spec, as_npy=as_npy)
     print(*lines, sep="\n")
+
+
+def _output_place(target: Path, force: bool) -> Path:
+    if target.suffix.lower() not in (".npz", ".npy"):
+        raise InvalidInputError(
+            f"--output: got {target}, expected a name that ends in .npz or .npy"
+        )
+    place = output_place("--output", target)
+    if place.exists() and not force:
+        raise InvalidInputError(f"--output: {target} exists; --force replaces it")
+    return place
