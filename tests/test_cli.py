@@ -1,4 +1,4 @@
-"""Tests of mcinfer/cli/: how commands are called, their failures, signals and standard streams."""
+"""Tests of mcinfer/cli/: how commands are called, values of options, signals and standard streams."""
 
 import gc
 import os
@@ -6,18 +6,29 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from hypothesis import given
+from hypothesis import strategies as st
 from onnx import helper
 
 import mcinfer
 from mcinfer.cli import main, progress
 from mcinfer.cli.app import make_app
+from mcinfer.cli.options import (
+    engine_for,
+    parse_counts,
+    parse_devices_option,
+    parse_dims,
+    parse_pause,
+    parse_rates,
+)
 from mcinfer.cli.progress import showing_work
 from tests.command_line import FLOAT, Capture, only_line, save, save_double
 
@@ -98,16 +109,41 @@ def test_bash_completes_commands_and_options(
     assert (out.split(), err) == (offered, "")
 
 
+RUN = ["run", "m.onnx", "--input", "x.npz", "--output", "y.npz"]
+BENCH, TUNE, SLICE = (["bench", "m.onnx"], ["tune", "m.onnx"], ["slice", __file__])
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ([], "Missing command"),
         (["cache", "burn"], "No such command 'burn'"),
         (["inspect"], "Missing argument 'MODEL'"),
-        (["run", "m.onnx"], "Missing option '--input'"),
-        (["bench", "compare", "a.json", "b.json"], "bench compare has left; docs/howto/compare.md"),
-        (["bench", "m.onnx", "--input", "x=x.raw"], "expected an .npy file: raw files have left"),
+        (["inspect", "m.onnx", "--probe"], "--probe and --input go together"),
         (["devices", "--devices=0"], "'--devices': devices: got 0, expected a number from 1"),
+        (["run", "m.onnx"], "Missing option '--input'"),
+        ([*RUN, "--batch", "0"], "--batch"),
+        ([*RUN, "--timeout", "-1"], "'--timeout': got '-1', expected seconds, 0 or more"),
+        ([*RUN, "--batch-axis", "x=some"], "expected a name and an axis, such as x=0 or x=none"),
+        ([*RUN, *["--output-axis", "y=0"] * 2], "--output-axis: got ['y', 'y'], expected each"),
+        ([*SLICE, "--output", "o"], "--tensor, --pipeline: expected 2 or more for one of them"),
+        ([*SLICE, "--tensor", "0", "--output", "o"], "Invalid value for '--tensor'"),
+        ([*SLICE, "--tensor", "2"], "Missing option '--output'"),
+        (["bench", "compare", "a.json", "b.json"], "bench compare has left; docs/howto/compare.md"),
+        ([*BENCH, "--transport", "socketpair"], "'socketpair' has left; ZeroMQ carries all"),
+        ([*BENCH, "--input", "x=x.raw"], "expected an .npy file: raw files have left"),
+        ([*BENCH, "--max-delay", "1e9"], "'--max-delay': got '1e9', expected"),
+        ([*BENCH, "--duration", "0"], "'--duration': got '0', expected seconds, more than 0"),
+        ([*BENCH, "--concurrency", "40000"], "'--concurrency': got '40000', expected 4096 clients"),
+        ([*BENCH, *["--dim", "a=1"] * 2], "--dim: got ['a', 'a'], expected each name once"),
+        ([*BENCH, "--modes", "fast"], "got 'fast', expected some of "),
+        ([*BENCH, "--against", "none", "--modes", "none"], "nothing to measure"),
+        ([*TUNE, "--concurrency", "40000"], "equal to 4096"),
+        ([*TUNE, "--rate", "5"], "--rate: got 5 with --goal throughput, expected --goal latency"),
+        (
+            [*TUNE, "--goal", "latency", "--rate", "0.01", "--budget", "10"],
+            "--rate: got 0.01 with --budget 10, expected at least 3.0",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
@@ -116,7 +152,52 @@ def test_wrong_usage_ends_with_status_2(arguments: list[str], text: str, capsys:
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("Usage: mcinfer")
-    assert text in err.splitlines()[-1]
+    assert text in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (parse_devices_option, "2", 2),
+        (parse_devices_option, "cpu:0,cuda:1", ["cpu:0", "cuda:1"]),
+        (parse_devices_option, "inline", ["inline"]),
+        (parse_pause, "2.5", 2.5),
+        (parse_counts, "8,1,2", (8, 1, 2)),
+        (parse_rates, "20,0.5", (20.0, 0.5)),
+        (parse_dims, "a=b:1=7", ("a=b:1", 7)),
+    ],
+)
+def test_value_is_parsed(parse: Callable[[str], object], text: str, value: object) -> None:
+    assert parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("parse", "texts"),
+    [
+        (parse_devices_option, ["", "0", "cpu", "1025", "cpu:0,,cpu:1"]),
+        (parse_pause, ["", "-1", "nan", "soon"]),
+        (parse_counts, ["", "0", "-1", "1,,2", "1.5", "2,2", "a"]),
+        (parse_rates, ["", "0", "-1", "inf", "nan", "2,2.0", "a"]),
+        (parse_dims, ["", "seq", "seq=", "=1", "seq=0", "seq=-1", "seq=1.5"]),
+    ],
+)
+@given(st.text("0123456789.,=-eE:cpuinfa ²٣"))
+def test_value_of_another_form_is_wrong_usage(
+    parse: Callable[[str], object], texts: list[str], any_text: str
+) -> None:
+    for text in texts:
+        with pytest.raises(typer.BadParameter, match=r"got .*, expected "):
+            parse(text)
+    with suppress(typer.BadParameter):
+        parse(any_text)
+
+
+@pytest.mark.parametrize(
+    ("name", "engines"),
+    [("model", {"onnxruntime"}), ("m.mindir", {"mindspore", "mindspore_lite"})],
+)
+def test_engine_follows_from_the_files_ending(name: str, engines: set[str]) -> None:
+    assert engine_for(Path(name)) in engines
 
 
 def test_missing_typer_is_an_error_that_says_what_to_install() -> None:
@@ -279,8 +360,3 @@ def test_progress_is_lines_where_there_is_no_terminal(
     with showing_work(sys.stderr, "cutting", None) as work:
         work.show(2)
     assert capsys.readouterr().err == "mcinfer: measuring 25 %: sharded\nmcinfer: cutting\n"
-
-
-def test_option_that_has_left_says_so(capfd: Capture) -> None:
-    assert main(["bench", "m.onnx", "--transport", "socketpair"]) == 2
-    assert "--transport': 'socketpair' has left; ZeroMQ carries all" in capfd.readouterr().err

@@ -103,22 +103,6 @@ def test_batch_of_no_rows_gives_none(double: Path, case: Case) -> None:
     assert loaded(case.output)["y"].shape == (0, 3)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--batch", "0"],
-        ["--timeout", "-1"],
-        ["--batch-axis", "x=some"],
-        ["--output-axis", "y=0", "--output-axis", "y=1"],
-    ],
-    ids=" ".join,
-)
-def test_invalid_value_is_wrong_usage(capsys: Capture, words: list[str]) -> None:
-    arguments = ["run", "model.onnx", "--input", "x.npz", "--output", "y.npz", *words]
-    assert main(arguments) == 2
-    assert words[0] in capsys.readouterr().err
-
-
 # Failures: status 1, one line; no file is left.
 
 

@@ -162,11 +162,8 @@ def test_progress_bar_is_drawn_and_removed_at_the_end(variables: dict[str, str])
     assert "on [this]" in terminal
     assert bool(COLOUR.search(terminal)) is not bool(variables)
     assert terminal.endswith("\x1b[2K")
-
-
-def test_terminal_that_cannot_be_drawn_on_gets_no_bar() -> None:
     done, terminal = on_terminal(text=WORK, env={"TERM": "dumb"})
-    assert (done.status, terminal) == (0, "")
+    assert (done.status, terminal) == (0, "")  # it cannot be drawn on
 
 
 def test_workers_report_to_a_terminal_alone_that_they_prepare_a_model(
