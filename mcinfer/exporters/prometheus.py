@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter
-from typing import get_args
+from typing import Any, get_args
 
 from mcinfer.errors import ClosedError, InvalidInputError, requires
 from mcinfer.master import Master
@@ -40,11 +40,8 @@ Snapshot = tuple[Values, Statistics]
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 """https://prometheus.io/docs/concepts/data_model/: two underscores are Prometheus' own."""
 
-_PER_WORKER = ("worker", "device")
-_OWN = frozenset({*_PER_WORKER, "state", "outcome", "way", "le"})
-
+_OWN = frozenset({"worker", "device", "state", "outcome", "way", "le"})
 _SERVING = (WorkerState.READY, WorkerState.BUSY)
-
 
 _OF_MASTER = (
     ("requests_in_flight", "Requests that were taken and are not answered yet.", "in_flight"),
@@ -61,14 +58,13 @@ _OF_MASTER = (
     ("workers", "Workers in all.", "health.workers"),
     ("workers_serving", "Workers that take requests.", "health.serving"),
 )
-"""Numbers of a master: name, text, attribute of `Statistics`."""
+"""Numbers of a master: name, text, attribute of `Statistics`; of the others, of what they are of."""
 
 _OF_WORKER = (
     ("worker_restarts_total", "Number of restarts of the worker.", "restarts"),
     ("worker_runs_total", "Runs of the engine that gave a result.", "runs"),
     ("worker_busy_seconds_total", "Time spent in the engine's own runs.", "busy_seconds"),
 )
-"""Numbers of a worker: name, text, attribute of `WorkerStatistics`."""
 
 _OF_CARD = (
     ("card_memory_bytes", "The card's memory reserved for tensors.", "memory_bytes"),
@@ -78,13 +74,11 @@ _OF_CARD = (
         "memory_used_bytes",
     ),
 )
-"""Numbers of a card with tensors: name, text, attribute of `CardStatistics`."""
 
-_INPUTS = (
+_OF_WAY = (
     ("card_inputs_total", "Inputs on the card, by their way to the workers.", "inputs"),
     ("card_input_bytes_total", "Bytes of these inputs.", "input_bytes"),
 )
-"""Counts by way: name, text, attribute of `CardStatistics`."""
 
 _HISTOGRAMS = (
     ("request_latency_seconds", "Time from a call to its answer, if it succeeded.", "latency"),
@@ -99,87 +93,63 @@ def families(labels: Sequence[str], snapshots: Sequence[Snapshot]) -> Iterator[M
         labels: Names of the labels that distinguish the masters.
         snapshots: Each with the values of the labels.
     """
-    workers = [
-        ((*values, str(worker.index), worker.device), worker)
-        for values, statistics in snapshots
-        for worker in statistics.workers
-    ]
+    workers = [((*v, str(w.index), w.device), w) for v, s in snapshots for w in s.workers]
+    cards = [((*values, card.device), card) for values, s in snapshots for card in s.cards]
 
-    def family(
-        name: str, text: str, own: Sequence[str], samples: Iterable[tuple[Values, float]]
-    ) -> Metric:
+    def family(name: str, text: str, own: str, samples: Iterable[tuple[Values, float]]) -> Metric:
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        made = kind(f"mcinfer_{name}", text, labels=(*labels, *own))
+        made = kind(f"mcinfer_{name}", text, labels=(*labels, *own.split()))
         for values, value in samples:
             made.add_metric(values, value)
         return made
 
-    for name, text, attribute in _OF_MASTER:
-        read = attrgetter(attribute)
-        yield family(name, text, (), ((values, read(s)) for values, s in snapshots))
-    for name, text, attribute in _OF_WORKER:
-        read = attrgetter(attribute)
-        yield family(name, text, _PER_WORKER, ((values, read(w)) for values, w in workers))
-
-    cards = [((*values, card.device), card) for values, s in snapshots for card in s.cards]
-    for name, text, attribute in _OF_CARD:
-        read = attrgetter(attribute)
-        yield family(name, text, ("device",), ((values, read(c)) for values, c in cards))
-    for name, text, attribute in _INPUTS:
+    kinds: tuple[tuple[Any, str, Any], ...] = (
+        (_OF_MASTER, "", snapshots),
+        (_OF_WORKER, "worker device", workers),
+        (_OF_CARD, "device", cards),
+    )
+    for table, own, things in kinds:
+        for name, text, attribute in table:
+            read = attrgetter(attribute)
+            yield family(name, text, own, ((values, read(thing)) for values, thing in things))
+    for name, text, attribute in _OF_WAY:
         read = attrgetter(attribute)
         counts = [((*values, way), n) for values, c in cards for way, n in read(c).items()]
-        yield family(name, text, ("device", "way"), counts)
+        yield family(name, text, "device way", counts)
 
-    yield family(
-        "requests_total",
-        "Requests that were answered, or cancelled.",
-        ("outcome",),
-        (
-            ((*values, outcome), getattr(s, outcome))
-            for values, s in snapshots
-            for outcome in ("succeeded", "failed", "cancelled")
-        ),
-    )
-    yield family(
-        "worker_shards_total",
-        "Pieces of requests that the worker answered, with a result or an error, or died on.",
-        (*_PER_WORKER, "outcome"),
-        (
-            ((*values, outcome), count)
-            for values, w in workers
-            for outcome, count in (("succeeded", w.completed), ("failed", w.failed))
-        ),
-    )
+    ends = ("succeeded", "failed", "cancelled")
+    counts = [((*values, end), getattr(s, end)) for values, s in snapshots for end in ends]
+    yield family("requests_total", "Requests that were answered, or cancelled.", "outcome", counts)
+    text = "Pieces of requests that the worker answered, with a result or an error, or died on."
+    counts = [((*values, "succeeded"), worker.completed) for values, worker in workers]
+    counts += [((*values, "failed"), worker.failed) for values, worker in workers]
+    yield family("worker_shards_total", text, "worker device outcome", counts)
     text = "1 for the state that the master is in, 0 for the others."
-    health = ((values, s.health.state) for values, s in snapshots)
-    yield family("health", text, ("state",), _states(get_args(HealthState), health))
+    states = _states(get_args(HealthState), [(values, s.health.state) for values, s in snapshots])
+    yield family("health", text, "state", states)
     text = "1 for the state that the worker is in, 0 for the others."
-    states = ((values, w.state) for values, w in workers)
-    yield family("worker_state", text, (*_PER_WORKER, "state"), _states(WorkerState, states))
+    states = _states(WorkerState, [(values, worker.state) for values, worker in workers])
+    yield family("worker_state", text, "worker device state", states)
     text = "1 if the worker has the model loaded: it is ready, or busy."
-    ups = ((values, w.state in _SERVING) for values, w in workers)
-    yield family("worker_up", text, _PER_WORKER, ups)
+    ups = [(values, worker.state in _SERVING) for values, worker in workers]
+    yield family("worker_up", text, "worker device", ups)
 
     for name, text, attribute in _HISTOGRAMS:
         histograms = HistogramMetricFamily(f"mcinfer_{name}", text, labels=labels)
         for values, statistics in snapshots:
             counted: Histogram = getattr(statistics, attribute)
-            histograms.add_metric(values, _buckets(counted), counted.total)
+            # Each bucket also counts all smaller values, the last one all values.
+            bounds = (*map(str, counted.bounds), "+Inf")
+            buckets = [*zip(bounds, accumulate(counted.counts), strict=True)]
+            histograms.add_metric(values, buckets, counted.total)
         yield histograms
 
 
 def _states(
-    known: Iterable[str], states: Iterable[tuple[Values, str]]
+    known: Iterable[str], states: Sequence[tuple[Values, str]]
 ) -> Iterator[tuple[Values, bool]]:
     """For each known state, whether it is the current one."""
-    names = [*known]
-    return (((*values, name), name == state) for values, state in states for name in names)
-
-
-def _buckets(counted: Histogram) -> list[tuple[str, float]]:
-    """Prometheus' buckets: each also counts all smaller values, the last one all values."""
-    bounds = (*map(str, counted.bounds), "+Inf")
-    return [*zip(bounds, accumulate(counted.counts), strict=True)]
+    return (((*values, name), name == state) for name in known for values, state in states)
 
 
 class MasterCollector(Collector):

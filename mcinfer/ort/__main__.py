@@ -14,7 +14,7 @@ import sys
 from collections.abc import Container, Sequence
 from functools import partial
 from importlib.machinery import SourceFileLoader
-from types import CodeType, FrameType, ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.ort.options import working_folder
@@ -100,20 +100,12 @@ def main(given: Sequence[str]) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(program)))
     path = os.path.abspath(program)
-    vars(module).update(
-        __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path)
-    )
-    exec(_code_of(path), vars(module))  # noqa: S102 the user's own program
-
-
-def _code_of(path: str) -> CodeType:
-    """A program's code, from its source or as it was compiled."""
+    loader = SourceFileLoader("__main__", path)
+    vars(module).update(__file__=path, __cached__=None, __loader__=loader)
     with io.open_code(path) as file:
-        code: CodeType | None = pkgutil.read_code(file)  # as runpy does
-        if code is None:
-            file.seek(0)
-            code = compile(file.read(), path, "exec", dont_inherit=True)
-    return code
+        code = pkgutil.read_code(file)  # of a program that is compiled, as runpy does
+    code = code or loader.source_to_code(loader.get_data(path), path)
+    exec(code, vars(module))  # noqa: S102 the user's own program
 
 
 def _files_of_callers() -> set[str]:

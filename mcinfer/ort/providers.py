@@ -1,6 +1,5 @@
 """From the execution providers that a program names to mcinfer's devices."""
 
-import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,8 +23,6 @@ NOTHING_HERE = "AzureExecutionProvider"
 """A provider of the usual packages, for nodes that call a service: it leaves all others to the next one."""
 
 _DEVICE_ID = "device_id"
-
-_log = logging.getLogger("mcinfer.ort")
 
 
 class UnknownProviderError(Unsupported):
