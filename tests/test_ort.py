@@ -4,7 +4,8 @@ import gc
 import pickle
 import subprocess
 import sys
-import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from weakref import ref
@@ -30,18 +31,31 @@ IN_ONNXRUNTIME = [name for name in ELEMENT_TYPES if not name.startswith("complex
 CPU, CUDA, AZURE = "CPUExecutionProvider", "CUDAExecutionProvider", "AzureExecutionProvider"
 
 
+MODEL = """
+<ir_version: 8, opset_import: ["": 17]>
+m (float[n, 3] x, int64[n] i, string[n] s) => (float[n, 3] y, int64[n] j, string[n] t) {
+    y = Neg(x)
+    j = Neg(i)
+    t = Identity(s)
+}
+"""
+
+
 def spec(name: str, element_type: str = "float32", shape: tuple[Any, ...] = ("n", 3)) -> TensorSpec:
     return TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=shape)
 
 
-def opened(model: bytes, **set_options: Any) -> Any:
+def opened(model: bytes) -> Any:
     """A plain session, which does not change the model."""
     given = onnxruntime.SessionOptions()
     given.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     given.log_severity_level = 4
-    for name, value in set_options.items():
-        setattr(given, name, value)
     return PlainSession(model, given, providers=[CPU], enable_fallback=0)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return opened(parser.parse_model(MODEL).SerializeToString())
 
 
 # A face.
@@ -72,13 +86,10 @@ def test_face_says_of_itself_what_the_model_says() -> None:
     assert meta.custom_metadata_map == {"names": "{0: 'ü'}"}
 
 
-def test_face_without_a_version_has_none_as_a_model_without_one() -> None:
-    plain = parser.parse_model(
-        '<ir_version: 8, opset_import: ["": 17]> g (float x) => (float y) {y = Neg(x)}'
-    )
-    meta = opened(plain.SerializeToString()).get_modelmeta()
-    described = ModelDescription(about={"version": str(meta.version)})
-    assert opened(face([spec("x")], [spec("y")], described)).get_modelmeta().version == meta.version
+def test_face_without_a_version_has_none_as_a_model_without_one(plain: Any) -> None:
+    version = plain.get_modelmeta().version
+    described = ModelDescription(about={"version": str(version)})
+    assert opened(face([spec("x")], [spec("y")], described)).get_modelmeta().version == version
 
 
 @pytest.mark.parametrize("element_type", ["float32", "string", "bfloat16"])
@@ -96,15 +107,10 @@ def test_input_that_is_an_output_is_both_in_a_face() -> None:
 # What was set in options.
 
 
-def test_default_options_reach_the_workers_as_mcinfers_defaults() -> None:
+def test_what_a_program_sets_reaches_the_workers_and_nothing_else() -> None:
     base = EngineOptions(threads=3, session_config={"a": "b"})
     passed = options.passed(ort.SessionOptions(), base, "/", cores=4)
-    assert passed.engine == EngineOptions(threads=3, session_config={"a": "b"}, describe=True)
-    assert not passed.weights
-    assert not passed.files
-
-
-def test_what_a_program_sets_reaches_the_workers() -> None:
+    assert passed == options.Passed(engine=replace(base, describe=True))
     given = ort.SessionOptions()
     given.intra_op_num_threads = 2
     given.execution_mode = ort.ExecutionMode.ORT_PARALLEL
@@ -180,25 +186,27 @@ def test_options_of_a_running_program_can_be_pickled_and_made_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("set_one", "words"),
     [
-        ("enable_profiling", True),
-        ("use_per_session_threads", False),
+        (lambda given: setattr(given, "enable_profiling", True), "enable_profiling: got"),
+        (
+            lambda given: setattr(given, "use_per_session_threads", False),
+            "use_per_session_threads:",
+        ),
+        (
+            lambda given: given.set_provider_selection_policy(
+                ort.OrtExecutionProviderDevicePolicy.PREFER_CPU
+            ),
+            r"set_provider_selection_policy\(\)",
+        ),
     ],
 )
-def test_attribute_that_cannot_act_in_workers_is_refused_by_its_name(name: str, value: Any) -> None:
+def test_option_that_cannot_act_in_workers_is_refused_by_its_name(
+    set_one: Callable[[Any], object], words: str
+) -> None:
     given = ort.SessionOptions()
-    setattr(given, name, value)
-    with pytest.raises(errors.Unsupported, match=rf"^SessionOptions\.{name}: got"):
-        options.passed(given, EngineOptions(), "/", 1)
-
-
-def test_call_that_cannot_act_in_workers_is_refused_by_its_name() -> None:
-    given = ort.SessionOptions()
-    given.set_provider_selection_policy(ort.OrtExecutionProviderDevicePolicy.PREFER_CPU)
-    with pytest.raises(
-        errors.Unsupported, match=r"^SessionOptions\.set_provider_selection_policy\(\)"
-    ):
+    set_one(given)
+    with pytest.raises(errors.Unsupported, match=rf"^SessionOptions\.{words}"):
         options.passed(given, EngineOptions(), "/", 1)
 
 
@@ -221,21 +229,6 @@ def test_notes_of_calls_go_with_the_options() -> None:
     del given, value
     gc.collect()
     assert gone() is None
-
-
-def test_options_set_in_many_threads_are_all_noted() -> None:
-    given = [ort.SessionOptions() for _ in range(8)]
-
-    def fill(one: Any) -> None:
-        for i in range(50):
-            one.add_session_config_entry(f"k{i}", "v")
-
-    threads = [threading.Thread(target=fill, args=(one,)) for one in given]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [len(options.calls(one)) for one in given] == [50] * 8
 
 
 # Providers.
@@ -289,10 +282,8 @@ def test_provider_that_nothing_has_is_unknown() -> None:
 
 
 def test_options_of_a_provider_reach_it() -> None:
-    given = {"arena_extend_strategy": "kSameAsRequested", "n": 3}
-    expected = chosen.ProviderDevices(
-        options={"arena_extend_strategy": "kSameAsRequested", "n": "3"}
-    )
+    given: dict[str, Any] = {"arena_extend_strategy": "kSameAsRequested", "n": 3}
+    expected = chosen.ProviderDevices(options={**given, "n": "3"})
     assert chosen.choose([(CPU, given)], None) == expected
     assert chosen.choose([CPU], [given]) == expected
 
@@ -340,20 +331,7 @@ def test_provider_without_a_device_of_mcinfers_is_refused_by_its_name(
 
 # What a feed may hold: what a plain session takes, and nothing else.
 
-MODEL = """
-<ir_version: 8, opset_import: ["": 17]>
-m (float[n, 3] x, int64[n] i, string[n] s) => (float[n, 3] y, int64[n] j, string[n] t) {
-    y = Neg(x)
-    j = Neg(i)
-    t = Identity(s)
-}
-"""
 SPECS = {"x": spec("x"), "i": spec("i", "int64", ("n",)), "s": spec("s", "string", ("n",))}
-
-
-@pytest.fixture(scope="module")
-def plain() -> Any:
-    return opened(parser.parse_model(MODEL).SerializeToString())
 
 
 FED: list[tuple[str, Any]] = [

@@ -145,38 +145,30 @@ def test_relative_path_stays_as_the_program_wrote_it(
     np.testing.assert_array_equal(copy.run(None, feed()), session.run(None, feed()))
 
 
-def threads(options: Any) -> None:
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    options.enable_mem_pattern = False
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+def options_of(*calls: tuple[str, str, Any], **attributes: Any) -> Any:
+    """``SessionOptions`` with these attributes and calls, each a method and its two arguments."""
+    options = ort.SessionOptions()
+    for name, value in attributes.items():
+        setattr(options, name, value)
+    for method, first, second in calls:
+        getattr(options, method)(first, second)
+    return options
 
 
-def basic(options: Any) -> None:
-    options.graph_optimization_level = Level.ORT_ENABLE_BASIC
-
-
-def unoptimised(options: Any) -> None:
-    options.graph_optimization_level = Level.ORT_DISABLE_ALL
-
-
-def fixed(options: Any) -> None:
-    options.add_free_dimension_override_by_name("n", 3)
-
-
-def entry(options: Any) -> None:
-    options.add_session_config_entry("session.set_denormal_as_zero", "1")
+ENTRY = "add_session_config_entry"
 
 
 def test_options_that_change_the_graph_have_an_entry_of_their_own(model: Path) -> None:
+    changed: list[Callable[[], Any]] = [
+        lambda: options_of(graph_optimization_level=Level.ORT_ENABLE_BASIC),
+        lambda: options_of(graph_optimization_level=Level.ORT_DISABLE_ALL),
+        lambda: options_of(("add_free_dimension_override_by_name", "n", 3)),
+        lambda: options_of((ENTRY, "session.set_denormal_as_zero", "1")),
+    ]
     entries = [ort.InferenceSession(model, providers=CPU).prepared]
-    for change in (basic, unoptimised, fixed, entry):
-        opened = []
-        for kind in (ort.InferenceSession, PlainSession):
-            options = ort.SessionOptions()
-            change(options)
-            opened.append(kind(model, options, providers=CPU))
-        session, plain = opened
+    for make in changed:
+        session = ort.InferenceSession(model, make(), providers=CPU)
+        plain = PlainSession(model, make(), providers=CPU)
         entries.append(session.prepared)
         assert described(session) == described(plain)
         np.testing.assert_array_equal(session.run(None, feed()), plain.run(None, feed()))
@@ -185,63 +177,52 @@ def test_options_that_change_the_graph_have_an_entry_of_their_own(model: Path) -
 
 
 def test_options_of_a_run_and_of_threads_share_one_entry(model: Path) -> None:
-    options = ort.SessionOptions()
-    threads(options)
+    spinning = "session.intra_op.allow_spinning"
+    options = options_of(
+        (ENTRY, spinning, "0"),
+        intra_op_num_threads=1,
+        log_severity_level=3,
+        enable_mem_pattern=False,
+    )
     session = ort.InferenceSession(model, options, providers=CPU)
     assert session.prepared == ort.InferenceSession(model, providers=CPU).prepared
     assert_same(session, PlainSession(model, options, providers=CPU))
     said = session.get_session_options()
     assert said.graph_optimization_level == Level.ORT_ENABLE_ALL
-    assert said.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    assert said.get_session_config_entry(spinning) == "0"
 
 
 # Where it is plain.
 
 
-def profiled(options: Any, folder: Path) -> None:
-    options.enable_profiling = True
-    options.profile_file_prefix = str(folder / "profile")
+RECORD = "session.record_ep_graph_assignment_info"
 
 
-def saved(options: Any, folder: Path) -> None:
-    options.optimized_model_filepath = str(folder / "optimised.onnx")
-
-
-def recorded(options: Any, _: Path) -> None:
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (profiled, "SessionOptions.enable_profiling was set"),
-        (saved, "SessionOptions.optimized_model_filepath was set"),
-        (
-            recorded,
-            "the configuration entry 'session.record_ep_graph_assignment_info' was set",
-        ),
-    ],
-)
 def test_option_about_the_graph_as_it_was_written_opens_a_plain_session(
-    model: Path, tmp_path: Path, change: Callable[[Any, Path], None], why: str
+    model: Path, tmp_path: Path
 ) -> None:
-    options = ort.SessionOptions()
-    change(options, tmp_path)
-    session = ort.InferenceSession(model, options, providers=CPU)
-    assert (session.prepared, session.why_plain) == ("", why)
-    np.testing.assert_array_equal(session.run(None, feed()), PlainSession(model).run(None, feed()))
-    if change is profiled:
-        assert Path(session.end_profiling()).exists()
-    if change is saved:
-        assert (tmp_path / "optimised.onnx").exists()
-    if change is recorded:
-        assert session.get_provider_graph_assignment_info()
+    def opened(why: str, *calls: tuple[str, str, Any], **attributes: Any) -> Any:
+        options = options_of(*calls, **attributes)
+        session = ort.InferenceSession(model, options, providers=CPU)
+        assert (session.prepared, session.why_plain) == ("", f"{why} was set")
+        return session
+
+    written = tmp_path / "optimised.onnx"
+    opened("SessionOptions.optimized_model_filepath", optimized_model_filepath=str(written))
+    assert written.exists()
+    recorded = opened(f"the configuration entry {RECORD!r}", (ENTRY, RECORD, "1"))
+    assert recorded.get_provider_graph_assignment_info()
+    prefix = str(tmp_path / "profile")
+    profiled = opened(
+        "SessionOptions.enable_profiling", enable_profiling=True, profile_file_prefix=prefix
+    )
+    np.testing.assert_array_equal(profiled.run(None, feed()), PlainSession(model).run(None, feed()))
+    assert Path(profiled.end_profiling()).exists()
 
 
 def test_initialisers_of_the_program_open_a_plain_session(model: Path) -> None:
-    options, value = ort.SessionOptions(), np.full(WIDTH, 7, np.float32)
-    held = onnxruntime.OrtValue.ortvalue_from_numpy(value)
-    options.add_initializer("b", held)
+    value = onnxruntime.OrtValue.ortvalue_from_numpy(np.full(WIDTH, 7, np.float32))
+    options = options_of(("add_initializer", "b", value))
     session = ort.InferenceSession(model, options, providers=CPU)
     assert session.why_plain == "sess_options have initialisers"
     assert_same(session, PlainSession(model, options, providers=CPU))
@@ -261,22 +242,26 @@ def test_small_file_whose_weights_lie_in_another_folder_is_prepared(
     beside = tmp_path / "weights" / "model.onnx"
     onnx.save(onnx.load(model), beside, save_as_external_data=True, location="data")
     path = beside.rename(tmp_path / "model.onnx")
-    options = ort.SessionOptions()
-    options.add_session_config_entry(FOLDER_KEY, str(tmp_path / "weights"))
+    options = options_of((ENTRY, FOLDER_KEY, str(tmp_path / "weights")))
     session = ort.InferenceSession(path, options, providers=CPU)
     assert session.prepared
     assert_same(session, PlainSession(path, options, providers=CPU))
 
 
-def test_small_model_opens_plain_unless_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "small.onnx"
+def test_small_model_opens_plain_unless_asked_for_and_again_where_it_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = '<ir_version: 8, opset_import: ["": 17]> g (float[n] x) => (float[n] y) { y = Neg(x) }'
-    onnx.save(onnx.parser.parse_model(text), path)
-    for given in (path, path.read_bytes()):
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "small.onnx")
+    monkeypatch.chdir(tmp_path)
+    for given in ((tmp_path / "small.onnx").read_bytes(), "small.onnx"):
         session = ort.InferenceSession(given, providers=CPU)
         assert session.why_plain == "it has less than 16 MiB"
-        assert session.run(None, {"x": np.ones(2, np.float32)})[0].tolist() == [-1, -1]
         assert ort.InferenceSession(given, providers=CPU, options=ALWAYS).prepared
+    monkeypatch.chdir("/")
+    session.set_providers(CPU)
+    assert session._model_path == "small.onnx"
+    assert session.run(None, {"x": np.ones(2, np.float32)})[0].tolist() == [-1, -1]
 
 
 def test_model_that_draws_random_numbers_opens_plain(tmp_path: Path) -> None:
@@ -295,16 +280,14 @@ def test_model_that_draws_random_numbers_opens_plain(tmp_path: Path) -> None:
 
 
 def test_bytes_with_their_weights_elsewhere_are_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_model(tmp_path / "model.onnx", 0.5)
-    whole = onnx.load(tmp_path / "model.onnx")
-    onnx.save(whole, tmp_path / "apart.onnx", save_as_external_data=True, location="weights")
+    path = tmp_path / "apart.onnx"
+    onnx.save(onnx.load(model), path, save_as_external_data=True, location="weights")
     monkeypatch.chdir(tmp_path)
-    content = (tmp_path / "apart.onnx").read_bytes()
-    session = ort.InferenceSession(content, providers=CPU)
+    session = ort.InferenceSession(path.read_bytes(), providers=CPU)
     assert session.prepared, session.why_plain
-    plain = PlainSession("model.onnx", providers=CPU)
+    plain = PlainSession(model, providers=CPU)
     np.testing.assert_array_equal(session.run(None, feed()), plain.run(None, feed()))
 
 
@@ -326,11 +309,8 @@ def test_session_on_a_device_is_opened_as_the_program_says(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "get_available_providers", lambda: ["CUDAExecutionProvider", *CPU])
-    cases: list[Any] = [
-        ["CUDAExecutionProvider", *CPU],
-        [("CUDAExecutionProvider", {}), *CPU],
-        None,
-    ]
+    cuda = "CUDAExecutionProvider"
+    cases: list[Any] = [[cuda, *CPU], [(cuda, {}), *CPU], None]
     for providers in cases:
         why, held = inline.prepared(str(model), "", None, providers, "auto")
         assert held is None
@@ -505,19 +485,6 @@ def test_session_whose_options_are_not_all_known_is_not_pickled(model: Path) -> 
         pickle.dumps(session)
 
 
-def test_plain_session_is_opened_again_where_it_was_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = '<ir_version: 8, opset_import: ["": 17]> g (float[n] x) => (float[n] y) { y = Neg(x) }'
-    onnx.save(onnx.parser.parse_model(text), tmp_path / "small.onnx")
-    monkeypatch.chdir(tmp_path)
-    session = ort.InferenceSession("small.onnx", providers=CPU)
-    monkeypatch.chdir("/")
-    session.set_providers(CPU)
-    assert session._model_path == "small.onnx"
-    assert session.run(None, {"x": np.ones(1, np.float32)})[0].tolist() == [-1]
-
-
 def test_program_that_ends_its_start_by_a_signal_gets_its_own_exception(
     model: Path, empty_cache: Cache
 ) -> None:
@@ -561,22 +528,13 @@ def test_disk_without_room_is_seen_before_a_process_is_started(
     assert session.why_plain.startswith(f"4096 bytes are free in {empty_cache.folder}")
 
 
-def test_installed_session_is_inline(model: Path) -> None:
-    ort.install()
-    try:
-        session = onnxruntime.InferenceSession(model, providers=CPU)
-    finally:
-        ort.uninstall()
-    assert session.prepared
-
-
-def test_device_inline_overrides_the_devices_of_all_sessions(model: Path) -> None:
-    ort.install(devices=2)
-    try:
-        session = onnxruntime.InferenceSession(model, providers=CPU, devices="inline")
-    finally:
-        ort.uninstall()
-    assert session.prepared
+def test_installed_session_is_inline_or_made_so_by_its_own_devices(model: Path) -> None:
+    for defaults, own in (({}, {}), ({"devices": 2}, {"devices": "inline"})):
+        ort.install(**defaults)
+        try:
+            assert onnxruntime.InferenceSession(model, providers=CPU, **own).prepared
+        finally:
+            ort.uninstall()
 
 
 def test_runs_of_threads_and_callbacks_are_those_of_the_runtime(model: Path) -> None:
@@ -652,8 +610,7 @@ def in_child() -> Callable[[Callable[[], Any]], Any]:
 def test_forked_process_runs_the_sessions_of_its_parent(
     model: Path, in_child: Callable[[Callable[[], Any]], Any], count: int, ran_before: bool
 ) -> None:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = count
+    options = options_of(intra_op_num_threads=count)
     session = ort.InferenceSession(model, options, providers=CPU)
     plain = PlainSession(model, options, providers=CPU).run(None, feed())
     if ran_before:
