@@ -36,25 +36,26 @@ def test_figures_are_those_of_each_repeat() -> None:
     assert (figures.rows.middle, figures.rows.low, figures.rows.high) == (200, 180, 240)
     assert figures.latency(1.0) == Spread((5 / 100, 5 / 120, 5 / 90))
     assert figures.sound
-    # The speed-up is that within each repeat: the machine was half as fast in the second one.
-    made = small(session=[100.0, 50.0, 80.0], sharded=[200.0, 100.0, 160.0])
-    assert figures_of(made, "sharded").speedup == Spread((2.0, 2.0, 2.0))
-    made = small(session=[100.0], sharded=[200.0, 300.0])
-    assert figures_of(made, "sharded").speedup == Spread((2.0,))
-    # It is over the best baseline of the load, whichever that is.
-    made = small(session=[100.0], threads=[400.0], sharded=[200.0])
-    assert [figures_of(made, name).speedup.middle for name in ("session", "sharded")] == [0.25, 0.5]
-    assert not figures_of(small(sharded=[100.0]), "sharded").speedup.known
-    turns = {("session", LOAD): [turn(10.0, failed=1)], ("sharded", LOAD): [turn(100.0)]}
-    made = report([way("session"), way("sharded")], turns)
-    assert not figures_of(made, "sharded").speedup.known  # the baseline fails
 
 
-def test_speedup_is_the_same_in_the_table_and_in_the_gain() -> None:
-    made = small(session=[100.0, 90.0], threads=[120.0, 130.0], sharded=[150.0, 160.0])
-    gain = best_gain(made)
-    assert gain is not None
-    assert gain.speedup == figures_of(made, gain.way.name).speedup == Spread((150 / 120, 160 / 130))
+FAILING = {("session", LOAD): [turn(10.0, failed=1)], ("sharded", LOAD): [turn(100.0)]}
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        # Within each repeat: the machine was half as fast in the second one.
+        (small(session=[100.0, 50.0], sharded=[200.0, 100.0]), (2.0, 2.0)),
+        (small(session=[100.0], sharded=[200.0, 300.0]), (2.0,)),
+        (small(session=[100.0], threads=[400.0], sharded=[200.0]), (0.5,)),  # the best baseline
+        (small(sharded=[100.0]), ()),
+        (report([way("session"), way("sharded")], FAILING), ()),
+    ],
+)
+def test_speedup_is_over_the_best_baseline_within_each_repeat(
+    made: Report, expected: tuple[float, ...]
+) -> None:
+    assert figures_of(made, "sharded").speedup == Spread(expected)
 
 
 @given(st.sampled_from(QUANTILES), st.integers(0, 300), st.integers(0, 300), st.integers(0, 300))
@@ -97,13 +98,10 @@ def test_percentile_is_of_so_many_requests_at_least(fraction: float, least: int)
 
 def test_efficiency_is_over_so_many_times_the_pool_of_one() -> None:
     ways = [way(f"pool-{n}", role="scaling", workers=n) for n in (4, 1)]
-    turns = {
-        ("pool-4", LOAD): [turn(300.0), turn(160.0)],
-        ("pool-1", LOAD): [turn(100.0), turn(50.0)],
-    }
-    found = pools(report(ways, turns))
-    assert [pool.way.workers for pool in found] == [1, 4]
-    assert found[1].speedup == Spread((0.75, 0.8))
+    rates = {"pool-4": (300.0, 160.0), "pool-1": (100.0, 50.0)}
+    turns = {(name, LOAD): [*map(turn, each)] for name, each in rates.items()}
+    one, four = pools(report(ways, turns))
+    assert (one.way.workers, four.way.workers, four.speedup) == (1, 4, Spread((0.75, 0.8)))
     alone = report(ways[:1], {("pool-4", LOAD): [turn()]})
     assert not pools(alone)[0].speedup.known
 
@@ -137,12 +135,12 @@ def test_gain_in_an_open_loop_is_that_of_the_median_latency() -> None:
     assert gain.speedup.values == pytest.approx((3.0, 3.0))
 
 
-def test_machine_is_busy_if_others_use_it_or_repeats_differ() -> None:
-    def is_busy(others: float, *rates: float) -> bool:
-        made = small(session=rates)
-        said = remarks(replace(made, machine={**made.machine, OTHERS: others}))
-        return any("The machine was busy" in text for text in said)
-
-    assert not is_busy(0.5, 100.0, 110.0)
-    assert is_busy(2.0, 100.0, 110.0)
-    assert is_busy(0.0, 100.0, 150.0)
+@pytest.mark.parametrize(
+    ("others", "rate", "busy"), [(0.5, 110.0, False), (2.0, 110.0, True), (0.0, 150.0, True)]
+)
+def test_machine_is_busy_if_others_use_it_or_repeats_differ(
+    others: float, rate: float, busy: bool
+) -> None:
+    made = small(session=[100.0, rate])
+    said = remarks(replace(made, machine={**made.machine, OTHERS: others}))
+    assert any("The machine was busy" in text for text in said) == busy

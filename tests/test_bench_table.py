@@ -21,6 +21,8 @@ from mcinfer.bench.texts import (
 )
 from tests.bench_reports import large, report, small, turn, way
 
+HOSTILE = "a\x1b[31m[bold]\nb"
+
 
 def shown(made: Report, width: int = 80) -> str:
     console = Console(file=StringIO(), width=width, force_terminal=False)
@@ -46,22 +48,16 @@ def test_eighty_columns_hold_every_table_whole() -> None:
 def test_way_that_did_not_answer_everything_is_marked() -> None:
     load = Load(batch=4, clients=9, rate=50.0)
     late = [turn(50.0), turn(30.0, kept_up=False), turn(25.0, kept_up=False, unfinished=50)]
-    turns = {("session", load): [turn(50.0)] * 3, ("sharded", load): late}
-    made = report([way("session"), way("sharded")], turns)
+    turns = {("session", load): [turn(50.0)] * 3, (HOSTILE, load): late}
+    made = report([way("session"), way(HOSTILE)], turns, name=HOSTILE)
     text = shown(made)
     assert "(200 rows/s asked for; speed-up over session; latency and overhead in ms)" in text
     (remark,) = remarks(made)
     assert "did not keep up in 2 of 3 repeats: 30.0 (25.0" in remark
     assert "50 of 260 never begun" in remark
-    (row,) = (line.split() for line in text.splitlines() if line.startswith("sharded !"))
+    (row,) = (line.split() for line in text.splitlines() if line.startswith("a?[31m[bold] b ! "))
     assert "\N{EN DASH}" in row  # no speed-up
-
-
-def test_table_names_the_way_that_speed_ups_are_over() -> None:
-    text = shown(small(session=[100.0], threads=[400.0], sharded=[200.0]))
-    assert "batch 2, 4 clients (speed-up over threads; latency" in text
-    rows = [line.split() for line in text.splitlines() if line.startswith("sharded ")]
-    assert rows[0][3] == "0.500"
+    assert "\x1b" not in text
 
 
 def test_percentiles_of_too_few_requests_and_cores_of_short_turns_are_a_dash_with_a_note() -> None:
@@ -72,14 +68,6 @@ def test_percentiles_of_too_few_requests_and_cores_of_short_turns_are_a_dash_wit
     assert row[6] == row[-1] == "\N{EN DASH}" != row[5]
     assert [lines.count(note) for note in notes(made)] == [1, 1]
     assert notes(small(session=[100.0])) == ()
-
-
-def test_hostile_names_print_as_one_line() -> None:
-    hostile = "a\x1b[31m[bold]\nb" + "x" * 60
-    made = report([way(hostile)], {(hostile, Load(batch=1, clients=1)): [turn()]}, name=hostile)
-    text = shown(made)
-    assert "\x1b" not in text
-    assert "a?[31m[bold] bxx" in text
 
 
 def test_errors_are_shown_with_the_way_or_once_for_all_requests_and_five_at_most() -> None:

@@ -23,8 +23,8 @@ def test_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
 
 def test_ways_that_a_report_could_not_tell_apart_are_refused(tmp_path: Path) -> None:
     one, other = tmp_path / "one.py", tmp_path / "other.py"
-    for path in (one, other):
-        path.touch()
+    one.touch()
+    other.touch()
     check_names(["session", f"{one}:Mine", f"{other}:Yours"])
     for names in ([f"{one}:Mine", f"{other}:Mine"], [f"{one}:threads"]):
         with pytest.raises(InvalidInputError, match="expected different class names"):
@@ -53,10 +53,7 @@ SETUP = Setup(
     model="m.onnx",
     cores=2,
     devices=("cpu:0", "cpu:1"),
-    threads=None,
     split=Split(inputs={"x": 0, "t": None}, outputs={"y": 0}, known="declared", checked=True),
-    max_batch_size=1,
-    max_delay=0.0,
 )
 
 

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from mcinfer.bench.way import Arrays, RunningWay, Setup
 from mcinfer.config import INLINE, Device
 from mcinfer.errors import EngineError, InvalidInputError
-from mcinfer.sharding import split_evenly
 
 Providers = list[str | tuple[str, dict[str, int]]]
 """As ``onnxruntime.InferenceSession`` takes them."""
@@ -64,15 +63,14 @@ def cut(inputs: Arrays, setup: Setup, most: int) -> list[dict[str, NDArray[Any]]
         return [dict(inputs)]
     rows = next(inputs[name].shape[axis] for name, axis in axes.items())
     fixed = setup.fixed_batch
-    sizes = [fixed] * (rows // fixed) if fixed else split_evenly(rows, most)
-    if len(sizes) < 2 or sum(sizes) < rows:  # nothing to cut, or nothing that the model takes
-        return [dict(inputs)]
     # Inputs of a fixed batch may have other numbers of rows than each other, but as many pieces.
-    places: Any = len(sizes) if fixed else np.cumsum(sizes)[:-1]
-    parts = {name: np.split(inputs[name], places, axis) for name, axis in axes.items()}
+    count = rows // fixed if fixed else min(rows, most)
+    if count < 2 or (fixed and rows % fixed):  # nothing to cut, or nothing that the model takes
+        return [dict(inputs)]
+    parts = {name: np.array_split(inputs[name], count, axis) for name, axis in axes.items()}
     return [
         {name: parts[name][i] if name in parts else array for name, array in inputs.items()}
-        for i in range(len(sizes))
+        for i in range(count)
     ]
 
 

@@ -107,19 +107,6 @@ def _cut_size(spec: TensorSpec, split: Split) -> Dimension:
     return None if axis is None or not spec.shape else spec.shape[axis]
 
 
-def _check_batch(model: ModelSpec, split: Split, batch: int) -> None:
-    fixed = fixed_batch(model, split)
-    if fixed is not None and batch % fixed:
-        raise InvalidInputError(
-            f"--batch: got {batch}, expected a multiple of the model's fixed batch of {fixed}"
-        )
-    if batch > 1 and all(axis is None for axis in split.inputs.values()):
-        raise InvalidInputError(
-            f"--batch: got {batch}, expected 1: the model's batch is not known: {why_whole(split)} "
-            f"(inputs: {'; '.join(map(str, model.inputs))}); --batch-axis INPUT=AXIS says where it is"
-        )
-
-
 def _key(spec: TensorSpec, axis: int) -> str:
     size = spec.shape[axis] if spec.shape else None
     return size if isinstance(size, str) else f"{spec.name}:{axis}"
@@ -127,11 +114,11 @@ def _key(spec: TensorSpec, axis: int) -> str:
 
 def _batch_keys(model: ModelSpec, split: Split) -> set[str]:
     """What ``--dim`` would call the dimensions that are the batch."""
+    axes = ((spec, split.inputs[spec.name]) for spec in model.inputs)
     return {
         _key(spec, axis)
-        for spec in model.inputs
-        if (axis := split.inputs[spec.name]) is not None
-        and not isinstance(_cut_size(spec, split), int)
+        for spec, axis in axes
+        if axis is not None and not isinstance(_cut_size(spec, split), int)
     }
 
 
@@ -143,17 +130,16 @@ def _shapes(
     Raises:
         InvalidInputError: An array of a file does not fit, or the options do not; or a size is missing.
     """
-    free = {  # by axis, what ``--dim`` calls each dimension that is neither fixed nor the input's rows
-        spec.name: {
-            axis: _key(spec, axis)
-            for axis, size in enumerate(spec.shape)
-            if not isinstance(size, int) and axis != split.inputs[spec.name]
-        }
+    # What ``--dim`` calls each dimension that is neither fixed nor the input's rows.
+    free = [
+        (spec, axis, _key(spec, axis))
         for spec in model.inputs
-    }
+        for axis, size in enumerate(spec.shape)
+        if not isinstance(size, int) and axis != split.inputs[spec.name]
+    ]
     # Each size with its source.
     known = dict.fromkeys(_batch_keys(model, split), (batch, f"--batch {batch}"))
-    keys = [*dict.fromkeys(key for each in free.values() for key in each.values())]
+    keys = [*dict.fromkeys(key for _, _, key in free)]
     for key, size in options.dims.items():
         # Its size may be given: the same command has found out that it is the batch.
         if key in known and size != batch:
@@ -164,45 +150,45 @@ def _shapes(
                 others = "but the model has no symbolic dimension other than the batch"
             raise InvalidInputError(f"--dim: got {key!r}, {others}")
     known |= {key: (size, f"--dim {key}={size}") for key, size in options.dims.items()}
-    for spec in (spec for spec in model.inputs if spec.name in saved):
-        path, array = saved[spec.name]
-        _check_fits(array, spec, split.inputs[spec.name], path)
-        for place, key in free[spec.name].items():
-            said, source = known.setdefault(key, (array.shape[place], f"--input {path}"))
-            if said != array.shape[place]:
-                raise InvalidInputError(
-                    f"--input {path}: {key!r} is {array.shape[place]} in input {spec.name!r} ({spec}), "
-                    f"expected {said} as {source} says"
-                )
-    missing: dict[str, str] = {}
-    shapes = {}
-    fixed = fixed_batch(model, split)
+    shapes: dict[str, list[Any]] = {}
     for spec in model.inputs:
-        axis, places = split.inputs[spec.name], free[spec.name]
-        sizes: list[Any] = [*spec.shape]
+        axis, shapes[spec.name] = split.inputs[spec.name], [*spec.shape]
         if spec.name in saved:
-            sizes = [*saved[spec.name][1].shape]
-        elif axis is not None and not sizes:
+            path, array = saved[spec.name]
+            _check_fits(array, spec, axis, path)
+            shapes[spec.name] = [*array.shape]
+        elif axis is not None and not spec.shape:
             raise InvalidInputError(
                 f"input {spec.name!r} has rows along axis {axis}, but the model does not "
                 f"say its shape: give it in a file (--input {spec.name}=FILE.npy)"
             )
+    for spec, axis, key in free:
+        if spec.name in saved:
+            path, array = saved[spec.name]
+            said, source = known.setdefault(key, (array.shape[axis], f"--input {path}"))
+            if said != array.shape[axis]:
+                raise InvalidInputError(
+                    f"--input {path}: {key!r} is {array.shape[axis]} in input {spec.name!r} ({spec}), "
+                    f"expected {said} as {source} says"
+                )
+    missing: dict[str, str] = {}
+    for spec, axis, key in free:
+        if key in known:
+            shapes[spec.name][axis], _ = known[key]
         else:
-            for place, key in places.items():
-                sizes[place], _ = known.get(key, (0, ""))
-                if key not in known:
-                    missing.setdefault(key, f"dimension {place} of input {spec.name!r} ({spec})")
-        if axis is not None:
-            cut = _cut_size(spec, split)
-            one = cut if fixed and isinstance(cut, int) else 1
-            sizes[axis] = batch // (fixed or 1) * one
-        shapes[spec.name] = tuple(sizes)
+            missing.setdefault(key, f"dimension {axis} of input {spec.name!r} ({spec})")
     if missing:
         examples = " ".join(f"--dim {key}={_EXAMPLE_SIZE}" for key in missing)
         raise InvalidInputError(
             f"no size is known for {', '.join(missing.values())}: give it, as in {examples}"
         )
-    return shapes
+    fixed = fixed_batch(model, split)
+    for spec in model.inputs:
+        if (axis := split.inputs[spec.name]) is not None:
+            one = _cut_size(spec, split)
+            rows = batch // (fixed or 1)
+            shapes[spec.name][axis] = rows * one if fixed and isinstance(one, int) else rows
+    return {name: tuple(sizes) for name, sizes in shapes.items()}
 
 
 def _check_fits(array: Array, spec: TensorSpec, axis: int | None, path: Path) -> None:
@@ -221,21 +207,15 @@ def _check_fits(array: Array, spec: TensorSpec, axis: int | None, path: Path) ->
 # Files.
 
 
-def _read(path: Path) -> bytes:
+def _load(path: Path) -> Any:
+    """What NumPy makes of a file: an array, or arrays by name."""
     if path.exists() and not path.is_file():
         raise InvalidInputError(f"--input {path}: it is no regular file")
     try:
-        return path.read_bytes()
+        content = np.load(BytesIO(path.read_bytes()), allow_pickle=False)
+        return dict(content) if isinstance(content, np.lib.npyio.NpzFile) else content
     except OSError as exc:
         raise InvalidInputError(f"--input {path}: {exc.strerror}") from exc
-
-
-def _load(path: Path) -> Any:
-    """What NumPy makes of a file: an array, or arrays by name."""
-    data = BytesIO(_read(path))
-    try:
-        content = np.load(data, allow_pickle=False)
-        return dict(content) if isinstance(content, np.lib.npyio.NpzFile) else content
     except Exception as exc:  # NumPy, zipfile and zlib raise many kinds on what is not theirs
         raise InvalidInputError(
             f"--input {path}: not an .npy or .npz file of numbers or text: {exc}"
@@ -319,16 +299,22 @@ def make_inputs(
         InvalidInputError: A file cannot be read, or does not fit the model; a dimension's size is not known;
             the model takes no such batch.
     """
-    _check_batch(model, split, batch)
+    fixed = fixed_batch(model, split)
+    if fixed is not None and batch % fixed:
+        raise InvalidInputError(
+            f"--batch: got {batch}, expected a multiple of the model's fixed batch of {fixed}"
+        )
+    if batch > 1 and all(axis is None for axis in split.inputs.values()):
+        raise InvalidInputError(
+            f"--batch: got {batch}, expected 1: the model's batch is not known: {why_whole(split)} "
+            f"(inputs: {'; '.join(map(str, model.inputs))}); --batch-axis INPUT=AXIS says where it is"
+        )
     found = saved_inputs(model, options)
     shapes = _shapes(model, split, batch, options, found)
     inputs = {}
     for spec in model.inputs:
         axis, shape = split.inputs[spec.name], shapes[spec.name]
-        if spec.name in found:
-            _, array = found[spec.name]
-        else:
-            array = _random(spec, shape, options, options.seed)
+        _, array = found.get(spec.name) or (None, _random(spec, shape, options, options.seed))
         if axis is not None and array.shape[axis] != shape[axis]:
             array = array.take(np.arange(shape[axis]) % array.shape[axis], axis)
         inputs[spec.name] = np.asarray(array, spec.dtype, order="C")
@@ -372,9 +358,8 @@ def examples(
         arrays = make_inputs(model, split, count, options)
         for spec in (spec for spec in model.inputs if spec.name in cut):
             # Rows stay alike only where the type, or ``--integers``, has but one value.
-            seeds = iter(range(options.seed, options.seed + _MAX_DRAWS))
-            while not _rows_differ(arrays[spec.name], cut[spec.name]):
-                if (seed := next(seeds, None)) is None:
+            for seed in range(options.seed, options.seed + _MAX_DRAWS):
+                if _rows_differ(arrays[spec.name], cut[spec.name]):
                     break
                 arrays[spec.name] = _random(spec, arrays[spec.name].shape, options, seed)
         yield arrays

@@ -40,7 +40,7 @@ from mcinfer.bench.figures import (
     spread_text,
     time_unit,
 )
-from mcinfer.bench.inputs import InputOptions, fixed_batch
+from mcinfer.bench.inputs import InputOptions
 from mcinfer.bench.load import MAX_ARRIVALS, read_request
 from mcinfer.bench.report import Load, Turn
 from mcinfer.bench.runner import START_SECONDS, Contender, Progress, powers, prepared, take_turns
@@ -51,8 +51,7 @@ from mcinfer.bench.way import why_whole
 from mcinfer.config import automatic_workers
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
-from mcinfer.sharding import Axes, Shape, Split, cut_batch
-from mcinfer.specs import ModelSpec
+from mcinfer.sharding import Axes, Split, cut_batch
 
 Goal = Literal["throughput", "latency"]
 Call = Literal["submit", "predict", "session", "threads", "inline"]
@@ -144,12 +143,6 @@ class Candidate:
 # The grid.
 
 
-def pieces_of(model: ModelSpec, shapes: Sequence[Shape], split: Split) -> int:
-    """The most pieces that mcinfer can cut a request of these shapes in."""
-    most = max((size for shape in shapes for size in shape), default=1)
-    return len(cut_batch(model, shapes, most, split).rows)
-
-
 def default_candidate(aim: Aim, cores: int) -> Candidate:
     call: Call = "predict" if aim.goal == "latency" else "submit"
     return Candidate(workers=automatic_workers(cores), threads=None, call=call)
@@ -177,16 +170,12 @@ def grid(
                 rest += uses
                 continue
             full += [use for use in uses if use != same or uneven]
-    sessions = _sessions(cores) if whole else []
-    return [default, *sessions, *_spread_out(full), *_spread_out(rest)]
-
-
-def _sessions(cores: int) -> list[Candidate]:
-    """Sessions whose runs use all cores or one; called for one request at a time, or by all clients."""
+    # Sessions whose runs use all cores or one; called for one request at a time, or by all clients.
     one = Candidate(workers=1, threads=1, call="threads")
     all_cores = replace(one, threads=cores, call="session")
     inline = [replace(each, call="inline") for each in (all_cores, one)]
-    return [*dict.fromkeys((all_cores, one, *inline))]
+    sessions = [*dict.fromkeys((all_cores, one, *inline))] if whole else []
+    return [default, *sessions, *_spread_out(full), *_spread_out(rest)]
 
 
 def _uses(
@@ -399,14 +388,12 @@ class Search:
             output_axes=dict(output_axes or {}),
         )
         self._model = model
-        self._aim = aim
         self._inputs = inputs
         self._budget = budget
         self._progress = progress
         self._began = monotonic()
         self._patience = START_SECONDS
         self._starts: list[float] = []
-        self._turn_extra, self._least_turn, self._enough_turn = 0.0, _LEAST_TURN, 0.0
 
     def run(self) -> Found:
         """Search.
@@ -416,62 +403,58 @@ class Search:
             BuildError: mcinfer cannot load the model.
             WayFailedError: The default pool cannot be started or used.
         """
-        found, batch = self.found, self._aim.load.batch
+        found, batch = self.found, self.found.aim.load.batch
         axes = {"batch_axes": found.batch_axes, "output_axes": found.output_axes}
         show = partial(self._progress, 0.0)
-        with prepared(self._model, [batch], self._inputs, axes, show, devices=1) as (
-            spec,
-            self._setup,
-            self._files,
-        ):
+        looking = prepared(self._model, [batch], self._inputs, axes, show, devices=1)
+        with looking as (spec, self._setup, self._files):
             found.split = self._setup.split
-            types = {tensor.name: tensor.element_type for tensor in spec.inputs}
             arrays = read_request(self._files[batch])
-            found.arrays = {name: (types[name], array.shape) for name, array in arrays.items()}
+            shapes = [array.shape for array in arrays.values()]
+            found.arrays = {
+                tensor.name: (tensor.element_type, arrays[tensor.name].shape)
+                for tensor in spec.inputs
+            }
             self._began = monotonic()
             try:
-                turn = self._try_default()
-                shapes = [array.shape for array in arrays.values()]
+                # One short turn of the default, to know how long such things take.
+                trial = Trial(rung=0, candidate=found.default)
+                self._run_group([trial], _FIRST_TURN, 1, "trying the default")
+                if trial.error:
+                    raise WayFailedError(f"the default pool: {trial.error}")
+                (turn,) = trial.turns
+                # As many pieces as mcinfer can cut a request in.
+                most = max((size for shape in shapes for size in shape), default=1)
                 candidates = grid(
-                    self._aim,
+                    found.aim,
                     cores=found.cores,
-                    pieces=pieces_of(spec, shapes, found.split),
+                    pieces=len(cut_batch(spec, shapes, most, found.split).rows),
                     joins=cut_batch(spec, shapes, 1, found.split).rowwise,
                     run_seconds=turn.run_seconds or turn.mean_latency,
-                    whole=fixed_batch(spec, found.split) in (None, batch),
+                    whole=self._setup.fixed_batch in (None, batch),
                 )
                 found.candidates = len(candidates)
-                found.ended = self._halve(candidates[1:])
+                found.ended = self._halve(candidates[1:], turn)
             finally:
                 found.took_seconds = monotonic() - self._began
         return found
 
-    def _try_default(self) -> Turn:
-        """One short turn of the default, to know how long such things take."""
-        trial = Trial(rung=0, candidate=self.found.default)
-        self._run_group([trial], _FIRST_TURN, 1, "trying the default")
-        if trial.error:
-            raise WayFailedError(f"the default pool: {trial.error}")
-        (turn,) = trial.turns
-        # A turn goes on until the last answer, and begins with a request of each client that is not counted.
-        self._turn_extra = _REST + 2 * turn.mean_latency
-        self._patience = _PATIENCE * (1 + self._starts[0] + self._turn_extra)
-        rate = self._aim.load.rate
-        few = _LEAST_ARRIVALS / rate if rate else 0.0
-        self._least_turn = max(_LEAST_TURN, 2 * turn.mean_latency, few)
-        if self._aim.max_latency:
-            self._enough_turn = 1.5 * ENOUGH_REQUESTS / (rate or turn.throughput)
-        return turn
-
     def _left(self) -> float:
         return self._budget - (monotonic() - self._began)
 
-    def _halve(self, contenders: list[Candidate]) -> str:
-        """Round after round; why it ended."""
-        found, least = self.found, self._least_turn
+    def _halve(self, contenders: list[Candidate], first: Turn) -> str:
+        """Round after round; why it ended. The default's first turn says how long turns are to be."""
+        found, rate = self.found, self.found.aim.load.rate
+        # A turn goes on until the last answer, and begins with a request of each client that is not counted.
+        extra = _REST + 2 * first.mean_latency
+        self._patience = _PATIENCE * (1 + self._starts[0] + extra)
+        least = max(_LEAST_TURN, 2 * first.mean_latency, _LEAST_ARRIVALS / rate if rate else 0.0)
+        enough = (
+            1.5 * ENOUGH_REQUESTS / (rate or first.throughput) if found.aim.max_latency else 0.0
+        )
         while True:
             # Seconds that a candidate costs in a group beside its turns.
-            overhead = sum(self._starts) / len(self._starts) + REPEATS * self._turn_extra
+            overhead = sum(self._starts) / len(self._starts) + REPEATS * extra
             left = self._left()
             counts = range(len(contenders), -1, -1)
             count = next((n for n in counts if needs(n, overhead, least) <= left), 0)
@@ -481,16 +464,15 @@ class Search:
                 found.left_out = len(contenders) - count
                 found.needed_seconds = self._budget - left
                 found.needed_seconds += needs(len(contenders), overhead, least)
-            contenders = contenders[:count]
             # The default alone is only to be checked.
-            most = max(_MOST_TURN if count else _FIRST_TURN, self._enough_turn)
+            most = max(_MOST_TURN if count else _FIRST_TURN, enough)
             fixed, unit = needs(count, overhead, 0.0), needs(count, 0.0, 1.0)
             seconds = max(least, min(most, (left - fixed) / unit))
-            if self._aim.load.rate:
-                seconds = min(seconds, MAX_ARRIVALS / self._aim.load.rate)
-            trials = self._run_round(contenders, seconds, len(rounds(count)))
+            if rate:
+                seconds = min(seconds, MAX_ARRIVALS / rate)
+            trials = self._run_round(contenders[:count], seconds, len(rounds(count)))
             found.finished_rungs += 1
-            contenders = found.better_half(trials, contenders)
+            contenders = found.better_half(trials, contenders[:count])
             if not count:
                 left_out = "there was time for the default alone"
                 return left_out if found.left_out else "there is nothing else to try"
@@ -499,24 +481,22 @@ class Search:
 
     def _run_round(self, others: Sequence[Candidate], seconds: float, more: int) -> list[Trial]:
         """Group after group, as far as there is time."""
-        number = self.found.finished_rungs + 1
-        made: list[Trial] = []
-        beside = _GROUP - 1
-        for group, start in enumerate(range(0, max(1, len(others)), beside), 1):
+        found, number = self.found, self.found.finished_rungs + 1
+        before = len(found.trials)
+        for group, start in enumerate(range(0, max(1, len(others)), _GROUP - 1), 1):
             if group > 1 and self._left() <= 0:
                 break
             trials = [
                 Trial(rung=number, group=group, candidate=candidate)
-                for candidate in (self.found.default, *others[start : start + beside])
+                for candidate in (found.default, *others[start : start + _GROUP - 1])
             ]
-            self.found.trials += trials
-            made += trials
+            found.trials += trials
             self._run_group(trials, seconds, REPEATS, f"round {number} of {number + more - 1}")
-        return made
+        return found.trials[before:]
 
     def _run_group(self, trials: Sequence[Trial], seconds: float, repeats: int, what: str) -> None:
         """Start a few candidates, the default first, have them take turns, and end them."""
-        began, load = monotonic(), self._aim.load
+        began, load = monotonic(), self.found.aim.load
 
         def show(contender: Contender, load: Load | None) -> None:
             step = contender.name if load else f"starting {contender.name}"
@@ -555,10 +535,6 @@ class Search:
 
 # For the reader.
 
-_SESSION_CLASSES = dict.fromkeys(SESSIONS, "onnxruntime.InferenceSession") | {
-    "inline": "mcinfer.ort.InferenceSession"
-}
-
 
 def arguments(candidate: Candidate, found: Found) -> dict[str, Any]:
     """A candidate as arguments of `mcinfer.Master`; those of its `options` as a mapping, by name.
@@ -586,39 +562,35 @@ def program(model: str, candidate: Candidate, found: Found) -> str:
 
 
 def grids(found: Found) -> list[Grid]:
-    numbers = sorted({trial.rung for trial in found.trials})
-    return [grid for rung in numbers if (grid := _grid(found, rung)).rows]
-
-
-def _grid(found: Found, rung: int) -> Grid:
-    trials = [trial for trial in found.trials if trial.rung == rung]
-    turns = {c: found.turns(c, trials) for c in found.ranked(trials)}
-    unit = time_unit(percentile(each, 0.5).low for each in turns.values())
-    rows: list[tuple[Cell, ...]] = []
-    for one, each in turns.items():
-        joins = one.max_batch_size > 1
-        names = (one.call, "default" * (one == found.default))
-        rows.append(
-            (
-                ", ".join(filter(None, names)),
-                "" if one.call in SESSIONS else str(one.workers),
-                "auto" if one.threads is None else str(one.threads),
-                str(one.max_batch_size) if joins else "no",
-                f"{one.max_delay * 1e3:g}" if joins else "",
-                (spread_of(map(found.aim.rows, each)), ONE),
-                (percentile(each, 0.5), unit),
-                (percentile(each, 0.99), unit),
-                (found.over_default(one, trials), ONE),
+    """A table of each round."""
+    made = []
+    for rung in sorted({trial.rung for trial in found.trials}):
+        trials = [trial for trial in found.trials if trial.rung == rung]
+        turns = {c: found.turns(c, trials) for c in found.ranked(trials)}
+        unit = time_unit(percentile(each, 0.5).low for each in turns.values())
+        rows: list[tuple[Cell, ...]] = []
+        for one, each in turns.items():
+            joins = one.max_batch_size > 1
+            rows.append(
+                (
+                    f"{one.call}{', default' * (one == found.default)}",
+                    "" if one.call in SESSIONS else str(one.workers),
+                    str(one.threads or "auto"),
+                    str(one.max_batch_size) if joins else "no",
+                    f"{one.max_delay * 1e3:g}" if joins else "",
+                    (spread_of(map(found.aim.rows, each)), ONE),
+                    (percentile(each, 0.5), unit),
+                    (percentile(each, 0.99), unit),
+                    (found.over_default(one, trials), ONE),
+                )
             )
-        )
-    ways = "1 way" if len(turns) == 1 else f"{len(turns)} ways"
-    interrupted = "" if rung <= found.finished_rungs else ", interrupted"
-    header = ("call", "workers", "threads", "joined", "delay ms", "rows/s", "p50", "p99")
-    return Grid(
-        title=f"round {rung}{interrupted}: {ways} (p50 and p99 in {unit.sign})",
-        header=(*header, f"{TIMES} default"),
-        rows=tuple(rows),
-    )
+        ways = "1 way" if len(turns) == 1 else f"{len(turns)} ways"
+        interrupted = "" if rung <= found.finished_rungs else ", interrupted"
+        title = f"round {rung}{interrupted}: {ways} (p50 and p99 in {unit.sign})"
+        header = ("call", "workers", "threads", "joined", "delay ms", "rows/s", "p50", "p99")
+        if rows:
+            made.append(Grid(title=title, header=(*header, f"{TIMES} default"), rows=tuple(rows)))
+    return made
 
 
 def remarks(found: Found) -> list[str]:
@@ -690,7 +662,18 @@ def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> 
         found: The results of the search.
         machine: Facts about the machine before it.
     """
-    chosen = found.recommended
+    chosen, recommended = found.recommended, None
+    if chosen is not None:
+        kind = "onnxruntime.InferenceSession" if chosen.call in SESSIONS else "mcinfer.Master"
+        recommended = {
+            "class": "mcinfer.ort.InferenceSession" if chosen.call == "inline" else kind,
+            "arguments": arguments(chosen, found),
+            "call": chosen.call,
+            "is_default": chosen == found.default,
+            "keeps_bound": found.strain(chosen) <= 1.0,
+            "over_default": _finite(found.over_default(chosen)),
+            "program": program(model, chosen, found),
+        }
     content = {
         "schema": "mcinfer.tune",
         "version": 1,
@@ -699,16 +682,7 @@ def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> 
         "cores": found.cores,
         "model": model,
         "aim": asdict(found.aim),
-        "recommended": chosen
-        and {
-            "class": _SESSION_CLASSES.get(chosen.call, "mcinfer.Master"),
-            "arguments": arguments(chosen, found),
-            "call": chosen.call,
-            "is_default": chosen == found.default,
-            "keeps_bound": found.strain(chosen) <= 1.0,
-            "over_default": _finite(found.over_default(chosen)),
-            "program": program(model, chosen, found),
-        },
+        "recommended": recommended,
         "candidates": found.candidates,
         "left_out": found.left_out,
         "ended": found.ended,

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from mcinfer.bench.report import Load
-from mcinfer.bench.tune import Aim, Candidate, Found, program
+from mcinfer.bench.tune import Aim, Call, Candidate, Found, program
 from tests.command_line import COMMAND
 from tests.process.models import AFFINE, OnnxModel
 from tests.process.scripts import Program
@@ -24,10 +24,8 @@ from mcinfer.bench import way_class
 from mcinfer.bench.way import Setup
 from mcinfer.sharding import Split
 
-setup = Setup(
-    model={model!r}, cores={cores}, devices=("cpu:0",), threads={threads},
-    split=Split(inputs={{"x": 0}}, outputs={{"y": 0}}, known="declared"), max_batch_size=1, max_delay=0.0,
-)
+split = Split(inputs={{"x": 0}}, outputs={{"y": 0}}, known="declared")
+setup = Setup(model={model!r}, cores=2, devices=("cpu:0",), threads={threads}, split=split)
 way = way_class({way!r})(setup)
 for one in (session, way.session):
     print(type(one).__module__, one.get_session_options().intra_op_num_threads, one.get_providers())
@@ -36,30 +34,28 @@ print(len(answers), answers[0][0].shape)
 
 
 @pytest.mark.parametrize(
-    "candidate",
+    ("call", "threads", "kind"),
     [
-        Candidate(workers=1, threads=2, call="session"),
-        Candidate(workers=1, threads=1, call="threads"),
-        Candidate(workers=1, threads=2, call="inline"),
+        ("session", 2, "onnxruntime."),
+        ("threads", 1, "onnxruntime."),
+        ("inline", 2, "mcinfer.ort.session"),
     ],
-    ids=str,
 )
 def test_printed_program_opens_the_session_that_was_measured(
-    candidate: Candidate, onnx_model: OnnxModel
+    call: Call, threads: int, kind: str, onnx_model: OnnxModel
 ) -> None:
-    model = str(onnx_model(AFFINE))
+    model, candidate = str(onnx_model(AFFINE)), Candidate(workers=1, threads=threads, call=call)
     aim = Aim(goal="throughput", load=Load(batch=3, clients=4))
     found = Found(aim=aim, cores=2, default=candidate, batch_axes={}, output_axes={})
     found.arrays = {"x": ("float32", (3, 4))}
-    way = {"way": candidate.way, "threads": candidate.threads, "model": model, "cores": 2}
-    with Program(program(model, candidate, found) + AS_MEASURED.format(**way)) as printed:
+    check = AS_MEASURED.format(way=candidate.way, threads=threads, model=model)
+    with Program(program(model, candidate, found) + check) as printed:
         ran = printed.wait()
     assert ran.status == 0, ran.err
     opened, measured, answers = ran.out.splitlines()
     assert opened == measured
-    kind = "mcinfer.ort.session" if candidate.call == "inline" else "onnxruntime."
     assert opened.startswith(kind)
-    assert f" {candidate.threads} [" in opened
+    assert f" {threads} [" in opened
     assert answers == "4 (3, 4)"
 
 
