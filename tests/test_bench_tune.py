@@ -297,3 +297,11 @@ def test_json_has_all_measurements() -> None:
     assert content["finished"]
     content = json.loads(as_json("m.onnx", found([], ended=""), {}))
     assert (content["finished"], content["recommended"]) == (False, None)
+
+
+def test_candidate_of_which_half_is_never_answered_is_behind_all() -> None:
+    half = trials((DEFAULT, [100, 100]), (WIDE, [10, 10]))
+    half[1].turns = [turn(10), replace(turn(10), unfinished=30, kept_up=False)]
+    result = found(half, of=replace(RATE, max_latency=None))
+    assert result.costs()[WIDE] == [1.0, float("inf")]
+    assert result.over_default(WIDE).low == 0.0

@@ -6,7 +6,7 @@ glossary and the versions. Bars begin at zero.
 
 import base64
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from importlib import resources
@@ -58,9 +58,14 @@ def charts(report: Report) -> tuple[list[Chart], list[Chart]]:
         for way in report.ways
         if way.role != "scaling"
     ]
+    speed = []  # mcinfer's best way under each load, and below it the baseline that it is beside
+    for gain in gains(report):
+        kind = "bad" if gain.clear < 0 else "own"
+        speed.append(Bar(f"{gain.way.name}, {gain.load}", gain.speedup, kind))
+        speed.append(Bar(gain.other, Spread((1.0,)), "other"))
     unit = OF_WAYS["PSS"].unit or ONE
     first = [
-        Chart("speed-up over the best baseline", [*_gains(report)]),
+        Chart("speed-up over the best baseline", speed),
         Chart(f"memory of all processes (PSS, {unit.sign})", memory, unit),
     ]
     more = []
@@ -82,14 +87,6 @@ def charts(report: Report) -> tuple[list[Chart], list[Chart]]:
 def _known(found: Iterable[Chart]) -> list[Chart]:
     known = ((chart, [bar for bar in chart.bars if bar.spread.known]) for chart in found)
     return [replace(chart, bars=bars) for chart, bars in known if bars]
-
-
-def _gains(report: Report) -> Iterator[Bar]:
-    """For each load mcinfer's best way, and below it the baseline that it is beside."""
-    for gain in gains(report):
-        kind = "bad" if gain.clear < 0 else "own"
-        yield Bar(f"{gain.way.name}, {gain.load}", gain.speedup, kind)
-        yield Bar(gain.other, Spread((1.0,)), "other")
 
 
 def _bar(figures: Figures, spread: Spread, note: str = "") -> Bar:
@@ -147,12 +144,6 @@ def _table(grid: Grid) -> str:
     )
 
 
-def _glossary() -> Iterator[tuple[str, str]]:
-    """What the words mean; names that one text explains are together."""
-    for says, names in groupby(GLOSSARY, key=GLOSSARY.__getitem__):
-        yield ", ".join(names), says
-
-
 def render(report: Report) -> str:
     """The page, to be written in UTF-8. Markup in the report's names and texts is shown, not obeyed."""
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
@@ -166,6 +157,8 @@ def render(report: Report) -> str:
         "Settings": texts.settings_line(report),
         "Made": made,
     }
+    # Names that one text explains are together.
+    glossary = groupby(GLOSSARY, key=GLOSSARY.__getitem__)
     ways = [(way.name, way.text) for way in report.ways if way.role != "scaling"]
     return Template(template).substitute(
         name=_text(report.model.name),
@@ -179,6 +172,6 @@ def render(report: Report) -> str:
         notes=_paragraphs(texts.notes(report)),
         data=base64.b64encode(dump(report)).decode("ascii"),
         ways=_terms(ways),
-        glossary=_terms(_glossary()),
+        glossary=_terms((", ".join(names), says) for says, names in glossary),
         facts=_terms(facts.items()),
     )

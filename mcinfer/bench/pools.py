@@ -5,7 +5,7 @@ from dataclasses import replace
 from mcinfer.bench.way import Arrays, RunningWay, Setup, why_whole
 from mcinfer.config import EngineOptions
 from mcinfer.master import Master
-from mcinfer.sharding import Split, cut_batch, why_apart
+from mcinfer.sharding import cut_batch, why_apart
 from mcinfer.specs import ModelSpec
 
 
@@ -75,18 +75,14 @@ class Batched(Concurrent):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         model = ModelSpec(inputs=self._master.inputs, outputs=self._master.outputs)
-        if why := _why_apart(model, self._split, setup):
+        if not self._split.splits:
+            why = why_whole(self._split)
+        elif setup.fixed_batch:
+            why = f"each run takes {setup.fixed_batch} of the rows, no more"
+        else:
+            shapes = [tuple(n if isinstance(n, int) else 1 for n in s.shape) for s in model.inputs]
+            why = why_apart(model, cut_batch(model, shapes, 1, self._split))
+            if not why and setup.batches and 2 * min(setup.batches) > setup.max_batch_size:
+                why = f"two requests have more than {setup.max_batch_size} rows"
+        if why:
             self.text = f"mcinfer.submit with dynamic batching, not joined: {why}"
-
-
-def _why_apart(model: ModelSpec, split: Split, setup: Setup) -> str:
-    if not split.splits:
-        return why_whole(split)
-    if setup.fixed_batch:
-        return f"each run takes {setup.fixed_batch} of the rows, no more"
-    shapes = [tuple(n if isinstance(n, int) else 1 for n in spec.shape) for spec in model.inputs]
-    if why := why_apart(model, cut_batch(model, shapes, 1, split)):
-        return why
-    if setup.batches and 2 * min(setup.batches) > setup.max_batch_size:
-        return f"two requests have more than {setup.max_batch_size} rows"
-    return ""

@@ -26,10 +26,12 @@ from mcinfer.bench.figures import (
     time_unit,
     under,
 )
-from mcinfer.bench.report import Load, Report, Way
+from mcinfer.bench.report import Report, Way
 from mcinfer.bench.texts import printable
 
 _NAME_WIDTH = 16
+_COMPARED = ("rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores")
+_SCALED = ("rows/s", "efficiency", "p50", "p99", "PSS", "USS")
 
 Cell = str | tuple[Spread, Unit]
 """Text as it is, or a figure."""
@@ -47,16 +49,6 @@ class Grid:
     header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     flawed: frozenset[int] = frozenset()
-
-
-def grids(report: Report) -> tuple[Grid, ...]:
-    found = [_load_grid(load, under(report, load)) for load in report.loads()]
-    ways = [w for w in report.ways if w.role != "scaling" and (w.start_seconds or w.memory)]
-    if ways:
-        found.append(_way_grid(ways))
-    if scaling := pools(report):
-        found.append(_pool_grid(scaling))
-    return tuple(found)
 
 
 def _cells(names: Iterable[str], way: Way, figures: Figures | None, times: Unit) -> Iterator[Cell]:
@@ -82,43 +74,38 @@ def _grid(
     )
 
 
-def _load_grid(load: Load, all_figures: Sequence[Figures]) -> Grid:
-    unit = latency_unit(all_figures)
-    asked = "" if load.rate is None else f"{number(load.rate * load.batch)} rows/s asked for; "
-    base = next((figures.other for figures in all_figures if figures.other), "")
-    over = f"speed-up over {printable(base)}; " if base else ""
-    return _grid(
-        f"{load} ({asked}{over}latency and overhead in {unit.sign})",
-        "way",
-        ("rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores"),
-        [(texts.marked(figures), figures) for figures in all_figures],
-        unit,
-    )
-
-
-def _pool_grid(scaling: Sequence[Figures]) -> Grid:
-    unit = latency_unit(scaling)
-    loads = ", ".join(dict.fromkeys(str(figures.load) for figures in scaling))
-    return _grid(
-        f"scaling: {loads} (latency in {unit.sign})",
-        "workers",
-        ("rows/s", "efficiency", "p50", "p99", "PSS", "USS"),
-        [(f"{pool.way.workers}{'' if pool.sound else f' {FLAWED}'}", pool) for pool in scaling],
-        unit,
-    )
-
-
-def _way_grid(ways: Sequence[Way]) -> Grid:
+def grids(report: Report) -> tuple[Grid, ...]:
+    """One of each load, one of what is known of a way whatever the load, and one of the scaling."""
+    found = []
+    for load in report.loads():
+        compared = under(report, load)
+        unit = latency_unit(compared)
+        asked = "" if load.rate is None else f"{number(load.rate * load.batch)} rows/s asked for; "
+        base = next((figures.other for figures in compared if figures.other), "")
+        over = f"speed-up over {printable(base)}; " if base else ""
+        title = f"{load} ({asked}{over}latency and overhead in {unit.sign})"
+        named = [(texts.marked(figures), figures) for figures in compared]
+        found.append(_grid(title, "way", _COMPARED, named, unit))
+    ways = [w for w in report.ways if w.role != "scaling" and (w.start_seconds or w.memory)]
     times = time_unit(min(way.start_seconds, default=0.0) for way in ways)
     rows = []
     for way in ways:
-        counts = sorted({memory.processes for memory in way.memory})
-        processes = TO.join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else TO
+        counts = [memory.processes for memory in way.memory] or [0]
+        ends = dict.fromkeys((min(counts), max(counts)))
+        processes = TO.join(map(str, ends)) if way.memory else TO
         cells = _cells(OF_WAYS, way, None, times)
         rows.append((printable(way.name), *cells, processes, str(way.workers)))
     titles = (f"{name} {(term.unit or times).sign}" for name, term in OF_WAYS.items())
     header = ("way", *titles, "processes", "workers")
-    return Grid(title="start and memory", header=header, rows=tuple(rows))
+    if rows:
+        found.append(Grid(title="start and memory", header=header, rows=tuple(rows)))
+    if scaling := pools(report):
+        unit = latency_unit(scaling)
+        loads = ", ".join(dict.fromkeys(str(figures.load) for figures in scaling))
+        title = f"scaling: {loads} (latency in {unit.sign})"
+        named = [(f"{p.way.workers}{'' if p.sound else f' {FLAWED}'}", p) for p in scaling]
+        found.append(_grid(title, "workers", _SCALED, named, unit))
+    return tuple(found)
 
 
 # Printing.

@@ -280,14 +280,15 @@ class Found:
         base = self.turns(self.default, among)
         measured = base and not any(isinf(self.aim.strain(turn)) for turn in base)
         found: dict[Candidate, list[float]] = {}
-        for trial in among:
-            if self.turns(trial.candidate, among):
-                mine = [self.aim.cost(turn) for turn in trial.turns]
-                if measured:
-                    pairs = zip(mine, trial.beside, strict=False)
-                    mine = [cost / self.aim.cost(other) for cost, other in pairs]
-                found.setdefault(trial.candidate, []).extend(mine)
-        return {candidate: each for candidate, each in found.items() if each}
+        for one in dict.fromkeys(trial.candidate for trial in among):
+            values = [self.aim.cost(turn) for turn in self.turns(one, among)]
+            if measured:
+                values = [
+                    1 / ratio if ratio else inf for ratio in self.over_default(one, among).values
+                ]
+            if values:
+                found[one] = values
+        return found
 
     def ranked(self, trials: Sequence[Trial] | None = None) -> list[Candidate]:
         """The candidates that did not fail, the best first.
