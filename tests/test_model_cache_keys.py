@@ -10,38 +10,29 @@ from typing import IO, Any
 
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, parser
 
 from mcinfer.errors import BuildError
-from mcinfer.model_cache import keys
+from mcinfer.model_cache import FOLDER_KEY, keys
 from mcinfer.model_cache.keys import ModelContent, read_content
 from mcinfer.model_cache.onnx_files import chunks
 from tests.process.waiting import wait_until
 
-FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 FALSE = "f" * 64
 """A digest that no model has: where it comes back, it was recalled and nothing was read."""
 
 
-def weight(location: str) -> TensorProto:
-    tensor = TensorProto(name=location, data_type=TensorProto.FLOAT, dims=[2])
-    tensor.data_location = TensorProto.EXTERNAL
-    tensor.external_data.add(key="location", value=location)
-    return tensor
-
-
 def model(*locations: str) -> bytes:
     """y = x, with a weight at each location."""
-    names = ["x", *locations]
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [helper.make_node("Sum", names, ["y"])],
-        "g",
-        [value("x", TensorProto.FLOAT, [2])],
-        [value("y", TensorProto.FLOAT, [2])],
-        [*map(weight, locations)],
+    names = [f"w{number}" for number in range(len(locations))]
+    made = parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> '
+        f"g (float[2] x) => (float[2] y) {{ y = Sum({', '.join(['x', *names])}) }}"
     )
-    made = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+    for name, location in zip(names, locations, strict=True):
+        tensor = made.graph.initializer.add(name=name, data_type=TensorProto.FLOAT, dims=[2])
+        tensor.data_location = TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value=location)
     content: bytes = made.SerializeToString()
     return content
 
@@ -76,11 +67,8 @@ def test_digest_is_of_contents_and_not_of_places_and_times(tmp_path: Path) -> No
     sources = [read_content(one), read_content(two)]
     assert sources[0].digest == sources[1].digest
     assert sources[0].size == one.stat().st_size + 16
-    assert [Path(stamp.path).name for stamp in sources[1].stamps] == [
-        "other.onnx",
-        "a.bin",
-        "b.bin",
-    ]
+    named = [Path(stamp.path).name for stamp in sources[1].stamps]
+    assert named == ["other.onnx", "a.bin", "b.bin"]
 
 
 def swapped(folder: Path) -> None:
@@ -335,12 +323,11 @@ def test_files_of_other_formats_are_read_as_they_are(tmp_path: Path, memory: Pat
 
 
 def test_random_nodes_are_remembered_with_the_digest(tmp_path: Path, memory: Path) -> None:
-    node = helper.make_node("RandomUniformLike", ["x"], ["y"], name="noise", seed=1.0)
-    value = helper.make_tensor_value_info
-    inputs, outputs = ([value(name, TensorProto.FLOAT, [2])] for name in "xy")
-    path = tmp_path / "model.onnx"
-    path.write_bytes(
-        helper.make_model(helper.make_graph([node], "g", inputs, outputs)).SerializeToString()
+    made = parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> '
+        "g (float[2] x) => (float[2] y) { [noise] y = RandomUniformLike<seed = 1.0>(x) }"
     )
+    path = tmp_path / "model.onnx"
+    path.write_bytes(made.SerializeToString())
     for source in (remembered(path, memory), read_content(path, memory=memory)):
         assert (source.random, source.seeded) == ("node 'noise' (RandomUniformLike)", True)

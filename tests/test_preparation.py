@@ -24,7 +24,7 @@ from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
 from mcinfer.engines.base import Engine, EngineRequest
 from mcinfer.engines.preparation import Preparation, ensure_prepared
 from mcinfer.errors import BuildError
-from mcinfer.model_cache import children
+from mcinfer.model_cache import FOLDER_KEY, children
 from mcinfer.model_cache.cache import Cache, Held, entry_key
 from mcinfer.model_cache.children import ChildFailedError, run_child
 from tests.engine_requests import engine_request
@@ -32,7 +32,6 @@ from tests.engine_tensors import buffer, content
 from tests.hostile_models import OUTSIDE, SECRET, UNREADABLE, Hostile, growing
 from tests.test_engines import open_ort
 
-FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 BATCHES = (1, 2, 5)
 
 Array = NDArray[Any]
@@ -202,6 +201,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     return Cache.default()
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return write(tmp_path / "model.onnx", MATMUL)
+
+
 @contextmanager
 def without_children() -> Iterator[None]:
     """Nothing can be prepared in here: what is, was before."""
@@ -248,9 +252,8 @@ def test_model_in_memory_is_prepared_too(tmp_path: Path) -> None:
 
 
 def test_engines_of_one_model_map_one_entry_until_the_last_is_gone(
-    tmp_path: Path, cache: Cache
+    tmp_path: Path, model: str, cache: Cache
 ) -> None:
-    model = write(tmp_path / "model.onnx", MATMUL)
     (tmp_path / "about.json").write_text("{}")  # a file of the user's that is named alike
     spinning = {"session.intra_op.allow_spinning": "0"}  # changes nothing in it
     first = open_ort(model, prepare="always")
@@ -297,11 +300,10 @@ def test_model_that_cannot_be_prepared_is_loaded_as_it_is_and_not_tried_again(
         ensure_prepared(model)
 
 
-def test_model_in_the_format_of_the_runtime_is_loaded_as_it_is(tmp_path: Path) -> None:
+def test_model_in_the_format_of_the_runtime_is_loaded_as_it_is(tmp_path: Path, model: str) -> None:
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "model.ort")
     options.add_session_config_entry("session.save_model_format", "ORT")
-    model = write(tmp_path / "model.onnx", MATMUL)
     ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     for prepare, notes in (("auto", 0), ("always", 1)):
         engine = open_ort(str(tmp_path / "model.ort"), prepare=prepare)
@@ -328,9 +330,8 @@ def full_disk() -> Iterator[None]:
     ("trouble", "text"), [(without_children, "/nowhere/python"), (full_disk, "/cache")]
 )
 def test_failure_of_the_moment_is_noted_and_not_remembered(
-    tmp_path: Path, cache: Cache, trouble: Callable[[], AbstractContextManager[None]], text: str
+    model: str, cache: Cache, trouble: Callable[[], AbstractContextManager[None]], text: str
 ) -> None:
-    model = write(tmp_path / "model.onnx", MATMUL)
     with trouble():
         engine = open_ort(model, prepare="always")
     assert held(engine) is None
@@ -340,17 +341,14 @@ def test_failure_of_the_moment_is_noted_and_not_remembered(
     assert entry(open_ort(model, prepare="always"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_full_or_lost_card_is_a_failure_of_the_moment() -> None:
+    for text in (
         "Available memory of 100 is smaller than requested bytes of 200",
         "CUDA failure 2: out of memory ; GPU=0 ; hostname=h",
         "CUDA error 719: unspecified launch failure",
         "std::bad_alloc",
-    ],
-)
-def test_full_or_lost_card_is_a_failure_of_the_moment(text: str) -> None:
-    assert preparation.is_transient(text)
+    ):
+        assert preparation.is_transient(text), text
     assert not preparation.is_transient("no kernel for com.microsoft:Nothing")
 
 
@@ -361,9 +359,8 @@ def test_model_is_prepared_without_the_limit_of_a_workers_share() -> None:
 
 
 def test_unusable_cache_is_noted_if_it_was_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = write(tmp_path / "model.onnx", MATMUL)
     monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "model.onnx" / "cache"))
     engine = open_ort(model, prepare="always")
     assert held(engine) is None
@@ -384,11 +381,10 @@ def test_what_is_no_model_is_refused_in_the_runtimes_words(tmp_path: Path, cache
 
 
 def test_slow_preparation_is_said_in_one_line_at_the_default_level(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparation, "_WARN_SECONDS", 0.0)
     monkeypatch.setattr(children, "_TICK", 0.01)
-    model = write(tmp_path / "model.onnx", MATMUL)
     for _ in range(2):
         assert entry(open_ort(model, prepare="always"))
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -452,21 +448,20 @@ def test_prepared_model_can_be_opened_by_its_path(
 
 
 def test_options_that_change_the_graph_have_a_prepared_model_of_their_own(
-    tmp_path: Path, cache: Cache
+    model: str, cache: Cache
 ) -> None:
-    plain = write(tmp_path / "model.onnx", MATMUL)
-    usual = entry(open_ort(plain, prepare="always"))
+    usual = entry(open_ort(model, prepare="always"))
     same: list[dict[str, Any]] = [
         {"session_options": {"enable_mem_pattern": "0"}},
         {"describe": True},
     ]
-    assert {entry(open_ort(plain, prepare="always", **options)) for options in same} == {usual}
+    assert {entry(open_ort(model, prepare="always", **options)) for options in same} == {usual}
     own: list[dict[str, Any]] = [
         {"session_options": {"graph_optimization_level": "ORT_ENABLE_BASIC"}},
         {"free_dimensions": {"batch": 4}},
         {"free_denotations": {"DATA_BATCH": 4}},
     ]
-    entries = [entry(open_ort(plain, prepare="always", **options)) for options in own]
+    entries = [entry(open_ort(model, prepare="always", **options)) for options in own]
     assert len({usual, *entries}) == 4
     assert len(cache.entries()) == 4
 
@@ -505,11 +500,10 @@ def test_model_that_was_prepared_elsewhere_is_refused(tmp_path: Path, cache: Cac
 
 
 def test_prepared_model_has_the_replaceable_weights_that_it_was_prepared_with(
-    tmp_path: Path,
+    model: str,
 ) -> None:
-    plain = write(tmp_path / "model.onnx", MATMUL)
     for names in ((), ("b",)):
-        prepared = entry(open_ort(plain, prepare="always", variable_weights=names)) / "model.onnx"
+        prepared = entry(open_ort(model, prepare="always", variable_weights=names)) / "model.onnx"
         with pytest.raises(BuildError, match=r"variable_weights: got \['w'\]") as caught:
             open_ort(str(prepared), variable_weights=("w",))
         assert f"expected some of {[*names]}" in str(caught.value)
@@ -548,8 +542,7 @@ def test_weight_that_is_an_output_cannot_be_replaceable_and_one_that_is_an_input
     assert [spec.shape for spec in engine.weights] == [(2,)]  # that of its values
 
 
-def test_ensured_model_is_in_the_cache_and_is_made_once(tmp_path: Path, cache: Cache) -> None:
-    model = write(tmp_path / "model.onnx", MATMUL)
+def test_ensured_model_is_in_the_cache_and_is_made_once(model: str, cache: Cache) -> None:
     reported: list[Mapping[str, Any]] = []
     first = ensure_prepared(model, EngineOptions(variable_weights=["w"]), reported.append)
     assert reported
@@ -590,9 +583,8 @@ def test_external_data_that_must_not_be_read_is_refused_however_a_model_is_loade
 
 
 def test_session_has_the_prepared_model_that_was_checked_and_maps_it(
-    tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = write(tmp_path / "model.onnx", MATMUL)
     plain = open_ort(model)
     weights = entry(open_ort(model, prepare="always")) / "weights.bin"
     load = _onnxruntime.load
@@ -614,9 +606,8 @@ def test_session_has_the_prepared_model_that_was_checked_and_maps_it(
 
 
 def test_child_writes_to_the_folder_that_was_checked(
-    tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = write(tmp_path / "model.onnx", MATMUL)
     cache.folder.mkdir(0o700)
 
     def run_late(*arguments: Any, **options: Any) -> Any:
@@ -673,8 +664,7 @@ def test_identity_is_of_the_content_wherever_it_lies(tmp_path: Path) -> None:
     assert len(found) == 3
 
 
-def test_identity_is_of_the_options_that_change_values(tmp_path: Path) -> None:
-    model = write(tmp_path / "model.onnx", MATMUL)
+def test_identity_is_of_the_options_that_change_values(model: str) -> None:
     usual = identity_of(model)
     same: list[dict[str, Any]] = [
         {"session_options": {"enable_mem_pattern": "0", "log_severity_level": "3"}},

@@ -78,17 +78,10 @@ def test_folder_is_for_its_owner_only_and_goes_at_its_end_with_all_that_is_in_it
 # Where it lies.
 
 
-@pytest.mark.parametrize(
-    ("mode", "safe"),
-    [
-        (0o2775, False),
-        (0o770, False),
-        (0o777, False),
-        (0o702, False),
-        (0o755, True),
-        (0o1777, True),
-    ],
-)
+SAFE = {0o2775: False, 0o770: False, 0o777: False, 0o702: False, 0o755: True, 0o1777: True}
+
+
+@pytest.mark.parametrize(("mode", "safe"), SAFE.items())
 @pytest.mark.parametrize("where", ["here", "above"])
 def test_place_where_others_can_rename_what_is_mine_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, first: Path, second: Path, mode: int, safe: bool, where: str
@@ -101,13 +94,7 @@ def test_place_where_others_can_rename_what_is_mine_is_passed_over(
 
 
 @AS_ROOT
-def test_place_of_another_user_is_passed_over(first: Path, second: Path) -> None:
-    os.chown(first, OTHER_USER, OTHER_USER)
-    assert chosen(first) == second
-
-
-@AS_ROOT
-def test_place_that_a_link_of_another_user_leads_to_is_passed_over(
+def test_place_of_another_user_or_behind_a_link_of_one_is_passed_over(
     first: Path, second: Path, tmp_path: Path
 ) -> None:
     link = tmp_path / "link"
@@ -115,6 +102,8 @@ def test_place_that_a_link_of_another_user_leads_to_is_passed_over(
     assert chosen(link) == link
     os.chown(link, OTHER_USER, OTHER_USER, follow_symlinks=False)
     assert chosen(link) == second
+    os.chown(first, OTHER_USER, OTHER_USER)
+    assert chosen(first) == second
 
 
 @pytest.mark.parametrize("given", [None, ""])
@@ -144,26 +133,9 @@ def test_no_place_at_all_is_an_os_error_that_says_of_each_why(
 # What was made.
 
 
-def test_folder_that_was_swapped_for_a_link_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, first: Path, second: Path, tmp_path: Path
-) -> None:
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    mkdir = os.mkdir
-
-    def swap(name: str, mode: int, *, dir_fd: int) -> None:
-        mkdir(name, mode, dir_fd=dir_fd)
-        if not [*second.iterdir()]:
-            os.rmdir(name, dir_fd=dir_fd)
-            os.symlink(theirs, name, dir_fd=dir_fd)
-
-    monkeypatch.setattr(os, "mkdir", swap)
-    assert chosen(first) == second
-
-
-@pytest.mark.parametrize("fault", ["mode", "owner"])
-def test_folder_that_is_not_closed_to_others_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, first: Path, second: Path, fault: str
+@pytest.mark.parametrize("fault", ["link", "mode", "owner"])
+def test_folder_that_is_swapped_for_a_link_or_not_closed_to_others_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, first: Path, second: Path, tmp_path: Path, fault: str
 ) -> None:
     if fault == "owner" and os.getuid() != 0:
         pytest.skip("only root can give a folder away")
@@ -171,15 +143,19 @@ def test_folder_that_is_not_closed_to_others_is_not_used(
 
     def spoil(name: str, mode: int, *, dir_fd: int) -> None:
         mkdir(name, mode, dir_fd=dir_fd)
-        if [*first.iterdir()]:
-            if fault == "mode":
-                os.chmod(name, 0o710, dir_fd=dir_fd)  # noqa: S103 what must not be
-            else:
-                os.chown(name, OTHER_USER, OTHER_USER, dir_fd=dir_fd)
+        if not (first / name).is_dir():
+            return
+        if fault == "mode":
+            os.chmod(name, 0o710, dir_fd=dir_fd)  # noqa: S103 what must not be
+        elif fault == "owner":
+            os.chown(name, OTHER_USER, OTHER_USER, dir_fd=dir_fd)
+        else:
+            os.rmdir(name, dir_fd=dir_fd)
+            os.symlink(tmp_path, name, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "mkdir", spoil)
     assert chosen(first) == second
-    assert [*first.iterdir()] == []
+    assert [path.is_symlink() for path in first.iterdir()] == [True] * (fault == "link")
     assert [*second.iterdir()] == []
 
 
@@ -270,12 +246,8 @@ def test_folder_is_found_through_links_and_made_with_those_above(tmp_path: Path)
     assert stat.S_IMODE((tmp_path / "far" / "deep").stat().st_mode) == 0o700
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
-    for name, number in (
-        ("none", errno.ENOENT),
-        ("file", errno.ENOTDIR),
-        ("file/x", errno.ENOTDIR),
-        ("loop", errno.ELOOP),
-    ):
+    faults = {"none": "ENOENT", "file": "ENOTDIR", "file/x": "ENOTDIR", "loop": "ELOOP"}
+    for name, number in ((name, getattr(errno, fault)) for name, fault in faults.items()):
         with pytest.raises(OSError, match=os.strerror(number)), opened_folder(tmp_path / name):
             pass
 
