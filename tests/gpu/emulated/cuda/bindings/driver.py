@@ -33,8 +33,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 CU_IPC_HANDLE_SIZE = 64
 CU_MEMHOSTREGISTER_PORTABLE = 1
@@ -48,79 +49,41 @@ _GRANULARITY = 2 << 20
 _WAIT = 0.001
 
 
-class CUresult(enum.IntEnum):
-    CUDA_SUCCESS = 0
-    CUDA_ERROR_INVALID_VALUE = 1
-    CUDA_ERROR_OUT_OF_MEMORY = 2
-    CUDA_ERROR_NOT_INITIALIZED = 3
-    CUDA_ERROR_NO_DEVICE = 100
-    CUDA_ERROR_INVALID_DEVICE = 101
-    CUDA_ERROR_INVALID_CONTEXT = 201
-    CUDA_ERROR_MAP_FAILED = 205
-    CUDA_ERROR_PEER_ACCESS_UNSUPPORTED = 217
-    CUDA_ERROR_INVALID_HANDLE = 400
-    CUDA_ERROR_ILLEGAL_STATE = 401
-    CUDA_ERROR_NOT_READY = 600
-    CUDA_ERROR_ILLEGAL_ADDRESS = 700
-    CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712
-    CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713
-    CUDA_ERROR_LAUNCH_FAILED = 719
-    CUDA_ERROR_NOT_PERMITTED = 800
-    CUDA_ERROR_NOT_SUPPORTED = 801
+def _enum(name: str, prefix: str, **members: int) -> Any:
+    return enum.IntEnum(name, {prefix + member: number for member, number in members.items()})
 
 
-class CUdevice_attribute(enum.IntEnum):
-    CU_DEVICE_ATTRIBUTE_COMPUTE_MODE = 20
-    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
-    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
-    CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
-    CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED = 125
-
-
-class CUmemAllocationHandleType(enum.IntEnum):
-    CU_MEM_HANDLE_TYPE_NONE = 0
-    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
-
-
-class CUmemAllocationType(enum.IntEnum):
-    CU_MEM_ALLOCATION_TYPE_INVALID = 0
-    CU_MEM_ALLOCATION_TYPE_PINNED = 1
-
-
-class CUmemLocationType(enum.IntEnum):
-    CU_MEM_LOCATION_TYPE_INVALID = 0
-    CU_MEM_LOCATION_TYPE_DEVICE = 1
-
-
-class CUmemAccess_flags(enum.IntEnum):
-    CU_MEM_ACCESS_FLAGS_PROT_NONE = 0
-    CU_MEM_ACCESS_FLAGS_PROT_READ = 1
-    CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
-
-
-class CUmemAllocationGranularity_flags(enum.IntEnum):
-    CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0
-    CU_MEM_ALLOC_GRANULARITY_RECOMMENDED = 1
-
-
-class CUipcMem_flags(enum.IntEnum):
-    CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1
-
-
-class CUevent_flags(enum.IntEnum):
-    CU_EVENT_DEFAULT = 0
-    CU_EVENT_BLOCKING_SYNC = 1
-    CU_EVENT_DISABLE_TIMING = 2
-    CU_EVENT_INTERPROCESS = 4
-
-
-class CUstream_flags(enum.IntEnum):
-    CU_STREAM_DEFAULT = 0
-    CU_STREAM_NON_BLOCKING = 1
-
-
-class CUpointer_attribute(enum.IntEnum):
-    CU_POINTER_ATTRIBUTE_HOST_POINTER = 4
+CUresult = _enum(
+    "CUresult", "CUDA_",
+    SUCCESS=0, ERROR_INVALID_VALUE=1, ERROR_OUT_OF_MEMORY=2, ERROR_NOT_INITIALIZED=3,
+    ERROR_NO_DEVICE=100, ERROR_INVALID_DEVICE=101, ERROR_INVALID_CONTEXT=201, ERROR_MAP_FAILED=205,
+    ERROR_PEER_ACCESS_UNSUPPORTED=217, ERROR_INVALID_HANDLE=400, ERROR_ILLEGAL_STATE=401,
+    ERROR_NOT_READY=600, ERROR_ILLEGAL_ADDRESS=700, ERROR_HOST_MEMORY_ALREADY_REGISTERED=712,
+    ERROR_HOST_MEMORY_NOT_REGISTERED=713, ERROR_LAUNCH_FAILED=719, ERROR_NOT_PERMITTED=800,
+    ERROR_NOT_SUPPORTED=801,
+)  # fmt: skip
+CUdevice_attribute = _enum(
+    "CUdevice_attribute", "CU_DEVICE_ATTRIBUTE_",
+    COMPUTE_MODE=20, COMPUTE_CAPABILITY_MAJOR=75, COMPUTE_CAPABILITY_MINOR=76,
+    HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=103, IPC_EVENT_SUPPORTED=125,
+)  # fmt: skip
+CUmemAllocationHandleType = _enum(
+    "CUmemAllocationHandleType", "CU_MEM_HANDLE_TYPE_", NONE=0, POSIX_FILE_DESCRIPTOR=1
+)
+CUmemAllocationType = _enum("CUmemAllocationType", "CU_MEM_ALLOCATION_TYPE_", INVALID=0, PINNED=1)
+CUmemLocationType = _enum("CUmemLocationType", "CU_MEM_LOCATION_TYPE_", INVALID=0, DEVICE=1)
+CUmemAccess_flags = _enum(
+    "CUmemAccess_flags", "CU_MEM_ACCESS_FLAGS_", PROT_NONE=0, PROT_READ=1, PROT_READWRITE=3
+)
+CUmemAllocationGranularity_flags = _enum(
+    "CUmemAllocationGranularity_flags", "CU_MEM_ALLOC_GRANULARITY_", MINIMUM=0, RECOMMENDED=1
+)
+CUipcMem_flags = _enum("CUipcMem_flags", "CU_IPC_MEM_", LAZY_ENABLE_PEER_ACCESS=1)
+CUevent_flags = _enum(
+    "CUevent_flags", "CU_EVENT_", DEFAULT=0, BLOCKING_SYNC=1, DISABLE_TIMING=2, INTERPROCESS=4
+)
+CUstream_flags = _enum("CUstream_flags", "CU_STREAM_", DEFAULT=0, NON_BLOCKING=1)
+CUpointer_attribute = _enum("CUpointer_attribute", "CU_POINTER_ATTRIBUTE_", HOST_POINTER=4)
 
 
 class CUmemLocation:
@@ -163,12 +126,8 @@ class _Opaque:
         return made
 
 
-class CUipcMemHandle(_Opaque):
-    pass
-
-
-class CUipcEventHandle(_Opaque):
-    pass
+CUipcMemHandle: Any = type("CUipcMemHandle", (_Opaque,), {})
+CUipcEventHandle: Any = type("CUipcEventHandle", (_Opaque,), {})
 
 
 class CUuuid:
@@ -186,28 +145,10 @@ class _Number:
         return self._value
 
 
-class CUdeviceptr(_Number):
-    pass
-
-
-class CUstream(_Number):
-    pass
-
-
-class CUevent(_Number):
-    pass
-
-
-class CUcontext(_Number):
-    pass
-
-
-class CUdevice(_Number):
-    pass
-
-
-class CUmemGenericAllocationHandle(_Number):
-    pass
+CUdeviceptr, CUstream, CUevent, CUcontext, CUdevice, CUmemGenericAllocationHandle = (
+    type(f"CU{name}", (_Number,), {})
+    for name in ("deviceptr", "stream", "event", "context", "device", "memGenericAllocationHandle")
+)
 
 
 class CUhostFn(_Number):
@@ -216,13 +157,18 @@ class CUhostFn(_Number):
 
 
 class _Refusal(Exception):  # noqa: N818 not an error of the tests
-    def __init__(self, status: CUresult) -> None:
+    def __init__(self, status: Any) -> None:
         super().__init__(status)
         self.status = status
 
 
 def _refuse(name: str) -> NoReturn:
     raise _Refusal(CUresult[f"CUDA_ERROR_{name}"])
+
+
+def _refuse_if(wrong: object, name: str) -> None:
+    if wrong:
+        _refuse(name)
 
 
 # Memory.
@@ -251,18 +197,23 @@ def _reserve(address: int, size: int) -> int:
     return _map(address, size, flags, -1, _NO_ACCESS)
 
 
+@dataclass(eq=False)
 class _Range:
     """Addresses that belong, or belonged, to a card."""
 
-    def __init__(self, size: int, address: int = 0) -> None:
-        self.address = address or _reserve(0, size)
-        self.size = size
-        self.state = "reserved"  # mapped, accessible, freed
-        self.card = -1
-        self.fd = -1
-        self.maker = ""  # alloc, import
-        self.references = 1
-        self.context: _Context | None = None
+    size: int
+    card: int = -1
+    fd: int = -1
+    maker: str = ""  # alloc, import, map
+    state: str = "reserved"  # mapped, accessible, freed
+    references: int = 1
+
+    def __post_init__(self) -> None:
+        self.address = _reserve(0, self.size)
+        if self.fd >= 0:
+            self.set_memory(self.fd, access=True)
+        with _lock:
+            _ranges.append(self)
 
     def set_memory(self, fd: int, access: bool) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE if access else _NO_ACCESS
@@ -275,22 +226,21 @@ class _Range:
         self.state = "accessible"
 
     def drop(self, state: str) -> None:
+        """Take the memory away; the addresses stay reserved."""
         _reserve(self.address, self.size)
         self.state = state
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
-class _Memory:
+class _Memory(NamedTuple):
     """What a generic allocation handle refers to."""
 
-    def __init__(self, fd: int, card: int, size: int, shared: bool) -> None:
-        self.fd = fd
-        self.card = card
-        self.size = size
-        self.shared = shared
-
-
-def _name(card: int, size: int) -> str:
-    return f"card-{_LEDGER}-{card}-{size}-{os.getpid()}-{next(_numbers)}"
+    fd: int
+    card: int
+    size: int
+    shared: bool
 
 
 def _card_and_size(fd: int) -> tuple[int, int]:
@@ -299,8 +249,7 @@ def _card_and_size(fd: int) -> tuple[int, int]:
     except OSError:
         _refuse("INVALID_VALUE")
     parts = name.removeprefix("/memfd:").split("-")
-    if not name.startswith("/memfd:card-") or parts[1] != _LEDGER:
-        _refuse("INVALID_VALUE")
+    _refuse_if(not name.startswith("/memfd:card-") or parts[1] != _LEDGER, "INVALID_VALUE")
     return int(parts[2]), int(parts[3])
 
 
@@ -322,9 +271,9 @@ def _used(card: int) -> int:
 
 
 def _new_memory(card: int, size: int) -> int:
-    if _used(card) + size > _BYTES:
-        _refuse("OUT_OF_MEMORY")
-    fd = os.memfd_create(_name(card, size), os.MFD_CLOEXEC)
+    _refuse_if(_used(card) + size > _BYTES, "OUT_OF_MEMORY")
+    name = f"card-{_LEDGER}-{card}-{size}-{os.getpid()}-{next(_numbers)}"
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(fd, size)
     return fd
 
@@ -356,9 +305,12 @@ def _range_of(address: int, size: int) -> _Range | None:
     return None
 
 
-def _found(address: int, *states: str) -> _Range:
+def _found(address: Any, *states: str, maker: str = "", size: int = 0) -> _Range:
     for one in _ranges:
-        if one.address == address and one.state in states:
+        if one.address == int(address) and one.state in states:
+            _refuse_if(
+                (maker and one.maker != maker) or (size and one.size != size), "INVALID_VALUE"
+            )
             return one
     _refuse("INVALID_VALUE")
 
@@ -370,15 +322,14 @@ class _Context:
     def __init__(self, card: int) -> None:
         self.number = (0xC0 << 32) | (card + 1)
         self.card = card
-        self.failure: CUresult | None = None
+        self.failure: Any = None
         self.streams: dict[int, _Stream] = {}
 
     def stream(self, number: int) -> "_Stream":
         number = number or 1  # CU_STREAM_LEGACY
         if number in (0, 1, 2) and number not in self.streams:
             self.streams[number] = _Stream(self)
-        if number not in self.streams:
-            _refuse("INVALID_HANDLE")
+        _refuse_if(number not in self.streams, "INVALID_HANDLE")
         return self.streams[number]
 
 
@@ -494,8 +445,7 @@ def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     @functools.wraps(function)
     def call(*arguments: Any) -> tuple[Any, ...]:
         try:
-            if function.__name__ != "cuInit" and os.getpid() != _pid:
-                _refuse("NOT_INITIALIZED")
+            _refuse_if(function.__name__ != "cuInit" and os.getpid() != _pid, "NOT_INITIALIZED")
             value = function(*arguments)
         except _Refusal as exc:
             return (exc.status, *([None] * _values_of(function)))
@@ -510,22 +460,17 @@ def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
 def _values_of(function: Callable[..., Any]) -> int:
     """How many values a call returns besides its status, which a failed one returns as None."""
     returned = function.__annotations__["return"]
-    if returned is None:
-        return 0
-    return len(getattr(returned, "__args__", (1,))) if returned is not Any else 1
+    return 0 if returned is None else len(getattr(returned, "__args__", "1"))
 
 
 def _stack() -> list[_Context]:
-    if not hasattr(_state, "contexts"):
-        _state.contexts = []
-    stack: list[_Context] = _state.contexts
+    stack: list[_Context] = vars(_state).setdefault("contexts", [])
     return stack
 
 
 def _context() -> _Context:
     """The current context, if it is whole."""
-    if not _stack():
-        _refuse("INVALID_CONTEXT")
+    _refuse_if(not _stack(), "INVALID_CONTEXT")
     context = _stack()[-1]
     if context.failure is not None:
         raise _Refusal(context.failure)
@@ -544,8 +489,7 @@ def _event(handle: Any) -> _Event:
 
 
 def _card(device: Any) -> int:
-    if not 0 <= int(device) < _CARDS:
-        _refuse("INVALID_DEVICE")
+    _refuse_if(not 0 <= int(device) < _CARDS, "INVALID_DEVICE")
     return int(device)
 
 
@@ -554,18 +498,10 @@ def cuInit(flags: int) -> None:
     global _pid
     if "driver" in _WITHOUT:
         raise RuntimeError("the driver is not found")  # DynamicLibNotFoundError of cuda.pathfinder
-    if flags:
-        _refuse("INVALID_VALUE")
-    if not _CARDS:
-        _refuse("NO_DEVICE")
-    if _pid not in (-1, os.getpid()):
-        _refuse("NOT_INITIALIZED")  # forked
+    _refuse_if(flags, "INVALID_VALUE")
+    _refuse_if(not _CARDS, "NO_DEVICE")
+    _refuse_if(_pid not in (-1, os.getpid()), "NOT_INITIALIZED")  # forked
     _pid = os.getpid()
-
-
-@_call
-def cuDriverGetVersion() -> int:
-    return 13000
 
 
 @_call
@@ -574,7 +510,7 @@ def cuDeviceGetCount() -> int:
 
 
 @_call
-def cuDeviceGet(ordinal: int) -> CUdevice:
+def cuDeviceGet(ordinal: int) -> Any:
     return CUdevice(_card(ordinal))
 
 
@@ -589,13 +525,7 @@ def cuDeviceGetUuid(device: Any) -> CUuuid:
 
 
 @_call
-def cuDeviceTotalMem(device: Any) -> int:
-    _card(device)
-    return _BYTES
-
-
-@_call
-def cuDeviceGetAttribute(attribute: CUdevice_attribute, device: Any) -> int:
+def cuDeviceGetAttribute(attribute: int, device: Any) -> int:
     _card(device)
     names = CUdevice_attribute
     return {
@@ -615,7 +545,7 @@ def cuDeviceCanAccessPeer(device: Any, peer: Any) -> int:
 
 
 @_call
-def cuDevicePrimaryCtxRetain(device: Any) -> CUcontext:
+def cuDevicePrimaryCtxRetain(device: Any) -> Any:
     with _lock:
         card = _card(device)
         if card not in _contexts:
@@ -623,34 +553,21 @@ def cuDevicePrimaryCtxRetain(device: Any) -> CUcontext:
         return CUcontext(_contexts[card].number)
 
 
-def _context_of(handle: Any) -> _Context:
-    for context in _contexts.values():
-        if context.number == int(handle):
-            return context
-    _refuse("INVALID_CONTEXT")
-
-
 @_call
 def cuCtxPushCurrent(context: Any) -> None:
-    _stack().append(_context_of(context))
+    made = [one for one in _contexts.values() if one.number == int(context)]
+    _refuse_if(not made, "INVALID_CONTEXT")
+    _stack().append(made[0])
 
 
 @_call
-def cuCtxPopCurrent() -> CUcontext:
-    if not _stack():
-        _refuse("INVALID_CONTEXT")
+def cuCtxPopCurrent() -> Any:
+    _refuse_if(not _stack(), "INVALID_CONTEXT")
     return CUcontext(_stack().pop().number)
 
 
 @_call
-def cuCtxSetCurrent(context: Any) -> None:
-    del _stack()[-1:]
-    if int(context):
-        _stack().append(_context_of(context))
-
-
-@_call
-def cuCtxGetCurrent() -> CUcontext:
+def cuCtxGetCurrent() -> Any:
     return CUcontext(_stack()[-1].number if _stack() else 0)
 
 
@@ -665,7 +582,7 @@ def cuCtxSynchronize() -> None:
 
 
 @_call
-def cuStreamCreate(flags: int) -> CUstream:
+def cuStreamCreate(flags: int) -> Any:
     context = _context()
     number = (0x5E << 32) | next(_numbers)
     context.streams[number] = _Stream(context)
@@ -673,19 +590,13 @@ def cuStreamCreate(flags: int) -> CUstream:
 
 
 @_call
-def cuStreamGetCtx(stream: Any) -> CUcontext:
+def cuStreamGetCtx(stream: Any) -> Any:
     if int(stream) in (0, 1, 2):
         return CUcontext(_context().number)
     for context in _contexts.values():
         if int(stream) in context.streams:
             return CUcontext(context.number)
     _refuse("INVALID_HANDLE")
-
-
-@_call
-def cuStreamDestroy(stream: Any) -> None:
-    _stream(stream)
-    del _context().streams[int(stream)]
 
 
 @_call
@@ -696,8 +607,7 @@ def cuStreamSynchronize(stream: Any) -> None:
 
 @_call
 def cuStreamQuery(stream: Any) -> None:
-    if not _stream(stream).idle():
-        _refuse("NOT_READY")
+    _refuse_if(not _stream(stream).idle(), "NOT_READY")
     _context()
 
 
@@ -715,18 +625,16 @@ def cuLaunchHostFunc(stream: Any, function: Any, data: Any) -> None:
 
 
 @_call
-def cuEventCreate(flags: int) -> CUevent:
+def cuEventCreate(flags: int) -> Any:
     if flags & CUevent_flags.CU_EVENT_INTERPROCESS:
-        if not flags & CUevent_flags.CU_EVENT_DISABLE_TIMING:
-            _refuse("INVALID_VALUE")
-        if "events" in _WITHOUT:
-            _refuse("NOT_SUPPORTED")
+        _refuse_if(not flags & CUevent_flags.CU_EVENT_DISABLE_TIMING, "INVALID_VALUE")
+        _refuse_if("events" in _WITHOUT, "NOT_SUPPORTED")
     fd = os.memfd_create("event", os.MFD_CLOEXEC)
     os.ftruncate(fd, mmap.PAGESIZE)
     return _new_event(_Event(_context(), flags, fd, imported=False))
 
 
-def _new_event(event: _Event) -> CUevent:
+def _new_event(event: _Event) -> Any:
     number = (0xE0 << 32) | next(_numbers)
     _events[number] = event
     return CUevent(number)
@@ -735,22 +643,14 @@ def _new_event(event: _Event) -> CUevent:
 @_call
 def cuEventRecord(event: Any, stream: Any) -> None:
     recorded, on = _event(event), _stream(stream)
-    if recorded.context is not on.context:
-        _refuse("INVALID_HANDLE")
+    _refuse_if(recorded.context is not on.context, "INVALID_HANDLE")
     on.put(recorded.record())
 
 
 @_call
 def cuEventQuery(event: Any) -> None:
     queried = _event(event)
-    if not queried.complete(queried.mark()):
-        _refuse("NOT_READY")
-
-
-@_call
-def cuEventSynchronize(event: Any) -> None:
-    awaited = _event(event)
-    awaited.wait_for(awaited.mark())
+    _refuse_if(not queried.complete(queried.mark()), "NOT_READY")
 
 
 @_call
@@ -760,16 +660,16 @@ def cuEventDestroy(event: Any) -> None:
 
 
 @_call
-def cuIpcGetEventHandle(event: Any) -> CUipcEventHandle:
+def cuIpcGetEventHandle(event: Any) -> Any:
     named = _event(event)
-    if named.imported or not named.flags & CUevent_flags.CU_EVENT_INTERPROCESS:
-        _refuse("INVALID_HANDLE")
-    made: CUipcEventHandle = CUipcEventHandle.of("event", os.getpid(), named.fd)
-    return made
+    _refuse_if(
+        named.imported or not named.flags & CUevent_flags.CU_EVENT_INTERPROCESS, "INVALID_HANDLE"
+    )
+    return CUipcEventHandle.of("event", os.getpid(), named.fd)
 
 
 @_call
-def cuIpcOpenEventHandle(handle: CUipcEventHandle) -> CUevent:
+def cuIpcOpenEventHandle(handle: Any) -> Any:
     fd = _opened(handle, "event")
     flags = CUevent_flags.CU_EVENT_DISABLE_TIMING
     return _new_event(_Event(_context(), flags, fd, imported=True))
@@ -778,10 +678,11 @@ def cuIpcOpenEventHandle(handle: CUipcEventHandle) -> CUevent:
 def _opened(handle: _Opaque, kind: str) -> int:
     """A descriptor of another process's event or memory."""
     words = handle.text()
-    if len(words) != 3 or words[0] != kind or not (words[1] + words[2]).isdecimal():
-        _refuse("INVALID_VALUE")
-    if int(words[1]) == os.getpid():
-        _refuse("INVALID_CONTEXT")
+    _refuse_if(
+        len(words) != 3 or words[0] != kind or not (words[1] + words[2]).isdecimal(),
+        "INVALID_VALUE",
+    )
+    _refuse_if(int(words[1]) == os.getpid(), "INVALID_CONTEXT")
     try:
         return os.open(f"/proc/{words[1]}/fd/{words[2]}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -797,14 +698,12 @@ def cuMemGetInfo() -> tuple[int, int]:
 
 
 @_call
-def cuMemGetAllocationGranularity(
-    wanted: CUmemAllocationProp, option: CUmemAllocationGranularity_flags
-) -> int:
+def cuMemGetAllocationGranularity(wanted: CUmemAllocationProp, option: int) -> int:
     return _GRANULARITY
 
 
 @_call
-def cuMemCreate(size: int, wanted: CUmemAllocationProp, flags: int) -> CUmemGenericAllocationHandle:
+def cuMemCreate(size: int, wanted: CUmemAllocationProp, flags: int) -> Any:
     located = wanted.location
     if (
         wanted.type is not CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -815,21 +714,19 @@ def cuMemCreate(size: int, wanted: CUmemAllocationProp, flags: int) -> CUmemGene
         _refuse("INVALID_VALUE")
     none = CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
     shared = wanted.requestedHandleTypes is not none
-    if shared and "descriptors" in _WITHOUT:
-        _refuse("NOT_SUPPORTED")
+    _refuse_if(shared and "descriptors" in _WITHOUT, "NOT_SUPPORTED")
     card = _card(located.id)
     return _new_handle(_Memory(_new_memory(card, size), card, size, shared))
 
 
-def _new_handle(memory: _Memory) -> CUmemGenericAllocationHandle:
+def _new_handle(memory: _Memory) -> Any:
     number = next(_numbers)
     _memories[number] = memory
     return CUmemGenericAllocationHandle(number)
 
 
 def _memory(handle: Any) -> _Memory:
-    if int(handle) not in _memories:
-        _refuse("INVALID_VALUE")
+    _refuse_if(int(handle) not in _memories, "INVALID_VALUE")
     return _memories[int(handle)]
 
 
@@ -840,90 +737,67 @@ def cuMemRelease(handle: Any) -> None:
 
 
 @_call
-def cuMemExportToShareableHandle(handle: Any, kind: CUmemAllocationHandleType, flags: int) -> int:
+def cuMemExportToShareableHandle(handle: Any, kind: int, flags: int) -> int:
     memory = _memory(handle)
-    if not memory.shared or kind != 1:
-        _refuse("NOT_PERMITTED")
+    _refuse_if(not memory.shared or kind != 1, "NOT_PERMITTED")
     exported = os.dup(memory.fd)
     os.set_inheritable(exported, True)  # the real driver does not say
     return exported
 
 
 @_call
-def cuMemImportFromShareableHandle(
-    descriptor: Any, kind: CUmemAllocationHandleType
-) -> CUmemGenericAllocationHandle:
+def cuMemImportFromShareableHandle(descriptor: Any, kind: int) -> Any:
     card, size = _card_and_size(int(descriptor))
     return _new_handle(_Memory(os.dup(int(descriptor)), card, size, True))
 
 
 @_call
-def cuMemAddressReserve(size: int, alignment: int, address: Any, flags: int) -> CUdeviceptr:
-    if size <= 0 or size % mmap.PAGESIZE:
-        _refuse("INVALID_VALUE")
-    made = _Range(size)
-    with _lock:
-        _ranges.append(made)
-    return CUdeviceptr(made.address)
+def cuMemAddressReserve(size: int, alignment: int, address: Any, flags: int) -> Any:
+    _refuse_if(size <= 0 or size % mmap.PAGESIZE, "INVALID_VALUE")
+    return CUdeviceptr(_Range(size).address)
 
 
 @_call
 def cuMemAddressFree(address: Any, size: int) -> None:
-    found = _found(int(address), "reserved")
-    if found.size != size:
-        _refuse("INVALID_VALUE")
-    found.state = "freed"  # and never used again
+    _found(address, "reserved", size=size).state = "freed"  # and never used again
 
 
 @_call
 def cuMemMap(address: Any, size: int, offset: int, handle: Any, flags: int) -> None:
-    found, memory = _found(int(address), "reserved"), _memory(handle)
-    if offset or size != found.size or size > memory.size or size % _GRANULARITY:
-        _refuse("INVALID_VALUE")
+    found, memory = _found(address, "reserved"), _memory(handle)
+    _refuse_if(
+        offset or size != found.size or size > memory.size or size % _GRANULARITY, "INVALID_VALUE"
+    )
     found.card, found.maker = memory.card, "map"
     found.set_memory(memory.fd, access=False)
 
 
 @_call
 def cuMemSetAccess(address: Any, size: int, wanted: list[CUmemAccessDesc], count: int) -> None:
-    found = _found(int(address), "mapped", "accessible")
-    if found.size != size or count != len(wanted):
-        _refuse("INVALID_VALUE")
+    found = _found(address, "mapped", "accessible")
+    _refuse_if(found.size != size or count != len(wanted), "INVALID_VALUE")
     for one in wanted:
-        if one.location.id != found.card and "peers" in _WITHOUT:
-            _refuse("INVALID_DEVICE")
+        _refuse_if(one.location.id != found.card and "peers" in _WITHOUT, "INVALID_DEVICE")
     found.allow()
 
 
 @_call
 def cuMemUnmap(address: Any, size: int) -> None:
-    found = _found(int(address), "mapped", "accessible")
-    if found.size != size or found.maker != "map":
-        _refuse("INVALID_VALUE")
-    found.drop("reserved")
+    _found(address, "mapped", "accessible", maker="map", size=size).drop("reserved")
 
 
 @_call
-def cuMemAlloc(size: int) -> CUdeviceptr:
-    if size <= 0:
-        _refuse("INVALID_VALUE")
+def cuMemAlloc(size: int) -> Any:
+    _refuse_if(size <= 0, "INVALID_VALUE")
     card = _context().card
     whole = -(-size // _GRANULARITY) * _GRANULARITY
-    fd = _new_memory(card, whole)
-    made = _Range(whole)
-    made.card, made.fd, made.maker = card, fd, "alloc"
-    made.set_memory(fd, access=True)
-    with _lock:
-        _ranges.append(made)
-    return CUdeviceptr(made.address)
+    return CUdeviceptr(_Range(whole, card, _new_memory(card, whole), "alloc").address)
 
 
 @_call
 def cuMemFree(address: Any) -> None:
     _finish_work()
-    found = _found(int(address), "accessible")
-    if found.maker != "alloc":
-        _refuse("INVALID_VALUE")
+    found = _found(address, "accessible", maker="alloc")
     # Importers hold a shared lock, which ends with their process.
     opened = os.open(f"/proc/self/fd/{found.fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -933,21 +807,16 @@ def cuMemFree(address: Any) -> None:
     finally:
         os.close(opened)
     found.drop("freed")
-    os.close(found.fd)
-    found.fd = -1
 
 
 @_call
-def cuIpcGetMemHandle(address: Any) -> CUipcMemHandle:
-    found = _found(int(address), "accessible")
-    if found.maker != "alloc":
-        _refuse("INVALID_VALUE")
-    made: CUipcMemHandle = CUipcMemHandle.of("memory", os.getpid(), found.fd)
-    return made
+def cuIpcGetMemHandle(address: Any) -> Any:
+    found = _found(address, "accessible", maker="alloc")
+    return CUipcMemHandle.of("memory", os.getpid(), found.fd)
 
 
 @_call
-def cuIpcOpenMemHandle(handle: CUipcMemHandle, flags: int) -> CUdeviceptr:
+def cuIpcOpenMemHandle(handle: Any, flags: int) -> Any:
     context = _context()
     fd = _opened(handle, "memory")
     inode = os.fstat(fd).st_ino
@@ -962,25 +831,16 @@ def cuIpcOpenMemHandle(handle: CUipcMemHandle, flags: int) -> CUdeviceptr:
         os.close(fd)
         _refuse("PEER_ACCESS_UNSUPPORTED")
     fcntl.flock(fd, fcntl.LOCK_SH)
-    made = _Range(size)
-    made.card, made.fd, made.maker = card, fd, "import"
-    made.set_memory(fd, access=True)
-    with _lock:
-        _ranges.append(made)
-    return CUdeviceptr(made.address)
+    return CUdeviceptr(_Range(size, card, fd, "import").address)
 
 
 @_call
 def cuIpcCloseMemHandle(address: Any) -> None:
     _finish_work()
-    found = _found(int(address), "accessible")
-    if found.maker != "import":
-        _refuse("INVALID_VALUE")
+    found = _found(address, "accessible", maker="import")
     found.references -= 1
     if not found.references:
         found.drop("freed")
-        os.close(found.fd)
-        found.fd = -1
 
 
 def _finish_work() -> None:
@@ -991,22 +851,19 @@ def _finish_work() -> None:
 @_call
 def cuMemHostRegister(address: Any, size: int, flags: int) -> None:
     _context()
-    if "pinning" in _WITHOUT:
-        _refuse("NOT_PERMITTED")
-    if int(address) in _pinned:
-        _refuse("HOST_MEMORY_ALREADY_REGISTERED")
+    _refuse_if("pinning" in _WITHOUT, "NOT_PERMITTED")
+    _refuse_if(int(address) in _pinned, "HOST_MEMORY_ALREADY_REGISTERED")
     _pinned[int(address)] = size
 
 
 @_call
 def cuMemHostUnregister(address: Any) -> None:
     _context()
-    if _pinned.pop(int(address), None) is None:
-        _refuse("HOST_MEMORY_NOT_REGISTERED")
+    _refuse_if(_pinned.pop(int(address), None) is None, "HOST_MEMORY_NOT_REGISTERED")
 
 
 @_call
-def cuPointerGetAttribute(attribute: CUpointer_attribute, address: Any) -> int:
+def cuPointerGetAttribute(attribute: int, address: Any) -> int:
     found = _range_of(int(address), 1)
     if found is None or found.state != "accessible":
         _refuse("INVALID_VALUE")
