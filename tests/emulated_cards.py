@@ -3,7 +3,8 @@
 import gc
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import count
@@ -25,7 +26,7 @@ def emulated_cards(**variables: str) -> Iterator[Any]:
     """Two cards with memory of their own, as long as this lasts; gives the emulated CuPy.
 
     Args:
-        variables: Others of the emulated driver, such as ``BYTES="4194304"``.
+        variables: Others of the emulated driver, such as ``BYTES="4194304"``, and ``CARD_MEMORY``.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Card, "_opened", {})
@@ -35,7 +36,8 @@ def emulated_cards(**variables: str) -> Iterator[Any]:
         # Another one each time, since a test before may have left memory that is not collected yet.
         ledger = f"tests{os.getpid()}x{next(_NUMBERS)}"
         for name, value in {"CARDS": "2", "LEDGER": ledger, **variables}.items():
-            patch.setenv(f"MCINFER_EMULATED_{name}", value)
+            prefix = "MCINFER_" if name == "CARD_MEMORY" else "MCINFER_EMULATED_"
+            patch.setenv(prefix + name, value)
         cupy = import_module("cupy")
         assert Path(str(cupy.__file__)).is_relative_to(EMULATED)
         yield cupy
@@ -46,6 +48,17 @@ def emulated_cards(**variables: str) -> Iterator[Any]:
                 card.reclaim()
         for name in _loaded():
             del sys.modules[name]
+
+
+@contextmanager
+def busy(stream: Any) -> Iterator[Callable[[], None]]:
+    """Work on a stream of CuPy's that ends with this, or once the function that is given is called."""
+    gate = threading.Event()
+    stream.launch_host_func(lambda _: gate.wait(60), None)
+    try:
+        yield gate.set
+    finally:
+        gate.set()
 
 
 def _loaded() -> list[str]:

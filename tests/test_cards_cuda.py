@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +22,12 @@ from mcinfer.errors import (
     ProtocolError,
 )
 from mcinfer.shm.arena import Arena
+from tests.emulated_cards import EMULATED, emulated_cards
 from tests.gpu.memory_contract import (
     BLOCK_BYTES,
     CONTRACT,
     OWN,
+    ROOT,
     Processes,
     Refused,
     memory_of_another_card_is_opened_in_place,
@@ -35,31 +36,11 @@ from tests.gpu.memory_contract import (
 from tests.open_descriptors import no_descriptor_left
 from tests.process.waiting import wait_until
 
-ROOT = Path(__file__).resolve().parents[1]
-EMULATED = ROOT / "tests" / "gpu" / "emulated"
-
-
-@contextmanager
-def emulated_cards(**variables: str) -> Iterator[None]:
-    """Two cards in this process, with memory of their own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Card, "_opened", {})
-        for name in [name for name in sys.modules if name.split(".")[0] == "cuda"]:
-            patch.delitem(sys.modules, name)
-        patch.syspath_prepend(EMULATED)
-        ledger = f"test{os.getpid()}"
-        for name, value in {"CARDS": "2", "LEDGER": ledger, **variables}.items():
-            patch.setenv(f"MCINFER_{name}" if "_" in name else f"MCINFER_EMULATED_{name}", value)
-        yield
-        for name in [name for name in sys.modules if name.split(".")[0] == "cuda"]:
-            del sys.modules[name]
-
 
 @contextmanager
 def two_processes(**variables: str) -> Iterator[Processes]:
     with emulated_cards(**variables):
         driver = import_module("cuda.bindings.driver")
-        assert Path(str(driver.__file__)).is_relative_to(EMULATED)
         both = Processes(driver, {"PYTHONPATH": f"{EMULATED}:{ROOT}"})
         try:
             yield both
@@ -247,8 +228,7 @@ def test_blocks_of_a_card_that_is_lost_can_be_closed() -> None:
         (context,) = import_module("cuda.bindings.driver")._contexts.values()
         context.failure = None
         card.reclaim()
-        free, total = card.memory()
-        assert free == total
+        assert len({*card.memory()}) == 1
 
 
 def test_reason_why_a_card_cannot_be_used_is_named() -> None:

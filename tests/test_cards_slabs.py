@@ -8,12 +8,13 @@ import onnx
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
 from mcinfer.cards.dlpack import DlpackTensor
 from mcinfer.cards.slabs import ALIGNMENT, SlabLayout, layout
 from mcinfer.engines.providers import runtime_values
 from mcinfer.errors import BuildError
+from tests.text_models import text_model
 
 WEIGHTS: dict[str, NDArray[Any]] = {
     "second": np.arange(100, dtype=np.float32),
@@ -25,11 +26,7 @@ WEIGHTS: dict[str, NDArray[Any]] = {
 def saved(folder: Path) -> Path:
     """A model whose weights lie in a file beside it, but for one that is small."""
     path = folder / "model.onnx"
-    tensors = [numpy_helper.from_array(array, name) for name, array in WEIGHTS.items()]
-    tensors.append(numpy_helper.from_array(np.array([1, -1], np.int64), "shape"))
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    node = helper.make_node("Identity", ["second"], ["y"])
-    model = helper.make_model(helper.make_graph([node], "g", [], [y], tensors), ir_version=8)
+    model = text_model("() => (float[] y) { y = Identity(second) }", {**WEIGHTS, "shape": [1, -1]})
     onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=60)
     return path
 

@@ -4,7 +4,6 @@ import ctypes
 import gc
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from mcinfer.requests.request import Request
 from mcinfer.requests.splitting import Known
 from mcinfer.shm.arena import Arena
 from mcinfer.specs import ModelSpec, tensor_bytes
-from tests.emulated_cards import emulated_cards
+from tests.emulated_cards import busy, emulated_cards
 from tests.planned_requests import (
     DECLARED,
     MIB,
@@ -196,28 +195,6 @@ def test_foreign_tensor_is_copied_once_on_its_card(make: Callable[..., Pool]) ->
     assert pool.card(Device("cuda", 0)).statistics().input_bytes["copied"] == X.nbytes
 
 
-def test_allocated_tensor_and_a_view_of_its_rows_are_passed_in_place(
-    make: Callable[..., Pool],
-) -> None:
-    pool = make()
-    card = pool.card(Device("cuda", 1))
-    x = pool.allocate("cuda:1")
-    x.set(np.vstack([X, X + 50]))
-    pool.asked.clear()
-    for rows in (slice(0, 8), slice(4, 8)):
-        if rows.start:
-            request = pool.request(x[rows], W)
-            place = references(request, 0)[0][0]
-            block = card.arena.block(place[3] or 0)
-            assert block is not None
-            assert block.address + place[4] == x.data.ptr + 4 * 12
-            np.testing.assert_array_equal(pool.answer(request)["y"], 2 * (X + 50))
-        else:
-            assert pool.answer(pool.request(x[rows], W))["y"][7, 2] == 2 * 61
-    assert pool.ways("cuda:1") == {"in_place": 2}
-    assert all(name == "host" for name, _ in pool.asked)
-
-
 def test_misaligned_view_is_copied(make: Callable[..., Pool]) -> None:
     pool = make()
     x = pool.allocate("cuda:0")
@@ -269,15 +246,6 @@ def test_card_that_workers_do_not_reach_goes_through_the_host(make: Callable[...
     assert isinstance(value["y"], pool.cupy.ndarray)
     np.testing.assert_array_equal(value["y"].get(), 2 * X)
     assert pool.ways() == {"through_host": 1}
-
-
-def test_answer_in_a_workers_own_memory_is_joined_and_brought_to_the_card(
-    make: Callable[..., Pool],
-) -> None:
-    pool, own = make(), Worker()
-    value = pool.answer(pool.request(pool.cupy.asarray(X), W, on="cuda:0"), own)
-    np.testing.assert_array_equal(value["y"].get(), 2 * X)
-    own.close()
 
 
 def test_outputs_of_shapes_seen_before_still_come_to_the_card(make: Callable[..., Pool]) -> None:
@@ -335,9 +303,11 @@ def test_producer_lets_go_in_the_delivery_thread(make: Callable[..., Pool]) -> N
         pool.answer(pool.request(x, W))
     finally:
         gc.enable()
-    assert len(pool.delivered) == 1
     held = sys.getrefcount(x.view)  # not within an assertion, which holds what it compares
-    pool.delivered.pop()()
+    (deliver,) = pool.delivered
+    pool.delivered.clear()
+    deliver()
+    del deliver
     after = sys.getrefcount(x.view)
     assert (held, after) == (before + 1, before)
 
@@ -347,16 +317,12 @@ def test_caller_waits_for_nothing_while_its_stream_is_busy(make: Callable[..., P
     card = pool.card(Device("cuda", 0))
     own = pool.allocate("cuda:0", 4)
     foreign = pool.cupy.empty((4, 3), np.float32)
-    gate = threading.Event()
-    with pool.cupy.cuda.Stream(non_blocking=True) as stream:
-        stream.launch_host_func(lambda _: gate.wait(30), None)
+    with pool.cupy.cuda.Stream(non_blocking=True) as stream, busy(stream):
         own.set(X)
         foreign.set(X + 1)
         requests = [pool.request(own, W), pool.request(foreign, W)]
-    assert not gate.is_set()
-    with pytest.raises(TimeoutError):
-        card.card.synchronize(0.0)  # behind the caller's stream
-    gate.set()
+        with pytest.raises(TimeoutError):
+            card.card.synchronize(0.0)  # behind the caller's stream
     for request, expected in zip(requests, (2 * X, 2 * X + 2), strict=True):
         np.testing.assert_array_equal(pool.answer(request)["y"], expected)
 
@@ -367,15 +333,12 @@ def test_results_memory_is_written_again_only_after_the_default_stream_has_read_
     pool = make()
     card = pool.card(Device("cuda", 0)).card
     value = pool.answer(pool.request(X, W, on="cuda:0"))
-    gate = threading.Event()
-    stream = pool.cupy.cuda.get_current_stream()
-    stream.launch_host_func(lambda _: gate.wait(30), None)
-    copy = value.pop("y").copy()
-    gc.collect()
-    request = pool.request(X + 7, W, on="cuda:0")
-    with pytest.raises(TimeoutError):
-        card.synchronize(0.0)
-    gate.set()
+    with busy(pool.cupy.cuda.get_current_stream()):
+        copy = value.pop("y").copy()
+        gc.collect()
+        request = pool.request(X + 7, W, on="cuda:0")
+        with pytest.raises(TimeoutError):
+            card.synchronize(0.0)
     pool.answer(request)
     np.testing.assert_array_equal(copy.get(), 2 * X)
 
@@ -394,15 +357,12 @@ def test_results_are_copied_out_where_callers_hold_much_of_the_limit(
     pool = make(limit=2 * MIB)
     card = pool.card(Device("cuda", 0))
     held = pool.allocate("cuda:0", MIB // 12)
-    gate = threading.Event()
-    with pool.cupy.cuda.Stream(non_blocking=True) as stream:
-        stream.launch_host_func(lambda _: gate.wait(30), None)
+    with pool.cupy.cuda.Stream(non_blocking=True) as stream, busy(stream):
         value = pool.answer(pool.request(X, W, on="cuda:0"))["y"]
-    assert card.arena.used - held.view.nbytes < 64
-    again = pool.request(X + 9, W, on="cuda:0")
-    with pytest.raises(TimeoutError):
-        card.card.synchronize(0.0)  # the copy comes before what is written there next
-    gate.set()
+        assert card.arena.used - held.view.nbytes < 64
+        again = pool.request(X + 9, W, on="cuda:0")
+        with pytest.raises(TimeoutError):
+            card.card.synchronize(0.0)  # the copy comes before what is written there next
     pool.answer(again)
     np.testing.assert_array_equal(value.get(), 2 * X)
 
@@ -496,22 +456,17 @@ def test_producers_tensor_is_held_until_the_copy_for_a_failed_request_is_done(
     card = pool.card(Device("cuda", 0))
     x = pool.cupy.asarray(X)
     card.card.synchronize()
-    gate = threading.Event()
-    with pool.cupy.cuda.Stream(non_blocking=True) as stream:
-        stream.launch_host_func(lambda _: gate.wait(30), None)
+    with pool.cupy.cuda.Stream(non_blocking=True) as stream, busy(stream):
         before = sys.getrefcount(x.view)
-        try:
-            request = pool.request(x, W)
-            request.error = PredictError("a worker is gone")
-            request.release()
-            del request
-            while pool.delivered:
-                pool.delivered.pop()()  # nothing waits here
-            (attempt,) = pool.repeated
-            assert not attempt()
-            held = sys.getrefcount(x.view)
-        finally:
-            gate.set()
+        request = pool.request(x, W)
+        request.error = PredictError("a worker is gone")
+        request.release()
+        del request
+        while pool.delivered:
+            pool.delivered.pop()()  # nothing waits here
+        (attempt,) = pool.repeated
+        assert not attempt()
+        held = sys.getrefcount(x.view)
     assert held == before + 1
     card.card.synchronize()
     del attempt
@@ -527,16 +482,11 @@ def test_tensor_that_goes_through_the_host_is_not_waited_for_past_the_time_out(
     pool = make(reached=False, timeout=0.05)
     x = pool.cupy.asarray(X)
     pool.card(Device("cuda", 0))
-    gate = threading.Event()
-    where = pool.cupy.cuda.get_current_stream()
-    try:
-        request = pool.request(X, W, on="cuda:0")
-        where.launch_host_func(lambda _: gate.wait(30), None)
+    request = pool.request(X, W, on="cuda:0")
+    with busy(pool.cupy.cuda.get_current_stream()):
         call = partial(pool.request, x, W) if way == "in" else partial(pool.answer, request)
         with pytest.raises(PredictTimeoutError, match=r"cuda:0: the work queued .* than 0\.05 s"):
             call()
-    finally:
-        gate.set()
 
 
 def test_allocate_does_not_wait_for_a_busy_stream_but_the_arrays_stream_does(
@@ -544,19 +494,15 @@ def test_allocate_does_not_wait_for_a_busy_stream_but_the_arrays_stream_does(
 ) -> None:
     pool = make()
     card = pool.card(Device("cuda", 0)).card
-    gate = threading.Event()
     stream = pool.cupy.cuda.Stream(non_blocking=True)
-    stream.launch_host_func(lambda _: gate.wait(30), None)
-    card.follow(stream.ptr)  # as for a request whose input is not ready
-    try:
+    with busy(stream):
+        card.follow(stream.ptr)  # as for a request whose input is not ready
         with pool.cupy.cuda.Stream(non_blocking=True) as mine:
             x = pool.allocate("cuda:0", 4)
             x.set(X)
         with pytest.raises(TimeoutError):
             card.synchronize(0.0)
         card.follow(mine.ptr)
-    finally:
-        gate.set()
     np.testing.assert_array_equal(pool.answer(pool.request(x, W))["y"], 2 * X)
 
 
@@ -566,11 +512,8 @@ def test_result_that_another_thread_copies_out_is_complete_for_every_stream(
     pool = make(limit=2 * MIB, timeout=0.05)
     held = pool.allocate("cuda:0", MIB // 12)
     request = pool.request(X, W, on="cuda:0")
-    gate = threading.Event()
-    pool.cupy.cuda.get_current_stream().launch_host_func(lambda _: gate.wait(30), None)
-    with ThreadPoolExecutor(1) as delivery:
+    with busy(pool.cupy.cuda.get_current_stream()), ThreadPoolExecutor(1) as delivery:
         error = delivery.submit(pool.answer, request).exception()
-    gate.set()
     assert isinstance(error, PredictTimeoutError)
     assert held.shape
 

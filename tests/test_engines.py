@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,10 @@ from mcinfer.engines.base import (
 )
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.model_cache.onnx_files import scan
-from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, ModelDescription, numpy_dtype
+from mcinfer.specs import ELEMENT_TYPES, STRING, ModelDescription, numpy_dtype
 from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content, packed, rows
+from tests.text_models import text_model
 
 ROOT = Path(__file__).parents[1]
 HAS_CUDA = "CUDAExecutionProvider" in ort.get_available_providers()
@@ -45,9 +45,9 @@ FOUR_BITS = ("int4", "uint4")
 BINDABLE = [n for n in ELEMENT_TYPES if n not in (*NOT_IN_ONNXRUNTIME, *FOUR_BITS, STRING)]
 
 
-def save(path: Path, graph: str) -> str:
-    """Write a model in ONNX's text format; return its path."""
-    onnx.save(parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]> m {graph}'), path)
+def save(path: Path, graph: str, **how: Any) -> str:
+    """Write a model of `text_model`; return its path."""
+    onnx.save(text_model(graph, **{"opset": 21, **how}), path)
     return str(path)
 
 
@@ -273,21 +273,19 @@ def test_scalars_and_empty_tensors_are_tensors(tmp_path: Path, shape: tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("shape", "values"),
+    ("kind", "shape", "values"),
     [
-        ((2, 2), ("a", "ü€😀", "", "x\x00y")),
-        ((2, 2), (b"a", "ü€😀".encode(), b"", "mixed")),
-        ((), ("scalar",)),
-        ((0, 2), ()),
+        ("string[a, b]", (2, 2), ("a", "ü€😀", "", "x\x00y")),
+        ("string[a, b]", (2, 2), (b"a", "ü€😀".encode(), b"", "mixed")),
+        ("string", (), ("scalar",)),
+        ("string[a, b]", (0, 2), ()),
     ],
     ids=["text", "bytes", "scalar", "empty"],
 )
 def test_strings_pass_as_they_are(
-    tmp_path: Path, shape: tuple[int, ...], values: tuple[str | bytes, ...]
+    tmp_path: Path, kind: str, shape: tuple[int, ...], values: tuple[str | bytes, ...]
 ) -> None:
-    kind = f"string[{', '.join(f'd{axis}' for axis in range(len(shape)))}]" if shape else "string"
-    text = f"({kind} x) => ({kind} y) {{ y = Identity(x) }}"
-    engine = open_ort(save(tmp_path / "strings.onnx", text))
+    engine = open_ort(save(tmp_path / "m.onnx", f"({kind} x) => ({kind} y) {{ y = Identity(x) }}"))
     assert engine.spec.inputs[0].element_type == STRING
     run = engine.bind([Strings(name="x", shape=shape, values=values)], [])
     expected = tuple(v.decode() if isinstance(v, bytes) else v for v in values)
@@ -451,23 +449,23 @@ def test_file_that_is_no_model_is_called_what_it_looks_like(tmp_path: Path, look
     ("graph", "said"),
     [
         (
-            "g (float[n, 2] x) => (seq(map(int64, float[k])) z)"
+            "(float[n, 2] x) => (seq(map(int64, float[k])) z)"
             " { z = ai.onnx.ml.ZipMap <classlabels_int64s = [3, 4]> (x) }",
             "output 'z' is of type seq(map(int64,tensor(float))), which operator ZipMap makes, expected a "
             "tensor: export the model without ZipMap (skl2onnx: options={'zipmap': False})",
         ),
         (
-            "g (float[n] x) => (seq(float[k]) s) { s = SplitToSequence(x) }",
+            "(float[n] x) => (seq(float[k]) s) { s = SplitToSequence(x) }",
             "output 's' is of type seq(tensor(float)), which operator SplitToSequence makes, expected a "
             "tensor: let the model give its tensors, or one of them all by ConcatFromSequence",
         ),
         (
-            "g (seq(float[n]) s) => (float[k] y) { y = ConcatFromSequence <axis = 0> (s) }",
+            "(seq(float[n]) s) => (float[k] y) { y = ConcatFromSequence <axis = 0> (s) }",
             "input 's' is of type seq(tensor(float)), which operator ConcatFromSequence reads, expected a "
             "tensor: let the model take its tensors, and join them by SequenceConstruct",
         ),
         (
-            "g (float[n] x) => (optional(float[n]) o) { o = Optional(x) }",
+            "(float[n] x) => (optional(float[n]) o) { o = Optional(x) }",
             "output 'o' is of type optional(tensor(float)), which operator Optional makes, expected a "
             "tensor: let the model give tensors in its place",
         ),
@@ -476,9 +474,9 @@ def test_file_that_is_no_model_is_called_what_it_looks_like(tmp_path: Path, look
 def test_value_that_is_no_tensor_is_named_with_its_operator_and_the_cure(
     graph: str, said: str, tmp_path: Path
 ) -> None:
-    head = '<ir_version: 8, opset_import: ["": 17, "ai.onnx.ml": 1]>'
     path = tmp_path / "model.onnx"
-    onnx.save(parser.parse_model(f"{head} {graph}"), path)
+    head = '<ir_version: 8, opset_import: ["": 17, "ai.onnx.ml": 1]> g '
+    onnx.save(parser.parse_model(head + graph), path)
     with pytest.raises(BuildError) as caught:
         open_ort(str(path))
     assert str(caught.value) == said
@@ -530,7 +528,8 @@ def test_options_of_the_session_are_as_asked_for(affine_model: str) -> None:
         "log_severity_level": "3",
         "logid": "tag",
     }
-    engine = open_ort(affine_model, session_options=given)
+    engine = open_ort(affine_model, session_options=given, free_dimensions={"batch": 2})
+    assert engine.spec.inputs[0].shape == (2, 3)
     assert isinstance(engine, _onnxruntime.OnnxRuntimeEngine)
     options = engine.session.get_session_options()
     assert options.graph_optimization_level == ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
@@ -543,26 +542,26 @@ def test_options_of_the_session_are_as_asked_for(affine_model: str) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"speed": "9"}, r"^session_options: got the name 'speed', expected some of \['graph_opt"),
-        ({"enable_mem_pattern": "yes"}, "^session_options: got 'yes' for enable_mem_pattern"),
-        ({"graph_optimization_level": "9"}, "^session_options: got '9' for graph_optimization_le"),
+        (
+            {"session_options": {"speed": "9"}},
+            r"^session_options: got the name 'speed', expected some of \['graph_opt",
+        ),
+        (
+            {"session_options": {"enable_mem_pattern": "yes"}},
+            "^session_options: got 'yes' for enable_mem_pattern",
+        ),
+        (
+            {"session_options": {"graph_optimization_level": "9"}},
+            "^session_options: got '9' for graph_optimization_le",
+        ),
+        ({"custom_operators": ("/no/such/library.so",)}, r"/no/such/library\.so"),
     ],
 )
 def test_option_that_the_session_does_not_take_is_a_build_error(
-    affine_model: str, options: dict[str, str], text: str
+    affine_model: str, options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(BuildError, match=text):
-        open_ort(affine_model, session_options=options)
-
-
-def test_library_of_operators_that_there_is_not_is_a_build_error(affine_model: str) -> None:
-    with pytest.raises(BuildError, match=r"/no/such/library\.so"):
-        open_ort(affine_model, custom_operators=("/no/such/library.so",))
-
-
-def test_free_dimensions_have_the_sizes_that_they_are_given(affine_model: str) -> None:
-    engine = open_ort(affine_model, free_dimensions={"batch": 2})
-    assert engine.spec.inputs[0].shape == (2, 3)
+        open_ort(affine_model, **options)
 
 
 def test_model_is_described_on_demand(tmp_path: Path) -> None:
@@ -582,11 +581,9 @@ def test_model_is_described_on_demand(tmp_path: Path) -> None:
 def test_constant_of_an_unknown_type_is_no_input_in_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: tuple[str, ...], role: str
 ) -> None:
-    text = """<ir_version: 8, opset_import: ["": 17]>
-    graph (float[n] x, double[2] w) => (float[n] y, double[2] z)
+    text = """(float[n] x, double[2] w) => (float[n] y, double[2] z)
     <double[2] w = {1, 2}> { y = Neg(x) z = Neg(w) }"""
-    path = tmp_path / "model.onnx"
-    onnx.save(parser.parse_model(text), path)
+    path = save(tmp_path / "model.onnx", text)
     types = dict(ELEMENT_TYPES)
     monkeypatch.setattr(_onnxruntime, "ELEMENT_TYPES", types)
     specs = _onnxruntime._spec
@@ -598,26 +595,22 @@ def test_constant_of_an_unknown_type_is_no_input_in_the_error(
 
     monkeypatch.setattr(_onnxruntime, "_spec", spec)
     with pytest.raises(BuildError, match=f"^(onnxruntime: )?{role} 'w' is of type"):
-        open_ort(str(path), variable_weights=weights)
-
-
-def negation(path: Path, shape: Sequence[Dimension] | None) -> Engine:
-    """A model with a shape that ONNX's text format cannot write."""
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "xy"]
-    node = helper.make_node("Neg", ["x"], ["y"])
-    graph = helper.make_graph([node], "graph", values[:1], values[1:])
-    opsets = [helper.make_opsetid("", 21)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-    return open_ort(str(path))
+        open_ort(path, variable_weights=weights)
 
 
 def test_dimension_without_a_name_is_none_and_symbols_keep_theirs(tmp_path: Path) -> None:
-    engine = negation(tmp_path / "names.onnx", ["batch", None, "", "?", -1, 3, 0])
+    """The shape is none that ONNX's text form can write."""
+    shape = ["batch", None, "", "?", -1, 3, 0]
+    model = text_model("(float x) => (float y) { y = Neg(x) }")
+    for value in (*model.graph.input, *model.graph.output):
+        value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, shape))
+    onnx.save(model, tmp_path / "names.onnx")
+    engine = open_ort(str(tmp_path / "names.onnx"))
     assert engine.spec.inputs[0].shape == ("batch", None, None, None, None, 3, 0)
 
 
 def test_tensor_of_any_rank_has_no_dimensions(tmp_path: Path) -> None:
-    engine = negation(tmp_path / "rank.onnx", None)
+    engine = open_ort(save(tmp_path / "rank.onnx", "(float[] x) => (float[] y) { y = Neg(x) }"))
     assert [spec.shape for spec in (*engine.spec.inputs, *engine.spec.outputs)] == [(), ()]
     scalar = np.zeros((), np.float32)
     assert not engine.bind([buffer("x", scalar)], [buffer("y", scalar)]).execute()
@@ -631,37 +624,33 @@ def test_tensor_of_any_rank_has_no_dimensions(tmp_path: Path) -> None:
 
 WITHOUT = """
 import sys
-name = sys.argv[1]
-sys.modules[name] = None
 from mcinfer.config import Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import MissingDependencyError
-try:
-    open_engine(name, EngineRequest(model="m", device=Device("cpu", 0)))
-except MissingDependencyError as exc:
-    print(exc)
+for name in ("onnxruntime", "mindspore", "mindspore_lite"):
+    sys.modules[name] = None
+    try:
+        open_engine(name, EngineRequest(model="m", device=Device("cpu", 0)))
+    except MissingDependencyError as exc:
+        print(exc)
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "install"),
-    [
-        ("onnxruntime", r"mcinfer\[cpu\].*mcinfer\[gpu\]"),
-        ("mindspore", r"mcinfer\[mindspore\]"),
-        ("mindspore_lite", "https://www.mindspore.cn/lite"),
-    ],
-)
-def test_without_the_runtime_the_error_says_what_to_install(name: str, install: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", WITHOUT, name],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=30,
-    )
-    assert re.search(f"engine {name} needs .*{install}", run.stdout)
+def test_without_the_runtime_the_error_says_what_to_install() -> None:
+    command = [sys.executable, "-c", WITHOUT]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    for said, name, install in zip(
+        run.stdout.splitlines(),
+        ("onnxruntime", "mindspore", "mindspore_lite"),
+        (
+            r"mcinfer\[cpu\].*mcinfer\[gpu\]",
+            r"mcinfer\[mindspore\]",
+            "https://www.mindspore.cn/lite",
+        ),
+        strict=True,
+    ):
+        assert re.search(f"engine {name} needs .*{install}", said)
 
 
 def test_shared_arena_is_registered_once_by_threads_that_come_together(

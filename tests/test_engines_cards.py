@@ -32,9 +32,9 @@ from mcinfer.engines.preparation import OWN_COPY, engine_folder, ensure_prepared
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.cache import Cache
 from mcinfer.private import alone_in
+from tests.emulated_cards import emulated_cards
 from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content
-from tests.test_cards_cuda import emulated_cards
 from tests.test_engines import save
 from tests.test_preparation import CONV, LOOP, MODELS, Model, numbers, results, write
 
@@ -371,11 +371,8 @@ def test_run_that_is_repeated_reads_the_inputs_that_the_runtime_copies_anew(
 def test_run_with_strings_touches_no_memory_of_a_card(tmp_path: Path) -> None:
     graph = "(string[n] t, float[m] x) => (int64[1] s, float[m] y) { s = Shape(t) y = Neg(x) }"
     engine = open_on_card(save(tmp_path / "model.onnx", graph), prepare="never")
-    texts, x, s = (
-        Strings(name="t", shape=(2,), values=("a", "b")),
-        np.ones(3, np.float32),
-        np.zeros(1, np.int64),
-    )
+    texts = Strings(name="t", shape=(2,), values=("a", "b"))
+    x, s = np.ones(3, np.float32), np.zeros(1, np.int64)
     place = replace(buffer("s", s), device=DEVICE)
     produced = engine.bind([texts, buffer("x", x)], [place]).execute()
     assert [item.name for item in produced] == ["s", "y"]

@@ -169,7 +169,7 @@ def test_ranks_of_an_mlp_give_the_same_bits_close_to_the_whole(
     assert_whole(model, inputs, found)
 
 
-def dist(operation: str, reduce_op: str = "", **numbers: int) -> str:
+def dist(operation: str, reduce_op: str = "", **numbers: Any) -> str:
     """A collective as NVIDIA's Polygraphy writes it."""
     numbers = {"root": -1, "group_size": 0, **numbers}
     values = [f'collective_operation="{operation}"']
@@ -199,9 +199,9 @@ def test_attention_with_several_collectives_in_a_phase(tmp_path: Path) -> None:
 def test_each_kind_of_collective_gives_its_result(tmp_path: Path) -> None:
     kinds = {
         "total": dist("all_reduce", "sum"),
-        "most": dist("all_reduce", "max"),
-        "mean": dist("all_reduce", "avg"),
-        "joined": dist("all_gather", nb_rank=2),
+        "most": dist("ALL_REDUCE", "MAX"),
+        "mean": dist("all_reduce", "avg", groups=[0, 1]),
+        "joined": dist("all_gather", group_size=2),
         "share": dist("reduce_scatter", "sum"),
         "second": dist("broadcast", root=1),
     }

@@ -2,12 +2,12 @@
 
 import os
 import signal
-import threading
 from typing import Any
 
 import pytest
 
 from mcinfer import Master
+from tests.emulated_cards import busy
 from tests.gpu.cards import IMAGES, Cards, check
 from tests.process.waiting import wait_until
 
@@ -45,17 +45,16 @@ def test_run_comes_after_what_the_callers_stream_writes(
     index = int(device[-1])
     if index >= cards.count:
         pytest.skip("one card")
-    gate = threading.Event()
-    with cupy.cuda.Device(index), cupy.cuda.Stream(non_blocking=True) as stream:
+    with (
+        cupy.cuda.Device(index),
+        cupy.cuda.Stream(non_blocking=True) as stream,
+    ):
         arrays: dict[str, Any] = pool.allocate({"image": IMAGES.shape}, device=device)
-        stream.launch_host_func(lambda _: gate.wait(30), None)
-        arrays["image"].set(IMAGES)
-        future = pool.submit(arrays, outputs_on=device)
-    try:
-        wait_until(lambda: any(worker.state == "busy" for worker in pool.statistics().workers))
-        assert not future.done()
-    finally:
-        gate.set()
+        with busy(stream):
+            arrays["image"].set(IMAGES)
+            future = pool.submit(arrays, outputs_on=device)
+            wait_until(lambda: any(worker.state == "busy" for worker in pool.statistics().workers))
+            assert not future.done()
     outputs: dict[str, Any] = future.result()
     assert outputs["embedding"].device.id == index
     check(outputs, expected)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from onnx import parser
 
 from mcinfer import (
     EngineOptions,
@@ -29,23 +28,15 @@ from mcinfer.cards import dlpack
 from mcinfer.cards.cuda import Card
 from mcinfer.config import Device
 from mcinfer.statistics import CardWay
-from tests.emulated_cards import emulated_cards
+from tests.emulated_cards import busy, emulated_cards
 from tests.process.waiting import wait_until
+from tests.text_models import text_model
 
-AFFINE = """
-<ir_version: 8, opset_import: ["": 17]>
-affine (float[batch, 4] x, float[batch, 4] z) => (float[batch, 4] y, float[batch, 4] v)
-<float two = {2.0}, float one = {1.0}> {
-    a = Mul(x, two)
-    y = Add(a, one)
-    b = Mul(z, two)
-    v = Add(b, one)
-}
-"""
-UNKNOWN = """
-<ir_version: 8, opset_import: ["": 17]>
-unknown (float[batch, 4] x) => (int64[a, b] found) { found = NonZero(x) }
-"""
+AFFINE = text_model("""(float[batch, 4] x, float[batch, 4] z) => (float[batch, 4] y, float[batch, 4] v)
+    <float two = {2.0}, float one = {1.0}> {
+        a = Mul(x, two)  y = Add(a, one)  b = Mul(z, two)  v = Add(b, one)
+    }""")
+UNKNOWN = text_model("(float[batch, 4] x) => (int64[a, b] found) { found = NonZero(x) }")
 LIMIT = 8 << 20
 CARDS = ("cuda:0", "cuda:1")
 X = np.arange(24, dtype=np.float32).reshape(6, 4)
@@ -81,9 +72,8 @@ def checked(cupy: Any, stream: Any, checked_together: ExitStack) -> ExitStack:
 
 @pytest.fixture(scope="module")
 def pool(checked: ExitStack) -> Master:
-    model = parser.parse_model(AFFINE)
     options, limits = EngineOptions(allow_fallback=True), Limits(memory_bytes=LIMIT)
-    return checked.enter_context(Master(model, CARDS, options=options, limits=limits))
+    return checked.enter_context(Master(AFFINE, CARDS, options=options, limits=limits))
 
 
 @pytest.fixture(scope="module")
@@ -156,53 +146,15 @@ def test_allocated_memory_and_results_are_passed_in_place(pool: Master) -> None:
     assert came(pool, before) == {"in_place": 6}
 
 
-def test_memory_of_a_result_is_used_again_after_its_last_view(pool: Master) -> None:
-    outputs: Any = pool.predict([X, Z], outputs_on="cuda:0")
-    row, address = outputs["y"][3], outputs["y"].data.ptr
-    outputs.clear()
-    other: Any = pool.predict([X + 1, Z], outputs_on="cuda:0")
-    assert other["y"].data.ptr != address
-    np.testing.assert_array_equal(row.get(), 2 * X[3] + 1)
-    del row
-    other.clear()
-    gc.collect()  # and others' tensors, which the delivery thread lets go of
-    wait_until(lambda: not any(card.memory_used_bytes for card in pool.statistics().cards))
-    again: list[Any] = []
-    for _ in range(3):
-        outputs = pool.predict([X, Z], outputs_on="cuda:0")
-        again.append(outputs["y"].data.ptr)
-        outputs.clear()
-    assert len({*again}) == 1
-
-
-def test_worker_waits_for_the_callers_stream_and_the_caller_does_not(
-    pool: Master, cupy: Any, stream: Any
-) -> None:
-    gate = threading.Event()
-    x, z = on(cupy, 0, X), on(cupy, 0, Z)
-    before = ways(pool)
-    try:
-        with stream:
-            stream.launch_host_func(lambda _: gate.wait(30), None)
-            x.set(X + 5)
-            future = pool.submit([x, z], outputs_on="device")
-        assert not future.done()
-        assert came(pool, before) == {"copied": 2}
-    finally:
-        gate.set()
-    check(future.result(), X + 5)
-
-
 def test_request_whose_worker_is_killed_is_answered_from_the_same_memory(
     pool: Master, stream: Any
 ) -> None:
-    gate = threading.Event()
+    """The caller does not wait for its stream, and the worker does."""
     arrays: Any = pool.allocate({"x": (6, 4), "z": (6, 4)}, device="cuda:0")
     arrays["z"].set(Z)
     restarts = sum(worker.restarts for worker in pool.statistics().workers)
-    try:
+    with busy(stream):
         with stream:
-            stream.launch_host_func(lambda _: gate.wait(30), None)
             arrays["x"].set(X)
             future = pool.submit(arrays, outputs_on="cuda:1")
         wait_until(lambda: any(w.state == "busy" for w in pool.statistics().workers))
@@ -210,8 +162,6 @@ def test_request_whose_worker_is_killed_is_answered_from_the_same_memory(
         assert victim is not None
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: all(w.pid != victim for w in pool.statistics().workers))
-    finally:
-        gate.set()
     check(future.result(timeout=60))
     pool.wait_ready(60)
     assert sum(worker.restarts for worker in pool.statistics().workers) == restarts + 1
@@ -261,10 +211,9 @@ def test_outputs_that_come_through_the_host_wait_for_the_cards_first_block(
         assert go_on.wait(30.0)
         return create(card, number, size)
 
-    model = parser.parse_model(UNKNOWN)
     options, limits = EngineOptions(allow_fallback=True), Limits(memory_bytes=LIMIT)
     with (
-        Master(model, "cuda:0", options=options, limits=limits) as master,
+        Master(UNKNOWN, "cuda:0", options=options, limits=limits) as master,
         ThreadPoolExecutor() as threads,
     ):
         master.predict([X])
@@ -294,15 +243,6 @@ def test_argument_that_names_no_card_is_refused(device: Any, text: str, pool: Ma
             pool.allocate({"x": (6, 4)}, device=device)
 
 
-def test_tensor_that_does_not_fit_is_refused_before_it_is_sent(pool: Master, cupy: Any) -> None:
-    accepted = pool.statistics().accepted
-    with pytest.raises(InvalidInputError, match=r"input 'x': got a tensor .* C-contiguous"):
-        pool.predict([on(cupy, 0, np.zeros((6, 8), np.float32))[:, :4], Z])
-    with pytest.raises(InvalidInputError, match="input 'z' has dtype int64, expected float32"):
-        pool.predict([X, on(cupy, 0, Z.astype(np.int64))])
-    assert pool.statistics().accepted == accepted
-
-
 def test_missing_cupy_is_named_before_anything_runs(
     pool: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,47 +263,37 @@ def test_results_outlive_the_pool(pool: Master) -> None:
 
 @pytest.mark.usefixtures("cupy")
 def test_loop_and_its_deadlines_go_on_while_a_card_is_busy(stream: Any) -> None:
-    model = parser.parse_model(AFFINE)
     options, limits = EngineOptions(allow_fallback=True), Limits(memory_bytes=96 << 20)
-    gate = threading.Event()
-    with Master(model, ["cuda:0"], options=options, limits=limits) as pool:
+    with Master(AFFINE, ["cuda:0"], options=options, limits=limits) as pool:
         first: Any = pool.allocate({"x": (6, 4)}, device="cuda:0")
         first.clear()
         gc.collect()
-        try:
-            stream.launch_host_func(lambda _: gate.wait(60), None)
-            card = Card.open(Device("cuda", 0))
-            with ThreadPoolExecutor(1) as callers:
-                # It takes the place of the first block, whose memory is freed once the card is idle.
-                growing = callers.submit(pool.allocate, {"x": (5 << 20, 4)}, device="cuda:0")
-                wait_until(lambda: card._reclaiming.locked() or growing.done())
-                check(pool.predict([X, Z], timeout=20))
-                assert pool.statistics().accepted
-                assert not growing.done()
-                gate.set()
-                growing.result(30).clear()
-        finally:
-            gate.set()
+        card = Card.open(Device("cuda", 0))
+        with ThreadPoolExecutor(1) as callers, busy(stream) as go_on:
+            # It takes the place of the first block, whose memory is freed once the card is idle.
+            growing = callers.submit(pool.allocate, {"x": (5 << 20, 4)}, device="cuda:0")
+            wait_until(lambda: card._reclaiming.locked() or growing.done())
+            check(pool.predict([X, Z], timeout=20))
+            assert pool.statistics().accepted
+            assert not growing.done()
+            go_on()
+            growing.result(30).clear()
 
 
 @pytest.mark.usefixtures("cupy")
 def test_pool_ends_while_a_card_is_busy_and_gives_its_memory_back_later(stream: Any) -> None:
-    model = parser.parse_model(AFFINE)
     card = Card.open(Device("cuda", 0))
     card.reclaim()
-    gate = threading.Event()
-    try:
-        with Master(model, ["cuda:0"], options=EngineOptions(allow_fallback=True)) as pool:
+    with ExitStack() as gate:
+        with Master(AFFINE, ["cuda:0"], options=EngineOptions(allow_fallback=True)) as pool:
             free = card.memory()[0]
             held: Any = pool.allocate({"x": (6, 4)}, device="cuda:0")
             assert card.memory()[0] < free
             held.clear()
             gc.collect()
-            stream.launch_host_func(lambda _: gate.wait(60), None)
+            gate.enter_context(busy(stream))
             card.follow(stream.ptr)
         assert card.memory()[0] < free
-    finally:
-        gate.set()
     wait_until(lambda: card.memory()[0] >= free)
 
 
@@ -373,18 +303,10 @@ def test_pool_ends_while_a_card_is_busy_and_gives_its_memory_back_later(stream: 
 @pytest.fixture(scope="module")
 def session(checked: ExitStack) -> Any:
     """Two workers on two cards; the runtime of this process has no CUDA."""
-    model = parser.parse_model(AFFINE).SerializeToString()
-    options, limits = EngineOptions(allow_fallback=True), Limits(memory_bytes=LIMIT)
-    batch = {"x": 0, "z": 0}
-    opened = ort.InferenceSession(
-        model,
-        devices=CARDS,
-        options=options,
-        limits=limits,
-        batch_axes=batch,
-        output_axes={"y": 0, "v": 0},
-        verify="never",
-    )
+    options: dict[str, Any] = {"options": EngineOptions(allow_fallback=True), "verify": "never"}
+    options |= {"batch_axes": {"x": 0, "z": 0}, "output_axes": {"y": 0, "v": 0}}
+    limits, model = Limits(memory_bytes=LIMIT), AFFINE.SerializeToString()
+    opened = ort.InferenceSession(model, devices=CARDS, limits=limits, **options)
     return checked.enter_context(opened)
 
 
@@ -496,12 +418,10 @@ def test_empty_batch_on_a_card(session: Any, cupy: Any) -> None:
 
 @pytest.mark.usefixtures("checked")
 def test_session_on_the_cpu_takes_memory_of_cards_by_way_of_the_host(cupy: Any) -> None:
-    text = """
-    <ir_version: 8, opset_import: ["": 21]>
-    m (bool[n, 4] x) => (bool[n, 4] y, bfloat16[n, 4] v) { y = Not(x) v = Cast<to = 16>(y) }
-    """
+    text = "(bool[n, 4] x) => (bool[n, 4] y, bfloat16[n, 4] v) { y = Not(x)  v = Cast<to = 16>(y) }"
+    model = text_model(text, opset=21).SerializeToString()
     x, v = on(cupy, 0, X > 5), on(cupy, 0, np.zeros(X.shape, np.uint16))
-    with ort.InferenceSession(parser.parse_model(text).SerializeToString(), devices=1) as session:
+    with ort.InferenceSession(model, devices=1) as session:
         binding = session.io_binding()
         binding.bind_input("x", "cuda", 0, np.bool_, X.shape, x.data.ptr)
         binding.bind_output("v", "cuda", 0, 16, X.shape, v.data.ptr)

@@ -14,18 +14,16 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from onnx import numpy_helper, parser
 
 from mcinfer.model_cache.cache import Cache, entry_key
+from tests.emulated_cards import EMULATED
 from tests.process.scripts import ROOT
+from tests.text_models import text_model
 
-EMULATED = ROOT / "tests" / "gpu" / "emulated"
 FACTS = {"device": "cuda"}
 
-GRAPH = """
-<ir_version: 8, opset_import: ["": 17]>
-g (float[batch, 64] x) => (float[batch, 32] y) { a = MatMul(x, w1)  b = Relu(a)  y = MatMul(b, w2) }
-"""
+GRAPH = """(float[batch, 64] x) => (float[batch, 32] y)
+    { a = MatMul(x, w1)  b = Relu(a)  y = MatMul(b, w2) }"""
 WEIGHTS: dict[str, NDArray[np.float32]] = {
     "w1": np.random.default_rng(1).standard_normal((64, 64), np.float32),
     "w2": np.random.default_rng(2).standard_normal((64, 32), np.float32),
@@ -201,11 +199,7 @@ class Peer:
 
 
 def save(folder: Path, _: int) -> None:
-    model = parser.parse_model(GRAPH)
-    model.graph.initializer.extend(
-        numpy_helper.from_array(array, name) for name, array in WEIGHTS.items()
-    )
-    path = folder / "model.onnx"
+    model, path = text_model(GRAPH, WEIGHTS), folder / "model.onnx"
     onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=1024)
 
 

@@ -16,13 +16,13 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
 
-from mcinfer import BuildError, EngineOptions, Master, PredictError, RestartPolicy
+from mcinfer import EngineOptions, Master, PredictError, RestartPolicy
 from mcinfer.cards.cuda import Card
 from mcinfer.config import Device
 from tests.emulated_cards import emulated_cards
 from tests.process.waiting import pids, wait_until
+from tests.text_models import text_model
 
 SIDE = 256
 SLAB_BYTES = 2 << 20
@@ -54,22 +54,10 @@ def card() -> Iterator[Card]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """y = x · W + b."""
     path = tmp_path_factory.mktemp("cards") / "model.onnx"
-    weights = [
-        numpy_helper.from_array(np.eye(SIDE, dtype=np.float32), "W"),
-        numpy_helper.from_array(np.zeros(SIDE, np.float32), "b"),
-    ]
-    graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["x", "W"], ["xW"]),
-            helper.make_node("Add", ["xW", "b"], ["y"]),
-        ],
-        "affine",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["batch", SIDE])],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["batch", SIDE])],
-        weights,
-    )
-    opset = [helper.make_opsetid("", 20)]
-    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=9), path)
+    side = f"float[batch,{SIDE}]"
+    text = f"({side} x) => ({side} y) {{ xW = MatMul(x, W)  y = Add(xW, b) }}"
+    weights = {"W": np.eye(SIDE, dtype=np.float32), "b": np.zeros(SIDE, np.float32)}
+    onnx.save(text_model(text, weights), path)
     return path
 
 
@@ -165,15 +153,6 @@ def test_worker_without_room_for_tensors_of_the_card_fails_the_request_and_lives
     wait_until(only_the_slab_is_left)  # the master's thread lets go of a request after its answer
 
 
-def test_leader_that_is_killed_idle_is_replaced_with_its_follower(pool: Master) -> None:
-    before, restarts = pids(pool), [worker.restarts for worker in pool.statistics().workers]
-    os.kill(before[0], signal.SIGKILL)
-    wait_until(all_restarted(pool, before))
-    workers = pool.statistics().workers
-    assert [worker.restarts for worker in workers] == [count + 1 for count in restarts]
-    np.testing.assert_array_equal(y(pool.predict({"x": X})), X)
-
-
 def test_leader_that_is_killed_busy_and_in_its_next_build_costs_no_request(
     pool: Master, card: Card
 ) -> None:
@@ -217,10 +196,3 @@ def test_card_that_is_full_for_a_while_holds_the_weights_once_again_later(
         np.testing.assert_array_equal(y(future.result(60)), X)
     wait_until(all_restarted(pool, before))
     assert taken(card) == in_use
-
-
-@pytest.mark.usefixtures("card")
-def test_memory_limit_that_is_no_number_fails_the_start(model: Path) -> None:
-    options = EngineOptions(allow_fallback=True, provider_options={"gpu_mem_limit": "much"})
-    with pytest.raises(BuildError, match=r"provider_options: got gpu_mem_limit 'much', expected"):
-        Master(model, ["cuda:0"], options=options).start()

@@ -14,18 +14,14 @@ import onnx
 import pytest
 
 from mcinfer import (
-    BuildError,
     EngineOptions,
     InvalidInputError,
     Master,
     Parallel,
-    PredictTimeoutError,
     RankDiedError,
     RestartPolicy,
-    Timeouts,
 )
 from mcinfer.requests.tensors import Arrays
-from tests.process.models import OnnxModel
 from tests.process.rank_group import assert_close, expected, rows, write_mlp
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, pids, running, states, stop, wait_until
@@ -96,19 +92,16 @@ def test_pipeline_joins_requests_to_one_run_and_a_bad_one_fails_alone(model: Pat
         assert pids(master) == before
 
 
-@pytest.mark.parametrize("parallel", [Parallel(tensor=2), Parallel(pipeline=2)], ids=str)
-def test_output_that_is_an_input_is_that_of_its_own_request(
-    tmp_path: Path, parallel: Parallel
-) -> None:
+def test_output_that_is_an_input_is_that_of_its_own_request(tmp_path: Path) -> None:
+    """Of stages; of the parts of a layer in tests/test_ranks_slices.py."""
     path = write_mlp(tmp_path / "passing.onnx")
     passing = onnx.load(path, load_external_data=False)
     passing.graph.output.append(passing.graph.input[0])
     onnx.save(passing, path)
     given = [{"x": rows(2, seed=seed)} for seed in range(12)]
-    with Master(path, parallel=parallel) as master:
-        for each in given[
-            :6
-        ]:  # the group has seen no such shapes, has memory for them, has it again
+    with Master(path, parallel=Parallel(pipeline=2)) as master:
+        # The group has seen no such shapes, then has memory for them, then has it again.
+        for each in given[:6]:
             assert_close(master.predict(each, timeout=120.0), expected(path, each))
         for each, future in [(each, master.submit(each)) for each in given[6:]]:
             assert_close(future.result(timeout=120.0), expected(path, each))
@@ -147,19 +140,6 @@ def test_request_that_loses_two_groups_names_the_rank_that_died(model: Path) -> 
         assert_serves(master, model)
 
 
-def test_stopped_rank_costs_its_request_the_time_out_and_the_group_comes_back(model: Path) -> None:
-    timeouts = Timeouts(cancel_grace=0.2)
-    with Master(model, parallel=Parallel(tensor=2), timeouts=timeouts) as master:
-        assert_serves(master, model)
-        before = pids(master)
-        os.kill(before[1], signal.SIGSTOP)
-        wait_until(lambda: "rank 1 is stopped by a signal" in str(master.health()))
-        with pytest.raises(PredictTimeoutError):
-            master.predict(inputs(2), timeout=1.0)
-        wait_until(lambda: all_gone(before))
-        assert_serves(master, model)
-
-
 def test_ranks_end_with_a_master_that_is_killed(model: Path) -> None:
     text = """
 with mcinfer.Master(sys.argv[1], parallel=mcinfer.Parallel(tensor=2)) as master:
@@ -185,17 +165,6 @@ def test_rank_killed_while_it_starts_is_started_once_more(model: Path) -> None:
         assert master.statistics().workers[0].restarts == 1
     finally:
         master.close()
-
-
-def test_model_that_cannot_be_cut_is_a_build_error_and_leaves_nothing(
-    onnx_model: OnnxModel,
-) -> None:
-    one = onnx_model("""
-        <ir_version: 8, opset_import: ["": 17]>
-        one (float[batch, 4] x) => (float[batch, 4] y) { y = Relu(x) }
-    """)
-    with pytest.raises(BuildError, match="stage"):
-        Master(one, parallel=Parallel(pipeline=2)).start()
 
 
 def test_arguments_that_do_not_go_with_a_cut_are_refused(model: Path) -> None:

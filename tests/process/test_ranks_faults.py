@@ -3,13 +3,13 @@
 import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 from mcinfer import (
     EngineOptions,
@@ -21,10 +21,10 @@ from mcinfer import (
 )
 from tests.process.rank_group import assert_close, expected, rows, write_mlp
 from tests.process.waiting import all_gone, pids, stop, wait_until
+from tests.text_models import text_model
 
 WIDTH = 32
 WIDE = 1 << 18
-SECONDS = 20.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,32 +35,15 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def write_chain(
-    path: Path,
-    ends: Sequence[tuple[str, str, str]],
-    outputs: Mapping[str, tuple[int, Sequence[int | str]]],
-) -> Path:
-    """x float32["batch", 32] through four products, h1 to h4; `ends` are (operator, input, output)."""
+def write_chain(path: Path, ends: Sequence[str], outputs: Sequence[str]) -> Path:
+    """x float32["batch", 32] through four products, h1 to h4, then nodes as text."""
     random = np.random.default_rng(3)
-    nodes = [
-        helper.make_node("MatMul", [f"h{layer}" if layer else "x", f"w{layer}"], [f"h{layer + 1}"])
-        for layer in range(4)
-    ]
-    weights = [
-        numpy_helper.from_array(random.normal(0, 0.2, (WIDTH, WIDTH)).astype(np.float32), f"w{n}")
-        for n in range(4)
-    ]
-    for kind, source, target in ends:
-        further = [f"wide{target}"] if kind == "MatMul" else []
-        nodes.append(helper.make_node(kind, [source, *further], [target]))
-        weights += [
-            numpy_helper.from_array(np.ones((WIDTH, WIDE), np.float32), name) for name in further
-        ]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", WIDTH])
-    made = [helper.make_tensor_value_info(name, *about) for name, about in outputs.items()]
-    graph = helper.make_graph(nodes, path.stem, [x], made, weights)
-    opset = helper.make_opsetid("", 17)
-    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=10), str(path))
+    weights = {f"w{n}": random.normal(0, 0.2, (WIDTH, WIDTH)).astype(np.float32) for n in range(4)}
+    if any("wide" in end for end in ends):
+        weights["wide"] = np.ones((WIDTH, WIDE), np.float32)
+    body = "h1 = MatMul(x, w0)  h2 = MatMul(h1, w1)  h3 = MatMul(h2, w2)  h4 = MatMul(h3, w3)"
+    text = f"(float[batch,{WIDTH}] x) => ({', '.join(outputs)}) {{ {body}  {'  '.join(ends)} }}"
+    onnx.save(text_model(text, weights), str(path))
     return path
 
 
@@ -68,8 +51,8 @@ def test_stage_with_more_outputs_than_messages_may_wait_answers(tmp_path: Path) 
     names = [f"y{number}" for number in range(70)]
     model = write_chain(
         tmp_path / "many.onnx",
-        [("Identity", "h4", name) for name in names],
-        {name: (TensorProto.FLOAT, ["batch", WIDTH]) for name in names},
+        [f"{name} = Identity(h4)" for name in names],
+        [f"float[batch,{WIDTH}] {name}" for name in names],
     )
     with Master(model, parallel=Parallel(pipeline=2)) as master:
         for _ in range(3):
@@ -80,11 +63,10 @@ def test_stage_with_more_outputs_than_messages_may_wait_answers(tmp_path: Path) 
 def test_outputs_of_unknown_shapes_come_from_the_ranks_that_make_them(
     tmp_path: Path, parallel: Parallel
 ) -> None:
-    names = {"low": "h1", "high": "h4"}  # made in both stages
     model = write_chain(
         tmp_path / "unknown.onnx",
-        [("NonZero", source, name) for name, source in names.items()],
-        {name: (TensorProto.INT64, [2, name]) for name in names},
+        ["low = NonZero(h1)", "high = NonZero(h4)"],  # made in both stages
+        ["int64[2,low] low", "int64[2,high] high"],
     )
     with Master(model, parallel=parallel) as master:
         given = [{"x": rows(1 + number % 7, seed=number)} for number in range(21)]
@@ -96,11 +78,10 @@ def test_outputs_of_unknown_shapes_come_from_the_ranks_that_make_them(
 def test_outputs_of_other_shapes_than_declared_are_those_of_their_ranks_also_if_empty(
     tmp_path: Path,
 ) -> None:
-    declared: tuple[int, Sequence[int | str]] = (TensorProto.INT64, [2, "batch"])
     model = write_chain(
         tmp_path / "other.onnx",
-        [("Relu", "h4", "r"), ("NonZero", "r", "high")],
-        {"low": declared, "high": declared},
+        ["r = Relu(h4)", "high = NonZero(r)"],
+        ["int64[2,batch] low", "int64[2,batch] high"],
     )
     whole = onnx.load(str(model))
     # Beside the first product, so that the first stage makes it.
@@ -131,6 +112,7 @@ def test_stopped_rank_costs_those_that_run_their_time_out_alone(
         master.predict({"x": rows(2)})
         before = pids(master)
         stop(before[rank])
+        wait_until(lambda: f"rank {rank} is stopped by a signal" in str(master.health()))
         with pytest.raises(PredictTimeoutError):
             master.predict({"x": rows(2)}, timeout=0.5)
         wait_until(lambda: all_gone(before))
@@ -179,11 +161,8 @@ def test_ranks_that_end_when_they_are_asked_are_no_deaths_in_the_log(
 
 
 def test_rank_that_has_grown_has_its_group_recycled(tmp_path: Path) -> None:
-    model = write_chain(
-        tmp_path / "grown.onnx",
-        [("MatMul", "h4", "y")],
-        {"y": (TensorProto.FLOAT, ["batch", WIDE])},
-    )
+    path, outputs = tmp_path / "grown.onnx", [f"float[batch,{WIDE}] y"]
+    model = write_chain(path, ["y = MatMul(h4, wide)"], outputs)
     parallel, options = Parallel(pipeline=2), EngineOptions(prepare="never")
     with Master(model, parallel=parallel, options=options) as master:
         sizes = [*map(own_bytes, pids(master))]

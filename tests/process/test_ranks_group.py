@@ -21,17 +21,9 @@ from mcinfer import (
 )
 from mcinfer.model_cache.cache import Cache
 from mcinfer.ranks.layouts import MAX_LAYOUTS
-from tests.process.models import OnnxModel
 from tests.process.rank_group import Arrays, assert_close, expected, rows, write_lookup, write_mlp
 from tests.process.waiting import pids
-
-STRINGS_BESIDE = """
-<ir_version: 8, opset_import: ["": 17]>
-texts (float[batch, 4] x, string[batch] s) => (float[batch, 4] y, string[batch] s) {
-    a = Neg(x)
-    y = Abs(a)
-}
-"""
+from tests.sliced_models import save
 
 Groups = Callable[..., Master]
 
@@ -75,20 +67,11 @@ CUTS = pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 def test_many_requests_at_once_read_their_own_inputs(
     shared: Groups, mlp: Path, tensor: int, pipeline: int
 ) -> None:
-    master = shared(tensor, pipeline)
-    given = [{"x": rows(1 + seed % 4, seed=seed)} for seed in range(60)]
-    futures = [master.submit(inputs) for inputs in given]
-    for inputs, future in zip(given, futures, strict=True):
-        assert_close(future.result(timeout=60.0), expected(mlp, inputs))
-
-
-@CUTS
-def test_shapes_beyond_those_that_are_kept_are_right(
-    shared: Groups, mlp: Path, tensor: int, pipeline: int
-) -> None:
+    """Also of shapes beyond those that are kept."""
     master = shared(tensor, pipeline)
     counts = [*range(1, MAX_LAYOUTS + 5), 1, MAX_LAYOUTS]
-    given = [{"x": rows(count)} for count in counts for _ in range(2)]
+    given = [{"x": rows(1 + seed % 4, seed=seed)} for seed in range(60)]
+    given += [{"x": rows(count)} for count in counts for _ in range(2)]
     futures = [master.submit(inputs) for inputs in given]
     for inputs, future in zip(given, futures, strict=True):
         assert_close(future.result(timeout=60.0), expected(mlp, inputs))
@@ -160,10 +143,12 @@ def test_run_with_new_shapes_that_fails_in_a_rank_fails_alone(
 # Models and machines that cannot be.
 
 
-def test_models_of_strings_are_refused(onnx_model: OnnxModel) -> None:
+def test_models_of_strings_are_refused(tmp_path: Path) -> None:
     # A model of strings alone cannot be cut: tests/test_ranks_slicing_pipeline.py.
+    text = """(float[batch, 4] x, string[batch] s) => (float[batch, 4] y, string[batch] s)
+    { a = Neg(x)  y = Abs(a) }"""
     with pytest.raises(BuildError, match=r"\['s'\] are strings"):
-        Master(onnx_model(STRINGS_BESIDE), parallel=Parallel(pipeline=2)).start()
+        Master(save(tmp_path / "texts.onnx", text), parallel=Parallel(pipeline=2)).start()
 
 
 def test_cache_that_cannot_be_used_is_an_error(

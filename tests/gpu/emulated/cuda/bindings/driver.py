@@ -493,7 +493,6 @@ def _card(device: Any) -> int:
     return int(device)
 
 
-@_call
 def cuInit(flags: int) -> None:
     global _pid
     if "driver" in _WITHOUT:
@@ -504,47 +503,32 @@ def cuInit(flags: int) -> None:
     _pid = os.getpid()
 
 
-@_call
 def cuDeviceGetCount() -> int:
     return _CARDS
 
 
-@_call
 def cuDeviceGet(ordinal: int) -> Any:
     return CUdevice(_card(ordinal))
 
 
-@_call
 def cuDeviceGetName(length: int, device: Any) -> bytes:
     return (f"Emulated card {_card(device)}".encode() + b"\0").ljust(length)
 
 
-@_call
 def cuDeviceGetUuid(device: Any) -> CUuuid:
     return CUuuid(f"emulated-{_card(device):07}".encode())
 
 
-@_call
 def cuDeviceGetAttribute(attribute: int, device: Any) -> int:
     _card(device)
-    names = CUdevice_attribute
-    return {
-        names.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE: 0,
-        names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 9,
-        names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 0,
-        names.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: int(
-            "descriptors" not in _WITHOUT
-        ),
-        names.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED: int("events" not in _WITHOUT),
-    }[names(attribute)]
+    values = (0, 9, 0, "descriptors" not in _WITHOUT, "events" not in _WITHOUT)
+    return int(dict(zip(CUdevice_attribute, values, strict=True))[attribute])
 
 
-@_call
 def cuDeviceCanAccessPeer(device: Any, peer: Any) -> int:
     return int(_card(device) != _card(peer) and "peers" not in _WITHOUT)
 
 
-@_call
 def cuDevicePrimaryCtxRetain(device: Any) -> Any:
     with _lock:
         card = _card(device)
@@ -553,25 +537,21 @@ def cuDevicePrimaryCtxRetain(device: Any) -> Any:
         return CUcontext(_contexts[card].number)
 
 
-@_call
 def cuCtxPushCurrent(context: Any) -> None:
     made = [one for one in _contexts.values() if one.number == int(context)]
     _refuse_if(not made, "INVALID_CONTEXT")
     _stack().append(made[0])
 
 
-@_call
 def cuCtxPopCurrent() -> Any:
     _refuse_if(not _stack(), "INVALID_CONTEXT")
     return CUcontext(_stack().pop().number)
 
 
-@_call
 def cuCtxGetCurrent() -> Any:
     return CUcontext(_stack()[-1].number if _stack() else 0)
 
 
-@_call
 def cuCtxSynchronize() -> None:
     for stream in [*_context().streams.values()]:
         stream.wait()
@@ -581,7 +561,6 @@ def cuCtxSynchronize() -> None:
 # Streams and events.
 
 
-@_call
 def cuStreamCreate(flags: int) -> Any:
     context = _context()
     number = (0x5E << 32) | next(_numbers)
@@ -589,7 +568,6 @@ def cuStreamCreate(flags: int) -> Any:
     return CUstream(number)
 
 
-@_call
 def cuStreamGetCtx(stream: Any) -> Any:
     if int(stream) in (0, 1, 2):
         return CUcontext(_context().number)
@@ -599,32 +577,27 @@ def cuStreamGetCtx(stream: Any) -> Any:
     _refuse("INVALID_HANDLE")
 
 
-@_call
 def cuStreamSynchronize(stream: Any) -> None:
     _stream(stream).wait()
     _context()
 
 
-@_call
 def cuStreamQuery(stream: Any) -> None:
     _refuse_if(not _stream(stream).idle(), "NOT_READY")
     _context()
 
 
-@_call
 def cuStreamWaitEvent(stream: Any, event: Any, flags: int) -> None:
     waiting, awaited = _stream(stream), _event(event)
     mark = awaited.mark()
     waiting.put(lambda: awaited.wait_for(mark))
 
 
-@_call
 def cuLaunchHostFunc(stream: Any, function: Any, data: Any) -> None:
     called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(int(function))
     _stream(stream).put(lambda: called(int(data or 0)))
 
 
-@_call
 def cuEventCreate(flags: int) -> Any:
     if flags & CUevent_flags.CU_EVENT_INTERPROCESS:
         _refuse_if(not flags & CUevent_flags.CU_EVENT_DISABLE_TIMING, "INVALID_VALUE")
@@ -640,26 +613,22 @@ def _new_event(event: _Event) -> Any:
     return CUevent(number)
 
 
-@_call
 def cuEventRecord(event: Any, stream: Any) -> None:
     recorded, on = _event(event), _stream(stream)
     _refuse_if(recorded.context is not on.context, "INVALID_HANDLE")
     on.put(recorded.record())
 
 
-@_call
 def cuEventQuery(event: Any) -> None:
     queried = _event(event)
     _refuse_if(not queried.complete(queried.mark()), "NOT_READY")
 
 
-@_call
 def cuEventDestroy(event: Any) -> None:
     _event(event).destroy()
     del _events[int(event)]
 
 
-@_call
 def cuIpcGetEventHandle(event: Any) -> Any:
     named = _event(event)
     _refuse_if(
@@ -668,7 +637,6 @@ def cuIpcGetEventHandle(event: Any) -> Any:
     return CUipcEventHandle.of("event", os.getpid(), named.fd)
 
 
-@_call
 def cuIpcOpenEventHandle(handle: Any) -> Any:
     fd = _opened(handle, "event")
     flags = CUevent_flags.CU_EVENT_DISABLE_TIMING
@@ -692,17 +660,14 @@ def _opened(handle: _Opaque, kind: str) -> int:
 # Memory.
 
 
-@_call
 def cuMemGetInfo() -> tuple[int, int]:
     return max(_BYTES - _used(_context().card), 0), _BYTES
 
 
-@_call
 def cuMemGetAllocationGranularity(wanted: CUmemAllocationProp, option: int) -> int:
     return _GRANULARITY
 
 
-@_call
 def cuMemCreate(size: int, wanted: CUmemAllocationProp, flags: int) -> Any:
     located = wanted.location
     if (
@@ -730,13 +695,11 @@ def _memory(handle: Any) -> _Memory:
     return _memories[int(handle)]
 
 
-@_call
 def cuMemRelease(handle: Any) -> None:
     os.close(_memory(handle).fd)
     del _memories[int(handle)]
 
 
-@_call
 def cuMemExportToShareableHandle(handle: Any, kind: int, flags: int) -> int:
     memory = _memory(handle)
     _refuse_if(not memory.shared or kind != 1, "NOT_PERMITTED")
@@ -745,24 +708,20 @@ def cuMemExportToShareableHandle(handle: Any, kind: int, flags: int) -> int:
     return exported
 
 
-@_call
 def cuMemImportFromShareableHandle(descriptor: Any, kind: int) -> Any:
     card, size = _card_and_size(int(descriptor))
     return _new_handle(_Memory(os.dup(int(descriptor)), card, size, True))
 
 
-@_call
 def cuMemAddressReserve(size: int, alignment: int, address: Any, flags: int) -> Any:
     _refuse_if(size <= 0 or size % mmap.PAGESIZE, "INVALID_VALUE")
     return CUdeviceptr(_Range(size).address)
 
 
-@_call
 def cuMemAddressFree(address: Any, size: int) -> None:
     _found(address, "reserved", size=size).state = "freed"  # and never used again
 
 
-@_call
 def cuMemMap(address: Any, size: int, offset: int, handle: Any, flags: int) -> None:
     found, memory = _found(address, "reserved"), _memory(handle)
     _refuse_if(
@@ -772,7 +731,6 @@ def cuMemMap(address: Any, size: int, offset: int, handle: Any, flags: int) -> N
     found.set_memory(memory.fd, access=False)
 
 
-@_call
 def cuMemSetAccess(address: Any, size: int, wanted: list[CUmemAccessDesc], count: int) -> None:
     found = _found(address, "mapped", "accessible")
     _refuse_if(found.size != size or count != len(wanted), "INVALID_VALUE")
@@ -781,12 +739,10 @@ def cuMemSetAccess(address: Any, size: int, wanted: list[CUmemAccessDesc], count
     found.allow()
 
 
-@_call
 def cuMemUnmap(address: Any, size: int) -> None:
     _found(address, "mapped", "accessible", maker="map", size=size).drop("reserved")
 
 
-@_call
 def cuMemAlloc(size: int) -> Any:
     _refuse_if(size <= 0, "INVALID_VALUE")
     card = _context().card
@@ -794,7 +750,6 @@ def cuMemAlloc(size: int) -> Any:
     return CUdeviceptr(_Range(whole, card, _new_memory(card, whole), "alloc").address)
 
 
-@_call
 def cuMemFree(address: Any) -> None:
     _finish_work()
     found = _found(address, "accessible", maker="alloc")
@@ -809,13 +764,11 @@ def cuMemFree(address: Any) -> None:
     found.drop("freed")
 
 
-@_call
 def cuIpcGetMemHandle(address: Any) -> Any:
     found = _found(address, "accessible", maker="alloc")
     return CUipcMemHandle.of("memory", os.getpid(), found.fd)
 
 
-@_call
 def cuIpcOpenMemHandle(handle: Any, flags: int) -> Any:
     context = _context()
     fd = _opened(handle, "memory")
@@ -834,7 +787,6 @@ def cuIpcOpenMemHandle(handle: Any, flags: int) -> Any:
     return CUdeviceptr(_Range(size, card, fd, "import").address)
 
 
-@_call
 def cuIpcCloseMemHandle(address: Any) -> None:
     _finish_work()
     found = _found(address, "accessible", maker="import")
@@ -848,7 +800,6 @@ def _finish_work() -> None:
         stream.wait()
 
 
-@_call
 def cuMemHostRegister(address: Any, size: int, flags: int) -> None:
     _context()
     _refuse_if("pinning" in _WITHOUT, "NOT_PERMITTED")
@@ -856,13 +807,11 @@ def cuMemHostRegister(address: Any, size: int, flags: int) -> None:
     _pinned[int(address)] = size
 
 
-@_call
 def cuMemHostUnregister(address: Any) -> None:
     _context()
     _refuse_if(_pinned.pop(int(address), None) is None, "HOST_MEMORY_NOT_REGISTERED")
 
 
-@_call
 def cuPointerGetAttribute(attribute: int, address: Any) -> int:
     found = _range_of(int(address), 1)
     if found is None or found.state != "accessible":
@@ -887,7 +836,6 @@ def _check_access(address: int, size: int) -> None:
         _refuse("ILLEGAL_ADDRESS")
 
 
-@_call
 def cuMemcpyAsync(target: Any, source: Any, size: int, stream: Any) -> None:
     to, start, on = int(target), int(source), _stream(stream)
 
@@ -900,3 +848,8 @@ def cuMemcpyAsync(target: Any, source: Any, size: int, stream: Any) -> None:
     if _is_pageable(to, size) or _is_pageable(start, size):
         on.wait(number)
         _context()
+
+
+for _name, _function in [*globals().items()]:
+    if _name.startswith("cu"):
+        globals()[_name] = _call(_function)
