@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from mcinfer.errors import ProtocolError
 from mcinfer.protocol import (
     MAX_RUNS,
-    TRANSITIONS,
     Error,
     Message,
     Predict,
@@ -35,32 +34,13 @@ class Conversation:
         """
         after = state_after(self.state, type(message))
         if isinstance(message, (Predict, PredictJoined)):
-            self.begin_run(message.request, message.shard)
+            if len(self.runs) >= MAX_RUNS:
+                raise ProtocolError(f"{MAX_RUNS} runs are to be answered already")
+            self.runs.append((message.request, message.shard))
         elif isinstance(message, (Reply, Error)):
             answers = (message.request, message.shard)
-            expected = self.runs[0] if self.runs else (None, None)
+            expected = self.runs.popleft() if self.runs else (None, None)
             if answers != expected:
-                raise ProtocolError(
-                    f"{type(message).__name__} for request and shard {answers}, "
-                    f"expected {expected} in state {self.state}"
-                )
-            if self.runs:
-                self.runs.popleft()
-            if not self.runs:
-                self.state = after
-        else:
-            self.state = after
-
-    def begin_run(self, request: int, shard: int) -> None:
-        """Begin a run, as PREDICT does: for the side that has not decoded the tensors.
-
-        Raises:
-            ProtocolError: No run may begin now.
-        """
-        after = TRANSITIONS[self.state].get(Predict)
-        if after is None or len(self.runs) >= MAX_RUNS:
-            raise ProtocolError(
-                f"Predict may not come in state {self.state} with {len(self.runs)} runs"
-            )
-        self.runs.append((request, shard))
+                raise ProtocolError(f"an answer for {answers}, expected {expected}")
+            after = self.state if self.runs else after
         self.state = after

@@ -48,6 +48,13 @@ def model(inputs: Mapping[str, Value], outputs: Mapping[str, Value]) -> ModelSpe
     return ModelSpec(inputs=specs(inputs), outputs=specs(outputs))
 
 
+def floats(
+    inputs: Mapping[str, Sequence[Dimension]], outputs: Mapping[str, Sequence[Dimension]]
+) -> ModelSpec:
+    """A model of float32 tensors with these shapes."""
+    return model(*({n: ("float32", s) for n, s in sizes.items()} for sizes in (inputs, outputs)))
+
+
 def known(spec: ModelSpec, inputs: Axes | None = None, outputs: Axes | None = None) -> Known:
     """What the user says of a model, and its symbols declare, believed without a check."""
     said = SaidAxes(inputs=inputs or {}, outputs=outputs or {})
@@ -66,12 +73,7 @@ def planner_of(
     """A planner that gets memory at once or not at all, and queues nothing."""
     place = HostPlace(arena, allocate or (lambda sizes, _: arena.allocate_all(sizes)), IdleFrames())
     return Planner(
-        spec,
-        place,
-        cast("Queue", None),
-        max_rows=max_rows,
-        weights=weights,
-        remembers=remembers,
+        spec, place, cast("Queue", None), max_rows=max_rows, weights=weights, remembers=remembers
     )
 
 
@@ -110,8 +112,7 @@ def in_use(planner: Planner, arena: Arena) -> int:
 
 
 PLAIN = model(
-    {"x": ("float32", ["batch", 3]), "w": ("float32", [2])},
-    {"y": ("float32", ["batch", 3])},
+    {"x": ("float32", ["batch", 3]), "w": ("float32", [2])}, {"y": ("float32", ["batch", 3])}
 )
 DECLARED = known(PLAIN)
 _SPLITTER = Splitter(PLAIN, SaidAxes(), verify="never")

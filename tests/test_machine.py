@@ -82,9 +82,7 @@ def test_limit_is_that_of_the_tightest_group_above(of: Machine) -> None:
         (V1_GROUPS, {"cpuset/cpu.cfs_quota_us": "1", "cpuset/cpu.cfs_period_us": "1"}),
     ],
 )
-def test_file_that_says_nothing_is_no_limit(
-    groups: str, files: dict[str, str], of: Machine
-) -> None:
+def test_file_without_limits_is_none(groups: str, files: dict[str, str], of: Machine) -> None:
     root = of(groups, **cgroup(**files))
     assert machine.memory_limit(root) is None
     assert machine.cpu_quota(root) is None
@@ -120,7 +118,7 @@ def test_cpus_are_those_of_the_quota_or_the_cores(
         ("0::/of/the/host\n", {"memory.events": "oom_kill 2\noom_group_kill 7"}),
     ],
 )
-def test_kills_for_want_of_memory_are_those_of_the_own_group(
+def test_kills_for_memory_are_of_the_own_group(
     of: Machine, groups: str, files: dict[str, str]
 ) -> None:
     assert oom_kills(of(groups, **cgroup(**files))) == 2
@@ -140,9 +138,7 @@ def test_threads_are_limited_by_the_group_with_the_least_room(of: Machine) -> No
 # How the cores lie.
 
 
-def test_nodes_have_the_cores_that_may_be_used(
-    of: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_have_the_usable_cores(of: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 9, 10})
     nodes = "sys/devices/system/node"
     root = of(
@@ -153,9 +149,7 @@ def test_nodes_have_the_cores_that_may_be_used(
     assert [*machine.numa_nodes(root)] == [0, 1, 2, 10]
 
 
-def test_sockets_and_physical_cores_are_counted(
-    of: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sockets_and_cores_are_counted(of: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 4})
     root = Path()
     for core, (package, siblings) in {0: (0, "0,2"), 1: (0, "1,3"), 2: (0, "0,2")}.items():

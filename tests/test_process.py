@@ -103,9 +103,7 @@ def test_memory_is_sealed_against_another_size(report: StackReport) -> None:
 
 
 @pytest.mark.parametrize("act", ["python", "native"])
-def test_process_that_is_asked_writes_its_stacks_also_in_native_code(
-    report: StackReport, act: str
-) -> None:
+def test_process_writes_its_stacks_also_in_native_code(report: StackReport, act: str) -> None:
     with child(report, act) as process:
         text = asked(process, report)
         assert "(most recent call first)" in text
@@ -142,9 +140,7 @@ def test_process_without_the_handler_ignores_the_request(report: StackReport) ->
         assert report.read() == ""
 
 
-def test_what_a_process_scribbles_over_its_report_is_text_to_its_reader(
-    report: StackReport,
-) -> None:
+def test_what_a_process_scribbles_is_text_to_its_reader(report: StackReport) -> None:
     os.pwrite(report.fd, b"\xff\xfe Native \r\n" * 10 + b"\0 more", 0)
     assert "Native" in report.read()
     assert "more" not in report.read()

@@ -122,12 +122,7 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         traceback=st.text(),
     ),
     Predict: st.builds(
-        Predict,
-        request=COUNTS,
-        shard=SHARDS,
-        weights=COUNTS,
-        inputs=REFERENCES,
-        outputs=REFERENCES,
+        Predict, request=COUNTS, shard=SHARDS, weights=COUNTS, inputs=REFERENCES, outputs=REFERENCES
     ),
     Reply: st.builds(Reply, request=COUNTS, shard=SHARDS, outputs=REFERENCES, seconds=SECONDS),
     BuildFinish: st.builds(
@@ -195,23 +190,14 @@ SAMPLES: dict[type[Message], Message] = {
     BuildFinish: BuildFinish(inputs=(), outputs=(), providers=("CPU",), seconds=1.0),
     Exit: Exit(),
     Hello: Hello(version=VERSION, pid=4242, token="secret"),  # noqa: S106
-    Build: Build(
-        model="/m.onnx",
-        engine="onnxruntime",
-        device="cpu:0",
-        cores=(0, 1),
-    ),
+    Build: Build(model="/m.onnx", engine="onnxruntime", device="cpu:0", cores=(0, 1)),
     Cancel: Cancel(request=REQUEST, shard=SHARD),
     Attach: Attach(block=3, size=4096),
     Detach: Detach(block=3),
     Preparing: Preparing(seconds=1.0, written=10),
     UpdateWeights: UpdateWeights(version=2, oldest=1, tensors=(("w", "float32", (4,), 0, 128),)),
     PredictJoined: PredictJoined(
-        request=REQUEST,
-        shard=SHARD,
-        members=(MEMBER, MEMBER),
-        input_axes=(0,),
-        output_axes=(0,),
+        request=REQUEST, shard=SHARD, members=(MEMBER, MEMBER), input_axes=(0,), output_axes=(0,)
     ),
 }
 BUILD_ERROR = Error(kind="build", text="no such file")
@@ -469,9 +455,7 @@ ANYTHING = st.recursive(
 
 
 @given(st.data(), MESSAGE.filter(lambda message: not isinstance(message, (Predict, Reply))))
-def test_message_with_changed_fields_is_refused_or_a_message(
-    data: st.DataObject, message: Message
-) -> None:
+def test_changed_fields_are_refused_or_a_message(data: st.DataObject, message: Message) -> None:
     content: dict[str, Any] = msgpack.unpackb(encode(message))
     for _ in range(data.draw(st.integers(1, 3))):
         place, key = content, data.draw(st.sampled_from([*content]))
@@ -506,9 +490,7 @@ def test_any_head_is_refused_or_a_message(data: bytes, first: int) -> None:
         ("seconds", (1, 0, -1e-9)),
     ],
 )
-def test_head_of_a_reply_that_does_not_fit_is_refused_by_its_field(
-    field: str, values: tuple[int, int, float]
-) -> None:
+def test_bad_head_is_refused_by_its_field(field: str, values: tuple[int, int, float]) -> None:
     with pytest.raises(ProtocolError, match=rf"^Reply\.{field} does not fit"):
         decode(REPLY_HEAD.pack(REPLY, *values))
 
@@ -572,9 +554,7 @@ BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "name", "value"), BAD_FIELDS)
-def test_field_that_does_not_fit_is_refused_by_its_name(
-    kind: type[Message], name: str, value: Any
-) -> None:
+def test_bad_field_is_refused_by_its_name(kind: type[Message], name: str, value: Any) -> None:
     with pytest.raises(ProtocolError, match=rf"^{kind.__name__}\.{name} does not fit"):
         dataclasses.replace(SAMPLES[kind], **{name: value})
 
@@ -652,9 +632,7 @@ def test_missing_and_further_fields_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize("state", WorkerState)
-def test_message_moves_as_the_table_says_or_is_refused(
-    state: WorkerState, kind: type[Message]
-) -> None:
+def test_message_moves_as_the_table_says(state: WorkerState, kind: type[Message]) -> None:
     after = TRANSITIONS[state].get(kind)
     if after is not None:
         assert state_after(state, kind) is after
@@ -782,11 +760,7 @@ def test_document_has_every_field_of_every_message() -> None:
 
 
 @given(
-    request=COUNTS,
-    shard=SHARDS,
-    weights=COUNTS,
-    members=MEMBERS,
-    axes=st.tuples(AXES, OUTPUT_AXES),
+    request=COUNTS, shard=SHARDS, weights=COUNTS, members=MEMBERS, axes=st.tuples(AXES, OUTPUT_AXES)
 )
 def test_joined_predict_from_tensors_encoded_before_is_the_same_message(
     request: int,

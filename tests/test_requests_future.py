@@ -264,9 +264,7 @@ def test_wait_is_as_with_the_standard_librarys(
     assert result.not_done == set(given[done:])
 
 
-def test_future_that_is_settled_between_two_looks_of_wait_stays_as_it_was_seen(
-    owner: Owner,
-) -> None:
+def test_future_settled_between_two_looks_of_wait_stays_as_seen(owner: Owner) -> None:
     """`wait` counts what is done, then adds its waiter: no lock keeps the loop from settling meanwhile."""
     (future,) = futures(owner, 1)
     heard: list[Any] = []
@@ -341,9 +339,7 @@ def _no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("settle", [succeed, fail, cancel])
-def test_settled_request_and_its_future_go_without_a_collector(
-    owner: Owner, settle: Settle
-) -> None:
+def test_settled_request_goes_without_a_collector(owner: Owner, settle: Settle) -> None:
     future = OutcomeFuture(Number(), owner)
     future.add_done_callback(lambda _: None)
     gone: list[Callable[[], object]] = [weakref.ref(future), weakref.ref(future.outcome)]

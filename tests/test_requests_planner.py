@@ -490,9 +490,7 @@ def test_value_that_does_not_fit_is_refused_with_name_what_came_and_what_was_exp
         ([X, W[:1]], r"input 'w' .*\b1\b.*\b2\b"),
     ],
 )
-def test_inputs_that_do_not_fit_are_refused_with_what_came_and_what_was_expected(
-    arena: Arena, inputs: Any, text: str
-) -> None:
+def test_inputs_that_do_not_fit_are_refused(arena: Arena, inputs: Any, text: str) -> None:
     with pytest.raises(InvalidInputError, match=text):
         request_of(planner_of(PLAIN, arena), inputs, 2, DECLARED, 0.0)
     assert arena.used == 0
@@ -563,9 +561,7 @@ def encoder_inputs(
     return {"x": np.zeros((rows, width), np.float32), "w": np.array(w), "t": t}
 
 
-def test_request_counts_as_more_rows_where_its_references_take_more_of_a_message(
-    arena: Arena,
-) -> None:
+def test_request_of_many_references_counts_as_more_rows(arena: Arena) -> None:
     names = [f"{number:03}" for number in range(300)]
     wide = model({name: ("int8", ["batch"]) for name in names}, {"y": ("int8", ["batch"])})
     for most, expected in ((8, 1), (100_000, range(200, 1000))):
@@ -593,13 +589,9 @@ def test_values_of_the_batch_do_not_matter_nor_how_inputs_are_given(arena: Arena
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"width": 6}, {"w": (1, 2, 3)}, {"w": (2, 1)}, {"t": np.nan}],
-    ids=str,
+    "other", [{"width": 6}, {"w": (1, 2, 3)}, {"w": (2, 1)}, {"t": np.nan}], ids=str
 )
-def test_requests_of_other_sizes_or_other_common_values_have_another_key(
-    arena: Arena, other: dict[str, Any]
-) -> None:
+def test_other_sizes_or_common_values_are_another_key(arena: Arena, other: dict[str, Any]) -> None:
     expected = join_of(arena, ENCODER, encoder_inputs())
     assert join_of(arena, ENCODER, encoder_inputs(**other))[0] != expected[0]
 
@@ -625,9 +617,7 @@ def test_tensors_whose_rows_cannot_be_put_together_go_alone(
 
 
 @pytest.mark.parametrize(("size", "joined"), [(512, True), (513, False)])
-def test_common_inputs_that_are_large_are_not_compared(
-    arena: Arena, size: int, joined: bool
-) -> None:
+def test_large_common_inputs_are_not_compared(arena: Arena, size: int, joined: bool) -> None:
     spec = model(
         {"x": ("float32", ["batch"]), "w": ("int64", ["k"])}, {"y": ("float32", ["batch"])}
     )
@@ -726,9 +716,7 @@ def find(planner: Planner, arena: Arena, worker: Worker, width: int, pieces: int
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_outputs_are_laid_out_by_the_shapes_of_equal_answers(
-    arena: Arena, worker: Worker, pieces: int
-) -> None:
+def test_equal_answers_lay_outputs_out(arena: Arena, worker: Worker, pieces: int) -> None:
     planner = remembering(arena)
     for width, expected in [
         (3, [False, False, True, True]),
@@ -769,17 +757,13 @@ def test_outputs_that_find_no_room_are_not_laid_out_but_come(worker: Worker) -> 
     arena.close()
 
 
-def test_large_outputs_of_unknown_shapes_are_not_laid_out_but_come(
-    arena: Arena, worker: Worker
-) -> None:
+def test_large_outputs_are_not_laid_out_but_come(arena: Arena, worker: Worker) -> None:
     planner = remembering(arena)
     assert not any(any(find(planner, arena, worker, MIB // 16 + 1)) for _ in range(5))
     assert any(any(find(planner, arena, worker, MIB // 16)) for _ in range(9))
 
 
-def test_output_of_the_declared_shape_after_another_one_is_not_laid_out(
-    arena: Arena, worker: Worker
-) -> None:
+def test_declared_shape_after_another_is_not_laid_out(arena: Arena, worker: Worker) -> None:
     """An engine would bind it, and have to run again where it has another shape once more."""
     planner = remembering(arena, PLAIN)
     for width, laid in [(7, 1), (7, 0), (7, 0), (7, 1), (3, 1), *[(3, 0)] * 5]:

@@ -88,9 +88,7 @@ def stage_open(arena: Arena, outputs: Axes = FOUND) -> Request:
     )
 
 
-def test_outputs_of_unknown_shape_come_from_the_workers_blocks_and_join(
-    arena: Arena, worker: Worker
-) -> None:
+def test_outputs_of_unknown_shape_come_and_join(arena: Arena, worker: Worker) -> None:
     request = stage_open(arena)
     assert [[reference[0] for reference in references(request, s)[1]] for s in (0, 1)] == [
         ["y"]
@@ -108,9 +106,7 @@ def test_outputs_of_unknown_shape_come_from_the_workers_blocks_and_join(
     assert result["t"].tolist() == ["0-0", "0-1", "1-0", "1-1"]
 
 
-def test_parts_that_do_not_join_are_an_error_that_the_split_hears_of(
-    arena: Arena, worker: Worker
-) -> None:
+def test_split_hears_of_parts_that_do_not_join(arena: Arena, worker: Worker) -> None:
     request = stage_open(arena, {**FOUND, "u": None})
     reasons: list[str] = []
     request.contradicted = reasons.append
@@ -130,9 +126,7 @@ def opened(request: Request, worker: Worker, shard: int, array: Array) -> None:
     request.take(shard, replied(worker.put(("y", array))), worker.fetch, shard, LIMIT)
 
 
-def test_output_of_another_shape_is_taken_and_no_more_foreseen(
-    arena: Arena, worker: Worker
-) -> None:
+def test_output_of_another_shape_is_no_more_foreseen(arena: Arena, worker: Worker) -> None:
     planner = planner_of(PLAIN, arena)
     parts = [random_array("float32", (2, 7), seed) for seed in (0, 1)]
     for laid_out in (1, 0, 0):
@@ -200,9 +194,7 @@ FORGED: dict[str, Forge] = {
 
 
 @pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
-def test_forged_reply_is_a_protocol_error_and_changes_nothing(
-    arena: Arena, worker: Worker, forge: Forge
-) -> None:
+def test_forged_reply_changes_nothing(arena: Arena, worker: Worker, forge: Forge) -> None:
     request = stage_open(arena)
     right = answer(request, worker, 0, 2)
     with no_descriptor_left(), pytest.raises(ProtocolError):
@@ -238,9 +230,7 @@ def test_output_of_more_than_the_shared_memory_may_have_is_an_os_error_and_keeps
 # Results.
 
 
-def test_fresh_run_must_not_answer_with_the_memory_that_another_may_still_write_to(
-    arena: Arena, worker: Worker
-) -> None:
+def test_fresh_run_must_not_answer_with_the_late_runs_memory(arena: Arena, worker: Worker) -> None:
     request = request_of(planner_of(PLAIN, arena), [X, W], 1, None, 0.0)
     asked = references(request, 0)[1]
     request.message(0, fresh=True)
@@ -252,9 +242,7 @@ def test_fresh_run_must_not_answer_with_the_memory_that_another_may_still_write_
     assert (request.value()["y"] == 3).all()
 
 
-def test_memory_that_a_late_run_may_write_to_is_not_given_to_the_next_request(
-    arena: Arena, worker: Worker
-) -> None:
+def test_memory_of_a_late_run_is_not_the_next_requests(arena: Arena, worker: Worker) -> None:
     planner = planner_of(PLAIN, arena)
     request = request_of(planner, [X, W], 1, None, 0.0)
     [asked] = references(request, 0)[1]  # one worker has it
@@ -282,9 +270,7 @@ def test_shard_that_is_sent_without_fresh_memory_again_is_answered_in_place(aren
     assert request.value()["y"].shape == X.shape
 
 
-def test_answer_after_the_request_was_given_up_is_checked_and_kept_by_nobody(
-    arena: Arena, worker: Worker
-) -> None:
+def test_answer_to_a_settled_request_is_checked_not_kept(arena: Arena, worker: Worker) -> None:
     request = stage_open(arena)
     right = answer(request, worker, 0, 2)
     request.settle(PredictError("late"))
@@ -295,9 +281,7 @@ def test_answer_after_the_request_was_given_up_is_checked_and_kept_by_nobody(
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_failed_request_gives_its_memory_back_though_it_is_held(
-    arena: Arena, cancelled: bool
-) -> None:
+def test_failed_request_that_is_held_holds_no_memory(arena: Arena, cancelled: bool) -> None:
     planner = planner_of(PLAIN, arena)
     request = request_of(planner, [X, W], 2, DECLARED, 0.0)
     request.settle(PredictError("no"), cancelled=cancelled)
@@ -346,9 +330,7 @@ class Interfering:
         return getattr(self.plan, name)
 
 
-def test_result_that_another_thread_makes_in_the_middle_is_there_all_the_same(
-    arena: Arena, worker: Worker
-) -> None:
+def test_result_of_another_thread_in_the_middle_is_there(arena: Arena, worker: Worker) -> None:
     request = stage_open(arena)
     for shard in (0, 1):
         request.take(shard, answer(request, worker, shard, 2), worker.fetch, shard, LIMIT)
@@ -359,9 +341,7 @@ def test_result_that_another_thread_makes_in_the_middle_is_there_all_the_same(
     assert request.error is None
 
 
-def test_exception_of_a_signals_handler_in_a_join_is_not_the_requests_error(
-    arena: Arena, worker: Worker
-) -> None:
+def test_handlers_exception_is_not_the_requests_error(arena: Arena, worker: Worker) -> None:
     request = stage_open(arena)
     for shard in (0, 1):
         request.take(shard, answer(request, worker, shard, 2), worker.fetch, shard, LIMIT)

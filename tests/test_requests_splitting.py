@@ -12,38 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mcinfer.errors import (
-    McinferError,
-    PredictError,
-    PredictTimeoutError,
-    WorkerDiedError,
-)
+from mcinfer.errors import McinferError, PredictError, PredictTimeoutError, WorkerDiedError
 from mcinfer.requests import splitting
-from mcinfer.requests.splitting import (
-    _MAX_PAIRS,
-    Batch,
-    as_record,
-    judge,
-    of_record,
-)
+from mcinfer.requests.splitting import _MAX_PAIRS, Batch, as_record, judge, of_record
 from mcinfer.sharding import Axes
-from mcinfer.specs import Dimension, ModelSpec, TensorSpec
+from mcinfer.specs import Dimension, ModelSpec
+from tests.planned_requests import floats as spec_of
 from tests.split_graphs import Model
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
 Dimensions = tuple[Dimension, ...]
 Function = Callable[..., Mapping[str, Array]]
-
-FLOAT32 = np.dtype(np.float32)
-
-
-def spec_of(inputs: Mapping[str, Dimensions], outputs: Mapping[str, Dimensions]) -> ModelSpec:
-    """A model of float32 tensors with these shapes."""
-    return ModelSpec(
-        inputs=tuple(TensorSpec(name=n, dtype=FLOAT32, shape=s) for n, s in inputs.items()),
-        outputs=tuple(TensorSpec(name=n, dtype=FLOAT32, shape=s) for n, s in outputs.items()),
-    )
+Warned = Callable[[], list[str]]
 
 
 def failing_above(
@@ -59,7 +40,7 @@ def failing_above(
 
 
 @pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def warnings(caplog: pytest.LogCaptureFixture) -> Warned:
     """What was logged so far."""
     caplog.set_level(logging.WARNING, "mcinfer.master")
     return lambda: [record.getMessage() for record in caplog.records]
@@ -141,7 +122,7 @@ def test_declared_split_is_checked_by_the_first_request_and_costs_nothing_more()
 )
 @pytest.mark.parametrize("symbol", ["batch", None], ids=["declared", "free"])
 def test_rows_that_depend_on_each_other_run_whole(
-    warnings: Callable[[], list[str]], function: Function, symbol: Dimension
+    warnings: Warned, function: Function, symbol: Dimension
 ) -> None:
     names = [*function(random(2, 3))]
     model = Model(spec_of({"x": (symbol, 3)}, dict.fromkeys(names, (symbol,))), function)
@@ -178,7 +159,7 @@ def test_pieces_that_cannot_be_run_refute_a_hypothesis() -> None:
 
 
 @pytest.mark.parametrize("function", [double, center], ids=["independent", "mixing"])
-def test_equal_rows_decide_nothing(warnings: Callable[[], list[str]], function: Function) -> None:
+def test_equal_rows_decide_nothing(warnings: Warned, function: Function) -> None:
     model = Model(DECLARED, function)
     for _ in range(2):
         model.ask(np.ones((4, 3), np.float32))
@@ -202,9 +183,7 @@ def masked(x: Array, mask: Array) -> Arrays:
 MASKED = spec_of({"x": (None, 3), "mask": (None, 3)}, {"y": (None, 3)})
 
 
-def test_input_of_equal_rows_that_may_be_cut_or_not_decides_nothing(
-    warnings: Callable[[], list[str]],
-) -> None:
+def test_input_of_equal_rows_that_may_be_cut_or_not_decides_nothing(warnings: Warned) -> None:
     model = Model(MASKED, masked)
     x, mask = random(4, 3), np.ones((4, 3), np.float32)
     model.ask(x, mask)
@@ -214,9 +193,7 @@ def test_input_of_equal_rows_that_may_be_cut_or_not_decides_nothing(
     assert model.split.inputs == {"x": 0, "mask": 0}
 
 
-def test_output_without_elements_decides_nothing_until_one_has_some(
-    warnings: Callable[[], list[str]],
-) -> None:
+def test_output_without_elements_decides_nothing_until_one_has_some(warnings: Warned) -> None:
     model = Model(FREE, lambda x: {"y": x[x[:, 0] > 0]})
     model.ask(-np.abs(random(4, 3)))
     assert not model.splitter.known.settled
@@ -235,7 +212,7 @@ def test_output_without_elements_decides_nothing_until_one_has_some(
     [(1, "joins along axis 0, output_axes says 1"), (None, "along axis 0, output_axes says None")],
 )
 def test_output_axis_that_is_said_wrong_is_found_out(
-    warnings: Callable[[], list[str]], said: int | None, text: str
+    warnings: Warned, said: int | None, text: str
 ) -> None:
     model = Model(DECLARED, double, None, {"y": said})
     for _ in range(2):
@@ -256,9 +233,7 @@ def test_said_axis_counts_for_an_output_without_elements() -> None:
         assert model.split.known == "said"
 
 
-def test_everything_said_to_go_whole_needs_no_request_and_no_warning(
-    warnings: Callable[[], list[str]],
-) -> None:
+def test_everything_said_to_go_whole_needs_no_request_and_no_warning(warnings: Warned) -> None:
     model = Model(DECLARED, double, {"x": None})
     assert model.splitter.known.settled
     model.splitter.warn_if_whole()
@@ -272,9 +247,7 @@ def test_everything_said_to_go_whole_needs_no_request_and_no_warning(
 # What is believed.
 
 
-def test_never_runs_whole_what_nothing_is_known_of_and_says_why_once(
-    warnings: Callable[[], list[str]],
-) -> None:
+def test_never_runs_whole_what_nothing_is_known_of_and_says_why_once(warnings: Warned) -> None:
     model = Model(FREE, double, verify="never")
     for _ in range(3):
         model.splitter.warn_if_whole()
@@ -293,7 +266,7 @@ def noisy(rng: np.random.Generator) -> Function:
 
 @pytest.mark.parametrize("said", [None, {"x": 0}])
 def test_random_model_is_split_only_where_the_user_says_so(
-    warnings: Callable[[], list[str]], said: Axes | None
+    warnings: Warned, said: Axes | None
 ) -> None:
     model = Model(DECLARED, noisy(np.random.default_rng(0)), said)
     for _ in range(3):
@@ -309,7 +282,7 @@ def test_random_model_is_split_only_where_the_user_says_so(
 
 @pytest.mark.parametrize("said", [None, {"x": 0}])
 def test_what_speaks_against_a_split_counts_unless_the_user_says_what_to_split(
-    warnings: Callable[[], list[str]], said: Axes | None
+    warnings: Warned, said: Axes | None
 ) -> None:
     recorded = Model(DECLARED, double)
     recorded.ask(random(4, 3))
@@ -326,9 +299,7 @@ def test_what_speaks_against_a_split_counts_unless_the_user_says_what_to_split(
 # Runs that fail.
 
 
-def test_declared_split_answers_where_the_whole_run_fails(
-    warnings: Callable[[], list[str]],
-) -> None:
+def test_declared_split_answers_where_the_whole_run_fails(warnings: Warned) -> None:
     model = Model(DECLARED, double)
     model.before = failing_above(2)
     for _ in range(2):
@@ -354,7 +325,7 @@ def test_whole_run_that_fails_is_the_callers_error_where_nothing_says_how_to_spl
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_worker_that_dies_in_the_check_costs_the_check_and_not_the_request(
-    warnings: Callable[[], list[str]], number: int
+    warnings: Warned, number: int
 ) -> None:
     model = Model(DECLARED, double)
 
@@ -395,7 +366,7 @@ def test_others_run_whole_while_one_learns() -> None:
 # What is forgotten.
 
 
-def test_split_that_a_request_contradicts_is_withdrawn(warnings: Callable[[], list[str]]) -> None:
+def test_split_that_a_request_contradicts_is_withdrawn(warnings: Warned) -> None:
     model = Model(DECLARED, double)
     model.ask(random(4, 3))
     for _ in range(2):
@@ -467,9 +438,7 @@ def test_axes_that_are_narrow_in_turn_are_learned_once_each() -> None:
     assert not model.split.narrow
 
 
-def test_requests_that_keep_showing_other_axes_run_whole(
-    warnings: Callable[[], list[str]],
-) -> None:
+def test_requests_that_keep_showing_other_axes_run_whole(warnings: Warned) -> None:
     def either(x: Array, c: Array) -> Arrays:
         along = x if c.shape[0] == 1 else np.swapaxes(x, 0, 1)
         return {"y": along.sum(1, keepdims=True)}
@@ -517,9 +486,7 @@ def test_split_is_checked_again_with_each_fourfold_number_of_rows() -> None:
     assert recorded.runs == 3
 
 
-def test_more_rows_that_show_nothing_are_compared_a_few_times_only(
-    warnings: Callable[[], list[str]],
-) -> None:
+def test_more_rows_that_show_nothing_are_compared_a_few_times_only(warnings: Warned) -> None:
     model = Model(DECLARED, double)
     model.ask(random(2, 3))
     for _ in range(20):
@@ -570,9 +537,7 @@ def test_outputs_with_some_nan_decide_by_their_numbers() -> None:
 
 
 @pytest.mark.parametrize(("size", "decides"), [("batch", True), (None, False)])
-def test_equal_rows_of_one_output_are_enough_where_its_symbol_says_what_they_are(
-    size: Dimension, decides: bool
-) -> None:
+def test_equal_rows_are_enough_where_a_symbol_declares_them(size: Dimension, decides: bool) -> None:
     spec = spec_of({"x": ("batch", 3)}, {"y": ("batch", 3), "count": (size, 1)})
     model = Model(spec, lambda x: {"y": 2 * x, "count": np.full((len(x), 1), 3)})
     model.ask(random(4, 3))
@@ -694,9 +659,7 @@ def test_split_that_is_withdrawn_after_an_update_is_not_recorded_any_more() -> N
 
 
 @pytest.mark.parametrize("kind", [PredictTimeoutError, PredictError, WorkerDiedError])
-def test_whole_run_of_more_rows_that_fails_is_split_and_the_next_check_put_off(
-    kind: type[McinferError],
-) -> None:
+def test_larger_whole_run_that_fails_is_split(kind: type[McinferError]) -> None:
     model = Model(DECLARED, double)
     model.ask(random(4, 3))
     model.before = failing_above(10, kind)
@@ -754,9 +717,7 @@ def test_two_requests_of_one_row_show_that_they_may_be_joined(spec: ModelSpec, k
     [center, lambda x: {"y": np.cumsum(x, 0)}, lambda x: {"y": x + len(x)}],
     ids=["mean", "cumsum", "number of rows"],
 )
-def test_requests_whose_rows_meet_are_not_joined(
-    warnings: Callable[[], list[str]], function: Function
-) -> None:
+def test_requests_whose_rows_meet_are_not_joined(warnings: Warned, function: Function) -> None:
     model = Model(DECLARED, function)
     offer(model, random(1, 3))
     offer(model, random(1, 3, seed=1))
@@ -800,9 +761,7 @@ def test_requests_of_other_weights_or_sizes_are_not_compared_with_each_other() -
     assert offer(model, random(1, 4))
 
 
-def test_joining_is_given_up_after_some_trials_and_says_why(
-    warnings: Callable[[], list[str]],
-) -> None:
+def test_joining_is_given_up_after_some_trials_and_says_why(warnings: Warned) -> None:
     spec = spec_of({"x": ("batch", 3), "scale": ()}, {"y": ("batch", 3)})
     model = Model(spec, lambda x, scale: {"y": x * scale})
     trials = 0
@@ -818,9 +777,7 @@ def test_joining_is_given_up_after_some_trials_and_says_why(
     assert model.splitter.known.splits
 
 
-def test_offer_of_another_thread_while_one_is_copied_does_not_change_its_list(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_offer_while_another_is_copied_does_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(DECLARED, double)
     known, copy = model.splitter.known, np.array
     first, second, third = (random(1, 3, seed=seed) for seed in range(3))
@@ -849,9 +806,7 @@ def test_one_request_is_not_compared_with_itself_nor_more_than_a_joined_run_has(
     assert model.split.rows == 33 + 8
 
 
-def test_requests_that_are_kept_until_they_are_compared_have_a_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kept_requests_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "_MAX_OFFERED_BYTES", 100)
     model = Model(DECLARED, double)
     model.ask(random(4, 3))

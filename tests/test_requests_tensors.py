@@ -234,9 +234,7 @@ def test_array_differs_from_itself_by_nothing(element_type: str, shape: Shape) -
 
 
 @pytest.mark.parametrize("element_type", [n for n in FLOATS if n not in EIGHT_BITS])
-def test_tolerance_is_relative_to_the_element_and_half_as_much_to_the_largest(
-    element_type: str,
-) -> None:
+def test_tolerance_is_of_the_element_and_of_the_largest(element_type: str) -> None:
     """The largest is 2, and elements of 0 and 2 may differ by so much of it."""
     tolerance = TOLERANCES[element_type]
     for value, allowed in ((0.0, tolerance), (2.0, 3 * tolerance)):

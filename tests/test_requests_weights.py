@@ -168,9 +168,7 @@ def whole(value: int) -> dict[str, Array]:
     return {"w": np.full(MIB, value, np.uint8)}
 
 
-def test_update_without_memory_is_refused_and_changes_nothing(
-    narrow: tuple[Arena, WeightStore],
-) -> None:
+def test_update_without_memory_changes_nothing(narrow: tuple[Arena, WeightStore]) -> None:
     arena, store = narrow
     store.update(whole(1), 0.0)
     held = store.current
@@ -204,9 +202,7 @@ def test_update_that_waits_for_memory_does_not_keep_others_waiting(arena: Arena)
     assert_values(arena, store.current, {"b": [1, 2, 3], "n": 5})
 
 
-def test_close_in_the_middle_of_an_update_of_its_own_thread_does_not_wait(
-    store: WeightStore,
-) -> None:
+def test_close_within_an_update_of_its_thread_does_not_wait(store: WeightStore) -> None:
     """A signal's handler or a finalizer may close it so."""
 
     def close_once(frame: FrameType, *_: object) -> None:
@@ -264,9 +260,7 @@ def _given(update: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @given(steps=st.lists(st.tuples(UPDATE, st.booleans(), st.integers(0, 5)), max_size=12))
-def test_any_updates_give_what_a_dictionary_would(
-    steps: list[tuple[dict[str, Any], bool, int]],
-) -> None:
+def test_updates_are_as_in_a_dictionary(steps: list[tuple[dict[str, Any], bool, int]]) -> None:
     arena = Arena(2 * MIB)
     store = new_store(arena)
     model: dict[str, Any] = {}

@@ -85,9 +85,7 @@ def test_one_large_request_is_forgotten_after_half_a_minute(pool: Pool) -> None:
     assert pool.idle.due == math.inf
 
 
-def test_memory_of_a_large_request_is_kept_though_blocks_are_larger_than_what_is_in_use(
-    pool: Pool,
-) -> None:
+def test_large_requests_memory_is_kept_though_little_is_in_use(pool: Pool) -> None:
     nothing = IdleFrames()
     small = pool.arena.allocate(1)
     large = pool.arena.allocate(201 * MIB)

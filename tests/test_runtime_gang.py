@@ -103,9 +103,7 @@ def test_reply_takes_the_longest_time(gang: Gang) -> None:
     assert say(gang, [reply(), reply(seconds=4.0), reply()]) == reply(seconds=4.0)
 
 
-def test_outputs_in_blocks_of_ranks_are_merged_and_fetched_from_those(
-    gang: Gang, ranks: list[Rank]
-) -> None:
+def test_outputs_in_blocks_of_ranks_are_merged(gang: Gang, ranks: list[Rank]) -> None:
     ranks[0].hand_over(-1)
     ranks[2].hand_over(-1)
     placed = ref("y", 3)
@@ -139,9 +137,7 @@ def test_request_that_fails_alike_in_all_ranks_fails_alone(gang: Gang) -> None:
     assert not gang.killed
 
 
-def test_error_after_a_run_is_that_of_the_request_and_blocks_of_others_are_dropped(
-    gang: Gang, ranks: list[Rank]
-) -> None:
+def test_error_after_a_run_drops_the_blocks_of_others(gang: Gang, ranks: list[Rank]) -> None:
     ranks[0].hand_over(-1)
     found = say(gang, [reply(ref("z", -1)), error("predict", "no memory"), reply()])
     assert found == error("predict", "rank 1 (cpu:1, pid 101): no memory")
@@ -189,9 +185,7 @@ def test_worker_of_one_process_has_no_group_to_break(ranks: list[Rank]) -> None:
         [reply(), built(), reply()],
     ],
 )
-def test_ranks_that_say_different_things_break_the_protocol(
-    gang: Gang, messages: list[Message]
-) -> None:
+def test_ranks_that_differ_break_the_protocol(gang: Gang, messages: list[Message]) -> None:
     with pytest.raises(ProtocolError, match="at once"):
         say(gang, messages)
 
@@ -209,9 +203,7 @@ def test_death_of_a_rank_ends_the_others_and_is_named(gang: Gang, ranks: list[Ra
     assert gang.reap() == ("ended: rank 1 (cpu:1, pid 101) killed by SIGKILL", {-9})
 
 
-def test_ranks_that_end_because_they_were_asked_are_no_deaths(
-    gang: Gang, ranks: list[Rank]
-) -> None:
+def test_ranks_that_end_as_asked_are_no_deaths(gang: Gang, ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.status = 0
         gang.note_ends(cast("list[WorkerProcess]", [rank]), asked=True)

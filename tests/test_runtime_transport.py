@@ -8,9 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import zmq
@@ -22,11 +21,11 @@ from mcinfer.runtime.transport import (
     UnreachableError,
     WorkerTransport,
 )
+from tests.process.waiting import wait_until
 
 PATIENCE = 40.0
 LARGE = 1 << 16
 
-T = TypeVar("T")
 Joined = tuple[MasterTransport, WorkerTransport]
 
 
@@ -58,13 +57,6 @@ def greet(master: MasterTransport, worker: WorkerTransport) -> bytes:
     return peer
 
 
-def eventually(condition: Callable[[], T]) -> T:
-    until = time.monotonic() + PATIENCE
-    while not (result := condition()):
-        assert time.monotonic() < until
-    return result
-
-
 @pytest.fixture
 def master() -> Iterator[MasterTransport]:
     gc.collect()  # what earlier tests left is not to go now
@@ -73,7 +65,7 @@ def master() -> Iterator[MasterTransport]:
     yield master
     master.close()
     gc.collect()
-    eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) == before)
 
 
 @pytest.fixture
@@ -138,7 +130,7 @@ def test_peer_that_is_gone_cannot_be_sent_to(master: MasterTransport) -> None:
             return True
         return False
 
-    eventually(refused)
+    wait_until(refused)
 
 
 def test_what_a_worker_said_last_comes_though_it_is_gone(master: MasterTransport) -> None:

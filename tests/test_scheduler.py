@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import (
@@ -46,13 +40,7 @@ from mcinfer.protocol import (
     WorkerState,
 )
 from mcinfer.scheduler.balance import Balance
-from mcinfer.scheduler.dispatch import (
-    LONG_RUN,
-    LONG_WAIT,
-    SHORT_RUN,
-    UNBOUNDED_RUN,
-    RequestTable,
-)
+from mcinfer.scheduler.dispatch import LONG_RUN, LONG_WAIT, SHORT_RUN, UNBOUNDED_RUN, RequestTable
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import (
     KILLED_ENDS,
@@ -61,13 +49,7 @@ from mcinfer.scheduler.scheduler import (
     MAX_KILLS,
     Scheduler,
 )
-from mcinfer.scheduler.workers import (
-    MAX_DEATHS,
-    STACKS_SECONDS,
-    Fate,
-    PoolRules,
-    describe_exit,
-)
+from mcinfer.scheduler.workers import MAX_DEATHS, STACKS_SECONDS, Fate, PoolRules, describe_exit
 from mcinfer.statistics import Health, RequestTrace
 from tests.conversations import Conversation
 from tests.orders import (
@@ -313,7 +295,7 @@ def test_shard_on_which_a_worker_crashed_is_given_up_after_two_amid_kills_from_o
 @pytest.mark.parametrize(
     ("other", "pause", "is_given_up"), [(2, 1.0, False), (1, 1.0, True), (2, KILLS_SECONDS, True)]
 )
-def test_kills_that_hit_different_requests_in_one_minute_come_from_outside(
+def test_kills_of_several_requests_are_from_outside(
     other: int, pause: float, is_given_up: bool
 ) -> None:
     pool = ready_pool(3)
@@ -911,9 +893,7 @@ def test_failed_request_shows_nothing() -> None:
     assert balance.rows_per_second(0) is None
 
 
-def test_shard_waits_for_its_preferred_worker_but_not_long_while_another_has_nothing_to_do() -> (
-    None
-):
+def test_shard_waits_for_its_worker_but_not_long_while_another_is_idle() -> None:
     pool, _ = balanced_pool(1.0, 2.0)
     pool.handle_request(100.0, 1, (3,), 1000.0)
     pool.handle_request(100.0, 2, (6, 3), 1000.0, preferred=(0, 1))
@@ -1687,10 +1667,7 @@ class Pools(RuleBasedStateMachine):
             has_it = w.state in (WorkerState.READY, WorkerState.BUSY)
             process = self.processes.get(w.index)
             assert not w.serves or (has_it and process and not process.killed)
-        assert (health.workers, health.serving) == (
-            len(workers),
-            0 if self.is_closed else len(fit),
-        )
+        assert (health.workers, health.serving) == (len(workers), 0 if self.is_closed else len(fit))
         if self.is_closed:
             assert (health.state, health.reasons) == ("closed", ())
         elif self.is_closing or self.is_draining:

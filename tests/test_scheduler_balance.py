@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcinfer.scheduler.balance import (
-    AVERAGED,
-    PROBE_INTERVAL,
-    SUDDEN,
-    TOLERANCE,
-    Balance,
-)
+from mcinfer.scheduler.balance import AVERAGED, PROBE_INTERVAL, SUDDEN, TOLERANCE, Balance
 from mcinfer.sharding import Shares
 
 SPEEDS = st.lists(st.floats(1.0, 100.0), min_size=2, max_size=6)
@@ -90,9 +84,7 @@ def test_first_batch_shows_the_speeds(speeds: list[float]) -> None:
 
 
 @given(SPEEDS, st.integers(0, 5), st.sampled_from([1 / 8, 1 / 3, 0.8, 1.0, 1.5, 3.0]))
-def test_worker_that_becomes_slower_or_faster_soon_has_what_fits_it(
-    speeds: list[float], which: int, factor: float
-) -> None:
+def test_changed_speed_soon_has_what_fits(speeds: list[float], which: int, factor: float) -> None:
     workers = Workers(speeds)
     for _ in range(AVERAGED):
         workers.batch()
@@ -113,9 +105,7 @@ def test_shares_stay_while_speeds_hardly_change(speeds: list[float], noise: list
 
 
 @given(SPEEDS, st.integers(0, 5), st.sampled_from([0.01, 1.3, 100.0]))
-def test_single_run_that_is_far_off_changes_little(
-    speeds: list[float], which: int, factor: float
-) -> None:
+def test_single_run_far_off_changes_little(speeds: list[float], which: int, factor: float) -> None:
     workers = Workers(speeds)
     for _ in range(AVERAGED):
         workers.batch()

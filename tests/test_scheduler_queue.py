@@ -25,9 +25,7 @@ def joinable(rows: int = 1, key: str = "k", due: float = 0.0) -> Joinable:
 # Retried shards.
 
 
-def test_shard_that_had_its_turn_is_not_given_behind_a_run_and_neither_are_those_behind_it() -> (
-    None
-):
+def test_shard_that_had_its_turn_goes_behind_no_run() -> None:
     queue = ShardQueue(1)
     queue.add(shard(1), 0)
     queue.add_first(shard(2))

@@ -12,15 +12,7 @@ import pytest
 
 from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import BuildError, MissingDependencyError
-from mcinfer.protocol import (
-    Build,
-    BuildFinish,
-    Error,
-    Exit,
-    Preparing,
-    WorkerState,
-    state_after,
-)
+from mcinfer.protocol import Build, BuildFinish, Error, Exit, Preparing, WorkerState, state_after
 from mcinfer.scheduler.workers import (
     LONGEST_START,
     SHORTEST_PROBE,

@@ -285,9 +285,7 @@ def test_master_that_does_not_show_its_token_is_not_served(
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_message_before_the_masters_token_ends_the_worker_with_status_1(
-    peer: Peer, message: Message
-) -> None:
+def test_message_before_the_token_ends_the_worker(peer: Peer, message: Message) -> None:
     peer.send(message)
     assert peer.finish() == 1
     assert not peer.last_words()
@@ -310,7 +308,7 @@ def test_block_of_a_card_is_refused_by_a_worker_without_one(peer: Peer, tmp_path
     block.close()
 
 
-def test_tensors_on_cards_are_served_until_the_workers_card_is_lost(
+def test_cards_are_served_until_one_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with emulated_cards(WITHOUT="events"):  # a process cannot open its own, and is both sides here
@@ -346,9 +344,7 @@ def test_tensors_on_cards_are_served_until_the_workers_card_is_lost(
 # Runs.
 
 
-def test_run_that_fails_is_an_error_of_its_kind_and_the_next_is_served(
-    peer: Peer, tmp_path: Path
-) -> None:
+def test_run_fails_by_its_kind_and_the_next_is_served(peer: Peer, tmp_path: Path) -> None:
     peer.build(fake(tmp_path, when={"-1": "fail", "-2": "invalid"}))
     peer.attach(0)
     x = peer.array(x_at(0))
@@ -363,9 +359,7 @@ def test_run_that_fails_is_an_error_of_its_kind_and_the_next_is_served(
     assert peer.array(y_at(64))[0] == 10
 
 
-def test_output_that_is_not_as_declared_comes_as_it_is_and_the_others_where_they_were_asked_for(
-    peer: Peer, tmp_path: Path
-) -> None:
+def test_output_not_as_declared_comes_as_it_is(peer: Peer, tmp_path: Path) -> None:
     text = "(float[batch, 2] x) => (float[batch, 2] y, float[batch, 2] z)"
     text = f'<ir_version: 9, opset_import: ["": 17]> m {text} {{ y = Transpose(x) z = Neg(x) }}'
     onnx.save(onnx.parser.parse_model(text), tmp_path / "lie.onnx")
@@ -386,7 +380,7 @@ def test_output_that_is_not_as_declared_comes_as_it_is_and_the_others_where_they
     [x_at(0, block=1), x_at(BLOCK_BYTES - 11), x_at(2**62), x_at(0, rows=2**61), x_at(0, 3, -1)],
     ids=["unknown block", "over the end", "far away", "too large", "the worker's"],
 )
-def test_tensor_that_does_not_lie_in_its_block_is_not_touched(
+def test_tensor_outside_its_block_is_refused(
     peer: Peer, tmp_path: Path, reference: TensorRef
 ) -> None:
     peer.build(fake(tmp_path))
@@ -400,9 +394,7 @@ def test_tensor_that_does_not_lie_in_its_block_is_not_touched(
 # Blocks.
 
 
-def test_block_that_takes_the_place_of_another_is_the_one_that_is_read(
-    peer: Peer, tmp_path: Path
-) -> None:
+def test_block_in_the_place_of_another_is_read(peer: Peer, tmp_path: Path) -> None:
     peer.build(fake(tmp_path))
     for values in ([1, 2, 3], [4, 5, 6]):
         peer.attach(7)
@@ -433,9 +425,7 @@ def test_cancelled_run_ends_and_the_next_is_served(peer: Peer, tmp_path: Path) -
     assert peer.array(y_at(64)).tolist() == [2, 2, 2]
 
 
-def test_run_that_is_cancelled_before_it_begins_is_skipped_and_the_next_is_served(
-    peer: Peer, tmp_path: Path
-) -> None:
+def test_run_cancelled_before_it_begins_is_skipped(peer: Peer, tmp_path: Path) -> None:
     peer.build(fake(tmp_path, when={"1": "sleep:0.2"}))
     peer.attach(0)
     peer.array(x_at(0))[:] = 1
@@ -473,9 +463,7 @@ def is_read(end: Cancels) -> bool:
 # Heads.
 
 
-def test_body_that_is_no_references_fails_its_run_and_the_next_is_served(
-    peer: Peer, tmp_path: Path
-) -> None:
+def test_body_that_is_no_references_fails_its_run(peer: Peer, tmp_path: Path) -> None:
     peer.build(fake(tmp_path))
     peer.attach(0)
     inputs, outputs = encode_references((x_at(0),)), encode_references((y_at(64),))
@@ -557,9 +545,7 @@ def test_run_is_with_the_version_that_it_names(peer: Peer, tmp_path: Path) -> No
         assert ask_both(peer, 2) == ([3] * 3, [20] * 3)
 
 
-def test_versions_below_the_oldest_are_forgotten_with_their_runs(
-    peer: Peer, tmp_path: Path
-) -> None:
+def test_old_versions_are_forgotten_with_their_runs(peer: Peer, tmp_path: Path) -> None:
     built_with_weights(peer, tmp_path)
     places = [at("w", 1024 * (1 + version)) for version in range(5)]
     for version in (1, 2, 3):
@@ -581,7 +567,7 @@ def test_versions_below_the_oldest_are_forgotten_with_their_runs(
     [at("w", 0, block=1), ("w", STRING, (1,), None, ("text",))],
     ids=["unknown block", "strings"],
 )
-def test_weights_that_do_not_lie_in_their_block_end_the_worker_with_status_1(
+def test_weights_outside_their_block_end_it(
     peer: Peer, tmp_path: Path, reference: TensorRef
 ) -> None:
     built_with_weights(peer, tmp_path)
@@ -598,9 +584,7 @@ def test_outputs_that_are_all_empty_come_without_a_block(peer: Peer, tmp_path: P
     assert peer.fetch(reply.outputs[0]).shape == (3,)
 
 
-def test_answer_that_no_message_can_carry_fails_its_run_and_the_next_is_served(
-    peer: Peer, tmp_path: Path
-) -> None:
+def test_answer_that_no_message_can_carry_fails_its_run(peer: Peer, tmp_path: Path) -> None:
     outputs = [[name, STRING, ["batch"], {"from": "x"}] for name in ("y", "z")]
     peer.build(fake(tmp_path, inputs=[["x", STRING, ["batch"]]], outputs=outputs))
     error = peer.fail([("x", STRING, (9,), None, ("x" * (1 << 20),) * 9)])

@@ -35,17 +35,9 @@ from mcinfer.sharding import (
     split_evenly,
 )
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
+from tests.planned_requests import floats as model
 
 Dimensions = tuple[Dimension, ...]
-FLOAT32 = np.dtype(np.float32)
-
-
-def model(inputs: Mapping[str, Dimensions], outputs: Mapping[str, Dimensions]) -> ModelSpec:
-    """A model of float32 tensors with these shapes."""
-    return ModelSpec(
-        inputs=tuple(TensorSpec(name=n, dtype=FLOAT32, shape=s) for n, s in inputs.items()),
-        outputs=tuple(TensorSpec(name=n, dtype=FLOAT32, shape=s) for n, s in outputs.items()),
-    )
 
 
 def said(spec: ModelSpec, inputs: Axes | None = None, outputs: Axes | None = None) -> Split:
@@ -95,12 +87,9 @@ def test_even_parts_are_full_and_alike(count: int, pieces: int) -> None:
 
 
 @given(
-    count=st.integers(0, 10_000),
-    weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40),
+    count=st.integers(0, 10_000), weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40)
 )
-def test_parts_by_weight_are_full_and_less_than_a_row_from_their_share(
-    count: int, weights: list[float]
-) -> None:
+def test_weighted_parts_are_less_than_a_row_off(count: int, weights: list[float]) -> None:
     parts = split_by_weights(count, weights)
     assert sum(parts) == count
     assert len(parts) == len(weights)
@@ -225,9 +214,7 @@ def test_output_that_nothing_is_known_of_is_refused_before_it_runs() -> None:
         assert len(planned(NAMELESS, [(rows, 3), (rows, 2)], pieces, {"x": 0, "y": 0}).rows) == 1
 
 
-def test_input_that_lacks_the_axis_is_refused_where_it_is_said_and_whole_where_it_is_learned() -> (
-    None
-):
+def test_input_without_the_axis_is_refused_where_said_whole_where_learned() -> None:
     spec = model({"x": (), "w": (None, 3)}, {"y": ()})
     split = said(spec, {"x": 2, "w": 0}, {"y": 0})
     assert cut_batch(spec, [(5, 6, 4), (4, 3)], 2, split).rows == (2, 2)
@@ -346,9 +333,7 @@ def test_parts_that_go_together_are_taken(join: OutputJoin, shapes: list[Shape])
     ],
     ids=str,
 )
-def test_parts_that_do_not_fit_are_an_error_that_names_output_and_worker(
-    join: OutputJoin, shapes: list[Shape], text: str
-) -> None:
+def test_parts_that_do_not_fit_are_named(join: OutputJoin, shapes: list[Shape], text: str) -> None:
     with pytest.raises(JoinError, match=f"output 'y' .*{text}"):
         check_join("y", join, shapes, THREE[: len(shapes)])
 

@@ -500,9 +500,7 @@ def send_blocks(lifeline: Lifeline, *numbers: int) -> None:
 
 
 @pytest.mark.parametrize("from_master", [True, False])
-def test_blocks_pass_over_the_lifeline_both_ways_in_any_order(
-    lifelines: Ends, from_master: bool
-) -> None:
+def test_blocks_pass_both_ways_in_any_order(lifelines: Ends, from_master: bool) -> None:
     sender, receiver = lifelines if from_master else lifelines[::-1]
     send_blocks(sender, 0, 1, 2, 3, -4)
     for number in (3, 0, -4):  # the fixture sees whether the descriptors of 1 and 2 are left
@@ -551,9 +549,7 @@ def test_blocks_that_nobody_asks_for_are_refused_past_the_fourth(lifelines: Ends
             os.close(worker.receive_block(number)[1])
 
 
-def test_block_that_finds_no_free_descriptor_is_an_os_error_and_the_next_one_comes(
-    lifelines: Ends,
-) -> None:
+def test_block_without_a_free_descriptor_is_an_os_error(lifelines: Ends) -> None:
     master, worker = lifelines
     block = Block.create(0, 100)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -591,9 +587,7 @@ HEADER = (1).to_bytes(8, "little") + (64).to_bytes(8, "little")
     ],
     ids=["short", "long", "no descriptor", "five", "the same block twice"],
 )
-def test_what_is_no_block_is_a_protocol_error_and_no_descriptor_stays(
-    packets: list[bytes], count: int
-) -> None:
+def test_what_is_no_block_leaves_no_descriptor(packets: list[bytes], count: int) -> None:
     with no_descriptor_left():
         lifeline, theirs = Lifeline.pair()
         fds = [os.memfd_create("test") for _ in range(count)]

@@ -100,9 +100,7 @@ def test_allowed_process_gets_the_entry(held: Held) -> None:
         owner.allow(os.getpid())
 
 
-def test_entry_stays_until_the_last_of_those_who_hold_it_has_let_go(
-    held: Held, tmp_path: Path
-) -> None:
+def test_entry_stays_until_the_last_has_let_go(held: Held, tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache", 1 << 20)
     owner = WeightOwner(held, [os.getpid()])
     shared = open_weights(owner.handle)

@@ -128,9 +128,7 @@ def numbers(*shape: int, first: float = 0.0) -> Array:
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("counts", [(3, 1, 2), (1, 0, 2), (1,) * 20], ids=str)
-def test_each_member_gets_the_answer_for_its_own_rows(
-    start: Start, axis: int, counts: tuple[int, ...]
-) -> None:
+def test_each_member_gets_its_own_answer(start: Start, axis: int, counts: tuple[int, ...]) -> None:
     def shape(count: Any) -> list[Any]:
         return [*(2, 5)[:axis], count, *(2, 5)[axis:]]
 
@@ -147,7 +145,7 @@ def test_input_that_all_have_in_common_is_given_once_and_whole(start: Start) -> 
             "inputs": [["t", "float32", [2, 2]], ["x", "float32", ["batch"]]],
             "outputs": [["y", "float32", ["batch"], {"from": "x", "scale": 2}]],
             "when": {"7": "fail"},
-        },
+        }
     )
     t, inputs = numbers(2, 2, first=6), [numbers(2), numbers(3, first=3)]
     answers = [np.zeros_like(x) for x in inputs]
@@ -169,9 +167,7 @@ WHOLE_BYTES = [name for name, kind in ELEMENT_TYPES.items() if kind.bits and kin
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("element_type", WHOLE_BYTES)
-def test_every_bit_of_every_element_type_is_copied(
-    start: Start, element_type: str, axis: int
-) -> None:
+def test_every_bit_of_every_type_is_copied(start: Start, element_type: str, axis: int) -> None:
     """Also the bits of NaNs, which arithmetic would change: the engine does not run."""
     dtype = numpy_dtype(element_type)
     pool = start(content(element_type, ("a", "b", 3)))

@@ -242,10 +242,7 @@ class MasterTarget(Target):
         for planner in self._planners.values():
             planner._opened.clear()
         loop.supervision = FedSupervision(
-            self._connections,
-            loop.inbox,
-            loop._delivery,
-            self._rules,
+            self._connections, loop.inbox, loop._delivery, self._rules
         )
         loop.oversee(Scheduler(self._builds, loop, loop.supervision, self._rules))
         loop._delivery._drain()
