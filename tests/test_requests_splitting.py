@@ -18,7 +18,7 @@ from mcinfer.requests.splitting import _MAX_PAIRS, Batch, as_record, judge, of_r
 from mcinfer.sharding import Axes
 from mcinfer.specs import Dimension, ModelSpec
 from tests.planned_requests import floats as spec_of
-from tests.split_graphs import Model
+from tests.split_models import Model
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
@@ -898,90 +898,3 @@ def test_any_content_is_a_record_that_can_be_used_or_none(damage: dict[str, Any]
             assert np.array_equal(model.ask(x)["y"], double(x)["y"])
         except PredictError:  # it says that y joins in another way
             assert model.split.outputs != {"y": 0}
-
-
-# Any function.
-
-ROWS = (2, 4, 7)
-"""Of requests; no other axis has such a size."""
-
-LENGTH = 3
-"""Of all other axes that a model leaves free."""
-
-
-class Case:
-    """A random function over arrays of random axes.
-
-    Each row of an output is made of all elements of that row of all inputs: no other axis can be cut.
-    """
-
-    def __init__(self, data: st.DataObject) -> None:
-        axis = st.integers(0, 2)
-        self.inputs: dict[str, tuple[int | None, Dimensions]] = {}
-        self.outputs: dict[str, tuple[int | None, int]] = {}
-        for i in range(data.draw(st.integers(1, 3), label="inputs")):
-            others: list[Dimension] = data.draw(
-                st.lists(st.sampled_from([None, 5, 1]), max_size=2), label="other axes"
-            )
-            place = data.draw(axis if i == 0 else axis | st.none(), label="axis of the rows")
-            if place is not None:
-                place = min(place, len(others))
-                others.insert(place, "rows")
-            self.inputs[f"in{i}"] = (place, tuple(others))
-        for i in range(data.draw(st.integers(1, 3), label="outputs")):
-            place = data.draw(axis if i == 0 else axis | st.none(), label="axis of the output")
-            self.outputs[f"out{i}"] = (place, data.draw(st.integers(1, 2), label="for each row"))
-
-    def spec(self, symbol: Dimension) -> ModelSpec:
-        """With this in the place of the rows."""
-        return spec_of(
-            {
-                name: tuple(symbol if size == "rows" else size for size in shape)
-                for name, (_, shape) in self.inputs.items()
-            },
-            dict.fromkeys(self.outputs, (None, None, None)),
-        )
-
-    def request(self, rows: int, seed: int) -> list[Array]:
-        sizes: dict[Dimension, int] = {"rows": rows, None: LENGTH}
-        return [
-            random(*(sizes.get(size, size) for size in shape), seed=seed + i)  # type: ignore[arg-type]
-            for i, (_, shape) in enumerate(self.inputs.values())
-        ]
-
-    def __call__(self, *arrays: Array) -> Arrays:
-        """Row by row."""
-        rows, shared = None, np.float64(0)
-        for array, (axis, _) in zip(arrays, self.inputs.values(), strict=True):
-            if axis is None:
-                shared = shared + np.sin(array.astype(np.float64)).sum()
-            else:
-                flat = np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1)
-                weights = np.arange(1, flat.shape[1] + 1)
-                each = np.sin(flat.astype(np.float64) * weights).sum(1) ** 3
-                rows = each if rows is None else rows + each  # of one number, or an error
-        assert rows is not None
-        answer = {}
-        for name, (axis, count) in self.outputs.items():
-            if axis is None:
-                answer[name] = np.arange(3) + shared
-                continue
-            table = np.repeat(rows + shared, count)[:, None, None] * np.arange(1.0, 3)[:, None]
-            answer[name] = np.moveaxis(table, 0, axis)
-        return answer
-
-
-@given(st.data())
-@settings(max_examples=30)
-def test_any_function_of_single_rows_is_split_along_the_right_axes(data: st.DataObject) -> None:
-    case = Case(data)
-    spec = case.spec(data.draw(st.sampled_from([None, "batch", "s0"])))
-    model = Model(spec, case)
-    pieces = data.draw(st.integers(2, 3))
-    for number, rows in enumerate((*data.draw(st.permutations(ROWS)), 1)):
-        request = case.request(rows, 10 * number)
-        answer, want = model.ask(*request, pieces=pieces), case(*request)
-        assert all(np.allclose(answer[name], array) for name, array in want.items())
-    assert model.splitter.known.splits
-    assert model.split.inputs == {name: axis for name, (axis, _) in case.inputs.items()}
-    assert model.split.outputs == {name: axis for name, (axis, _) in case.outputs.items()}
