@@ -1,9 +1,6 @@
 """Rows by the measured speed of workers, with real processes."""
 
 import asyncio
-import os
-import signal
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -14,13 +11,10 @@ import pytest
 from mcinfer import InvalidInputError, Master
 from mcinfer.statistics import RequestTrace
 from tests.process.models import FakeModel, assert_answers, fake_master, rows
-from tests.process.waiting import wait_for_states, wait_until
+from tests.process.waiting import wait_until
 
 ROWS = 32
 ROW_SECONDS = 0.002
-
-MOST_OF_SLOW = 12
-"""Rows that a worker of a quarter of the speed of another gets at most, of an ideal of 6.4."""
 
 
 class Slowed:
@@ -80,28 +74,6 @@ def test_worker_slowed_to_a_third_gets_fewer_rows_and_batches_take_what_they_nee
     assert fast is not None
     assert slow is not None
     assert 1.5 < fast / slow < 6
-
-
-def test_worker_that_dies_is_not_waited_for_and_keeps_its_speed(
-    fake_model: FakeModel, tmp_path: Path
-) -> None:
-    slowed = Slowed(fake_model, tmp_path, 0.001, 0.004)
-    with fake_master(slowed.path, 2, balance="measured", trace=slowed.traces.append) as master:
-        slowed.predict(master, 2)
-        with ThreadPoolExecutor(4) as callers:
-            batches = [rows(ROWS, float(i)) for i in range(8)]
-            answers = [callers.submit(master.predict, inputs) for inputs in batches]
-            answers[2].result()
-            pid = master.statistics().workers[1].pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            for inputs, answer in zip(batches, answers, strict=True):
-                assert_answers(answer.result(), inputs)
-        wait_for_states(master, "ready", "ready")
-        wait_until(lambda: len(slowed.traces) == 2 + len(batches))
-        (trace,) = slowed.predict(master, 1)
-        assert 0 < rows_by_worker(trace)[1] <= MOST_OF_SLOW
-        assert master.statistics().workers[1].restarts == 1
 
 
 def test_requests_of_one_row_do_not_wait_for_one_worker_while_the_other_is_free(

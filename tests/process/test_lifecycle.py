@@ -62,7 +62,7 @@ def test_every_call_before_start_and_after_close_says_so_and_close_is_for_many(
 def test_close_that_overtakes_a_start_ends_it_and_leaves_nothing(fake_model: FakeModel) -> None:
     chance = random.Random(0)  # noqa: S311 no secret
     model = fake_model(build="sleep:30")
-    for attempt in range(8):
+    for attempt in range(5):
         master = fake_master(model, 1)
         # From before its first step until its workers load the model.
         delay = chance.random() * (0.005 if attempt % 4 else 0.3)
@@ -161,10 +161,9 @@ def test_two_masters_do_not_know_each_other(fake_model: FakeModel) -> None:
 
 
 def test_master_that_is_to_be_pickled_says_what_to_do_instead(fake_model: FakeModel) -> None:
-    with fake_master(fake_model(), 1) as master:
-        for copied in (pickle.dumps, copy.deepcopy):
-            with pytest.raises(TypeError, match=r"make one in each process, or use mcinfer\.ort"):
-                copied(master)
+    for copied in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"make one in each process, or use mcinfer\.ort"):
+            copied(fake_master(fake_model(), 1))
 
 
 def test_what_workers_print_comes_out_line_by_line_with_their_mark(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -58,18 +59,12 @@ def test_failed_requests_free_their_memory_at_once(fake_model: FakeModel) -> Non
         assert len(kept) == 4
 
 
-@pytest.mark.parametrize("call", ["statistics", "predict"])
-def test_handler_of_a_signal_may_close_the_master_in_any_call(
-    fake_model: FakeModel, call: str
-) -> None:
+def test_handler_of_a_signal_may_close_the_master_in_any_call(fake_model: FakeModel) -> None:
     master = fake_master(fake_model(), 1).start()
-    calls: dict[str, Callable[[], object]] = {
-        "statistics": master.statistics,
-        "predict": lambda: master.predict(rows(2)),
-    }
     with sigterm(0.05, master.close), suppress(ClosedError):
         while master.health().state != "closed":
-            calls[call]()
+            master.statistics()
+            master.predict(rows(2))
     assert master.health().state == "closed"
 
 
@@ -82,19 +77,17 @@ def test_handler_of_a_signal_may_drain_while_its_thread_waits_for_an_answer(
     assert master.health().state == "closed"
 
 
-@pytest.mark.parametrize("call", ["predict", "submit"])
 def test_handler_of_a_signal_may_wait_for_an_answer_while_its_thread_does(
-    fake_model: FakeModel, call: str
+    fake_model: FakeModel,
 ) -> None:
     """Whichever answer comes first: the one that was interrupted, or that of the handler."""
     model = fake_model(when={"-1": "sleep:0.3", "2": "sleep:0.6"})
     with fake_master(model, 2) as master:
-        calls: dict[str, Callable[[Inputs], Inputs]] = {
-            "predict": partial(master.predict, timeout=PATIENCE, shards=1),
-            "submit": lambda inputs: master.submit(inputs).result(PATIENCE),
-        }
-        ask = calls[call]
-        for inner in (1.0, 2.0):
+        calls: list[Callable[[Inputs], Inputs]] = [
+            partial(master.predict, timeout=PATIENCE, shards=1),
+            lambda inputs: master.submit(inputs).result(PATIENCE),
+        ]
+        for ask, inner in product(calls, (1.0, 2.0)):
             answer: Future[Inputs] = Future()
             with sigterm(0.1, partial(settle, answer, partial(ask, act(inner)))):
                 assert_answers(ask(act(BAD)), act(BAD))

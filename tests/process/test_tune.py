@@ -33,30 +33,31 @@ print(len(answers), answers[0][0].shape)
 """
 
 
-@pytest.mark.parametrize(
-    ("call", "threads", "kind"),
-    [
+def test_printed_programs_open_the_sessions_that_were_measured(onnx_model: OnnxModel) -> None:
+    """One after another in one process, whose start takes most of the time."""
+    calls: list[tuple[Call, int, str]] = [
         ("session", 2, "onnxruntime."),
         ("threads", 1, "onnxruntime."),
         ("inline", 2, "mcinfer.ort.session"),
-    ],
-)
-def test_printed_program_opens_the_session_that_was_measured(
-    call: Call, threads: int, kind: str, onnx_model: OnnxModel
-) -> None:
-    model, candidate = str(onnx_model(AFFINE)), Candidate(workers=1, threads=threads, call=call)
-    aim = Aim(goal="throughput", load=Load(batch=3, clients=4))
-    found = Found(aim=aim, cores=2, default=candidate, batch_axes={}, output_axes={})
-    found.arrays = {"x": ("float32", (3, 4))}
-    check = AS_MEASURED.format(way=candidate.way, threads=threads, model=model)
-    with Program(program(model, candidate, found) + check) as printed:
+    ]
+    model, aim = str(onnx_model(AFFINE)), Aim(goal="throughput", load=Load(batch=3, clients=4))
+    text = ""
+    for call, threads, _ in calls:
+        candidate = Candidate(workers=1, threads=threads, call=call)
+        found = Found(aim=aim, cores=2, default=candidate, batch_axes={}, output_axes={})
+        found.arrays = {"x": ("float32", (3, 4))}
+        check = AS_MEASURED.format(way=candidate.way, threads=threads, model=model)
+        text += program(model, candidate, found) + check
+    with Program(text) as printed:
         ran = printed.wait()
     assert ran.status == 0, ran.err
-    opened, measured, answers = ran.out.splitlines()
-    assert opened == measured
-    assert opened.startswith(kind)
-    assert f" {threads} [" in opened
-    assert answers == "4 (3, 4)"
+    lines = iter(ran.out.splitlines())
+    for (_, threads, kind), *said in zip(calls, *[lines] * 3, strict=True):
+        opened, measured, answers = said
+        assert opened == measured
+        assert opened.startswith(kind)
+        assert f" {threads} [" in opened
+        assert answers == "4 (3, 4)"
 
 
 @pytest.mark.thorough
