@@ -255,7 +255,6 @@ def test_rank_that_does_not_come_is_named_within_the_time_of_hccls_variable(
     with pytest.raises(CollectiveTimeoutError, match=r"rank 1.* 2") as raised:
         Membership(ranks).group()
     both = failure("build_from_file", raised.value)
-    assert type(both).__name__ == "RankTimeoutError"
     assert isinstance(both, CollectiveTimeoutError)
     assert isinstance(both, RuntimeError)
 

@@ -50,9 +50,7 @@ def source_of(
     sections: Any = None,
     model: str | bytes = "model",
 ) -> Source:
-    return Source(
-        name="model", model=model, model_type=model_type, context=context, sections=sections or {}
-    )
+    return Source(model, model_type, context, sections or {})
 
 
 def ways(context: Context, model_type: ModelType = ModelType.ONNX) -> list[list[str]]:

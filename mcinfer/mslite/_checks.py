@@ -8,17 +8,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from typing import Generic, Self, TypeVar, overload
+from functools import cache
+from typing import Any, Generic, Self, TypeVar, overload
 
-from mcinfer.errors import (
-    CollectiveTimeoutError,
-    InvalidInputError,
-    McinferError,
-    MissingDependencyError,
-    PredictTimeoutError,
-    WeightAccessError,
-    raised_by_handler,
-)
+from mcinfer.errors import McinferError, raised_by_handler
 
 T = TypeVar("T")
 
@@ -26,24 +19,16 @@ Sections = dict[str, dict[str, str]]
 """A configuration: sections of entries."""
 
 
-def _is(value: object, cls: type) -> bool:
-    """Whether a value is of a class. A bool is not an int here; upstream takes it."""
-    return isinstance(value, cls) and not (cls is int and isinstance(value, bool))
-
-
-def check_type(name: str, value: object, cls: type[T]) -> T:
-    """The value, if it is of the class, else a TypeError."""
-    if not isinstance(value, cls) or not _is(value, cls):
-        raise TypeError(f"{name} must be {cls.__name__}, but got {type(value)}.")
+def check_type(name: str, value: object, cls: type[T], suffix: str = "") -> T:
+    """The value, if it is of the class, else a TypeError. A bool is no int here; upstream takes it."""
+    if not isinstance(value, cls) or (cls is int and isinstance(value, bool)):
+        raise TypeError(f"{name} must be {cls.__name__}, but got {type(value)}{suffix}.")
     return value
 
 
 def check_elements(name: str, values: Iterable[object], cls: type) -> None:
     for i, element in enumerate(values):
-        if not _is(element, cls):
-            raise TypeError(
-                f"{name} element must be {cls.__name__}, but got {type(element)} at index {i}."
-            )
+        check_type(f"{name} element", element, cls, f" at index {i}")
 
 
 def check_list(name: str, value: object, cls: type[T]) -> list[T]:
@@ -118,37 +103,19 @@ def check_path(what: str, name: str, path: str) -> None:
         raise RuntimeError(f"{what} failed, {name} does not exist!")
 
 
-class InvalidRunError(InvalidInputError, RuntimeError):
-    """Inputs do not fit the model."""
+@cache
+def _both(kind: type[Any]) -> type[Any]:
+    """The class of errors of this kind that are RuntimeErrors as well."""
+    if issubclass(kind, RuntimeError):
+        return kind
+    more = {"__reduce__": lambda error: (raisable, (kind, str(error)))}  # it can be pickled
+    return type(kind.__name__, (kind, RuntimeError), more)
 
 
-class RunTimeoutError(PredictTimeoutError, RuntimeError):
-    """The request's time limit passed."""
-
-
-class RankTimeoutError(CollectiveTimeoutError, RuntimeError):
-    """A rank did not come, or did not take part, in time."""
-
-
-class MissingRuntimeError(MissingDependencyError, RuntimeError):
-    """An engine's package is not installed."""
-
-
-class WeightRefusedError(WeightAccessError, RuntimeError):
-    """Shared weights were refused."""
-
-
-class UnclassifiedError(McinferError, RuntimeError):
-    """A failure without a class of its own in mcinfer."""
-
-
-_BOTH: dict[type[McinferError], type[McinferError]] = {
-    InvalidInputError: InvalidRunError,
-    PredictTimeoutError: RunTimeoutError,
-    CollectiveTimeoutError: RankTimeoutError,
-    MissingDependencyError: MissingRuntimeError,
-    WeightAccessError: WeightRefusedError,
-}
+def raisable(kind: type[McinferError], text: str) -> McinferError:
+    """An error of this kind that is a RuntimeError as well."""
+    error: McinferError = _both(kind)(text)  # type: ignore[arg-type] # mypy sees the errors' own hash
+    return error
 
 
 def failure(what: str, exc: BaseException) -> Exception:
@@ -157,10 +124,7 @@ def failure(what: str, exc: BaseException) -> Exception:
     Its text is ``{what} failed! Error is {exc}``; `what` is ``predict``, ``build_from_file``, …
     """
     text = f"{what} failed! Error is {exc}"
-    if not isinstance(exc, McinferError):
-        return RuntimeError(text)
-    kind = _BOTH.get(type(exc), type(exc))
-    return kind(text) if issubclass(kind, RuntimeError) else UnclassifiedError(text)
+    return raisable(type(exc), text) if isinstance(exc, McinferError) else RuntimeError(text)
 
 
 @contextmanager

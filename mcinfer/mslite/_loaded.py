@@ -164,12 +164,8 @@ def load(
 ) -> LoadedModel:
     """Load a model in one way.
 
-    Args:
-        source: The model.
-        attempt: The way.
-        ranks: The part of this process in the group of ranks, if there is one.
-        dims: Other sizes of the inputs in place of those that an ONNX model fixes.
-        workspace: Whether it uses the memory between operators that all models of the process share.
+    With `ranks`, as a rank of a group; with `dims`, with other sizes of the inputs in place of those that an
+    ONNX model fixes; with a `workspace`, on the memory between operators that all such models share.
     """
     cores: Sequence[int] = ()
     if attempt.kind == "cpu":
@@ -209,15 +205,15 @@ def load(
             here = prepared_facts(attempt.engine, request)
             shared = opened.enter_context(open_weights(handle))
             _check_same(shared.facts, here)
+        slab = None if shared is None else shared.slab
+        if slab is not None and slab.device != request.device:
+            raise BuildError(
+                f"shareable_weight_mem_handle: the owner's weights are on {slab.device}, here the model "
+                f"is for {request.device}"
+            )
         if shared is not None:
-            request = replace(request, model=shared.model)
-            if (slab := shared.slab) is not None:
-                if slab.device != request.device:
-                    raise BuildError(
-                        f"shareable_weight_mem_handle: the owner's weights are on {slab.device}, here the "
-                        f"model is for {request.device}"
-                    )
-                request = replace(request, slab=lambda _: slab)
+            get_slab = None if slab is None else lambda _: slab
+            request = replace(request, model=shared.model, slab=get_slab)
         group = None if ranks is None else ranks.group()
         try:
             with _pinned(cores):

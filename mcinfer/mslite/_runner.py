@@ -40,7 +40,6 @@ from mcinfer.mslite._targets import (
     Attempt,
     Source,
     count_workers,
-    model_type_of,
     open_first,
     pinned_cores,
 )
@@ -202,9 +201,8 @@ class ModelParallelRunner:
         then. Workers that have not ended within `timeout` seconds are killed.
         """
         self._closed = True
-        if self._master is not None:
-            # A worker that loads a model reads no messages.
-            self._master.close(timeout if self._name else 0.0)
+        if (master := self._master) is not None:
+            master.close(timeout if self._name else 0.0)  # a worker that loads a model reads no messages
 
     def __enter__(self) -> Self:
         return self
@@ -225,13 +223,8 @@ class ModelParallelRunner:
                     "the model was built already, or is being built; make a new ModelParallelRunner"
                 )
             try:
-                source = Source(
-                    name="buffer" if isinstance(model, bytes) else model,
-                    model=model,
-                    model_type=model_type_of(model),
-                    context=config.context,
-                    sections=override(load_sections(config.config_path), config.sections),
-                )
+                sections = override(load_sections(config.config_path), config.sections)
+                source = Source(model, None, config.context, sections)
                 # The caller is three calls up: _build, build_from_file, the user.
                 open_first(source, partial(self._start, source, config), alone=False, stacklevel=3)
             except BaseException as exc:

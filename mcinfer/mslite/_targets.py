@@ -53,7 +53,6 @@ class ModelType(IntEnum):
     MINDIR_LITE = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """What a user gave to build a model from.
 
@@ -63,16 +62,21 @@ class Source:
         weights: Content of its file of weights, if given.
     """
 
-    name: str
-    model: str | bytes
-    model_type: ModelType
-    context: Context
-    sections: Sections
-    weights: bytes | None = None
-
-    @property
-    def is_onnx(self) -> bool:
-        return self.model_type is ModelType.ONNX
+    def __init__(
+        self,
+        model: str | bytes,
+        model_type: ModelType | None,
+        context: Context,
+        sections: Sections,
+        weights: bytes | None = None,
+    ) -> None:
+        self.name = model if isinstance(model, str) else "buffer"
+        self.model = os.path.abspath(model) if isinstance(model, str) else model
+        self.model_type = model_type_of(model, model_type)
+        self.is_onnx = self.model_type is ModelType.ONNX
+        self.context = context
+        self.sections = sections
+        self.weights = weights
 
 
 def model_type_of(model: str | bytes, model_type: ModelType | None = None) -> ModelType:
@@ -106,7 +110,7 @@ def _holds_onnx(model: str | bytes) -> bool:
 # Ways to run a model.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """One way to run a model: an engine on a kind of device.
 
@@ -125,12 +129,7 @@ class Attempt:
 
 
 def attempts(source: Source) -> list[list[Attempt]]:
-    """For each target of the context, in order, the engines to try there.
-
-    Raises:
-        InvalidInputError: The context names too many targets, or the configuration names files that are not
-            there.
-    """
+    """For each target of the context, in order, the engines to try there."""
     targets = source.context.device_infos
     if os.environ.get("MCINFER_STRICT_DEVICE") == "1":
         targets = targets[:1]
@@ -154,15 +153,7 @@ def attempts(source: Source) -> list[list[Attempt]]:
             )
             if source.model_type is ModelType.MINDIR:
                 engines.insert(0, "mindspore")
-        way = Attempt(
-            target=target,
-            engine="",
-            kind=kind,
-            index=index,
-            options=options,
-            remarks=tuple(remarks),
-        )
-        found.append([replace(way, engine=engine) for engine in engines])
+        found.append([Attempt(target, e, kind, index, options, tuple(remarks)) for e in engines])
     return found
 
 
@@ -234,14 +225,9 @@ _ON_TARGET: Mapping[str, Callable[[Source], _Way]] = {
 def open_first(source: Source, build: Callable[[Attempt], T], *, alone: bool, stacklevel: int) -> T:
     """Build on the first usable target; warn of what has no effect, and of targets that failed.
 
-    The warning for a target comes before it is tried: if warnings are errors, nothing was built yet. Raises
-    the last target's error.
-
-    Args:
-        source: The model.
-        build: Builds it in one way.
-        alone: Whether it is for this process alone, not for a runner.
-        stacklevel: As of `warnings.warn`, seen from the caller.
+    The warning for a target comes before it is tried: if warnings are errors, nothing was built yet. The
+    model is for this process `alone`, or for a runner; `stacklevel` is as of `warnings.warn`, seen from the
+    caller. Raises the last target's error.
     """
     warn_of_unused(source.sections, _used_keys(source, alone=alone), stacklevel=stacklevel + 1)
     refusals: list[str] = []

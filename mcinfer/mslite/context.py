@@ -44,19 +44,15 @@ def _choice(name: str, default: str, *choices: str) -> Option[str]:
 def _affinity_mode(name: str, value: int) -> int:
     if check_type(name, value, int) in (0, 1, 2):
         return value
-    warnings.warn(
-        f"{name} must be 0, 1 or 2, but got {value}: 0 is used",
-        UserWarning,
-        stacklevel=4,  # through Option.__set__ and _Part.__setattr__
-    )
+    text = f"{name} must be 0, 1 or 2, but got {value}: 0 is used"
+    warnings.warn(text, UserWarning, stacklevel=4)  # through Option.__set__ and _Part.__setattr__
     return 0
 
 
 def _device_ids(name: str, value: list[int]) -> None:
     if any(index < 0 for index in check_list(name, value, int)):
-        raise InvalidInputError(
-            f"Set parallel failed, {name} contain a negative number. Got {value}"
-        )
+        text = f"Set parallel failed, {name} contain a negative number. Got {value}"
+        raise InvalidInputError(text)
 
 
 def _target(name: str, value: list[str]) -> list[str]:
@@ -93,7 +89,7 @@ class _Part:
 
 
 class CpuDeviceInfo(_Part):
-    """The CPU part of a context. A wrong type is a TypeError, a wrong value an InvalidInputError.
+    """The CPU part of a context.
 
     Attributes:
         precision_mode: ``"enforce_fp32"`` (the default) or ``"preferred_fp16"``.
@@ -120,7 +116,7 @@ class CpuDeviceInfo(_Part):
 
 
 class GpuDeviceInfo(_Part):
-    """The GPU part of a context. A wrong type is a TypeError, a wrong value an InvalidInputError.
+    """The GPU part of a context.
 
     Attributes:
         precision_mode: ``"enforce_fp32"`` (the default) or ``"preferred_fp16"``.
@@ -140,17 +136,15 @@ class GpuDeviceInfo(_Part):
 
     @property
     def rank_id(self) -> int:
-        launched = from_launcher()
-        return 0 if launched is None else launched.rank
+        return 0 if (launched := from_launcher()) is None else launched.rank
 
     @property
     def group_size(self) -> int:
-        launched = from_launcher()
-        return 1 if launched is None else launched.size
+        return 1 if (launched := from_launcher()) is None else launched.size
 
 
 class AscendDeviceInfo(_Part):
-    """The Ascend part of a context. A wrong type is a TypeError, a wrong value an InvalidInputError.
+    """The Ascend part of a context.
 
     Attributes:
         precision_mode: How far precision may be lowered: ``"enforce_fp32"``, ``"preferred_fp32"``,
@@ -180,7 +174,7 @@ class AscendDeviceInfo(_Part):
 
 
 class ParallelOptions(_Part):
-    """The workers of a `ModelParallelRunner`. Wrong types are TypeErrors, values InvalidInputErrors.
+    """The workers of a `ModelParallelRunner`.
 
     Attributes:
         workers_num: Number of workers; 0 (the default) leaves it to the library.
@@ -248,19 +242,16 @@ def _part(cls: type[T]) -> T:
 class Context(_Part):
     """Where and how a model is to run: a target, and a part for each kind of device.
 
-    Setting an attribute that is not one of those here keeps the value and gives a UserWarning.
+    A wrong type is a TypeError, a wrong value an InvalidInputError. Setting an attribute that is not one of
+    those here keeps the value and gives a UserWarning.
 
     Attributes:
         target: The devices to run on, of "cpu", "gpu" and "ascend" in any case; a copy, as it was set.
             ``["cpu"]`` by default, and again after it is set to anything that is false. The CPU is the
-            backup of the others without being named. Not a list of str is a TypeError, another name an
-            InvalidInputError.
+            backup of the others without being named.
         group_info_file: The file with the groups of ranks for distributed inference, ``""`` by
-            default; it is checked when ranks build a model. Something other than a str is a TypeError.
-        cpu: Settings for the CPU.
-        gpu: Settings for a GPU.
-        ascend: Settings for an Ascend device.
-        parallel: Settings for a `ModelParallelRunner`.
+            default; it is checked when ranks build a model.
+        cpu, gpu, ascend, parallel: Settings for a kind of device, or for a `ModelParallelRunner`.
     """
 
     target = Option("target", ["cpu"], _target)

@@ -4,7 +4,7 @@ import os
 import threading
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntFlag
 from functools import partial
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from mcinfer.mslite._runner import (
     given_tensors,
     named_weights,
 )
-from mcinfer.mslite._targets import Attempt, ModelType, Source, model_type_of, open_first
+from mcinfer.mslite._targets import Attempt, ModelType, Source, open_first
 from mcinfer.mslite.context import Context, check_context
 from mcinfer.mslite.tensor import (
     Format,
@@ -124,14 +124,7 @@ class Model:
             check_type("dec_key", dec_key, bytes)
             unsupported = "dec_key: encrypted models are not supported, decrypt it first"
             raise failure(what, BuildError(unsupported))
-        source = Source(
-            name=model_path,
-            model=os.path.abspath(model_path),
-            model_type=model_type_of(model_path, model_type),
-            context=context,
-            sections=sections,
-        )
-        self._build(what, source)
+        self._build(what, Source(model_path, model_type, context, sections))
 
     def build_from_buffer(
         self,
@@ -165,15 +158,8 @@ class Model:
             check_type("model_type", model_type, ModelType)
         context = check_context(context)
         check_type("config_path", config_path, str)
-        source = Source(
-            name="buffer",
-            model=model_bytes,
-            model_type=model_type_of(model_bytes, model_type),
-            context=context,
-            sections=read_configuration(what, config_path, config_dict),
-            weights=weight_bytes,
-        )
-        self._build(what, source)
+        sections = read_configuration(what, config_path, config_dict)
+        self._build(what, Source(model_bytes, model_type, context, sections, weight_bytes))
 
     def _build(self, what: str, source: Source) -> None:
         # Warnings are at the line of the user's call, one above `build_from_…`.
@@ -197,9 +183,8 @@ class Model:
             elif not source.is_onnx:
                 fixed = "its sizes are fixed, and can be changed in ONNX models only"
             specs = session.spec.inputs
-            has_fixed = any(isinstance(size, int) for spec in specs for size in spec.shape)
-            if isinstance(source.model, bytes) and (fixed or not has_fixed):
-                source = replace(source, model=b"", weights=None)  # nothing reads it again
+            if fixed or not any(isinstance(size, int) for spec in specs for size in spec.shape):
+                source.model, source.weights = "", None  # nothing reads them again
             self._group = group
             self._built = _Built(
                 source=source,
@@ -341,13 +326,8 @@ class Model:
             dims_of = dict(zip(names, wanted, strict=True))
             session = _load(self._group, built.source, None, session.attempt, dims_of)
             # Weights that another model of the group has replaced in a shared session stay.
-            replaced = {
-                name: array
-                for name, array in built.session.weights.items()
-                if name not in session.weights
-            }
-            if replaced:
-                session.update_weights(replaced)
+            if kept := {**built.session.weights, **session.weights}:
+                session.update_weights(kept)
         if all(size > 0 for shape in wanted for size in shape):
             session.output_shapes(tuple(map(tuple, wanted)))
         built.session, built.dims = session, wanted
@@ -381,7 +361,17 @@ def _load(
     attempt: Attempt,
     dims: Dims | None = None,
 ) -> LoadedModel:
-    return (load if group is None else group._load)(source, attempt, ranks, dims)
+    flags = ModelGroupFlag(0) if group is None else group.flags
+    workspace = ModelGroupFlag.SHARE_WORKSPACE in flags
+    if group is None or ModelGroupFlag.SHARE_WEIGHT not in flags:
+        return load(source, attempt, ranks, dims, workspace=workspace)
+    with group._lock:
+        key = identity(source, attempt, dims)
+        session = group._loaded.get(key)
+        if session is None:
+            session = load(source, attempt, ranks, dims, workspace=workspace)
+            group._loaded[key] = session
+        return session
 
 
 def _allowing(session: LoadedModel, pids: Sequence[int], *, stacklevel: int) -> WeightOwner:
@@ -435,20 +425,6 @@ class ModelGroup:
     @classmethod
     def _of_path(cls, model: str | bytes) -> "ModelGroup | None":
         return cls._by_path.get(os.path.realpath(model)) if isinstance(model, str) else None
-
-    def _load(
-        self, source: Source, attempt: Attempt, ranks: Membership | None, dims: Dims | None
-    ) -> LoadedModel:
-        workspace = ModelGroupFlag.SHARE_WORKSPACE in self.flags
-        if ModelGroupFlag.SHARE_WEIGHT not in self.flags:
-            return load(source, attempt, ranks, dims, workspace=workspace)
-        with self._lock:
-            key = identity(source, attempt, dims)
-            session = self._loaded.get(key)
-            if session is None:
-                session = load(source, attempt, ranks, dims, workspace=workspace)
-                self._loaded[key] = session
-            return session
 
     def add_model(self, models: "list[Model] | list[str] | tuple[Model | str, ...]") -> None:
         """Put models into the group, before they are built.

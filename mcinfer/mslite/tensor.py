@@ -16,17 +16,17 @@ from enum import IntEnum
 from functools import lru_cache
 from itertools import combinations
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.mslite._checks import (
-    InvalidRunError,
     check_elements,
     check_shape,
     check_type,
+    raisable,
     typed,
 )
 from mcinfer.specs import TensorSpec
@@ -48,19 +48,10 @@ class _NamedNumber(IntEnum):
 class DataType(_NamedNumber):
     """Element types, with upstream's numbers."""
 
-    UNKNOWN = 0
-    BOOL = 30
-    INT8 = 32
-    INT16 = 33
-    INT32 = 34
-    INT64 = 35
-    UINT8 = 37
-    UINT16 = 38
-    UINT32 = 39
-    UINT64 = 40
-    FLOAT16 = 42
-    FLOAT32 = 43
-    FLOAT64 = 44
+    UNKNOWN, BOOL = 0, 30
+    INT8, INT16, INT32, INT64 = 32, 33, 34, 35
+    UINT8, UINT16, UINT32, UINT64 = 37, 38, 39, 40
+    FLOAT16, FLOAT32, FLOAT64 = 42, 43, 44
     INVALID = 2147483647
 
 
@@ -68,25 +59,9 @@ class Format(_NamedNumber):
     """The meaning of a tensor's dimensions, with upstream's numbers. It changes nothing here."""
 
     DEFAULT = -1
-    NCHW = 0
-    NHWC = 1
-    NHWC4 = 2
-    HWKC = 3
-    HWCK = 4
-    KCHW = 5
-    CKHW = 6
-    KHWC = 7
-    CHWK = 8
-    HW = 9
-    HW4 = 10
-    NC = 11
-    NC4 = 12
-    NC4HW4 = 13
-    NCDHW = 15
-    NWC = 16
-    NCW = 17
-    NDHWC = 18
-    NC8HW8 = 19
+    NCHW, NHWC, NHWC4, HWKC, HWCK, KCHW, CKHW, KHWC = 0, 1, 2, 3, 4, 5, 6, 7
+    CHWK, HW, HW4, NC, NC4, NC4HW4 = 8, 9, 10, 11, 12, 13
+    NCDHW, NWC, NCW, NDHWC, NC8HW8 = 15, 16, 17, 18, 19
 
 
 _DTYPES: dict[DataType, "np.dtype[Any]"] = {
@@ -118,10 +93,6 @@ def numpy_dtype_of(dtype: DataType) -> "np.dtype[Any]":
     return _DTYPES[dtype]
 
 
-def _element_num(shape: Sequence[int]) -> int:
-    return 0 if any(size <= 0 for size in shape) else prod(shape)
-
-
 def _fits(shape: Sequence[int], known: Sequence[int]) -> bool:
     """Whether a shape, in which sizes of 0 or less are open, can become a known one."""
     return len(shape) == len(known) and all(
@@ -129,35 +100,40 @@ def _fits(shape: Sequence[int], known: Sequence[int]) -> bool:
     )
 
 
-def _printed(tensor: "Tensor | TensorMeta") -> str:
-    names = ("name", "dtype", "shape", "format", "element_num", "data_size")
-    return ",\n".join(f"{name}: {getattr(tensor, name)}" for name in names) + "."
+class _Described:
+    """A tensor as it prints itself."""
+
+    __slots__ = ()
+
+    dtype: Any
+    shape: Any
+
+    @property
+    def element_num(self) -> int:
+        """The number of elements: 1 for the shape ``[]``, 0 if a dimension is 0 or less."""
+        return 0 if any(size <= 0 for size in self.shape) else prod(self.shape)
+
+    @property
+    def data_size(self) -> int:
+        """Bytes of all elements; 0 if a dimension is 0 or less, or the dtype has no size."""
+        return self.element_num * (_DTYPES[self.dtype].itemsize if self.dtype in _DTYPES else 0)
+
+    def __str__(self) -> str:
+        names = ("name", "dtype", "shape", "format", "element_num", "data_size")
+        return ",\n".join(f"{name}: {getattr(self, name)}" for name in names) + "."
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class TensorMeta:
+class TensorMeta(_Described):
     """What a model says about one of its tensors, without data: -1 is a size that is not known."""
 
     name: str = ""
     dtype: DataType = DataType.UNKNOWN
     shape: list[int] = field(default_factory=list)
     format: Format = Format.DEFAULT
-
-    @property
-    def element_num(self) -> int:
-        """The number of elements; 0 if a dimension is not known."""
-        return _element_num(self.shape)
-
-    @property
-    def data_size(self) -> int:
-        """Bytes of all elements; 0 if that is not known."""
-        return self.element_num * (_DTYPES[self.dtype].itemsize if self.dtype in _DTYPES else 0)
-
-    def __str__(self) -> str:
-        return _printed(self)
-
-    def __repr__(self) -> str:
-        return _printed(self)
 
 
 def _check_device(device: object) -> None:
@@ -170,18 +146,15 @@ def _check_device(device: object) -> None:
     if colon and not (index.isascii() and index.isdigit()):
         raise TypeError(f"device id should >= 0, but got {device!r}.")
     if kind != "cpu":
-        warnings.warn(
-            f"device: a Tensor's data stays in host memory, not on {device!r}",
-            UserWarning,
-            stacklevel=3,
-        )
+        text = f"device: a Tensor's data stays in host memory, not on {device!r}"
+        warnings.warn(text, UserWarning, stacklevel=3)
 
 
 Allocate = Callable[[tuple[int, ...]], NDArray[Any]]
 """Gets memory for a shape."""
 
 
-class Tensor:
+class Tensor(_Described):
     """An n-dimensional array in host memory, with a name, a format and a shape that can be set.
 
     An array that is C-contiguous, aligned and of native byte order is borrowed, any other is copied. The data
@@ -219,11 +192,10 @@ class Tensor:
         shape: tuple[int, ...],
         array: NDArray[Any] | None = None,
         allocate: Allocate | None = None,
-    ) -> "Tensor":
+    ) -> Self:
         self._name = name
         self._dtype = dtype
         self._shape = shape
-        self._format = Format.NCHW
         self._array = array  # None until memory is allocated
         self._own = False  # whether set_data_from_numpy may write to the array
         self._allocate = allocate
@@ -256,7 +228,7 @@ class Tensor:
                 )
             return
         if isinstance(tensor, Tensor):
-            source, self._name, self._format = "tensor", tensor._name, tensor._format
+            source, self.name, self.format = "tensor", tensor.name, tensor.format
             self._dtype, self._shape = tensor._dtype, tensor._shape
         elif isinstance(tensor, np.ndarray):
             source = "numpy"
@@ -327,15 +299,11 @@ class Tensor:
         self._shape = shape
 
     @property
-    def element_num(self) -> int:
-        """The number of elements: 1 for the shape ``[]``, 0 if a dimension is 0 or less."""
-        return _element_num(self._shape)
-
-    @property
     def data_size(self) -> int:
-        """Bytes of all elements; 0 if a dimension is 0 or less."""
-        dtype = _DTYPES.get(self._dtype) if self._array is None else self._array.dtype
-        return 0 if dtype is None else self.element_num * dtype.itemsize
+        """Bytes of all elements; 0 if a dimension is 0 or less, or the dtype has no size."""
+        if self._array is None:
+            return super().data_size
+        return self.element_num * self._array.itemsize
 
     @property
     def device(self) -> str:
@@ -422,10 +390,7 @@ class Tensor:
         return np.array(self.get_data_to_numpy(), dtype=dtype, copy=copy)
 
     def __str__(self) -> str:
-        return f"{_printed(self)}\ndevice: {self.device}."
-
-    def __repr__(self) -> str:
-        return str(self)
+        return f"{super().__str__()}\ndevice: {self.device}."
 
 
 TensorLike = Tensor | NDArray[Any]
@@ -446,7 +411,8 @@ def check_inputs(inputs: object, count: int) -> list[TensorLike]:
                 f"inputs element must be Tensor or numpy.ndarray, but got {type(value)} at index {i}."
             )
     if len(inputs) != count:
-        raise InvalidRunError(f"model input len:{count} not equal input len:{len(inputs)}!")
+        text = f"model input len:{count} not equal input len:{len(inputs)}!"
+        raise raisable(InvalidInputError, text)
     return [*inputs]
 
 

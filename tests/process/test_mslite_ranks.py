@@ -155,7 +155,7 @@ def test_wrong_table_ends_a_rank_at_once(slices: Slices, tmp_path: Path) -> None
         ended = alone.wait()
     assert ended.status == 1
     assert ended.err.splitlines()[-1].endswith(
-        f"InvalidRunError: build_from_file failed! Error is rank table {tmp_path / 'table.json'}: "
+        f"InvalidInputError: build_from_file failed! Error is rank table {tmp_path / 'table.json'}: "
         "status: got 'initializing', expected 'completed'"
     )
 
