@@ -4,7 +4,7 @@ import gc
 import json
 import os
 from collections.abc import Callable
-from functools import partial
+from copy import copy
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +20,9 @@ from onnx import parser
 from mcinfer.errors import CollectiveTimeoutError, InvalidInputError
 from mcinfer.mslite import Model, ModelType
 from mcinfer.mslite._checks import Sections, failure
-from mcinfer.mslite._ranks import Membership, check_groups, is_slice, place_of, read_groups
+from mcinfer.mslite._ranks import Membership, is_slice, place_of, read_groups
 from mcinfer.mslite.context import Context
+from mcinfer.ranks.collectives.launch import Ranks
 
 LAUNCHED = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -46,22 +47,24 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
 RankTable = Callable[[int], Sections]
 
 
+def write_table(folder: Path, size: int) -> Path:
+    """Write a rank table of so many ranks on this machine, which is the folder's own."""
+    devices = [{"device_id": str(rank), "rank_id": str(rank)} for rank in range(size)]
+    table = {
+        "version": "1.0",
+        "server_count": "1",
+        "server_list": [{"server_id": f"{os.getpid()} {folder}", "device": devices}],
+        "status": "completed",
+    }
+    path = folder / f"table{size}.json"
+    path.write_text(json.dumps(table), encoding="utf-8")
+    return path
+
+
 @pytest.fixture
 def rank_table(tmp_path: Path) -> RankTable:
-    """Write a rank table of so many ranks: a configuration that names it."""
-
-    def write(size: int) -> Sections:
-        devices = [{"device_id": str(rank), "rank_id": str(rank)} for rank in range(size)]
-        table = {
-            "version": "1.0",
-            "server_list": [{"server_id": f"{os.getpid()} {tmp_path}", "device": devices}],
-            "status": "completed",
-        }
-        path = tmp_path / f"table{size}.json"
-        path.write_text(json.dumps(table))
-        return {"ascend_context": {"rank_table_file": str(path)}}
-
-    return write
+    """A configuration that names a rank table of so many ranks."""
+    return lambda size: {"ascend_context": {"rank_table_file": str(write_table(tmp_path, size))}}
 
 
 def context_of(target: str, rank: int = 0, groups: str = "") -> Context:
@@ -72,13 +75,20 @@ def context_of(target: str, rank: int = 0, groups: str = "") -> Context:
     return context
 
 
+def ranks_of(sections: Sections, rank: int = 0, groups: str = "", target: str = "ascend") -> Ranks:
+    found = place_of(context_of(target, rank, groups), sections)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("target", ["Ascend", "cpu"])
 def test_rank_table_makes_a_process_a_rank(target: str, rank_table: RankTable) -> None:
-    ranks = place_of(context_of(target, 1), rank_table(2))
-    assert ranks is not None
+    ranks = ranks_of(rank_table(2), 1, target=target)
     assert (ranks.rank, ranks.size, ranks.backend) == (1, 2, "shm")
     with pytest.raises(InvalidInputError, match="got rank 2, expected 0 to 1"):
         place_of(context_of(target, 2), rank_table(2))
+    elsewhere = {"ascend": rank_table(2)["ascend_context"], "ascend_context": {}}
+    assert place_of(context_of(target), elsewhere) is None
 
 
 def test_launcher_makes_a_process_a_rank_on_a_gpu_alone(
@@ -87,19 +97,13 @@ def test_launcher_makes_a_process_a_rank_on_a_gpu_alone(
     assert place_of(context_of("gpu"), {}) is None
     for name, text in LAUNCHED.items():
         monkeypatch.setenv(name, text)
-    ranks = place_of(context_of("gpu"), rank_table(4))
-    assert ranks is not None
+    ranks = ranks_of(rank_table(4), target="gpu")
     assert (ranks.rank, ranks.size, ranks.key) == (1, 2, "PMIX_NAMESPACE=job")
-    assert place_of(context_of("cpu"), {}) is None
-    assert place_of(context_of("ascend", 1), {}) is None
+    for target in ("cpu", "ascend"):
+        assert place_of(context_of(target, 1), {}) is None
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
     assert place_of(context_of("gpu"), {}) is None
-
-
-def test_entry_in_another_section_is_not_a_rank_table(rank_table: RankTable) -> None:
-    entries = rank_table(2)["ascend_context"]
-    assert place_of(context_of("ascend"), {"ascend": entries, "ascend_context": {}}) is None
 
 
 # Groups of ranks, in bytes as protobuf's own writer makes them.
@@ -111,51 +115,30 @@ TWO_GROUPS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("content", "groups"),
-    [
-        (PACKED, {"hccl_01": (0,)}),
-        (TWO_GROUPS, {"hccl_01": (0, 1), "rest": (3, 2)}),
-        (b"\x0a\x0b\x0a\x03far\x12\x04\x08\x80\x80\x04", {"far": (65536,)}),
-    ],
-)
-def test_groups_are_read(
-    tmp_path: Path, content: bytes, groups: dict[str, tuple[int, ...]]
-) -> None:
-    path = tmp_path / "groups.pb"
-    path.write_bytes(content)
-    assert read_groups(str(path)) == groups
-
-
 def test_groups_are_those_that_protobuf_itself_reads(tmp_path: Path) -> None:
-    file = descriptor_pb2.FileDescriptorProto(
-        name="groups.proto", package="straspb", syntax="proto2"
-    )
-    fields = descriptor_pb2.FieldDescriptorProto
-
-    def message(name: str, *described: tuple[str, int, int, int, str | None]) -> None:
-        made = file.message_type.add(name=name)
-        for field, number, kind, label, type_name in described:
-            made.field.add(name=field, number=number, type=kind, label=label, type_name=type_name)
-
-    one, many = fields.LABEL_OPTIONAL, fields.LABEL_REPEATED
-    message("Ranks", ("dim", 1, fields.TYPE_UINT32, many, None))
-    message(
-        "Item",
-        ("group_name", 1, fields.TYPE_STRING, one, None),
-        ("parallel_group_ranks", 2, fields.TYPE_MESSAGE, one, ".straspb.Ranks"),
-    )
-    message("Map", ("parallel_group_item", 1, fields.TYPE_MESSAGE, many, ".straspb.Item"))
+    file = descriptor_pb2.FileDescriptorProto(name="g.proto", package="straspb", syntax="proto2")
+    kinds = descriptor_pb2.FieldDescriptorProto
+    one, many = kinds.LABEL_OPTIONAL, kinds.LABEL_REPEATED
+    for name, field, number, kind, label, type_name in (
+        ("Ranks", "dim", 1, kinds.TYPE_UINT32, many, None),
+        ("Item", "group_name", 1, kinds.TYPE_STRING, one, None),
+        ("Item", "parallel_group_ranks", 2, kinds.TYPE_MESSAGE, one, ".straspb.Ranks"),
+        ("Map", "parallel_group_item", 1, kinds.TYPE_MESSAGE, many, ".straspb.Item"),
+    ):
+        known = {message.name: message for message in file.message_type}
+        message = known.get(name) or file.message_type.add(name=name)
+        message.field.add(name=field, number=number, type=kind, label=label, type_name=type_name)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     made = message_factory.GetMessageClass(pool.FindMessageTypeByName("straspb.Map"))()
-    expected = {"hccl_world_group": (0, 1, 2, 3), "4-8877": (200, 300), "größe": (1,)}
+    expected = {"hccl_world_group": (0, 1, 2, 3), "4-8877": (200, 65536), "größe": (1,)}
     for name, ranks in expected.items():
-        item = made.parallel_group_item.add(group_name=name)
-        item.parallel_group_ranks.dim.extend(ranks)
+        made.parallel_group_item.add(group_name=name).parallel_group_ranks.dim.extend(ranks)
     path = tmp_path / "groups.pb"
     path.write_bytes(made.SerializeToString())
     assert read_groups(str(path)) == expected
+    path.write_bytes(TWO_GROUPS)
+    assert read_groups(str(path)) == {"hccl_01": (0, 1), "rest": (3, 2)}
 
 
 @pytest.mark.parametrize(
@@ -179,24 +162,29 @@ def test_file_that_is_no_map_of_groups_is_refused(
         read_groups(str(path))
 
 
-def test_groups_of_other_ranks_than_those_of_the_table_are_refused(
-    tmp_path: Path, rank_table: RankTable
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (
+            TWO_GROUPS,
+            r"group 'rest': got the ranks \[3, 2\], expected different ones of 0 to 1, as by",
+        ),
+        (b"\x0a\x0c\x0a\x04rest\x12\x04\x08\x01\x08\x01", r"got the ranks \[1, 1\]"),
+        (None, "No such file"),
+    ],
+)
+def test_groups_of_other_ranks_than_those_of_the_table_fail_the_build(
+    tmp_path: Path, rank_table: RankTable, content: bytes | None, text: str
 ) -> None:
     path = tmp_path / "groups.pb"
-    path.write_bytes(TWO_GROUPS)
-    assert place_of(context_of("ascend", 0, str(path)), rank_table(4)) is not None
-    ranks = place_of(context_of("ascend"), rank_table(2))
-    assert ranks is not None
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(
-        InvalidInputError,
-        match=r"group 'rest': got the ranks \[3, 2\], expected different ones of 0 to 1, as by the rank t",
+        RuntimeError, match=rf"^build_from_file .* group_info_file {path}: .*{text}"
     ):
-        check_groups(str(path), ranks)
-    path.write_bytes(b"\x0a\x0c\x0a\x04rest\x12\x04\x08\x01\x08\x01")
-    with pytest.raises(InvalidInputError, match=r"got the ranks \[1, 1\]"):
-        check_groups(str(path), ranks)
-    with pytest.raises(InvalidInputError, match=r"^group_info_file /no: .*No such file"):
-        place_of(context_of("ascend", 0, "/no"), rank_table(2))
+        build(tmp_path, rank_table(2), str(path))
+    path.write_bytes(TWO_GROUPS)
+    assert ranks_of(rank_table(4), groups=str(path)).size == 4
 
 
 # Slices.
@@ -231,16 +219,12 @@ def test_slice_says_so_or_has_a_collective_node(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("own_process")
 def test_process_has_one_place_for_all_its_models(rank_table: RankTable) -> None:
-    alone = place_of(context_of("ascend"), rank_table(1))
-    other = place_of(context_of("ascend", 1), rank_table(2))
-    assert alone is not None
-    assert other is not None
-    first, second, third = Membership(alone), Membership(alone), Membership(other)
+    alone = ranks_of(rank_table(1))
+    first, second = Membership(alone), Membership(alone)
+    third = Membership(ranks_of(rank_table(2), 1))
     with first.group() as one, second.group() as two:
         assert first.group() is one is not two
-        with pytest.raises(
-            InvalidInputError, match=r"got rank 1 of 2, expected rank 0 of 1 by the r"
-        ):
+        with pytest.raises(InvalidInputError, match="got rank 1 of 2, expected rank 0 of 1 by the"):
             third.group()
     third.close()
 
@@ -250,13 +234,12 @@ def test_rank_that_does_not_come_is_named_within_the_time_of_hccls_variable(
     rank_table: RankTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "1")
-    ranks = place_of(context_of("ascend"), rank_table(3))
-    assert ranks is not None
     with pytest.raises(CollectiveTimeoutError, match=r"rank 1.* 2") as raised:
-        Membership(ranks).group()
+        Membership(ranks_of(rank_table(3))).group()
     both = failure("build_from_file", raised.value)
     assert isinstance(both, CollectiveTimeoutError)
     assert isinstance(both, RuntimeError)
+    assert type(copy(both)) is type(both)  # as to another process
 
 
 @pytest.mark.usefixtures("own_process")
@@ -264,59 +247,47 @@ def test_rank_that_does_not_come_is_named_within_the_time_of_hccls_variable(
 def test_time_that_is_none_is_refused(
     rank_table: RankTable, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "7")
+    with Membership(ranks_of(rank_table(1))).group() as group:
+        assert group.timeout == 7.0
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", text)
-    ranks = place_of(context_of("ascend"), rank_table(1))
-    assert ranks is not None
     with pytest.raises(
         InvalidInputError, match=f"HCCL_CONNECT_TIMEOUT: got '{text}', expected a n"
     ):
-        Membership(ranks).group()
-
-
-@pytest.mark.usefixtures("own_process")
-def test_time_of_one_operation_is_that_of_hccls_variable(
-    rank_table: RankTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "7")
-    ranks = place_of(context_of("ascend"), rank_table(1))
-    assert ranks is not None
-    with Membership(ranks).group() as group:
-        assert group.timeout == 7.0
+        Membership(ranks_of(rank_table(1))).group()
 
 
 # Models.
 
 
-def built(path: Path, sections: Sections, groups: str = "") -> Model:
-    """A model whose device is missing: the CPU serves, with the one warning that says so."""
+def build(folder: Path, sections: Sections, groups: str = "") -> Model:
+    path = folder / "matmul0.mindir"
     onnx.save(parser.parse_model(WHOLE), path)
     model = Model()
-    with pytest.warns(UserWarning, match=r"^target ascend cannot be used here") as warned:
-        model.build_from_file(
-            str(path), ModelType.MINDIR, context_of("Ascend", 0, groups), "", sections
-        )
-    assert len(warned) == 1
+    context = context_of("Ascend", 0, groups)
+    model.build_from_file(str(path), ModelType.MINDIR, context, "", sections)
     return model
 
 
 @pytest.mark.usefixtures("own_process")
-def test_job_of_one_rank_runs_the_model(rank_table: RankTable, tmp_path: Path) -> None:
-    model = built(tmp_path / "matmul0.mindir", rank_table(1))
-    [output] = model.predict([np.array([[-1, 0, 1, 2]], np.float32)])
-    assert output.get_data_to_numpy().tolist() == [[0, 0, 1, 2]]
+def test_job_of_one_rank_runs_the_model_which_leaves_its_group_with_its_last_user(
+    rank_table: RankTable, tmp_path: Path
+) -> None:
+    def run() -> tuple[Model, object]:
+        # The device is missing: the CPU serves, with the one warning that says so.
+        with pytest.warns(UserWarning, match=r"^target ascend cannot be used here") as warned:
+            model = build(tmp_path, rank_table(1))
+        assert len(warned) == 1
+        [output] = model.predict([np.array([[-1, 0, 1, 2]], np.float32)])
+        return model, output.get_data_to_numpy().tolist()
 
-
-@pytest.mark.usefixtures("own_process")
-def test_model_leaves_its_group_with_its_last_user(rank_table: RankTable, tmp_path: Path) -> None:
     def descriptors() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    build = partial(built, tmp_path / "matmul0.mindir", rank_table(1))
-    build().predict([np.ones((1, 4), np.float32)])  # what is opened once for all
+    assert run()[1] == [[0, 0, 1, 2]]  # what is opened once for all is open now
     before = descriptors()
-    model = build()
-    model.predict([np.ones((1, 4), np.float32)])
+    model, _ = run()
     assert descriptors() > before
     del model
     assert descriptors() == before
@@ -330,17 +301,5 @@ def test_what_a_slice_cannot_do_is_refused_before_the_others_are_waited_for(
     sections = rank_table(2)
     sections["ascend_context"][entry] = "1"
     text = "weights are shared between processes of whole"
-    path = tmp_path / "matmul0.mindir"
-    onnx.save(parser.parse_model(WHOLE), path)
     with pytest.raises(RuntimeError, match=f"build_from_file failed! Error is {text}"):
-        Model().build_from_file(str(path), ModelType.MINDIR, context_of("Ascend"), "", sections)
-
-
-def test_wrong_groups_fail_the_build(rank_table: RankTable, tmp_path: Path) -> None:
-    groups = tmp_path / "groups.pb"
-    groups.write_bytes(TWO_GROUPS)
-    path = tmp_path / "matmul0.mindir"
-    onnx.save(parser.parse_model(WHOLE), path)
-    context = context_of("Ascend", 0, str(groups))
-    with pytest.raises(RuntimeError, match=r"group_info_file .* group 'rest': got the ranks"):
-        Model().build_from_file(str(path), ModelType.MINDIR, context, "", rank_table(2))
+        build(tmp_path, sections)
