@@ -252,14 +252,14 @@ _ANOTHER = {
 
 def identity(source: Source, attempt: Attempt, dims: Dims | None) -> object:
     """Equal for models that one loaded model can serve. It lives with that, so it holds no content."""
-    content: object
-    if isinstance(source.model, str):
-        entry = os.stat(source.model)
-        content = (entry.st_dev, entry.st_ino, entry.st_size, entry.st_mtime_ns)
-    else:
-        content = hashlib.sha256(source.model).digest()
-    weights = None if source.weights is None else hashlib.sha256(source.weights).digest()
-    return repr((content, weights, attempt, str(source.context.cpu), source.sections, dims))
+    contents: list[object] = []
+    for given in (source.model, source.weights):
+        if isinstance(given, str):
+            entry = os.stat(given)
+            contents.append((entry.st_dev, entry.st_ino, entry.st_size, entry.st_mtime_ns))
+        else:
+            contents.append(given and hashlib.sha256(given).digest())
+    return repr((contents, attempt, str(source.context.cpu), source.sections, dims))
 
 
 # Models in memory, and of other sizes.

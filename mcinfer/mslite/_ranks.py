@@ -27,18 +27,12 @@ from mcinfer.ranks.slicing.plans import METADATA_KEY
 _COLLECTIVES = frozenset({"AllReduce", "AllGather"})
 _MAX_GROUPS_BYTES = 1 << 20
 
-_CONNECT_SECONDS = "HCCL_CONNECT_TIMEOUT"
-_RUN_SECONDS = "HCCL_EXEC_TIMEOUT"
-"""HCCL's own variables, in seconds."""
-
 
 def place_of(context: Context, sections: Sections) -> Ranks | None:
     """The place of this process among ranks that run a model together; None if it runs it alone.
 
-    On the target `gpu` the launcher says it, on others the rank table of the configuration.
-
-    Raises:
-        InvalidInputError: The rank table, the launcher's variables or the file of groups is wrong.
+    On the target `gpu` the launcher says it, on others the rank table of the configuration. What they or the
+    file of groups say wrongly is an InvalidInputError.
     """
     if context.device_infos[0] == "gpu":
         launched = from_launcher()
@@ -48,7 +42,7 @@ def place_of(context: Context, sections: Sections) -> Ranks | None:
         rank = context.ascend.rank_id
         ranks = find_ranks(rank=rank, rank_table=table) if table else None
     if ranks is not None and context.group_info_file:
-        check_groups(context.group_info_file, ranks)
+        _check_groups(context.group_info_file, ranks)
     return ranks
 
 
@@ -74,35 +68,23 @@ class Membership:
     def group(self) -> Group:
         """The group, which this object closes; a new one if it is closed, as by a slice that did not load.
 
-        Raises:
-            InvalidInputError: Another model of this process has another place; the ranks are on several
-                hosts, and no MPI launcher started them; two ranks have the same number.
-            CollectiveTimeoutError: Ranks did not come in time; names them.
-            RankDiedError: A rank died meanwhile.
+        Raises as `join`, and an InvalidInputError if another model of this process has another place.
         """
-        if self._group is None or self._group.is_closed:
-            self._group = self._join(self._ranks)
-        return self._group
-
-    @classmethod
-    def _join(cls, ranks: Ranks) -> Group:
-        with cls._lock:
-            known = cls._process or ranks
+        ranks = self._ranks
+        if self._group is not None and not self._group.is_closed:
+            return self._group
+        with self._lock:
+            known = self._process or ranks
             if (known.rank, known.size, known.key) != (ranks.rank, ranks.size, ranks.key):
                 raise InvalidInputError(
                     f"{ranks.source}: got rank {ranks.rank} of {ranks.size}, expected rank {known.rank} of "
                     f"{known.size} by the {known.source}: a process has one place for all its models"
                 )
-            group = join(
-                ranks.key or ranks.source,
-                ranks.rank,
-                ranks.size,
-                backend=ranks.backend,
-                timeout=_seconds(_CONNECT_SECONDS),
-            )
-            group.timeout = _seconds(_RUN_SECONDS)
-            cls._process = ranks
-            return group
+            key, timeout = ranks.key or ranks.source, _seconds("HCCL_CONNECT_TIMEOUT")
+            self._group = join(key, ranks.rank, ranks.size, backend=ranks.backend, timeout=timeout)
+            self._group.timeout = _seconds("HCCL_EXEC_TIMEOUT")
+            Membership._process = ranks
+            return self._group
 
     def close(self) -> None:
         if self._group is not None:
@@ -110,6 +92,7 @@ class Membership:
 
 
 def _seconds(variable: str) -> float:
+    """A time-out by a variable of HCCL's."""
     text = os.environ.get(variable, "")
     if not text:
         return DEFAULT_TIMEOUT
@@ -120,12 +103,8 @@ def _seconds(variable: str) -> float:
     return float(text)
 
 
-def check_groups(path: str, ranks: Ranks) -> None:
-    """Check a file of groups against the ranks that there are; see `read_groups`.
-
-    The file does not change which ranks join: a slice's collectives run in all ranks that have a part of the
-    same layers.
-    """
+def _check_groups(path: str, ranks: Ranks) -> None:
+    """Check a file of groups against the ranks that there are; it does not change which of them join."""
     for name, members in read_groups(path).items():
         if not members or len({*members}) < len(members) or max(members) >= ranks.size:
             raise InvalidInputError(

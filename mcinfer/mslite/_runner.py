@@ -98,16 +98,13 @@ class RunnerConfig(ParallelOptions):
         super().__init__()
         self.context = check_context(context)
         parallel = self.context.parallel
-        self.workers_num = parallel.workers_num if workers_num is None else workers_num
         self._sections = parallel.sections
-        if config_info is not None:
-            self.config_info = config_info
+        self.config_info = {} if config_info is None else config_info
+        self.workers_num = parallel.workers_num if workers_num is None else workers_num
         self.config_path = parallel.config_path if config_path is None else config_path
         self.device_ids = parallel.device_ids if device_ids is None else device_ids
-        self.max_batch_size = max_batch_size
-        self.max_delay = max_delay
-        self.queue_size = queue_size
-        self.timeout = timeout
+        self.max_batch_size, self.max_delay = max_batch_size, max_delay
+        self.queue_size, self.timeout = queue_size, timeout
 
 
 def _new_master(model: str | bytes, config: RunnerConfig, attempt: Attempt) -> Master:
@@ -133,14 +130,9 @@ def _new_master(model: str | bytes, config: RunnerConfig, attempt: Attempt) -> M
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBackParam:
-    """The run that a callback is called for.
+    """The run that a callback is called for: of a model, as operators run in other processes."""
 
-    Attributes:
-        node_name: The model's path, or ``buffer``.
-        node_type: ``"Model"``; operators, which run in other processes, have no callbacks.
-    """
-
-    node_name: str
+    node_name: str  # the model's path, or ``buffer``
     node_type: str = "Model"
 
 
@@ -202,7 +194,9 @@ class ModelParallelRunner:
         """
         self._closed = True
         if (master := self._master) is not None:
-            master.close(timeout if self._name else 0.0)  # a worker that loads a model reads no messages
+            master.close(
+                timeout if self._name else 0.0
+            )  # a worker that loads a model reads no messages
 
     def __enter__(self) -> Self:
         return self
@@ -385,18 +379,12 @@ def _allocate(owner: "weakref.ref[Master]", name: str, shape: tuple[int, ...]) -
         return master.allocate({name: shape})[name]
 
 
-def _call(
-    name: str,
-    callback: CallBack | None,
-    inputs: list[TensorLike],
-    outputs: list[Tensor],
-    what: CallBackParam,
-) -> None:
+def _call(name: str, callback: CallBack | None, *arguments: Any) -> None:
     """Call a user's function; its error fails this request only."""
     if callback is None:
         return
     try:
-        answer = callback(inputs, outputs, what)
+        answer = callback(*arguments)
     except Exception as exc:
         if raised_by_handler(exc):
             raise

@@ -362,27 +362,19 @@ class Tensor(_Described):
                 f"data type not equal! Numpy type: {numpy_obj.dtype.type}, "
                 f"Tensor type: {self._dtype}"
             )
-        shape = self._shape_for(numpy_obj)
+        is_known = all(size > 0 for size in self._shape)
+        shape = self._shape if is_known else numpy_obj.shape
+        sizes = (numpy_obj.nbytes, self.data_size)
+        if sizes[0] != sizes[1] if is_known else not _fits(self._shape, shape):
+            text = f"data size not equal! Numpy size: {sizes[0]}, Tensor size: {sizes[1]}"
+            if not is_known:
+                text += f", Numpy shape: {[*shape]}, Tensor shape: {self.shape}"
+            raise RuntimeError(text)
         memory = self._array if self._own and shape == self._shape else None
         if memory is None:
             memory = self._new_memory(shape)
         np.copyto(memory.reshape(numpy_obj.shape), numpy_obj)
         self._array, self._shape, self._own = memory, shape, True
-
-    def _shape_for(self, array: NDArray[Any]) -> tuple[int, ...]:
-        """The tensor's shape with the array's data; RuntimeError if it does not fit."""
-        if all(size > 0 for size in self._shape):
-            if array.nbytes != self.data_size:
-                raise RuntimeError(
-                    f"data size not equal! Numpy size: {array.nbytes}, Tensor size: {self.data_size}"
-                )
-            return self._shape
-        if not _fits(self._shape, array.shape):
-            raise RuntimeError(
-                f"data size not equal! Numpy size: {array.nbytes}, Tensor size: {self.data_size}, "
-                f"Numpy shape: {list(array.shape)}, Tensor shape: {self.shape}"
-            )
-        return array.shape
 
     def __array__(
         self, dtype: "np.dtype[Any] | None" = None, copy: bool | None = None
