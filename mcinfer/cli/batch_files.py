@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -331,7 +330,7 @@ class PartialResults:
             with self._system():
                 self._file.truncate(0)
                 self._file.seek(0)
-                self._write(bytes(_HEAD.size) + content + b"\n")
+                self.write(bytes(_HEAD.size) + content + b"\n")
             self._start = self._end = self._file.tell()
         elif self.done:
             try:
@@ -351,17 +350,19 @@ class PartialResults:
         self._file.seek(self._end)
         for axis, array in zip(self._outputs.values(), arrays, strict=True):
             if axis is not None or not self.done:
-                self._write(*_record(array))
+                if array.dtype.isbuiltin == _OF_ANOTHER_PACKAGE:  # it has no name in the format
+                    array = array.view(f"V{array.dtype.itemsize}")
+                np.lib.format.write_array(self, array, (1, 0), allow_pickle=False)
         # In one step: Ctrl-C may come between any two.
         self.done, self._end = self.done + 1, self._file.tell()
         if not self._first:  # not the answer itself, whose memory is the master's
             self._first = [parts[0] for parts in self._parts(1)]
 
-    def _write(self, *contents: bytes | memoryview) -> None:
-        for content in contents:
-            rest = memoryview(content)
-            while rest:
-                rest = rest[self._file.write(rest) :]
+    def write(self, content: bytes) -> None:
+        """Write all of it, for NumPy; a file without a buffer may take a part."""
+        rest = memoryview(content)
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
     def save(self) -> None:
         """Bring the answers to the disk, then the number that counts them."""
@@ -458,19 +459,6 @@ def _check_part(name: str, axis: int | None, first: _Array, part: _Array) -> Non
         raise JoinError(f"output {name!r} {how}: got {text}")
 
 
-def _header(dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> dict[str, Any]:
-    return {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-
-
-def _record(array: _Array) -> tuple[memoryview, memoryview]:
-    """An array in .npy format; types that NumPy lacks have no name in it and become raw bytes."""
-    if array.dtype.isbuiltin == _OF_ANOTHER_PACKAGE:
-        array = array.view(f"V{array.dtype.itemsize}")
-    header = BytesIO()
-    np.lib.format.write_array_header_1_0(header, _header(array.dtype, array.shape))
-    return header.getbuffer(), np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
 def _write_joined(member: IO[bytes], parts: Sequence[_Array], axis: int | None) -> tuple[int, ...]:
     """Write arrays as one, in C order; its shape."""
     shape = parts[0].shape
@@ -478,7 +466,9 @@ def _write_joined(member: IO[bytes], parts: Sequence[_Array], axis: int | None) 
         total = sum(part.shape[axis] for part in parts)
         shape = (*shape[:axis], total, *shape[axis + 1 :])
     dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)  # of strings
-    np.lib.format.write_array_header_1_0(member, _header(dtype, shape))
+    descr = np.lib.format.dtype_to_descr(dtype)
+    header = {"descr": descr, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(member, header)
     outer = prod(shape[: axis or 0])
     for i in range(outer):
         for part in parts:

@@ -29,6 +29,7 @@ from mcinfer.cli.options import (
     parse_rate,
     parse_rates,
     parsed,
+    refused_as_usage,
 )
 from mcinfer.cli.output_files import check_outputs, write_output
 from mcinfer.cli.progress import counted, let_workers_tell, say, showing_work
@@ -58,8 +59,7 @@ def parse_baselines(text: str) -> tuple[str, ...]:
 
 def parse_modes(text: str) -> tuple[str, ...]:
     names = () if text == "none" else tuple(dict.fromkeys(text.split(",")))
-    unknown = [name for name in names if name not in MODES]
-    if unknown:
+    if unknown := [name for name in names if name not in MODES]:
         raise typer.BadParameter(f"got {unknown[0]!r}, expected some of {[*MODES]}, or none")
     return names
 
@@ -230,13 +230,12 @@ def tune(
     from mcinfer.bench.tune import Aim, Search, as_json, verdict
     from mcinfer.machine import whole_cpus
 
-    if concurrency is None and rate is not None:
-        concurrency = OPEN_LOOP_CLIENTS
-    elif concurrency is None:
+    if concurrency is None:
         concurrency = 1 if goal == "latency" else 2 * whole_cpus()
+        concurrency = OPEN_LOOP_CLIENTS if rate is not None else concurrency
     load = Load(batch=batch, clients=concurrency, rate=rate and rate[0])
     options = input_options(input, dim, integers, seed)
-    try:
+    with refused_as_usage():
         search = Search(
             model,
             Aim(goal=goal, load=load, max_latency=max_latency),
@@ -245,8 +244,6 @@ def tune(
             progress=lambda done, note: work.show(done, note),
             **axes_of(batch_axis, output_axis),
         )
-    except InvalidInputError as exc:
-        raise typer.BadParameter(str(exc)) from exc
     check_outputs({"--json": json})
     before = machine()
     let_workers_tell()

@@ -6,7 +6,8 @@ wrong usage, and the message has the option's name. typer would read some of the
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -70,12 +71,7 @@ def _list_of(read: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
 
 def _named(read: Callable[[str], _T]) -> Callable[[str], tuple[str, _T]]:
     """A name and a value, ``NAME=VALUE``; the name may have such a sign, too."""
-
-    def parse(text: str) -> tuple[str, _T]:
-        name, _, value = text.rpartition("=")
-        return name, read(value)
-
-    return parse
+    return lambda text: (text.rpartition("=")[0], read(text.rpartition("=")[2]))
 
 
 def _axis(text: str) -> int | None:
@@ -116,13 +112,20 @@ parse_axis = _parser(_named(_axis), _AXIS)
 parse_integers = _parser(_bounds, _BOUNDS)
 
 
+@contextmanager
+def refused_as_usage() -> Iterator[None]:
+    """Turn an `InvalidInputError` into wrong usage."""
+    try:
+        yield
+    except InvalidInputError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+
+
 def parse_devices_option(text: str) -> int | list[str]:
     """``"2"``: so many devices; ``"cpu:0,cpu:1"``: these."""
     chosen = int(text) if text.isdecimal() else text.split(",")
-    try:
+    with refused_as_usage():
         parse_devices(chosen, 1)
-    except InvalidInputError as exc:
-        raise typer.BadParameter(str(exc)) from exc
     return chosen
 
 
@@ -222,7 +225,5 @@ def input_options(
     """The options as `mcinfer.bench.inputs.InputOptions`, or `typer.BadParameter`."""
     from mcinfer.bench.inputs import parse_input_options
 
-    try:
+    with refused_as_usage():
         return parse_input_options(files or (), by_name("--dim", dims), integers, seed)
-    except InvalidInputError as exc:
-        raise typer.BadParameter(str(exc)) from exc
