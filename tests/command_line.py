@@ -59,9 +59,9 @@ def only_line(text: str) -> str:
 
 
 def call(model: Path, source: Path, output: Path, *options: str) -> int:
-    """Run on one device unless the options name others; an existing file is replaced."""
+    """Run in this process unless the options name devices; an existing file is replaced."""
     arguments = ["run", str(model), "--input", str(source), "--output", str(output)]
-    return main([*arguments, "--devices", "1", "--force", *options])
+    return main([*arguments, "--devices", "inline", "--force", *options])
 
 
 def loaded(path: Path) -> Arrays:
@@ -70,7 +70,7 @@ def loaded(path: Path) -> Arrays:
 
 
 class Case:
-    """Runs batches on one device, and compares the output with ONNX Runtime's own answer."""
+    """Runs batches, and compares the output with ONNX Runtime's own answer."""
 
     def __init__(self, folder: Path, capsys: Capture) -> None:
         self.folder, self.capsys = folder, capsys

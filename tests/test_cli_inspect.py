@@ -1,5 +1,6 @@
 """Tests of mcinfer/cli/inspect.py: what ``mcinfer inspect`` prints about a model."""
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,8 @@ import onnxruntime as ort
 import pytest
 from onnx import helper
 
-from mcinfer.cli import main
+from mcinfer.cli import inspect, main
+from mcinfer.cli.doctor import installed_runtime
 from mcinfer.engines.preparation import ensure_prepared
 from mcinfer.model_cache.cache import FAILURE_FILE, Cache, entry_key
 from mcinfer.model_cache.keys import read_content
@@ -21,6 +23,14 @@ OFFERED = f"onnxruntime {ort.__version__} offers: {', '.join(ort.get_available_p
 NOT_CHECKED = (
     "as the model's symbols say; not checked yet: a request of two different rows shows it"
 )
+
+
+_asked_once = functools.cache(installed_runtime)
+
+
+@pytest.fixture(autouse=True)
+def runtime_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "installed_runtime", _asked_once)
 
 
 @pytest.fixture

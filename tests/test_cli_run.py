@@ -1,15 +1,24 @@
-"""Tests of mcinfer/cli/run.py: what ``mcinfer run`` reads, writes, refuses and keeps."""
+"""Tests of mcinfer/cli/run.py and batch.py: what is read, refused, cut, written, kept and resumed."""
 
+import json
 import os
+import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from mcinfer.cli import main
+from mcinfer.cli import batch, main, run
+from mcinfer.cli.batch import Requests, plan_requests
+from mcinfer.sharding import Axes, SaidAxes, first_split
+from mcinfer.specs import Dimension, ModelSpec, TensorSpec
 from tests.command_line import (
     FLOAT,
     Arrays,
@@ -24,6 +33,51 @@ from tests.command_line import (
     save_double,
 )
 
+# A recurrent model as frameworks export it: no shape of `stateN` says what joins.
+STATEFUL = """
+<ir_version: 8, opset_import: ["": 17]>
+stateful (float[N1, M1] input, float[2, N2, 3] state) => (float[N3, 1] output, float[A, B, C] stateN)
+<int64[1] last = {-1}> {
+    output = ReduceMean <axes = [1], keepdims = 1> (input)
+    shape = Shape(state)
+    flat = Reshape(state, last)
+    doubled = Add(flat, flat)
+    stateN = Reshape(doubled, shape)
+}
+"""
+
+# The end of a detector: its output has the indexes of the selected values.
+SELECTING = """
+<ir_version: 8, opset_import: ["": 17]>
+selecting (float[batch, 4] x) => (int64[selected, 2] where) <float zero = {0.0}> {
+    positive = Greater(x, zero)
+    found = NonZero(positive)
+    where = Transpose(found)
+}
+"""
+
+DOUBLE = """
+<ir_version: 8, opset_import: ["": 17]>
+double (float[batch, 4] x) => (float[batch, 4] y) { y = Add(x, x) }
+"""
+
+NOISY = """
+<ir_version: 8, opset_import: ["": 17]>
+noisy (float[batch, 4] x) => (float[batch, 4] y) {
+    noise = RandomUniformLike(x)
+    y = Add(x, noise)
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache: no other test has recorded a model's split there."""
+    path = tmp_path_factory.mktemp("cache")
+    path.chmod(0o700)
+    monkeypatch.setenv("MCINFER_CACHE", str(path))
+    return path
+
 
 @pytest.fixture
 def double(tmp_path: Path) -> Path:
@@ -31,49 +85,138 @@ def double(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def batch(tmp_path: Path) -> Path:
-    path = tmp_path / "in.npz"
-    np.savez(path, x=np.arange(15, dtype=np.float32).reshape(5, 3))
-    return path
-
-
-@pytest.fixture
 def case(tmp_path: Path, capsys: Capture) -> Case:
     return Case(tmp_path, capsys)
 
 
-def test_output_follows_a_link(double: Path, batch: Path, tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "folder").mkdir()
-    link, output = tmp_path / "link.npz", tmp_path / "folder" / "out.npz"
-    link.symlink_to(output)
+def stateful_rows(count: int) -> Arrays:
+    random = np.random.default_rng(1)
+    # Multiples of 1/8: sums of them do not depend on their order.
+    values = random.integers(-8, 8, (count, 8)) / 8
+    states = random.integers(-8, 8, (2, count, 3)) / 8
+    return {"input": values.astype(np.float32), "state": states.astype(np.float32)}
+
+
+def random_rows(count: int) -> Arrays:
+    return {"x": np.random.default_rng(2).normal(0, 1, (count, 4)).astype(np.float32)}
+
+
+GATHER = [helper.make_node("Gather", ["table", "i"], ["y"])]
+WHOLE = "mcinfer: the whole file runs as one request, on one worker: "
+
+
+def test_axes_are_learned_and_wrong_axes_not_used(case: Case) -> None:
+    inputs = ["--batch-axis", "input=0", "--batch-axis", "state=1"]
+    assert case.run(STATEFUL, stateful_rows(14), "--batch", "4", *inputs) == ""
+    assert case.run(STATEFUL, stateful_rows(14), "--batch", "4", "--output-axis", "stateN=1") == ""
+    err = case.run(STATEFUL, stateful_rows(70), *inputs, "--output-axis", "stateN=0")
+    assert only_line(err).startswith(WHOLE)
+    assert "'stateN' joins along axis 1, output_axes says 0" in err
+
+
+def test_file_whose_rows_depend_on_each_other_runs_whole(case: Case) -> None:
+    for _ in range(2):  # the second run reads the recorded split
+        line = only_line(case.run(SELECTING, random_rows(300)))
+        assert line.startswith(f"{WHOLE}the rows of a batch depend on each other")
+    line = case.fail(SELECTING, random_rows(300), "--batch", "10")
+    assert line.startswith("mcinfer: --batch: got 10, but the file cannot be cut: the rows of")
+    assert "--batch-axis and --output-axis say" in line
+
+
+def test_split_that_no_row_shows_is_not_used(case: Case) -> None:
+    inputs: Arrays = {"x": np.ones((100, 4), np.float32)}
+    axes = ["--batch-axis", "x=0", "--output-axis", "y=0"]
+    line = only_line(case.run(DOUBLE, inputs, *axes))
+    assert line.startswith(f"{WHOLE}its first 64 rows are equal")
+    line = case.fail(DOUBLE, inputs, *axes, "--batch", "8")
+    assert "--batch: got 8, but the file cannot be cut: its first 8 rows are equal" in line
+    inputs["x"][3:] = 2  # the first rows are equal, but not all that are looked at
+    assert case.run(DOUBLE, inputs, "--batch", "20") == ""
+
+
+def test_random_model_is_split_where_the_user_says_so_alone(case: Case) -> None:
+    x = np.arange(400, dtype=np.float32).reshape(100, 4)
+    line = case.fail(NOISY, {"x": x}, "--batch", "10")
+    assert "--batch: got 10, but the file cannot be cut: a node RandomUniformLike draws" in line
+    assert "--batch-axis and --output-axis say" in line
+    axes = ["--batch-axis", "x=0", "--output-axis", "y=0"]
+    line = only_line(case.run(NOISY, {"x": x}, "--batch", "10", *axes, equal=False))
+    assert line == "mcinfer: requests are split without a check: two runs of the same rows differ"
+    np.testing.assert_allclose(loaded(case.output)["y"], x + 0.5, atol=0.5)
+
+
+def test_input_that_is_as_long_as_the_batch_by_chance_goes_whole(case: Case) -> None:
+    inputs: list[Value] = [("i", TensorProto.INT64, ["rows"]), ("table", FLOAT, ["size", 2])]
+    model = save(case.folder / "model.onnx", GATHER, inputs, [("y", FLOAT, ["found", 2])])
+    arrays: Arrays = {  # the first rows of both do not run together
+        "i": np.arange(9)[::-1].copy(),
+        "table": np.arange(18, dtype=np.float32).reshape(9, 2),
+    }
+    assert case.run(model, arrays, "--batch", "4") == ""
+
+
+def test_error_about_bad_first_rows_quotes_the_runtime(case: Case) -> None:
+    table = {"table": np.arange(3, dtype=np.float32)}
+    inputs, outputs = [("i", TensorProto.INT64, ["batch"])], [("y", FLOAT, ["batch"])]
+    model = save(case.folder / "model.onnx", GATHER, inputs, outputs, table)
+    line = case.fail(model, {"i": np.array([99, 0, 1, 2])}, "--batch", "2")
+    assert "--batch: got 2, but the file cannot be cut: its first 2 rows do not run by them" in line
+    assert "Gather" in line
+    assert files(case.folder) == ["in.npz", "model.onnx"]
+
+
+def test_requests_that_contradict_the_first_rows_are_an_error(case: Case) -> None:
+    # One output is the same for all rows except the last ones.
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
+        helper.make_node("Max", ["most", "ten"], ["bound"]),
+        helper.make_node("Add", ["x", "x"], ["y"]),
+    ]
+    outputs: list[Value] = [("bound", FLOAT, []), ("y", FLOAT, ["batch"])]
+    ten = {"ten": np.array(10, np.float32)}
+    model = save(case.folder / "model.onnx", nodes, [("x", FLOAT, ["batch"])], outputs, ten)
+    inputs: Arrays = {"x": np.arange(20, dtype=np.float32)}
+    line = case.fail(model, inputs, "--batch", "12")
+    assert "output 'bound' is to be the same in all requests: " in line
+    assert files(case.folder) == ["in.npz", "model.onnx"]
+    case.run(model, inputs, "--batch-axis", "x=none")  # as the error advises
+
+
+# Files.
+
+FIVE: Arrays = {"x": np.arange(15, dtype=np.float32).reshape(5, 3)}
+
+
+def test_output_follows_a_link_and_has_the_mode_of_new_files(double: Path, case: Case) -> None:
+    (case.folder / "folder").mkdir()
+    case.output.symlink_to(case.folder / "folder" / "real.npz")
     mask = os.umask(0o027)
     try:
-        assert main(["run", str(double), "--input", str(batch), "--output", str(link)]) == 0
+        assert case.run(double, FIVE) == ""
     finally:
         os.umask(mask)
-    assert capsys.readouterr() == ("y: float32[5, 3]\n", "")
-    expected = 2 * np.arange(15, dtype=np.float32).reshape(5, 3)
-    np.testing.assert_array_equal(loaded(output)["y"], expected)
-    assert link.is_symlink()
-    assert stat.S_IMODE(output.stat().st_mode) == 0o640
-    assert files(tmp_path / "folder") == ["out.npz"]
+    assert case.output.is_symlink()
+    assert stat.S_IMODE(case.output.stat().st_mode) == 0o640
+    assert files(case.folder / "folder") == ["real.npz"]
 
 
-def test_only_output_is_written_as_an_npy_file(
-    double: Path, batch: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    words = ["--input", str(batch), "--output", str(tmp_path / "out.npy"), "--batch", "2"]
-    assert main(["run", str(double), *words]) == 0
+def test_only_output_is_written_as_an_npy_file(double: Path, case: Case, capsys: Capture) -> None:
+    source, target = case.folder / "in.npy", case.folder / "out.npy"
+    np.save(source, FIVE["x"])
+    assert call(double, source, target, "--batch", "2") == 0
     assert capsys.readouterr() == ("y: float32[5, 3]\n", "")
-    expected = 2 * np.arange(15, dtype=np.float32).reshape(5, 3)
-    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
-    nodes = [helper.make_node("Identity", ["x"], [name]) for name in ("y", "z")]
-    outputs: list[Value] = [(name, FLOAT, ["batch", 3]) for name in ("y", "z")]
-    both = save(tmp_path / "both.onnx", nodes, [("x", FLOAT, ["batch", 3])], outputs)
-    assert main(["run", str(both), *words, "--force"]) == 1
+    np.testing.assert_array_equal(np.load(target), 2 * FIVE["x"])
+    nodes = [helper.make_node("Add", ["a", "b"], ["y"]), helper.make_node("Neg", ["a"], ["z"])]
+    shape: list[int | str] = ["batch", 3]
+    ends: list[list[Value]] = [[(name, FLOAT, shape) for name in names] for names in ("ab", "yz")]
+    two = save(case.folder / "two.onnx", nodes, ends[0], ends[1])
+    assert call(two, source, target) == 1
     line = only_line(capsys.readouterr().err)
     assert line.endswith("out.npy holds one array, expected an .npz file for ['y', 'z']")
-    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
+    assert call(two, source, case.output) == 1
+    line = only_line(capsys.readouterr().err)
+    assert line.endswith("in.npy holds one array, expected an .npz file with ['a', 'b']")
+    np.testing.assert_array_equal(np.load(target), 2 * FIVE["x"])
 
 
 def test_strings_and_what_goes_whole_are_in_each_request(case: Case) -> None:
@@ -103,68 +246,52 @@ def test_batch_of_no_rows_gives_none(double: Path, case: Case) -> None:
     assert loaded(case.output)["y"].shape == (0, 3)
 
 
-# Failures: status 1, one line; no file is left.
-
-
-def test_output_needs_force(double: Path, batch: Path, tmp_path: Path, capsys: Capture) -> None:
-    output = tmp_path / "out.npz"
-    output.write_bytes(b"of an earlier run")
-    words = ["run", str(double), "--input", str(batch), "--output", str(output), "--devices", "1"]
+def test_output_needs_force(double: Path, case: Case, capsys: Capture) -> None:
+    case.output.write_bytes(b"of an earlier run")
+    words = ["run", str(double), "--input", "none.npz", "--output", str(case.output)]
     assert main(words) == 1
     line = only_line(capsys.readouterr().err)
-    assert line == f"mcinfer: --output: {output} exists; --force replaces it"
-    assert output.read_bytes() == b"of an earlier run"
-    assert main([*words, "--force"]) == 0
-    assert loaded(output)["y"].shape == (5, 3)
+    assert line == f"mcinfer: --output: {case.output} exists; --force replaces it"
+    assert str(case.folder / "none.onnx") in case.fail(case.folder / "none.onnx", FIVE)
+    assert case.output.read_bytes() == b"of an earlier run"
+    case.run(double, FIVE)  # with --force
 
 
 @pytest.mark.parametrize(
     ("name", "what"), [("double.onnx", "MODEL"), ("weights.bin", "MODEL"), ("in.npz", "--input")]
 )
 def test_model_and_input_are_never_written_over(
-    double: Path, batch: Path, tmp_path: Path, capsys: Capture, name: str, what: str
+    double: Path, case: Case, name: str, what: str
 ) -> None:
     content = onnx.load(double)
     array = np.ones(3000, np.float32)
     content.graph.initializer.append(onnx.numpy_helper.from_array(array, "w"))
     onnx.save(content, double, save_as_external_data=True, location="weights.bin")
-    before = (tmp_path / name).read_bytes()
-    (tmp_path / "same.npz").hardlink_to(tmp_path / name)
-    assert call(double, batch, tmp_path / "same.npz") == 1
-    assert f"is the file of {what} " in only_line(capsys.readouterr().err)
-    assert (tmp_path / name).read_bytes() == before
+    np.savez(case.folder / "in.npz", allow_pickle=False, **FIVE)
+    before = (case.folder / name).read_bytes()
+    case.output.hardlink_to(case.folder / name)
+    assert call(double, case.folder / "in.npz", case.output) == 1
+    assert f"is the file of {what} " in only_line(case.capsys.readouterr().err)
+    assert (case.folder / name).read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("model", "source"),
-    [("none.onnx", "in.npz"), ("double.onnx", "none"), ("double.onnx", "pipe")],
-)
-def test_unreadable_file_is_named(
-    double: Path, batch: Path, tmp_path: Path, capsys: Capture, model: str, source: str
-) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    assert call(tmp_path / model, tmp_path / source, tmp_path / "out.npz") == 1
-    wrong = source if model == double.name else model
-    assert str(tmp_path / wrong) in only_line(capsys.readouterr().err)
-    assert files(tmp_path) == [double.name, batch.name, "pipe"]
-
-
-@pytest.mark.parametrize("name", ["none/y.npz", "folder.npz", "y.csv"])
-def test_unwritable_output_is_named_first(tmp_path: Path, capsys: Capture, name: str) -> None:
-    (tmp_path / "folder.npz").mkdir()
-    assert call(tmp_path / "none.onnx", tmp_path / "none.npz", tmp_path / name) == 1
-    assert only_line(capsys.readouterr().err).startswith("mcinfer: --output: ")
-    assert files(tmp_path) == ["folder.npz"]
-
-
-def test_single_array_for_several_inputs_is_refused(tmp_path: Path, capsys: Capture) -> None:
-    nodes = [helper.make_node("Add", ["a", "b"], ["y"])]
-    inputs: list[Value] = [("a", FLOAT, ["batch"]), ("b", FLOAT, ["batch"])]
-    model = save(tmp_path / "add.onnx", nodes, inputs, [("y", FLOAT, ["batch"])])
-    np.save(tmp_path / "in.npy", np.ones(3, np.float32))
-    assert call(model, tmp_path / "in.npy", tmp_path / "out.npz") == 1
-    line = only_line(capsys.readouterr().err)
-    assert line.endswith("in.npy holds one array, expected an .npz file with ['a', 'b']")
+def test_file_that_cannot_be_read_or_written_is_named(double: Path, case: Case) -> None:
+    os.mkfifo(case.folder / "pipe")
+    (case.folder / "folder.npz").mkdir()
+    before = files(case.folder)
+    for source, target in (
+        ("none", "out.npz"),
+        ("pipe", "out.npz"),
+        ("none", "none/y.npz"),
+        ("none", "folder.npz"),
+        ("none", "y.csv"),
+    ):
+        assert call(double, case.folder / source, case.folder / target) == 1
+        wrong = ("--input", source) if target == "out.npz" else ("--output", target)
+        line = only_line(case.capsys.readouterr().err)
+        assert line.startswith(f"mcinfer: {wrong[0]}: ")
+        assert str(case.folder / wrong[1]) in line
+        assert files(case.folder) == before
 
 
 @pytest.mark.parametrize(
@@ -184,44 +311,181 @@ def test_wrong_input_keeps_the_old_output(
     assert files(case.folder) == ["double.onnx", "in.npz", "out.npz"]
 
 
-def test_results_are_kept_after_a_failure_and_other_work(tmp_path: Path, capsys: Capture) -> None:
-    gather = save(
+# Interrupted work.
+
+
+def progress(output: Path) -> Any:
+    """The file of partial results: how far it is, and which work it is."""
+    content = output.with_name(f".{output.name}.partial").read_bytes()
+    return {"head": content[:16], **json.loads(content[16:].partition(b"\n")[0])}
+
+
+HALF: Arrays = {"i": np.array([0, 1, 2, 0, 99, 1])}
+"""Rows on which `half` fails after four."""
+
+RESUMED = "mcinfer: resuming at row 4 of 6"
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> Path:
+    return save(
         tmp_path / "gather.onnx",
-        [helper.make_node("Gather", ["table", "i"], ["y"])],  # fails for rows of 3 and more
-        [("i", TensorProto.INT64, ["batch"])],
-        [("y", FLOAT, ["batch"])],
-        {"table": np.array([5, 6, 7], np.float32)},
+        [helper.make_node("Gather", ["table", "i"], ["y"], axis=1)],
+        [("i", TensorProto.INT64, ["rows"])],
+        [("y", FLOAT, [2, "found"])],
+        {"table": np.arange(6, dtype=np.float32).reshape(2, 3)},
     )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    partial = tmp_path / ".out.npz.partial"
 
-    def failure(batch: int = 2) -> list[str]:
-        assert call(gather, source, output, "--batch", str(batch)) == 1
-        return capsys.readouterr().err.splitlines()
 
-    np.savez(source, i=np.array([0, 1, 2, 0, 99, 1]))
-    (line,) = failure()
+def test_run_is_resumed_with_its_own_split_and_request_size(
+    half: Path, case: Case, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "_REQUEST_BYTES", 32)
+    case.fail(half, HALF)
+    before = progress(case.output)
+    assert (before["plan"]["axes"], before["plan"]["outputs"]) == ({"i": 0}, {"y": 1})
+    shutil.rmtree(cache / "splits")
+    monkeypatch.setattr(batch, "_REQUEST_BYTES", 1 << 20)
+    status, err = case.end(half, HALF)
+    resumed, failed = err.splitlines()
+    assert (status, resumed) == (1, RESUMED)
+    assert failed.endswith("; 4 of 6 rows are kept; run the same command again to resume")
+    assert progress(case.output) == before
+
+
+def test_damaged_answers_are_not_said_to_be_kept(
+    half: Path, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "_REQUEST_BYTES", 32)
+    case.fail(half, HALF)
+    parts = case.output.with_name(f".{case.output.name}.partial")
+    head, line, answers = parts.read_bytes().partition(b"}\n")
+    parts.write_bytes(head + line + b"X" + answers[1:])
+    status, err = case.end(half, HALF)
+    assert (status, err.splitlines()[0]) == (1, RESUMED)
+    assert err.splitlines()[1].endswith("--restart discards it")
+
+
+def test_resumed_run_keeps_its_number_of_shards(half: Path, case: Case, capsys: Capture) -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("one core has one worker")
+    np.savez(case.folder / "in.npz", allow_pickle=False, **HALF)
+    where = ["--input", str(case.folder / "in.npz"), "--output", str(case.output)]
+    words = ["run", str(half), *where, "--batch", "2"]
+    assert main(words) == 1
+    before = progress(case.output)
+    assert before["plan"]["shards"] > 1
+    capsys.readouterr()
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        assert main(words) == 1
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert capsys.readouterr().err.splitlines()[0] == RESUMED
+    assert progress(case.output) == before
+
+
+def test_next_run_writes_finished_results(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.output.mkdir()  # something takes its place before the end
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_output_place", lambda *_: case.output)
+        line = case.fail(DOUBLE, random_rows(5), "--devices", "2")
+    case.output.rmdir()
+    assert line.endswith("; 5 of 5 rows are kept; run the same command again to resume")
+    err = case.run(DOUBLE, random_rows(5), "--devices", "2")
+    assert only_line(err) == "mcinfer: resuming at row 5 of 5"
+
+
+def test_results_are_kept_after_a_failure_and_for_the_same_work_alone(
+    half: Path, case: Case
+) -> None:
+    partial = case.output.with_name(".out.npz.partial")
+    line = case.fail(half, HALF, "--batch", "2")
     assert "Gather" in line
     assert line.endswith("; 4 of 6 rows are kept; run the same command again to resume")
     assert partial.stat().st_mode & 0o777 == 0o600
-
-    gather.touch()
-    source.touch()
-    resumed, line = failure()
-    assert resumed == "mcinfer: resuming at row 4 of 6"
-    assert "4 of 6 rows are kept" in line
-
-    (line,) = failure(batch=3)
+    half.touch()
+    status, err = case.end(half, HALF, "--batch", "2")
+    assert (status, err.splitlines()[0]) == (1, RESUMED)
+    line = case.fail(half, HALF, "--batch", "3")
     assert f"--output: {partial} holds the results of other work, with another --batch;" in line
-    np.savez(source, i=np.array([0, 1, 2, 0, 2, 1]))
-    (line,) = failure()
+    good: Arrays = {"i": np.array([0, 1, 2, 0, 2, 1])}
+    line = case.fail(half, good, "--batch", "2")
     assert "of other work, with another input; --restart" in line
-    with gather.open("ab") as file:
+    with half.open("ab") as file:
         file.write(b"\x12\x00")  # an empty name of the producer
-    (line,) = failure()
-    assert "of other work, with another model, input;" in line
-    assert not output.exists()
+    assert "with another model, input;" in case.fail(half, good, "--batch", "2")
+    assert not case.output.exists()
+    assert case.run(half, good, "--batch", "2", "--restart") == ""
+    assert files(case.folder) == ["gather.onnx", "in.npz", "out.npz"]
 
-    assert call(gather, source, output, "--batch", "2", "--restart") == 0
-    assert loaded(output)["y"].tolist() == [5, 6, 7, 5, 7, 6]
-    assert files(tmp_path) == ["gather.onnx", "in.npz", "out.npz"]
+
+# Requests, by shapes alone.
+
+Shapes = dict[str, tuple[Dimension, ...]]
+
+
+def requests_of(
+    inputs: Shapes,
+    outputs: Shapes,
+    sizes: Sequence[tuple[int, ...]],
+    workers: int,
+    rows: int | None = None,
+    **said: Axes,
+) -> Requests:
+    """The requests for arrays of these sizes, cut as the model's symbols and the user say."""
+    specs = [
+        tuple(TensorSpec(name=n, dtype=np.dtype("f4"), shape=shape) for n, shape in shapes.items())
+        for shapes in (inputs, outputs)
+    ]
+    model = ModelSpec(inputs=specs[0], outputs=specs[1])
+    arrays = {n: np.broadcast_to(np.float32(0), s) for n, s in zip(inputs, sizes, strict=True)}
+    axes = SaidAxes(inputs=said.get("x_axes", {}), outputs=said.get("y_axes", {}))
+    return plan_requests(model, arrays, workers, rows, first_split(model, axes))
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000), st.integers(1, 9))
+def test_requests_have_every_row_once_and_in_order(units: int, rows: int, workers: int) -> None:
+    requests = requests_of({"x": ("batch", 4)}, {"y": ("batch", 4)}, [(units, 4)], workers, rows)
+    arrays = {"x": np.arange(units)}
+    parts = [requests.inputs(arrays, i)["x"] for i in range(requests.count)]
+    assert np.concatenate(parts).tolist() == [*range(units)]
+    assert {len(part) for part in parts[:-1]} <= {rows}
+    assert requests.rows(requests.count) == units
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "size", "workers", "step"),
+    [
+        (("batch", 4), ("batch", 4), (10_000_000, 4), 3, 3 * 64),
+        ((6,), (6,), (6 * 99,), 3, 3 * 10),  # whole pieces of a fixed batch
+        ((100,), (100,), (100 * 99,), 3, 3),
+        (("batch", 1), ("batch", 1 << 20), (1000, 1), 4, 12),
+        (("batch", 1), ("batch", 1 << 30), (1000, 1), 4, 4),
+        (("batch", 1 << 20), (None, None), (1000, 1 << 20), 2, 8),
+    ],
+)
+def test_request_has_64_rows_for_each_worker_and_64_mib(
+    inputs: tuple[Dimension, ...],
+    outputs: tuple[Dimension, ...],
+    size: tuple[int, ...],
+    workers: int,
+    step: int,
+) -> None:
+    found = requests_of(
+        {"x": inputs}, {"y": outputs}, [size], workers, x_axes={"x": 0}, y_axes={"y": 0}
+    )
+    assert found.step == step
+
+
+@pytest.mark.parametrize(("rows", "step"), [(1, 1), (9, 2), (None, 3)])
+def test_fixed_batch_is_cut_at_multiples_of_it(rows: int | None, step: int) -> None:
+    inputs: Shapes = {"x": (4, 2), "z": (8,), "scale": (3,)}
+    sizes = [(12, 2), (24,), (3,)]
+    requests = requests_of(
+        inputs, {"y": (4, 2)}, sizes, 2, rows, x_axes={"x": 0, "z": 0}, y_axes={"y": 0}
+    )
+    assert (requests.units, requests.unit_rows, requests.step) == (3, 4, step)
+    assert requests.sizes == {"x": 4, "z": 8}  # "scale" has no batch: it goes whole
+    assert requests.outputs == {"y": 0 if step < 3 else None}
