@@ -128,11 +128,8 @@ def large() -> Report:
     for load in (Load(batch=b, clients=c) for b in (1, 8) for c in (1, 16)):
         for name, speed in SPEEDS.items():
             rate = 60 * speed * load.clients**0.3 / load.batch**0.6
-            run_seconds = None if name == "pipe" else 0.6 / rate
-            slowest = load.clients / rate * 2.2
-            turns[name, load] = [
-                turn(rate * n, slowest=slowest, run_seconds=run_seconds) for n in (1.0, 0.97, 1.04)
-            ]
+            how = {"slowest": load.clients / rate * 2.2, "run_seconds": 0.6 / rate}
+            turns[name, load] = [turn(rate * n, **how) for n in (1.0, 0.97, 1.04)]
     load = Load(batch=8, clients=64, rate=50.0)
     for name, speed in SPEEDS.items():
         late = max(0, round(2 * (50.0 - 30 * speed)))

@@ -88,18 +88,12 @@ def settings_line(report: Report) -> str:
     parts = [
         f"devices {', '.join(settings.devices)}",
         f"{settings.repeats} repeats of {length} after {settings.warmup_seconds:g} s of warm-up",
-        *(
-            [
-                f"requests joined up to {settings.max_batch_size} rows"
-                f" within {seconds_text(settings.max_delay)}"
-            ]
-            if any(figures.joined for figures in _all_figures(report))
-            else []
-        ),
-        *(f"{name} = {size}" for name, size in settings.dims.items()),
-        f"seed {settings.seed}",
     ]
-    return printable("; ".join(parts))
+    if any(figures.joined for figures in _all_figures(report)):
+        within = seconds_text(settings.max_delay)
+        parts.append(f"requests joined up to {settings.max_batch_size} rows within {within}")
+    parts += [f"{name} = {size}" for name, size in settings.dims.items()]
+    return printable("; ".join([*parts, f"seed {settings.seed}"]))
 
 
 def marked(figures: Figures) -> str:

@@ -123,15 +123,8 @@ def measure(model: Path, *ways: str, **more: object) -> Report:
 def test_ways_and_pools_are_measured_under_each_load(onnx_model: OnnxModel, tmp_path: Path) -> None:
     # The other ways are measured below, with a fixed batch.
     ways = (*(name for name in BASELINES if name != "pipe-each"), "concurrent", "inline")
-    report = measure(
-        onnx_model(AFFINE),
-        *ways,
-        batches=(2,),
-        clients=(1,),
-        rates=(200.0,),
-        scaling=True,
-        repeats=1,
-    )
+    settings = {"batches": (2,), "clients": (1,), "rates": (200.0,), "scaling": True, "repeats": 1}
+    report = measure(onnx_model(AFFINE), *ways, **settings)
     assert [w.error for w in report.ways] == [""] * len(report.ways)
     assert [w.name for w in report.ways] == [*ways, "pool-1", "pool-2"]
     assert report.finished
@@ -192,23 +185,21 @@ def test_failed_way_is_reported_and_the_others_go_on(onnx_model: OnnxModel, ways
 def test_way_that_goes_wrong_is_ended_with_its_children(
     way: str, timeout: float, error: str, onnx_model: OnnxModel, tmp_path: Path, ways: Path
 ) -> None:
-    def use(subject: Subject) -> None:
-        subject.start(30)
-        subject.turn(ONE, count=1, timeout=timeout)
-
     setup = Setup(
         model=str(onnx_model(AFFINE)),
         cores=2,
         devices=("cpu:0", "cpu:1"),
-        threads=None,
         split=Split(inputs={"x": 0}, outputs={"y": 0}, known="declared"),
-        max_batch_size=4,
-        max_delay=0.001,
     )
     write_request(tmp_path / "2.request", rows(2))
     with Subject(f"{ways}:{way}", setup, {2: tmp_path / "2.request"}) as subject:
+
+        def use() -> None:
+            subject.start(30)
+            subject.turn(ONE, count=1, timeout=timeout)
+
         with pytest.raises(WayFailedError, match=error):
-            use(subject)
+            use()
         assert not subject.alive
         with pytest.raises(WayFailedError, match="its process has ended"):
             subject.memory()
@@ -273,10 +264,6 @@ def test_axes_of_the_command_line_are_those_of_every_way(
     assert shown.err == ""
     assert f"sharded: {SplitBatches.text}\n" in shown.out
     assert load(written).way("sharded").error == ""
-    assert main(["bench", str(model), *axes, "z=0", *ways, *short]) == 1
-    assert "output_axes: got unknown output 'z', expected one of ['y']" in capsys.readouterr().err
-    assert main(["bench", str(model), *axes, "y=0", "--output-axis", "y=1", *ways, *short]) == 2
-    assert "--output-axis: got ['y', 'y'], expected each name once" in capsys.readouterr().err
 
 
 def test_killed_benchmark_leaves_no_process(onnx_model: OnnxModel, runtime_dir: Path) -> None:
