@@ -27,11 +27,10 @@ _REST = 0.05
 class _Driver:
     """The tasks, by name."""
 
+    way: Any = None
+
     def __init__(self) -> None:
-        self.ending = False
-        self._way: Any = None
-        self._files: Mapping[str, str] = {}
-        self._inputs: dict[int, Mapping[str, Any]] = {}
+        self._requests: dict[str, Any] = {}  # by batch, its file or its arrays
 
     def start(self, way: str, setup: dict[str, Any], inputs: Mapping[str, str]) -> Any:
         begin = perf_counter()
@@ -42,22 +41,22 @@ class _Driver:
         for name in ("devices", "batches"):
             setup[name] = tuple(setup[name])
         setup["worker_cores"] = tuple(map(tuple, setup["worker_cores"]))
-        self._way = way_class(way)(Setup(**{**setup, "split": Split(**setup["split"])}))
+        self.way = way_class(way)(Setup(**{**setup, "split": Split(**setup["split"])}))
         seconds = perf_counter() - begin
-        if not isinstance(self._way.workers, int):
-            raise TypeError(f"workers: got {self._way.workers!r}, expected an int")
-        self._files = inputs
-        return {"seconds": seconds, "workers": self._way.workers, "text": str(self._way.text)}
+        if not isinstance(self.way.workers, int):
+            raise TypeError(f"workers: got {self.way.workers!r}, expected an int")
+        self._requests |= inputs
+        return {"seconds": seconds, "workers": self.way.workers, "text": str(self.way.text)}
 
     def turn(self, load: Mapping[str, Any], **more: Any) -> Any:
         from mcinfer.bench.load import read_request, take_turn
         from mcinfer.bench.report import Load
 
-        batch = load["batch"]
-        if batch not in self._inputs:
-            self._inputs[batch] = read_request(Path(self._files[str(batch)]))
+        batch = str(load["batch"])
+        if isinstance(self._requests[batch], str):
+            self._requests[batch] = read_request(Path(self._requests[batch]))
         sleep(_REST)
-        return asdict(take_turn(self._way, self._inputs[batch], Load(**load), **more))
+        return asdict(take_turn(self.way, self._requests[batch], Load(**load), **more))
 
     def memory(self) -> Any:
         from mcinfer.bench.load import memory
@@ -65,24 +64,18 @@ class _Driver:
         return asdict(memory())
 
     def close(self) -> None:
-        way, self._way = self._way, None
+        way, self.way = self.way, None
         if way is not None:
             way.close()
-
-    def interrupt(self, *_: object) -> None:
-        """Stop the task, and end the way in order: the parent was interrupted.
-
-        The parent asks again: an exception can be lost where it is raised, in a finalizer or in an import.
-        """
-        if not self.ending:
-            raise SystemExit
 
 
 def main() -> int:
     """Do the parent's tasks until it hangs up; the exit status."""
     driver = _Driver()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    signal.signal(signal.SIGTERM, driver.interrupt)
+    # Stop the task, and end the way in order: the parent was interrupted. It asks again: an exception can be
+    # lost where it is raised, in a finalizer or in an import.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # processes that the way starts must not hold it
     connection = Connection(descriptor)
@@ -106,7 +99,7 @@ def main() -> int:
     except EOFError:
         return 0
     finally:
-        driver.ending = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         driver.close()
 
 
