@@ -1,14 +1,35 @@
-"""Orders of the scheduler, recorded: events in, a list of these out."""
+"""Orders of the scheduler, recorded: events in, a list of these out; and what a test's pool is built of."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+from mcinfer.config import RestartPolicy, Timeouts
 from mcinfer.errors import McinferError
-from mcinfer.protocol import Message
+from mcinfer.protocol import Build, BuildFinish, Message
 from mcinfer.scheduler.dispatch import Entry, trace_of
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.statistics import Health, RequestTrace
+
+TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
+RESTART = RestartPolicy(budget=3, window=60.0, backoff=0.5, backoff_limit=1.0)
+SPECS = (("x", "float32", ("batch", 3)),)
+BUILT = BuildFinish(inputs=SPECS, outputs=SPECS, providers=("CPU",), seconds=0.1)
+SLAB = (-1, 64)
+
+
+def build(index: int, pipeline: int = 1, card: int = 0, tensor: int = 1) -> Build:
+    """With `card`, as many workers share one, and its weights."""
+    return Build(
+        model="/m.onnx",
+        engine="fake",
+        device=f"cuda:{index // card}" if card else f"cpu:{index}",
+        cores=(index,),
+        pipeline=pipeline,
+        tensor=tensor,
+        card_workers=card or 1,
+        shares_weights=card > 0,
+    )
 
 
 class StartWorker(NamedTuple):

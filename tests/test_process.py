@@ -5,14 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from mcinfer.process import REQUEST, StackReport
+from tests.process.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,15 +70,6 @@ def _report() -> Iterator[StackReport]:
     report.close()
 
 
-def written(report: StackReport, complete: Callable[[str], bool]) -> str:
-    """What is written, once that is all."""
-    deadline = time.monotonic() + 40.0
-    while not complete(report.read()):
-        assert time.monotonic() < deadline, report.read()
-        time.sleep(0.005)
-    return report.read()
-
-
 def asleep(process: "subprocess.Popen[str]") -> bool:
     """Whether its main thread waits in the kernel."""
     text = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii")
@@ -87,12 +78,10 @@ def asleep(process: "subprocess.Popen[str]") -> bool:
 
 def asked(process: "subprocess.Popen[str]", report: StackReport, last: str = "<module>") -> str:
     """Its stacks, asked for when it sleeps; whole once the outermost frame of its main thread is there."""
-    deadline = time.monotonic() + 40.0
-    while not asleep(process):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: asleep(process))
     process.send_signal(REQUEST)
-    return written(report, lambda text: last in text)
+    wait_until(lambda: last in report.read())
+    return report.read()
 
 
 def test_memory_is_sealed_against_another_size(report: StackReport) -> None:

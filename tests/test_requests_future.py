@@ -23,6 +23,7 @@ import pytest
 
 from mcinfer.requests.request import Outcome, OutcomeFuture
 from mcinfer.runtime.delivery import Delivery
+from tests.process.waiting import wait_until
 
 PATIENCE = 20.0
 
@@ -98,9 +99,7 @@ def cancel(outcome: Outcome[int]) -> None:
 
 def blocked(count: int, outcome: Outcome[Any]) -> None:
     """Return once so many threads wait for an outcome."""
-    deadline = monotonic() + PATIENCE
-    while len(outcome._locks) < count:
-        assert monotonic() < deadline
+    wait_until(lambda: len(outcome._locks) >= count)
 
 
 # Waiting.

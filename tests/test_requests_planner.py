@@ -63,7 +63,7 @@ def arena() -> Iterator[Arena]:
 
 # Random models and batches.
 
-ORDERS = ["C", "F", "reversed", "strided", "other byte order", "in the arena"]
+ORDERS = ["C", "F", "reversed", "strided", "other byte order", "read-only", "in the arena"]
 
 
 @dataclass

@@ -4,16 +4,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError
@@ -42,97 +37,6 @@ NUMBER = signal.SIGUSR1
 
 def spec(element_type: str, name: str = "x") -> TensorSpec:
     return TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=(None,))
-
-
-def bits(array: Array) -> bytes:
-    """What an array holds, NaNs included, as the machine writes it."""
-    native = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("="))
-    return (
-        native.astype(np.int8).tobytes()
-        if array.dtype.itemsize == 1 and (array.dtype.name in FOUR_BITS)
-        else native.tobytes()
-    )
-
-
-@dataclass(frozen=True)
-class Cutting:
-    """An array, and how it is cut along an axis."""
-
-    array: Array
-    element_type: str
-    axis: int
-    sizes: tuple[int, ...]
-
-    @property
-    def shapes(self) -> tuple[Shape, ...]:
-        shape = self.array.shape
-        return tuple((*shape[: self.axis], n, *shape[self.axis + 1 :]) for n in self.sizes)
-
-    @property
-    def parts(self) -> list[Array]:
-        ends = np.cumsum(self.sizes)[:-1]
-        return np.split(self.array, ends, self.axis)
-
-
-ORDERS = ["C", "F", "reversed", "strided", "other byte order", "read-only"]
-
-
-@st.composite
-def cuttings(draw: st.DrawFn) -> Cutting:
-    rank = draw(st.integers(1, 4))
-    axis = draw(st.integers(0, rank - 1))
-    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
-    shape = [draw(st.sampled_from([1, 1, 2, 3, 0])) for _ in range(rank)]
-    shape[axis] = sum(sizes)
-    element_type = draw(st.sampled_from(FIXED_SIZE))
-    array = random_array(element_type, tuple(shape), draw(st.integers(0, 2**32)))
-    return Cutting(in_order(array, draw(st.sampled_from(ORDERS))), element_type, axis, sizes)
-
-
-@given(cutting=cuttings())
-def test_each_shard_finds_its_part_of_the_input(cutting: Cutting) -> None:
-    x = spec(cutting.element_type)
-    cut = InputCut(axis=cutting.axis, shapes=cutting.shapes)
-    layout = lay_input(x, cutting.array.shape, cut)
-    assert layout is not None
-    memory = bytearray(b"\xaa" * (layout.size + 64))
-    copy_in(cutting.array, x, cut, layout, memoryview(memory)[: layout.size], COPIER)
-    assert memory[layout.size :] == b"\xaa" * 64
-    places = []
-    for part, shape, offset in zip(cutting.parts, cutting.shapes, layout.offsets, strict=True):
-        size = tensor_bytes(x.element_type, prod(shape))
-        seen = unpack(memoryview(memory)[offset : offset + size], x, shape)
-        assert bits(seen) == bits(part)
-        places.append((offset, offset + size))
-    assert all(end <= start for (_, end), (start, _) in pairwise(places))
-    assert places[-1][1] <= layout.size
-    if layout.contiguous:
-        assert bytes(memory[: layout.size]) == bits(cutting.array)
-
-
-@given(cutting=cuttings())
-def test_what_shards_write_in_their_places_joins_to_the_output(cutting: Cutting) -> None:
-    y = spec(cutting.element_type, "y")
-    join = OutputJoin(axis=cutting.axis, shapes=cutting.shapes, shape=cutting.array.shape)
-    layout = lay_output(y, join)
-    assert layout is not None
-    memory = memoryview(bytearray(layout.size))
-    # An input that is whole in each shard is written as an engine writes: each part by itself.
-    for part, shape, offset in zip(cutting.parts, cutting.shapes, layout.offsets, strict=True):
-        alone = InputCut(axis=None, shapes=(shape,))
-        place = lay_input(y, shape, alone)
-        assert place is not None
-        copy_in(part, y, alone, place, memory[offset : offset + place.size], COPIER)
-    if layout.contiguous:
-        array = unpack(memory, y, cutting.array.shape)
-    else:
-        parts = [
-            unpack(memory[offset:], y, shape)
-            for offset, shape in zip(layout.offsets, cutting.shapes, strict=True)
-        ]
-        array = join_parts(y, join, parts, [f"worker {i}" for i in range(len(parts))])
-    assert array.shape == cutting.array.shape
-    assert bits(array) == bits(cutting.array)
 
 
 @pytest.mark.parametrize("element_type", ["float32", "int4"])

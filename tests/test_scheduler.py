@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mcinfer.config import Limits, RestartPolicy, Timeouts
+from mcinfer.config import Limits, RestartPolicy
 from mcinfer.errors import (
     BuildError,
     ClosedError,
@@ -53,6 +53,10 @@ from mcinfer.scheduler.workers import MAX_DEATHS, STACKS_SECONDS, Fate, PoolRule
 from mcinfer.statistics import Health, RequestTrace
 from tests.conversations import Conversation
 from tests.orders import (
+    BUILT,
+    RESTART,
+    SLAB,
+    TIMEOUTS,
     Announce,
     AskForStacks,
     KillWorker,
@@ -68,30 +72,14 @@ from tests.orders import (
     ShareSlab,
     StartWorker,
     WorkersRestarted,
+    build,
 )
 
-TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
-RESTART = RestartPolicy(budget=3, window=60.0, backoff=0.5, backoff_limit=1.0)
 SIGSEGV = describe_exit(-signal.SIGSEGV)
 SIGKILL = describe_exit(-signal.SIGKILL)
-SPECS = (("x", "float32", ("batch", 3)),)
 QUEUE_LIMIT = 9
 MAX_BYTES = 40
 MAX_ROWS = 4
-
-
-def build(index: int, pipeline: int = 1, card: int = 0, tensor: int = 1) -> Build:
-    """With `card`, as many workers share one, and its weights."""
-    return Build(
-        model="/m.onnx",
-        engine="fake",
-        device=f"cuda:{index // card}" if card else f"cpu:{index}",
-        cores=(index,),
-        pipeline=pipeline,
-        tensor=tensor,
-        card_workers=card or 1,
-        shares_weights=card > 0,
-    )
 
 
 def hello(worker: int) -> Hello:
@@ -99,7 +87,7 @@ def hello(worker: int) -> Hello:
 
 
 def built(slab: tuple[int, int] | None = None) -> BuildFinish:
-    return BuildFinish(inputs=SPECS, outputs=SPECS, providers=("CPU",), seconds=0.1, slab=slab)
+    return replace(BUILT, slab=slab)
 
 
 def build_error(text: str = "no such file") -> Error:
@@ -1004,7 +992,6 @@ class _Given:  # compared by identity
     late: bool = False
 
 
-SLAB = (-1, 64)
 JOINS = st.tuples(st.sampled_from("aaab"), st.integers(1, MAX_ROWS - 1))
 _Asking = tuple[int, float, int, tuple[str, int] | None, int]
 """Shards, seconds, priority, with what it may be joined, and bytes."""

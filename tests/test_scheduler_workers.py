@@ -21,7 +21,11 @@ from mcinfer.scheduler.workers import (
     WorkerLives,
     describe_exit,
 )
+from tests import orders
 from tests.orders import (
+    BUILT,
+    SLAB,
+    TIMEOUTS,
     Announce,
     AskForStacks,
     KillWorker,
@@ -33,12 +37,10 @@ from tests.orders import (
     ShareSlab,
     StartWorker,
     WorkersRestarted,
+    build,
 )
 
-TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
-RESTART = RestartPolicy(budget=2, window=60.0, backoff=0.5, backoff_limit=1.0)
-SPECS = (("x", "float32", ("batch", 3)),)
-BUILT = BuildFinish(inputs=SPECS, outputs=SPECS, providers=("CPU",), seconds=0.1)
+RESTART = replace(orders.RESTART, budget=2)
 
 
 class Lives(Recorded):
@@ -51,13 +53,10 @@ class Lives(Recorded):
         super().__init__(lives, recorder, (*names, "advance", "announce", "close"))
 
 
-def build(index: int) -> Build:
-    return Build(model="/m.onnx", engine="fake", device=f"cpu:{index}", cores=(index,))
-
-
-def new_lives(workers: int, *, restart: RestartPolicy = RESTART) -> Lives:
+def new_lives(workers: int, **options: Any) -> Lives:
     """Workers that have their process, and have connected."""
-    lives = Lives([build(i) for i in range(workers)], timeouts=TIMEOUTS, restart=restart)
+    given = {"timeouts": TIMEOUTS, "restart": RESTART, **options}
+    lives = Lives([build(i) for i in range(workers)], **given)
     for w in lives.workers:
         assert lives.start(w, 0.0) == [StartWorker(worker=w.index)]
         connect(w, 100 + w.index)
@@ -83,8 +82,8 @@ def fail(lives: Lives, w: Worker, text: str, kind: str = "build") -> list[Order]
     return orders
 
 
-def ready_lives(workers: int, *, restart: RestartPolicy = RESTART) -> Lives:
-    lives = new_lives(workers, restart=restart)
+def ready_lives(workers: int, **options: Any) -> Lives:
+    lives = new_lives(workers, **options)
     actions = [finish(lives, w) for w in lives.workers]
     assert actions[-1] == [PoolStarted()]
     assert lives.started
@@ -345,12 +344,9 @@ def test_worker_that_does_not_end_to_be_replaced_is_killed_and_says_so(answers: 
 
 
 def test_replaced_worker_may_take_as_long_as_it_likes_and_its_end_is_planned_all_the_same() -> None:
-    builds = [build(0)]
-    lives = Lives(builds, timeouts=Timeouts(close=math.inf), restart=replace(RESTART, budget=0))
+    endless = Timeouts(close=math.inf)
+    lives = ready_lives(1, timeouts=endless, restart=replace(RESTART, budget=0))
     [w] = lives.workers
-    lives.start(w, 0.0)
-    connect(w, 100)
-    finish(lives, w)
     lives.replace(lives.workers, asked_for=True)
     assert lives.advance(1.0) == [Send(worker=0, message=Exit())]
     assert end(lives, w, 7.0) == []
@@ -363,11 +359,7 @@ def test_replaced_worker_may_take_as_long_as_it_likes_and_its_end_is_planned_all
 
 
 def test_worker_with_unlimited_time_to_stop_a_run_is_well() -> None:
-    lives = Lives([build(0)], timeouts=Timeouts(cancel_grace=math.inf), restart=RESTART)
-    [w] = lives.workers
-    lives.start(w, 0.0)
-    connect(w, 100)
-    finish(lives, w)
+    lives = ready_lives(1, timeouts=Timeouts(cancel_grace=math.inf))
     assert lives.health(1.0).state == "ready"
 
 
@@ -423,17 +415,14 @@ def test_health_of_a_pool_that_replaces_a_worker_is_told_as_planned() -> None:
 
 # Workers of one card, with one slab of weights.
 
-SLAB = (-1, 64)
 MADE = replace(BUILT, slab=SLAB)
 
 
 def card_lives(workers: int, *, restart: RestartPolicy = RESTART) -> Lives:
     """Workers of one card that have connected: the first is the leader of the others."""
-    builds = [
-        replace(build(i), device="cuda:0", card_workers=workers, shares_weights=True)
-        for i in range(workers)
-    ]
-    lives = Lives(builds, timeouts=TIMEOUTS, restart=restart)
+    lives = Lives(
+        [build(i, card=workers) for i in range(workers)], timeouts=TIMEOUTS, restart=restart
+    )
     for w in lives.workers:
         assert lives.start(w, 0.0) == [StartWorker(worker=w.index)]
     return lives
@@ -608,27 +597,22 @@ def test_workers_of_different_cards_have_leaders_of_their_own() -> None:
 
 
 def test_one_worker_runs_a_model_with_seeds_and_another_takes_its_place() -> None:
-    builds = [build(i) for i in range(3)]
-    lives = Lives(builds, timeouts=TIMEOUTS, restart=RESTART, seeds_on_one=True)
+    lives = new_lives(3, seeds_on_one=True)
     seeded = replace(BUILT, random="node 'n' (RandomNormal)", seeded=True)
-
-    def come(w: Worker) -> None:
-        lives.start(w, 0.0)
-        connect(w, 100 + w.index)
-        w.state = state_after(w.state, type(seeded))
-        lives.finish_build(w, seeded, 0.0)
 
     def busy() -> list[int]:
         return [w.index for w in lives.workers if w.serves and not w.spare]
 
     for w in lives.workers:
-        come(w)
+        finish(lives, w, message=seeded)
         assert busy() == [0]
     assert all(w.serves for w in lives.workers)
     assert [w.spare for w in lives.statistics()] == [False, True, True]
     lives.bury(lives.workers[0], "killed", 1.0)
     assert busy() == [1]
-    come(lives.workers[0])
+    lives.start(lives.workers[0], 1.0)
+    connect(lives.workers[0], 200)
+    finish(lives, lives.workers[0], message=seeded)
     assert busy() == [1]
     lives.replace([lives.workers[1]])
     lives.advance(2.0)
@@ -637,13 +621,7 @@ def test_one_worker_runs_a_model_with_seeds_and_another_takes_its_place() -> Non
 
 @pytest.mark.parametrize(("on_one", "seeded"), [(True, False), (False, True)])
 def test_other_models_run_on_all_workers(on_one: bool, seeded: bool) -> None:
-    lives = Lives(
-        [build(i) for i in range(2)], timeouts=TIMEOUTS, restart=RESTART, seeds_on_one=on_one
-    )
-    message = replace(BUILT, random="node 'n' (RandomNormal)", seeded=seeded)
+    lives = new_lives(2, seeds_on_one=on_one)
     for w in lives.workers:
-        lives.start(w, 0.0)
-        connect(w, 100 + w.index)
-        w.state = state_after(w.state, type(message))
-        lives.finish_build(w, message, 0.0)
+        finish(lives, w, message=replace(BUILT, random="node 'n' (RandomNormal)", seeded=seeded))
     assert all(w.serves and not w.spare for w in lives.workers)

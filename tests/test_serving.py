@@ -236,6 +236,14 @@ def fake(folder: Path, **acts: Any) -> str:
     return str(path)
 
 
+@pytest.fixture
+def served(peer: Peer, tmp_path: Path) -> Peer:
+    """A worker that has built the model, and has one block."""
+    peer.build(fake(tmp_path))
+    peer.attach(0)
+    return peer
+
+
 def at(name: str, offset: int, rows: int = 3, block: int = 0) -> TensorRef:
     return (name, "float32", (rows,), block, offset)
 
@@ -380,15 +388,11 @@ def test_output_not_as_declared_comes_as_it_is(peer: Peer, tmp_path: Path) -> No
     [x_at(0, block=1), x_at(BLOCK_BYTES - 11), x_at(2**62), x_at(0, rows=2**61), x_at(0, 3, -1)],
     ids=["unknown block", "over the end", "far away", "too large", "the worker's"],
 )
-def test_tensor_outside_its_block_is_refused(
-    peer: Peer, tmp_path: Path, reference: TensorRef
-) -> None:
-    peer.build(fake(tmp_path))
-    peer.attach(0)
-    assert f"tensor 'x' does not lie in block {reference[3]}" in peer.fail([reference]).text
+def test_tensor_outside_its_block_is_refused(served: Peer, reference: TensorRef) -> None:
+    assert f"tensor 'x' does not lie in block {reference[3]}" in served.fail([reference]).text
     output: TensorRef = ("y", *reference[1:])
-    assert "tensor 'y'" in peer.fail([x_at(0)], [output]).text
-    peer.ask([x_at(0)], [y_at(64)])
+    assert "tensor 'y'" in served.fail([x_at(0)], [output]).text
+    served.ask([x_at(0)], [y_at(64)])
 
 
 # Blocks.
@@ -439,20 +443,18 @@ def test_run_cancelled_before_it_begins_is_skipped(peer: Peer, tmp_path: Path) -
     assert peer.array(y_at(128)).tolist() == [2, 2, 2]
 
 
-def test_cancellations_that_concern_no_run_are_forgotten(peer: Peer, tmp_path: Path) -> None:
-    peer.build(fake(tmp_path))
-    peer.attach(0)
+def test_cancellations_that_concern_no_run_are_forgotten(served: Peer) -> None:
     for number in range(10_000, 10_000 + 2 * server._MAX_CANCELLED):
         while True:
             try:
-                peer.cancels.send(number, 0)
+                served.cancels.send(number, 0)
                 break
             except BlockingIOError:
-                wait_until(lambda: is_read(peer.listening))
-    wait_until(lambda: is_read(peer.listening))
-    peer.ask([x_at(0)], [y_at(64)])
-    peer.requests = 10_000 - 1
-    peer.ask([x_at(0)], [y_at(64)])  # the first of them is so long ago that it counts no more
+                wait_until(lambda: is_read(served.listening))
+    wait_until(lambda: is_read(served.listening))
+    served.ask([x_at(0)], [y_at(64)])
+    served.requests = 10_000 - 1
+    served.ask([x_at(0)], [y_at(64)])  # the first of them is so long ago that it counts no more
 
 
 def is_read(end: Cancels) -> bool:
@@ -463,20 +465,18 @@ def is_read(end: Cancels) -> bool:
 # Heads.
 
 
-def test_body_that_is_no_references_fails_its_run(peer: Peer, tmp_path: Path) -> None:
-    peer.build(fake(tmp_path))
-    peer.attach(0)
+def test_body_that_is_no_references_fails_its_run(served: Peer) -> None:
     inputs, outputs = encode_references((x_at(0),)), encode_references((y_at(64),))
     good = inputs + outputs
-    peer.ask([x_at(0)], [y_at(64)])  # bound from here on
+    served.ask([x_at(0)], [y_at(64)])  # bound from here on
     bad = [(0, good), (len(good), good), (len(inputs) - 1, good), (2**32 - 1, good), (0, b"")]
     bad += [(len(inputs), good + b"\xc0"), (len(inputs), inputs), (1, b"\x90\x91\x90")]
     for size, body in bad:
-        peer.requests += 1
-        head = PREDICT_HEAD.pack(PREDICT, peer.requests, 0, 0, size)
-        peer.router.send([peer.peer], head + body)
-        assert peer.error(peer.requests).kind == "predict"
-    peer.ask([x_at(0)], [y_at(64)])
+        served.requests += 1
+        head = PREDICT_HEAD.pack(PREDICT, served.requests, 0, 0, size)
+        served.router.send([served.peer], head + body)
+        assert served.error(served.requests).kind == "predict"
+    served.ask([x_at(0)], [y_at(64)])
 
 
 def test_bound_runs_are_no_more_than_allowed_by_number_and_bytes(
@@ -575,13 +575,11 @@ def test_weights_outside_their_block_end_it(
     assert peer.finish() == 1
 
 
-def test_outputs_that_are_all_empty_come_without_a_block(peer: Peer, tmp_path: Path) -> None:
-    peer.build(fake(tmp_path))
-    peer.attach(0)
+def test_outputs_that_are_all_empty_come_without_a_block(served: Peer) -> None:
     for rows in (0, 0, 3):  # the block of the last one is the next on the lifeline
-        reply = peer.ask([x_at(0, rows)])
+        reply = served.ask([x_at(0, rows)])
     assert [reference[3] for reference in reply.outputs] == [-1, -1]
-    assert peer.fetch(reply.outputs[0]).shape == (3,)
+    assert served.fetch(reply.outputs[0]).shape == (3,)
 
 
 def test_answer_that_no_message_can_carry_fails_its_run(peer: Peer, tmp_path: Path) -> None:
@@ -606,9 +604,7 @@ def test_model_of_which_too_much_is_to_be_said_is_a_build_error(
     assert "BuildFinish.inputs does not fit: got 101 items" in error.text
 
 
-def test_block_that_is_attached_twice_ends_the_worker(peer: Peer, tmp_path: Path) -> None:
-    peer.build(fake(tmp_path))
-    peer.attach(0)
-    peer.lifeline.send_block(0, BLOCK_BYTES, peer.blocks[0].fd)
-    peer.send(Attach(block=0, size=BLOCK_BYTES))
-    assert peer.finish() == 1
+def test_block_that_is_attached_twice_ends_the_worker(served: Peer) -> None:
+    served.lifeline.send_block(0, BLOCK_BYTES, served.blocks[0].fd)
+    served.send(Attach(block=0, size=BLOCK_BYTES))
+    assert served.finish() == 1

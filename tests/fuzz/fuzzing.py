@@ -14,13 +14,15 @@ from types import FrameType
 
 from tests.fuzz.master_target import MasterTarget
 from tests.fuzz.mutating import corpus, mutate
-from tests.fuzz.target import Target, Violation
+from tests.fuzz.target import Violation
 from tests.fuzz.worker_target import WorkerTarget
 
+Target = MasterTarget | WorkerTarget
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "master": lambda _: MasterTarget(),
     "worker": WorkerTarget,
 }
+"""A target takes messages. Any error but those that handling may raise is a finding."""
 
 _MAX_DESCRIPTORS_MORE = 4
 _MAX_BYTES, _MAX_TIMES = 32 << 20, 100

@@ -57,7 +57,6 @@ from tests.fuzz.target import (
     OUTPUTS,
     ROWS,
     SPEC,
-    Target,
     Violation,
     build,
     hello,
@@ -166,7 +165,7 @@ class FedLoop(Loop):
         raise Violation(f"the loop failed: {exc!r}") from exc
 
 
-class MasterTarget(Target):
+class MasterTarget:
     """A master's handling of what a worker, or a stranger, says and hands over."""
 
     def __init__(self) -> None:
@@ -195,6 +194,7 @@ class MasterTarget(Target):
     # Getting ready.
 
     def prepare(self, rng: random.Random) -> list[bytes]:
+        """Come to some state; messages that are right in it."""
         self._reset()
         self._spec = spec = rng.choice((SPEC, KNOWN_SPEC))
         process = self._processes[0]
@@ -372,6 +372,7 @@ class MasterTarget(Target):
     # One message.
 
     def take(self, data: bytes) -> str:
+        """Take a message; in a word, what came of it. Raises `Violation` where a promise was broken."""
         settled = {id(request) for request in self._requests if request.settled}
         before = [process.peer for process in self._processes]
         outlawed = self._processes[0].gang.outlawed

@@ -1,12 +1,10 @@
-"""What a target of the fuzzer is, and the model that targets serve."""
-
-import random
-from abc import ABC, abstractmethod
+"""What the fuzzer's targets have in common: the model that they serve."""
 
 from mcinfer.config import EngineOptions
 from mcinfer.protocol import VERSION, Build, Hello
 from mcinfer.runtime.worker_process import WorkerProcess
-from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
+from mcinfer.specs import STRING
+from tests.planned_requests import model
 
 BLOCK_BYTES = 1 << 14
 ROWS = 4
@@ -21,17 +19,14 @@ KNOWN_OUTPUTS = OUTPUTS[:1]
 
 INPUTS = (("x", "float32", ("batch", 4)),)
 SPEC, KNOWN_SPEC = (
-    ModelSpec(
-        inputs=tuple(TensorSpec(name=n, dtype=numpy_dtype(t), shape=s) for n, t, s in INPUTS),
-        outputs=tuple(TensorSpec(name=n, dtype=numpy_dtype(t), shape=s) for n, t, s in outputs),
-    )
+    model(*({name: (kind, shape) for name, kind, shape in specs} for specs in (INPUTS, outputs)))
     for outputs in (OUTPUTS, KNOWN_OUTPUTS)
 )
 
 
-def build(model: str, variable_weights: tuple[str, ...] = ()) -> Build:
+def build(path: str, variable_weights: tuple[str, ...] = ()) -> Build:
     return Build(
-        model=model,
+        model=path,
         engine="fake",
         device="cpu:0",
         cores=(),
@@ -46,22 +41,3 @@ def hello(process: WorkerProcess) -> Hello:
 
 class Violation(Exception):  # noqa: N818 what it is called
     """A promise was broken."""
-
-
-class Target(ABC):
-    """Takes messages. Any error but those that handling may raise is a finding."""
-
-    @abstractmethod
-    def prepare(self, rng: random.Random) -> list[bytes]:
-        """Come to some state; messages that are right in it."""
-
-    @abstractmethod
-    def take(self, data: bytes) -> str:
-        """Take a message; in a word, what came of it.
-
-        Raises:
-            Violation: A promise was broken.
-        """
-
-    @abstractmethod
-    def close(self) -> None: ...

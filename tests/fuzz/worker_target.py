@@ -34,7 +34,7 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import tensor_bytes
 from mcinfer.worker.server import Server
-from tests.fuzz.target import BLOCK_BYTES, INPUTS, ROWS, Target, Violation, build
+from tests.fuzz.target import BLOCK_BYTES, INPUTS, ROWS, Violation, build
 
 _PREDICT_ID = bytes([PREDICT])
 
@@ -54,7 +54,7 @@ class KeptAnswers(WorkerTransport):
     def close(self) -> None: ...
 
 
-class WorkerTarget(Target):
+class WorkerTarget:
     """A worker's handling of its master's messages, with real sockets and blocks, and the engine "fake"."""
 
     def __init__(self, folder: Path) -> None:
@@ -101,6 +101,7 @@ class WorkerTarget(Target):
             raise Violation("the worker has lost its model")
 
     def prepare(self, rng: random.Random) -> list[bytes]:
+        """Come to some state; messages that are right in it."""
         self._ours.close()
         self._worker_end.close()
         self._connect()
@@ -128,6 +129,7 @@ class WorkerTarget(Target):
         return [encode(message) for message in messages]
 
     def take(self, data: bytes) -> str:
+        """Take a message; in a word, what came of it. Raises `Violation` where a promise was broken."""
         runs = getattr(self._server, "_runs", None)
         message = None
         outcome = "refused"
