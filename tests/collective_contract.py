@@ -4,6 +4,7 @@ They leave the group as they found it, so that one group can go through all of t
 """
 
 from collections.abc import Callable
+from inspect import isfunction
 
 import numpy as np
 import pytest
@@ -205,17 +206,7 @@ def wrong_arguments_are_refused_by_name(group: Group) -> None:
 
 
 CONTRACT: list[Callable[[Group], None]] = [
-    reductions_are_those_of_numpy,
-    gathered_parts_are_in_the_order_of_the_ranks,
-    scattered_parts_are_those_of_the_whole_reduction,
-    each_rank_can_be_the_root_of_a_broadcast,
-    half_precision_is_added_in_single,
-    sent_arrays_come_in_order_whatever_the_sender_does_next,
-    two_ranks_can_send_to_each_other_at_once,
-    fixed_memory_serves_many_runs,
-    input_is_free_and_output_stays_when_a_run_has_returned,
-    transfers_keep_their_order,
-    subgroups_are_numbered_anew,
-    memory_of_forgotten_operations_is_used_again,
-    wrong_arguments_are_refused_by_name,
+    check
+    for check in [*globals().values()]
+    if isfunction(check) and check.__module__ == __name__ and check not in (part, parts)
 ]

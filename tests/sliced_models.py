@@ -49,11 +49,7 @@ def save(
 
 
 def save_ranks(
-    folder: Path,
-    text: str,
-    weights: Sequence[Mapping[str, Any]],
-    *,
-    external: bool = False,
+    folder: Path, text: str, weights: Sequence[Mapping[str, Any]], *, external: bool = False
 ) -> tuple[Path, ...]:
     """Write a slice of one graph for each rank, with weights of its own."""
     return tuple(

@@ -6,7 +6,6 @@ import threading
 import weakref
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 import pytest
@@ -73,17 +72,13 @@ def test_onnx_runtime_takes_the_memory_in_place(element_type: str) -> None:
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (1, 1), (2, 1, 3)])
 def test_numpy_and_this_share_memory_both_ways(shape: tuple[int, ...]) -> None:
-    array = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    whole = np.arange(2 * np.prod(shape, dtype=int), dtype=np.float32)
+    array = whole[whole.size // 2 :].reshape(shape)  # which does not begin where its memory does
     there = read(array)
     assert there.address == array.ctypes.data or array.size == 0
     back = np.from_dlpack(there)
     assert back.shape == shape
     assert array.size == 0 or np.shares_memory(back, array)
-
-
-def test_offset_of_the_producer_is_part_of_the_address() -> None:
-    array = np.arange(12, dtype=np.int64).reshape(4, 3)
-    assert read(array[2:]).address == array[2:].ctypes.data
 
 
 def test_read_only_memory_is_said_to_be() -> None:
@@ -96,7 +91,7 @@ def test_read_only_memory_is_said_to_be() -> None:
         lent.__dlpack__()
 
 
-def test_owner_lives_as_long_as_any_consumer() -> None:
+def test_owner_lives_as_long_as_any_consumer_in_any_thread() -> None:
     owner = Owner()
     alive = weakref.ref(owner)
     consumers: list[Any] = [
@@ -110,7 +105,9 @@ def test_owner_lives_as_long_as_any_consumer() -> None:
     while consumers:
         gc.collect()
         assert alive() is not None
-        consumers.pop()
+        thread = threading.Thread(target=consumers.pop)
+        thread.start()
+        thread.join()
     assert alive() is None
 
 
@@ -126,17 +123,6 @@ def test_producer_keeps_its_memory_until_the_tensor_and_what_it_lent_are_gone() 
     assert alive() is not None
     assert view.tolist() == [0, 1, 2, 3]
     del view
-    assert alive() is None
-
-
-def test_deleter_may_be_called_in_any_thread() -> None:
-    owner = Owner()
-    alive = weakref.ref(owner)
-    consumers = [np.from_dlpack(tensor(owner))]
-    del owner
-    thread = threading.Thread(target=consumers.clear)
-    thread.start()
-    thread.join()
     assert alive() is None
 
 
@@ -220,14 +206,6 @@ def test_unknown_element_type_and_version_are_refused_and_let_go() -> None:
             read(Capsule(capsules.pop(0)))
     gc.collect()
     assert alive() is None
-
-
-def test_ml_dtypes_array_is_lent_by_its_bytes() -> None:
-    array = np.array([1.5, -2], ml_dtypes.bfloat16)
-    lent = DlpackTensor(
-        address=array.ctypes.data, shape=(2,), element_type="bfloat16", device=None, owner=array
-    )
-    assert ort.OrtValue.from_dlpack(lent).element_type() == ELEMENT_TYPES["bfloat16"].onnx
 
 
 def test_consumer_that_refuses_says_why_and_lets_go() -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
 
 from mcinfer.cards.cuda import Card
 from mcinfer.cards.staging import CardEngine, _CardRun, _SharedWeights, memory_limit, open_on_card
@@ -40,15 +39,17 @@ from mcinfer.shm.block import Block
 from mcinfer.specs import ModelSpec, TensorSpec
 from tests.emulated_cards import emulated_cards
 from tests.engine_requests import engine_request
+from tests.text_models import text_model
 
 CARD_BYTES = 32 << 20
 FIRST, SECOND = Device("cuda", 0), Device("cuda", 1)
 PLACES = (None, FIRST, SECOND)
+Cards = tuple[Card, Card]
 _SLEEP = CFUNCTYPE(None, c_void_p)(lambda _: time.sleep(0.05))
 
 
 @pytest.fixture(scope="module")
-def cards() -> Iterator[tuple[Card, Card]]:
+def cards() -> Iterator[Cards]:
     # A process cannot open an event of its own, and here it is both sides.
     with emulated_cards(BYTES=str(CARD_BYTES), WITHOUT="events"):
         yield Card.open(FIRST), Card.open(SECOND)
@@ -151,6 +152,17 @@ class Tensors:
             device=place,
         )
 
+    def pair(
+        self, x: Device | None, y: Device | None, count: int, offset: int = 0
+    ) -> tuple[Buffer, Buffer]:
+        return self.make("x", x, count, offset), self.make("y", y, count, offset)
+
+    def run(
+        self, x: Device | None, y: Device | None, count: int
+    ) -> tuple[BoundRun, Buffer, Buffer]:
+        source, target = self.pair(x, y, count)
+        return self.engine.bind([source], [target]), source, target
+
     def close(self) -> None:
         for block in self.blocks:
             self.engine.blocks.drop(block.number)
@@ -191,11 +203,10 @@ def loaded(
     "on_host", [None, frozenset("xy"), frozenset("x"), frozenset("y"), frozenset()]
 )
 def test_engine_gets_each_tensor_where_it_wants_it(
-    x: Device | None, y: Device | None, on_host: frozenset[str] | None, cards: tuple[Card, Card]
+    x: Device | None, y: Device | None, on_host: frozenset[str] | None, cards: Cards
 ) -> None:
-    with loaded(cards[0], on_host) as (engine, _, tensors):
-        source, target = tensors.make("x", x, 3), tensors.make("y", y, 3)
-        run = engine.bind([source], [target])
+    with loaded(cards[0], on_host) as (_engine, _, tensors):
+        run, source, target = tensors.run(x, y, 3)
         for values in ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]):  # the second is not the first one's copy
             write(source, values)
             assert run.execute() == ()
@@ -207,7 +218,7 @@ def test_engine_gets_each_tensor_where_it_wants_it(
     [("Scaling", 16, 4), ("TensorrtExecutionProvider", 256, 64)],
 )
 def test_rows_that_begin_where_kernels_cannot_load_them_are_moved(
-    provider: str, alignment: int, offset: int, cards: tuple[Card, Card]
+    provider: str, alignment: int, offset: int, cards: Cards
 ) -> None:
     inner = Scaling(cards[0], frozenset())
     inner.providers, inner.alignment = (provider,), alignment
@@ -225,15 +236,13 @@ def test_rows_that_begin_where_kernels_cannot_load_them_are_moved(
         tensors.close()
 
 
-def test_staging_memory_of_the_host_is_not_pinned_any_more_once_it_is_left(
-    cards: tuple[Card, Card],
-) -> None:
+def test_staging_memory_of_the_host_is_not_pinned_any_more_once_it_is_left(cards: Cards) -> None:
     with loaded(cards[0], frozenset("x")) as (engine, _, tensors):
         engine.on_card = True
         text = Strings(name="s", shape=(1,), values=("a",))
         places: list[int] = []
         for count in (2, 1 << 20):
-            source, target = tensors.make("x", None, count), tensors.make("y", FIRST, count)
+            source, target = tensors.pair(None, FIRST, count)
             run = engine.bind([text, source], [target])
             assert isinstance(run, _CardRun)
             places += engine.staging[True].addresses([source.size], run)
@@ -242,11 +251,10 @@ def test_staging_memory_of_the_host_is_not_pinned_any_more_once_it_is_left(
         assert {*places} & {*pinned} == {places[-1]}
 
 
-def test_failed_run_leaves_no_work_behind(cards: tuple[Card, Card]) -> None:
+def test_failed_run_leaves_no_work_behind(cards: Cards) -> None:
     card = cards[0]
-    with loaded(card) as (engine, inner, tensors):
-        source, target = tensors.make("x", None, 1 << 20), tensors.make("y", FIRST, 1 << 20)
-        run = engine.bind([source], [target])
+    with loaded(card) as (_engine, inner, tensors):
+        run, _source, _target = tensors.run(None, FIRST, 1 << 20)
         inner.failure = PredictError("no")
         for _ in range(8):
             with pytest.raises(PredictError, match="no"):
@@ -254,7 +262,7 @@ def test_failed_run_leaves_no_work_behind(cards: tuple[Card, Card]) -> None:
             card.synchronize(timeout=0.0)  # at once
 
 
-def test_outputs_are_there_when_a_run_has_ended(cards: tuple[Card, Card]) -> None:
+def test_outputs_are_there_when_a_run_has_ended(cards: Cards) -> None:
     with loaded(cards[0]) as (engine, inner, tensors):
         source, target, late = (tensors.make(name, FIRST, 2) for name in ("x", "y", "late"))
         write(late, [2.0, 4.0])
@@ -264,7 +272,7 @@ def test_outputs_are_there_when_a_run_has_ended(cards: tuple[Card, Card]) -> Non
 
 
 def test_block_that_cannot_be_mapped_fails_the_runs_that_need_it(
-    cards: tuple[Card, Card], monkeypatch: pytest.MonkeyPatch
+    cards: Cards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = import_module("cuda.bindings.driver")
     with loaded(cards[0]) as (engine, *_):
@@ -281,14 +289,9 @@ def test_block_that_cannot_be_mapped_fails_the_runs_that_need_it(
         block.close()
 
 
-def test_larger_layout_moves_the_staging_memory_and_earlier_runs_follow(
-    cards: tuple[Card, Card],
-) -> None:
-    with loaded(cards[0]) as (engine, _, tensors):
-        runs = []
-        for count in (2, 1 << 20, 3):
-            source, target = tensors.make("x", None, count), tensors.make("y", None, count)
-            runs.append((engine.bind([source], [target]), source, target))
+def test_larger_layout_moves_the_staging_memory_and_earlier_runs_follow(cards: Cards) -> None:
+    with loaded(cards[0]) as (_engine, _, tensors):
+        runs = [tensors.run(None, None, count) for count in (2, 1 << 20, 3)]
         for value, (run, source, target) in enumerate(2 * runs):
             write(source, [float(value)] * source.shape[0])
             run.execute()
@@ -297,21 +300,19 @@ def test_larger_layout_moves_the_staging_memory_and_earlier_runs_follow(
         assert total - free == 8 << 20  # of the largest layout alone
 
 
-def test_strings_go_with_tensors_on_the_host(cards: tuple[Card, Card]) -> None:
+def test_strings_go_with_tensors_on_the_host(cards: Cards) -> None:
     with loaded(cards[0]) as (engine, _, tensors):
-        source, target = tensors.make("x", FIRST, 1), tensors.make("y", FIRST, 1)
+        source, target = tensors.pair(FIRST, FIRST, 1)
         run = engine.bind([Strings(name="s", shape=(1,), values=("a",)), source], [target])
         write(source, [4.0])
         run.execute()
         assert read(target) == [8.0]
 
 
-def test_replaced_weights_lie_on_the_card_once_and_go_with_their_version(
-    cards: tuple[Card, Card],
-) -> None:
+def test_replaced_weights_lie_on_the_card_once_and_go_with_their_version(cards: Cards) -> None:
     card = cards[0]
     with loaded(card) as (engine, _, tensors):
-        source, target = tensors.make("x", FIRST, 2), tensors.make("y", FIRST, 2)
+        source, target = tensors.pair(FIRST, FIRST, 2)
         write(source, [1.0, 2.0])
         before, _ = card.memory()
         for version in (1, 2, 3):
@@ -329,18 +330,18 @@ def test_replaced_weights_lie_on_the_card_once_and_go_with_their_version(
         engine.forget(4)
 
 
-def test_weights_stay_where_an_engine_on_the_host_reads_them(cards: tuple[Card, Card]) -> None:
+def test_weights_stay_where_an_engine_on_the_host_reads_them(cards: Cards) -> None:
     with loaded(cards[0], None) as (engine, _, tensors):
         weights = (tensors.make("w", None, 1),)
         assert engine.placed(1, weights) is weights
 
 
 def test_card_without_room_fails_the_run_with_numbers_and_the_next_one_succeeds(
-    cards: tuple[Card, Card],
+    cards: Cards,
 ) -> None:
     card = cards[0]
     with loaded(card) as (engine, _, tensors):
-        source, target = tensors.make("x", None, 1 << 20), tensors.make("y", None, 1 << 20)
+        source, target = tensors.pair(None, None, 1 << 20)
         weights = (tensors.make("w", None, 1),)
         others = card.create(0, CARD_BYTES - (4 << 20))
         with pytest.raises(
@@ -361,7 +362,7 @@ def test_card_without_room_fails_the_run_with_numbers_and_the_next_one_succeeds(
         assert set(read(target)) == {3.0}
 
 
-def test_runs_error_of_too_little_memory_says_what_is_free(cards: tuple[Card, Card]) -> None:
+def test_runs_error_of_too_little_memory_says_what_is_free(cards: Cards) -> None:
     with loaded(cards[0]) as (engine, inner, tensors):
         run = engine.bind([tensors.make("x", None, 1)], [tensors.make("y", None, 1)])
         inner.failure = OutOfDeviceMemoryError("the runtime wanted 512 bytes", 512)
@@ -410,7 +411,7 @@ def test_worker_of_a_cpu_imports_nothing_of_cards() -> None:
 
 
 def test_weights_that_cannot_be_read_leave_the_card_as_it_was(
-    cards: tuple[Card, Card], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cards: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = saved_outside(tmp_path, "first.onnx", 1024)
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
@@ -420,7 +421,7 @@ def test_weights_that_cannot_be_read_leave_the_card_as_it_was(
     assert free == total
 
 
-def test_weights_of_another_model_are_not_opened(cards: tuple[Card, Card], tmp_path: Path) -> None:
+def test_weights_of_another_model_are_not_opened(cards: Cards, tmp_path: Path) -> None:
     first, second = (saved_outside(tmp_path, f"{n}.onnx", n) for n in (1024, 2048))
     made = _SharedWeights(None)
     made.give(cards[0], first)
@@ -436,16 +437,8 @@ def test_weights_of_another_model_are_not_opened(cards: tuple[Card, Card], tmp_p
 
 def saved_outside(folder: Path, name: str, count: int) -> Path:
     """A model whose weight w, of so many float32, lies in a file beside it."""
-    weight = numpy_helper.from_array(np.ones(count, np.float32), "w")
-    graph = helper.make_graph([], "graph", [], [], [weight])
-    path = folder / name
-    onnx.save(
-        helper.make_model(graph),
-        path,
-        save_as_external_data=True,
-        location=f"{name}.data",
-        size_threshold=0,
-    )
+    model, path = text_model("() => () {}", {"w": np.ones(count, np.float32)}), folder / name
+    onnx.save(model, path, save_as_external_data=True, location=f"{name}.data", size_threshold=0)
     return path
 
 
@@ -459,30 +452,19 @@ def build(workers: int = 2, **options: str) -> Build:
     )
 
 
-@pytest.mark.parametrize(
-    ("message", "limit"),
-    [
+def test_workers_of_a_card_share_its_memory_out(cards: Cards) -> None:
+    for message, limit in (
         (build(1), None),
         (build(2), int(0.9 * CARD_BYTES) // 2),
         (build(1, gpu_mem_limit="1000"), 1000),
         (build(4, gpu_mem_limit="1000"), 250),
-    ],
-    ids=str,
-)
-def test_workers_of_a_card_share_its_memory_out(
-    message: Build, limit: int | None, cards: tuple[Card, Card]
-) -> None:
-    assert memory_limit(cards[0], message) == limit
-
-
-@pytest.mark.parametrize("text", ["", "-1", "1.5", "2 GB", "0", "3"])
-def test_memory_limit_that_is_no_number_of_bytes_is_refused(
-    text: str, cards: tuple[Card, Card]
-) -> None:
-    with pytest.raises(
-        BuildError, match=r"provider_options: got gpu_mem_limit '.*', expected bytes"
     ):
-        memory_limit(cards[0], build(4, gpu_mem_limit=text))
+        assert memory_limit(cards[0], message) == limit
+    for text in ("", "-1", "1.5", "2 GB", "0", "3"):
+        with pytest.raises(
+            BuildError, match=r"provider_options: got gpu_mem_limit '.*', expected b"
+        ):
+            memory_limit(cards[0], build(4, gpu_mem_limit=text))
 
 
 def test_card_that_is_not_there_is_an_engine_of_the_host_if_that_may_be() -> None:

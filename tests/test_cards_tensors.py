@@ -169,8 +169,11 @@ class Pool:
         self.arena.close()
 
 
+Make = Callable[..., Pool]
+
+
 @pytest.fixture
-def make(cupy: Any) -> Iterator[Callable[..., Pool]]:
+def make(cupy: Any) -> Iterator[Make]:
     made: list[Pool] = []
 
     def start(**options: Any) -> Pool:
@@ -182,7 +185,7 @@ def make(cupy: Any) -> Iterator[Callable[..., Pool]]:
         pool.close()
 
 
-def test_foreign_tensor_is_copied_once_on_its_card(make: Callable[..., Pool]) -> None:
+def test_foreign_tensor_is_copied_once_on_its_card(make: Make) -> None:
     pool = make()
     x = pool.cupy.asarray(X)
     request = pool.request(x, W)
@@ -195,7 +198,7 @@ def test_foreign_tensor_is_copied_once_on_its_card(make: Callable[..., Pool]) ->
     assert pool.card(Device("cuda", 0)).statistics().input_bytes["copied"] == X.nbytes
 
 
-def test_misaligned_view_is_copied(make: Callable[..., Pool]) -> None:
+def test_misaligned_view_is_copied(make: Make) -> None:
     pool = make()
     x = pool.allocate("cuda:0")
     x.set(np.vstack([X, X]))
@@ -203,9 +206,7 @@ def test_misaligned_view_is_copied(make: Callable[..., Pool]) -> None:
     assert pool.ways() == {"copied": 1}
 
 
-def test_outputs_stay_on_the_card_until_their_last_view_is_gone(
-    make: Callable[..., Pool],
-) -> None:
+def test_outputs_stay_on_the_card_until_their_last_view_is_gone(make: Make) -> None:
     pool = make()
     used = pool.card(Device("cuda", 0)).arena
     value = pool.answer(pool.request(X, W, on="cuda:0"))
@@ -226,7 +227,7 @@ def test_outputs_stay_on_the_card_until_their_last_view_is_gone(
 
 
 def test_inputs_and_outputs_of_one_card_get_memory_at_once_and_the_hosts_comes_last(
-    make: Callable[..., Pool],
+    make: Make,
 ) -> None:
     pool = make(model=model({"x": PLAIN_X, "z": PLAIN_X}, {"y": PLAIN_X}))
     how = known(pool.model)
@@ -240,7 +241,7 @@ def test_inputs_and_outputs_of_one_card_get_memory_at_once_and_the_hosts_comes_l
     assert [name for name, _ in pool.asked] == ["cuda:0", "cuda:1"]  # the host's frame was idle
 
 
-def test_card_that_workers_do_not_reach_goes_through_the_host(make: Callable[..., Pool]) -> None:
+def test_card_that_workers_do_not_reach_goes_through_the_host(make: Make) -> None:
     pool = make(reached=False)
     value = pool.answer(pool.request(pool.cupy.asarray(X), W, on="cuda:0"))
     assert isinstance(value["y"], pool.cupy.ndarray)
@@ -248,7 +249,7 @@ def test_card_that_workers_do_not_reach_goes_through_the_host(make: Callable[...
     assert pool.ways() == {"through_host": 1}
 
 
-def test_outputs_of_shapes_seen_before_still_come_to_the_card(make: Callable[..., Pool]) -> None:
+def test_outputs_of_shapes_seen_before_still_come_to_the_card(make: Make) -> None:
     spec = model({"x": PLAIN_X}, {"y": ("float32", ["batch", "found"])})
     pool, own = make(model=spec, reached=False, remembers=True), Worker()
     how = known(spec, outputs={"y": 0})
@@ -261,7 +262,7 @@ def test_outputs_of_shapes_seen_before_still_come_to_the_card(make: Callable[...
     own.close()
 
 
-def test_part_in_place_and_part_elsewhere_are_joined(make: Callable[..., Pool]) -> None:
+def test_part_in_place_and_part_elsewhere_are_joined(make: Make) -> None:
     pool, own = make(), Worker()
     request = pool.request(X, W, on="cuda:0")
     inputs, outputs = references(request, 0)
@@ -274,7 +275,7 @@ def test_part_in_place_and_part_elsewhere_are_joined(make: Callable[..., Pool]) 
     own.close()
 
 
-def test_input_cut_along_an_inner_axis_goes_through_the_host(make: Callable[..., Pool]) -> None:
+def test_input_cut_along_an_inner_axis_goes_through_the_host(make: Make) -> None:
     spec = model({"x": ("float32", [3, "batch"])}, {"y": ("float32", [3, "batch"])})
     pool = make(model=spec)
     x = pool.cupy.asarray(np.ascontiguousarray(X.T))
@@ -284,7 +285,7 @@ def test_input_cut_along_an_inner_axis_goes_through_the_host(make: Callable[...,
     assert pool.ways() == {"through_host": 1}
 
 
-def test_empty_batch_on_a_card_is_answered_there(make: Callable[..., Pool]) -> None:
+def test_empty_batch_on_a_card_is_answered_there(make: Make) -> None:
     pool = make()
     request = pool.request(pool.cupy.asarray(X[:0]), W, on="cuda:0")
     value: Any = request.value()["y"]
@@ -294,7 +295,7 @@ def test_empty_batch_on_a_card_is_answered_there(make: Callable[..., Pool]) -> N
     request.let_go()
 
 
-def test_producer_lets_go_in_the_delivery_thread(make: Callable[..., Pool]) -> None:
+def test_producer_lets_go_in_the_delivery_thread(make: Make) -> None:
     pool = make()
     x = pool.cupy.asarray(X)
     before = sys.getrefcount(x.view)
@@ -312,7 +313,7 @@ def test_producer_lets_go_in_the_delivery_thread(make: Callable[..., Pool]) -> N
     assert (held, after) == (before + 1, before)
 
 
-def test_caller_waits_for_nothing_while_its_stream_is_busy(make: Callable[..., Pool]) -> None:
+def test_caller_waits_for_nothing_while_its_stream_is_busy(make: Make) -> None:
     pool = make()
     card = pool.card(Device("cuda", 0))
     own = pool.allocate("cuda:0", 4)
@@ -328,7 +329,7 @@ def test_caller_waits_for_nothing_while_its_stream_is_busy(make: Callable[..., P
 
 
 def test_results_memory_is_written_again_only_after_the_default_stream_has_read_it(
-    make: Callable[..., Pool],
+    make: Make,
 ) -> None:
     pool = make()
     card = pool.card(Device("cuda", 0)).card
@@ -343,7 +344,7 @@ def test_results_memory_is_written_again_only_after_the_default_stream_has_read_
     np.testing.assert_array_equal(copy.get(), 2 * X)
 
 
-def test_memory_limit_of_a_card_is_reached_and_names_it(make: Callable[..., Pool]) -> None:
+def test_memory_limit_of_a_card_is_reached_and_names_it(make: Make) -> None:
     pool = make(limit=2 * MIB)
     held = pool.allocate("cuda:0", 3 * MIB // 24)
     with pytest.raises(QueueFullError, match=r"bytes of memory of cuda:0 wanted"):
@@ -351,9 +352,7 @@ def test_memory_limit_of_a_card_is_reached_and_names_it(make: Callable[..., Pool
     assert held.shape == (3 * MIB // 24, 3)
 
 
-def test_results_are_copied_out_where_callers_hold_much_of_the_limit(
-    make: Callable[..., Pool],
-) -> None:
+def test_results_are_copied_out_where_callers_hold_much_of_the_limit(make: Make) -> None:
     pool = make(limit=2 * MIB)
     card = pool.card(Device("cuda", 0))
     held = pool.allocate("cuda:0", MIB // 12)
@@ -378,14 +377,14 @@ def test_results_are_copied_out_where_callers_hold_much_of_the_limit(
     ],
 )
 def test_tensor_that_does_not_fit_is_refused(
-    make: Callable[..., Pool], bad: Callable[[Any], Any], text: str
+    make: Make, bad: Callable[[Any], Any], text: str
 ) -> None:
     pool = make()
     with pytest.raises(InvalidInputError, match=text):
         pool.request(bad(pool.cupy), W)
 
 
-def test_producer_is_asked_while_its_card_is_the_current_one(make: Callable[..., Pool]) -> None:
+def test_producer_is_asked_while_its_card_is_the_current_one(make: Make) -> None:
     pool = make()
     driver = import_module("cuda.bindings.driver")
 
@@ -449,9 +448,7 @@ def test_argument_names_a_card(text: object, pool: list[str], expected: str | No
         assert str(card_of(text, "outputs_on", devices)) == expected
 
 
-def test_producers_tensor_is_held_until_the_copy_for_a_failed_request_is_done(
-    make: Callable[..., Pool],
-) -> None:
+def test_producers_tensor_is_held_until_the_copy_for_a_failed_request_is_done(make: Make) -> None:
     pool = make()
     card = pool.card(Device("cuda", 0))
     x = pool.cupy.asarray(X)
@@ -477,7 +474,7 @@ def test_producers_tensor_is_held_until_the_copy_for_a_failed_request_is_done(
 
 @pytest.mark.parametrize("way", ["in", "out"])
 def test_tensor_that_goes_through_the_host_is_not_waited_for_past_the_time_out(
-    make: Callable[..., Pool], way: str
+    make: Make, way: str
 ) -> None:
     pool = make(reached=False, timeout=0.05)
     x = pool.cupy.asarray(X)
@@ -489,9 +486,7 @@ def test_tensor_that_goes_through_the_host_is_not_waited_for_past_the_time_out(
             call()
 
 
-def test_allocate_does_not_wait_for_a_busy_stream_but_the_arrays_stream_does(
-    make: Callable[..., Pool],
-) -> None:
+def test_allocate_does_not_wait_for_a_busy_stream_but_the_arrays_stream_does(make: Make) -> None:
     pool = make()
     card = pool.card(Device("cuda", 0)).card
     stream = pool.cupy.cuda.Stream(non_blocking=True)
@@ -506,9 +501,7 @@ def test_allocate_does_not_wait_for_a_busy_stream_but_the_arrays_stream_does(
     np.testing.assert_array_equal(pool.answer(pool.request(x, W))["y"], 2 * X)
 
 
-def test_result_that_another_thread_copies_out_is_complete_for_every_stream(
-    make: Callable[..., Pool],
-) -> None:
+def test_result_that_another_thread_copies_out_is_complete_for_every_stream(make: Make) -> None:
     pool = make(limit=2 * MIB, timeout=0.05)
     held = pool.allocate("cuda:0", MIB // 12)
     request = pool.request(X, W, on="cuda:0")
@@ -518,7 +511,7 @@ def test_result_that_another_thread_copies_out_is_complete_for_every_stream(
     assert held.shape
 
 
-def test_results_in_place_are_only_views_for_the_delivery_thread(make: Callable[..., Pool]) -> None:
+def test_results_in_place_are_only_views_for_the_delivery_thread(make: Make) -> None:
     pool = make()
     assert pool.request(X, W, on="cuda:0").is_simple
     own = Worker()
@@ -531,9 +524,7 @@ def test_results_in_place_are_only_views_for_the_delivery_thread(make: Callable[
 
 
 @pytest.mark.parametrize("array", [np.float32(3.0), np.zeros((0, 3), np.float32)])
-def test_tensor_without_dimensions_or_elements_goes_in_and_out(
-    make: Callable[..., Pool], array: Any
-) -> None:
+def test_tensor_without_dimensions_or_elements_goes_in_and_out(make: Make, array: Any) -> None:
     shape = [*np.shape(array)]
     value: Value = ("float32", shape)
     pool = make(model=model({"x": value}, {"y": value}))
@@ -543,9 +534,7 @@ def test_tensor_without_dimensions_or_elements_goes_in_and_out(
     assert y.shape == tuple(shape)
 
 
-def test_counting_inputs_takes_no_lock_that_the_loop_would_wait_for(
-    make: Callable[..., Pool],
-) -> None:
+def test_counting_inputs_takes_no_lock_that_the_loop_would_wait_for(make: Make) -> None:
     memory = make().card(Device("cuda", 0))
     with ThreadPoolExecutor(4) as threads:
         for size in range(100):

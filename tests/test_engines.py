@@ -21,14 +21,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, parser
 
 from mcinfer.engines import _onnxruntime, open_engine
-from mcinfer.engines.base import (
-    Buffer,
-    Engine,
-    EngineRequest,
-    Produced,
-    RunCancelledError,
-    Strings,
-)
+from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, RunCancelledError, Strings
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.model_cache.onnx_files import scan
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelDescription, numpy_dtype

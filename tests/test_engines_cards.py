@@ -158,12 +158,7 @@ def test_model_for_a_card_has_an_entry_of_its_own_by_the_card(card: Card, tmp_pa
         *("options", "provider_options", "variable_weights"),
     }
     own = {name: value for name, value in here.items() if on_cpu.get(name) != value}
-    assert own == {
-        "device": "cuda",
-        "provider": "cuda",
-        "falls_back": True,
-        "card": card.model(),
-    }
+    assert own == {"device": "cuda", "provider": "cuda", "falls_back": True, "card": card.model()}
     assert card.model() == "Emulated card 0, compute capability 9.0"
     of_runs = request(path, provider_options={"gpu_mem_limit": "1", "enable_cuda_graph": "0"})
     assert prepared_facts("onnxruntime", of_runs) == here

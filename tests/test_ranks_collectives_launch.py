@@ -12,6 +12,7 @@ from mcinfer.errors import InvalidInputError
 from mcinfer.ranks.collectives.launch import Ranks, find_ranks, from_launcher, read_rank_table
 
 Fields = dict[str, Any]
+Written = Callable[[object], str]
 
 
 def device(rank: int, index: int | None = None, **more: str) -> Fields:
@@ -44,7 +45,7 @@ def superpod(*servers: list[Fields]) -> Fields:
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Callable[[object], str]:
+def written(tmp_path: Path) -> Written:
     """Write a table (or a text) to a file: its path."""
 
     def write(content: object) -> str:
@@ -165,9 +166,7 @@ def test_wrong_variables_are_named(environment: dict[str, str], text: str) -> No
 
 
 @pytest.mark.parametrize("form", [table, superpod])
-def test_table_says_which_ranks_there_are(
-    written: Callable[[object], str], form: Callable[..., Fields]
-) -> None:
+def test_table_says_which_ranks_there_are(written: Written, form: Callable[..., Fields]) -> None:
     path = written(form([device(0), device(1)]))
     found = [find_ranks(rank=rank, rank_table=path, environment={}) for rank in range(2)]
     assert [(ranks.rank, ranks.size, ranks.hosts) for ranks in found] == [(0, 2, 1), (1, 2, 1)]
@@ -185,14 +184,12 @@ def test_key_is_that_of_the_content_however_it_is_written(tmp_path: Path) -> Non
     assert first == same != other
 
 
-def test_ranks_may_be_listed_in_any_order(written: Callable[[object], str]) -> None:
+def test_ranks_may_be_listed_in_any_order(written: Written) -> None:
     path = written(table([device(2, 0), device(0, 1)], [device(1, 0)]))
     assert read_rank_table(path).ranks == ("10.0.0.0", "10.0.0.1", "10.0.0.0")
 
 
-def test_rank_in_a_table_comes_from_the_launcher_if_it_is_not_given(
-    written: Callable[[object], str],
-) -> None:
+def test_rank_in_a_table_comes_from_the_launcher_if_it_is_not_given(written: Written) -> None:
     path = written(table([device(rank) for rank in range(4)]))
     found = find_ranks(rank_table=path, environment=OPEN_MPI)
     assert (found.rank, found.size, found.key) == (1, 4, read_rank_table(path).key)
@@ -204,7 +201,7 @@ def test_rank_in_a_table_comes_from_the_launcher_if_it_is_not_given(
         find_ranks(rank_table=path, environment={})
 
 
-def test_ranks_on_several_hosts_need_mpi(written: Callable[[object], str]) -> None:
+def test_ranks_on_several_hosts_need_mpi(written: Written) -> None:
     path = written(table([device(0), device(1)], [device(2), device(3)]))
     by_hand = find_ranks(rank=1, rank_table=path, environment={})
     assert by_hand.hosts == 2
@@ -285,15 +282,13 @@ TWO = (device(0), device(1))
         ),
     ],
 )
-def test_table_that_is_none_is_refused(
-    written: Callable[[object], str], content: object, text: str
-) -> None:
+def test_table_that_is_none_is_refused(written: Written, content: object, text: str) -> None:
     path = written(content)
     with pytest.raises(InvalidInputError, match=f"^rank table {path}: .*{text}"):
         find_ranks(rank=0, rank_table=path, environment={})
 
 
-def test_rank_that_a_table_lacks_is_refused(written: Callable[[object], str]) -> None:
+def test_rank_that_a_table_lacks_is_refused(written: Written) -> None:
     path = written(table([*TWO]))
     with pytest.raises(InvalidInputError, match=f"^rank table {path}: got rank 2, expected 0 to 1"):
         find_ranks(rank=2, rank_table=path, environment={})

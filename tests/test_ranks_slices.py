@@ -99,10 +99,7 @@ def opened(
 ) -> RankEngine:
     """This rank's engine, closed with the stack."""
     engine = RankEngine(
-        request(model, **options),
-        group,
-        folder,
-        deliver_everywhere=deliver_everywhere,
+        request(model, **options), group, folder, deliver_everywhere=deliver_everywhere
     )
     stack.callback(engine.close)
     return engine
@@ -571,9 +568,7 @@ def test_rank_that_does_not_come_is_a_time_out_that_ends_the_group(tmp_path: Pat
     run_ranks(2, rank)
 
 
-def test_run_that_is_not_executed_ends_the_group_unless_all_ranks_refuse_it(
-    tmp_path: Path,
-) -> None:
+def test_run_that_is_not_executed_ends_the_group_unless_all_ranks_refuse_it(tmp_path: Path) -> None:
     model = mlp(tmp_path, 2)
 
     def rank(group: Group, stack: ExitStack) -> None:

@@ -77,11 +77,7 @@ def test_symbols_of_declared_shapes_do_not_hide_sizes_from_the_balance() -> None
 
 @pytest.mark.parametrize(
     ("operator", "opset"),
-    [
-        ("LayerNormalization", 16),
-        ("com.microsoft.FastGelu", 17),
-        ("com.microsoft.NhwcMaxPool", 17),
-    ],
+    [("LayerNormalization", 16), ("com.microsoft.FastGelu", 17), ("com.microsoft.NhwcMaxPool", 17)],
 )
 def test_operators_of_onnx_runtime_alone_have_types(operator: str, opset: int) -> None:
     text = f"(float[batch,8] x) => (float[batch,8] y) {{ h = {operator}(x)  y = Relu(h) }}"

@@ -12,11 +12,7 @@ _COLLECTIVE = re.compile(r"(?<![.\w])(AllReduce|AllGather)\b")
 
 
 def text_model(
-    text: str,
-    weights: Mapping[str, Any] | None = None,
-    *,
-    opset: int = 17,
-    functions: str = "",
+    text: str, weights: Mapping[str, Any] | None = None, *, opset: int = 17, functions: str = ""
 ) -> ModelProto:
     """A model of ``(float[n] x) => (float[n] y) { y = Relu(x) }`` and the like, and of weights by name.
 

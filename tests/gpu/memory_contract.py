@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,13 +27,7 @@ import pytest
 
 from mcinfer.cards.cuda import Card, DeviceBlock
 from mcinfer.config import Device
-from mcinfer.errors import (
-    CardError,
-    CardMemoryError,
-    ClosedError,
-    InvalidInputError,
-    ProtocolError,
-)
+from mcinfer.errors import CardError, CardMemoryError, ClosedError, InvalidInputError, ProtocolError
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.lifeline import Lifeline
 from tests.open_descriptors import no_descriptor_left
@@ -470,6 +465,11 @@ def host_reads_memory_where_its_address_says(both: Processes) -> None:
     block.close()
 
 
+CONTRACT: list[Callable[[Processes], None]] = [
+    check for check in [*globals().values()] if isfunction(check) and check.__module__ == __name__
+]
+
+
 def memory_of_another_card_is_opened_in_place(both: Processes) -> None:
     """For two cards that are peers."""
     block = both.create(b"on the first")
@@ -484,27 +484,3 @@ def memory_of_another_card_is_opened_in_place(both: Processes) -> None:
         go_on()
         assert both("result", block.number, 2) == b"in".hex()
     both.close_both(block)
-
-
-CONTRACT: list[Callable[[Processes], None]] = [
-    what_one_process_writes_the_other_reads,
-    slots_of_an_arena_are_read_at_their_offsets,
-    memory_stays_until_neither_process_maps_it,
-    holders_of_memory_keep_the_mapping_of_a_closed_block,
-    closed_block_gives_no_memory,
-    work_waits_for_the_event_of_another_process,
-    only_the_maker_of_a_block_records_its_event,
-    stream_follows_another_stream,
-    wait_for_the_stream_has_an_end,
-    work_that_is_queued_is_done_before_its_memory_goes,
-    card_without_room_says_what_was_asked_and_is_free,
-    what_is_no_token_of_the_block_is_refused,
-    any_thread_uses_the_card_and_keeps_its_own_context,
-    forked_process_cannot_use_the_card,
-    host_memory_is_pinned_once_and_never_by_force,
-    host_reads_memory_where_its_address_says,
-    descriptor_alone_keeps_memory_for_processes_that_start_later,
-    importer_that_is_killed_holds_no_memory,
-    block_is_handed_over_again_to_a_process_that_was_restarted,
-    memory_of_an_owner_that_is_killed_is_free_once_it_is_closed,
-]

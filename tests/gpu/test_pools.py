@@ -45,10 +45,7 @@ def test_run_comes_after_what_the_callers_stream_writes(
     index = int(device[-1])
     if index >= cards.count:
         pytest.skip("one card")
-    with (
-        cupy.cuda.Device(index),
-        cupy.cuda.Stream(non_blocking=True) as stream,
-    ):
+    with cupy.cuda.Device(index), cupy.cuda.Stream(non_blocking=True) as stream:
         arrays: dict[str, Any] = pool.allocate({"image": IMAGES.shape}, device=device)
         with busy(stream):
             arrays["image"].set(IMAGES)
