@@ -144,15 +144,15 @@ def examine() -> Iterator[Finding]:
 
 def look_at_model(model: Path) -> Finding:
     """Whether an inline session of a model shares its weights, by opening one in another process."""
-    from mcinfer.model_cache.onnx_files import LOOK_BYTES, looks_like, open_regular
+    from mcinfer.model_cache.onnx_files import LOOK_BYTES, bytes_at, looks_like
 
     try:
         key, why = _answer(_OPEN, "it cannot be opened", str(model))
     except EngineError as exc:
         found = str(exc)
-        with suppress(McinferError, OSError), open_regular(model) as (descriptor, _):
-            if kind := looks_like(os.pread(descriptor, LOOK_BYTES, 0)):
-                found = f"it is {kind}, no model"
+        start = bytes_at(model, 0, LOOK_BYTES)
+        if start is not None and (kind := looks_like(start)):
+            found = f"it is {kind}, no model"
         return Finding(str(model), found, problem="name an ONNX model that ONNX Runtime loads")
     if key:
         return Finding(str(model), f"inline sessions share one copy of its weights, entry {key}")

@@ -74,6 +74,7 @@ from mcinfer.model_cache.children import Progress
 from mcinfer.model_cache.onnx_files import (
     LOOK_BYTES,
     added_inputs,
+    bytes_at,
     chunks,
     external_files,
     looks_like,
@@ -210,17 +211,10 @@ def load(request: EngineRequest, preparation: Preparation | None = None) -> "Onn
     except BaseException as exc:
         if preparation.held is not None:
             preparation.held.close()
-        start = _bytes_at(request.model, 0, LOOK_BYTES)
+        start = bytes_at(request.model, 0, LOOK_BYTES)
         if isinstance(exc, BuildError) and start is not None and (got := looks_like(start)):
             raise BuildError(f"{request.model}: got {got}, expected a model: {exc}") from exc
         raise
-
-
-def _bytes_at(model: str, at: int, count: int) -> bytes | None:
-    """Some of the model's bytes; None for what is no regular file."""
-    with suppress(OSError, BuildError), open_regular(model) as (descriptor, _):
-        return os.pread(descriptor, count, at)
-    return None
 
 
 class OnnxRuntimeEngine(Engine):
@@ -812,7 +806,7 @@ def _model_file(request: EngineRequest, options: Any) -> Iterator[str]:
     """
     # By the content (fbs::utils::IsOrtFormatModelBytes), which the runtime looks at only for models that are
     # given as bytes; it tells files by their names.
-    own_format = _bytes_at(request.model, 4, len(_OWN_FORMAT)) == _OWN_FORMAT
+    own_format = bytes_at(request.model, 4, len(_OWN_FORMAT)) == _OWN_FORMAT
     if own_format and _FORMAT not in request.options.session_config:
         options.add_session_config_entry(_FORMAT, "ORT")
     if not request.options.variable_weights:

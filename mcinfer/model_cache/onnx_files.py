@@ -70,6 +70,13 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[tuple[int, os.stat_re
         os.close(descriptor)
 
 
+def bytes_at(path: str | os.PathLike[str], at: int, count: int) -> bytes | None:
+    """Some of a file's bytes; None for what cannot be read, or is no regular file."""
+    with suppress(OSError, BuildError), open_regular(path) as (descriptor, _):
+        return os.pread(descriptor, count, at)
+    return None
+
+
 def looks_like(start: bytes) -> str:
     """What a file that is no model is by its first `LOOK_BYTES` bytes; empty if it may be anything."""
     if not start:

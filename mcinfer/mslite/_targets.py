@@ -17,7 +17,7 @@ from mcinfer.config import EngineOptions, automatic_workers
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, MissingDependencyError
 from mcinfer.machine import whole_cpus
 from mcinfer.model_cache import FOLDER_KEY
-from mcinfer.model_cache.onnx_files import open_regular
+from mcinfer.model_cache.onnx_files import bytes_at
 from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._configuration import (
     HANDLE,
@@ -99,11 +99,8 @@ def _holds_onnx(model: str | bytes) -> bool:
     Field 1 of both formats is the version, a small number in ONNX (``onnx.proto``: ``int64 ir_version = 1``)
     and a text in MindIR (``mind_ir.proto``: ``string ir_version = 1``), and comes first in both.
     """
-    start = model[:2] if isinstance(model, bytes) else b""
-    if isinstance(model, str):
-        with suppress(OSError, BuildError), open_regular(model) as (descriptor, _):
-            # What cannot be read, the engine refuses with the reason.
-            start = os.pread(descriptor, 2, 0)
+    # What cannot be read, the engine refuses with the reason.
+    start = model[:2] if isinstance(model, bytes) else bytes_at(model, 0, 2) or b""
     return len(start) == 2 and start[0] == 0x08 and 0 < start[1] < 0x80
 
 
