@@ -447,25 +447,6 @@ def test_prepared_model_can_be_opened_by_its_path(
     assert cache.clear()[1] == 1
 
 
-def test_options_that_change_the_graph_have_a_prepared_model_of_their_own(
-    model: str, cache: Cache
-) -> None:
-    usual = entry(open_ort(model, prepare="always"))
-    same: list[dict[str, Any]] = [
-        {"session_options": {"enable_mem_pattern": "0"}},
-        {"describe": True},
-    ]
-    assert {entry(open_ort(model, prepare="always", **options)) for options in same} == {usual}
-    own: list[dict[str, Any]] = [
-        {"session_options": {"graph_optimization_level": "ORT_ENABLE_BASIC"}},
-        {"free_dimensions": {"batch": 4}},
-        {"free_denotations": {"DATA_BATCH": 4}},
-    ]
-    entries = [entry(open_ort(model, prepare="always", **options)) for options in own]
-    assert len({usual, *entries}) == 4
-    assert len(cache.entries()) == 4
-
-
 def test_prepared_model_is_described_as_the_model(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     model = onnx.load(write(path, MATMUL))
@@ -664,20 +645,30 @@ def test_identity_is_of_the_content_wherever_it_lies(tmp_path: Path) -> None:
     assert len(found) == 3
 
 
-def test_identity_is_of_the_options_that_change_values(model: str) -> None:
-    usual = identity_of(model)
-    same: list[dict[str, Any]] = [
-        {"session_options": {"enable_mem_pattern": "0", "log_severity_level": "3"}},
-        {"inter_op_threads": 2, "shared_cores": True, "prepare": "always"},
-        {"variable_weights": ("w",)},
-    ]
-    assert {identity_of(model, **options) for options in same} == {usual}
-    own: list[dict[str, Any]] = [
-        {"session_options": {"graph_optimization_level": "ORT_ENABLE_BASIC"}},
-        {"session_config": {"session.set_denormal_as_zero": "1"}},
-        {"provider_options": {"arena_extend_strategy": "1"}},
-        {"custom_operators": ("libwords.so",)},
-        {"free_dimensions": {"batch": 4}},
-        {"free_denotations": {"DATA_BATCH": 4}},
-    ]
-    assert len({usual, *(identity_of(model, **options) for options in own)}) == 1 + len(own)
+OPTIONS: list[tuple[dict[str, Any], bool, bool]] = [
+    ({"session_options": {"enable_mem_pattern": "0", "log_severity_level": "3"}}, False, False),
+    ({"inter_op_threads": 2, "shared_cores": True, "describe": True}, False, False),
+    ({"variable_weights": ("w",)}, True, False),
+    ({"provider_options": {"arena_extend_strategy": "1"}}, True, True),
+    ({"session_options": {"graph_optimization_level": "ORT_ENABLE_BASIC"}}, True, True),
+    ({"session_config": {"session.set_denormal_as_zero": "1"}}, True, True),
+    ({"custom_operators": ("libwords.so",)}, True, True),
+    ({"free_dimensions": {"batch": 4}}, True, True),
+    ({"free_denotations": {"DATA_BATCH": 4}}, True, True),
+]
+"""Options, whether they need a prepared model of their own, and whether they change values."""
+
+
+def test_prepared_model_and_identity_are_of_the_options_on_which_they_depend(model: str) -> None:
+    def entry_of(**options: Any) -> str:
+        request = engine_request(model, **options)
+        source = preparation.content_of(request)
+        return entry_key(preparation.facts_of(request, _onnxruntime.RUNTIME, source))
+
+    for key_of, changes in (
+        (entry_of, [graph for _, graph, _ in OPTIONS]),
+        (lambda **options: identity_of(model, **options), [values for _, _, values in OPTIONS]),
+    ):
+        keys = [key_of(**options) for options, _, _ in OPTIONS]
+        assert [key != key_of() for key in keys] == changes
+        assert len({*keys}) == 1 + sum(changes)
