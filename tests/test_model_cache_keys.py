@@ -98,7 +98,7 @@ def test_digest_depends_on_all_bytes_of_all_files(tmp_path: Path) -> None:
 
 
 def overwritten(path: Path) -> None:
-    path.write_bytes(bytes(reversed(path.read_bytes())) + b"\2")
+    path.write_bytes(path.read_bytes() + b"\x12\x01?")  # of a model its producer
 
 
 def touched(path: Path) -> None:
@@ -108,15 +108,6 @@ def touched(path: Path) -> None:
 def replaced_by_its_copy(path: Path) -> None:
     shutil.copy2(path, path.with_name("copy"))
     os.replace(path.with_name("copy"), path)
-
-
-@pytest.mark.parametrize("name", ["model.onnx", "b.bin"])
-def test_change_of_any_file_is_noticed(tmp_path: Path, name: str) -> None:
-    for change in (overwritten, touched, replaced_by_its_copy, os.unlink):
-        source = read_content(make(tmp_path))
-        assert source.unchanged()
-        change(tmp_path / name)
-        assert not source.unchanged()
 
 
 def test_change_while_it_is_read_is_an_error(
@@ -135,7 +126,9 @@ def test_change_while_it_is_read_is_an_error(
 
 def test_missing_weights_are_named_with_the_model(tmp_path: Path) -> None:
     path = make(tmp_path)
+    source = read_content(path)
     (tmp_path / "b.bin").unlink()
+    assert not source.unchanged()
     with pytest.raises(BuildError) as caught:
         read_content(path)
     assert str(path) in str(caught.value)
@@ -242,13 +235,16 @@ def test_folder_that_a_disk_is_mounted_on_may_have_any_name(
     remembered(make(tmp_path), memory)
 
 
+@pytest.mark.parametrize("name", ["model.onnx", "b.bin"])
 @pytest.mark.parametrize("change", [overwritten, touched, replaced_by_its_copy])
 def test_model_with_a_changed_file_is_read_again_and_too_fresh_to_be_remembered(
-    tmp_path: Path, memory: Path, change: Callable[[Path], None]
+    tmp_path: Path, memory: Path, change: Callable[[Path], None], name: str
 ) -> None:
     path = make(tmp_path)
     old = remembered(path, memory)
-    change(tmp_path / "b.bin")
+    assert old.unchanged()
+    change(tmp_path / name)
+    assert not old.unchanged()
     source = read_content(path, memory=memory)
     assert source.digest == read_content(path).digest
     assert (source.digest == old.digest) == (change is not overwritten)

@@ -305,10 +305,8 @@ class Held:
             with unusable(link):
                 folder = link.readlink()
             if not leads_to(folder, folder_fd):
-                raise CacheUnusableError(
-                    f"the folder {folder} of the shared model is not visible here: mount it at the same "
-                    "path"
-                )
+                text = f"the folder {folder} of the shared model is not visible here"
+                raise CacheUnusableError(f"{text}: mount it at the same path")
             with unusable(folder.parent), opened_folder(folder.parent, own=True) as root:
                 place = root / folder.name
                 if not (leads_to(place, folder_fd) and leads_to(lock_path(place), lock_fd)):
