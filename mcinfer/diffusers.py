@@ -335,20 +335,12 @@ class Transformer2D(Component):
     def __call__(
         self, hidden_states: torch.Tensor, *, return_dict: bool = True, **conditions: Any
     ) -> Any:
-        """The prediction for noisy latents.
+        """The prediction for noisy latents; answers and raises as a `UNet` does.
 
         Args:
             hidden_states: Latents [batch, channels, height, width], or packed [batch, tokens, channels].
             return_dict: Whether to return a `Transformer2DModelOutput`; else a tuple of the tensor.
-            **conditions: The other arguments of the transformer's `forward`. Those in a mapping are inputs
-                by their own names, those in a sequence by its name and a number, as in ``name.0``.
-
-        Returns:
-            The prediction, with the type of `hidden_states`, on its device.
-
-        Raises:
-            InvalidInputError: The model has no such input, lacks one, or a value does not fit its type.
-            McinferError: As `Master.predict`.
+            **conditions: The other arguments of the transformer's `forward`, as those of a `UNet`.
         """
         arguments = {"hidden_states": hidden_states, **conditions}
         return self._first_output(arguments, Transformer2DModelOutput, return_dict)
@@ -482,7 +474,7 @@ def export(
 
     The pipeline is called, up to the first call of its denoiser, which shows the inputs. PyTorch's exporter
     then writes ``folder/<part>/model.onnx``, with the weights beside it from 2 GB on, and ``config.json``.
-    It needs the packages onnx and onnxscript, and memory for some copies of the weights.
+    It needs onnx, onnxscript, and memory for some copies of the weights.
 
     The sides of the latents and the number of the text's tokens are symbolic as well. The sides are those of
     the call where the denoiser also gets the residuals of a ControlNet.

@@ -3,7 +3,6 @@
 import os
 import socket
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -322,44 +321,38 @@ def test_operators_are_counted_wherever_a_node_may_be() -> None:
     ]
 
 
-def drawing(*nodes: onnx.NodeProto, flags: Mapping[str, bool] = {}) -> tuple[str, bool]:
-    """What is found of a model with these nodes, and constants of these values."""
-    constants = [helper.make_tensor(n, TensorProto.BOOL, [], [v]) for n, v in flags.items()]
-    return read(proto(helper.make_graph([*nodes], "g", [], [], constants))).random
+def drawing(nodes: str, weights: str = "", functions: str = "") -> tuple[str, bool]:
+    """What is found of a model with these nodes."""
+    header = '<ir_version: 8, opset_import: ["": 17, "own": 1]>'
+    graph = f"g (float[2] x) => (float[2] y) <{weights}> {{ {nodes} }}"
+    return read(parser.parse_model(f"{header} {graph} {functions}")).random
 
 
 def test_nodes_that_draw_random_numbers_are_found_wherever_they_are() -> None:
-    plain = helper.make_node("Relu", ["x"], ["y"], name="plain")
-    noise = helper.make_node("RandomNormalLike", ["x"], ["y"], name="noise")
-    seeded = helper.make_node("RandomUniform", [], ["y"], shape=[2], seed=3.0)
+    plain, noise = "[plain] y = Relu(x) ", "[noise] y = RandomNormalLike(x) "
+    seeded = "y = RandomUniform<shape = [2], seed = 3.0>() "
+    inner = f"<then_branch = b () => (float[2] y) {{ {noise} }}>"
+    function = f'<opset_import: ["": 17], domain: "own"> f (x) => (y) {{ {noise} }}'
+    found = "node 'noise' (RandomNormalLike)"
     assert drawing(plain) == ("", False)
-    assert drawing(plain, noise) == ("node 'noise' (RandomNormalLike)", False)
-    assert drawing(plain, seeded) == ("a node RandomUniform", True)
-    assert drawing(noise, seeded) == ("node 'noise' (RandomNormalLike)", True)
-    body = helper.make_graph([noise], "body", [], [])
-    assert drawing(helper.make_node("If", ["c"], ["y"], then_branch=body, else_branch=body))[0]
-    opsets = [helper.make_opsetid("", 17)]
-    function = helper.make_function("own", "f", ["x"], ["y"], [noise], opsets)
-    assert read(proto(helper.make_graph([plain], "g", [], []), functions=[function])).random[0]
-    of_others = helper.make_node("RandomNormalLike", ["x"], ["y"], domain="own")
-    assert drawing(of_others) == ("", False)
+    assert drawing(plain + noise) == (found, False)
+    assert drawing(plain + seeded) == ("a node RandomUniform", True)
+    assert drawing(noise + seeded) == (found, True)
+    assert drawing(f"y = If{inner}(c)") == (found, False)
+    assert drawing(plain, functions=function) == (found, False)
+    assert drawing("y = own.RandomNormalLike(x)") == ("", False)
 
 
 def test_dropout_draws_only_where_it_may_be_in_training() -> None:
-    def dropout(*inputs: str) -> onnx.NodeProto:
-        return helper.make_node("Dropout", [*inputs], ["y"], name="drop", seed=1)
-
-    def constant(value: bool) -> onnx.NodeProto:
-        tensor = helper.make_tensor("", TensorProto.BOOL, [], [value])
-        return helper.make_node("Constant", [], ["says"], value=tensor)
-
+    dropout = "[drop] y = Dropout<seed = 1>"
     draws = ("node 'drop' (Dropout)", True)
-    assert drawing(dropout("x")) == drawing(dropout("x", "ratio", "")) == ("", False)
-    assert drawing(dropout("x", "ratio", "says")) == draws
-    for value in (False, True):
+    assert drawing(f"{dropout}(x)") == drawing(f'{dropout}(x, ratio, "")') == ("", False)
+    assert drawing(f"{dropout}(x, ratio, says)") == draws
+    for value in (0, 1):
         expected = draws if value else ("", False)
-        assert drawing(dropout("x", "ratio", "says"), flags={"says": value}) == expected
-        assert drawing(constant(value), dropout("x", "ratio", "says")) == expected
+        run, constant = f"{dropout}(x, ratio, says)", f"Constant<value = bool {{{value}}}>()"
+        assert drawing(run, f"bool says = {{{value}}}") == expected
+        assert drawing(f"says = {constant}  {run}") == expected
 
 
 def test_bytes_of_weights_are_what_their_shapes_say() -> None:

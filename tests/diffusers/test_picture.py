@@ -74,17 +74,9 @@ def test_folder_that_is_no_pipeline_is_an_error_in_one_line(tmp_path: Path, draw
 
 def test_wrong_option_is_an_error_before_pytorch_is_imported(tmp_path: Path) -> None:
     output = tmp_path / "no" / "cat.png"
+    command: list[Any] = [sys.executable, "-X", "importtime", picture.__file__, tmp_path, "a cat"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-X",
-            "importtime",
-            picture.__file__,
-            tmp_path,
-            "a cat",
-            "--output",
-            output,
-        ],
+        [*command, "--output", output],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
