@@ -50,22 +50,13 @@ def image(pipe: Any, images: int = 1, **arguments: Any) -> NDArray[np.float32]:
 def stable_diffusion(folder: Path) -> StableDiffusionPipeline:
     torch.manual_seed(0)
     tokenizer = _tokenizer(folder)
-    unet = UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        # The middle has attention; the exporter takes long for each more.
-        down_block_types=("DownBlock2D",) * 2,
-        up_block_types=("UpBlock2D",) * 2,
-        cross_attention_dim=32,
-        attention_head_dim=8,
-    )
+    unet = _unet(cross_attention_dim=32, attention_head_dim=8)
     scheduler = DDIMScheduler(**_NOISE, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
     return StableDiffusionPipeline(
         vae=_vae(),
         text_encoder=_clip(tokenizer),
         tokenizer=tokenizer,
-        unet=unet.eval(),
+        unet=unet,
         scheduler=scheduler,
         safety_checker=None,
         feature_extractor=None,
@@ -76,13 +67,7 @@ def stable_diffusion(folder: Path) -> StableDiffusionPipeline:
 def stable_diffusion_xl(folder: Path) -> StableDiffusionXLPipeline:
     torch.manual_seed(0)
     tokenizer = _tokenizer(folder)
-    unet = UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        # The middle has attention; the exporter takes long for each more.
-        down_block_types=("DownBlock2D",) * 2,
-        up_block_types=("UpBlock2D",) * 2,
+    unet = _unet(
         cross_attention_dim=64,
         attention_head_dim=(2, 4),
         use_linear_projection=True,
@@ -96,7 +81,7 @@ def stable_diffusion_xl(folder: Path) -> StableDiffusionXLPipeline:
         text_encoder_2=_clip(tokenizer, CLIPTextModelWithProjection),
         tokenizer=tokenizer,
         tokenizer_2=tokenizer,
-        unet=unet.eval(),
+        unet=unet,
         # Its steps are no whole numbers.
         scheduler=EulerDiscreteScheduler(**_NOISE, timestep_spacing="linspace"),
         add_watermarker=False,
@@ -199,6 +184,18 @@ def _clip(tokenizer: CLIPTokenizer, kind: Any = CLIPTextModel, width: int = 32) 
         pad_token_id=tokenizer.pad_token_id,
     )
     return kind(config).eval()
+
+
+def _unet(**more: Any) -> UNet2DConditionModel:
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        # The middle has attention; the exporter takes long for each more.
+        down_block_types=("DownBlock2D",) * 2,
+        up_block_types=("UpBlock2D",) * 2,
+        **more,
+    ).eval()
 
 
 def _vae(channels: int = 4, **more: Any) -> AutoencoderKL:

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,16 @@ np.save(sys.argv[2], pipe("a cat", num_inference_steps=3, generator=noise, outpu
 """A program that knows nothing of mcinfer."""
 
 
-def optimum_pipeline(made: Any, unet: Any) -> Any:
-    """Optimum's pipeline with this session for the UNet, and plain ones for all else."""
-    plain = {
-        f"{part}_session": onnxruntime.InferenceSession(made.models[part])
-        for part in ("vae_decoder", "text_encoder")
+def optimum_pipeline(made: Any, unet: Any, **sessions: Any) -> Any:
+    """Optimum's pipeline with these sessions, and plain ones for all else."""
+    sessions = {part: sessions.get(part) for part in ("vae_decoder", "text_encoder")}
+    given = {
+        f"{part}_session": session or onnxruntime.InferenceSession(made.models[part])
+        for part, session in sessions.items()
     }
     pipe = made.pipe
     return ORTStableDiffusionPipeline(
-        unet_session=unet, scheduler=pipe.scheduler, tokenizer=pipe.tokenizer, **plain
+        unet_session=unet, scheduler=pipe.scheduler, tokenizer=pipe.tokenizer, **given
     )
 
 
@@ -54,13 +56,6 @@ def test_unet_of_optimum_takes_a_session_whose_runs_go_to_two_workers(example: A
         assert pipe.unet.session is session
         assert np.abs(image(pipe) - plain).max() <= NEAR
         assert all(worker.runs for worker in session.master.statistics().workers)
-
-
-def test_unet_of_optimum_binds_its_tensors_to_such_a_session(example: Any) -> None:
-    made = example("sd")
-    plain = image(made.pipe)
-    with ort.InferenceSession(made.models["unet"], devices=2) as session:
-        pipe = optimum_pipeline(made, session)
         # Of the UNet alone: Optimum cannot compute the shape of the VAE's output, whose symbol is 2*height.
         pipe.unet.use_io_binding = True
         assert np.abs(image(pipe) - plain).max() <= NEAR
@@ -68,21 +63,13 @@ def test_unet_of_optimum_binds_its_tensors_to_such_a_session(example: Any) -> No
 
 def test_every_part_may_be_such_a_session(example: Any) -> None:
     made = example("sd")
-    plain = image(made.pipe)
-    models: dict[str, Path] = made.models
-    with (
-        ort.InferenceSession(models["unet"], devices=2) as unet,
-        ort.InferenceSession(models["vae_decoder"], devices=1) as decoder,
-        ort.InferenceSession(models["text_encoder"], devices=1) as encoder,
-    ):
-        pipe = ORTStableDiffusionPipeline(
-            unet_session=unet,
-            vae_decoder_session=decoder,
-            text_encoder_session=encoder,
-            scheduler=made.pipe.scheduler,
-            tokenizer=made.pipe.tokenizer,
-        )
-        assert np.abs(image(pipe) - plain).max() <= NEAR
+    with ExitStack() as opened:
+        sessions = {
+            part: opened.enter_context(ort.InferenceSession(made.models[part], devices=1))
+            for part in ("unet", "vae_decoder", "text_encoder")
+        }
+        pipe = optimum_pipeline(made, **sessions)
+        assert np.abs(image(pipe) - image(made.pipe)).max() <= NEAR
 
 
 def test_program_with_optimums_pipeline_runs_on_two_workers_as_it_is(
