@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class Program:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         stdin: bool = False,
+        talks: bool = False,
         command: Sequence[str] = (sys.executable,),
     ) -> None:
         """Start it, in a session and process group of its own.
@@ -53,6 +55,7 @@ class Program:
             cwd: The working folder.
             env: More environment variables; the package is on PYTHONPATH by default.
             stdin: The interpreter reads the program from its standard input.
+            talks: It reads lines there, for `ask`.
             command: The interpreter.
         """
         source = ["-"] if stdin else ["-c", text]
@@ -60,7 +63,7 @@ class Program:
             [*command, *source, *map(str, arguments)],
             cwd=cwd,
             env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
-            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if stdin or talks else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -80,6 +83,13 @@ class Program:
         """The next line that it prints."""
         assert self._process.stdout is not None
         return self._process.stdout.readline().rstrip("\n")
+
+    def ask(self, line: object) -> str:
+        """The next line that it prints, after it got this one."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        return self.line()
 
     def error_line(self) -> str:
         """The next line that it prints to its standard error."""
@@ -112,7 +122,8 @@ class Program:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None:
-                stream.close()
+                with suppress(BrokenPipeError):
+                    stream.close()
 
 
 def run(text: str, *arguments: object) -> Ended:

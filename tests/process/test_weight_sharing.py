@@ -17,7 +17,7 @@ import pytest
 from mcinfer.errors import WeightAccessError
 from mcinfer.model_cache.cache import Cache, Held, entry_key
 from mcinfer.shm.weights import WeightOwner, address, open_weights
-from tests.process.scripts import ROOT
+from tests.process.scripts import Program
 from tests.process.waiting import is_alive
 
 FACTS = {"model": "a test's"}
@@ -71,44 +71,10 @@ NAMESPACE = ("unshare", "-Urpf", "--mount-proc", "--kill-child")
 """Runs a program as pid 1 of a pid namespace of its own, as the root of a user namespace."""
 
 
-class Script:
-    """A program that answers lines with lines; a context manager that leaves nothing behind."""
-
-    def __init__(self, text: str, *arguments: object, within: Sequence[str] = ()) -> None:
-        self.process = subprocess.Popen(
-            [*within, sys.executable, "-c", PREAMBLE + dedent(text), *map(str, arguments)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.pid = self.process.pid
-
-    def line(self) -> str:
-        """The next that it prints."""
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().rstrip("\n")
-
-    def ask(self, line: object) -> str:
-        """What it answers."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-        return self.line()
-
-    def __enter__(self) -> "Script":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # those that it forked too
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            assert stream is not None
-            with suppress(BrokenPipeError):
-                stream.close()
+def script(text: str, *arguments: object, within: Sequence[str] = ()) -> Program:
+    """A program that answers lines with lines."""
+    command = (*within, sys.executable)
+    return Program(PREAMBLE + dedent(text), *arguments, command=command, talks=True)
 
 
 @pytest.fixture
@@ -131,15 +97,15 @@ def held(cache: Cache) -> Iterator[Held]:
     held.close()
 
 
-@pytest.fixture
-def client() -> Iterator[Script]:
+@pytest.fixture(scope="module")
+def client() -> Iterator[Program]:
     """A process that tries to open each handle that it is asked for."""
-    with Script(CLIENT) as script:
-        assert script.line() == "ready"
-        yield script
+    with script(CLIENT) as program:
+        assert program.line() == "ready"
+        yield program
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def namespace() -> tuple[str, ...]:
     """What runs a program in a pid namespace of its own, where that is permitted."""
     try:
@@ -147,6 +113,12 @@ def namespace() -> tuple[str, ...]:
     except (OSError, subprocess.CalledProcessError) as exc:
         pytest.skip(f"no pid namespace can be made: {exc}")
     return NAMESPACE
+
+
+def kill(owner: Program) -> None:
+    """Kill it, and wait until it is a zombie."""
+    owner.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
 
 
 def refusal(owner: WeightOwner, pid: int) -> str:
@@ -166,7 +138,7 @@ def unanswered(handle: int) -> str:
 # Who gets them.
 
 
-def test_process_is_allowed_and_revoked_while_the_owner_serves(held: Held, client: Script) -> None:
+def test_process_is_allowed_and_revoked_while_the_owner_serves(held: Held, client: Program) -> None:
     with WeightOwner(held) as owner:
         unlisted = client.ask(owner.handle)
         owner.allow(client.pid)
@@ -190,7 +162,7 @@ def test_another_users_process_gets_nothing_though_it_is_listed(held: Held) -> N
         say(data.decode(), rights)
     """
     with (
-        Script(text, OTHER_USER) as other,
+        script(text, OTHER_USER) as other,
         WeightOwner(held, [other.pid]) as owner,
     ):
         assert other.ask(owner.handle) == (
@@ -228,18 +200,18 @@ def test_later_process_of_a_listed_pid_is_refused(cache: Cache, namespace: Seque
         say("pids", listed, later)
         os.waitpid(later, 0)
     """
-    with Script(text, cache.folder, within=namespace) as script:
-        _, listed, later = script.line().split()
+    with script(text, cache.folder, within=namespace) as program:
+        _, listed, later = program.line().split()
         assert listed == later
-        assert f"refused process {later}: allow it" in script.ask("go on")
-        assert script.line() == f"pids {listed} {later}"
-        assert script.ask("go on") == OPENED
+        assert f"refused process {later}: allow it" in program.ask("go on")
+        assert program.line() == f"pids {listed} {later}"
+        assert program.ask("go on") == OPENED
 
 
 def test_process_in_another_pid_namespace_is_listed_by_its_pid_outside(
     held: Held, namespace: Sequence[str]
 ) -> None:
-    with Script(CLIENT, within=namespace) as inner, WeightOwner(held) as owner:
+    with script(CLIENT, within=namespace) as inner, WeightOwner(held) as owner:
         assert inner.line() == "ready"
         (process,) = psutil.Process(inner.pid).children()
         assert inner.ask(owner.handle) == refusal(owner, process.pid)
@@ -253,7 +225,7 @@ def test_process_without_a_pid_in_the_owners_namespace_is_told_so(
     cache: Cache, namespace: Sequence[str]
 ) -> None:
     with (
-        Script(OWNER, cache.folder, 1, within=namespace) as owner,
+        script(OWNER, cache.folder, 1, within=namespace) as owner,
         pytest.raises(WeightAccessError, match="no pid in the owner's pid namespace"),
     ):
         open_weights(int(owner.line()))
@@ -263,14 +235,13 @@ def test_process_without_a_pid_in_the_owners_namespace_is_told_so(
 
 
 def test_weights_of_a_killed_owner_are_not_given_out_and_those_given_stay_usable(
-    cache: Cache, client: Script
+    cache: Cache, client: Program
 ) -> None:
-    with Script(OWNER, cache.folder, client.pid, os.getpid()) as owner:
+    with script(OWNER, cache.folder, client.pid, os.getpid()) as owner:
         handle = int(owner.line())
         assert client.ask(handle) == OPENED
         shared = open_weights(handle)
-        owner.process.kill()
-        os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
+        kill(owner)
         assert client.ask(handle) == unanswered(handle)  # though its parent has not waited for it
     assert cache.clear() == (0, 1)
     assert Path(shared.model).read_text() == CONTENT
@@ -279,7 +250,7 @@ def test_weights_of_a_killed_owner_are_not_given_out_and_those_given_stay_usable
     assert not shared.folder.exists()
 
 
-def test_owner_that_is_garbage_is_closed(held: Held, client: Script) -> None:
+def test_owner_that_is_garbage_is_closed(held: Held, client: Program) -> None:
     owner = WeightOwner(held, [client.pid])
     handle = owner.handle
     assert client.ask(handle) == OPENED
@@ -304,7 +275,7 @@ def test_another_users_process_with_a_dead_owners_name_is_not_believed() -> None
         connection.recv(1)
     """
     handle = 1 << 61 | os.getpid()
-    with Script(text, OTHER_USER, handle) as other:
+    with script(text, OTHER_USER, handle) as other:
         assert other.line() == "taken"
         with pytest.raises(WeightAccessError, match=f"a process of user {OTHER_USER}"):
             open_weights(handle)
@@ -318,9 +289,9 @@ def test_interpreter_ends_without_a_word_though_owners_are_open(cache: Cache) ->
     owners = [WeightOwner(cached(), [os.getpid()]) for _ in range(3)]
     shared = open_weights(owners[0].handle)
     """
-    with Script(text, cache.folder) as script:
-        out, err = script.process.communicate(timeout=10)
-        assert (script.process.returncode, out, err) == (0, "", "")
+    with script(text, cache.folder) as program:
+        ended = program.wait()
+    assert (ended.status, ended.out, ended.err) == (0, "", "")
 
 
 # Children that the owner's process forks.
@@ -348,7 +319,7 @@ FORKING = """
 
 
 def test_forked_child_neither_ends_the_owner_nor_keeps_its_name(
-    cache: Cache, client: Script
+    cache: Cache, client: Program
 ) -> None:
     text = """
     sys.stdin.readline()
@@ -358,7 +329,7 @@ def test_forked_child_neither_ends_the_owner_nor_keeps_its_name(
     os.write(told[1], b"x")
     say(os.waitpid(child, 0)[1])
     """
-    with Script(FORKING + text, cache.folder, client.pid) as owner:
+    with script(FORKING + text, cache.folder, client.pid) as owner:
         handle, child = map(int, owner.line().split())
         assert client.ask(handle) == OPENED
         assert owner.ask("close") == "closed"
@@ -367,11 +338,12 @@ def test_forked_child_neither_ends_the_owner_nor_keeps_its_name(
         assert owner.ask("end") == "0"
 
 
-def test_forked_child_does_not_hide_that_the_owner_was_killed(cache: Cache, client: Script) -> None:
-    with Script(FORKING + "    sys.stdin.readline()", cache.folder, client.pid) as owner:
+def test_forked_child_does_not_hide_that_the_owner_was_killed(
+    cache: Cache, client: Program
+) -> None:
+    with script(FORKING + "    sys.stdin.readline()", cache.folder, client.pid) as owner:
         handle, child = map(int, owner.line().split())
-        owner.process.kill()
-        owner.process.wait()
+        kill(owner)
         assert is_alive(child)
         assert client.ask(handle) == unanswered(handle)
         os.kill(child, signal.SIGKILL)
@@ -380,7 +352,7 @@ def test_forked_child_does_not_hide_that_the_owner_was_killed(cache: Cache, clie
 # Many at once, and those that behave badly.
 
 
-def test_client_that_does_not_read_holds_nobody_up(held: Held, client: Script) -> None:
+def test_client_that_does_not_read_holds_nobody_up(held: Held, client: Program) -> None:
     mute = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(50)]
     with WeightOwner(held, [client.pid, os.getpid()]) as owner:
         for connection in mute:
@@ -408,7 +380,7 @@ def test_owner_without_a_free_descriptor_answers_once_it_has_one(cache: Cache) -
     say(time.process_time())
     sys.stdin.readline()
     """
-    with Script(text, cache.folder, os.getpid()) as owner:
+    with script(text, cache.folder, os.getpid()) as owner:
         handle = int(owner.line())
         with pytest.raises(WeightAccessError, match="did not answer within"):
             open_weights(handle, 0.5)
