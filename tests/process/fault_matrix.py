@@ -382,14 +382,8 @@ CELLS = [Cell(name, moment) for name, fault in FAULTS.items() for moment in faul
 def run_cell(cell: Cell, folder: Path, fake_model: FakeModel) -> str:
     """Put the fault to a pool or a program at that moment; fail unless all is as the cell says.
 
-    Args:
-        cell: One of `CELLS`.
-        folder: For this cell alone.
-        fake_model: The fixture.
-
-    Returns:
-        The time from the fault until every caller had its answer, and, after a slash, until all workers
-        served again.
+    Returns the time from the fault until every caller had its answer, and, after a slash, until all workers
+    served again. The folder is for this cell alone.
     """
     fault, (hit, worker) = FAULTS[cell.fault], cell.row
     if cell.fault == "disk full":

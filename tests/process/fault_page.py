@@ -16,13 +16,7 @@ PAGE = ROOT / "docs" / "faults.md"
 
 
 def page(text: str, seconds: Mapping[str, str], machine: str) -> str:
-    """The page anew.
-
-    Args:
-        text: The page as it is; all but the tables stays.
-        seconds: What `run_cell` returned, by the cell's name.
-        machine: What it was measured on.
-    """
+    """The page with new tables: `seconds` is what `run_cell` returned, by the cell's name."""
 
     def entry(fault: str, moment: str) -> str:
         if moment not in FAULTS[fault].cells:

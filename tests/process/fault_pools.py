@@ -99,15 +99,8 @@ class Pool:
     ) -> None:
         """Start nothing yet.
 
-        Args:
-            folder: For this pool alone.
-            fake_model: The fixture.
-            moment: One of the matrix's.
-            start: `Timeouts.start`.
-            grace: `Timeouts.cancel_grace`.
-            hit_timeout: Time limit of the request that the fault hits, in seconds.
-            limits: Of the pool.
-            hostile: A kind of `hostile_worker.KINDS`; one worker is of this kind.
+        `start` and `grace` are of `Timeouts`; the request that the fault hits has `hit_timeout` seconds. One
+        worker is of the kind `hostile` of `hostile_worker.KINDS`.
         """
         self.moment = moment
         self.hit_timeout = hit_timeout

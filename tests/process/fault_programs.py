@@ -95,15 +95,8 @@ def end_service(
 ) -> tuple[float, Ended]:
     """Send signals to a program at a moment of its pool's life; fail if it leaves anything behind.
 
-    Args:
-        folder: For this program alone.
-        fake_model: The fixture.
-        moment: One of the matrix's.
-        signals: The first at that moment, the second once a worker is gone.
-        handles: The program has a handler of SIGTERM that calls `sys.exit`.
-
-    Returns:
-        The seconds until all processes were gone, and how the program ended.
+    The first signal comes at that moment, the second once a worker is gone. If the program `handles` SIGTERM,
+    it calls `sys.exit`. Returns the seconds until all processes were gone, and how the program ended.
     """
     with ExitStack() as stack:
 
@@ -163,11 +156,7 @@ def _memfds(pid: int) -> Iterator[int]:
 
 
 def start_without_descriptors(fake_model: FakeModel) -> tuple[float, str]:
-    """Start with too few descriptors, then with all of them, which must serve.
-
-    Returns:
-        The seconds of the first start, and the type and the text of its error.
-    """
+    """Start with too few descriptors, then with all, which must serve: the first one's seconds and error."""
     with Program(PREAMBLE + _WITHOUT_DESCRIPTORS, fake_model()) as program:
         seconds, text, right = program.line(), program.line(), program.line()
         ended = program.wait()

@@ -39,7 +39,7 @@ from mcinfer.shm.lifeline import Lifeline
 from mcinfer.worker import __main__ as entry
 
 KIND = "MCINFER_HOSTILE"
-FLOOD_MESSAGES = 10_000
+FLOOD_MESSAGES = 3000
 GIANT_BYTES = 1 << 40
 OVERSIZE_BYTES = protocol.MAX_MESSAGE_BYTES + 4096
 OWN_BYTES = 4096
@@ -243,14 +243,10 @@ def _many_connections(worker: HostileTransport, _: Message, data: bytes) -> None
 # Blocks.
 
 
-def _shape(*shape: int) -> Act:
-    """Answer that all outputs have this shape."""
-
-    def act(worker: HostileTransport, message: Message, _: bytes) -> None:
-        worker.hand_over()
-        worker.reply_from(message, OWN, 0, shape)
-
-    return act
+def _open_rank(worker: HostileTransport, message: Message, _: bytes) -> None:
+    """Answer that all outputs have another shape."""
+    worker.hand_over()
+    worker.reply_from(message, OWN, 0, (4, 2, 2))
 
 
 def _sparse(size: int) -> Act:
@@ -349,8 +345,7 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
     "changing_block": (Reply, _changing),
     "giant_block": (Reply, _sparse(GIANT_BYTES)),
     "sparse_lie": (Reply, _sparse(SPARSE_BYTES)),
-    "wrong_shape": (Reply, _shape(ROWS - 1, 5)),
-    "open_rank": (Reply, _shape(4, 2, 2)),
+    "open_rank": (Reply, _open_rank),
     "unsealed": (Reply, _unsealed),
     "descriptors": (Reply, _descriptors),
     "deaf": (Reply, _deaf),

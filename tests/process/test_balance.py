@@ -1,6 +1,5 @@
 """Rows by the measured speed of workers, with real processes."""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -74,21 +73,6 @@ def test_worker_slowed_to_a_third_gets_fewer_rows_and_batches_take_what_they_nee
     assert fast is not None
     assert slow is not None
     assert 1.5 < fast / slow < 6
-
-
-def test_requests_of_one_row_do_not_wait_for_one_worker_while_the_other_is_free(
-    fake_model: FakeModel, tmp_path: Path
-) -> None:
-    slowed = Slowed(fake_model, tmp_path, 0.05, 0.05)
-
-    async def ask(master: Master) -> None:
-        await asyncio.gather(*(master.predict_async(rows(1, i)) for i in range(2)))
-
-    with fake_master(slowed.path, 2, balance="measured", trace=slowed.traces.append) as master:
-        master.predict(rows(2))
-        asyncio.run(ask(master))
-        wait_until(lambda: len(slowed.traces) == 3)
-    assert {run.worker for trace in slowed.traces[1:] for run in trace.shards} == {0, 1}
 
 
 def test_request_that_does_not_fit_leaves_what_measures_a_worker_to_the_next(

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -145,19 +145,6 @@ def test_run_whose_callers_all_cancelled_is_stopped_and_its_worker_is_kept(
 
 
 # Waiting for company.
-
-
-def test_request_is_sent_when_due_though_an_answer_came_meanwhile(fake_model: FakeModel) -> None:
-    model = fake_model(when={"-2": "sleep:0.3"})
-    with (
-        fake_master(model, 1, max_batch_size=8, max_delay=1.0) as master,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        driving = pool.submit(master.predict, act(BAD))
-        busy_pid(master)
-        held = master.submit(rows(1))
-        assert_answers(driving.result(timeout=20.0), act(BAD))
-        assert_answers(held.result(timeout=20.0), rows(1))
 
 
 def test_held_requests_cost_no_time_while_no_worker_is_ready(fake_model: FakeModel) -> None:

@@ -193,7 +193,7 @@ def test_memory_that_is_not_in_use_any_more_goes_back_to_the_system(
 
     before = mapped(os.getpid())
     with fake_master(model, 1) as master:
-        for count in range(8, 16):
+        for count in range(12, 16):
             inputs = {"x": np.full((count, 1 << 20), count, np.uint8)}
             assert_answers(master.predict(inputs), inputs, lambda x: x + np.uint8(1))
         used = 32 << 20  # by the largest of them, rounded up
