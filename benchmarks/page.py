@@ -42,71 +42,51 @@ _WIDTH = 110
 _FLOOR = "benchmarks/transport_floor.py:TransportFloor"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Run:
-    """One command of the runner's.
-
-    Attributes:
-        name: Of its files.
-        model: The model's file.
-        options: Of the command, beside the model and the files to write.
-    """
+    """One command of the runner's: the name of its files, the model's file, and other options."""
 
     name: str
     model: str
     options: str
 
     def command(self, folder: Path) -> list[str]:
-        """What to run, from the repository's root."""
-        files = [f"--{kind}={folder / self.name}.{kind}" for kind in ("json", "html")]
-        return ["mcinfer", "bench", str(folder / self.model), *shlex.split(self.options), *files]
+        """What the page shows: the command without the files to write."""
+        return ["mcinfer", "bench", str(folder / self.model), *shlex.split(self.options)]
 
 
-RUNS = (
-    Run(
-        name="unet",
-        model="unet.onnx",
-        options="--batch 2 --concurrency 1,4 --against session,threads,threads-1,pipe,pipe-each "
-        "--modes sharded,concurrent --duration 5 --repeat 4",
-    ),
-    Run(
-        name="mobilenet",
-        model="mobilenet.onnx",
-        options="--batch 1,8 --concurrency 1,8 --against session,threads,threads-1,pipe-each "
-        "--duration 1.5 --repeat 4",
-    ),
-    Run(
-        name="encoder",
-        model="encoder.onnx",
-        options="--concurrency 1,4,16 --rate 300 --against session,threads,threads-1,pipe-each "
-        "--duration 1.5 --repeat 4",
-    ),
-    Run(
-        name="megabyte",
-        model="identity.onnx",
-        options="--dim elements=262144 --concurrency 1 --rate 300 --against session,pipe,pipe-each "
-        "--modes sharded,concurrent --duration 2 --repeat 5 --no-scaling",
-    ),
-    *(
-        Run(
-            name=f"dispatch-{name}",
-            model="identity.onnx",
-            options=f"--dim elements={elements} --batch 2 --concurrency 1 "
-            f"--against pipe,{_FLOOR} --modes sharded --duration 1 --repeat 7 --no-scaling",
-        )
-        for name, elements in (("8k", 1024), ("1m", 131072), ("8m", 1048576))
-    ),
+_THREADS = "--against session,threads,threads-1,pipe-each --duration 1.5 --repeat 4"
+_DISPATCH = (
+    f"--batch 2 --concurrency 1 --against pipe,{_FLOOR} --modes sharded --duration 1 --repeat 7 "
+    "--no-scaling"
 )
-
-
 _PEERS = ",".join(
     f"benchmarks/peers.py:{name}" for name in ("RayActors", "LokyPool", "OpenVinoAsync")
 )
-
+RUNS = (
+    Run(
+        "unet",
+        "unet.onnx",
+        "--batch 2 --concurrency 1,4 --against session,threads,threads-1,pipe,pipe-each "
+        "--modes sharded,concurrent --duration 5 --repeat 4",
+    ),
+    Run("mobilenet", "mobilenet.onnx", f"--batch 1,8 --concurrency 1,8 {_THREADS}"),
+    Run("encoder", "encoder.onnx", f"--concurrency 1,4,16 --rate 300 {_THREADS}"),
+    Run(
+        "megabyte",
+        "identity.onnx",
+        "--dim elements=262144 --concurrency 1 --rate 300 --against session,pipe,pipe-each "
+        "--modes sharded,concurrent --duration 2 --repeat 5 --no-scaling",
+    ),
+    *(
+        Run(f"dispatch-{name}", "identity.onnx", f"--dim elements={elements} {_DISPATCH}")
+        for name, elements in (("8k", 1024), ("1m", 131072), ("8m", 1048576))
+    ),
+)
 PEERS = Run(
-    name="peers",
-    model="encoder.onnx",
-    options=f"--concurrency 1,8 --against session,threads-1,{_PEERS} "
+    "peers",
+    "encoder.onnx",
+    f"--concurrency 1,8 --against session,threads-1,{_PEERS} "
     "--modes concurrent --duration 1.5 --repeat 4 --no-scaling",
 )
 """Only where it is asked for: these packages are installed elsewhere."""
@@ -129,7 +109,7 @@ def build_models(folder: Path) -> None:
 # Targets.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Target:
     """A ratio of two ways' figures that mcinfer is to reach, in each repeat of a run.
 
@@ -145,26 +125,20 @@ class Target:
     above: str
     below: str
     figure: Callable[[Turn], float]
-    bound: float
-    at_least: bool
     load: Load
-
-    def ratio(self, report: Report) -> Ratio | None:
-        """What was measured; None where it was not, or not all repeats of it."""
-        above, below = report.find(self.above, self.load), report.find(self.below, self.load)
-        if above is None or below is None or len(above.turns) != len(below.turns):
-            return None
-        pairs = zip(above.turns, below.turns, strict=True)
-        series = Series(tuple(self.figure(a) / self.figure(b) for a, b in pairs))
-        return Ratio(text=self.text, series=series, bound=self.bound, at_least=self.at_least)
+    bound: float
+    at_least: bool = False
 
     def line(self, report: Report) -> str:
-        """The target's row of a table in Markdown."""
-        ratio = self.ratio(report)
+        """The target's row of a table in Markdown; not measured: not all repeats of it."""
         start = f"{self.start} {'≥' if self.at_least else '≤'} {self.bound:g}"
-        if ratio is None:
+        above, below = report.find(self.above, self.load), report.find(self.below, self.load)
+        if above is None or below is None or len(above.turns) != len(below.turns):
             return f"{start} | **not measured** | |"
-        series, verdict = ratio.series, ratio.verdict.partition(": ")[2]
+        pairs = zip(above.turns, below.turns, strict=True)
+        series = Series(tuple(self.figure(a) / self.figure(b) for a, b in pairs))
+        ratio = Ratio(text=self.text, series=series, bound=self.bound, at_least=self.at_least)
+        verdict = ratio.verdict.partition(": ")[2]
         figures = f"{series.middle:.3g} [{series.low:.3g} … {series.high:.3g}]"
         return f"{start} | {figures} | {verdict if ratio.met else f'**{verdict}**'} |"
 
@@ -174,58 +148,38 @@ class Target:
 
 
 _P50, _P99 = partial(latency, fraction=0.5), partial(latency, fraction=0.99)
-_THROUGHPUT = attrgetter("throughput")
-_TWO, _FOUR_CLIENTS = Load(batch=2, clients=1), Load(batch=2, clients=4)
-_RATE = Load(batch=1, clients=32, rate=300.0)
+_RATE = attrgetter("throughput")
+_ONE, _FOUR = Load(batch=2, clients=1), Load(batch=2, clients=4)
+_OPEN = Load(batch=1, clients=32, rate=300.0)
+_UNET = "UNet, 4 clients, throughput: concurrent / threads on one session"
+_MEGABYTE = "1 MiB inputs, 300/s, p99"
+_SIZES = "over two workers, p50: predict / the transport's floor"
 
 TARGETS = (
     Target(
-        run="unet",
-        text="UNet, batch 2, p50: sharded / one session with all cores",
-        above="sharded",
-        below="session",
-        figure=_P50,
-        bound=1.0,
-        at_least=False,
-        load=_TWO,
+        "unet",
+        "UNet, batch 2, p50: sharded / one session with all cores",
+        *("sharded", "session", _P50, _ONE, 1.0),
+    ),
+    Target("unet", f"{_UNET}, all cores", "concurrent", "threads", _RATE, _FOUR, 1.0, True),
+    Target(
+        "unet", f"{_UNET}, one thread a run", "concurrent", "threads-1", _RATE, _FOUR, 1.0, True
     ),
     *(
         Target(
-            run="unet",
-            text=f"UNet, 4 clients, throughput: concurrent / threads on one session, {what}",
-            above="concurrent",
-            below=baseline,
-            figure=_THROUGHPUT,
-            bound=1.0,
-            at_least=True,
-            load=_FOUR_CLIENTS,
+            "megabyte",
+            f"{_MEGABYTE}: {pipe} / concurrent",
+            pipe,
+            "concurrent",
+            _P99,
+            _OPEN,
+            2.0,
+            True,
         )
-        for baseline, what in (("threads", "all cores"), ("threads-1", "one thread a run"))
+        for pipe in ("pipe", "pipe-each")
     ),
     *(
-        Target(
-            run="megabyte",
-            text=f"1 MiB inputs, 300/s, p99: {baseline} / concurrent",
-            above=baseline,
-            below="concurrent",
-            figure=_P99,
-            bound=2.0,
-            at_least=True,
-            load=_RATE,
-        )
-        for baseline in ("pipe", "pipe-each")
-    ),
-    *(
-        Target(
-            run=f"dispatch-{name}",
-            text=f"{size} over two workers, p50: predict / the transport's floor",
-            above="sharded",
-            below="TransportFloor",
-            figure=_P50,
-            bound=1.5,
-            at_least=False,
-            load=_TWO,
-        )
+        Target(f"dispatch-{name}", f"{size} {_SIZES}", "sharded", "TransportFloor", _P50, _ONE, 1.5)
         for name, size in (("8k", "8 KiB"), ("1m", "1 MiB"), ("8m", "8 MiB"))
     ),
 )
@@ -250,9 +204,8 @@ def run_text(run: Run, report: Report, folder: Path) -> str:
     """A run's command, and what it printed."""
     page = io.StringIO()
     show(report, Console(file=page, width=_WIDTH, color_system=None))
-    command = shlex.join(["mcinfer", "bench", str(folder / run.model), *shlex.split(run.options)])
     table = "\n".join(line.rstrip() for line in page.getvalue().splitlines()).strip("\n")
-    return f"    {command}\n\n```\n{table}\n```"
+    return f"    {shlex.join(run.command(folder))}\n\n```\n{table}\n```"
 
 
 def write_page(path: Path, folder: Path, runs: Iterable[Run]) -> None:
@@ -285,7 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environment = {**os.environ, "MCINFER_CACHE": str((folder / "cache").absolute())}
     chosen = RUNS if options.only is None else [r for r in (*RUNS, PEERS) if r.name in options.only]
     for run in chosen:
-        command = run.command(folder)
+        files = [f"--{kind}={folder / run.name}.{kind}" for kind in ("json", "html")]
+        command = [*run.command(folder), *files]
         print(f"$ {shlex.join(command)}", flush=True)
         subprocess.run(  # what makes this environment's interpreter run mcinfer
             [sys.executable, "-m", *command], cwd=ROOT, env=environment, check=True

@@ -18,7 +18,7 @@ Ownership: a `Search` ends the ways of one group before the next one, and before
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import ceil, inf, isfinite, isinf
@@ -157,47 +157,33 @@ def grid(
     are of all kinds, however many there is time for. A request can be cut in `pieces`; `joins`: requests can
     be joined to one run; `whole`: a request is one run, as a session needs it.
     """
+    clients, batch = aim.load.clients, aim.load.batch
     default = default_candidate(aim, cores)
     share, uneven = divmod(cores, default.workers)
     same = replace(default, threads=share)
-    joinings = _joinings(aim, run_seconds) if joins else []
+    # Rows to join: those of four requests and of all clients. Delays: none, and about a quarter of a run.
+    most, quarter = batch * clients, min(max(1e-3, run_seconds / 4), 20e-3)
+    sizes = sorted({min(4 * batch, most), most} - {batch}) if joins else []
+    delays = [d for d in (0.0, float(f"{quarter:.0e}")) if d < (aim.max_latency or inf)]
+    joinings = [(1, 0.0), *((size, delay) for size in sizes for delay in delays)]
     full: list[Candidate] = []
     rest: list[Candidate] = []
     for workers in powers(cores):
         for threads in dict.fromkeys((cores // workers, 1)):
-            uses = [*_uses(aim, Candidate(workers=workers, threads=threads), pieces, joinings)]
-            if threads < cores // workers:
-                rest += uses
-                continue
-            full += [use for use in uses if use != same or uneven]
+            pool = Candidate(workers=workers, threads=threads)
+            uses = []  # that leave none of its workers idle all the time
+            if (aim.goal == "latency" or pieces > 1) and workers <= clients * pieces:
+                uses.append(replace(pool, call="predict"))
+            if (aim.goal == "throughput" or clients > 1) and workers <= clients:
+                uses += [replace(pool, max_batch_size=n, max_delay=d) for n, d in joinings]
+            kept = [use for use in uses if use != same or uneven]
+            (rest if threads < cores // workers else full).extend(kept)
     # Sessions whose runs use all cores or one; called for one request at a time, or by all clients.
     one = Candidate(workers=1, threads=1, call="threads")
     all_cores = replace(one, threads=cores, call="session")
     inline = [replace(each, call="inline") for each in (all_cores, one)]
     sessions = [*dict.fromkeys((all_cores, one, *inline))] if whole else []
     return [default, *sessions, *_spread_out(full), *_spread_out(rest)]
-
-
-def _uses(
-    aim: Aim, pool: Candidate, pieces: int, joinings: Sequence[tuple[int, float]]
-) -> Iterator[Candidate]:
-    """Uses of such a pool that leave none of its workers idle all the time."""
-    clients = aim.load.clients
-    if (aim.goal == "latency" or pieces > 1) and pool.workers <= clients * pieces:
-        yield replace(pool, call="predict")
-    if (aim.goal == "throughput" or clients > 1) and pool.workers <= clients:
-        yield pool
-        for size, delay in joinings:
-            yield replace(pool, max_batch_size=size, max_delay=delay)
-
-
-def _joinings(aim: Aim, run_seconds: float) -> list[tuple[int, float]]:
-    """Rows to join: those of four requests and of all clients. Delays: none, and about a quarter of a run."""
-    batch, most = aim.load.batch, aim.load.batch * aim.load.clients
-    unit = float(f"{min(max(1e-3, run_seconds / 4), 20e-3):.0e}")
-    delays = [delay for delay in (0.0, unit) if delay < (aim.max_latency or inf)]
-    sizes = sorted({min(4 * batch, most), most} - {batch})
-    return [(size, delay) for size in sizes for delay in delays]
 
 
 def _spread_out(candidates: Sequence[Candidate]) -> list[Candidate]:
