@@ -345,11 +345,11 @@ logging.getLogger("other").warning("as before")
 def test_progress_is_lines_where_there_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    with showing_work(sys.stderr, "measuring", 8) as work:
+    with showing_work("measuring", 8) as work:
         work.show(1, "the first ten seconds")
     monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
-    with showing_work(sys.stderr, "measuring", 8) as work:
+    with showing_work("measuring", 8) as work:
         work.show(2, "sharded")
-    with showing_work(sys.stderr, "cutting", None) as work:
+    with showing_work("cutting") as work:
         work.show(2)
     assert capsys.readouterr().err == "mcinfer: measuring 25 %: sharded\nmcinfer: cutting\n"

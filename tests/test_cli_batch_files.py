@@ -359,29 +359,26 @@ def test_file_is_for_one_run_at_a_time(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-KINDS = ["open to all", "link", "hard link", "of another user", "folder", "pipe"]
+UNTRUSTED: dict[str, Callable[[Path, Path], object]] = {
+    "open to all": lambda file, _: file.touch(0o644),
+    "of another user": lambda file, _: file.touch(0o600),
+    "link": lambda file, mine: file.symlink_to(mine),
+    "hard link": lambda file, mine: file.hardlink_to(mine),
+    "folder": lambda file, _: file.mkdir(),
+    "pipe": lambda file, _: os.mkfifo(file, 0o600),
+}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", UNTRUSTED)
 def test_untrusted_file_is_refused_and_no_link_followed(tmp_path: Path, kind: str) -> None:
     # Another user's links in /tmp to the caller's files had them overwritten.
+    if kind == "of another user" and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
     mine, file = tmp_path / "mine", tmp_path / ".out.npz.partial"
     mine.write_bytes(b"precious")
     mine.chmod(0o600)
-    if kind == "link":
-        file.symlink_to(mine)
-    elif kind == "hard link":
-        file.hardlink_to(mine)
-    elif kind == "folder":
-        file.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(file, 0o600)
-    else:
-        file.write_bytes(b"")
-        file.chmod(0o666 if kind == "open to all" else 0o600)
+    UNTRUSTED[kind](file, mine)
     if kind == "of another user":
-        if os.geteuid() != 0:
-            pytest.skip("only root can give a file away")
         os.chown(file, 12345, -1)
     with pytest.raises(McinferError, match=r"--output: .*\.out\.npz\.partial"):
         PartialResults(tmp_path / "out.npz", WORK, restart=True)

@@ -286,29 +286,21 @@ def test_each_worker_has_a_line(nvidia_smi: Callable[[str], None], capsys: Captu
     ]
 
 
-@pytest.mark.parametrize(
-    ("device", "visible", "why"),
-    [
+def test_device_that_does_not_exist_is_a_failure(
+    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    nvidia_smi(TWO_GPUS)
+    for device, visible, why in (
         (f"cpu:{len(CORES)}", "", ""),
         ("cuda:2", "0,1", ": the last device that was found is cuda:1"),
         ("cuda:2", "1", ": the last device that was found is cuda:0"),
         ("cuda:2", "", ": no GPU was found: CUDA_VISIBLE_DEVICES='' leaves none of 2"),
-    ],
-)
-def test_device_that_does_not_exist_is_a_failure(
-    device: str,
-    visible: str,
-    why: str,
-    nvidia_smi: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-) -> None:
-    nvidia_smi(TWO_GPUS)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert main(["devices", f"--devices=cpu:0,{device}"]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert f"device {device} does not exist{why}" in only_line(err)
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert main(["devices", f"--devices=cpu:0,{device}"]) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert f"device {device} does not exist{why}" in only_line(err)
 
 
 @pytest.mark.parametrize("cards", [True, False])

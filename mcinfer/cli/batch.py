@@ -12,7 +12,6 @@ requests are under way, so that workers do not wait while rows are read or writt
 """
 
 import logging
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -257,7 +256,7 @@ def answer_all(
     with (
         # One request teaches the master; of several, what contradicts the split is an error.
         silent_about_splits() if requests.count > 1 else nullcontext(),
-        showing_work(sys.stderr, "running", total, "rows") as work,
+        showing_work("running", total, "rows") as work,
         ThreadPoolExecutor(_UNDER_WAY) as threads,
     ):
         try:

@@ -19,7 +19,6 @@ import mmap
 import os
 import stat
 import struct
-import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -194,7 +193,7 @@ def _read_archive(file: IO[bytes], scratch: Path) -> Iterator[tuple[str, _Array]
     with zipfile.ZipFile(file) as archive:
         infos = archive.infolist()
         done, total = 0, max(1, sum(info.file_size for info in infos))
-        with showing_work(sys.stderr, "checking the input", total) as work:
+        with showing_work("checking the input", total) as work:
             for info in infos:
                 with archive.open(info) as member, TemporaryFile(dir=scratch) as unpacked:
                     place: IO[bytes] = unpacked
@@ -400,7 +399,7 @@ class PartialResults:
         outputs = [*zip(model.outputs, self._parts(self.done), self._outputs.values(), strict=True)]
         with self._new.open("xb") as file:
             with ExitStack() as ended:
-                work = ended.enter_context(showing_work(sys.stderr, "writing", len(outputs)))
+                work = ended.enter_context(showing_work("writing", len(outputs)))
                 archive = None if as_npy else ended.enter_context(zipfile.ZipFile(file, "w"))
                 for number, (spec, parts, axis) in enumerate(outputs, 1):
                     place: Any = nullcontext(file)

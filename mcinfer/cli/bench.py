@@ -1,6 +1,5 @@
 """``mcinfer bench`` and ``mcinfer tune``: what is fast, and which pool or session is best for a load."""
 
-import sys
 from collections.abc import Mapping
 from json import dumps
 from pathlib import Path
@@ -154,7 +153,7 @@ def bench(
         starts = counted(benchmark.starts, "start")
         say(f"measuring takes {benchmark.turn_seconds:.0f} s and the time of {starts}")
     try:
-        with showing_work(sys.stderr, "measuring", benchmark.steps) as work:
+        with showing_work("measuring", benchmark.steps) as work:
             report = benchmark.run()
     except KeyboardInterrupt:
         if benchmark.has_measured:
@@ -249,7 +248,7 @@ def tune(
     let_workers_tell()
     say(f"tuning takes {budget:g} s at most, from when the model has been loaded once")
     try:
-        with showing_work(sys.stderr, "tuning", budget) as work:
+        with showing_work("tuning", budget) as work:
             search.run()
     finally:  # the results so far, also where it was interrupted
         found = search.found

@@ -1,6 +1,5 @@
 """``mcinfer cache``: list, empty and fill the cache of prepared models."""
 
-import sys
 from collections.abc import Mapping
 from contextlib import closing
 from datetime import datetime
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.cli.options import ModelArgument, check_model
-from mcinfer.cli.progress import megabytes, showing_work
+from mcinfer.cli.progress import counted, megabytes, showing_work
 from mcinfer.errors import printable
 from mcinfer.model_cache.cache import FAILURE_FILE, Cache, EntryInfo, about, disk_bytes
 
@@ -28,7 +27,7 @@ def list_entries() -> None:
         print(f"engines that TensorRT built: {megabytes(engine_bytes)}")
     if entries or engine_bytes:
         total_bytes = engine_bytes + sum(info.bytes for info in entries)
-        print(f"{_count(len(entries))}, {megabytes(total_bytes)} {limit}")
+        print(f"{counted(len(entries), 'entry')}, {megabytes(total_bytes)} {limit}")
     else:
         print(f"the cache is empty: nothing {limit}")
 
@@ -47,7 +46,7 @@ def _line(folder: Path, info: EntryInfo) -> str:
 def clear() -> None:
     """Remove all entries that no process uses."""
     freed_bytes, in_use = Cache.default().clear()
-    left = f"; left because they are in use: {_count(in_use)}" if in_use else ""
+    left = f"; left because they are in use: {counted(in_use, 'entry')}" if in_use else ""
     print(f"freed {megabytes(freed_bytes)}{left}")
 
 
@@ -63,14 +62,10 @@ def prepare(model: ModelArgument) -> None:
         made = True
         work.show(0, f"{megabytes(tick['written'])} written")
 
-    with showing_work(sys.stderr, f"preparing {printable(model.name)}", None) as work:
+    with showing_work(f"preparing {printable(model.name)}") as work:
         held = ensure_prepared(model, progress=show)
     with closing(held):
         how = f"prepared in {about(held.folder).get('seconds', 0.0):.1f} s"
         if not made:
             how = f"was there already, {how}"
         print(f"{held.folder}: {megabytes(disk_bytes(held.folder))}, {how}")
-
-
-def _count(entries: int) -> str:
-    return "1 entry" if entries == 1 else f"{entries} entries"

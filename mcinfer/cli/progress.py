@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import Any, TextIO
+from typing import Any
 
 _NOT_DRAWN_ON = ("dumb", "unknown")
 """Values of TERM for terminals that cannot go back in a line."""
@@ -24,8 +24,9 @@ def megabytes(count: int) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """``"1 worker"``, ``"2 workers"``."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+    """``"1 worker"``, ``"2 workers"``, ``"2 entries"``."""
+    several = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}s"
+    return f"{number} {thing if number == 1 else several}"
 
 
 def say(text: str) -> None:
@@ -60,16 +61,15 @@ class Work:
 
 
 @contextmanager
-def showing_work(stream: TextIO, what: str, total: float | None, unit: str = "") -> Iterator[Work]:
+def showing_work(what: str, total: float | None = None, unit: str = "") -> Iterator[Work]:
     """A bar with the time left, which is gone at the end; a line each 10 s where it cannot be drawn.
 
     Args:
-        stream: Standard error, so that output can go elsewhere.
         what: The work, in a word or two.
         total: How much it is, above 0; None if that is not known: the bar shows the time that has passed.
         unit: Unit of the total, such as "rows", to show how much is done; empty shows the percentage.
     """
-    if not stream.isatty() or os.environ.get("TERM", "") in _NOT_DRAWN_ON:
+    if not sys.stderr.isatty() or os.environ.get("TERM", "") in _NOT_DRAWN_ON:
         yield Work(what, total)
         return
     from rich import progress
@@ -86,6 +86,6 @@ def showing_work(stream: TextIO, what: str, total: float | None, unit: str = "")
         columns.append(amount if unit else progress.TaskProgressColumn())
         columns += [progress.TimeRemainingColumn(), text("left")]
     columns.append(text("{task.fields[note]}"))
-    console = Console(file=stream)  # knows of NO_COLOR
+    console = Console(stderr=True)  # knows of NO_COLOR
     with progress.Progress(*columns, console=console, transient=True) as bar:
         yield Work(what, total, bar, bar.add_task(what, total=total, note=""))

@@ -4,7 +4,6 @@ docs/command_line.md lists the fields of ``--json``.
 """
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -58,7 +57,7 @@ def slice_model(
     def show(state: Mapping[str, Any]) -> None:
         work.show(0, str(state["phase"]))
 
-    with showing_work(sys.stderr, f"cutting {printable(model.name)}", None) as work:
+    with showing_work(f"cutting {printable(model.name)}") as work:
         report = slicer.slice_model(
             model,
             output,

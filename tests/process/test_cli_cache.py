@@ -145,10 +145,9 @@ def test_ended_preparation_leaves_no_child_no_entry_and_no_folder(
 
 
 WORK = """
-import sys
 from mcinfer.cli.progress import showing_work
 
-with showing_work(sys.stderr, "working", 4, "turns") as work:
+with showing_work("working", 4, "turns") as work:
     work.show(3, "on [this]")
 """
 COLOUR = re.compile(r"\x1b\[[\d;]*[1-9]\d*m")
