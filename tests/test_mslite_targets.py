@@ -16,7 +16,6 @@ from mcinfer.mslite._targets import (
     count_workers,
     model_type_of,
     open_first,
-    order_cores,
     pinned_cores,
 )
 from mcinfer.mslite.context import Context
@@ -61,43 +60,31 @@ def ways(context: Context, model_type: ModelType = ModelType.ONNX) -> list[list[
     ]
 
 
-def test_type_is_that_of_the_ending_else_what_is_said_or_the_content_shows() -> None:
-    cases: list[tuple[str | bytes, ModelType | None, ModelType]] = [
-        ("m.ONNX", ModelType.MINDIR_LITE, ModelType.ONNX),
-        ("m.ms", ModelType.MINDIR, ModelType.MINDIR_LITE),
-        ("m.mindir", ModelType.MINDIR_LITE, ModelType.MINDIR_LITE),
-        ("m", ModelType.ONNX, ModelType.ONNX),
-        # The first field of a buffer's content shows it.
-        (b"\x08\x08", None, ModelType.ONNX),
-        (b"\x0a\x05", None, ModelType.MINDIR),
-        (b"", None, ModelType.MINDIR),
-        # What programs for MindSpore Lite call MINDIR may be ONNX here.
-        (b"\x08\x08", ModelType.MINDIR, ModelType.ONNX),
-        (b"\x08\x00", ModelType.MINDIR, ModelType.MINDIR),
-        (b"\x08\x08", ModelType.MINDIR_LITE, ModelType.MINDIR_LITE),
-    ]
-    for model, said, found in cases:
-        assert model_type_of(model, said) is found
-
-
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [(b"\x08\x08\x12", ModelType.ONNX), (b"\x0a\x05", ModelType.MINDIR), (b"", ModelType.MINDIR)],
-)
-def test_file_that_is_to_be_mindir_is_what_its_content_shows(
-    tmp_path: Path, content: bytes, found: ModelType
-) -> None:
-    path = tmp_path / "matmul0.mindir"
-    path.write_bytes(content)
-    assert model_type_of(str(path), ModelType.MINDIR) is found
-    assert model_type_of(str(path)) is found
-    assert model_type_of(str(path), ModelType.MINDIR_LITE) is ModelType.MINDIR_LITE
-
-
-def test_path_without_a_file_to_read_is_of_the_type_that_is_said(tmp_path: Path) -> None:
+def test_type_is_that_of_the_ending_else_what_is_said_or_the_content_shows(tmp_path: Path) -> None:
+    lite, mindir, onnx = ModelType.MINDIR_LITE, ModelType.MINDIR, ModelType.ONNX
     os.mkfifo(tmp_path / "pipe.mindir")
-    for name in ("", "none.mindir", "pipe.mindir"):
-        assert model_type_of(str(tmp_path / name), ModelType.MINDIR) is ModelType.MINDIR
+    for name, said, found in (
+        ("m.ONNX", lite, onnx),
+        ("m.ms", mindir, lite),
+        ("m.mindir", lite, lite),
+        ("m", onnx, onnx),
+        ("", mindir, mindir),  # a folder, no file, and nothing to wait for
+        ("none.mindir", mindir, mindir),
+        ("pipe.mindir", mindir, mindir),
+    ):
+        assert model_type_of(str(tmp_path / name), said) is found
+    # The first field of the content shows it, also of what programs for MindSpore Lite call MINDIR.
+    for content, found in (
+        (b"\x08\x08\x12", onnx),
+        (b"\x0a\x05", mindir),
+        (b"\x08\x00", mindir),
+        (b"", mindir),
+    ):
+        path = tmp_path / "matmul0.mindir"
+        path.write_bytes(content)
+        for model in (content, str(path)):
+            assert model_type_of(model) is model_type_of(model, mindir) is found
+            assert model_type_of(model, lite) is lite
 
 
 @pytest.mark.parametrize(
@@ -133,11 +120,6 @@ def only(context: Context, sections: Any = None, model_type: ModelType = ModelTy
     return attempts(source_of(context, model_type, sections))[0][0]
 
 
-def test_threads_reach_the_engine() -> None:
-    options = only(context_of("cpu", cpu_thread_num=3, cpu_inter_op_parallel_num=2)).options
-    assert (options.threads, options.inter_op_threads) == (3, 2)
-
-
 @pytest.mark.parametrize(
     ("settings", "kind", "provider_options", "remark"),
     [
@@ -157,6 +139,9 @@ def test_precision_and_provider_of_a_gpu_act_or_are_remarked(
     settings: dict[str, Any], kind: str, provider_options: dict[str, str], remark: str
 ) -> None:
     attempt = only(context_of("gpu", **settings))
+    original = only(context_of("gpu", **settings), model_type=ModelType.MINDIR)
+    given = {name.removeprefix("gpu_"): text for name, text in settings.items()}
+    assert original.options.provider_options == {"precision_mode": "enforce_fp32", **given}
     assert attempt.kind == kind
     assert dict(attempt.options.provider_options) == provider_options
     assert len(attempt.remarks) == bool(remark)
@@ -202,13 +187,12 @@ def test_settings_of_an_ascend_are_said_in_the_words_of_each_runtime(
     assert original.options.provider_options == for_mindir
 
 
-def test_rank_and_provider_of_an_ascend_have_an_effect_with_a_rank_table() -> None:
+def test_rank_table_gives_effect_to_rank_and_provider_of_an_ascend() -> None:
     context = context_of("ascend", ascend_rank_id=1, ascend_provider="ge")
+    context.group_info_file = "groups.pb"
     sections = {"ascend_context": {"rank_table_file": "table.json"}}
     assert only(context, sections).remarks == ()
-    context.group_info_file = "groups.pb"
-    original = only(context, sections, model_type=ModelType.MINDIR).options.provider_options
-    assert original == {
+    assert only(context, sections, ModelType.MINDIR).options.provider_options == {
         "provider": "ge",
         "rank_id": "1",
         "rank_table_file": "table.json",
@@ -216,21 +200,14 @@ def test_rank_and_provider_of_an_ascend_have_an_effect_with_a_rank_table() -> No
     }
 
 
-def test_what_is_said_of_a_gpu_reaches_mindspore_lites_own_package() -> None:
-    gpu = context_of("gpu", gpu_precision_mode="preferred_fp16", gpu_provider="tensorrt")
-    assert only(gpu, model_type=ModelType.MINDIR).options.provider_options == {
-        "precision_mode": "preferred_fp16",
-        "provider": "tensorrt",
-    }
-
-
-def test_settings_of_the_cpu_that_cannot_act_are_remarked() -> None:
+def test_settings_of_the_cpu_act_or_are_remarked() -> None:
+    options = only(context_of("cpu", cpu_thread_num=3, cpu_inter_op_parallel_num=2)).options
+    assert (options.threads, options.inter_op_threads) == (3, 2)
     half, mode = {"cpu_precision_mode": "preferred_fp16"}, {"cpu_thread_affinity_mode": 2}
     assert only(context_of("cpu")).remarks == ()
     assert "preferred_fp16" in only(context_of("cpu", **half)).remarks[0]
     assert "thread_affinity_mode" in only(context_of("cpu", **mode)).remarks[0]
-    listed = context_of("cpu", cpu_thread_affinity_core_list=[0], **mode)
-    assert only(listed).remarks == ()
+    assert only(context_of("cpu", cpu_thread_affinity_core_list=[0], **mode)).remarks == ()
 
 
 def test_target_that_fails_is_replaced_by_the_next_with_its_words_at_the_callers_line() -> None:
@@ -285,16 +262,6 @@ def test_number_of_workers_is_what_is_wanted_else_upstreams_rule(
     assert count_workers(context, kind, wanted, device_ids) == count
 
 
-def test_list_of_cores_is_dealt() -> None:
-    for threads, listed, dealt in (
-        (2, [4, 5, 6, 7], ((4, 5), (6, 7))),
-        (0, [4, 5, 6, 7], ((4, 5), (6, 7))),
-        (2, [0, 0, 1, 1], ((0,), (1,))),  # each core once
-    ):
-        context = context_of("cpu", cpu_thread_num=threads, cpu_thread_affinity_core_list=listed)
-        assert pinned_cores(context, 2) == dealt
-
-
 def test_workers_and_cores_that_do_not_fit_the_machine_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"workers_num: got 41, expected at most 5 for"):
         count_workers(context_of("cpu"), "cpu", 41, [])
@@ -307,15 +274,30 @@ def test_workers_and_cores_that_do_not_fit_the_machine_are_refused() -> None:
             pinned_cores(context, workers)
 
 
-def test_cores_of_a_mode_are_dealt_the_big_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    alike({0: 400, 1: 400, 2: 1024, 3: 1024}, monkeypatch)
-    context = context_of("cpu", cpu_thread_num=1, cpu_thread_affinity_mode=1)
-    assert pinned_cores(context, 2) == ((2,), (3,))
-    context.cpu.thread_affinity_mode = 2
-    assert pinned_cores(context, 2) == ((0,), (1,))
-    assert pinned_cores(context, 6) == ((0,), (1,), (2,), (3,), (0,), (1,))  # from the start again
-    context.cpu.thread_affinity_core_list = [3, 0]  # more than any mode
-    assert pinned_cores(context, 2) == ((3,), (0,))
+def test_cores_are_dealt_by_the_list_or_by_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    two_kinds = {0: 400, 1: 400, 2: 1024, 3: 1024}
+    three_kinds = {0: 400, 1: 400, 2: 1024, 3: 700, 4: 1024, 5: 700}
+    again = ((0,), (1,), (2,), (3,), (0,), (1,))  # from the start
+    for capacities, mode, threads, listed, dealt in (
+        (two_kinds, 0, 2, [4, 5, 6, 7], ((4, 5), (6, 7))),
+        (two_kinds, 0, 0, [4, 5, 6, 7], ((4, 5), (6, 7))),
+        (two_kinds, 0, 2, [0, 0, 1, 1], ((0,), (1,))),  # each core once
+        (two_kinds, 2, 1, [3, 0], ((3,), (0,))),  # the list is more than any mode
+        (two_kinds, 1, 1, [], ((2,), (3,))),
+        (two_kinds, 2, 1, [], again),
+        (three_kinds, 1, 3, [], ((2, 4, 3), (5, 0, 1))),
+        (three_kinds, 2, 3, [], ((3, 5, 0), (1, 2, 4))),
+        (three_kinds, 0, 1, [], None),
+        ({0: 5, 1: 5}, 1, 1, [], None),
+    ):
+        alike(capacities, monkeypatch)
+        context = context_of(
+            "cpu",
+            cpu_thread_num=threads,
+            cpu_thread_affinity_mode=mode,
+            cpu_thread_affinity_core_list=listed,
+        )
+        assert pinned_cores(context, 6 if dealt == again else 2) == dealt
 
 
 def test_entries_without_an_effect_are_in_one_warning_at_the_callers_line(
@@ -378,11 +360,3 @@ def test_capacity_is_the_kernels_own_else_the_highest_frequency(
     write(tmp_path, 2, "cpu_capacity", "1024\n")  # not ours to use
     write(tmp_path, 3, "cpu_capacity", "<unknown>\n")
     assert core_capacities(tmp_path) == {0: 446, 1: 2_400_000, 3: 0, 4: 0}
-
-
-def test_cores_come_in_the_order_of_the_mode() -> None:
-    three_kinds = {0: 400, 1: 400, 2: 1024, 3: 700, 4: 1024, 5: 700}
-    assert order_cores(three_kinds, 0) is None
-    assert order_cores(three_kinds, 1) == [2, 4, 3, 5, 0, 1]
-    assert order_cores(three_kinds, 2) == [3, 5, 0, 1, 2, 4]
-    assert order_cores({0: 5, 1: 5}, 1) is None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import cache
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 from mcinfer.errors import McinferError, raised_by_handler
 
@@ -63,15 +63,7 @@ class Option(Generic[T]):
     def __set_name__(self, owner: type, attribute: str) -> None:
         self._place = f"_{attribute}"
 
-    @overload
-    def __get__(self, part: None, owner: type) -> Self: ...
-
-    @overload
-    def __get__(self, part: object, owner: type) -> T: ...
-
-    def __get__(self, part: object | None, owner: type) -> Self | T:
-        if part is None:
-            return self
+    def __get__(self, part: object | None, owner: type) -> T:
         value: T = getattr(part, self._place, self._default)
         return copy(value) if isinstance(value, list) else value
 

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -24,7 +25,13 @@ from mcinfer import sharding
 from mcinfer.config import CoreShare, Device, PrepareKind
 from mcinfer.engines import open_engine, prepared_facts
 from mcinfer.engines.base import Engine, EngineRequest, run_on_arrays
-from mcinfer.errors import BuildError, EngineError, raised_by_handler, requires
+from mcinfer.errors import (
+    BuildError,
+    EngineError,
+    InvalidInputError,
+    raised_by_handler,
+    requires,
+)
 from mcinfer.machine import whole_cpus
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import scan
@@ -116,8 +123,8 @@ class LoadedModel:
         with _pinned(self._cores):
             return run_on_arrays(self.engine, arrays, places, self.weights)
 
-    def share(self) -> WeightOwner:
-        """The owner of the model's weights, which lets other processes have them."""
+    def share(self, pids: Sequence[int], *, stacklevel: int) -> WeightOwner:
+        """The owner of the model's weights, which lets these processes have them; warns of absent ones."""
         if self.owner is None:
             held = getattr(self.engine, "held", None)
             if held is None:
@@ -127,6 +134,12 @@ class LoadedModel:
                     f"{'; '.join(self.engine.notes) or why}"
                 )
             self.owner = WeightOwner(held)
+        for pid in pids:
+            try:
+                self.owner.allow(pid)
+            except InvalidInputError as exc:
+                text = f"shareable_weight_pid_list: {exc}"
+                warnings.warn(text, UserWarning, stacklevel=stacklevel + 1)
         return self.owner
 
 

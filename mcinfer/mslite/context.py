@@ -66,7 +66,7 @@ def _target(name: str, value: list[str]) -> list[str]:
 
 
 class _Part:
-    """The context and its parts. An unknown attribute is kept, as upstream does, but with a UserWarning."""
+    """The context or a part of it. An unknown attribute is kept, as upstream does, but with a UserWarning."""
 
     _KIND = ""
     _PRINTED: tuple[str, ...] = ()

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
@@ -176,7 +175,7 @@ class Model:
                 if ranks is not None:
                     ranks.close()
                 raise
-            owner = None if pids is None else _allowing(session, pids, stacklevel=3)
+            owner = None if pids is None else session.share(pids, stacklevel=3)
             fixed = ""
             if ranks is not None:
                 fixed = "its sizes are fixed: it is a slice; slice the model with other sizes"
@@ -372,18 +371,6 @@ def _load(
             session = load(source, attempt, ranks, dims, workspace=workspace)
             group._loaded[key] = session
         return session
-
-
-def _allowing(session: LoadedModel, pids: Sequence[int], *, stacklevel: int) -> WeightOwner:
-    """The owner of the model's weights, which lets these processes have them."""
-    owner = session.share()
-    for pid in pids:
-        try:
-            owner.allow(pid)
-        except InvalidInputError as exc:
-            text = f"shareable_weight_pid_list: {exc}"
-            warnings.warn(text, UserWarning, stacklevel=stacklevel + 1)
-    return owner
 
 
 def _current_pid() -> int:

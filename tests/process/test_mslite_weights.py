@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -319,12 +318,3 @@ def test_shared_weights_can_be_replaced_in_each_process_by_itself(
     serves.update_weights([[Tensor(np.zeros((WIDTH, WIDTH), np.float32))]])
     assert not result(serves).any()
     np.testing.assert_array_equal(result(owns), before)
-
-
-def test_runner_says_that_it_does_not_share(path: Path) -> None:
-    pattern = re.escape("[ascend_context] shareable_weight_pid_list")
-    sections = {"ascend_context": {"shareable_weight_pid_list": "1"}}
-    context = Context()
-    context.parallel.workers_num = 1
-    with ModelParallelRunner() as runner, pytest.warns(UserWarning, match=pattern):
-        runner.init(str(path), RunnerConfig(context, config_info=sections))
