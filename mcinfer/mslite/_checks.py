@@ -32,7 +32,6 @@ def check_elements(name: str, values: Iterable[object], cls: type) -> None:
 
 
 def check_list(name: str, value: object, cls: type[T]) -> list[T]:
-    """The value, if it is a list of such elements, else a TypeError."""
     values = check_type(name, value, list)
     check_elements(name, values, cls)
     return values

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import TypeVar
@@ -121,7 +121,7 @@ class Attempt:
     engine: str
     kind: str
     index: int = 0
-    options: EngineOptions = field(default_factory=EngineOptions)
+    options: EngineOptions = EngineOptions()
     remarks: tuple[str, ...] = ()
 
 
@@ -227,14 +227,13 @@ def open_first(source: Source, build: Callable[[Attempt], T], *, alone: bool, st
     caller. Raises the last target's error.
     """
     warn_of_unused(source.sections, _used_keys(source, alone=alone), stacklevel=stacklevel + 1)
-    refusals: list[str] = []
+    refusal = ""
     failure: McinferError = BuildError("no target to build for")
     for group in attempts(source):
-        target, remarks = group[0].target, [*group[0].remarks]
-        if refusals:
-            remarks.insert(0, f"{'; '.join(refusals)}: the model runs on the {target}")
-        if remarks:
-            warnings.warn("; ".join(remarks), UserWarning, stacklevel=stacklevel + 1)
+        target = group[0].target
+        instead = f"{refusal}: the model runs on the {target}" if refusal else ""
+        if remarks := "; ".join(filter(None, (instead, *group[0].remarks))):
+            warnings.warn(remarks, UserWarning, stacklevel=stacklevel + 1)
         missing: McinferError | None = None
         for attempt in group:
             try:
@@ -244,7 +243,7 @@ def open_first(source: Source, build: Callable[[Attempt], T], *, alone: bool, st
             except BuildError as exc:
                 failure = exc
                 break
-        refusals.append(f"target {target} cannot be used here ({failure})")
+        refusal = f"target {target} cannot be used here ({failure})"
     raise failure
 
 
@@ -258,10 +257,8 @@ def _used_keys(source: Source, *, alone: bool) -> set[tuple[str, str]]:
         used |= {PIDS, HANDLE}
         if target == "ascend" or (target == "cpu" and onnx):
             used.add(RANK_TABLE)
-    keys = {("ascend_context", key) for key in used}
-    return (
-        keys | {("model_file", "mindir_path")} if onnx and isinstance(source.model, bytes) else keys
-    )
+    folder = {"mindir_path"} if onnx and isinstance(source.model, bytes) else set()
+    return {("ascend_context", key) for key in used} | {("model_file", key) for key in folder}
 
 
 # Workers and cores.

@@ -178,8 +178,7 @@ class Tensor(_Described):
     """
 
     __slots__ = (
-        *("__weakref__", "_allocate", "_array", "_dtype", "_format"),
-        *("_model_dtype", "_name", "_own", "_shape"),
+        *("__weakref__", "_allocate", "_array", "_dtype", "_format", "_name", "_own", "_shape"),
     )
 
     name = typed("name", "", str)
@@ -198,8 +197,7 @@ class Tensor(_Described):
         self._shape = shape
         self._array = array  # None until memory is allocated
         self._own = False  # whether set_data_from_numpy may write to the array
-        self._allocate = allocate
-        self._model_dtype = dtype  # what the allocator gives
+        self._allocate = allocate  # of this dtype
         return self
 
     def __init__(
@@ -220,12 +218,9 @@ class Tensor(_Described):
             if shape is not None and dtype is not None:
                 self._dtype, self._shape = dtype, tuple(shape)
             elif shape is not None or dtype is not None:
-                warnings.warn(
-                    f"{'dtype' if shape is None else 'shape'} has no effect: without a tensor, shape and "
-                    "dtype count only together",
-                    UserWarning,
-                    stacklevel=2,
-                )
+                alone = "dtype" if shape is None else "shape"
+                text = "has no effect: without a tensor, shape and dtype count only together"
+                warnings.warn(f"{alone} {text}", UserWarning, stacklevel=2)
             return
         if isinstance(tensor, Tensor):
             source, self.name, self.format = "tensor", tensor.name, tensor.format
@@ -238,13 +233,11 @@ class Tensor(_Described):
                 "tensor must be MindSpore Lite's Tensor._tensor or numpy ndarray, "
                 f"but got {type(tensor)}."
             )
-        for what, said, its in (
-            ("shape", None if shape is None else [*shape], [*self._shape]),
-            ("dtype", dtype, self._dtype),
-        ):
-            if said is not None and said != its:
+        said = {"shape": None if shape is None else [*shape], "dtype": dtype}
+        for what, value in said.items():
+            if value is not None and value != (its := getattr(self, what)):
                 raise TypeError(
-                    f"user set {what} is not equal {source} {what}, user {what}: {said}, "
+                    f"user set {what} is not equal {source} {what}, user {what}: {value}, "
                     f"{source} {what} is: {its}."
                 )
         if isinstance(tensor, Tensor):
@@ -278,7 +271,7 @@ class Tensor(_Described):
         check_type("dtype", value, DataType)
         if value is not self._dtype:
             self._dtype = value
-            self._array = None
+            self._array = self._allocate = None
 
     @property
     def shape(self) -> list[int]:
@@ -332,7 +325,7 @@ class Tensor(_Described):
         return memory
 
     def _new_memory(self, shape: tuple[int, ...]) -> NDArray[Any]:
-        if self._allocate is not None and self._dtype is self._model_dtype:
+        if self._allocate is not None:
             return self._allocate(shape)
         return np.empty(shape, numpy_dtype_of(self._dtype))
 
@@ -457,8 +450,7 @@ def answered(outputs: list[Tensor] | None, results: Mapping[str, NDArray[Any]]) 
         if one is other or shares:
             raise InvalidInputError(f"outputs: the tensors {i} and {j} have the same memory")
     for tensor, array in zip(outputs, results.values(), strict=True):
-        if any(size <= 0 for size in tensor.shape):
-            tensor.shape = array.shape
+        tensor.shape = array.shape
     # All memory is allocated before the first is written, as that may fail.
     places = [tensor.array for tensor in outputs]
     for place, array in zip(places, results.values(), strict=True):
