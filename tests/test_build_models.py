@@ -128,27 +128,27 @@ def test_a_denoising_loop_stays_of_order_one(tiny: ort.InferenceSession) -> None
     assert 0.1 < latents.std() < 10
 
 
-def test_symbolic_latents_take_other_sides(tiny: ort.InferenceSession, tmp_path: Path) -> None:
-    path = unet.build_unet(tmp_path / "symbolic.onnx", "tiny", symbolic_latents=True)
-    assert _shapes(onnx.load(path).graph.output)["out_sample"][1] == ["batch", 4, "height", "width"]
-    session = _open(path)
-    sample, states = _inputs(2)
-    np.testing.assert_allclose(
-        _run(session, sample, states), _run(tiny, sample, states), rtol=0, atol=1e-4
-    )
-    assert _run(session, sample[..., :8], states).shape == (2, 4, 16, 8)
-
-
-def test_half_is_the_same_network_in_float16(tiny: ort.InferenceSession, tmp_path: Path) -> None:
-    path = unet.build_unet(tmp_path / "half.onnx", "tiny", half=True)
+@pytest.mark.parametrize(
+    ("options", "dtype", "tolerance"),
+    [({"symbolic_latents": True}, np.float32, 1e-4), ({"half": True}, np.float16, 1e-2)],
+    ids=["symbolic", "half"],
+)
+def test_variant_is_the_same_network(
+    tiny: ort.InferenceSession,
+    tmp_path: Path,
+    options: dict[str, bool],
+    dtype: Any,
+    tolerance: float,
+) -> None:
+    path = unet.build_unet(tmp_path / "variant.onnx", "tiny", **options)
     onnx.checker.check_model(path, full_check=True)
-    sample, states = _inputs(1)
-    given = {"sample": sample, "encoder_hidden_states": states}
-    halves = {name: array.astype(np.float16) for name, array in given.items()}
-    [output] = _open(path).run(None, {**halves, "timestep": np.array([500])})
-    [expected] = tiny.run(None, {**given, "timestep": np.array([500])})
-    assert output.dtype == np.float16
-    np.testing.assert_allclose(output, expected, atol=1e-2)
+    session, inputs = _open(path), _inputs(1)
+    output = _run(session, inputs[0].astype(dtype), inputs[1].astype(dtype))
+    assert output.dtype == dtype
+    np.testing.assert_allclose(output, _run(tiny, *inputs), rtol=0, atol=tolerance)
+    if "symbolic_latents" in options:  # other sides are taken as well
+        assert _shapes(onnx.load(path).graph.output)["out_sample"][1][2:] == ["height", "width"]
+        assert _run(session, inputs[0][..., :8], inputs[1]).shape == (1, 4, 16, 8)
 
 
 def test_external_data_gives_the_same_network(

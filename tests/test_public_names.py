@@ -32,8 +32,9 @@ def test_dir_and_star_give_the_public_names_and_no_other() -> None:
     assert dir(mcinfer) == sorted(["__version__", *mcinfer.__all__])
     for name in mcinfer.__all__:
         assert getattr(mcinfer, name).__name__ == name
-    given = python("from mcinfer import *; print(*(n for n in dir() if not n.startswith('_')))")
-    assert given.split() == mcinfer.__all__
+    given: dict[str, object] = {}
+    exec("from mcinfer import *", given)  # noqa: S102 what a module would do
+    assert sorted(given.keys() - {"__builtins__"}) == mcinfer.__all__
 
 
 def test_misspelt_name_is_an_error_at_run_time_and_for_mypy() -> None:
@@ -49,7 +50,6 @@ def test_misspelt_name_is_an_error_at_run_time_and_for_mypy() -> None:
     [
         ("mcinfer", HEAVY),
         ("mcinfer.worker.__main__", HEAVY),
-        ("mcinfer.errors", HEAVY),
         ("mcinfer.parallel", ["onnxruntime", "mcinfer.engines"]),  # this imports mcinfer.master
     ],
 )

@@ -142,13 +142,18 @@ def test_missing_package_is_named_once_though_one_worker_has_ended_already() -> 
     assert str(started.error) == "workers 0 and 1: install it"
 
 
-def test_worker_that_does_not_get_on_has_no_more_time() -> None:
+def test_worker_that_does_not_get_on_has_no_more_time_and_none_has_time_without_end() -> None:
     lives = new_lives(1)
     [w] = lives.workers
+    [latest] = [due + LONGEST_START for due in lives.due_times()]
     lives.extend_start(w, Preparing(seconds=1.0, written=5), 20.0)
     lives.extend_start(w, Preparing(seconds=1.0, written=5), 30.0)
     lives.extend_start(w, Preparing(seconds=0.5, written=9), 30.0)
     assert lives.due_times() == [50.0]
+    for hours in range(1, 9):
+        now = hours * 3600.0
+        lives.extend_start(w, Preparing(seconds=now, written=9 + hours), now)
+    assert lives.due_times() == [latest]
 
 
 def test_start_fails_with_the_error_of_the_build_though_the_worker_was_killed_after_it() -> None:
@@ -162,16 +167,6 @@ def test_start_fails_with_the_error_of_the_build_though_the_worker_was_killed_af
     _, started = fail(lives, second, "nor here")
     assert isinstance(started, PoolStarted)
     assert "no memory" in str(started.error)
-
-
-def test_no_progress_prolongs_a_start_without_end() -> None:
-    lives = new_lives(1)
-    [w] = lives.workers
-    [latest] = [due + LONGEST_START for due in lives.due_times()]
-    for hours in range(1, 9):
-        now = hours * 3600.0
-        lives.extend_start(w, Preparing(seconds=now, written=hours), now)
-    assert lives.due_times() == [latest]
 
 
 # Ending.
@@ -189,36 +184,58 @@ def test_successor_of_a_worker_with_many_runs_begins_with_one() -> None:
 # Restarts.
 
 
-def test_restarts_are_counted_within_the_window_alone() -> None:
-    lives = ready_lives(1)
+STARTING = (None, 0)
+"""A life that ends before the worker is ready."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "lived", "delays"),
+    [
+        pytest.param({}, [(0.0, 0), *[STARTING] * 99], [0, 0.5, *[1] * 98], id="never ready again"),
+        pytest.param(
+            {}, [(at, 0) for at in (0.0, 1.0, 60.5, 1.0, 0.5)], [0, 0.5, 0, 0.5, 1], id="the window"
+        ),
+        pytest.param(
+            {"budget": 0}, [*[(1.0, 1)] * 100, (1.0, 0)], [*[0] * 100, 1], id="after an answer"
+        ),
+        pytest.param(
+            {}, [(1.0, 0), STARTING, STARTING] * 2, [0, 0.5, 1, 0, 0.5, 1], id="well for a while"
+        ),
+        pytest.param(
+            {"budget": 5},
+            [(1.0, 0), *[STARTING] * 5, *[(0.9, 0)] * 10],
+            [0, 0.5, *[1] * 14],
+            id="ready and dead at once",
+        ),
+        pytest.param(
+            {"budget": 0, "backoff": 0.0, "backoff_limit": 0.0},
+            [(1.0, 0)] * 2,
+            [SHORTEST_PROBE] * 2,
+            id="no busy loop whatever the policy says",
+        ),
+    ],
+)
+def test_worker_that_died_starts_again_after(
+    policy: dict[str, Any], lived: list[tuple[float | None, int]], delays: list[float]
+) -> None:
+    """`lived` has the seconds of each life once the worker was ready, and its answers."""
+    lives = ready_lives(1, restart=replace(RESTART, **policy))
     [w] = lives.workers
-    delays = []
-    for now in (0.0, 1.0, 62.0, 63.0):
+    now, found = 0.0, []
+    for number, (seconds, answers) in enumerate(lived):
+        if number and seconds is not None:
+            connect(w, 200)
+            finish(lives, w, now)
+            assert not lives.circuit_open
+        w.answers = answers
+        now += seconds or 0.0
         lives.bury(w, "killed by SIGKILL", now)
         [due] = lives.due_times()
-        delays.append(due - now)
-        come_back(lives, w, due)
-    assert delays == [0.0, 0.5, 0.0, 0.5]
-    lives.bury(w, "killed by SIGKILL", 64.0)
-    assert lives.circuit_open
-    assert str(lives.outage(64.3)) == (
-        "no worker serves, the restart budget is spent, and the next start is in 0.7 s: "
-        "worker 0 (cpu:0, pid 200) killed by SIGKILL"
-    )
-
-
-def test_worker_that_has_answered_is_started_again_at_once_without_limit() -> None:
-    lives = ready_lives(1, restart=replace(RESTART, budget=0))
-    [w] = lives.workers
-    for now in range(100):
-        w.answers = 1
-        lives.bury(w, "killed by SIGKILL", now)
-        assert lives.due_times() == [now]
-        assert not lives.circuit_open
-        come_back(lives, w, now)
-    # One that is killed again while it starts, or before it has answered, uses its budget.
-    lives.bury(w, "killed by SIGKILL", 100.0)
-    assert lives.due_times() == [100.0 + RESTART.backoff_limit]
+        found.append(due - now)
+        now = due
+        if number < len(lived) - 1:
+            assert lives.handle_time(w, now) == [StartWorker(worker=0)]
+    assert found == pytest.approx(delays)
     assert lives.circuit_open
 
 
@@ -227,87 +244,25 @@ def kill_all(lives: Lives, now: float) -> None:
         lives.bury(w, "killed by SIGKILL", now)
 
 
-def test_starts_past_the_budget_go_on_at_the_longest_back_off_without_end() -> None:
-    lives = ready_lives(1)
-    [w] = lives.workers
-    now, delays = 0.0, []
-    for _ in range(100):
-        lives.bury(w, "killed by SIGKILL", now)
-        [due] = lives.due_times()
-        delays.append(due - now)
-        now = due
-        assert lives.handle_time(w, now) == [StartWorker(worker=0)]
-    # That the window of the starts within the budget is over changes nothing.
-    assert now > RESTART.window
-    assert delays == [0.0, 0.5, *[1.0] * 98]
-    assert lives.circuit_open
-
-
 def test_circuit_is_open_while_a_probe_starts_and_closed_by_the_first_that_is_ready() -> None:
     lives = ready_lives(2, restart=replace(RESTART, budget=0))
     first, second = lives.workers
     kill_all(lives, 1.0)
+    text = (
+        "no worker serves, the restart budget is spent, and {}: "
+        "each of workers 0 and 1 killed by SIGKILL"
+    )
+    assert str(lives.outage(1.3)) == text.format("the next start is in 0.7 s")
     assert lives.handle_time(first, 2.0) == [StartWorker(worker=0)]
     connect(first, 200)
     assert lives.circuit_open
     assert lives.health(2.0).state == "failed"
-    assert str(lives.outage(2.0)) == (
-        "no worker serves, the restart budget is spent, and a start is under way: "
-        "each of workers 0 and 1 killed by SIGKILL"
-    )
+    assert str(lives.outage(2.0)) == text.format("a start is under way")
     finish(lives, first, 2.5)
     assert not lives.circuit_open
     assert (lives.health(2.5).state, lives.health(2.5).serving) == ("degraded", 1)
     come_back(lives, second, 2.5)
     assert lives.health(2.5).state == "ready"
-
-
-def test_worker_that_is_well_again_has_a_fresh_budget() -> None:
-    lives = ready_lives(1)
-    [w] = lives.workers
-    now = 1.0
-    for _ in range(3):
-        lives.bury(w, "killed by SIGKILL", now)
-        [now] = lives.due_times()
-        lives.handle_time(w, now)
-    connect(w, 200)
-    assert w.budget.spent
-    finish(lives, w, now)
-    assert not w.budget.spent
-    now += RESTART.backoff_limit
-    for delay in (0.0, 0.5, 1.0):
-        lives.bury(w, "killed by SIGKILL", now)
-        assert lives.due_times() == [now + delay]
-        now += delay
-        lives.handle_time(w, now)
-
-
-def test_worker_that_is_ready_and_dies_at_once_has_no_fresh_budget() -> None:
-    lives = ready_lives(1, restart=replace(RESTART, budget=5))
-    [w] = lives.workers
-    for _ in range(6):
-        lives.bury(w, "killed by SIGKILL", 1.0)
-        lives.handle_time(w, lives.due_times()[0])
-    now = 100.0
-    for _ in range(10):
-        connect(w, 200)
-        finish(lives, w, now)
-        assert not lives.circuit_open
-        now += 0.9 * RESTART.backoff_limit
-        lives.bury(w, "killed by SIGKILL", now)
-        assert lives.circuit_open
-        assert lives.due_times() == [now + RESTART.backoff_limit]
-        now += RESTART.backoff_limit
-        lives.handle_time(w, now)
-
-
-def test_probes_are_no_busy_loop_whatever_the_policy_says() -> None:
-    lives = ready_lives(1, restart=replace(RESTART, budget=0, backoff=0.0, backoff_limit=0.0))
-    [w] = lives.workers
-    for now in (1.0, 2.0):
-        lives.bury(w, "killed by SIGKILL", now)
-        assert lives.due_times() == [now + SHORTEST_PROBE]
-        come_back(lives, w, now + SHORTEST_PROBE)
 
 
 # Replacing.
