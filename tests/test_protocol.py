@@ -605,6 +605,16 @@ def test_options_that_are_no_map_of_these_fields_are_refused(options: object) ->
         decode(build_with(options))
 
 
+def test_options_nested_deep_are_refused() -> None:
+    names = [*as_map(EngineOptions())]
+    for depth in (500, 1000, 1020):
+        for name in names:
+            whole = build_with({**as_map(EngineOptions()), name: "here"})
+            deep = b"\x91" * depth + b"\xc0"
+            with pytest.raises(ProtocolError):
+                decode(whole.replace(b"\xa4here", deep))
+
+
 @pytest.mark.parametrize("references", BAD_REFERENCES)
 def test_references_that_do_not_fit_are_not_encoded(references: Any) -> None:
     with pytest.raises(ProtocolError, match="references do not fit"):

@@ -255,6 +255,7 @@ def test_never_runs_whole_what_nothing_is_known_of_and_says_why_once(warnings: W
     assert model.runs == 3
     assert len(warnings()) == 1
     assert "no dimension of the inputs is known to be the batch" in warnings()[0]
+    assert "not known yet" in str(model.split)
 
 
 # Random models.

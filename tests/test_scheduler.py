@@ -205,8 +205,10 @@ def text(actions: Sequence[Order]) -> str:
 
 
 def test_request_beyond_the_queue_limit_is_refused_and_changes_nothing() -> None:
-    pool = ready_pool(1, limits=Limits(queue=2))
-    pool.handle_request(0.0, 1, (1,), 10.0)
+    pool = ready_pool(1, limits=Limits(queue=2, queue_bytes=8))
+    pool.handle_request(0.0, 1, (1,), 10.0, size=4)
+    with pytest.raises(QueueFullError, match=r"requests with 4 bytes .* this one has 5"):
+        pool.handle_request(0.0, 2, (1,), 10.0, size=5)
     pool.handle_request(0.0, 2, (1, 1, 1, 1, 1), 10.0)
     with pytest.raises(QueueFullError, match=r"2 requests .* the limit \(Limits.queue\) is 2"):
         pool.handle_request(0.0, 3, (1,), 10.0)
@@ -536,6 +538,26 @@ def test_run_goes_on_while_any_of_its_requests_is_wanted_and_is_cancelled_with_t
     assert pool.lives.statistics()[0].failed == 0
 
 
+def test_worker_that_dies_in_a_joined_run_is_blamed_on_nobody() -> None:
+    pool = joined_pool(3)
+    pool.handle_message(0.5, 1, reply(91))
+    assert pool.handle_died(1.0, 0, SIGSEGV) == [predict(1, (1, 0))]
+    assert pool.lives.statistics()[0].failed == 3
+    # The first death of its own is not its last.
+    assert pool.handle_died(1.1, 1, SIGSEGV) == []
+    assert pool.handle_message(1.2, 2, reply(92))[-1] == predict(2, (1, 0))
+    actions = pool.handle_died(1.3, 2, SIGSEGV)
+    assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
+    assert "worker 1 (cpu:1, pid 101) killed by SIGSEGV; worker 2" in text(actions)
+    assert "worker 0" not in text(actions)
+    assert pool.handle_time(1.1) == [StartWorker(worker=0), StartWorker(worker=1)]
+    pool.handle_started(0, 200)
+    assert finish_build(pool, 0, 1.4) == [predict(0, (2, 0))]
+    assert pool.handle_message(1.5, 0, reply(2))[-1] == predict(0, (3, 0))
+    pool.handle_message(1.6, 0, reply(3))
+    assert counts(pool) == (5, 1, 0, 0)
+
+
 def test_run_that_one_member_has_no_more_time_for_is_stopped_and_the_others_run_apart() -> None:
     pool = ready_pool(1, max_batch_size=8)
     pool.handle_request(0.0, 90, (1,), 99.0)
@@ -643,6 +665,23 @@ def test_late_answer_is_ignored_whatever_it_is_and_memory_is_held_until_then(end
     assert actions == [Release(request=12)]
     assert pool.lives.statistics()[0].completed == 2
     assert len(pool.table) == 0
+
+
+def test_request_is_held_for_a_late_run_when_its_other_shard_is_answered_last() -> None:
+    pool = pool_of_short_runs(3, seconds=0.001)
+    for worker in range(3):
+        assert ask(pool, 1.0, 10 + worker, timeout=60.0) == [predict(worker, (10 + worker, 0))]
+    behind = [predict(0, (13, 0)), predict(1, (13, 1))]
+    assert pool.handle_request(1.0, 13, (1, 1), 60.0) == behind
+    for worker in (1, 2):
+        pool.handle_message(1.0, worker, reply(10 + worker, seconds=0.001))
+    fresh = SendRun(worker=2, members=((13, 0),), fresh=True)
+    assert fresh in pool.handle_time(LATE)
+    pool.handle_message(LATE, 2, reply(13))
+    # Worker 0 may write to it.
+    assert pool.handle_message(LATE, 1, reply(13, 1)) == [Settle(request=13)]
+    pool.handle_message(LATE, 0, reply(10))
+    assert pool.handle_message(LATE, 0, error(13, kind="cancelled")) == [Release(request=13)]
 
 
 def test_of_workers_with_as_many_runs_the_one_that_began_first_is_given_the_next() -> None:
@@ -888,6 +927,20 @@ def test_shard_waits_for_its_worker_but_not_long_while_another_is_idle() -> None
     assert pool.handle_message(106.0, 1, reply(2, 1, 6.0)) == []
     assert pool.handle_time(111.9) == []
     assert pool.handle_time(112.0) == [predict(1, (2, 0))]
+
+
+def test_shard_never_waits_for_a_worker_that_is_gone_or_is_replaced() -> None:
+    pool, _ = balanced_pool(1.0, 1.0, 1.0)
+    pool.handle_request(100.0, 1, (1,), 1000.0)
+    pool.handle_request(100.0, 2, (1, 1, 1), 1000.0, preferred=(0, 1, 2))
+    assert pool.handle_message(101.0, 2, reply(2, 2, 1.0)) == []
+    assert pool.handle_died(101.5, 0, SIGKILL) == [predict(2, (1, 0))]
+    assert pool.handle_message(101.6, 1, reply(2, 1, 0.6)) == [predict(1, (2, 0))]
+    # Nor is it reserved for it where that is known before.
+    pool.handle_message(102.0, 1, reply(2, 0, 1.0))
+    pool.handle_message(102.0, 2, reply(1, 0, 1.0))
+    given = pool.handle_request(103.0, 3, (1, 1), 1000.0, preferred=(0, 2))
+    assert sorted(given) == [predict(1, (3, 0)), predict(2, (3, 1))]
 
 
 def test_requests_of_one_piece_run_on_all_workers_and_on_the_fastest_that_is_free() -> None:

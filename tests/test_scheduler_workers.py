@@ -265,6 +265,21 @@ def test_circuit_is_open_while_a_probe_starts_and_closed_by_the_first_that_is_re
     assert lives.health(2.5).state == "ready"
 
 
+def test_probe_that_grows_while_it_loads_is_not_replaced() -> None:
+    lives = ready_lives(1, restart=replace(RESTART, budget=0, max_memory_bytes=1000))
+    [w] = lives.workers
+    kill_all(lives, 1.0)
+    lives.handle_time(w, 2.0)
+    connect(w, 200)
+    lives.retire_if_worn(w, 1001)
+    assert lives.advance(2.0) == []
+    finish(lives, w, 3.0)
+    assert lives.advance(3.0) == []
+    assert w.serves
+    lives.retire_if_worn(w, 1001)
+    assert lives.advance(3.0) == [Send(worker=0, message=Exit())]
+
+
 # Replacing.
 
 
@@ -476,6 +491,48 @@ def test_leaders_death_ends_its_followers_at_no_cost_to_their_budgets() -> None:
         for w in followers:
             finish(lives, w)
         assert all(w.serves for w in lives.workers)
+
+
+def test_next_slab_is_made_when_the_last_one_is_gone() -> None:
+    lives = ready_card(3)
+    leader, first, last = lives.workers
+    die(lives, leader, 1.0)
+    assert lives.handle_time(leader, 1.0) == [StartWorker(worker=0)]
+    assert greet(lives, leader, 1.0) == []
+    assert leader.start.due == math.inf
+    assert die(lives, last, 2.0) == []
+    assert die(lives, first, 3.0) == [Send(worker=0, message=leader.build)]
+    assert leader.start.due == 3.0 + TIMEOUTS.start
+
+
+def test_leader_is_replaced_together_with_its_followers_and_after_them() -> None:
+    lives = ready_card(2)
+    leader, follower = lives.workers
+    lives.replace(lives.workers, asked_for=True)
+    assert lives.advance(1.0) == [Send(worker=1, message=Exit())]
+    assert die(lives, follower, 1.0, 0) == [Send(worker=0, message=Exit())]
+    assert lives.handle_time(follower, 1.0) == [StartWorker(worker=1)]
+    assert greet(lives, follower, 1.0) == []  # the old slab is not for it
+    assert die(lives, leader, 1.0, 0) == []
+    assert lives.handle_time(leader, 1.0) == [StartWorker(worker=0)]
+    greet(lives, leader, 1.0)
+    assert made(lives, leader, 2.0) == given(follower)
+    finish(lives, follower)
+    assert lives.advance(2.0) == [WorkersRestarted()]
+    assert not leader.budget.starts
+    assert not follower.budget.starts
+
+
+def test_leader_that_dies_in_its_build_is_started_once_more_while_followers_wait() -> None:
+    lives = card_lives(2)
+    leader, follower = lives.workers
+    greet(lives, follower)
+    greet(lives, leader)
+    assert die(lives, leader, 1.0) == []
+    assert not follower.doomed
+    assert lives.handle_time(leader, 1.0) == [StartWorker(worker=0)]
+    greet(lives, leader, 1.0)
+    assert made(lives, leader, 2.0) == given(follower)
 
 
 def test_circuit_opens_when_the_leader_is_past_its_budget_and_closes_with_its_next_slab() -> None:
