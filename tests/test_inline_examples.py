@@ -10,7 +10,6 @@ import numpy as np
 import onnxruntime
 import pytest
 from onnx import ModelProto, OptionalProto, SequenceProto, TensorProto, numpy_helper
-from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer.engines import _onnxruntime
 from mcinfer.errors import BuildError
@@ -23,12 +22,6 @@ LEAST_EQUAL = 1400
 
 UNPREPARED = {"test_loop16_seq_none"}
 """ONNX Runtime writes an optimised form of them that it refuses itself."""
-
-REFUSED = (
-    *(native.Fail, native.InvalidArgument, native.InvalidGraph, native.NotImplemented),
-    *(native.RuntimeException, RuntimeError, ValueError, TypeError),
-)
-"""What a plain session raises without a kernel, or for a type that cannot be fed."""
 
 Feeds = dict[str, Any]
 
@@ -91,7 +84,7 @@ def test_prepared_models_say_and_compute_what_the_models_do(tmp_path: Path) -> N
         try:
             plain = opened(path)
             wanted = plain.run(None, feeds)
-        except REFUSED:
+        except Exception:  # noqa: S112 no kernel, or a type that cannot be fed
             continue
         with TemporaryDirectory(dir=tmp_path) as folder:
             try:

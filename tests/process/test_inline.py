@@ -51,12 +51,10 @@ THREAD = "mcinfer-inline"
 
 Threads = Callable[[], set[threading.Thread]]
 
-both = pytest.mark.parametrize("devices", [1, INLINE])
 
-
-@pytest.fixture(scope="module", params=[1, INLINE])
-def master(request: pytest.FixtureRequest, shared_master: SharedMaster) -> Master:
-    return shared_master(request.param, acts={"when": {"-1": "sleep:600", "-2": "fail"}})
+@pytest.fixture(scope="module")
+def master(shared_master: SharedMaster) -> Master:
+    return shared_master(INLINE, acts={"when": {"-1": "sleep:600", "-2": "fail"}})
 
 
 def text_of(body: str) -> str:
@@ -86,17 +84,17 @@ def threads() -> Threads:
 # As with a worker's process.
 
 
-async def ask_async(master: Master, inputs: Inputs) -> Any:
-    return await master.predict_async(inputs)
-
-
 def test_every_way_to_ask_is_answered(master: Master) -> None:
     given = rows(5)
     assert_answers(master.predict(given), given)
     assert_answers(master.predict([given["x"]]), given)
     assert_answers(master.predict(rows(0)), rows(0))
     assert_answers(master.submit(given).result(20.0), given)
-    assert_answers(asyncio.run(ask_async(master, given)), given)
+
+    async def ask() -> Any:
+        return await master.predict_async(given)
+
+    assert_answers(asyncio.run(ask()), given)
     for i, answer in enumerate(master.map(rows(1, first=i) for i in range(6))):
         assert_answers(answer, rows(1, first=i))
     own = master.allocate({"x": (3, 4)})
@@ -129,14 +127,13 @@ def test_run_that_is_late_or_cancelled_is_ended_and_its_session_kept(master: Mas
     assert (worker.state, worker.restarts) == ("ready", 0)
 
 
-@both
-def test_higher_priority_goes_first(fake_model: FakeModel, devices: int | str) -> None:
+def test_higher_priority_goes_first(fake_model: FakeModel) -> None:
     order: list[int] = []
 
     def note(priority: int, _: object) -> None:
         order.append(priority)
 
-    with fake_master(fake_model(run="sleep:0.05"), devices) as pool:
+    with fake_master(fake_model(run="sleep:0.05"), INLINE) as pool:
         for priority in (*[0] * 5, 1):
             future = pool.submit(rows(1), priority=priority)
             future.add_done_callback(partial(note, priority))
@@ -144,12 +141,9 @@ def test_higher_priority_goes_first(fake_model: FakeModel, devices: int | str) -
     assert order.index(1) < 3  # after the run in progress, and the one that waits at the worker
 
 
-@both
-def test_requests_are_joined_once_two_have_shown_that_it_is_right(
-    onnx_model: OnnxModel, devices: int | str
-) -> None:
+def test_requests_are_joined_once_two_have_shown_that_it_is_right(onnx_model: OnnxModel) -> None:
     path = onnx_model(text_of("(float[?, 4] x) => (float[?, 4] y) { y = Relu(x) }"))
-    with Master(path, devices, max_batch_size=8, max_delay=0.05) as joining:
+    with Master(path, INLINE, max_batch_size=8, max_delay=0.05) as joining:
 
         def ask(count: int) -> None:
             futures = [joining.submit(rows(1, first=i)) for i in range(count)]
@@ -164,24 +158,22 @@ def test_requests_are_joined_once_two_have_shown_that_it_is_right(
         assert worker.completed > worker.runs
 
 
-@both
-def test_weights_are_replaced_between_two_runs(fake_model: FakeModel, devices: int | str) -> None:
+def test_weights_are_replaced_between_two_runs(fake_model: FakeModel) -> None:
     model = fake_model(
         outputs=(["y", "float32", ["batch", 4], {"from": "x", "scale": 0, "add": "w"}],),
         weights=[["w", "float32", [4], 3.0]],
     )
     options = EngineOptions(variable_weights=["w"])
-    with fake_master(model, devices, options=options) as replaced:
+    with fake_master(model, INLINE, options=options) as replaced:
         assert (replaced.predict(rows(2))["y"] == 3.0).all()
         assert replaced.update_weights({"w": np.full(4, 5.0, np.float32)}) == 1
         assert (replaced.predict(rows(2))["y"] == 5.0).all()
 
 
-@both
 def test_sessions_are_replaced_under_traffic_and_draining_answers_all(
-    fake_model: FakeModel, devices: int | str
+    fake_model: FakeModel,
 ) -> None:
-    pool = fake_master(fake_model(run="sleep:0.01"), devices).start()
+    pool = fake_master(fake_model(run="sleep:0.01"), INLINE).start()
     futures = [pool.submit(rows(1, first=i)) for i in range(10)]
     pool.restart_workers(timeout=20.0)
     futures += [pool.submit(rows(1, first=i)) for i in range(10, 20)]
@@ -193,14 +185,13 @@ def test_sessions_are_replaced_under_traffic_and_draining_answers_all(
         pool.predict(rows(1))
 
 
-@both
 def test_model_that_cannot_be_loaded_is_a_build_error(
-    fake_model: FakeModel, tmp_path: Path, devices: int | str
+    fake_model: FakeModel, tmp_path: Path
 ) -> None:
     with pytest.raises(BuildError, match="asked to fail"):
-        fake_master(fake_model(build="fail"), devices).start()
+        fake_master(fake_model(build="fail"), INLINE).start()
     with pytest.raises(ModelNotFoundError):
-        Master(tmp_path / "none.onnx", devices).start()
+        Master(tmp_path / "none.onnx", INLINE).start()
 
 
 # By ONNX Runtime, in this process.

@@ -21,7 +21,7 @@ from mcinfer import PredictError, RequestTrace
 from mcinfer.exporters.opentelemetry import request_spans
 from mcinfer.exporters.prometheus import MasterCollector
 from tests.process.models import FakeModel, act, fake_master, rows
-from tests.process.scripts import PREAMBLE, ROOT, Program, run_documented
+from tests.process.scripts import ROOT, Program, run, run_documented
 from tests.process.waiting import all_gone, wait_until
 
 DOCS = ROOT / "docs" / "observability.md"
@@ -73,11 +73,8 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
         os._exit(0)
     os.waitpid(child, 0)
 """
-    with Program(PREAMBLE + text, fake_model()) as program:
-        assert program.line() == "True"
-        assert program.line() == "[]"
-        ended = program.wait()
-        assert (ended.status, ended.out, ended.err) == (0, "", "")
+    ended = run(text, fake_model())
+    assert (ended.status, ended.out, ended.err) == (0, "True\n[]\n", "")
 
 
 def test_spans_of_a_pool_are_below_their_callers(fake_model: FakeModel) -> None:
@@ -118,7 +115,7 @@ PRINTED = (
     r"request 0 succeeded: .*(\n  cpu:[01]: \d rows, waited .*){1,2}",
     r'(?s)(?=.*"name": "example").*"name": "mcinfer\.run".*"name": "mcinfer\.request".*',
 )
-STATISTICS, LOGGING, TRACES, ONE_PROCESS, GUNICORN, SESSION, SPANS = PROGRAMS
+STATISTICS, LOGGING, TRACES, ONE_PROCESS, GUNICORN, SPANS = PROGRAMS
 
 
 @pytest.fixture
@@ -154,10 +151,9 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-@pytest.mark.parametrize("text", [ONE_PROCESS, SESSION])
-def test_program_of_the_documentation_has_metrics_until_ctrl_c(text: str, tmp_path: Path) -> None:
+def test_program_of_the_documentation_has_metrics_until_ctrl_c(tmp_path: Path) -> None:
     [port] = free_ports(1)
-    with Program(text.replace("9400", str(port)), cwd=tmp_path) as program:
+    with Program(ONE_PROCESS.replace("9400", str(port)), cwd=tmp_path) as program:
         wait_until(lambda: answered(port) > 0)
         workers = [child.pid for child in psutil.Process(program.pid).children()]
         program.interrupt()

@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,18 +142,16 @@ class _Reporter(unittest.TestResult):
         text = next(iter(self._errors or self._skips), "") if outcome != "passed" else ""
         self._write({"end": test.id(), "outcome": outcome, "text": text, "sessions": sessions})
 
-    def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
-        super().addError(test, err)
-        self._errors.append(_error_text(err))
+    def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: ARG002, N802
+        # The class and the first line that says something.
+        lines = [line.strip() for line in str(err[1]).splitlines() if line.strip()]
+        self._errors.append(f"{err[0].__name__}: {lines[0] if lines else ''}")
 
-    def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
-        super().addFailure(test, err)
-        self._errors.append(_error_text(err))
+    addFailure = addError  # noqa: N815
 
-    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:  # noqa: N802
-        super().addSubTest(test, subtest, err)
+    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:  # noqa: ARG002, N802
         if err is not None:
-            self._errors.append(_error_text(err))
+            self.addError(test, err)
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
         super().addSkip(test, reason)
@@ -162,14 +159,6 @@ class _Reporter(unittest.TestResult):
 
     def _write(self, message: Mapping[str, object]) -> None:
         os.write(self._pipe, json.dumps(message).encode() + b"\n")
-
-
-def _error_text(
-    err: tuple[type[BaseException], BaseException, TracebackType | None],
-) -> str:
-    """The class and the first line that says something."""
-    lines = [line.strip() for line in str(err[1]).splitlines() if line.strip()]
-    return f"{err[0].__name__}: {lines[0] if lines else ''}"
 
 
 def _count_sessions() -> list[int]:
@@ -188,8 +177,8 @@ def _count_sessions() -> list[int]:
     return count
 
 
-def run_tests(way: str, pipe: int, files: Sequence[str], skip: Sequence[str]) -> None:
-    """Run the tests of the modules in this folder but those of `skip`, and write to the pipe how they end."""
+def run_tests(way: str, pipe: int, files: Sequence[str], skip: Sequence[str], only: str) -> None:
+    """Run tests of the modules in this folder but those of `skip`, and write to the pipe how they end."""
     import onnxruntime
 
     if way == "inline":
@@ -203,8 +192,8 @@ def run_tests(way: str, pipe: int, files: Sequence[str], skip: Sequence[str]) ->
     sys.path.insert(0, os.getcwd())
     names = [Path(file).stem for file in files]
     suite = unittest.defaultTestLoader.loadTestsFromNames(names)
-    chosen = unittest.TestSuite(test for test in _each(suite) if test.id() not in {*skip})
-    chosen.run(_Reporter(pipe))
+    chosen = (test for test in _each(suite) if only in test.id() and test.id() not in skip)
+    unittest.TestSuite(chosen).run(_Reporter(pipe))
 
 
 def _each(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
@@ -227,8 +216,7 @@ def run_way(way: Way, folder: Path, only: str = "") -> dict[str, Result]:
     with tempfile.TemporaryDirectory(prefix="mcinfer-suite-") as made:
         place = Path(made)
         files = _lay_out(folder, place)
-        skip = [] if not only else [name for name in _ids(place, files) if only not in name]
-        while (ended := _run_process(way, place, files, [*skip, *results])).pop("", None):
+        while (ended := _run_process(way, place, files, [*results], only)).pop("", None):
             results |= ended
         results |= ended
     return results
@@ -254,40 +242,19 @@ def _lay_out(folder: Path, place: Path) -> list[str]:
     return files
 
 
-def _ids(place: Path, files: Sequence[str]) -> list[str]:
-    """The ids of all tests, from what Python's loader finds in a process of its own."""
-    code = (
-        "import unittest, sys; from tests.programs.ort_suite import _each; sys.path.insert(0, '.');"
-        "print(*(t.id() for t in _each(unittest.defaultTestLoader.loadTestsFromNames(sys.argv[1:]))))"
-    )
-    command = [sys.executable, "-c", code, *(Path(file).stem for file in files)]
-    done = subprocess.run(
-        command, cwd=place, env=_environment(place), capture_output=True, text=True, check=True
-    )
-    return done.stdout.split()
-
-
-def _environment(place: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "MCINFER_CACHE": str(place / "cache"),
-        "ORT_DISABLE_TELEMETRY": "1",
-    }
-
-
 def _run_process(
-    way: Way, place: Path, files: Sequence[str], skip: Sequence[str]
+    way: Way, place: Path, files: Sequence[str], skip: Sequence[str], only: str
 ) -> dict[str, Result]:
     """Run what is not in `skip`; below "" is a result if the process ended before its last test did."""
     reading, writing = os.pipe()
     launch = LAUNCH if way == "workers" else []
-    arguments = ["--in-process", json.dumps([way, writing, files, skip])]
+    arguments = ["--in-process", json.dumps([way, writing, files, skip, only])]
+    own = {"PYTHONPATH": ROOT, "MCINFER_CACHE": place / "cache", "ORT_DISABLE_TELEMETRY": "1"}
     with (place / "output.txt").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *launch, str(Path(__file__).resolve()), *arguments],
             cwd=place,
-            env=_environment(place),
+            env=os.environ | {name: str(value) for name, value in own.items()},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -1,10 +1,11 @@
 """One cluster of Ray for all tests: a node of four CPUs and two GPUs, whatever the machine has."""
 
+import json
 import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import ray
 from numpy.typing import NDArray
 
 from mcinfer.examples import encoder
+from tests.process import waiting
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,21 +33,18 @@ OF_RAY = {
 IMAGES = np.random.default_rng(7).random((24, 3, 32, 32), dtype=np.float32)
 
 
-def wait_until(condition: Callable[[], object], timeout: float = 60.0) -> None:
-    """Return once the condition holds; fail the test after so many seconds."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout:g} s")
-        time.sleep(0.02)
+wait_until = partial(waiting.wait_until, timeout=60.0)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process still runs; a zombie does not."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+def fake_model(folder: Path, **more: object) -> Path:
+    """A model of the fake engine that gives its input, unless `more` says otherwise."""
+    model: dict[str, object] = {
+        "inputs": [["x", "float32", ["n", 2]]],
+        "outputs": [["y", "float32", ["n", 2], {"from": "x"}]],
+    }
+    path = folder / "model.json"
+    path.write_text(json.dumps({**model, **more}))
+    return path
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -76,7 +75,7 @@ def cluster(folders: Path) -> Iterator[Path]:
     yield folders / "ray" / "session_latest" / "logs"
     started = psutil.Process().children(recursive=True)
     ray.shutdown(wait_for_processes=True)
-    wait_until(lambda: not [p for p in started if is_alive(p.pid)])
+    wait_until(lambda: waiting.all_gone([one.pid for one in started]))
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ import mcinfer.ray
 from mcinfer import InvalidInputError
 from mcinfer.examples import encoder
 from mcinfer.ray import Actor, Predictor
-from tests.ray.conftest import CPUS, IMAGES, is_alive, pids, wait_until
+from tests.process.waiting import all_gone, is_alive
+from tests.ray.conftest import CPUS, IMAGES, fake_model, pids, wait_until
 
 MakeActor = Callable[..., Any]
 
@@ -91,11 +92,7 @@ def test_actor_answers_and_tells_its_health(
 
 
 def test_actor_is_asked_for_its_health_during_a_run(actor: MakeActor, tmp_path: Path) -> None:
-    model = tmp_path / "model.json"
-    model.write_text(
-        '{"inputs": [["x", "float32", ["n", 2]]], "outputs": [["y", "float32", ["n", 2], '
-        '{"from": "x"}]], "when": {"-1": "sleep:3600"}}'
-    )
+    model = fake_model(tmp_path, when={"-1": "sleep:3600"})
     one = actor(Actor, model, engine="fake", verify="never")
     ray.get(one.health.remote(), timeout=60)
     slow = one.predict.remote({"x": np.full((1, 2), -1, np.float32)}, timeout=300.0)
@@ -106,10 +103,10 @@ def test_actor_is_asked_for_its_health_during_a_run(actor: MakeActor, tmp_path: 
 
 
 def test_weights_of_an_actor_are_replaced(actor: MakeActor, tmp_path: Path) -> None:
-    model = tmp_path / "model.json"
-    model.write_text(
-        '{"inputs": [["x", "float32", ["n", 2]]], "weights": [["w", "float32", [2], 1.0]], '
-        '"outputs": [["y", "float32", ["n", 2], {"from": "x", "add": "w"}]]}'
+    model = fake_model(
+        tmp_path,
+        weights=[["w", "float32", [2], 1.0]],
+        outputs=[["y", "float32", ["n", 2], {"from": "x", "add": "w"}]],
     )
     options = mcinfer.EngineOptions(variable_weights=["w"])
     one = actor(Actor, model, engine="fake", verify="never", options=options)
@@ -138,14 +135,10 @@ def test_actors_are_pinned_to_cores_of_their_own_until_none_is_left(
         )
     ray.kill(pinned[0])
     (core,) = found[0]
-    wait_until(lambda: not any(is_alive(pid) for pid in _claimants(core)))
+    claim = f"@mcinfer-core-{core}\n"  # proc_net(5)
+    wait_until(lambda: claim not in Path("/proc/net/unix").read_text())
     (pid,) = pids(actor(Actor, encoder()))
     assert psutil.Process(pid).cpu_affinity() == [core]
-
-
-def _claimants(core: int) -> list[int]:
-    """A process that has a claim, by whether its socket is still there (proc_net(5)); 1 stands for it."""
-    return [1] if f"@mcinfer-core-{core}\n" in Path("/proc/net/unix").read_text() else []
 
 
 def test_model_is_cut_over_the_cpus_of_an_actor(actor: MakeActor, tmp_path: Path) -> None:
@@ -222,7 +215,7 @@ def test_actor_that_is_killed_leaves_no_worker(actor: MakeActor, way: str) -> No
         ray.kill(one)
     else:
         os.kill(parent, signal.SIGKILL)
-    wait_until(lambda: not any(is_alive(pid) for pid in [parent, *workers]))
+    wait_until(lambda: all_gone([parent, *workers]))
 
 
 # Weights.
