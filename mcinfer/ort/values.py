@@ -6,13 +6,10 @@ after what the card's default stream has queued.
 """
 
 import ctypes
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import wraps
-from inspect import unwrap
 from math import prod
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -261,66 +258,95 @@ class BoundMemory:
 Bound = dict[str, Any]
 """What is bound, by name, in that order: an array, a value of the runtime's, or a `BoundMemory`."""
 
-_BOUND: MutableMapping[Any, dict[str, Bound]] = WeakKeyDictionary()
-"""The "inputs" and "outputs" of each ``C.SessionIOBinding`` of a session of mcinfer's."""
 
+class Binding(native.SessionIOBinding):  # type: ignore[misc] # no types
+    """``C.SessionIOBinding``, which notes what is bound for a session of mcinfer's; for others as ever.
 
-def note_bindings(session: type) -> None:
-    """Have ``C.SessionIOBinding`` note what is bound for sessions of this class; those of others as ever."""
-    kind = native.SessionIOBinding
-    begin, copy, place = kind.__init__, kind.copy_outputs_to_cpu, kind.bind_input
+    The runtime copies an input to where its session needs it, and sessions of mcinfer's have no CUDA in this
+    process. So an input on a card is bound as if it were the host's: this checks its name and type, and
+    nothing reads it.
+    """
 
-    @wraps(begin)
-    def initialise(self: Any, bound_to: Any) -> None:
-        begin(self, bound_to)
-        if isinstance(bound_to, session):
-            _BOUND[self] = {"inputs": {}, "outputs": {}}
+    def __init__(self, session: Any) -> None:
+        super().__init__(session)
+        self.is_noted = hasattr(session, "master")
+        self.bound_inputs: Bound = {}
+        self.bound_outputs: Bound = {}
 
-    @wraps(copy)
-    def copying(self: Any) -> list[NDArray[Any]]:
-        found = [*self.get_outputs()] if self in _BOUND else []
+    def bind_input(self, name: str, *what: Any) -> None:
+        noted = _what(name, *what) if self.is_noted else None
+        if isinstance(noted, BoundMemory) and noted.card is not None:
+            what = (_HOST, *what[1:])
+        super().bind_input(name, *what)
+        self.bound_inputs[name] = noted
+
+    def bind_ortvalue_input(self, name: str, value: Any) -> None:
+        if self.is_noted and _is_on_card(value):
+            place = (value.element_type(), value.shape(), value.data_ptr())
+            super().bind_input(name, _HOST, *place)
+        else:
+            super().bind_ortvalue_input(name, value)
+        self.bound_inputs[name] = value
+
+    def bind_output(self, name: str, *what: Any) -> None:
+        noted = _what(name, *what) if self.is_noted else None
+        super().bind_output(name, *what)
+        self.bound_outputs[name] = noted
+
+    def bind_ortvalue_output(self, name: str, value: Any) -> None:
+        super().bind_ortvalue_output(name, value)
+        self.bound_outputs[name] = value
+
+    def clear_binding_inputs(self) -> None:
+        super().clear_binding_inputs()
+        self.bound_inputs.clear()
+
+    def clear_binding_outputs(self) -> None:
+        super().clear_binding_outputs()
+        self.bound_outputs.clear()
+
+    def copy_outputs_to_cpu(self) -> list[NDArray[Any]]:
+        found = [*self.get_outputs()] if self.is_noted else []
         if not any(map(_is_on_card, found)):
-            arrays: list[NDArray[Any]] = copy(self)
+            arrays: list[NDArray[Any]] = super().copy_outputs_to_cpu()
             return arrays
         return [_copied(value) if _is_on_card(value) else value.numpy() for value in found]
 
-    kind.__init__, kind.copy_outputs_to_cpu = initialise, copying
-    for side in ("inputs", "outputs"):
-        for name in (f"bind_{side[:-1]}", f"bind_ortvalue_{side[:-1]}"):
-            method = getattr(kind, name)
-            setattr(kind, name, _noting(method, side, place if side == "inputs" else None))
-        setattr(
-            kind, f"clear_binding_{side}", _clearing(getattr(kind, f"clear_binding_{side}"), side)
-        )
-
-
-def _noting(method: Any, side: str, place: Any) -> Any:
-    """A method that also notes what it binds.
-
-    The runtime copies an input to where its session needs it, and sessions of mcinfer's have no CUDA in this
-    process. So an input on a card is bound by `place`, the runtime's method for memory, as if it were the
-    host's: this checks its name and type, and nothing reads it.
-    """
-
-    @wraps(method)
-    def noting(self: Any, name: str, *what: Any) -> None:
-        if self not in _BOUND:
-            method(self, name, *what)
-            return
-        noted = _what(name, *what)
-        if place is not None and isinstance(noted, BoundMemory) and noted.card is not None:
-            place(self, name, _HOST, *what[1:])
-        elif place is not None and isinstance(noted, native.OrtValue) and _is_on_card(noted):
-            place(self, name, _HOST, noted.element_type(), noted.shape(), noted.data_ptr())
-        else:
-            method(self, name, *what)
-        _BOUND[self][side][name] = noted
-
-    return noting
+    def deliver(self, answer: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
+        """Put outputs where a program has bound them; raises `InvalidBinding` if one does not fit."""
+        copies: list[tuple[Tensor, Tensor]] = []
+        for name, target in self.bound_outputs.items():
+            spec = specs[name]
+            found = _given(answer[name], spec)
+            if _is_place_alone(target):
+                card = None if isinstance(found, np.ndarray) else found.device
+                if target.card is None and card is not None:
+                    host = np.empty(found.shape, spec.dtype)
+                    _copy([(host, found)])
+                    found = host
+                elif target.card != card:
+                    raise Unsupported(
+                        f"{name}: bound to {target.card} without an address, which is not possible for "
+                        f"{spec.element_type}, nor if another output is bound so to another card"
+                    )
+                super().bind_ortvalue_output(name, value_of(found, spec))
+                continue
+            place = bound_tensor(target, spec, "output")
+            if place.shape != found.shape:
+                raise InvalidBinding(
+                    f"OrtValue shape verification failed for output {name!r}. Current shape:"
+                    f"{{{','.join(map(str, place.shape))}}} Requested shape:"
+                    f"{{{','.join(map(str, found.shape))}}}"
+                )
+            if isinstance(place, np.ndarray) and isinstance(found, np.ndarray):
+                np.copyto(place, found, "equiv")
+            else:
+                copies.append((place, found))
+        _copy(copies)
 
 
 def _what(name: str, first: Any, *rest: Any) -> Any:
-    """What a method of a binding got after the name: a value, a device alone, or a place.
+    """What a method of a binding got after the name: an array or a place.
 
     Of an array that is not contiguous the runtime binds a copy.
     """
@@ -341,25 +367,6 @@ def _what(name: str, first: Any, *rest: Any) -> Any:
     )
 
 
-def _clearing(method: Any, side: str) -> Any:
-    @wraps(method)
-    def clearing(self: Any) -> None:
-        method(self)
-        if self in _BOUND:
-            _BOUND[self][side].clear()
-
-    return clearing
-
-
-def bound_to(binding: Any) -> tuple[Bound, Bound]:
-    """The inputs and outputs; `InvalidBinding` if the binding is not of a session of mcinfer's."""
-    if binding not in _BOUND:
-        raise InvalidBinding(
-            "the binding was made for another session, or before mcinfer.ort was imported"
-        )
-    return _BOUND[binding]["inputs"], _BOUND[binding]["outputs"]
-
-
 def bound_tensor(what: Any, spec: TensorSpec, side: _Side = "input") -> Tensor:
     """What is bound, in place; the program owns the memory of a `BoundMemory`."""
     if not isinstance(what, BoundMemory):
@@ -372,40 +379,6 @@ def bound_tensor(what: Any, spec: TensorSpec, side: _Side = "input") -> Tensor:
 
 def _is_place_alone(target: Any) -> bool:
     return isinstance(target, BoundMemory) and target.address is None
-
-
-def deliver(binding: Any, answer: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
-    """Put outputs where a program has bound them; raises `InvalidBinding` if one does not fit."""
-    bind_value = unwrap(native.SessionIOBinding.bind_ortvalue_output)
-    copies: list[tuple[Tensor, Tensor]] = []
-    for name, target in _BOUND[binding]["outputs"].items():
-        spec = specs[name]
-        found = _given(answer[name], spec)
-        if _is_place_alone(target):
-            card = None if isinstance(found, np.ndarray) else found.device
-            if target.card is None and card is not None:
-                host = np.empty(found.shape, spec.dtype)
-                _copy([(host, found)])
-                found = host
-            elif target.card != card:
-                raise Unsupported(
-                    f"{name}: bound to {target.card} without an address, which is not possible for "
-                    f"{spec.element_type}, nor if another output is bound so to another card"
-                )
-            bind_value(binding, name, value_of(found, spec))
-            continue
-        place = bound_tensor(target, spec, "output")
-        if place.shape != found.shape:
-            raise InvalidBinding(
-                f"OrtValue shape verification failed for output {name!r}. Current shape:"
-                f"{{{','.join(map(str, place.shape))}}} Requested shape:"
-                f"{{{','.join(map(str, found.shape))}}}"
-            )
-        if isinstance(place, np.ndarray) and isinstance(found, np.ndarray):
-            np.copyto(place, found, "equiv")
-        else:
-            copies.append((place, found))
-    _copy(copies)
 
 
 def outputs_on(cards: Iterable[Device | None], specs: Iterable[TensorSpec]) -> str:

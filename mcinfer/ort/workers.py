@@ -22,7 +22,9 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import onnxruntime
 from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer.config import EngineOptions, parse_devices
@@ -193,7 +195,11 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         self._vector(self._answer(feed, names, run_options, place), names, fetches)
 
     def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
-        inputs, outputs = values.bound_to(iobinding)
+        if not isinstance(iobinding, values.Binding) or not iobinding.is_noted:
+            raise InvalidBinding(
+                "the binding was made for another session, or before mcinfer.ort was imported"
+            )
+        outputs = iobinding.bound_outputs
         if not outputs:
             raise InvalidBinding("At least one output should be requested.")
         try:
@@ -201,12 +207,13 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
             cards = values.output_cards(outputs, self.outputs)
             place = values.outputs_on(cards, [self.outputs[name] for name in names])
             feed = {
-                name: values.bound_tensor(what, self._input(name)) for name, what in inputs.items()
+                name: values.bound_tensor(what, self._input(name))
+                for name, what in iobinding.bound_inputs.items()
             }
             answer = self._answer(feed, names, run_options, place)
         except InvalidInputError as exc:
             raise InvalidBinding(f"Error in execution: {words(exc)}") from exc
-        values.deliver(iobinding, answer, self.outputs)
+        iobinding.deliver(answer, self.outputs)
 
     # What a session of workers cannot say or do.
 
@@ -445,4 +452,5 @@ def _write(files: Mapping[str, bytes], folder: str) -> None:
 
 
 note_terminations()
-values.note_bindings(WorkerSession)
+for module in (onnxruntime, collection.C, native):
+    module.SessionIOBinding = values.Binding
