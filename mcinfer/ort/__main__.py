@@ -100,11 +100,14 @@ def main(given: Sequence[str]) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(program)))
     path = os.path.abspath(program)
-    loader = SourceFileLoader("__main__", path)
-    vars(module).update(__file__=path, __cached__=None, __loader__=loader)
+    vars(module).update(
+        __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path)
+    )
     with io.open_code(path) as file:
         code = pkgutil.read_code(file)  # of a program that is compiled, as runpy does
-    code = code or loader.source_to_code(loader.get_data(path), path)
+        if code is None:
+            file.seek(0)
+            code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, vars(module))  # noqa: S102 the user's own program
 
 
