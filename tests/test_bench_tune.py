@@ -152,11 +152,11 @@ def test_pools_of_the_worse_half_or_behind_in_every_repeat_are_dropped() -> None
     pools = [replace(WIDE, threads=n) for n in range(1, 6)]
     rates = [(100, 101), (99, 103), (98, 99), (50, 60), (97, 99)]
     made = trials((DEFAULT, [80, 80]), *zip(pools, rates, strict=True))
-    assert found(made).better_half(made, pools) == [pools[1], pools[0], pools[2]]
+    assert found(made).better_half(pools) == [pools[1], pools[0], pools[2]]
     best = trials((DEFAULT, [200, 200]), *zip(pools, rates, strict=True))
-    assert found(best).better_half(best, pools) == []
+    assert found(best).better_half(pools) == []
     made[1].error = "broken"
-    assert pools[0] not in found(made).better_half(made, pools)
+    assert pools[0] not in found(made).better_half(pools)
     made = strained((DEFAULT, 50, 0.04), (WIDE, 200, 0.09), (JOINED, 300, 0.2))
     assert found(made, of=aim(bound=0.05)).ranked() == [DEFAULT, WIDE, JOINED]
 

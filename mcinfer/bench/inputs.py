@@ -233,15 +233,16 @@ def saved_inputs(model: ModelSpec, options: InputOptions) -> dict[str, tuple[Pat
             )
         found = {name: (options.archive, array) for name, array in arrays.items()}
     specs = {spec.name: spec for spec in model.inputs}
-    for name, path in (*options.files.items(), *((n, path) for n, (path, _) in found.items())):
+    for name, path in options.files.items():
+        if name in found:
+            raise InvalidInputError(f"--input {path}: input {name!r} is in {found[name][0]} too")
+        found[name] = path, None
+    for name, (path, array) in found.items():
         if name not in specs:
             raise InvalidInputError(
                 f"--input {path}: got an array for {name!r}, expected one of {[*specs]}"
             )
-    for name, path in options.files.items():
-        if name in found:
-            raise InvalidInputError(f"--input {path}: input {name!r} is in {found[name][0]} too")
-        found[name] = path, _load(path)
+        found[name] = path, _load(path) if array is None else array
     return {name: (path, _typed(array, specs[name], path)) for name, (path, array) in found.items()}
 
 

@@ -12,7 +12,6 @@ from typing import Any, Literal, NoReturn
 
 from mcinfer.errors import InvalidInputError, requires
 
-SCHEMA = "mcinfer.bench"
 VERSION = 1
 
 QUANTILES = (0.0, *(n / 50 for n in range(1, 50)), 0.99, 0.995, 0.999, 1.0)
@@ -202,7 +201,7 @@ def load(path: str | os.PathLike[str]) -> Report:
         content = json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant)
         # The header first: in another version everything else may differ.
         header = content if isinstance(content, dict) else {}
-        for name, expected in (("schema", SCHEMA), ("version", VERSION)):
+        for name, expected in (("schema", "mcinfer.bench"), ("version", VERSION)):
             if header.get(name) != expected:
                 raise ValueError(f"{name}: got {header.get(name)!r}, expected {expected!r}")
         report: Report = adapter.validate_python(content)

@@ -248,64 +248,57 @@ class Found:
             return [trial for trial in self.trials if trial.rung == self.finished_rungs]
         return [t for t in self.trials if t.rung == 1 and (t.error or len(t.turns) == REPEATS)]
 
-    # Of some trials, those of one round: by default the decisive ones.
+    def among(self, trials: Sequence[Trial]) -> "Found":
+        """The same with some trials of one round as the decisive ones."""
+        return replace(self, trials=[*trials], finished_rungs=trials[0].rung)
 
-    def turns(self, candidate: Candidate, trials: Sequence[Trial] | None = None) -> list[Turn]:
-        """A candidate's turns; none where it failed."""
-        among = self.decisive if trials is None else trials
-        mine = [trial for trial in among if trial.candidate == candidate]
+    def turns(self, candidate: Candidate) -> list[Turn]:
+        """A candidate's decisive turns; none where it failed."""
+        mine = [trial for trial in self.decisive if trial.candidate == candidate]
         return [] if any(t.error for t in mine) else [turn for t in mine for turn in t.turns]
 
-    def costs(self, trials: Sequence[Trial] | None = None) -> dict[Candidate, list[float]]:
+    def costs(self) -> dict[Candidate, list[float]]:
         """The cost of each candidate in each of its turns; those that failed are left out.
 
         As a multiple of the default's in the same repeat; but where the default failed or did not keep up, so
         that there is no such measure, as it is.
         """
-        among = self.decisive if trials is None else trials
-        base = self.turns(self.default, among)
-        measured = base and not any(isinf(self.aim.strain(turn)) for turn in base)
+        measured = not isinf(max(map(self.aim.strain, self.turns(self.default)), default=inf))
         found: dict[Candidate, list[float]] = {}
-        for one in dict.fromkeys(trial.candidate for trial in among):
-            values = [self.aim.cost(turn) for turn in self.turns(one, among)]
+        for one in dict.fromkeys(trial.candidate for trial in self.decisive):
+            found[one] = [self.aim.cost(turn) for turn in self.turns(one)]
             if measured:
-                values = [
-                    1 / ratio if ratio else inf for ratio in self.over_default(one, among).values
-                ]
-            if values:
-                found[one] = values
-        return found
+                ratios = self.over_default(one).values
+                found[one] = [1 / ratio if ratio else inf for ratio in ratios]
+        return {candidate: each for candidate, each in found.items() if each}
 
-    def ranked(self, trials: Sequence[Trial] | None = None) -> list[Candidate]:
+    def ranked(self) -> list[Candidate]:
         """The candidates that did not fail, the best first.
 
         Those that keep the bound go by their cost; behind them are the others, by how far they are from it.
         """
-        found = self.costs(trials)
-        return sorted(found, key=lambda c: (max(self.strain(c, trials), 1.0), median(found[c])))
+        found = self.costs()
+        return sorted(found, key=lambda c: (max(self.strain(c), 1.0), median(found[c])))
 
-    def better_half(
-        self, trials: Sequence[Trial], contenders: Sequence[Candidate]
-    ) -> list[Candidate]:
+    def better_half(self, contenders: Sequence[Candidate]) -> list[Candidate]:
         """The better half of a round, without those that are behind the best by 5 % in every repeat."""
-        order, found = self.ranked(trials), self.costs(trials)
+        order, found = self.ranked(), self.costs()
         half = [c for c in order if c in contenders][: ceil(len(contenders) / 2)]
         return [c for c in half if min(found[c]) <= _ALIKE * max(found[order[0]])]
 
-    def over_default(self, candidate: Candidate, trials: Sequence[Trial] | None = None) -> Spread:
+    def over_default(self, candidate: Candidate) -> Spread:
         """How many times better than the default, within each repeat; unknown where that failed."""
-        among = self.decisive if trials is None else trials
         return spread_of(
             self.aim.cost(other) / self.aim.cost(turn)
-            for trial in among
-            if trial.candidate == candidate and self.turns(candidate, among)
+            for trial in self.decisive
+            if trial.candidate == candidate and self.turns(candidate)
             for turn, other in zip(trial.turns, trial.beside, strict=False)
             if not isinf(self.aim.cost(other))
         )
 
-    def strain(self, candidate: Candidate, trials: Sequence[Trial] | None = None) -> float:
+    def strain(self, candidate: Candidate) -> float:
         """The median of its strain (`Aim.strain`); infinite where it has no turns."""
-        return median([self.aim.strain(turn) for turn in self.turns(candidate, trials)] or [inf])
+        return median([self.aim.strain(turn) for turn in self.turns(candidate)] or [inf])
 
     @property
     def best(self) -> Candidate | None:
@@ -457,19 +450,18 @@ class Search:
             seconds = max(least, min(most, (left - fixed) / unit))
             if rate:
                 seconds = min(seconds, MAX_ARRIVALS / rate)
-            trials = self._run_round(contenders[:count], seconds, len(rounds(count)))
+            self._run_round(contenders[:count], seconds, len(rounds(count)))
             found.finished_rungs += 1
-            contenders = found.better_half(trials, contenders[:count])
+            contenders = found.better_half(contenders[:count])
             if not count:
                 left_out = "there was time for the default alone"
                 return left_out if found.left_out else "there is nothing else to try"
             if len(contenders) < 2:
                 return "one is left" if contenders else "no other is as good as the default"
 
-    def _run_round(self, others: Sequence[Candidate], seconds: float, more: int) -> list[Trial]:
+    def _run_round(self, others: Sequence[Candidate], seconds: float, more: int) -> None:
         """Group after group, as far as there is time."""
         found, number = self.found, self.found.finished_rungs + 1
-        before = len(found.trials)
         for group, start in enumerate(range(0, max(1, len(others)), _GROUP - 1), 1):
             if group > 1 and self._left() <= 0:
                 break
@@ -479,7 +471,6 @@ class Search:
             ]
             found.trials += trials
             self._run_group(trials, seconds, REPEATS, f"round {number} of {number + more - 1}")
-        return found.trials[before:]
 
     def _run_group(self, trials: Sequence[Trial], seconds: float, repeats: int, what: str) -> None:
         """Start a few candidates, the default first, have them take turns, and end them."""
@@ -553,7 +544,8 @@ def grids(found: Found) -> list[Grid]:
     made = []
     for rung in sorted({trial.rung for trial in found.trials}):
         trials = [trial for trial in found.trials if trial.rung == rung]
-        turns = {c: found.turns(c, trials) for c in found.ranked(trials)}
+        among = found.among(trials)
+        turns = {c: among.turns(c) for c in among.ranked()}
         unit = time_unit(percentile(each, 0.5).low for each in turns.values())
         rows: list[tuple[Cell, ...]] = []
         for one, each in turns.items():
@@ -568,7 +560,7 @@ def grids(found: Found) -> list[Grid]:
                     (spread_of(map(found.aim.rows, each)), ONE),
                     (percentile(each, 0.5), unit),
                     (percentile(each, 0.99), unit),
-                    (found.over_default(one, trials), ONE),
+                    (among.over_default(one), ONE),
                 )
             )
         ways = "1 way" if len(turns) == 1 else f"{len(turns)} ways"
@@ -681,7 +673,7 @@ def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> 
                 "heat": trial.group,
                 "candidate": asdict(trial.candidate),
                 "is_default": trial.candidate == found.default,
-                "over_default": _finite(found.over_default(trial.candidate, [trial])),
+                "over_default": _finite(found.among([trial]).over_default(trial.candidate)),
                 "error": trial.error,
                 "turns": [asdict(turn) for turn in trial.turns],
             }
