@@ -153,9 +153,8 @@ def membership(source: Source) -> Membership | None:
     ranks = place_of(source.context, source.sections) if source.is_onnx else None
     if ranks is None:
         return None
-    if (
-        source.context.device_infos[0] == "gpu"
-    ):  # a launcher also starts processes with whole models
+    if source.context.device_infos[0] == "gpu":
+        # A launcher may also start processes that have a whole model each.
         with ExitStack() as opened:
             model = source.model
             if isinstance(model, bytes):
