@@ -1,14 +1,19 @@
-"""Tests of mcinfer/bench/page.py."""
+"""Tests of mcinfer/bench/page.py, and of benchmarks/page.py: figures in docs/benchmarks.md."""
 
 import base64
 import re
 from dataclasses import replace
 from html import unescape
+from importlib import import_module
+from pathlib import Path
+
+import pytest
 
 from mcinfer.bench.page import charts, render
 from mcinfer.bench.report import OTHERS, Load, Report, dump
 from tests.bench_reports import report, small, turn, way
 
+ROOT = Path(__file__).parents[1]
 HOSTILE = "</script><script>alert('1')</script>\"><img src=x onerror=y>$x_$ 模型"
 CLOSED, OPEN = Load(batch=1, clients=2), Load(batch=1, clients=8, rate=50.0)
 
@@ -99,3 +104,28 @@ def test_percentile_of_too_few_requests_has_no_bar() -> None:
     made = report([way("session")], {("session", OPEN): [turn(50.0, seconds=1.0)]})
     _, more = charts(made)
     assert [chart.title.split()[0] for chart in more] == ["rows/s,", "p50"]
+
+
+def test_partial_run_replaces_its_own_part_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("benchmarks", "examples/sd_dual_core"):
+        monkeypatch.syspath_prepend(ROOT / folder)
+    page = import_module("page")
+    path = tmp_path / "benchmarks.md"
+    path.write_text((ROOT / "docs" / "benchmarks.md").read_text("utf-8"), "utf-8")
+    before = path.read_text("utf-8").splitlines()
+    turns = {
+        (name, Load(batch=2, clients=1)): [turn(slowest=slowest)] * 2
+        for name, slowest in (("sharded", 0.05), ("session", 0.1))
+    }
+    measured = report([way("sharded"), way("session")], turns)
+    (tmp_path / "unet.json").write_bytes(dump(measured))
+    page.write_page(path, tmp_path, [page.RUNS[0]])
+    after = path.read_text("utf-8").splitlines()
+    gone, new = set(before) - set(after), set(after) - set(before)
+    begin, end = before.index("<!-- unet -->"), before.index("<!-- mobilenet -->")
+    own = {*before[begin:end], *(line for line in before if line.startswith("| UNet, "))}
+    assert gone <= own
+    [line] = [line for line in new if line.startswith("| UNet, batch 2")]
+    assert "| ≤ 1 | 0.5 [0.5 … 0.5] |" in line
