@@ -1,6 +1,6 @@
-"""Runs the slices of a model in one process: all ranks in lock step, collectives by NumPy.
+"""Runs the slices of a model in one process: all ranks in lock step, or stages one after another.
 
-Each rank's graph is cut at its collectives; what lies between runs in ONNX Runtime.
+Each rank's graph is cut at its collectives, which NumPy computes; what lies between runs in ONNX Runtime.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mcinfer.ranks.slicing.graphs import BITS, values_used
+from mcinfer.ranks.slicing.pipeline import Stage
 from mcinfer.ranks.slicing.tensor import TensorSlices
 from mcinfer.ranks.slicing.weights import Recipe
 
@@ -75,6 +76,20 @@ def run_slices(models: Sequence[ModelProto], feeds: Mapping[str, NDArray[Any]]) 
     _run(models, waiting, len(models[0].graph.node), values)
     names = [x.name for x in models[0].graph.output]
     return [{name: own[name] for name in names} for own in values]
+
+
+def check_stages(model: ModelProto, stages: Sequence[Stage], inputs: Arrays) -> None:
+    """The stages give what the model gives, bit by bit; each gets what earlier ones send to it alone."""
+    made: Arrays = {}
+    for number, stage in enumerate(stages):
+        given = {}
+        for value in stage.model.graph.input:
+            if value.name not in inputs:
+                assert number in stages[stage.receives[value.name]].sends[value.name]
+            given[value.name] = inputs[value.name] if value.name in inputs else made[value.name]
+        made |= run_whole(stage.model, given)
+    for name, expected in run_whole(model, inputs).items():
+        np.testing.assert_array_equal(made[name], expected, name)
 
 
 def _run(

@@ -12,7 +12,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.ranks.slicing.graphs import tensor_bytes
 from mcinfer.ranks.slicing.pipeline import Stage, cut_stages
-from tests.pipeline_stages import Arrays, check_stages
+from tests.lockstep import Arrays, check_stages
 from tests.text_models import text_model
 
 

@@ -14,6 +14,7 @@ from mcinfer.config import Device
 from mcinfer.examples import encoder
 from mcinfer.machine import cores_near, gpus
 from tests.gpu.cards import IMAGES, Cards, check, why_no_card
+from tests.text_models import text_model
 
 if why := why_no_card():
     pytest.skip(f"no card: {why}", allow_module_level=True)
@@ -39,22 +40,10 @@ def test_callers_stream_is_waited_for(pool: Master, expected: Any) -> None:
 def test_weights_lie_on_a_card_once(cards: Cards, tmp_path: Path) -> None:
     side, layers = 4096, 4  # 268 MB
     rng = np.random.default_rng(0)
-    weights = {
-        f"w{layer}": rng.standard_normal((side, side), np.float32) / 64 for layer in range(layers)
-    }
-    graph = onnx.helper.make_graph(
-        [
-            onnx.helper.make_node("MatMul", [f"x{layer}", f"w{layer}"], [f"x{layer + 1}"])
-            for layer in range(layers)
-        ],
-        "products",
-        [onnx.helper.make_tensor_value_info("x0", onnx.TensorProto.FLOAT, ["batch", side])],
-        [onnx.helper.make_tensor_value_info(f"x{layers}", onnx.TensorProto.FLOAT, ["batch", side])],
-        [onnx.numpy_helper.from_array(array, name) for name, array in weights.items()],
-    )
-    opset = [onnx.helper.make_opsetid("", 20)]
-    model = onnx.helper.make_model(graph, opset_imports=opset, ir_version=9)
-    onnx.save(model, str(tmp_path / "model.onnx"))
+    weights = {f"w{n}": rng.standard_normal((side, side), np.float32) / 64 for n in range(layers)}
+    body = "  ".join(f"x{n + 1} = MatMul(x{n}, w{n})" for n in range(layers))
+    text = f"(float[batch,{side}] x0) => (float[batch,{side}] x{layers}) {{ {body} }}"
+    onnx.save(text_model(text, weights, opset=20), str(tmp_path / "model.onnx"))
 
     def taken(prepare: str) -> int:
         before = gpus()[0].free_bytes
