@@ -10,13 +10,9 @@
               │                  └ one copy of the weights on a node: the model cache's files
               └ what Ray assigned: its GPUs, or as many cores as CPUs, claimed for it alone
 
-Ray places actors, moves arrays between nodes, and starts actors again; mcinfer runs a model on what Ray gave
-an actor. Ray counts CPUs and sets ``OMP_NUM_THREADS``, but ties no process to a core. So an actor *claims*
-cores: for each it binds a Unix socket of that core's name, which only one process of a network namespace can
-do, of any user. The kernel releases a claim when the process ends, however it ends, so no claim outlives
-its actor.
-
-An actor that ends, by Ray or by SIGKILL, takes the workers of its master with it.
+Ray counts CPUs, but ties no process to a core. So an actor *claims* cores: for each it binds a Unix socket of
+that core's name, which only one process of a network namespace can do, of any user. The kernel releases a
+claim when the process ends, however it ends. An actor that ends takes the workers of its master with it.
 """
 
 import inspect
@@ -52,9 +48,6 @@ _log = logging.getLogger("mcinfer.ray")
 
 _PATIENCE = 10.0
 """Seconds without a batch, after which an actor of Ray Data looks whether one can come."""
-
-_CONCURRENT_CALLS = 16
-"""How many calls an `Actor` answers at once, unless its options say otherwise."""
 
 _CORE = "\0mcinfer-core-{}"
 """Name of the socket that claims a core. It is abstract (unix(7)), so there is no file to leave behind."""
@@ -332,13 +325,12 @@ class Predictor:
 
 
 class ModelActor(Predictor):
-    """What `Actor` makes remote."""
+    """What `Actor` makes remote. It may wait for calls as long as it likes."""
 
-    def _watch_for_stall(self) -> None:
-        """It may wait for calls as long as it likes."""
+    def _watch_for_stall(self) -> None: ...
 
 
-Actor: Any = ray.remote(num_cpus=1, max_concurrency=_CONCURRENT_CALLS)(ModelActor)
+Actor: Any = ray.remote(num_cpus=1, max_concurrency=16)(ModelActor)
 """`Predictor` as an actor: `predict`, `health`, `statistics`, `update_weights`, `close`, all ``.remote``.
 
 ::
