@@ -36,6 +36,25 @@ def test_shard_that_had_its_turn_goes_behind_no_run() -> None:
     assert queue.take(0.0, ahead=True) == ()
 
 
+def test_oldest_of_a_worker_is_passed_over_as_often_as_any_other() -> None:
+    queue = ShardQueue(1)
+    queue.add(shard(0), 0, affinity=Affinity(worker=0, until=LATER))
+    for number in range(1, 40):
+        queue.add(shard(number), 1, affinity=Affinity(worker=number % 2, until=LATER))
+    taken = [queue.take(0.0, worker=i % 2) for i in range(2 * PATIENCE + 2)]
+    assert taken[-2] == (shard(0),)
+
+
+def test_shards_of_a_worker_that_is_gone_go_to_any() -> None:
+    queue = ShardQueue(1)
+    queue.add(shard(1), 0, affinity=Affinity(worker=0, until=LATER))
+    queue.add(shard(2), 1, affinity=Affinity(worker=0, until=LATER))
+    queue.discard(shard(2))
+    queue.release(0)
+    queue.release(1)
+    assert queue.take(0.0, ahead=True) == (shard(1),)
+
+
 # Forgetting.
 
 
