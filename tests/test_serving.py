@@ -420,11 +420,11 @@ def test_cancelled_run_ends_and_the_next_is_served(peer: Peer, tmp_path: Path) -
     peer.attach(0)
     peer.array(x_at(0))[:] = 1
     request = peer.predict([x_at(0)], [y_at(64)])
+    wait_until(started.exists)
     peer.cancels.send(request + 1000, 0)  # of another request: nothing
     peer.cancels.send(request, 1)  # of another shard: likewise
     peer.cancels.send(request, 0)
     assert peer.error(request).kind == "cancelled"
-    started.touch()
     peer.ask([x_at(0)], [y_at(64)])
     assert peer.array(y_at(64)).tolist() == [2, 2, 2]
 
