@@ -239,7 +239,10 @@ def test_rank_that_does_not_come_is_named_within_the_time_of_hccls_variable(
     both = failure("build_from_file", raised.value)
     assert isinstance(both, CollectiveTimeoutError)
     assert isinstance(both, RuntimeError)
-    assert type(copy(both)) is type(both)  # as to another process
+    both.add_note("as a program adds it")
+    again = copy(both)  # as to another process
+    assert type(again) is type(both)
+    assert (str(again), again.__notes__) == (str(both), both.__notes__)
 
 
 @pytest.mark.usefixtures("own_process")

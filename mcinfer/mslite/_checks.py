@@ -99,8 +99,11 @@ def _both(kind: type[Any]) -> type[Any]:
     """The class of errors of this kind that are RuntimeErrors as well."""
     if issubclass(kind, RuntimeError):
         return kind
-    more = {"__reduce__": lambda error: (raisable, (kind, str(error)))}  # it can be pickled
-    return type(kind.__name__, (kind, RuntimeError), more)
+
+    def reduced(error: Exception) -> tuple[Any, ...]:
+        return raisable, (kind, str(error)), vars(error)
+
+    return type(kind.__name__, (kind, RuntimeError), {"__reduce__": reduced})  # it can be pickled
 
 
 def raisable(kind: type[McinferError], text: str) -> McinferError:

@@ -108,6 +108,11 @@ class LoadedModel:
         with self._updating:
             self.weights = {**self.weights, **copies}
 
+    def take_weights(self, other: "LoadedModel") -> None:
+        """Have the weights that were replaced in the same model of other sizes, but not here."""
+        with self._updating:
+            self.weights = {**other.weights, **self.weights}
+
     def run(self, inputs: Sequence[Any]) -> dict[str, NDArray[Any]]:
         """Run the model on one array for each input; the outputs by name."""
         arrays = [

@@ -222,7 +222,7 @@ class ModelParallelRunner:
                 # The caller is three calls up: _build, build_from_file, the user.
                 open_first(source, partial(self._start, source, config), alone=False, stacklevel=3)
             except BaseException as exc:
-                self._master = None
+                self._master, self._name = None, ""
                 self._building.release()
                 if self._closed and isinstance(exc, Exception):
                     raise ClosedError("the runner was closed meanwhile") from exc
@@ -231,13 +231,14 @@ class ModelParallelRunner:
     def _start(self, source: Source, config: RunnerConfig, attempt: Attempt) -> None:
         self._master = master = _new_master(source.model, config, attempt)
         try:
-            if self._closed:  # `close` may have come before there was a master to close
+            if not self._closed:  # `close` may have come before there was a master to close
+                master.start()
+                self._name = source.name
+            if self._closed:
                 raise ClosedError("the runner is closed")
-            master.start()
         except BaseException:
             master.close(0.0)
             raise
-        self._name = source.name
 
     def _ready(self, what: str) -> Master:
         if self._master is None or not self._name:

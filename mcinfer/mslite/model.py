@@ -325,8 +325,7 @@ class Model:
             dims_of = dict(zip(names, wanted, strict=True))
             session = _load(self._group, built.source, None, session.attempt, dims_of)
             # Weights that another model of the group has replaced in a shared session stay.
-            if kept := {**built.session.weights, **session.weights}:
-                session.update_weights(kept)
+            session.take_weights(built.session)
         if all(size > 0 for shape in wanted for size in shape):
             session.output_shapes(tuple(map(tuple, wanted)))
         built.session, built.dims = session, wanted

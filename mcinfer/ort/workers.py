@@ -15,11 +15,11 @@ it is garbage-collected, and at the interpreter's end.
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import onnxruntime
@@ -124,7 +124,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         self, output_names: Iterable[str], input_feed: Mapping[str, Any], run_options: Any = None
     ) -> list[NDArray[Any]]:
         names, feed = self._wanted(output_names), self._fed(input_feed)
-        answer = self._answer(feed, names, run_options)
+        answer = self._answer(feed, names, _begun(run_options))
         return [answer[name] for name in names]
 
     def run_async(
@@ -148,15 +148,14 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
             raise
         except McinferError as exc:
             unfit = words(exc)
-        else:
-            _check_run_options(run_options)
+        begun = None if unfit else _begun(run_options)
 
         def run() -> None:
             results: list[Any] = []
             failure = unfit
             try:
                 if not unfit:
-                    answer = self._answer(feed, names, run_options)
+                    answer = self._answer(feed, names, begun)
                     results = [answer[name] for name in names]
             except Exception as exc:  # the callback gets it
                 failure = words(exc)
@@ -168,7 +167,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         self, input_feed: Mapping[str, Any], output_names: Iterable[str], run_options: Any = None
     ) -> Any:
         names, feed = self._wanted(output_names), self._fed(input_feed)
-        answer = self._answer(feed, names, run_options)
+        answer = self._answer(feed, names, _begun(run_options))
         return self._vector(answer, names, native.OrtValueVector())
 
     def run_with_ortvaluevector(
@@ -192,7 +191,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         if any(place != str(card or "host") for card in cards):
             raise Unsupported("fetch_devices: got several devices, expected one for all outputs")
         feed = self._fed({name: feeds[i] for i, name in enumerate(feed_names)})
-        self._vector(self._answer(feed, names, run_options, place), names, fetches)
+        self._vector(self._answer(feed, names, _begun(run_options), place), names, fetches)
 
     def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
         if not isinstance(iobinding, values.Binding) or not iobinding.is_noted:
@@ -210,7 +209,7 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
                 name: values.bound_tensor(what, self._input(name))
                 for name, what in iobinding.bound_inputs.items()
             }
-            answer = self._answer(feed, names, run_options, place)
+            answer = self._answer(feed, names, _begun(run_options), place)
         except InvalidInputError as exc:
             raise InvalidBinding(f"Error in execution: {words(exc)}") from exc
         iobinding.deliver(answer, self.outputs)
@@ -267,15 +266,14 @@ class WorkerSession(native.InferenceSession):  # type: ignore[misc] # no types
         return vector
 
     def _answer(
-        self, feed: Tensors, names: list[str], run_options: Any, outputs_on: str = "host"
+        self, feed: Tensors, names: list[str], begun: "_Run | None", outputs_on: str = "host"
     ) -> dict[str, Any]:
         outputs = None if names == self._all else [*dict.fromkeys(names)]
         try:
-            if run_options is None:
+            if begun is None:
                 return self.master.predict(feed, outputs=outputs, outputs_on=outputs_on)
-            _check_run_options(run_options)
-            with _ended_by(run_options) as offer:
-                return self.master._predict_cancellable(feed, outputs, outputs_on, offer)
+            with begun as run:
+                return self.master._predict_cancellable(feed, outputs, outputs_on, run.offer)
         except CancelledError:
             raise terminated() from None
         except McinferError as exc:
@@ -296,8 +294,8 @@ def _report(done: "Future[None]") -> None:
 # Runs that their options end. The runtime's runs look at ``RunOptions.terminate`` from time to time; here,
 # the assignment itself ends them.
 
-_RUNNING: WeakKeyDictionary[Any, set[Callable[[], object]]] = WeakKeyDictionary()
-"""What cancels the runs that wait, by the options that they were given."""
+_RUNNING: WeakKeyDictionary[Any, set["_Run"]] = WeakKeyDictionary()
+"""The runs that are not over, by the options that they were given."""
 
 
 def note_terminations() -> None:
@@ -308,41 +306,55 @@ def note_terminations() -> None:
         terminate.fset(options, value)
         if value:
             # Other threads add and take away runs. The interpreter copies a set in one step.
-            for cancel in _RUNNING.get(options, set()).copy():
-                cancel()
+            for run in _RUNNING.get(options, set()).copy():
+                run.end()
 
     native.RunOptions.terminate = property(terminate.fget, assign, None, terminate.__doc__)
 
 
-def _check_run_options(options: Any) -> None:
+def _begun(options: Any) -> "_Run | None":
+    """A run that these options end; None without options."""
     if options is None:
-        return
+        return None
     if not isinstance(options, native.RunOptions):
         raise TypeError(f"run_options: got {options!r}, expected onnxruntime.RunOptions")
     noted.check_run_options(options)
+    return _Run(options)
 
 
-@contextmanager
-def _ended_by(options: Any) -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Gives what takes a function that cancels the run, until the context ends.
+class _Run:
+    """A run that its options end at any moment from its making, which may be in another thread, to its end.
 
     Each of two threads first writes what the other one reads then, so that one of them cancels.
     """
-    running = _RUNNING.setdefault(options, set())
-    own: list[Callable[[], object]] = []
 
-    def offer(cancel: Callable[[], object]) -> None:
-        own.append(cancel)
-        running.add(cancel)
+    def __init__(self, options: Any) -> None:
+        self._cancels: list[Callable[[], object]] = []
+        self._ended = False
+        self._others = _RUNNING.setdefault(options, set())
+        self._others.add(self)
         if options.terminate:
+            self._ended = True
+
+    def __enter__(self) -> Self:
+        if self._ended:
+            self._others.discard(self)
+            raise CancelledError
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._others.discard(self)
+
+    def offer(self, cancel: Callable[[], object]) -> None:
+        """Take what cancels the run from now on."""
+        self._cancels.append(cancel)
+        if self._ended:
             cancel()
 
-    if options.terminate:
-        raise CancelledError
-    try:
-        yield offer
-    finally:
-        running.difference_update(own)
+    def end(self) -> None:
+        self._ended = True
+        for cancel in self._cancels:
+            cancel()
 
 
 # Opening.

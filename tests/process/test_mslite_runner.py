@@ -239,6 +239,23 @@ def test_closing_during_a_build_makes_it_fail_and_leaves_nothing(
         runner.init(content)
 
 
+def test_closing_as_a_build_ends_makes_it_fail(
+    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, start = ModelParallelRunner(), mcinfer.Master.start
+
+    def start_and_close(master: mcinfer.Master) -> mcinfer.Master:
+        started = start(master)
+        runner.close()
+        return started
+
+    monkeypatch.setattr("mcinfer.mslite._targets.attempts", fake_attempts)
+    monkeypatch.setattr(mcinfer.Master, "start", start_and_close)
+    with pytest.raises(RuntimeError, match="the runner was closed meanwhile") as caught:
+        runner.init(fake_model().read_bytes(), RunnerConfig(on_cpu(1)))
+    assert isinstance(caught.value, mcinfer.ClosedError)
+
+
 def test_futures_and_tensors_that_are_kept_do_not_keep_the_workers(
     onnx_model: OnnxModel, request: pytest.FixtureRequest
 ) -> None:

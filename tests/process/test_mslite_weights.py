@@ -18,6 +18,8 @@ from mcinfer.mslite import (
     Context,
     DataType,
     Model,
+    ModelGroup,
+    ModelGroupFlag,
     ModelParallelRunner,
     ModelType,
     RunnerConfig,
@@ -146,6 +148,38 @@ def test_replaced_weights_stay_where_resize_builds_the_model_again(
     serves.update_weights([[tensor([7, 8]), tensor([9, 0])]])
     serves.resize(serves.get_inputs(), [[1, 2]])
     assert answers(serves) == [[7, 8], [9, 0]]
+
+
+def test_update_of_one_model_of_a_group_outlasts_the_resize_of_another_meanwhile(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    path, sections = onnx_model(PAIR.replace("[n, 2]", "[1, 2]")), named(tmp_path, "a", "b")
+    one, other = Model(), Model()
+    ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model([one, other])
+    for made in (one, other):
+        made.build_from_file(str(path), ModelType.ONNX, None, "", sections)
+    other.resize(other.get_inputs(), [[3, 2]])
+    other.update_weights([[tensor([3, 4]), tensor([5, 6])]])
+    assert other._built is not None
+    session = other._built.session
+    lock = session._updating
+
+    class Late:
+        """The turn of a thread that finds another one's update before its own."""
+
+        def __enter__(self) -> None:
+            session._updating = lock
+            other.update_weights([[tensor([7, 8]), tensor([9, 0])]])
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    session._updating = Late()  # type: ignore[assignment]
+    one.resize(one.get_inputs(), [[3, 2]])
+    for made in (one, other):
+        y, z = (item.get_data_to_numpy() for item in made.predict([np.zeros((3, 2), np.float32)]))
+        assert (y.tolist(), z.tolist()) == ([[7, 8]] * 3, [[9, 0]] * 3)
 
 
 def test_runs_beside_updates_see_one_version(onnx_model: OnnxModel, tmp_path: Path) -> None:

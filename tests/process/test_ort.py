@@ -336,6 +336,17 @@ def test_terminate_ends_every_run_while_others_begin(session: Any, plain: Any) -
     assert_same(session.run(None, feed(), options), plain.run(None, feed()))
 
 
+def test_terminate_ends_a_run_that_no_thread_has_begun_yet(session: Any) -> None:
+    options, said = ort.RunOptions(), list[str]()
+    for _ in range(8):
+        endless = feed(1, turns=2**62)
+        session.run_async(None, endless, lambda *came: said.append(came[2]), None, options)
+        options.terminate = True
+        options.terminate = False  # for the next run
+    wait_until(lambda: len(said) == 8)
+    assert all("Exiting due to terminate flag being set to true" in text for text in said)
+
+
 def test_terminate_ends_what_learns_and_close_ends_runs_of_every_kind(
     onnx_model: OnnxModel, plain: Any, tmp_path: Path
 ) -> None:
