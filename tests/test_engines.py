@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, parser
 
 from mcinfer.engines import _onnxruntime, open_engine
-from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, RunCancelledError, Strings
+from mcinfer.engines.base import (
+    Buffer,
+    Engine,
+    EngineRequest,
+    Produced,
+    RunCancelledError,
+    Strings,
+    run_on_arrays,
+)
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.model_cache.onnx_files import scan
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelDescription, numpy_dtype
@@ -173,6 +181,35 @@ def test_fake_fails_as_its_model_says(tmp_path: Path) -> None:
 
 
 # Cancelling.
+
+
+def test_threads_take_turns_where_an_engine_runs_in_one_thread(tmp_path: Path) -> None:
+    x, y = ["x", "float32", ["n"]], ["y", "float32", ["n"], {"from": "x", "scale": 2}]
+    engine: Any = open_fake(tmp_path / "m.json", inputs=[x], outputs=[y], when={"-1": "fail"})
+    run, inside, met = engine.run, threading.Lock(), list[str]()
+
+    def run_alone(*arguments: Any) -> Any:
+        if not inside.acquire(blocking=False):
+            met.append("two runs at once")
+            return run(*arguments)
+        try:
+            time.sleep(0.001)  # so that another would come meanwhile
+            return run(*arguments)
+        finally:
+            inside.release()
+
+    def ask(number: int) -> None:
+        value = -1 if number % 5 == 0 else number
+        try:
+            outputs = run_on_arrays(engine, [np.full(2, value, np.float32)])
+            assert outputs["y"].tolist() == [2 * value] * 2
+        except PredictError:
+            assert value == -1
+
+    engine.run = run_alone
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(ask, range(40))] == [None] * 40
+    assert not met
 
 
 def test_long_run_ends_when_it_is_cancelled_from_another_thread(tmp_path: Path) -> None:

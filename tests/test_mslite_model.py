@@ -184,8 +184,11 @@ def test_model_that_is_not_built_does_nothing(
 
 def test_buffer_is_built_and_runs_and_leaves_no_descriptor(onnx_model: OnnxModel) -> None:
     before = len(os.listdir("/proc/self/fd"))
+    content = onnx_model(AFFINE.replace("batch, 4", "batch, n")).read_bytes()
+    held = sys.getrefcount(content)
     model = Model()
-    model.build_from_buffer(onnx_model(AFFINE.replace("batch, 4", "batch, n")).read_bytes())
+    model.build_from_buffer(content)
+    assert sys.getrefcount(content) == held  # no resize can need it
     assert len(os.listdir("/proc/self/fd")) == before
     assert str(model) == "model_path: buffer."
     for shape in ([1, 4], [2, 3]):
