@@ -26,6 +26,7 @@ from mcinfer import (
     PredictError,
     ort,
 )
+from mcinfer.ort import workers
 from mcinfer.ort.session import PlainSession
 from tests.process.models import OnnxModel
 from tests.process.waiting import all_gone, pids, wait_until
@@ -345,6 +346,13 @@ def test_terminate_ends_a_run_that_no_thread_has_begun_yet(session: Any) -> None
         options.terminate = False  # for the next run
     wait_until(lambda: len(said) == 8)
     assert all("Exiting due to terminate flag being set to true" in text for text in said)
+    cancelled = list[str]()
+    with workers._Run(options) as run:  # its inputs are copied
+        options.terminate = True
+        options.terminate = False
+        run.offer(lambda: cancelled.append("it"))
+    options.terminate = True
+    assert cancelled == ["it"]
 
 
 def test_terminate_ends_what_learns_and_close_ends_runs_of_every_kind(
