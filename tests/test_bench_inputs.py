@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_BZIP2, ZipFile
 
 import ml_dtypes
 import numpy as np
@@ -215,7 +216,7 @@ FOREIGN = "not an .npy or .npz file of numbers or text"
         (["x=void.npy"], "--input void.npy: input 'x' has dtype |V4"),
         *(
             ([f"x={name}.npy"], f"--input {name}.npy: {FOREIGN}")
-            for name in ("empty", "cut", "text", "objects")
+            for name in ("empty", "cut", "text", "objects", "damaged")
         ),
         (["x=zip.npy"], "--input zip.npy: it holds 2 arrays"),
         (["in.npz"], "--input in.npz: got an array for 'q', expected one of ['x']"),
@@ -232,7 +233,10 @@ def test_options_and_files_that_do_not_fit_are_refused_with_their_place(
     for name, array in FILES.items():
         np.save(f"{name}.npy", array)
     np.savez("in.npz", x=ROWS, q=ROWS)
+    with ZipFile("bzip2.npz", "w", ZIP_BZIP2) as archive:
+        archive.write("q.npy")
     for name, data in (
+        ("damaged", Path("bzip2.npz").read_bytes().replace(b"BZh9", b"BZh0")),  # an OSError
         ("empty", b""),
         ("cut", b"PK\x03\x04"),
         ("text", b"text"),

@@ -212,10 +212,12 @@ def _load(path: Path) -> Any:
     if path.exists() and not path.is_file():
         raise InvalidInputError(f"--input {path}: it is no regular file")
     try:
-        content = np.load(BytesIO(path.read_bytes()), allow_pickle=False)
-        return dict(content) if isinstance(content, np.lib.npyio.NpzFile) else content
+        data = path.read_bytes()
     except OSError as exc:
         raise InvalidInputError(f"--input {path}: {exc.strerror}") from exc
+    try:
+        content = np.load(BytesIO(data), allow_pickle=False)
+        return dict(content) if isinstance(content, np.lib.npyio.NpzFile) else content
     except Exception as exc:  # NumPy, zipfile and zlib raise many kinds on what is not theirs
         raise InvalidInputError(
             f"--input {path}: not an .npy or .npz file of numbers or text: {exc}"

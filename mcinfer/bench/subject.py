@@ -55,6 +55,7 @@ class Subject:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._pidfd = -1
+        self._reader: threading.Thread | None = None
         self._interrupted = False
         self._printed = b""
 
@@ -81,10 +82,11 @@ class Subject:
                 pass_fds=(theirs.fileno(),),
                 process_group=0,  # Ctrl-C is for this process to hear; and all of it is ended at once
             )
-            self._reader = threading.Thread(
+            reader = threading.Thread(
                 target=self._read_output, args=(self._process.stdout,), daemon=True
             )
-            self._reader.start()
+            reader.start()
+            self._reader = reader
             self._pidfd = os.pidfd_open(self._process.pid)
         except OSError as exc:
             self._kill()
@@ -154,7 +156,11 @@ class Subject:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is its own
             process.wait()
-            self._reader.join(_LAST_SECONDS)
+            reader, self._reader = self._reader, None
+            if reader is not None:
+                reader.join(_LAST_SECONDS)
+            elif process.stdout is not None:  # Ctrl-C came before there was one
+                process.stdout.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1

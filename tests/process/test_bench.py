@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -206,6 +207,19 @@ def test_way_that_goes_wrong_is_ended_with_its_children(
     child = ways.parent / "child"
     if child.exists():
         wait_until(lambda: not is_alive(int(child.read_text(encoding="utf-8"))))
+
+
+def test_ctrl_c_while_a_way_starts_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading, "Thread", Interrupted)
+    split = Split(inputs={}, outputs={}, known="unknown")
+    subject = Subject("session", Setup(model="gone.onnx", cores=1, split=split), {})
+    with pytest.raises(KeyboardInterrupt), subject:
+        subject.start(30.0)
+    assert not psutil.Process().children(recursive=True)
 
 
 @pytest.mark.thorough
