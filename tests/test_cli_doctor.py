@@ -321,3 +321,14 @@ def test_gpus_are_those_of_the_driver(
     assert "unless CUDA_DEVICE_ORDER=PCI_BUS_ID" in shown[3]
     unusable = bool(installed_runtime().without_cuda)
     assert ["has no CUDAExecutionProvider" in line for line in shown[4:]] == [True] * unusable
+
+
+def test_gpus_are_listed_if_the_driver_does_not_say_what_it_serves(
+    nvidia_smi: Callable[[str], None], capsys: Capture
+) -> None:
+    nvidia_smi(f"[ $1 = --query ] && exit 2\n{TWO_GPUS}")
+    assert main(["devices", "--devices", "cuda:1"]) == 0
+    out = capsys.readouterr().out
+    assert "cuda:1: A1" in out
+    assert "  driver 580.65; no MPS" in out
+    assert "no GPU was found" not in out

@@ -552,8 +552,9 @@ class Driver:
 
 def gpus_and_driver() -> tuple[Sequence[Gpu], Driver]:
     """The GPUs of this machine, at least one; raises as `mcinfer.machine.gpus` does."""
-    gpus, mps = machine.gpus(), machine.mps_folder()
-    cuda = machine.driver_cuda_version()
+    gpus, mps, cuda = machine.gpus(), machine.mps_folder(), ""
+    with suppress(OSError):  # the cards are there, whatever becomes of a second question
+        cuda = machine.driver_cuda_version()
     return gpus, Driver(gpus[0].driver, cuda, None if mps is None else str(mps))
 
 
