@@ -10,7 +10,7 @@ import pytest
 
 from mcinfer.cli import main
 from mcinfer.model_cache.cache import Cache, Held, entry_key
-from tests.command_line import Capture
+from tests.command_line import Capture, only_line
 
 
 @pytest.fixture
@@ -73,3 +73,13 @@ def test_clear_leaves_entries_that_are_in_use(cache: Cache, capsys: Capture) -> 
         assert [info.key for info in cache.entries()] == [held.key]
     assert printed(capsys, "clear") == ["freed 0.0 MB"]
     assert cache.entries() == []
+
+
+def test_cache_open_to_others_is_refused(cache: Cache, capsys: Capture) -> None:
+    cache.folder.mkdir()
+    cache.folder.chmod(0o777)
+    for command in ("list", "clear"):
+        assert main(["cache", command]) == 1
+        line = only_line(capsys.readouterr().err)
+        assert line.startswith(f"mcinfer: the cache at {cache.folder} cannot be used: others can")
+        assert "mode 0777" in line

@@ -292,6 +292,11 @@ def test_file_that_cannot_be_read_or_written_is_named(double: Path, case: Case) 
         assert line.startswith(f"mcinfer: {wrong[0]}: ")
         assert str(case.folder / wrong[1]) in line
         assert files(case.folder) == before
+    np.save(case.folder / "in.npy", np.ones(3, np.float32))
+    before = files(case.folder)
+    assert call(case.folder / "none.onnx", case.folder / "in.npy", case.output) == 1
+    assert str(case.folder / "none.onnx") in only_line(case.capsys.readouterr().err)
+    assert files(case.folder) == before
 
 
 @pytest.mark.parametrize(
