@@ -352,7 +352,7 @@ def table(verdicts: Sequence[Verdict], files: int, release: str) -> str:
     rows = [
         f"| `{one.name}` | {one.sessions} | {_cell(one.words)} |"
         for one in verdicts
-        if one.group != "no session"
+        if one.group in ("cannot hold", "not comparable")
     ]
     counts = {
         group: sum(one.group == group for one in verdicts)
@@ -363,8 +363,8 @@ def table(verdicts: Sequence[Verdict], files: int, release: str) -> str:
             f"{_count(len(verdicts), 'test')} of {_count(files, 'file')}. Inline, all that pass with a plain"
             f" session pass. With two workers, {counts['passes']} pass and",
             f"{counts['cannot hold']} cannot hold; {counts['not comparable']} skip themselves or fail with a"
-            f" plain session too. {counts['no session']} more pass and open no session here and are not"
-            f" in the table. Tests of ONNX Runtime {release}, with onnxruntime"
+            f" plain session too. {counts['no session']} more pass and open no session here. The table has"
+            f" those that do not pass. Tests of ONNX Runtime {release}, with onnxruntime"
             f" {version('onnxruntime')} and numpy {version('numpy')}.",
             "",
             "| test | sessions | with two workers |",

@@ -95,8 +95,9 @@ def test_table_is_written_only_where_there_is_no_problem(
     kept = TESTS.partition("    def test_1")[0]
     path.write_text(kept, "utf-8")
     assert ort_suite.main([str(folder), "--write", str(page)]) == 0
-    assert "| `TestSession.test_0_product` | 2 | passes |" in page.read_text("utf-8")
-    assert "With two workers, 1 pass and\n0 cannot hold" in capsys.readouterr().out
+    said = "With two workers, 1 pass and\n0 cannot hold"
+    assert said in page.read_text("utf-8")
+    assert said in capsys.readouterr().out
 
 
 def test_folder_without_the_tests_is_refused_by_name(tmp_path: Path) -> None:
