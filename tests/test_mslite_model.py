@@ -147,6 +147,27 @@ def test_argument_of_another_type_is_a_type_error(onnx_model: OnnxModel) -> None
             getattr(model, name)(*arguments)
 
 
+def test_resize_refuses_other_inputs_and_another_number_of_shapes(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(AFFINE))
+    with pytest.raises(ValueError, match=r"^inputs' size does not match dims' size: got 1 and 0$"):
+        model.resize(model.get_inputs(), [])
+    other = model.get_inputs()[0]
+    stranger = Tensor(ARRAY)
+    stranger.name = "z"
+    with pytest.raises(
+        RuntimeError, match=rf"inputs: unknown 'z', expected some of \['{other.name}'\]"
+    ):
+        model.resize([stranger], [[1, 4]])
+
+
+def test_process_and_unknown_keys_are_known_before_and_after_the_build(
+    onnx_model: OnnxModel,
+) -> None:
+    for model in (Model(), built(onnx_model(AFFINE))):
+        assert model.get_model_info("current_pid") == str(os.getpid())
+        assert model.get_model_info("nothing") == ""
+
+
 def test_build_that_fails_can_be_followed_by_one_that_succeeds_and_by_no_other(
     onnx_model: OnnxModel, tmp_path: Path
 ) -> None:

@@ -315,6 +315,13 @@ def _descriptors(worker: HostileTransport, message: Message, _: bytes) -> None:
     worker.reply_from(message, OWN, 0)
 
 
+def _no_blocks(worker: HostileTransport, _: Message, data: bytes) -> None:
+    """Take no block from now on."""
+    with socket.socket(fileno=os.dup(worker.lifeline.fd)) as end:
+        end.shutdown(socket.SHUT_RD)
+    worker.send_as_is(data)
+
+
 # Cancellations.
 
 
@@ -338,6 +345,7 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
     "flood": (Reply, _flood),
     "flood_preparing": (BuildFinish, _flood_preparing),
     "unasked_slab": (BuildFinish, _unasked_slab),
+    "no_blocks": (BuildFinish, _no_blocks),
     "big_error": (Reply, _big_error),
     "many_connections": (Reply, _many_connections),
     "forged_block:masters": (Reply, _masters),

@@ -93,6 +93,19 @@ def test_requests_of_hostile_workers_are_answered_by_an_honest_one(
     assert max(map(len, texts(caplog))) < 5000
 
 
+def test_worker_that_takes_no_block_is_replaced_and_its_request_answered(
+    fake_model: FakeModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    become(tmp_path, monkeypatch, "no_blocks")
+    with fake_master(fake_model(), 1) as master:
+        assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
+        assert master.statistics().workers[0].restarts == 1
+    assert [text.count("does not take a block") for text in killed(caplog)] == [1]
+
+
 @pytest.mark.usefixtures("_memory_stays")
 def test_part_of_another_shape_fails_its_request_and_nothing_is_joined_after_it(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
