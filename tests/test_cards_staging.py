@@ -465,6 +465,10 @@ def test_workers_of_a_card_share_its_memory_out(cards: Cards) -> None:
             BuildError, match=r"provider_options: got gpu_mem_limit '.*', expected b"
         ):
             memory_limit(cards[0], build(4, gpu_mem_limit=text))
+    request = engine_request(encoder(), str(FIRST), allow_fallback=True)
+    message = replace(build(gpu_mem_limit="much"), model=request.model)
+    with pytest.raises(BuildError, match="got gpu_mem_limit 'much'"):  # so no worker starts
+        open_on_card(message, request, None, AttachedBlocks(), lambda _: None)
 
 
 def test_card_that_is_not_there_is_an_engine_of_the_host_if_that_may_be() -> None:

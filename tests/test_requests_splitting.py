@@ -657,6 +657,8 @@ def test_split_that_is_withdrawn_after_an_update_is_not_recorded_any_more() -> N
     model.ask(random(4, 3), rechecks=1)
     model.splitter.withdraw("a request from before the update shows it")
     assert model.records[-1] is None
+    known = model.splitter.known_for(2)  # and stays so with the next weights
+    assert (known.settled, known.splits) == (True, False)
 
 
 @pytest.mark.parametrize("kind", [PredictTimeoutError, PredictError, WorkerDiedError])

@@ -500,6 +500,26 @@ def test_workers_that_still_load_are_killed_when_the_pool_closes() -> None:
 JOIN = ("key", 1)
 
 
+def test_held_shard_goes_in_time_to_a_worker_that_works_on_several_runs_and_has_one() -> None:
+    pool = new_pool(1, pipeline=2, max_batch_size=8, max_delay=0.3)
+    finish_build(pool, 0)
+    pool.handle_request(0.0, 1, (1,), 20.0, join=JOIN)
+    assert pool.handle_time(0.3) == [predict(0, (1, 0))]
+    assert pool.handle_request(1.0, 2, (1,), 20.0, join=JOIN) == []
+    assert pool.handle_own_memory(1.1, 0, 5) == []  # any event that looks at all again
+    assert pool.due == 1.3
+    assert pool.handle_time(1.3) == [predict(0, (2, 0))]
+
+
+def test_runs_of_a_pipeline_that_died_run_again_one_at_a_time() -> None:
+    pool = ready_pool(1, pipeline=2)
+    pool.handle_request(0.0, 0, (1, 1), 60.0)
+    assert pool.handle_died(1.0, 0, SIGKILL) == []
+    assert restarted(pool, 0, 1.0) == [predict(0, (0, 0))]
+    assert pool.handle_request(1.5, 1, (1,), 60.0) == []  # it would die with them
+    assert pool.handle_message(2.0, 0, reply(0, 0)) == [predict(0, (0, 1))]
+
+
 def joined_pool(workers: int = 1) -> Pool:
     """Worker 0 runs requests 1, 2 and 3 as one; each other worker has a request of its own."""
     pool = ready_pool(workers, max_batch_size=8)
@@ -927,6 +947,17 @@ def test_shard_waits_for_its_worker_but_not_long_while_another_is_idle() -> None
     assert pool.handle_message(106.0, 1, reply(2, 1, 6.0)) == []
     assert pool.handle_time(111.9) == []
     assert pool.handle_time(112.0) == [predict(1, (2, 0))]
+
+
+def test_worker_does_not_steal_what_takes_it_longer_than_it_has_waited() -> None:
+    """With a card and a CPU, the CPU would take every shard that waits behind some others for the card."""
+    pool, _ = balanced_pool(1.0, 2.1)
+    pool.handle_request(100.0, 1, (3,), 1000.0)
+    pool.handle_request(100.0, 2, (6,), 1000.0, preferred=(0,))
+    assert pool.next_time() == 1100.0
+    assert pool.handle_time(150.0) == []
+    actions = pool.handle_message(160.0, 0, reply(1, 0, 60.0))
+    assert actions == [Settle(request=1), Release(request=1), predict(0, (2, 0))]
 
 
 def test_shard_never_waits_for_a_worker_that_is_gone_or_is_replaced() -> None:
