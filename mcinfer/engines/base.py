@@ -230,8 +230,8 @@ class BoundRun(ABC):
             RunCancelledError: `Engine.cancel` was called.
             InvalidInputError: The runtime refuses these inputs.
             PredictError: The run failed, with the runtime's message.
-        OutOfDeviceMemoryError: The device has too little memory left.
-        CardLostError: Neither this run nor another one can succeed in this process.
+            OutOfDeviceMemoryError: The device has too little memory left.
+            CardLostError: Neither this run nor another one can succeed in this process.
         """
 
 

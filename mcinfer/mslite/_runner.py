@@ -194,9 +194,8 @@ class ModelParallelRunner:
         """
         self._closed = True
         if (master := self._master) is not None:
-            master.close(
-                timeout if self._name else 0.0
-            )  # a worker that loads a model reads no messages
+            # A worker that loads a model reads no messages.
+            master.close(timeout if self._name else 0.0)
 
     def __enter__(self) -> Self:
         return self
