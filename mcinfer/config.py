@@ -115,11 +115,13 @@ class CoreShare:
     Attributes:
         shared: Whether another worker of the pool is pinned to one of these cores too.
         threads: Threads of one run, if a CPU quota allows fewer than there are cores; None is one per core.
+        pool: The cores of all workers on the CPU, if these are more; empty for a worker without others.
     """
 
     cores: tuple[int, ...] = ()
     shared: bool = False
     threads: int | None = None
+    pool: tuple[int, ...] = ()
 
 
 NOT_PINNED = CoreShare()
@@ -188,13 +190,16 @@ def share_cores(
                 continue
             shares[worker] = InvalidInputError(f"cores: got {got}")
     pinned = Counter(core for own, _, _ in mine.values() for core in own)
+    on_cpu = {core for i, (own, *_) in mine.items() if devices[i].kind == "cpu" for core in own}
+    pool = tuple(core for core in cores if core in on_cpu)
     for worker, (own, parts, count) in mine.items():
         threads = None
         if cpus is not None and cpus < len(cores):
             start, stop = (part * cpus // count for part in (parts.start, parts.stop))
             threads = min(len(own), max(1, stop - start))
         shared = any(pinned[core] > 1 for core in own)
-        shares[worker] = CoreShare(cores=own, shared=shared, threads=threads)
+        wide = pool if chosen is None and devices[worker].kind == "cpu" and own != pool else ()
+        shares[worker] = CoreShare(cores=own, shared=shared, threads=threads, pool=wide)
     return dict(sorted(shares.items()))
 
 

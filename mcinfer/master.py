@@ -225,6 +225,7 @@ class Master:
         nowhere = CoreShare(cores=(), shared=False, threads=cpus if cpus < len(cores) else None)
         may_share = engine == "onnxruntime" and cut.ranks == 1
         may_share &= options.prepare != "never" and options.provider in (None, "cuda")
+        may_be_wide = not options.threads and restart.max_memory_bytes is None and cut.ranks == 1
         on_cards = Counter(device.index for device in chosen if device.kind in CARD_KINDS)
         builds = []
         for index, device in enumerate(chosen):
@@ -237,6 +238,7 @@ class Master:
                     cores=share.cores,
                     shared=share.shared,
                     threads=share.threads,
+                    pool=share.pool if may_be_wide else (),
                     options=options,
                     card_workers=on_cards[device.index] if device.kind in CARD_KINDS else 1,
                     shares_weights=may_share and device.kind == "cuda" and chosen.count(device) > 1,

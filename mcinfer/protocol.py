@@ -48,7 +48,7 @@ from mcinfer.config import CoreShare, EngineOptions
 from mcinfer.errors import InvalidInputError, ProtocolError, shortened
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
 
-VERSION = 9  # raised with each change that an older peer would misread; HELLO carries it
+VERSION = 10  # raised with each change that an older peer would misread; HELLO carries it
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message. Tensors lie in shared memory, so only strings make a message large."""
@@ -78,10 +78,10 @@ _PLAIN_BYTES = 1 << 10
 _UNCOUNTED_BYTES = 16 << 10
 """A message of no more than that holds few values, if as many follow as its lengths say."""
 
-PREDICT_HEAD = struct.Struct("<BQIQI")
-"""Id, request, shard, version of the weights, bytes of the inputs' references."""
+PREDICT_HEAD = struct.Struct("<BQIQI?")
+"""Id, request, shard, version of the weights, bytes of the inputs' references, whether it may be wide."""
 
-REPLY_HEAD = struct.Struct("<BQId")  # id, request, shard, seconds
+REPLY_HEAD = struct.Struct("<BQId?")  # id, request, shard, seconds, whether it was wide
 
 PREDICT, REPLY, PREDICT_JOINED = 1, 2, 12
 
@@ -209,7 +209,7 @@ class Error(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predict(Message):
-    """Master to worker: run this shard.
+    """Master to worker: run this shard; if it may be `wide`, with the cores of all workers on the CPU.
 
     Outputs without a place, or that have another shape than it, come back in a block of the worker's own.
     """
@@ -218,6 +218,7 @@ class Predict(Message):
     request: _Count
     shard: _Shard
     weights: _Count = 0
+    wide: _Flag = False
     inputs: _References
     outputs: _References
 
@@ -234,6 +235,7 @@ class Reply(Message):
     shard: _Shard
     outputs: _References
     seconds: _Seconds
+    wide: _Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +307,7 @@ class Build(Message):
     cores: Annotated[tuple[int, ...], is_tuple_of(is_count)] = ()
     shared: _Flag = False
     threads: Annotated[int | None, or_none(is_count)] = None
+    pool: Annotated[tuple[int, ...], is_tuple_of(is_count)] = ()
     options: Annotated[EngineOptions, lambda value: isinstance(value, EngineOptions)] = (
         EngineOptions()
     )
@@ -318,7 +321,7 @@ class Build(Message):
 
     @property
     def share(self) -> CoreShare:
-        return CoreShare(cores=self.cores, shared=self.shared, threads=self.threads)
+        return CoreShare(cores=self.cores, shared=self.shared, threads=self.threads, pool=self.pool)
 
     @property
     def ranks(self) -> int:
@@ -416,11 +419,15 @@ def encode(message: Message) -> bytes:
     if isinstance(message, Predict):
         parts: tuple[Any, ...] = (message.inputs, message.outputs)
         inputs, outputs = _pack(message.inputs), _pack(message.outputs)
-        head = (PREDICT, message.request, message.shard, message.weights, len(inputs))
+        head = (
+            *(PREDICT, message.request, message.shard, message.weights, len(inputs)),
+            message.wide,
+        )
         data = PREDICT_HEAD.pack(*head) + inputs + outputs
     elif isinstance(message, Reply):
         parts = (message.outputs,)
-        data = REPLY_HEAD.pack(REPLY, message.request, message.shard, message.seconds)
+        answer = (message.request, message.shard, message.seconds, message.wide)
+        data = REPLY_HEAD.pack(REPLY, *answer)
         data += _pack(message.outputs) if message.outputs else b""
     else:
         content = {"id": message.ID, **{name: getattr(message, name) for name in message.CHECKS}}
@@ -546,15 +553,20 @@ def decode(data: bytes) -> Message:
         ProtocolError: It is not a message of this protocol.
     """
     if data[:1] == _PREDICT_ID:
-        (request, shard, weights, size), body = _head(Predict, PREDICT_HEAD, data)
+        (request, shard, weights, size, wide), body = _head(Predict, PREDICT_HEAD, data)
         inputs, outputs = decode_body(body, size)
         return Predict(
-            request=request, shard=shard, weights=weights, inputs=inputs, outputs=outputs
+            request=request,
+            shard=shard,
+            weights=weights,
+            wide=wide,
+            inputs=inputs,
+            outputs=outputs,
         )
     if data[:1] == _REPLY_ID:
-        (request, shard, seconds), body = _head(Reply, REPLY_HEAD, data)
+        (request, shard, seconds, wide), body = _head(Reply, REPLY_HEAD, data)
         outputs = _unpack(body) if body else ()
-        return Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
+        return Reply(request=request, shard=shard, outputs=outputs, seconds=seconds, wide=wide)
     content = _unpack(data)
     if type(content) is not dict:
         raise ProtocolError(f"a message is a map, got {type(content).__name__}")

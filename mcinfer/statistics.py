@@ -105,6 +105,7 @@ class WorkerStatistics:
             second of its runs, by which it gets rows; None without, and before the first split batch.
         spare: Whether it gets no requests while another worker serves, since the model draws numbers from
             a seed.
+        wide: Of the `runs`, those that had the cores of all workers, since their request came alone.
     """
 
     index: int
@@ -121,6 +122,7 @@ class WorkerStatistics:
     rank: int = 0
     rows_per_second: float | None = None
     spare: bool = False
+    wide: int = 0
 
 
 CardWay = Literal["in_place", "copied", "through_host"]

@@ -9,6 +9,7 @@ from mcinfer.errors import McinferError
 from mcinfer.protocol import Build, BuildFinish, Message
 from mcinfer.scheduler.dispatch import Entry, trace_of
 from mcinfer.scheduler.queue import ShardId
+from mcinfer.scheduler.workers import Run
 from mcinfer.statistics import Health, RequestTrace
 
 TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
@@ -58,6 +59,7 @@ class SendRun(NamedTuple):
     worker: int
     members: tuple[ShardId, ...]
     fresh: bool = False
+    wide: bool = False
 
 
 class Settle(NamedTuple):
@@ -114,8 +116,8 @@ class Recorder:
         self.orders: list[Order] = []
         self.traces: dict[int, RequestTrace] = {}
 
-    def send_run(self, worker: int, members: tuple[ShardId, ...], fresh: bool) -> None:
-        self.orders.append(SendRun(worker, members, fresh))
+    def send_run(self, worker: int, run: Run) -> None:
+        self.orders.append(SendRun(worker, run.members, run.fresh, run.wide))
 
     def settle(self, entry: Entry, error: McinferError | None) -> None:
         self.traces[entry.number] = trace_of(entry, error)

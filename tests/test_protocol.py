@@ -276,8 +276,8 @@ def test_bytes_from_anyone_are_refused_or_a_message(data: bytes) -> None:
     "start",
     [
         *(b"\x81\xa2id", b"\x82\xa2id\x07\xa7request", b"\x82\xa2id\x04\xa1x"),
-        REPLY_HEAD.pack(REPLY, 1, 0, 0.5),
-        PREDICT_HEAD.pack(PREDICT, 1, 0, 0, 0),
+        REPLY_HEAD.pack(REPLY, 1, 0, 0.5, False),
+        PREDICT_HEAD.pack(PREDICT, 1, 0, 0, 0, False),
     ],
     ids=repr,
 )
@@ -303,7 +303,7 @@ def array_header(length: int) -> bytes:
     ids=["too large", "promises", "long", "maps", "extensions"],
 )
 def test_message_that_would_take_memory_is_refused_before_it_does(data: bytes, reason: str) -> None:
-    head = REPLY_HEAD.pack(REPLY, 1, 0, 0.5)
+    head = REPLY_HEAD.pack(REPLY, 1, 0, 0.5, False)
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError, match=reason):
@@ -365,7 +365,7 @@ def strings(count: int, length: int) -> tuple[TensorRef, ...]:
 def test_strings_up_to_the_limits_come_through() -> None:
     for inputs in (strings(MAX_STRINGS, 2), strings(1000, 8_000)):
         body, nothing = encode_references(inputs), encode_references(())
-        message = decode(PREDICT_HEAD.pack(PREDICT, 1, 0, 0, len(body)) + body + nothing)
+        message = decode(PREDICT_HEAD.pack(PREDICT, 1, 0, 0, len(body), False) + body + nothing)
         assert isinstance(message, Predict)
         assert message.inputs == inputs
 
@@ -491,7 +491,7 @@ def test_any_head_is_refused_or_a_message(data: bytes, first: int) -> None:
 )
 def test_bad_head_is_refused_by_its_field(field: str, values: tuple[int, int, float]) -> None:
     with pytest.raises(ProtocolError, match=rf"^Reply\.{field} does not fit"):
-        decode(REPLY_HEAD.pack(REPLY, *values))
+        decode(REPLY_HEAD.pack(REPLY, *values, False))
 
 
 @given(REFERENCES, REFERENCES, st.integers(0, 2**32 - 1))

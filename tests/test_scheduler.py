@@ -40,7 +40,14 @@ from mcinfer.protocol import (
     WorkerState,
 )
 from mcinfer.scheduler.balance import Balance
-from mcinfer.scheduler.dispatch import LONG_RUN, LONG_WAIT, SHORT_RUN, UNBOUNDED_RUN, RequestTable
+from mcinfer.scheduler.dispatch import (
+    LONG_RUN,
+    LONG_WAIT,
+    SHORT_RUN,
+    UNBOUNDED_RUN,
+    WIDE_RUN,
+    RequestTable,
+)
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import (
     KILLED_ENDS,
@@ -130,10 +137,17 @@ class Pool(Recorded):
         return [order for order in orders if not isinstance(order, Announce)]
 
 
-def new_pool(workers: int, pipeline: int = 1, tensor: int = 1, **options: Any) -> Pool:
+def new_pool(
+    workers: int,
+    builds: Sequence[Build] = (),
+    pipeline: int = 1,
+    tensor: int = 1,
+    **options: Any,
+) -> Pool:
     """A pool whose workers all have their process, and have said nothing yet."""
     given = {"timeouts": TIMEOUTS, "restart": RESTART, "limits": Limits(), **options}
-    scheduler = Pool([build(i, pipeline, tensor=tensor) for i in range(workers)], **given)
+    builds = builds or [build(i, pipeline, tensor=tensor) for i in range(workers)]
+    scheduler = Pool(builds, **given)
     assert scheduler.handle_start(0.0) == [StartWorker(worker=i) for i in range(workers)]
     for i in range(workers):
         scheduler.handle_started(i, 100 + i)
@@ -150,9 +164,9 @@ def finish_build(scheduler: Pool, worker: int, now: float = 0.0) -> list[Order]:
     return orders
 
 
-def ready_pool(workers: int, **options: Any) -> Pool:
+def ready_pool(workers: int, builds: Sequence[Build] = (), **options: Any) -> Pool:
     """A pool that has started at time 0."""
-    scheduler = new_pool(workers, **options)
+    scheduler = new_pool(workers, builds, **options)
     actions = [finish_build(scheduler, i) for i in range(workers)]
     assert actions == [[] for _ in range(workers - 1)] + [[PoolStarted()]]
     return scheduler
@@ -215,6 +229,74 @@ def test_request_beyond_the_queue_limit_is_refused_and_changes_nothing() -> None
     assert (pool.table.accepted, pool.table.in_flight, len(pool.queue)) == (2, 2, 5)
     pool.handle_message(1.0, 0, reply(1))
     assert pool.handle_request(1.0, 3, (1,), 10.0) == []
+
+
+# Requests that come alone.
+
+
+def wide_pool(workers: int = 2, seconds: float = WIDE_RUN, **options: Any) -> Pool:
+    """A pool whose worker 0 has had a run of so many seconds on its own cores."""
+    builds = [replace(build(i), pool=(0, 1)) for i in range(workers)]
+    pool = ready_pool(workers, builds, **options)
+    assert pool.handle_request(0.0, 1, (1,), 10.0, may_be_wide=True) == [predict(0, (1, 0))]
+    pool.handle_message(1.0, 0, reply(1, seconds=seconds))
+    return pool
+
+
+def is_wide(orders: Sequence[Order]) -> list[bool]:
+    return [order.wide for order in orders if isinstance(order, SendRun)]
+
+
+def test_request_that_comes_alone_has_the_whole_cpu_and_others_have_their_part() -> None:
+    pool = wide_pool(3)
+    assert is_wide(pool.handle_request(1.0, 2, (1,), 10.0, may_be_wide=True)) == [True]
+    assert is_wide(pool.handle_request(1.0, 3, (1,), 10.0, may_be_wide=True)) == [False]
+    pool.handle_message(2.0, 0, replace(reply(2), wide=True))
+    assert is_wide(pool.handle_request(2.0, 4, (1,), 10.0, may_be_wide=True)) == [False]
+    pool.handle_message(3.0, 0, replace(reply(4), wide=True))  # which it was not to be
+    pool.handle_message(3.0, 1, reply(3))
+    assert is_wide(pool.handle_request(3.0, 5, (1, 1), 10.0, may_be_wide=True)) == [False, False]
+    assert [w.wide for w in pool.lives.statistics()] == [1, 0, 0]
+
+
+def test_worker_that_did_not_take_the_whole_cpu_is_not_counted() -> None:
+    pool = wide_pool()
+    assert is_wide(pool.handle_request(1.0, 2, (1,), 10.0, may_be_wide=True)) == [True]
+    pool.handle_message(2.0, 0, reply(2))
+    assert [(w.runs, w.wide) for w in pool.lives.statistics()] == [(2, 0), (0, 0)]
+
+
+def test_short_runs_and_those_of_a_check_keep_their_part_of_the_cpu() -> None:
+    pool = wide_pool(seconds=0.9 * WIDE_RUN)
+    assert is_wide(pool.handle_request(1.0, 2, (1,), 10.0, may_be_wide=True)) == [False]
+    pool = wide_pool()
+    assert is_wide(pool.handle_request(1.0, 2, (1,), 10.0)) == [False]
+
+
+def test_worker_whose_wide_runs_become_short_goes_back_to_its_part() -> None:
+    pool, widths = wide_pool(), []
+    for request in range(2, 20):
+        widths += is_wide(pool.handle_request(request, request, (1,), 10.0, may_be_wide=True))
+        answer = replace(reply(request, seconds=WIDE_RUN / 4), wide=widths[-1])
+        pool.handle_message(request + 0.5, 0, answer)
+    assert widths[0]
+    assert not any(widths[-3:])
+
+
+def test_request_whose_worker_died_runs_again_on_its_part_of_the_cpu() -> None:
+    pool = wide_pool()
+    assert is_wide(pool.handle_request(1.0, 2, (1,), 10.0, may_be_wide=True)) == [True]
+    assert is_wide(pool.handle_died(2.0, 0, SIGSEGV)) == [False]
+
+
+def test_request_that_others_wait_behind_has_a_part_of_the_cpu() -> None:
+    pool = wide_pool(1, max_batch_size=2, max_delay=1.0)
+    join = ("k", 1)
+    assert pool.handle_request(2.0, 2, (1,), 10.0, join=join, may_be_wide=True) == []
+    assert is_wide(pool.handle_time(3.5)) == [True]
+    pool.handle_message(4.0, 0, replace(reply(2), wide=True))
+    assert pool.handle_request(5.0, 3, (1,), 10.0, join=join, may_be_wide=True) == []
+    assert is_wide(pool.handle_request(5.0, 4, (1,), 10.0, join=join, may_be_wide=True)) == [False]
 
 
 # Bad requests.

@@ -162,8 +162,12 @@ class Peer:
         self, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef] = (), weights: int = 0
     ) -> int:
         self.requests += 1
-        references = {"inputs": tuple(inputs), "outputs": tuple(outputs)}
-        self.send(Predict(request=self.requests, shard=0, weights=weights, **references))
+        places = tuple(inputs), tuple(outputs)
+        self.send(
+            Predict(
+                request=self.requests, shard=0, weights=weights, inputs=places[0], outputs=places[1]
+            )
+        )
         return self.requests
 
     def ask(self, inputs: Sequence[TensorRef], *rest: Any) -> Reply:
@@ -473,7 +477,7 @@ def test_body_that_is_no_references_fails_its_run(served: Peer) -> None:
     bad += [(len(inputs), good + b"\xc0"), (len(inputs), inputs), (1, b"\x90\x91\x90")]
     for size, body in bad:
         served.requests += 1
-        head = PREDICT_HEAD.pack(PREDICT, served.requests, 0, 0, size)
+        head = PREDICT_HEAD.pack(PREDICT, served.requests, 0, 0, size, False)
         served.router.send([served.peer], head + body)
         assert served.error(served.requests).kind == "predict"
     served.ask([x_at(0)], [y_at(64)])

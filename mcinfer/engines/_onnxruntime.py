@@ -238,6 +238,7 @@ class OnnxRuntimeEngine(Engine):
         self._given = given  # its values must outlive the session (SessionOptions.add_initializer)
         self.providers = tuple(self.session.get_providers())
         self.on_card = self.providers[0] in ON_CARDS
+        self.widens = self.providers[0] == NAMES["cpu"]
         if given is not None and given.on_card == self.on_card:
             self.notes += given.notes(self.session)
         elif request.slab is not None and self.held is not None:

@@ -274,6 +274,7 @@ class Engine(ABC):
         prepared: The key of the prepared model that it maps; empty if it has its own copy of the weights.
         turn: What a thread beside others holds from its run until it has copied what the engine made; it
             does nothing where several threads may execute runs of their own at once.
+        widens: Whether a second engine on the same model, with more cores, may take some of its runs.
         broken: Why it cannot run any more; empty if it can.
         gives: Names of the outputs that its runs give; None if they give all. A rank of a group gives some.
         on_card: Whether it runs on a card, on `EngineRequest.stream`; then it takes tensors of that card.
@@ -294,6 +295,7 @@ class Engine(ABC):
     turn: AbstractContextManager[Any]
     broken: str = ""
     gives: frozenset[str] | None = None
+    widens: bool = False
     on_card: bool = False
     on_host: frozenset[str] | None = None
     description: ModelDescription = ModelDescription()

@@ -404,6 +404,7 @@ class Request(Outcome[Arrays]):
         timeout: Seconds from then on.
         waits: Whether it may wait for a place in the queue.
         limited: Whether there must be one for it; False for a part of what was accepted already.
+        may_be_wide: Whether it may have the whole CPU if it is alone: not in a check of how it splits.
         join: The key that it shares with requests that may join one run with it, and its rows, or more
             where it takes more of the run's message; None for one that runs alone.
         context: Context of the call, if the request is traced.
@@ -438,6 +439,7 @@ class Request(Outcome[Arrays]):
         self.priority = call.priority
         self.waits = False
         self.limited = call.limited
+        self.may_be_wide = not call.apart
         self.join: tuple[Hashable, int] | None = None
         self.context = call.context
         self.weights = call.weights
@@ -484,7 +486,7 @@ class Request(Outcome[Arrays]):
         cut = self._plan.cut
         return cut.input_axes, tuple(join.axis or 0 for join in cut.outputs)
 
-    def message(self, shard: int, *, fresh: bool = False) -> bytes:
+    def message(self, shard: int, *, fresh: bool = False, wide: bool = False) -> bytes:
         """The PREDICT of a shard.
 
         With `fresh`, the outputs go to memory of the worker's own: another worker may still write to the
@@ -497,8 +499,8 @@ class Request(Outcome[Arrays]):
             outputs = _NO_REFERENCES
         elif self.fresh:
             self.fresh.discard(shard)
-        head = PREDICT_HEAD.pack(PREDICT, self.number, shard, self.weights.number, len(inputs))
-        return head + inputs + outputs
+        head = (PREDICT, self.number, shard, self.weights.number, len(inputs), wide)
+        return PREDICT_HEAD.pack(*head) + inputs + outputs
 
     def tensors(self, shard: int) -> tuple[bytes, bytes]:
         """The shard's tensors, as PREDICT_JOINED carries them."""

@@ -221,6 +221,7 @@ class Places(Line[Request]):
                 join=item.join,
                 preferred=item.preferred,
                 limited=item.limited,
+                may_be_wide=item.may_be_wide,
             )
         except McinferError as exc:
             self.requests.pop(number, None)

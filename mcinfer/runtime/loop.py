@@ -40,9 +40,8 @@ from mcinfer.runtime.supervision import Supervision
 from mcinfer.runtime.transport import UnreachableError
 from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.scheduler.dispatch import Entry
-from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import Scheduler
-from mcinfer.scheduler.workers import PoolRules
+from mcinfer.scheduler.workers import PoolRules, Run
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.statistics import Statistics, TraceHook
@@ -399,16 +398,16 @@ class Loop:
             if index is not None and message is not None:
                 self._handle_message(index, message, monotonic())
 
-    def _take_reply(self, index: int, number: int, shard: int, seconds: float) -> None:
+    def _take_reply(self, index: int, number: int, shard: int, seconds: float, wide: bool) -> None:
         """Take the head of a REPLY, not checked yet: all outputs are in their places."""
         now = monotonic()
         request = self.admission.places.requests.get(number)
         try:
             if request is None or not request.is_laid_out or shard in request.fresh:
-                reply = Reply(request=number, shard=shard, outputs=(), seconds=seconds)
+                reply = Reply(request=number, shard=shard, outputs=(), seconds=seconds, wide=wide)
                 self._handle_message(index, reply, now)
                 return
-            self._scheduler.handle_answer(now, index, number, shard, seconds)
+            self._scheduler.handle_answer(now, index, number, shard, seconds, wide)
         except ProtocolError as exc:
             self.supervision.outlaw(index, f"breaks the protocol: {exc}")
 
@@ -466,14 +465,14 @@ class Loop:
 
     # Orders about requests.
 
-    def send_run(self, worker: int, members: Sequence[ShardId], fresh: bool) -> None:
+    def send_run(self, worker: int, run: Run) -> None:
         given = []
-        for number, shard in members:
+        for number, shard in run.members:
             request = self.admission.places.requests[number]
             request.workers[shard] = worker
             given.append((request, shard))
         try:
-            self._connections.send_run(worker, given, fresh=fresh)
+            self._connections.send_run(worker, given, fresh=run.fresh, wide=run.wide)
         except UnreachableError as exc:
             self.supervision.note_unreachable(worker, exc)
 

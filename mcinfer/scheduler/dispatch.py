@@ -27,6 +27,7 @@ from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Histogram, RequestTra
 SHORT_RUN = 0.01  # seconds: workers with runs up to this get runs ahead
 AHEAD_SECONDS = 0.003  # seconds that the runs ahead of a worker may take, unless it is one run
 LONG_RUN = 5 * SHORT_RUN  # seconds after which the runs behind a run also go elsewhere
+WIDE_RUN = 0.0003  # seconds that a run takes on its worker's own cores, from which on others help
 UNBOUNDED_RUN = 600.0  # seconds for a cancelled run without a deadline
 LONG_WAIT = 2.0
 """Times what a worker needs for its part of a request, after which others may steal a shard that waits for
@@ -69,6 +70,7 @@ class Entry:
         answered: By shard, whether its reply came.
         attempts: By shard, how often a worker got it.
         unanswered: How many shards have no reply yet.
+        may_be_wide: Whether its one shard may have the whole CPU if it is alone.
         deaths: By shard, how each worker ended that died on it, or may have; in words.
         crashes: By shard, how many of these were not killed by SIGKILL.
         late: By shard, how many workers still have it although it was queued again.
@@ -90,6 +92,7 @@ class Entry:
     answered: list[bool]
     attempts: list[int]
     unanswered: int
+    may_be_wide: bool
     deaths: dict[int, list[str]] = field(default_factory=dict)
     crashes: dict[int, int] = field(default_factory=dict)
     late: dict[int, int] = field(default_factory=dict)
@@ -149,12 +152,14 @@ class RequestTable:
         now: float,
         timeout: float,
         size: int,
+        may_be_wide: bool = False,
     ) -> Entry:
         """Enter a request; its shards are not queued yet."""
         shards, deadline = len(rows), called + timeout
         answered, attempts = [False] * shards, [0] * shards
         entry = Entry(
-            number, called, now, timeout, deadline, rows, size, answered, attempts, shards
+            *(number, called, now, timeout, deadline, rows, size, answered, attempts, shards),
+            may_be_wide,
         )
         self.entries[number] = entry
         self.accepted += 1
@@ -222,8 +227,8 @@ class RequestTable:
 class RequestSink(Protocol):
     """What the scheduler orders about requests; see the rules of orders in `scheduler.py`."""
 
-    def send_run(self, worker: int, members: tuple[ShardId, ...], fresh: bool, /) -> None:
-        """Send the worker these shards as one run; the first stands for the run in messages.
+    def send_run(self, worker: int, run: Run, /) -> None:
+        """Send the worker a run; the first of its members stands for it in messages.
 
         With `fresh`, the outputs go to memory of the worker's own: another worker may still write to the
         request's.
@@ -300,7 +305,7 @@ class Dispatch:
             affinity = self._affinity(shard, entry.rows, preferred, now) if preferred else None
             queue.add((request, shard), priority, joinable, affinity)
         for w, run in given:
-            self._sink.send_run(w.index, run.members, run.fresh)
+            self._sink.send_run(w.index, run)
         if queue.items:
             self.go_on(now)
 
@@ -324,7 +329,7 @@ class Dispatch:
             else:
                 break
         for w, run in given:
-            self._sink.send_run(w.index, run.members, run.fresh)
+            self._sink.send_run(w.index, run)
         if queue.items:
             self.due = min(self.due, queue.next_due())
 
@@ -443,11 +448,26 @@ class Dispatch:
                 run.suspect = True
         if not w.runs:
             w.began = now
+            # So short a run gains nothing from more threads.
+            if w.usual_seconds >= WIDE_RUN and w.build.pool:
+                run.wide = self._is_alone(w, members)
         w.runs.append(run)
         w.state = WorkerState.BUSY
         if len(w.runs) > w.depth:
             self.due = min(self.due, w.began + LONG_RUN)
         return run
+
+    def _is_alone(self, w: Worker, members: tuple[ShardId, ...]) -> bool:
+        """Whether a worker's next run is to have the whole CPU: nothing else of the pool needs a part of it.
+
+        Not the first run of all, nor one that a worker may have died of.
+        """
+        if len(members) > 1 or self.queue.items or w.usual_seconds == math.inf:
+            return False
+        entry = self._table.entries[members[0][0]]
+        if not entry.may_be_wide or len(entry.rows) > 1 or entry.attempts[0] > 1:
+            return False
+        return not any(o.runs for o in self._workers if o is not w and o.build.pool)
 
     # Learning.
 
@@ -458,7 +478,8 @@ class Dispatch:
             rows += self._table.entries[request].rows[shard]
         self.batch_sizes.add(rows)
         usual = 0.0 if w.usual_seconds == math.inf else w.usual_seconds
-        usual = max(seconds, _FORGETTING * usual)
+        # Of a wide run it is known only that a core alone takes longer.
+        usual = max(2 * seconds if run.wide else seconds, _FORGETTING * usual)
         w.usual_seconds = usual
         if usual > SHORT_RUN:
             w.capacity = w.depth

@@ -177,6 +177,7 @@ class Scheduler:
         join: tuple[Hashable, int] | None = None,
         preferred: Sequence[int] = (),
         limited: bool = True,
+        may_be_wide: bool = False,
     ) -> None:
         """A request came.
 
@@ -193,6 +194,7 @@ class Scheduler:
             preferred: By shard, the index of its preferred worker; empty if there is none.
             limited: Whether there must be room for it (`check_room`), and the pool may not be draining; not
                 for a part of a request that was accepted.
+            may_be_wide: Whether it may have the whole CPU if it is alone.
 
         Raises:
             ClosedError: The pool is closed.
@@ -206,7 +208,7 @@ class Scheduler:
         if limited and (table.in_flight >= limits.queue or limits.queue_bytes is not None):
             self.check_room(size)
         called = now if called is None else called
-        entry = table.accept(request, rows, called, now, timeout, size)
+        entry = table.accept(request, rows, called, now, timeout, size, may_be_wide)
         if entry.deadline < self.due:
             self.due = entry.deadline
         if not self.lives.calm and self.lives.circuit_open:
@@ -270,10 +272,11 @@ class Scheduler:
         w = self.workers[worker]
         match message:
             case Reply():
-                self.handle_answer(now, worker, message.request, message.shard, message.seconds)
+                about = message.seconds, message.wide
+                self.handle_answer(now, worker, message.request, message.shard, *about)
                 return
             case Error() if w.runs or message.request is not None:
-                self.handle_answer(now, worker, message.request, message.shard, 0.0, message)
+                self.handle_answer(now, worker, message.request, message.shard, 0.0, False, message)
                 return
             case Hello() | Preparing() | BuildFinish() | Error():
                 w.state = state_after(w.state, type(message))
@@ -298,9 +301,12 @@ class Scheduler:
         request: int | None,
         shard: int | None,
         seconds: float,
+        wide: bool = False,
         error: Error | None = None,
     ) -> None:
         """A worker's current run has ended after so many seconds, or failed with this error.
+
+        `wide`: it had the whole CPU, as it might.
 
         Raises:
             ProtocolError: As `handle_message`.
@@ -325,10 +331,12 @@ class Scheduler:
         elif error is not None:
             self._handle_failed_run(w, run, error, now)
         else:
+            run.wide &= wide
             self._dispatch.learn_run(w, run, seconds)
             # The worker's word, as far as it can be.
             seconds = max(0.0, min(seconds, now - run.sent))
             w.counts.runs += 1
+            w.counts.wide += run.wide
             w.counts.completed += len(members)
             w.counts.busy_seconds += seconds
             for number, part in members:

@@ -104,6 +104,7 @@ class Run:
         fresh: Whether the outputs go to memory of the worker's own.
         late: Whether other workers got the members, too: its answer is ignored.
         suspect: Whether the worker may die of it: nothing is put behind.
+        wide: Whether it may use the cores of all workers.
     """
 
     members: tuple[ShardId, ...]
@@ -111,6 +112,7 @@ class Run:
     fresh: bool = False
     late: bool = False
     suspect: bool = False
+    wide: bool = False
 
 
 class Fate(Enum):
@@ -204,6 +206,7 @@ class Counts:
 
     restarts: int = 0
     runs: int = 0
+    wide: int = 0
     completed: int = 0
     failed: int = 0
     busy_seconds: float = 0.0

@@ -22,10 +22,11 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from mcinfer.config import CARD_KINDS, INLINE, Device
+from mcinfer.config import CARD_KINDS, INLINE, CoreShare, Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
     BoundRun,
@@ -87,6 +88,7 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec
 from mcinfer.worker.runs import Runs
+from mcinfer.worker.wide import WideEngine
 
 STRANGER = 77
 """Exit status of a worker that got BUILD without its master's token: EX_NOPERM of sysexits.h."""
@@ -147,10 +149,11 @@ class Server:
         self._engine: Engine
         self._runs: Runs
         self._is_built = False
+        self._wide: WideEngine | None = None
         self._blocks = AttachedBlocks()
         self._own_blocks = 0
         self._lock = threading.Lock()
-        self._running: tuple[int, int] | None = None
+        self._running: tuple[tuple[int, int], Engine] | None = None
         self._cancelled: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._stopped = False
         self._canceller = threading.Thread(
@@ -226,7 +229,7 @@ class Server:
         self._state = state_after(self._state, type(message))
         match message:
             case PredictJoined():
-                self._run(message.request, message.shard, self._runs.joined, message)
+                self._run(message.request, message.shard, None, self._runs.joined, message)
             case Attach():
                 self._attach(message)
             case Detach():
@@ -243,6 +246,8 @@ class Server:
         if self._is_built:
             self._engine.close()
             self._runs.close()
+            if self._wide is not None:
+                self._wide.close()
         self._blocks.close()
         self._connection.close()
         self._stopped = True
@@ -288,6 +293,11 @@ class Server:
                 self._engine = open_engine(message.engine, request, self._report_progress)
             self._runs = Runs(self._engine, self._blocks)
             self._is_built = True
+            # A model that draws random numbers has one state of them.
+            if message.pool and content is not None and not content.random and self._engine.widens:
+                self._wide = WideEngine(
+                    message.share, self._engine, partial(_open_wide, message, request), content
+                )
             if content is not None and not content.unchanged():
                 raise BuildError(f"{message.model} was changed while it was loaded")
             known: dict[str, Any] = {}
@@ -341,28 +351,38 @@ class Server:
         """Follow a PREDICT and answer it; raises `ProtocolError` if it may not come now."""
         if len(data) < PREDICT_HEAD.size:
             raise ProtocolError(f"Predict: got {len(data)} bytes, expected a head")
-        _, request, shard, version, size = PREDICT_HEAD.unpack_from(data)
+        _, request, shard, version, size, wide = PREDICT_HEAD.unpack_from(data)
         body = data[PREDICT_HEAD.size :]
         self._state = state_after(self._state, Predict)
-        self._run(request, shard, self._runs.single, version, size, body)
+        engine = self._wide.engine() if wide and self._wide is not None else None
+        self._run(request, shard, engine, self._runs.single, version, size, body, engine)
 
-    def _run(self, request: int, shard: int, bind: Callable[..., _Bound], *what: Any) -> None:
-        """Run and answer; `bind` makes the run out of what the message says.
+    def _run(
+        self,
+        request: int,
+        shard: int,
+        wide: Engine | None,
+        bind: Callable[..., _Bound],
+        *what: Any,
+    ) -> None:
+        """Run and answer; `bind` makes the run, of the wide engine if any, out of what the message says.
 
         Whatever the kind of run, `BoundRun.execute` copies in, executes and copies out.
         """
-        key = (request, shard)
+        key, engine = (request, shard), wide or self._engine
+        if wide is None and self._wide is not None and self._wide.on_pool:
+            self._wide.return_cores()
         answer: Message | None = None
         seconds = 0.0
         run: BoundRun | None = None
         try:
             run, references = bind(*what)
-            self._engine.arm()
+            engine.arm()
             with self._lock:
                 if self._stopped or (self._cancelled and key in self._cancelled):
                     self._cancelled.pop(key, None)
                     raise RunCancelledError("the run was cancelled before it began")
-                self._running = key
+                self._running = key, engine
             start = time.perf_counter()
             try:
                 produced = run.execute()
@@ -372,15 +392,28 @@ class Server:
                     self._running = None
             if produced:
                 outputs = self._place(produced, references)
-                answer = Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
+                is_wide = wide is not None
+                answer = Reply(
+                    request=request,
+                    shard=shard,
+                    outputs=outputs,
+                    seconds=seconds,
+                    wide=is_wide,
+                )
         except CardLostError:
             raise
         except Exception as exc:  # of any class: a run that raises fails its request only
             if run is None:
-                self._engine.skip(exc)
+                engine.skip(exc)
             kind = "predict"
             if isinstance(exc, (RunCancelledError, InvalidInputError)):
                 kind = "cancelled" if isinstance(exc, RunCancelledError) else "invalid"
+            if wide is not None and kind == "predict" and self._wide is not None:
+                _log.warning("a run with all cores failed, and runs again with some: %s", exc)
+                self._runs.drop_wide()
+                self._wide.close()
+                self._run(request, shard, None, bind, *what[:-1])
+                return
             answer = _error(kind, exc, request, shard)
             if self._engine.broken:
                 answer = replace(answer, kind="broken", text=self._engine.broken[:_MAX_TEXT])
@@ -388,15 +421,16 @@ class Server:
             self.send(answer)
         else:  # all outputs are at the master's places
             self._state = WorkerState.READY
-            self._connection.send(REPLY_HEAD.pack(REPLY, request, shard, seconds))
+            head = (REPLY, request, shard, seconds, wide is not None)
+            self._connection.send(REPLY_HEAD.pack(*head))
 
     def _cancel_runs(self) -> None:
         """The canceller's loop, until a hang-up, which also ends the run in progress and the main thread."""
         try:
             while (key := self._cancels.wait()) is not None:
                 with self._lock:
-                    if key == self._running:
-                        self._engine.cancel()
+                    if self._running is not None and key == self._running[0]:
+                        self._running[1].cancel()
                         continue
                     self._cancelled[key] = None
                     if len(self._cancelled) > _MAX_CANCELLED:
@@ -408,7 +442,7 @@ class Server:
         with self._lock:
             self._stopped = True
             if self._running is not None:
-                self._engine.cancel()
+                self._running[1].cancel()
         self._lifeline.hang_up()
 
     def _place(
@@ -466,6 +500,10 @@ class Server:
             )
         except (McinferError, OSError) as exc:
             raise ProtocolError(f"block {number} cannot be attached: {exc}") from exc
+
+
+def _open_wide(message: Build, request: EngineRequest, share: CoreShare) -> Engine:
+    return open_engine(message.engine, replace(request, share=share))
 
 
 def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:

@@ -315,8 +315,8 @@ class MasterTarget:
             seconds = rng.choice((-1.0, float("nan"), float("inf"), -float("inf"), 1e308))
             other = rng.choice((number, number + 1, 2**63, 2**64 - 1))
             part = rng.choice((shard, 1, 2**32 - 1))
-            found.append(REPLY_HEAD.pack(REPLY, number, shard, seconds))
-            found.append(REPLY_HEAD.pack(REPLY, other, part, 0.1))
+            found.append(REPLY_HEAD.pack(REPLY, number, shard, seconds, rng.random() < 0.5))
+            found.append(REPLY_HEAD.pack(REPLY, other, part, 0.1, False))
             outputs = [*self._outputs(number, shard)]
             index = rng.randrange(len(outputs))
             outputs[index] = self._bend(rng, outputs[index])

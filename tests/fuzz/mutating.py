@@ -104,14 +104,14 @@ def _read(data: bytes) -> Any:
     """The content of a message, as a map also for those with a head; None if it cannot be read."""
     try:
         if data[0] == PREDICT:
-            *head, size = PREDICT_HEAD.unpack_from(data)
+            *head, size, wide = PREDICT_HEAD.unpack_from(data)
             body = data[PREDICT_HEAD.size :]
             parts = map(_unpack, (body[:size], body[size:]))
-            names = ("id", "request", "shard", "weights", "inputs", "outputs")
-            return dict(zip(names, (*head, *parts), strict=True))
+            names = ("id", "request", "shard", "weights", "wide", "inputs", "outputs")
+            return dict(zip(names, (*head, wide, *parts), strict=True))
         if data[0] == REPLY:
             outputs = _unpack(data[REPLY_HEAD.size :] or b"\x90")
-            fields = ("id", "request", "shard", "seconds", "outputs")
+            fields = ("id", "request", "shard", "seconds", "wide", "outputs")
             return dict(zip(fields, (*REPLY_HEAD.unpack_from(data), outputs), strict=True))
         return _unpack(data)
     except Exception:  # it was made unreadable before
@@ -135,10 +135,12 @@ def _with_head(content: Any) -> bytes:
     """Raise KeyError for a message that has none."""
     if content["id"] == PREDICT:
         inputs = _pack(content["inputs"])
-        head = (PREDICT, content["request"], content["shard"], content["weights"], len(inputs))
-        return PREDICT_HEAD.pack(*head) + inputs + _pack(content["outputs"])
+        head = (content["request"], content["shard"], content["weights"], len(inputs))
+        return (
+            PREDICT_HEAD.pack(PREDICT, *head, content["wide"]) + inputs + _pack(content["outputs"])
+        )
     if content["id"] == REPLY:
-        said = (REPLY, content["request"], content["shard"], content["seconds"])
+        said = (REPLY, *(content[name] for name in ("request", "shard", "seconds", "wide")))
         outputs = content["outputs"]
         return REPLY_HEAD.pack(*said) + (b"" if outputs == [] else _pack(outputs))
     raise KeyError(content["id"])

@@ -137,7 +137,7 @@ class HostileTransport(WorkerTransport):
     def reply(self, message: Message, references: Sequence[Any]) -> None:
         """Answer a run with these references, which the protocol has not checked."""
         assert isinstance(message, Reply)
-        head = REPLY_HEAD.pack(REPLY, message.request, message.shard, 0.25)
+        head = REPLY_HEAD.pack(REPLY, message.request, message.shard, 0.25, False)
         self._real.send(head + msgpack.packb([*references], unicode_errors="surrogatepass"))
 
     def hand_over(self, size: int = OWN_BYTES, number: int = OWN) -> Block:

@@ -1,0 +1,172 @@
+"""A request that comes alone gets the whole CPU: real workers, each with a core of its own."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from numpy.typing import NDArray
+
+from mcinfer import EngineOptions, Limits, Master, RestartPolicy
+from tests.process.waiting import wait_until
+from tests.text_models import text_model
+
+CORES = len(os.sched_getaffinity(0))
+pytestmark = pytest.mark.skipif(CORES < 2, reason="one core is the whole CPU")
+
+SIDE, LAYERS = 256, 8
+ROWS = np.random.default_rng(0).standard_normal((256, SIDE), np.float32)
+"""A run takes a millisecond and more on one core: enough for a run with the whole CPU."""
+
+
+@pytest.fixture
+def products(tmp_path: Path) -> Path:
+    names = [f"h{i}" for i in range(LAYERS)]
+    lines = [
+        f"{name} = MatMul({before}, w)" for before, name in zip(["x", *names], names, strict=False)
+    ]
+    body = "\n".join([*lines, f"y = Relu({names[-1]})"])
+    text = f"(float[batch, {SIDE}] x) => (float[batch, {SIDE}] y) {{{body}}}"
+    path = tmp_path / "products.onnx"
+    path.write_bytes(text_model(text, {"w": (SIDE, SIDE)}).SerializeToString())
+    return path
+
+
+def ask(master: Master, **options: Any) -> NDArray[np.float32]:
+    return np.array(master.predict({"x": ROWS}, shards=1, **options)["y"])
+
+
+def wide_runs(master: Master) -> int:
+    return sum(worker.wide for worker in master.statistics().workers)
+
+
+def ask_until_wide(master: Master) -> NDArray[np.float32]:
+    """The answer of the next wide run."""
+    answers, before = [], wide_runs(master)
+
+    def is_wide() -> bool:
+        answers.append(ask(master))
+        return wide_runs(master) > before
+
+    wait_until(is_wide, timeout=60.0)
+    return answers[-1]
+
+
+def cores_of_main_thread(master: Master) -> set[int]:
+    pid = master.statistics().workers[0].pid
+    return {*os.sched_getaffinity(pid or 0)}
+
+
+def test_lone_request_gets_all_cores_and_answers_as_before(products: Path) -> None:
+    with Master(products, CORES, verify="never") as master:
+        narrow = ask(master)
+        assert wide_runs(master) == 0
+        own = cores_of_main_thread(master)
+        assert len(own) == 1
+        wide = ask_until_wide(master)
+        np.testing.assert_allclose(wide, narrow, rtol=1e-4, atol=1e-4)
+        assert cores_of_main_thread(master) == os.sched_getaffinity(0)
+        master.predict({"x": ROWS})  # split over all workers: each has its own core
+        assert cores_of_main_thread(master) == own
+        assert sum(worker.wide for worker in master.statistics().workers[1:]) == 0
+
+
+def test_many_callers_get_right_answers_while_some_runs_are_wide(products: Path) -> None:
+    with Master(products, 2, verify="never") as master:
+        expected = ask(master)
+        ask_until_wide(master)
+        with ThreadPoolExecutor(8) as callers:
+            answers = [*callers.map(lambda _: ask(master), range(64))]
+        for answer in answers:
+            np.testing.assert_allclose(answer, expected, rtol=1e-4, atol=1e-4)
+        statistics = master.statistics()
+        assert all(worker.runs > worker.wide for worker in statistics.workers)
+        assert statistics.failed == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"options": EngineOptions(threads=1)},
+        {"options": EngineOptions(cores=[[0], [1]])},
+        {"restart": RestartPolicy(max_memory_bytes=1 << 40)},
+    ],
+    ids=["threads", "cores", "memory that ends a worker"],
+)
+def test_worker_that_is_to_keep_to_its_share_does(products: Path, given: dict[str, Any]) -> None:
+    if "options" in given and given["options"].cores is not None:
+        first, second, *_ = sorted(os.sched_getaffinity(0))
+        given = {"options": EngineOptions(cores=[[first], [second]])}
+    with Master(products, 2, verify="never", **given) as master:
+        threads = partial(psutil.Process(master.statistics().workers[0].pid).num_threads)
+        ask(master)
+        before = threads()
+        for _ in range(20):
+            ask(master)
+        assert wide_runs(master) == 0
+        assert threads() == before
+
+
+def test_worker_whose_memory_limit_may_not_hold_two_keeps_to_its_share(products: Path) -> None:
+    def ask_often(limits: Limits) -> tuple[int, int]:
+        """Wide runs, and bytes of the worker's memory that the limit is about."""
+        with Master(products, 2, verify="never", limits=limits) as master:
+            for _ in range(20):
+                ask(master)
+            pid = master.statistics().workers[0].pid
+            status = Path(f"/proc/{pid}/status").read_text("utf-8")
+            size = next(line for line in status.splitlines() if line.startswith("VmData:"))
+            return wide_runs(master), 1024 * int(size.split()[1])
+
+    _, size = ask_often(Limits())
+    wide, _ = ask_often(Limits(worker_memory_bytes=int(1.5 * size)))
+    assert wide == 0
+
+
+def test_weights_that_are_replaced_are_those_of_wide_runs_too(products: Path) -> None:
+    options = EngineOptions(variable_weights=["w"])
+    with Master(products, 2, verify="never", options=options) as master:
+        before = ask_until_wide(master)
+        master.update_weights({"w": np.zeros((SIDE, SIDE), np.float32)})
+        assert before.any()
+        count = wide_runs(master)
+        assert not ask(master).any()
+        assert wide_runs(master) == count + 1
+
+
+def test_model_with_a_seed_draws_as_one_session_does(tmp_path: Path) -> None:
+    text = (
+        f"(float[batch, {SIDE}] x) => (float[batch, {SIDE}] y) "
+        "{n = RandomNormalLike <seed = 7.0> (x) h = MatMul(x, w) h2 = MatMul(h, w) y = Add(h2, n)}"
+    )
+    path = tmp_path / "random.onnx"
+    path.write_bytes(text_model(text, {"w": (SIDE, SIDE)}).SerializeToString())
+    with Master(path, 2, verify="never") as master:
+        for _ in range(30):
+            ask(master)
+        assert wide_runs(master) == 0
+
+
+def test_wide_run_can_be_cancelled_and_its_worker_serves_on(products: Path) -> None:
+    with Master(products, 2, verify="never") as master:
+        expected = ask_until_wide(master)
+        for _ in range(20):
+            master.submit({"x": ROWS}).cancel()
+        np.testing.assert_allclose(ask(master), expected, rtol=1e-4, atol=1e-4)
+        assert [worker.restarts for worker in master.statistics().workers] == [0, 0]
+
+
+def test_worker_that_is_killed_in_a_wide_run_costs_no_answer(products: Path) -> None:
+    many = np.tile(ROWS, (200, 1))
+    with Master(products, 2, verify="never") as master:
+        expected = np.tile(ask_until_wide(master), (200, 1))
+        answer = master.submit({"x": many})
+        wait_until(lambda: master.statistics().workers[0].state == "busy", timeout=60.0)
+        psutil.Process(master.statistics().workers[0].pid).kill()
+        np.testing.assert_allclose(answer.result()["y"], expected, rtol=1e-4, atol=1e-4)
+        wait_until(lambda: master.statistics().workers[0].restarts == 1, timeout=60.0)
+        ask_until_wide(master)  # the new process opens the model twice again
