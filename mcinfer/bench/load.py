@@ -178,7 +178,7 @@ def take_turn(
     request = partial(way.run, inputs)
     closed = Load(batch=load.batch, clients=min(load.clients, max(1, 2 * way.workers)))
     offer(request, closed, seconds=warmup, count=0, seed=0)
-    runs, run_seconds = way.run_seconds()
+    (runs, run_seconds), wide_runs = way.run_seconds(), way.wide_runs()
     cpu = _cpu_seconds()
     outcome = offer(request, load, seconds=seconds, count=count, seed=seed)
     cpu_seconds = max(0.0, _cpu_seconds() - cpu)
@@ -197,6 +197,7 @@ def take_turn(
         kept_up=load.rate is None or (not outcome.unfinished and kept_up(outcome.answers)),
         error=next(iter(outcome.errors), ""),
         runs=done,
+        wide_runs=way.wide_runs() - wide_runs,
     )
 
 

@@ -109,8 +109,9 @@ class Aim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A pool, or a session in the program's own process; `threads` of a run, None is the pool's own choice.
+    """A pool, or a session in the program's own process.
 
+    `threads` of a run; None: its worker's share of the cores, and all of them if its request comes alone.
     `call` is the method of `mcinfer.Master` that uses the pool, or the kind of session, one of `SESSIONS`.
     """
 
@@ -159,8 +160,6 @@ def grid(
     """
     clients, batch = aim.load.clients, aim.load.batch
     default = default_candidate(aim, cores)
-    share, uneven = divmod(cores, default.workers)
-    same = replace(default, threads=share)
     # Rows to join: those of four requests and of all clients. Delays: none, and about a quarter of a run.
     most, quarter = batch * clients, min(max(1e-3, run_seconds / 4), 20e-3)
     sizes = sorted({min(4 * batch, most), most} - {batch}) if joins else []
@@ -169,15 +168,14 @@ def grid(
     full: list[Candidate] = []
     rest: list[Candidate] = []
     for workers in powers(cores):
-        for threads in dict.fromkeys((cores // workers, 1)):
+        for threads in (None, 1) if workers < cores else (None,):
             pool = Candidate(workers=workers, threads=threads)
             uses = []  # that leave none of its workers idle all the time
             if (aim.goal == "latency" or pieces > 1) and workers <= clients * pieces:
                 uses.append(replace(pool, call="predict"))
             if (aim.goal == "throughput" or clients > 1) and workers <= clients:
                 uses += [replace(pool, max_batch_size=n, max_delay=d) for n, d in joinings]
-            kept = [use for use in uses if use != same or uneven]
-            (rest if threads < cores // workers else full).extend(kept)
+            (rest if threads else full).extend(use for use in uses if use != default)
     # Sessions whose runs use all cores or one; called for one request at a time, or by all clients.
     one = Candidate(workers=1, threads=1, call="threads")
     all_cores = replace(one, threads=cores, call="session")
@@ -525,7 +523,7 @@ def arguments(candidate: Candidate, found: Found) -> dict[str, Any]:
     axes = {"batch_axes": found.batch_axes, "output_axes": found.output_axes}
     return {
         "devices": candidate.workers if chosen else None,
-        "options": {"threads": candidate.threads} if chosen else {},
+        "options": {"threads": candidate.threads} if candidate.threads else {},
         "max_batch_size": candidate.max_batch_size,
         "max_delay": candidate.max_delay,
         **{name: dict(said) for name, said in axes.items() if said},

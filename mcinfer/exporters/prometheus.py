@@ -63,6 +63,7 @@ _OF_MASTER = (
 _OF_WORKER = (
     ("worker_restarts_total", "Number of restarts of the worker.", "restarts"),
     ("worker_runs_total", "Runs of the engine that gave a result.", "runs"),
+    ("worker_wide_runs_total", "Runs of these with the cores of all workers.", "wide"),
     ("worker_busy_seconds_total", "Time spent in the engine's own runs.", "busy_seconds"),
 )
 

@@ -218,7 +218,7 @@ class Learner:
         if workers > 1 and in_pieces > whole:
             self._advised = 0
             _log.info(
-                "a request took %.3g ms whole on one worker, and %.3g ms in pieces on %d workers: devices=1 "
+                "a request took %.3g ms whole on one worker, and %.3g ms in pieces on %d workers: shards=1 "
                 "is faster for single requests of this size",
                 *(1e3 * whole, 1e3 * in_pieces, workers),
             )

@@ -329,4 +329,4 @@ def test_pool_that_splits_at_a_loss_says_once_that_one_worker_is_faster(
         # The first request runs whole on the first worker. One of four times its rows is compared again.
         for count in (2, 8):
             master.predict(rows(count))
-    assert len([r for r in caplog.records if "devices=1 is faster" in r.getMessage()]) == said
+    assert len([r for r in caplog.records if "shards=1 is faster" in r.getMessage()]) == said
