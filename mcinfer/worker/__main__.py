@@ -49,7 +49,12 @@ def main() -> int:
     cancels = Cancels.inherited(start["cancels"])
     connection = WorkerTransport(start["connection"])
     tokens = (start["hello_token"], start["build_token"])
-    return Server(connection, tokens, lifeline, cancels, start["group"]).serve()
+    server = Server(connection, tokens, lifeline, cancels, start["group"])
+    status = server.serve()
+    if server.is_opening:  # a thread is in the runtime, where the interpreter's end would abort it
+        sys.stdout.flush()
+        os._exit(status)
+    return status
 
 
 def _limit_memory(size: int) -> None:

@@ -242,6 +242,11 @@ class Server:
                 self.send(self._build(message))
         return not isinstance(message, Exit)
 
+    @property
+    def is_opening(self) -> bool:
+        """Whether a thread still opens the model with all cores: no one waits for it."""
+        return self._wide is not None and self._wide.is_opening
+
     def close(self) -> None:
         if self._is_built:
             self._engine.close()

@@ -52,7 +52,16 @@ class WideEngine:
         self._content = content
         self._engine: Engine | None = None
         self._begun = False
+        self._opening = threading.Thread(target=self._open, name="mcinfer-wide", daemon=True)
         self.on_pool = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def is_opening(self) -> bool:
+        return self._opening.is_alive()
 
     def engine(self) -> Engine | None:
         """The engine, with the main thread on its cores; None if it is not there, or not yet."""
@@ -60,10 +69,14 @@ class WideEngine:
         if engine is None:
             if not self._begun:
                 self._begun = True
-                if why := self._why_not():
+                try:
+                    why = self._why_not()
+                    if not why:
+                        self._opening.start()
+                except (OSError, RuntimeError) as exc:  # there is no descriptor or no thread left
+                    why = str(exc)
+                if why:
                     _log.debug("runs use this worker's cores alone: %s", why)
-                else:
-                    threading.Thread(target=self._open, name="mcinfer-wide", daemon=True).start()
             return None
         if not self.on_pool:
             try:
