@@ -27,6 +27,7 @@ from mcinfer.engines.base import (
     Buffer,
     Engine,
     EngineRequest,
+    OutOfMemoryError,
     Produced,
     RunCancelledError,
     Strings,
@@ -526,6 +527,8 @@ def _map_error(exc: Exception, base: type[EngineError]) -> McinferError:
         text += f"; its external data are in no folder: give the model's path, or name theirs as {FOLDER_KEY}"
     if isinstance(exc, MemoryError) or _SHORT_OF_MEMORY.search(text):
         text += memory_limit()
+        if base is PredictError:
+            return OutOfMemoryError(text)
     return base(text)
 
 

@@ -43,8 +43,12 @@ class RunCancelledError(McinferError):
     """`Engine.cancel` ended the run."""
 
 
+class OutOfMemoryError(PredictError):
+    """A run did not get the memory of its process that it needs; the engine can run on."""
+
+
 class OutOfDeviceMemoryError(PredictError):
-    """A run did not get the memory of its device that it needs; the engine can run on.
+    """A run did not get the memory of its card that it needs; the engine can run on.
 
     Attributes:
         asked: Bytes that the runtime asked for in vain; None if it does not say.
@@ -230,7 +234,8 @@ class BoundRun(ABC):
             RunCancelledError: `Engine.cancel` was called.
             InvalidInputError: The runtime refuses these inputs.
             PredictError: The run failed, with the runtime's message.
-            OutOfDeviceMemoryError: The device has too little memory left.
+            OutOfDeviceMemoryError: The card has too little memory left.
+            OutOfMemoryError: The process has.
             CardLostError: Neither this run nor another one can succeed in this process.
         """
 

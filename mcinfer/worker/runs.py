@@ -93,8 +93,7 @@ class Runs:
             else self._buffer(reference)
             for reference in inputs
         ]
-        engine = wide or self._engine
-        run = engine.bind([*resolved, *weights], [*map(self._buffer, outputs)])
+        run = (wide or self._engine).bind([*resolved, *weights], [*map(self._buffer, outputs)])
         if not any(isinstance(item, Strings) for item in resolved):
             blocks = frozenset(reference[3] for part in (inputs, outputs) for reference in part)
             self._bound[key] = (run, blocks, outputs)

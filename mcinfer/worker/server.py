@@ -32,6 +32,7 @@ from mcinfer.engines.base import (
     BoundRun,
     Engine,
     EngineRequest,
+    OutOfMemoryError,
     Produced,
     RunCancelledError,
     Strings,
@@ -229,7 +230,7 @@ class Server:
         self._state = state_after(self._state, type(message))
         match message:
             case PredictJoined():
-                self._run(message.request, message.shard, None, self._runs.joined, message)
+                self._run(message.request, message.shard, False, self._runs.joined, message)
             case Attach():
                 self._attach(message)
             case Detach():
@@ -359,29 +360,53 @@ class Server:
         _, request, shard, version, size, wide = PREDICT_HEAD.unpack_from(data)
         body = data[PREDICT_HEAD.size :]
         self._state = state_after(self._state, Predict)
-        engine = self._wide.engine() if wide and self._wide is not None else None
-        self._run(request, shard, engine, self._runs.single, version, size, body, engine)
+        self._run(request, shard, wide, self._runs.single, version, size, body)
 
     def _run(
-        self,
-        request: int,
-        shard: int,
-        wide: Engine | None,
-        bind: Callable[..., _Bound],
-        *what: Any,
+        self, request: int, shard: int, wide: bool, bind: Callable[..., _Bound], *what: Any
     ) -> None:
-        """Run and answer; `bind` makes the run, of the wide engine if any, out of what the message says.
+        """Run and answer; `bind` makes the run out of what the message says.
+
+        A wide run that fails runs again narrow; if that succeeds, the wide engine is to blame, and closed. If
+        any run lacks memory, the wide engine gives back what it has, and the run is tried again.
+        """
+        answer, lacks_memory = self._attempt(request, shard, wide, bind, what)
+        if isinstance(answer, Error) and answer.kind == "predict":
+            opened = self._wide if self._wide is not None and self._wide.is_open else None
+            if opened is not None and (wide or lacks_memory):
+                why = answer.text
+                if lacks_memory:
+                    self._close_wide(opened, why)
+                answer, _ = self._attempt(request, shard, False, bind, what)
+                if opened.is_open and not isinstance(answer, Error):
+                    self._close_wide(opened, why)
+        if isinstance(answer, bytes):
+            self._state = WorkerState.READY
+            self._connection.send(answer)
+        else:
+            self.send(answer)
+
+    def _close_wide(self, wide: WideEngine, why: str) -> None:
+        _log.warning("runs use this worker's cores alone from now on: %s", why)
+        self._runs.drop_wide()
+        wide.close()
+
+    def _attempt(
+        self, request: int, shard: int, wide: bool, bind: Callable[..., _Bound], what: Sequence[Any]
+    ) -> tuple[bytes | Message, bool]:
+        """Run; the answer, encoded if all outputs are at the master's places, and whether memory was short.
 
         Whatever the kind of run, `BoundRun.execute` copies in, executes and copies out.
         """
-        key, engine = (request, shard), wide or self._engine
-        if wide is None and self._wide is not None and self._wide.on_pool:
-            self._wide.return_cores()
-        answer: Message | None = None
-        seconds = 0.0
+        key, widened = (request, shard), None
+        if self._wide is not None:
+            widened = self._wide.engine() if wide else None
+            if widened is None and self._wide.on_pool:
+                self._wide.return_cores()
+        engine = widened or self._engine
         run: BoundRun | None = None
         try:
-            run, references = bind(*what)
+            run, references = bind(*what) if widened is None else bind(*what, widened)
             engine.arm()
             with self._lock:
                 if self._stopped or (self._cancelled and key in self._cancelled):
@@ -395,16 +420,13 @@ class Server:
             finally:
                 with self._lock:
                     self._running = None
-            if produced:
-                outputs = self._place(produced, references)
-                is_wide = wide is not None
-                answer = Reply(
-                    request=request,
-                    shard=shard,
-                    outputs=outputs,
-                    seconds=seconds,
-                    wide=is_wide,
-                )
+            is_wide = widened is not None
+            if not produced:
+                return REPLY_HEAD.pack(REPLY, request, shard, seconds, is_wide), False
+            outputs = self._place(produced, references)
+            answer = Reply(
+                request=request, shard=shard, outputs=outputs, seconds=seconds, wide=is_wide
+            )
         except CardLostError:
             raise
         except Exception as exc:  # of any class: a run that raises fails its request only
@@ -413,21 +435,11 @@ class Server:
             kind = "predict"
             if isinstance(exc, (RunCancelledError, InvalidInputError)):
                 kind = "cancelled" if isinstance(exc, RunCancelledError) else "invalid"
-            if wide is not None and kind == "predict" and self._wide is not None:
-                _log.warning("a run with all cores failed, and runs again with some: %s", exc)
-                self._runs.drop_wide()
-                self._wide.close()
-                self._run(request, shard, None, bind, *what[:-1])
-                return
-            answer = _error(kind, exc, request, shard)
+            error = _error(kind, exc, request, shard)
             if self._engine.broken:
-                answer = replace(answer, kind="broken", text=self._engine.broken[:_MAX_TEXT])
-        if answer is not None:
-            self.send(answer)
-        else:  # all outputs are at the master's places
-            self._state = WorkerState.READY
-            head = (REPLY, request, shard, seconds, wide is not None)
-            self._connection.send(REPLY_HEAD.pack(*head))
+                error = replace(error, kind="broken", text=self._engine.broken[:_MAX_TEXT])
+            return error, isinstance(exc, (OutOfMemoryError, MemoryError))
+        return answer, False
 
     def _cancel_runs(self) -> None:
         """The canceller's loop, until a hang-up, which also ends the run in progress and the main thread."""

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer import EngineOptions, Limits, Master, RestartPolicy
+from mcinfer import EngineOptions, Limits, Master, PredictError, RestartPolicy
 from tests.process.waiting import wait_until
 from tests.text_models import text_model
 
@@ -31,8 +31,11 @@ def products(tmp_path: Path) -> Path:
     ]
     body = "\n".join([*lines, f"y = Relu({names[-1]})"])
     text = f"(float[batch, {SIDE}] x) => (float[batch, {SIDE}] y) {{{body}}}"
-    path = tmp_path / "products.onnx"
-    path.write_bytes(text_model(text, {"w": (SIDE, SIDE)}).SerializeToString())
+    return written(tmp_path / "products.onnx", text, w=(SIDE, SIDE))
+
+
+def written(path: Path, text: str, **weights: tuple[int, ...]) -> Path:
+    path.write_bytes(text_model(text, weights).SerializeToString())
     return path
 
 
@@ -111,16 +114,20 @@ def test_worker_that_is_to_keep_to_its_share_does(products: Path, given: dict[st
         assert threads() == before
 
 
+def memory(master: Master) -> int:
+    """Bytes of worker 0 that `Limits.worker_memory_bytes` is about."""
+    status = Path(f"/proc/{master.statistics().workers[0].pid}/status").read_text("utf-8")
+    size = next(line for line in status.splitlines() if line.startswith("VmData:"))
+    return 1024 * int(size.split()[1])
+
+
 def test_worker_whose_memory_limit_may_not_hold_two_keeps_to_its_share(products: Path) -> None:
     def ask_often(limits: Limits) -> tuple[int, int]:
         """Wide runs, and bytes of the worker's memory that the limit is about."""
         with Master(products, 2, verify="never", limits=limits) as master:
             for _ in range(20):
                 ask(master)
-            pid = master.statistics().workers[0].pid
-            status = Path(f"/proc/{pid}/status").read_text("utf-8")
-            size = next(line for line in status.splitlines() if line.startswith("VmData:"))
-            return wide_runs(master), 1024 * int(size.split()[1])
+            return wide_runs(master), memory(master)
 
     _, size = ask_often(Limits())
     wide, _ = ask_often(Limits(worker_memory_bytes=int(1.5 * size)))
@@ -143,8 +150,7 @@ def test_model_with_a_seed_draws_as_one_session_does(tmp_path: Path) -> None:
         f"(float[batch, {SIDE}] x) => (float[batch, {SIDE}] y) "
         "{n = RandomNormalLike <seed = 7.0> (x) h = MatMul(x, w) h2 = MatMul(h, w) y = Add(h2, n)}"
     )
-    path = tmp_path / "random.onnx"
-    path.write_bytes(text_model(text, {"w": (SIDE, SIDE)}).SerializeToString())
+    path = written(tmp_path / "random.onnx", text, w=(SIDE, SIDE))
     with Master(path, 2, verify="never") as master:
         for _ in range(30):
             ask(master)
@@ -170,3 +176,63 @@ def test_worker_that_is_killed_in_a_wide_run_costs_no_answer(products: Path) -> 
         np.testing.assert_allclose(answer.result()["y"], expected, rtol=1e-4, atol=1e-4)
         wait_until(lambda: master.statistics().workers[0].restarts == 1, timeout=60.0)
         ask_until_wide(master)  # the new process opens the model twice again
+
+
+def test_wide_engine_gives_its_memory_back_where_another_run_lacks_it(tmp_path: Path) -> None:
+    text = f"""(float[batch, {SIDE}] x) => (float[batch, {SIDE}] y)
+        {{a = MatMul(x, u) b = Sigmoid(a) c = Tanh(a) d = Mul(b, c) y = MatMul(d, v)}}"""
+    path = written(tmp_path / "broad.onnx", text, u=(SIDE, 8 * SIDE), v=(8 * SIDE, SIDE))
+    large = np.tile(ROWS, (24, 1))
+
+    def ask_for_large(limits: Limits) -> tuple[int, int]:
+        """Bytes with both engines, and those that one run of many rows takes."""
+        with Master(path, 2, verify="never", limits=limits) as master:
+            ask_until_wide(master)
+            before = memory(master)
+            expected = np.array(master.predict({"x": large}, shards=1)["y"])
+            taken = memory(master) - before
+            assert wide_runs(master) > 1
+            answer = master.predict({"x": np.tile(large, (2, 1))}, shards=2)["y"]
+            np.testing.assert_allclose(answer, np.tile(expected, (2, 1)), rtol=1e-4, atol=1e-4)
+            count = wide_runs(master)
+            master.predict({"x": large}, shards=1)
+            assert (wide_runs(master) > count) == (limits == Limits())
+            return before, taken
+
+    both, taken = ask_for_large(Limits())
+    ask_for_large(Limits(worker_memory_bytes=both + int(1.4 * taken)))
+
+
+def test_request_that_fails_on_any_cores_leaves_others_the_whole_cpu(tmp_path: Path) -> None:
+    text = f"""(float[batch, {SIDE}] x, int64[rows] i) => (float[rows, {SIDE}] y)
+        {{a = MatMul(x, w) b = MatMul(a, w) c = MatMul(b, w) y = Gather(c, i)}}"""
+    path = written(tmp_path / "chosen.onnx", text, w=(SIDE, SIDE))
+    with Master(path, 2, verify="never") as master:
+
+        def ask_for(row: int) -> int:
+            """The wide runs until now, which this one is among."""
+            master.predict({"x": ROWS, "i": np.array([row])}, shards=1)
+            return wide_runs(master)
+
+        wait_until(lambda: ask_for(0), timeout=60.0)
+        with pytest.raises(PredictError, match="out of data bounds"):
+            ask_for(len(ROWS))
+        before = wide_runs(master)
+        assert ask_for(1) == before + 1
+
+
+def test_worker_that_still_opens_its_model_with_all_cores_ends_as_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mcinfer.master")
+    names = [f"h{i}" for i in range(3000)]  # so many take some tenths of a second
+    lines = [f"{n} = MatMul({before}, w)" for before, n in zip(["x", *names], names, strict=False)]
+    text = f"(float[batch, 8] x) => (float[batch, 8] y) {{{' '.join(lines)} y = Relu({names[-1]})}}"
+    path = written(tmp_path / "deep.onnx", text, w=(8, 8))
+    for _ in range(3):
+        with Master(path, 2, verify="never") as master:
+            for _ in range(2):
+                master.predict({"x": ROWS[:, :8]}, shards=1)
+    ends = [record for record in caplog.messages if "killed" in record or "exited" in record]
+    assert len(ends) == 6
+    assert all(end.endswith("exited with status 0") for end in ends)
