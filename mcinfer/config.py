@@ -115,7 +115,7 @@ class CoreShare:
     Attributes:
         shared: Whether another worker of the pool is pinned to one of these cores too.
         threads: Threads of one run, if a CPU quota allows fewer than there are cores; None is one per core.
-        pool: The cores of all workers on the CPU, if these are more; empty for a worker without others.
+        pool: The cores of all workers on the CPU, if more threads can run there; empty if not.
     """
 
     cores: tuple[int, ...] = ()
@@ -198,8 +198,11 @@ def share_cores(
             start, stop = (part * cpus // count for part in (parts.start, parts.stop))
             threads = min(len(own), max(1, stop - start))
         shared = any(pinned[core] > 1 for core in own)
-        wide = pool if chosen is None and devices[worker].kind == "cpu" and own != pool else ()
-        shares[worker] = CoreShare(cores=own, shared=shared, threads=threads, pool=wide)
+        most = len(pool) if cpus is None else min(cpus, len(pool))
+        gains = chosen is None and devices[worker].kind == "cpu" and most > (threads or len(own))
+        shares[worker] = CoreShare(
+            cores=own, shared=shared, threads=threads, pool=pool if gains else ()
+        )
     return dict(sorted(shares.items()))
 
 

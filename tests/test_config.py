@@ -7,7 +7,6 @@ import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -214,6 +213,31 @@ def test_chosen_cores_that_do_not_fit_are_refused_for_each_worker() -> None:
 # Under a CPU quota.
 
 
+@pytest.mark.parametrize(
+    ("devices", "cpus", "pool"),
+    [
+        (["cpu:0", "cpu:1"], None, (0, 1, 2, 3)),
+        (["cpu:0", "cpu:1"], 3, (0, 1, 2, 3)),
+        (["cpu:0", "cpu:1"], 2, (0, 1, 2, 3)),
+        (["cpu:0", "cpu:1"], 1, ()),  # one thread, on whichever core
+        (["cpu:0"], None, ()),
+        (["cpu:0", "cpu:0"], None, ()),
+        (["cpu:1"], None, ()),  # the other half is another process's
+        (["cpu:0", "cpu:1", "cuda:0"], None, (0, 1, 2, 3)),
+        (["cpu:0", "cuda:0"], None, ()),
+        (["cpu:0", "cpu:2"], None, (0, 2, 3)),
+    ],
+)
+def test_worker_knows_the_cores_of_all_on_the_cpu_where_more_threads_can_run_there(
+    devices: list[str], cpus: int | None, pool: tuple[int, ...]
+) -> None:
+    shares = share_cores(parse_devices(devices, 4), range(4), cpus=cpus, near={0: (2, 3)})
+    found = {s.pool for s in shares.values() if isinstance(s, CoreShare) and s != shares.get(2)}
+    assert found == {pool}
+    chosen = share_cores(parse_devices(2, 4), range(4), [[0], [1]])
+    assert [s.pool for s in chosen.values() if isinstance(s, CoreShare)] == [(), ()]
+
+
 @given(cores=st.integers(2, 80), data=st.data(), workers=st.integers(1, 80))
 def test_quota_is_dealt_out_as_threads_and_all_cores_are_kept(
     cores: int, data: st.DataObject, workers: int
@@ -223,8 +247,10 @@ def test_quota_is_dealt_out_as_threads_and_all_cores_are_kept(
     free = share_cores(devices, range(cores))
     threads = []
     for worker, share in share_cores(devices, range(cores), cpus=cpus).items():
+        whole = free[worker]
         assert isinstance(share, CoreShare)
-        assert replace(share, threads=None) == free[worker]
+        assert isinstance(whole, CoreShare)
+        assert (share.cores, share.shared) == (whole.cores, whole.shared)
         assert share.threads is not None
         assert 1 <= share.threads <= len(share.cores)
         threads.append(share.threads)
