@@ -289,6 +289,19 @@ def test_request_whose_worker_died_runs_again_on_its_part_of_the_cpu() -> None:
     assert is_wide(pool.handle_died(2.0, 0, SIGSEGV)) == [False]
 
 
+def test_worker_that_dies_of_wide_runs_has_no_more_of_them() -> None:
+    pool, widths = wide_pool(), []
+    for request in range(2, 12, 2):  # of each two, its process dies in the first
+        now = float(request)
+        widths += is_wide(pool.handle_request(now, request, (1,), 10.0, may_be_wide=True))
+        pool.handle_died(now, 0, SIGKILL, killed=True)
+        pool.handle_message(now, 1, reply(request))
+        restarted(pool, 0, now)
+        assert not any(is_wide(pool.handle_request(now, request + 1, (1,), 10.0, may_be_wide=True)))
+        pool.handle_message(now + 0.5, 0, reply(request + 1, seconds=WIDE_RUN))
+    assert widths == [True, True, False, False, False]
+
+
 def test_request_that_others_wait_behind_has_a_part_of_the_cpu() -> None:
     pool = wide_pool(1, max_batch_size=2, max_delay=1.0)
     join = ("k", 1)

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 from mcinfer.errors import McinferError
 from mcinfer.protocol import MAX_RUNS, WorkerState
 from mcinfer.scheduler.queue import Affinity, Joinable, ShardId, ShardQueue
-from mcinfer.scheduler.workers import Fate, PoolRules, Run, Worker
+from mcinfer.scheduler.workers import MAX_DEATHS, Fate, PoolRules, Run, Worker
 from mcinfer.sharding import Shares
 from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Histogram, RequestTrace, ShardTrace
 
@@ -460,9 +460,12 @@ class Dispatch:
     def _is_alone(self, w: Worker, members: tuple[ShardId, ...]) -> bool:
         """Whether a worker's next run is to have the whole CPU: nothing else of the pool needs a part of it.
 
-        Not the first run of all, nor one that a worker may have died of.
+        Not the first run of all, nor one that a worker may have died of, nor those of a worker that dies of
+        wide runs, such as for lack of memory.
         """
         if len(members) > 1 or self.queue.items or w.usual_seconds == math.inf:
+            return False
+        if w.wide_deaths >= MAX_DEATHS:
             return False
         entry = self._table.entries[members[0][0]]
         if not entry.may_be_wide or len(entry.rows) > 1 or entry.attempts[0] > 1:

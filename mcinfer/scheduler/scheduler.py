@@ -332,6 +332,8 @@ class Scheduler:
             self._handle_failed_run(w, run, error, now)
         else:
             run.wide &= wide
+            if run.wide:
+                w.wide_deaths = 0
             self._dispatch.learn_run(w, run, seconds)
             # The worker's word, as far as it can be.
             seconds = max(0.0, min(seconds, now - run.sent))
@@ -367,6 +369,7 @@ class Scheduler:
         """The worker's process ended, or could not be started; `how`, in words; `killed`: by SIGKILL."""
         w = self.workers[worker]
         runs, w.runs = w.runs, deque()
+        w.wide_deaths += bool(runs and runs[0].wide)
         if killed and not w.doomed and w.state in (WorkerState.READY, WorkerState.BUSY):
             self._kills.note(now, {request for run in runs for request, _ in run.members})
         story = self.lives.bury(w, how, now)

@@ -233,6 +233,7 @@ class Worker:
         runs: What it has to run, the current run first.
         began: When the current run began, as far as can be known.
         usual_seconds: How long its runs take.
+        wide_deaths: How many processes in a row have died in a wide run, with no answer of one between.
         capacity: How many runs it may have at a time.
         depth: How many runs it works on at a time; only those above that number wait behind others.
         spare: It serves, and gets no runs as long as another worker does: see `WorkerLives`.
@@ -258,6 +259,7 @@ class Worker:
     runs: deque[Run] = field(default_factory=deque)
     began: float = 0.0
     usual_seconds: float = math.inf
+    wide_deaths: int = 0
     spare: bool = False
     start: Start = field(default_factory=Start)
     counts: Counts = field(default_factory=Counts)
