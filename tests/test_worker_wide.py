@@ -9,10 +9,10 @@ import pytest
 
 from mcinfer.config import CoreShare
 from mcinfer.engines import open_engine
-from mcinfer.engines.base import Engine
 from mcinfer.model_cache.keys import read_content
 from mcinfer.worker.wide import WideEngine
 from tests.engine_requests import engine_request
+from tests.process.waiting import wait_until
 from tests.text_models import text_model
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))
@@ -25,20 +25,46 @@ def no_more_threads() -> Iterator[None]:
     threading.stack_size(before)
 
 
-@pytest.mark.usefixtures("no_more_threads")
-def test_worker_that_gets_no_thread_keeps_to_its_share(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
+def wide_engine(folder: Path) -> WideEngine:
+    """One that is not open yet."""
+    path = folder / "model.onnx"
     path.write_bytes(text_model("(float[n] x) => (float[n] y) {y = Relu(x)}").SerializeToString())
     request = engine_request(path)
-    opened: list[CoreShare] = []
-
-    def open_wide(share: CoreShare) -> Engine:
-        opened.append(share)
-        return open_engine("onnxruntime", request)
-
-    share = CoreShare(cores=CORES[:1], pool=CORES)
-    wide = WideEngine(
-        share, open_engine("onnxruntime", request), open_wide, read_content(str(path))
+    narrow = open_engine("onnxruntime", request)
+    share = CoreShare(cores=CORES, pool=CORES)
+    return WideEngine(
+        share, narrow, lambda _: open_engine("onnxruntime", request), read_content(str(path))
     )
-    assert [wide.engine(), wide.engine()] == [None, None]
-    assert [opened, wide.is_open, wide.is_opening, wide.on_pool] == [[], False, False, False]
+
+
+@pytest.mark.usefixtures("no_more_threads")
+def test_worker_that_gets_no_thread_keeps_to_its_share(tmp_path: Path) -> None:
+    wide = wide_engine(tmp_path)
+    assert [wide.engine(b""), wide.engine(b"")] == [None, None]
+    assert [wide.is_open, wide.is_opening, wide.on_pool] == [False, False, False]
+
+
+def test_layout_whose_wide_runs_take_longer_runs_narrow_and_is_tried_again(tmp_path: Path) -> None:
+    wide = wide_engine(tmp_path)
+    assert wide.engine(b"many operators") is None
+    strings = bytes(1 << 13)  # are not kept
+    for layout in (b"many operators", b"large", strings):
+        wide.learn(layout, 0.002, wide=False)
+    wait_until(lambda: wide.is_open)
+    for layout, seconds in (
+        (b"many operators", 0.003),
+        (b"large", 0.001),
+        (b"new", 0.003),
+        (strings, 0.003),
+    ):
+        for _ in range(8):
+            assert wide.engine(layout) is not None
+            wide.learn(layout, seconds, wide=True)
+    assert wide.engine(b"many operators") is None
+    assert None not in map(wide.engine, (b"large", b"new", strings))
+    runs = 8
+    while wide.engine(b"many operators") is None:
+        wide.learn(b"many operators", 0.002, wide=False)
+        runs += 1
+    assert runs == 1024
+    wide.close()

@@ -400,7 +400,7 @@ class Server:
         """
         key, widened = (request, shard), None
         if self._wide is not None:
-            widened = self._wide.engine() if wide else None
+            widened = self._wide.engine(what[-1]) if wide else None
             if widened is None and self._wide.on_pool:
                 self._wide.return_cores()
         engine = widened or self._engine
@@ -421,6 +421,8 @@ class Server:
                 with self._lock:
                     self._running = None
             is_wide = widened is not None
+            if wide and self._wide is not None:
+                self._wide.learn(what[-1], seconds, wide=is_wide)
             if not produced:
                 return REPLY_HEAD.pack(REPLY, request, shard, seconds, is_wide), False
             outputs = self._place(produced, references)

@@ -7,17 +7,21 @@ than its activations.
 * It is opened when the first run comes that may be wide, by a thread of its own. Runs are narrow until then.
 * The main thread is pinned to the cores of what it runs. The engine's own threads keep those that the opening
   thread had.
-* What fails wide runs narrow, and from then on all others do.
+* What fails wide runs narrow. If that succeeds, or if memory was short, all others do from then on.
+* Models of many small operators take longer with more threads. So runs of one layout are narrow again if wide
+  ones were slower than those before the engine was there.
 
 Ownership: the main thread uses the engine; the opening thread only hands it over.
 """
 
 import logging
+import math
 import os
 import resource
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from mcinfer.config import CoreShare
 from mcinfer.engines.base import Engine
@@ -26,7 +30,23 @@ from mcinfer.machine import whole_cpus
 from mcinfer.model_cache import LEAST_PREPARED_BYTES
 from mcinfer.model_cache.keys import ModelContent
 
+_TRIALS = 8
+_TRIED_AGAIN = 1024
+"""Wide runs of a layout before the fastest is compared, and runs after which that is done again."""
+
+_MAX_LAYOUTS, _MAX_LAYOUT_BYTES = 256, 1 << 12
+"""That are compared. Those with strings, which may have any length, never come again."""
+
 _log = logging.getLogger("mcinfer.worker")
+
+
+@dataclass(slots=True)
+class _Seconds:
+    """Of the fastest narrow and wide run of a layout; `runs` since the wide engine was there."""
+
+    narrow: float
+    wide: float = math.inf
+    runs: int = 0
 
 
 class WideEngine:
@@ -52,6 +72,7 @@ class WideEngine:
         self._content = content
         self._engine: Engine | None = None
         self._begun = False
+        self._seconds: dict[bytes, _Seconds] = {}
         self._opening = threading.Thread(target=self._open, name="mcinfer-wide", daemon=True)
         self.on_pool = False
 
@@ -63,8 +84,8 @@ class WideEngine:
     def is_opening(self) -> bool:
         return self._opening.is_alive()
 
-    def engine(self) -> Engine | None:
-        """The engine, with the main thread on its cores; None if it is not there, or not yet."""
+    def engine(self, layout: bytes) -> Engine | None:
+        """The engine, with the main thread on its cores; None if it is not there, not yet, or too slow."""
         engine = self._engine
         if engine is None:
             if not self._begun:
@@ -78,6 +99,9 @@ class WideEngine:
                 if why:
                     _log.debug("runs use this worker's cores alone: %s", why)
             return None
+        known = self._seconds.get(layout)
+        if known is not None and known.runs >= _TRIALS and known.wide >= known.narrow:
+            return None
         if not self.on_pool:
             try:
                 os.sched_setaffinity(0, self._pool)
@@ -85,6 +109,23 @@ class WideEngine:
                 return None
             self.on_pool = True
         return engine
+
+    def learn(self, layout: bytes, seconds: float, *, wide: bool) -> None:
+        """Learn from a run that might be wide, and of this layout, how long it took."""
+        known = self._seconds.get(layout)
+        if known is None:
+            if wide or len(layout) > _MAX_LAYOUT_BYTES:  # it is not known what it takes narrow
+                return
+            if len(self._seconds) >= _MAX_LAYOUTS:
+                self._seconds.clear()
+            known = self._seconds[layout] = _Seconds(seconds)
+        if wide:
+            known.wide = min(known.wide, seconds)
+        else:
+            known.narrow = min(known.narrow, seconds)
+        known.runs += self.is_open
+        if known.runs >= _TRIED_AGAIN:
+            known.wide, known.runs = math.inf, 0
 
     def return_cores(self) -> None:
         """Pin the main thread to the worker's own cores again."""
