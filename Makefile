@@ -20,7 +20,7 @@ DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 transformers==4.57.6
 # PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, where pip prefers `2.13.0+cpu` to this version without a mark.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-ort-suite test-programs test-ray test-real-models test-thorough check bench bench-gpu bench-memory bench-parts bench-peers bench-programs bench-ranks bench-ray faults soak fuzz docs clean format
+.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-thorough check bench bench-gpu bench-memory bench-parts bench-peers bench-programs bench-ranks bench-ray faults soak fuzz docs clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -56,6 +56,10 @@ test-gpu bench-gpu:
 test-mindspore: .venv-mindspore/installed
 	.venv-mindspore/bin/python -m pytest tests/test_engines_mindspore.py tests/process/test_mindspore.py
 
+# Workers that run OpenVINO, in an environment of its own, with the fault matrix's rows on workers.
+test-openvino: .venv-openvino/installed
+	.venv-openvino/bin/python -m pytest -c tests/openvino/on_openvino.ini --rootdir . --confcutdir tests/openvino -n 2 --dist worksteal tests/openvino
+
 # Pipelines of diffusers with mcinfer's components.
 test-diffusers: .venv-diffusers/installed
 	.venv-diffusers/bin/python -m pytest -c tests/diffusers/diffusers.ini --rootdir . --confcutdir tests/diffusers tests/diffusers
@@ -89,7 +93,7 @@ test-ort-suite:
 	fi
 
 # Each suite that has an environment of its own, one after the other; then a line for each.
-SUITES := thorough mindspore diffusers ray programs real-models ort-suite
+SUITES := thorough mindspore openvino diffusers ray programs real-models ort-suite
 test-all:
 	@failed=0; lines=; for suite in $(SUITES); do \
 	    begin=$$(date +%s); result=passed; \
@@ -205,6 +209,12 @@ format: .venv/installed
 	$(PYTHON) -m venv .venv-mindspore
 	.venv-mindspore/bin/$(PIP) 'pip>=25.1'
 	.venv-mindspore/bin/$(PIP) --editable '.[bench,cpu,mindspore]' --group test
+	touch $@
+
+.venv-openvino/installed: $(DEPENDENCIES)
+	$(PYTHON) -m venv .venv-openvino
+	.venv-openvino/bin/$(PIP) 'pip>=25.1'
+	.venv-openvino/bin/$(PIP) --editable '.[bench,cpu,openvino]' --group test
 	touch $@
 
 # silero-vad needs PyTorch.

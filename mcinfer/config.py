@@ -21,7 +21,7 @@ from mcinfer.checks import (
 )
 from mcinfer.errors import InvalidInputError
 
-_DEVICE = re.compile(r"([a-z][a-z0-9_]*):(\d{1,4})")
+_DEVICE = re.compile(r"([a-z][a-z0-9_-]*):(\d{1,4})")
 
 DEFAULT_DEVICE_KIND = "cpu"
 """The kind of device that a plain number of devices means."""
@@ -38,6 +38,8 @@ MAX_RANKS = 64
 ProviderKind = Literal["cpu", "cuda", "tensorrt", "cann"]
 PROVIDERS: tuple[ProviderKind, ...] = get_args(ProviderKind)
 """Execution providers of ONNX Runtime, by the names that it has for them in short."""
+
+PrecisionKind = Literal["f32", "bf16", "f16"]
 
 PrepareKind = Literal["auto", "always", "never"]
 
@@ -268,14 +270,14 @@ class EngineOptions(Options):
         prepare: Whether to prepare a model once in a cache folder, so that all workers map one copy of its
             weights: ``"auto"`` (if the weights have at least 16 MiB), ``"always"``, ``"never"``. If
             preparation is impossible, the model is loaded as it is. Only for ONNX Runtime, on the CPU and on
-            CUDA devices (``"auto"``: those with several workers, which share the weights); for TensorRT,
-            whether to keep the engines that it builds.
+            CUDA devices (``"auto"``: those with several workers, which share the weights); for TensorRT and
+            OpenVINO, whether to keep what they build, for quicker starts.
         variable_weights: Names of weights (ONNX: initialisers) that `Master.update_weights` may replace.
             The engine cannot prepack them as it does constant ones, so runs may be slower.
         allow_fallback: Whether a worker may use another provider than its device's (ONNX Runtime falls back
             to the CPU by itself). Without it, this is a `BuildError`.
         session_config: Configuration entries for the runtime, passed unchanged, text to text (ONNX Runtime:
-            ``SessionOptions.add_session_config_entry``).
+            ``SessionOptions.add_session_config_entry``; OpenVINO: properties of ``Core.compile_model``).
         provider_options: Options of the execution provider, text to text. ``gpu_mem_limit`` is the part of a
             card's memory for all its workers together. None may be an address, such as
             ``user_compute_stream``.
@@ -292,6 +294,9 @@ class EngineOptions(Options):
         describe: Whether a worker reports what ONNX Runtime says of the model (`Master.description`).
         provider: The execution provider of ONNX Runtime: ``"cpu"``, ``"cuda"``, ``"tensorrt"``, ``"cann"``;
             ``None`` is the device's own. ``"tensorrt"`` is for devices such as ``"cuda:0"``.
+        precision: The floating-point type in which OpenVINO computes, as far as the device has it:
+            ``"f32"``, ``"bf16"``, ``"f16"``; ``None`` is ``"f32"``, on ``npu:0`` the device's own. Inputs and
+            outputs keep their types.
     """
 
     threads: _Positive = None
@@ -310,6 +315,10 @@ class EngineOptions(Options):
     free_dimensions: _SizeMap = field(default_factory=dict)
     free_denotations: _SizeMap = field(default_factory=dict)
     describe: _Flag = False
+    precision: Annotated[
+        PrecisionKind | None,
+        optional(choice(*get_args(PrecisionKind)), f"one of {[None, *get_args(PrecisionKind)]}"),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,8 +106,8 @@ class Master:
             debuggers and small machines: a crash in the model ends the program, and a run that cannot be
             cancelled keeps later requests waiting. `EngineOptions.cores`, `parallel` and the limits on a
             worker's memory do not go with it.
-        engine: ``"onnxruntime"``; ``"mindspore"`` and ``"mindspore_lite"`` for MindIR models, if these
-            packages are installed; ``"fake"`` is for tests.
+        engine: ``"onnxruntime"``; ``"openvino"`` for ONNX models and OpenVINO's own; ``"mindspore"`` and
+            ``"mindspore_lite"`` for MindIR models, if these packages are installed; ``"fake"`` is for tests.
         options: Options of the engine.
         timeouts: Time limits of starts, requests and `close`.
         restart: When a worker that died is started again.

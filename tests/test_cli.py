@@ -193,7 +193,11 @@ def test_value_of_another_form_is_wrong_usage(
 
 @pytest.mark.parametrize(
     ("name", "engines"),
-    [("model", {"onnxruntime"}), ("m.mindir", {"mindspore", "mindspore_lite"})],
+    [
+        ("model", {"onnxruntime"}),
+        ("m.mindir", {"mindspore", "mindspore_lite"}),
+        ("m.xml", {"openvino"}),
+    ],
 )
 def test_engine_follows_from_the_files_ending(name: str, engines: set[str]) -> None:
     assert engine_for(Path(name)) in engines

@@ -51,6 +51,7 @@ BAD: list[tuple[Callable[..., Any], tuple[str, ...], tuple[Any, ...]]] = [
     (EngineOptions, ("cores",), NOT_CORES),
     (EngineOptions, ("prepare",), ("", "Auto", True, None)),
     (EngineOptions, ("provider",), ("", "CUDA", "CUDAExecutionProvider", True)),
+    (EngineOptions, ("precision",), ("", "fp16", "F32", "float32", True)),
     (EngineOptions, ("variable_weights", "custom_operators"), NOT_NAMES),
     (EngineOptions, ("allow_fallback", "describe"), ("no", 1, None)),
     (
@@ -91,6 +92,12 @@ NO_DEVICES: tuple[Any, ...] = (
     *(["cpu:0", "x"], ["inline", "cpu:0"], ["inline", "inline"]),
     *([text] for text in ("", "cpu", "cpu:-1", "CPU:0", "cpu:0\n", "cpu:12345")),
 )
+
+
+def test_devices_of_openvino_have_names_of_their_own() -> None:
+    parsed = parse_devices(["openvino-gpu:1", "npu:0", "cpu:0"], cores=4)
+    assert [str(device) for device in parsed] == ["openvino-gpu:1", "npu:0", "cpu:0"]
+    assert [*share_cores(parsed, range(4))] == [2]  # the others are not pinned
 
 
 @pytest.mark.parametrize("devices", NO_DEVICES)

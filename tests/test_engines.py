@@ -662,6 +662,13 @@ def test_tensor_of_any_rank_has_no_dimensions(tmp_path: Path) -> None:
         assert y.shape == shape
 
 
+def test_precision_is_refused_by_engines_that_cannot_change_it(affine_model: str) -> None:
+    for name in ("onnxruntime", "fake"):
+        words = f"^precision: got 'bf16', but the engine {name} computes in the model's own types"
+        with pytest.raises(BuildError, match=words):
+            open_engine(name, request(affine_model, precision="bf16"))
+
+
 # Without the runtime.
 
 WITHOUT = """
@@ -670,7 +677,7 @@ from mcinfer.config import Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import MissingDependencyError
-for name in ("onnxruntime", "mindspore", "mindspore_lite"):
+for name in ("onnxruntime", "openvino", "mindspore", "mindspore_lite"):
     sys.modules[name] = None
     try:
         open_engine(name, EngineRequest(model="m", device=Device("cpu", 0)))
@@ -684,9 +691,10 @@ def test_without_the_runtime_the_error_says_what_to_install() -> None:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
     for said, name, install in zip(
         run.stdout.splitlines(),
-        ("onnxruntime", "mindspore", "mindspore_lite"),
+        ("onnxruntime", "openvino", "mindspore", "mindspore_lite"),
         (
             r"mcinfer\[cpu\].*mcinfer\[gpu\]",
+            r"mcinfer\[openvino\]",
             r"mcinfer\[mindspore\]",
             "https://www.mindspore.cn/lite",
         ),

@@ -29,6 +29,7 @@ from mcinfer.engines import _onnxruntime, open_engine, prepared_facts
 from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
 from mcinfer.engines.base import EngineRequest, OutOfDeviceMemoryError, Strings
 from mcinfer.engines.preparation import OWN_COPY, engine_folder, ensure_prepared
+from mcinfer.engines.providers import keeps_engines
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.cache import Cache
 from mcinfer.private import alone_in
@@ -264,12 +265,13 @@ def test_tensorrt_builds_into_a_folder_of_the_cache_for_each_content(
     write(tmp_path / "model.onnx", (CONV[0], {**CONV[1], "b": numbers(32, seed=9)}))
     other = engine_folder(wanted, _onnxruntime.RUNTIME)
     assert other not in (None, folder)
-    assert engine_folder(wanted.with_options(prepare="never"), _onnxruntime.RUNTIME) is None
+    assert keeps_engines(wanted)
+    assert not keeps_engines(wanted.with_options(prepare="never"))
     (Path(folder) / "TensorrtExecutionProvider_TRTKernel_0_sm90.engine").write_bytes(
         b"x" * 3_000_000
     )
     list_entries()
-    assert "engines that TensorRT built: 3.0 MB" in capsys.readouterr().out
+    assert "built by TensorRT and OpenVINO: 3.0 MB" in capsys.readouterr().out
     # The oldest of all goes first, an engine as well as an entry.
     os.utime(folder, (1, 1))
     cache = Cache(Cache.default().folder, 1 << 40)

@@ -318,6 +318,21 @@ def test_files_of_other_formats_are_read_as_they_are(tmp_path: Path, memory: Pat
     assert read_content(path, any_format=True) == read_content(path)
 
 
+def test_weights_of_an_ir_belong_to_its_content(tmp_path: Path, memory: Path) -> None:
+    ir, weights = tmp_path / "model.xml", tmp_path / "model.bin"
+    ir.write_text("<net/>")
+    found = []
+    for content in (b"one", b"two", None):
+        if content is None:
+            weights.unlink()
+        else:
+            weights.write_bytes(content)
+        found.append(read_content(ir, memory=memory, any_format=True))
+        assert found[-1].unchanged()
+    assert len({source.digest for source in found}) == 3
+    assert [source.size for source in found] == [9, 9, 6]
+
+
 def test_random_nodes_are_remembered_with_the_digest(tmp_path: Path, memory: Path) -> None:
     made = parser.parse_model(
         '<ir_version: 8, opset_import: ["": 17]> '

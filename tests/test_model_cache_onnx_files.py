@@ -17,12 +17,16 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, parser
 
 from mcinfer.errors import BuildError
+from mcinfer.model_cache import LEAST_PREPARED_BYTES, is_large
 from mcinfer.model_cache.onnx_files import (
     Initializer,
     OnnxFile,
     added_inputs,
     check_regular,
     chunks,
+    declared_shapes,
+    ir_weights,
+    model_files,
     open_regular,
     scan,
     without_weights,
@@ -106,6 +110,32 @@ def test_what_is_no_regular_file_is_named_and_not_opened(tmp_path: Path) -> None
         check_regular("a\0b")
     with pytest.raises(FileNotFoundError):
         scan(tmp_path / "none")
+
+
+def test_shapes_of_inputs_and_outputs_are_read_as_declared(tmp_path: Path) -> None:
+    made = linear()
+    value = helper.make_tensor_value_info
+    made.graph.input.append(value("some", TensorProto.FLOAT, ["n", 3, None, "m"]))
+    made.graph.input.append(value("any", TensorProto.FLOAT, None))
+    made.graph.output.append(value("scalar", TensorProto.INT64, []))
+    made.graph.output.append(value("odd", TensorProto.INT64, [-1, 0]))
+    (tmp_path / "model.onnx").write_bytes(made.SerializeToString())
+    shapes = declared_shapes(tmp_path / "model.onnx")
+    assert (shapes["some"], shapes["scalar"], shapes["odd"]) == (("n", 3, None, "m"), (), (None, 0))
+    assert "any" not in shapes
+
+
+def test_weights_beside_an_ir_are_found_and_make_its_size(tmp_path: Path) -> None:
+    ir, weights = tmp_path / "model.xml", tmp_path / "model.bin"
+    ir.write_text("<net/>")
+    assert ir_weights(ir) == ()
+    assert not is_large(ir, None)
+    with weights.open("wb") as file:
+        file.truncate(LEAST_PREPARED_BYTES)
+    assert ir_weights(ir) == ("model.bin",)
+    assert ir_weights(tmp_path / "model.onnx") == ()
+    assert model_files(ir) == [ir, weights]
+    assert is_large(ir, None)
 
 
 def test_contents_of_the_main_graph_and_their_writer_are_found() -> None:

@@ -25,13 +25,17 @@ MAX_CLIENTS = 4096
 
 _MAX_SECONDS = 86400.0
 
-_MINDIR = {".mindir": ("mindspore", "mindspore_lite"), ".ms": ("mindspore_lite",)}
+_ENGINES = {
+    ".mindir": ("mindspore", "mindspore_lite"),
+    ".ms": ("mindspore_lite",),
+    ".xml": ("openvino",),
+}
 """By ending, the engines that load such files; the first that is installed is used."""
 
 
 def engine_for(model: Path) -> str:
     """The engine that loads a file of this name's ending."""
-    engines = _MINDIR.get(model.suffix, ("onnxruntime",))
+    engines = _ENGINES.get(model.suffix, ("onnxruntime",))
     return next((name for name in engines if find_spec(name) is not None), engines[0])
 
 

@@ -23,7 +23,7 @@ from mcinfer.cli.output_files import output_place
 from mcinfer.cli.progress import let_workers_tell, say
 from mcinfer.errors import BuildError, InvalidInputError
 
-_RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "mindspore", "mindspore-lite")
+_RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "openvino", "mindspore", "mindspore-lite")
 
 
 def run(

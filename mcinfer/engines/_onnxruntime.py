@@ -55,6 +55,7 @@ from mcinfer.engines.providers import (
     check_got,
     device_error,
     graph_options,
+    keeps_engines,
     provider_list,
     provider_of,
     runtime_values,
@@ -603,7 +604,7 @@ def _open_session(
     request: EngineRequest, prepared: Path | None, given: _GivenWeights | None
 ) -> Any:
     """A session on the requested device, of the prepared form if there is one; `BuildError` if not."""
-    engines = engine_folder(request, RUNTIME)
+    engines = engine_folder(request, RUNTIME) if keeps_engines(request) else None
     providers = _providers(request, engines)
     options = _session_options(request, prepared=prepared is not None, given=given)
     # Workers that start together build an engine once: TensorRT chooses kernels by the time that they take,

@@ -33,7 +33,6 @@ from mcinfer.engines.providers import (
     NAMES,
     device_error,
     graph_options,
-    keeps_engines,
     provider_of,
 )
 from mcinfer.errors import (
@@ -232,18 +231,17 @@ def identity(request: EngineRequest, content: ModelContent, runtime: str) -> str
 
 
 def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:
-    """Where TensorRT keeps the engines that it builds for a request; None if it is not to, or cannot.
+    """Where a runtime keeps what it builds for a request (TensorRT, OpenVINO); None if it cannot.
 
-    A folder for each model's content: TensorRT finds an engine by the graph alone, and would run an earlier
-    model's weights.
+    A folder for each model's content: TensorRT finds an engine by the graph alone, OpenVINO by the model's
+    path, and both would run an earlier model's weights.
     """
-    if not keeps_engines(request):
-        return None
     try:
-        facts = facts_of(request, runtime, content_of(request))
+        facts = facts_of(request, runtime, content_of(request, any_format=True))
         return str(Cache.default().engine_folder(entry_key(facts)))
     except (BuildError, CacheUnusableError, MissingDependencyError, OSError) as exc:
-        _log.warning("%s: TensorRT's engines are not kept: %s", request.model, exc)
+        name = runtime.version.partition(" ")[0]
+        _log.warning("%s: what %s builds is not kept: %s", request.model, name, exc)
         return None
 
 
@@ -274,7 +272,8 @@ def _environment(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
         "build": runtime.build,
         "cpu": cpu_features(),
     }
-    if request.device.kind != "cpu":  # the keys of models for the CPU stay as they are
+    # The keys of models for the CPU stay as they are; not all runtimes have providers.
+    if request.device.kind != "cpu" and runtime.providers:
         provider = provider_of(request)
         facts |= {"provider": provider, "falls_back": NAMES[provider] not in runtime.providers}
     if request.device.kind in CARD_KINDS:
@@ -307,6 +306,8 @@ def _graph_facts(request: EngineRequest) -> dict[str, Any]:
     for name in ("free_dimensions", "free_denotations"):
         if getattr(request.options, name):
             facts[name] = dict(getattr(request.options, name))
+    if request.options.precision:
+        facts["precision"] = request.options.precision
     return facts
 
 

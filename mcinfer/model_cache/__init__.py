@@ -29,9 +29,10 @@ def is_large(model: str | os.PathLike[str], folder: str | None) -> bool:
     if os.path.isfile(model):
         if os.path.getsize(model) >= LEAST_PREPARED_BYTES:
             return True
-        with open(model, "rb") as file:
-            if _LOCATION not in file.read(LEAST_PREPARED_BYTES):
-                return False
+        if not os.fspath(model).endswith(".xml"):  # an IR has its weights in another file
+            with open(model, "rb") as file:
+                if _LOCATION not in file.read(LEAST_PREPARED_BYTES):
+                    return False
     from contextlib import suppress
     from pathlib import Path
 

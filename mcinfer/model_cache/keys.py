@@ -21,7 +21,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mcinfer.errors import BuildError
-from mcinfer.model_cache.onnx_files import OnnxFile, chunks, external_files, open_regular, scan
+from mcinfer.model_cache.onnx_files import (
+    OnnxFile,
+    chunks,
+    external_files,
+    ir_weights,
+    open_regular,
+    scan,
+)
 
 _VERSION = 1  # version of the digest: increase it when the digest of the same files changes
 
@@ -53,7 +60,7 @@ class ModelContent:
     """A model's content.
 
     Attributes:
-        digest: SHA-256 of the model and of its external data, in hexadecimal digits.
+        digest: SHA-256 of the model and of its external data, or an IR's weights, in hexadecimal digits.
         stamps: Of the files when they were read: the model, then its external data, in the order and as often
             as the model names it.
         random: A node that draws random numbers; empty if there is none, or the format is not ONNX.
@@ -91,7 +98,7 @@ def read_content(
         path: An ONNX model.
         folder: Folder of its external data; None or empty: beside the model, as in ONNX Runtime.
         memory: Folder of mode 0700 with remembered digests, if any; its errors are ignored.
-        any_format: Whether to take a file that is no ONNX model as it is.
+        any_format: Whether to take a file that is no ONNX model as it is, an IR with its weights.
 
     Raises:
         BuildError: Not an ONNX model; external data is missing, not a file or outside of its folder; a file
@@ -149,7 +156,7 @@ def _read(model: Path, folder: Path | None, *, any_format: bool) -> ModelContent
     except BuildError:
         if not any_format:
             raise
-        found = OnnxFile()
+        found = OnnxFile(places={*ir_weights(model)})
     locations = found.external
     total = hashlib.sha256(b"mcinfer model %d" % _VERSION)
     try:

@@ -25,7 +25,10 @@ from typing import Any, NamedTuple
 
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.protobuf import MalformedError, ProtoMessage, encode_field
-from mcinfer.specs import ELEMENT_TYPES, STRING
+from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
+
+IR_SUFFIX = ".xml"
+"""How the files of OpenVINO's own format, the IR, are named; OpenVINO finds the weights by it."""
 
 # Any file.
 
@@ -166,8 +169,14 @@ def external_files(model: Path, folder: Path | None, locations: Sequence[str]) -
 
 
 def model_files(model: Path, folder: Path | None = None) -> list[Path]:
-    """An ONNX model's file and those of its external data; raises as `scan` and `external_files`."""
-    return [model, *external_files(model, folder, scan(model).external)]
+    """A model's file and those of its weights (ONNX, IR); raises as `scan` and `external_files`."""
+    return [model, *external_files(model, folder, ir_weights(model) or scan(model).external)]
+
+
+def ir_weights(model: Path) -> tuple[str, ...]:
+    """The name of the file beside an OpenVINO IR (``.xml``) that has its weights; none for other models."""
+    weights = model.with_suffix(".bin")
+    return (weights.name,) if model.suffix == IR_SUFFIX and weights.exists() else ()
 
 
 # ONNX's messages, by the field numbers of onnx.proto.
@@ -327,6 +336,24 @@ def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
         except MalformedError as exc:
             got = looks_like(data[:LOOK_BYTES]) or exc
             raise BuildError(f"{os.fspath(path)}: got {got}, expected an ONNX model") from None
+
+
+def declared_shapes(path: str | os.PathLike[str]) -> dict[str, tuple[Dimension, ...]]:
+    """The shapes of the main graph's inputs and outputs, of those that declare one; raises as `scan`."""
+    shapes = {}
+    with _mapped(path) as data:
+        for graph in ProtoMessage(data, 0, len(data)).messages(_GRAPH_OF_MODEL):
+            for value in (*graph.messages(11), *graph.messages(12)):
+                for shape in value.messages(2, 1, 2):
+                    shapes[value.text(1)] = tuple(
+                        size.text(2) or _size(size) for size in shape.messages(1)
+                    )
+    return shapes
+
+
+def _size(dimension: ProtoMessage) -> int | None:
+    sizes = dimension.numbers(1)
+    return sizes[-1] if sizes and sizes[-1] <= _MAX_SIZE else None  # negative ones are larger
 
 
 class Node(NamedTuple):

@@ -379,8 +379,8 @@ class Cell:
 CELLS = [Cell(name, moment) for name, fault in FAULTS.items() for moment in fault.cells]
 
 
-def run_cell(cell: Cell, folder: Path, fake_model: FakeModel) -> str:
-    """Put the fault to a pool or a program at that moment; fail unless all is as the cell says.
+def run_cell(cell: Cell, folder: Path, fake_model: FakeModel, kind: type[Pool] = Pool) -> str:
+    """Put the fault to a pool of this kind, or to a program, at that moment; fail unless all is as it says.
 
     Returns the time from the fault until every caller had its answer, and, after a slash, until all workers
     served again. The folder is for this cell alone.
@@ -395,7 +395,7 @@ def run_cell(cell: Cell, folder: Path, fake_model: FakeModel) -> str:
         return _text(seconds)
     if fault.signals:
         return _text(_run_in_program(cell, folder, fake_model))
-    with Pool(folder, fake_model, cell.moment, **_setting(cell)) as pool:
+    with kind(folder, fake_model, cell.moment, **_setting(cell)) as pool:
         pool.reach()
         _check_health(pool, before=True)
         began = monotonic()

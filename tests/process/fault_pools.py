@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import pytest
 
-from mcinfer import Limits, McinferError, RestartPolicy, Timeouts
+from mcinfer import Limits, Master, McinferError, RestartPolicy, Timeouts
 from tests.process.hostile_worker import become
 from tests.process.models import FakeModel, Inputs, assert_answers, fake_master, rows
 from tests.process.waiting import HeldPipe, pids, states, wait_for_states, wait_until
@@ -75,7 +75,7 @@ class Caller:
 
 
 class Pool:
-    """Two workers of the engine "fake" and their callers; a context manager.
+    """Two workers, of the engine "fake" unless `_made` says otherwise, and their callers; a context manager.
 
     Attributes:
         hit: The callers that the fault hits.
@@ -121,15 +121,19 @@ class Pool:
             patch = self._stack.enter_context(pytest.MonkeyPatch.context())
             patch.syspath_prepend(late)  # the master reads the path when it is made
             self._stack.callback(self._held.close)
-        self.master = fake_master(
-            fake_model(build=f"told:{folder}/build", run=f"told:{folder}/run"),
-            2,
+        self.master = self._made(
+            fake_model,
             timeouts=Timeouts(start=start, predict=20.0, cancel_grace=grace, close=CLOSE),
             restart=RestartPolicy(budget=1000, backoff=0.02, backoff_limit=0.1),
             limits=limits or Limits(),
         )
         self._threads = self._stack.enter_context(ThreadPoolExecutor(4))
         self._stack.callback(self.master.close, 0.2)
+
+    def _made(self, fake_model: FakeModel, **options: Any) -> Master:
+        """A master of two workers, whose builds and runs read the folder's pipes ``build`` and ``run``."""
+        told = f"told:{self._folder}"
+        return fake_master(fake_model(build=f"{told}/build", run=f"{told}/run"), 2, **options)
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,724 @@
+"""Tests of mcinfer/engines/_openvino.py, with OpenVINO in this process."""
+
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import openvino as ov
+import pytest
+from numpy.typing import NDArray
+
+from mcinfer.config import CoreShare
+from mcinfer.engines import open_engine
+from mcinfer.engines._openvino import OpenVinoEngine
+from mcinfer.engines.base import (
+    BoundRun,
+    Buffer,
+    EngineRequest,
+    Produced,
+    RunCancelledError,
+    Strings,
+    run_on_arrays,
+)
+from mcinfer.errors import BuildError, InvalidInputError, PredictError
+from mcinfer.examples import encoder
+from mcinfer.model_cache.cache import Cache
+from mcinfer.specs import numpy_dtype
+from tests.engine_requests import engine_request
+from tests.engine_tensors import buffer, content, packed, rows
+from tests.openvino.conftest import SaveModel
+from tests.process.waiting import wait_until
+
+Array = NDArray[Any]
+
+ROOT = Path(__file__).parents[2]
+
+AFFINE = "(float[batch, 3] x) => (float[batch, 3] y) { y = Add(x, x) }"
+
+# Of 8 bits or more, by ONNX's names. OpenVINO's CPU has 32 bits for the last three.
+EXACT = {
+    "float": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float8e4m3fn": "float8_e4m3fn",
+    "float8e5m2": "float8_e5m2",
+    "bool": "bool",
+    "int8": "int8",
+    "int16": "int16",
+    "int32": "int32",
+    "uint8": "uint8",
+    "uint16": "uint16",
+    "uint32": "uint32",
+    "int64": "int64",
+    "uint64": "uint64",
+    "double": "float64",
+}
+
+
+def loaded(model: str | Path, **given: Any) -> OpenVinoEngine:
+    engine = open_engine("openvino", engine_request(model, **given))
+    assert isinstance(engine, OpenVinoEngine)
+    return engine
+
+
+def run(engine: OpenVinoEngine, *arrays: Array) -> dict[str, Array]:
+    return run_on_arrays(engine, arrays)
+
+
+def reference(model: str, *arrays: Array) -> list[Array]:
+    """What ONNX Runtime says."""
+    session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+    names = [item.name for item in session.get_inputs()]
+    results: list[Array] = session.run(None, dict(zip(names, arrays, strict=True)))
+    return results
+
+
+def spec_text(engine: OpenVinoEngine) -> list[str]:
+    return [str(spec) for spec in (*engine.spec.inputs, *engine.spec.outputs)]
+
+
+# What goes in and comes out.
+
+
+@pytest.mark.parametrize("element_type", EXACT)
+@pytest.mark.parametrize("count", [2, 0])
+def test_type_passes_unchanged_and_is_written_in_place(
+    save: SaveModel, element_type: str, count: int
+) -> None:
+    name = EXACT[element_type]
+    model = save(
+        f"({element_type}[{count}, 4] x, {element_type}[n, 4] v)"
+        f" => ({element_type}[{count}, 4] y, {element_type}[n, 4] w)"
+        " { y = Concat <axis = 0> (x) w = Concat <axis = 0> (v) }"
+    )
+    engine = loaded(model)
+    assert [spec.element_type for spec in engine.spec.inputs] == [name, name]
+    values = np.arange(count * 4).reshape(count, 4) % 2
+    x = values.astype(numpy_dtype(name))
+    y, w = np.empty_like(x), np.empty_like(x)
+    bound = engine.bind([buffer("x", x), buffer("v", x)], [buffer("y", y), buffer("w", w)])
+    assert bound.execute() == []
+    np.testing.assert_array_equal(y, x)
+    np.testing.assert_array_equal(w, x)
+
+
+def test_numbers_of_64_bits_have_32_in_openvino(save: SaveModel) -> None:
+    """The page on OpenVINO says so; if this fails, it is out of date."""
+    engine = loaded(
+        save("(int64[n] i, double[n] d) => (int64[n] j, double[n] e) { j = Neg(i) e = Neg(d) }")
+    )
+    assert engine.notes == ("OpenVINO computes float64 as float32, which ['d', 'e'] are",)
+    outputs = run(engine, np.array([2**31 - 1, 2**32 + 5]), np.array([1 / 3, 1e-300]))
+    np.testing.assert_array_equal(outputs["j"], [1 - 2**31, -5])
+    np.testing.assert_array_equal(outputs["e"], [-np.float32(1 / 3), 0])
+
+
+@pytest.mark.parametrize("element_type", ["int4", "uint4"])
+def test_four_bit_types_stay_packed(save: SaveModel, element_type: str) -> None:
+    model = save(
+        f"({element_type}[n, 3] x) => ({element_type}[m, 3] y, float[m, 3] z)"
+        " { y = Concat <axis = 0> (x, x) z = Cast <to = 1> (y) }"
+    )
+    engine = loaded(model)
+    raw = np.array([0x21, 0x43, 0x65], np.uint8)  # 1 to 6, low half first
+    left = engine.bind([packed("x", element_type, raw, (2, 3))], []).execute()
+    y, z = left
+    assert isinstance(y, Produced)
+    assert (y.element_type, y.shape, y.size) == (element_type, (4, 3), 6)
+    np.testing.assert_array_equal(content(z).ravel(), [1, 2, 3, 4, 5, 6] * 2)
+
+
+def test_outputs_of_fixed_shapes_are_written_where_they_are_bound(save: SaveModel) -> None:
+    engine = loaded(
+        save(
+            "(float[2, 3] x) => (float[2, 3] y, float s) { y = Neg(x) s = ReduceSum <keepdims = 0> (x) }"
+        )
+    )
+    x, y, s = rows(2), np.zeros((2, 3), np.float32), np.zeros((), np.float32)
+    bound = engine.bind([buffer("x", x)], [buffer("y", y), buffer("s", s)])
+    for _ in range(2):
+        assert bound.execute() == []
+        np.testing.assert_array_equal(y, -x)
+        assert s == x.sum()
+        (idle,) = engine._idle
+        for number, place in enumerate((y, s)):
+            tensor = idle.native.get_output_tensor(number)
+            assert tensor.data.ctypes.data == place.ctypes.data
+        x += 1  # the tensors are read where they are
+
+
+def test_inputs_are_read_where_they_are_and_never_written(save: SaveModel) -> None:
+    engine = loaded(
+        save("(float[n, 3] x) => (float[n, 3] y, float[n, 3] z) { y = Relu(x) z = Neg(y) }")
+    )
+    x = -rows(4)
+    x.flags.writeable = False
+    y, z = np.empty_like(x), np.empty_like(x)
+    engine.bind([buffer("x", x)], [buffer("y", y), buffer("z", z)]).execute()
+    np.testing.assert_array_equal(x, -rows(4))
+    np.testing.assert_array_equal(y, np.maximum(x, 0))
+    np.testing.assert_array_equal(z, -y)
+
+
+def test_output_that_is_an_input_or_another_output_is_copied(save: SaveModel) -> None:
+    engine = loaded(
+        save(
+            "(float[n, 3] x) => (float[n, 3] a, float[n, 3] b, float[n, 3] c)"
+            " { a = Identity(x) b = Neg(x) c = Identity(b) }"
+        )
+    )
+    x = rows(2)
+    places = {name: np.empty_like(x) for name in "abc"}
+    engine.bind([buffer("x", x)], [buffer(*item) for item in places.items()]).execute()
+    for name, sign in (("a", 1), ("b", -1), ("c", -1)):
+        np.testing.assert_array_equal(places[name], sign * x)
+    outputs = run(engine, x)
+    x += 1
+    np.testing.assert_array_equal(outputs["a"], rows(2))
+
+
+def test_shapes_may_change_from_run_to_run(save: SaveModel) -> None:
+    engine = loaded(save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }"))
+    kept: list[tuple[BoundRun, Array, Array]] = []
+    for count in (4, 1, 0, 7, 4):
+        x = rows(count)
+        y = np.full_like(x, np.nan)
+        kept.append((engine.bind([buffer("x", x)], [buffer("y", y)]), x, y))
+    for _ in range(2):
+        for bound, x, y in kept:
+            y[...] = np.nan
+            assert bound.execute() == []
+            np.testing.assert_array_equal(y, -x)
+    assert len(engine._idle) == 1  # all share one request
+
+
+def test_outputs_of_unknown_shapes_come_back_and_stay_as_long_as_they_are_held(
+    save: SaveModel,
+) -> None:
+    engine = loaded(
+        save(
+            "(float[n, 3] x) => (int64[m, 2] at, float[n, 3] y)"
+            " { a = NonZero(x) at = Transpose(a) y = Neg(x) }"
+        )
+    )
+    x = np.array([[1, 0, 2]], np.float32)
+    other = np.array([[0, 0, 3], [4, 0, 0]], np.float32)
+    y, at = np.empty_like(x), np.empty((9, 2), np.int64)
+    bound = engine.bind([buffer("x", x)], [buffer("at", at), buffer("y", y)])
+    (held,) = bound.execute()
+    again = run(engine, other)
+    np.testing.assert_array_equal(again["at"], [[0, 2], [1, 0]])
+    np.testing.assert_array_equal(content(held), [[0, 0], [0, 2]])
+    np.testing.assert_array_equal(y, -x)
+    np.testing.assert_array_equal(run(engine, np.zeros((1, 3), np.float32))["at"], np.zeros((0, 2)))
+
+
+def test_fixed_outputs_without_a_place_come_back_in_memory_of_their_own(save: SaveModel) -> None:
+    engine = loaded(
+        save("(float[2, 3] x) => (float[2, 3] y, float[2, 3] z) { y = Neg(x) z = Relu(x) }")
+    )
+    x, z = rows(2), np.empty((2, 3), np.float32)
+    bound = engine.bind([buffer("x", x)], [buffer("z", z)])
+    (first,) = bound.execute()
+    x += 1
+    (second,) = bound.execute()
+    np.testing.assert_array_equal(content(first), -rows(2))
+    np.testing.assert_array_equal(content(second), -x)
+    np.testing.assert_array_equal(z, x)
+
+
+def test_wrong_tensors_are_the_callers_error(save: SaveModel) -> None:
+    engine = loaded(save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }"))
+    wrong: list[Buffer | Strings] = [
+        buffer("x", np.zeros((2, 4), np.float32)),
+        buffer("x", np.zeros(3, np.float32)),
+        buffer("x", np.zeros((2, 3), np.float64)),
+        Strings(name="x", shape=(1, 3), values=("a", "b", "c")),
+    ]
+    for item in wrong:
+        with pytest.raises(
+            InvalidInputError, match=r"^openvino: input 'x' is .*, expected x: float32\[n, 3\]"
+        ):
+            engine.bind([item], [])
+    np.testing.assert_array_equal(run(engine, rows(2))["y"], -rows(2))
+
+
+def test_failed_run_is_an_error_and_the_next_one_is_right(save: SaveModel) -> None:
+    """`InferRequest.infer` of 2026.4 returned as if nothing had happened, with the old outputs."""
+    engine = loaded(save("(float[n, 3] x, float[m, 3] z) => (float[a, 3] y) { y = Add(x, z) }"))
+    for _ in range(2):
+        with pytest.raises(PredictError, match=r"^openvino: .*Add node with name 'y'") as caught:
+            run(engine, rows(2), rows(3))
+        assert "src/" not in str(caught.value)
+        np.testing.assert_array_equal(run(engine, rows(2), rows(2))["y"], 2 * rows(2))
+
+
+# Names and shapes.
+
+
+def test_names_and_symbols_are_those_of_the_model(save: SaveModel) -> None:
+    model = save(
+        "(float[batch, seq, 3] x, int64[batch, ?] k, float one)"
+        " => (float[batch, m] y, float[batch, seq, 3] z)"
+        "{ s = Constant <value = int64[2] {0, -1}> () y = Reshape(x, s) z = Mul(x, one) t = Identity(k) }"
+    )
+    assert spec_text(loaded(model)) == [
+        "x: float32[batch, seq, 3]",
+        "k: int64[batch, ?]",
+        "one: float32[]",
+        "y: float32[batch, m]",
+        "z: float32[batch, seq, 3]",
+    ]
+
+
+def test_initialiser_that_is_an_input_too_is_a_constant(save: SaveModel) -> None:
+    model = save(
+        "(float[n, 3] x, float[3] w) => (float[n, 3] y) { y = Add(x, w) }",
+        weights={"w": np.array([1, 2, 3], np.float32)},
+    )
+    engine = loaded(model)
+    assert spec_text(engine) == ["x: float32[n, 3]", "y: float32[n, 3]"]
+    np.testing.assert_array_equal(run(engine, rows(1))["y"], rows(1) + np.array([1, 2, 3]))
+
+
+def test_model_of_openvinos_own_format_runs_without_symbols(
+    save: SaveModel, tmp_path: Path
+) -> None:
+    ir = tmp_path / "model.xml"
+    model = save("(float[n, 3] x) => (float[n, 2] y) { y = MatMul(x, w) }", weights={"w": (3, 2)})
+    ov.save_model(ov.Core().read_model(model), ir, compress_to_fp16=False)
+    engine = loaded(str(ir))
+    assert spec_text(engine) == ["x: float32[?, 3]", "y: float32[?, 2]"]
+    np.testing.assert_allclose(run(engine, rows(2))["y"], reference(model, rows(2))[0], rtol=1e-5)
+    (tmp_path / "model.bin").unlink()
+    with pytest.raises(BuildError, match=r"model\.xml: .*bin file cannot be found"):
+        loaded(str(ir))
+
+
+def test_size_beyond_the_models_bounds_is_the_callers_error(tmp_path: Path) -> None:
+    x = ov.op.Parameter(ov.Type.f32, ov.PartialShape([ov.Dimension(1, 4), 3]))
+    x.output(0).set_names({"x"})
+    y = ov.opset8.relu(x)
+    y.output(0).set_names({"y"})
+    graph = ov.Model([y], [x], "g")
+    ov.save_model(graph, tmp_path / "model.xml")
+    engine = loaded(str(tmp_path / "model.xml"))
+    assert spec_text(engine) == ["x: float32[?, 3]", "y: float32[?, 3]"]
+    np.testing.assert_array_equal(run(engine, rows(4))["y"], rows(4))
+    with pytest.raises(InvalidInputError, match=r"OpenVINO's shape \[1\.\.4,3\]"):
+        run(engine, rows(5))
+
+
+def test_description_has_the_models_properties_and_those_it_was_compiled_with(
+    save: SaveModel, tmp_path: Path
+) -> None:
+    model = onnx.load(save(AFFINE))
+    model.metadata_props.add(key="author", value="me")
+    onnx.save(model, tmp_path / "model.onnx")
+    description = loaded(str(tmp_path / "model.onnx"), describe=True, threads=2).description
+    assert description.properties == {"author": "me"}
+    used = description.provider_options["CPU"]
+    assert (used["INFERENCE_NUM_THREADS"], used["NUM_STREAMS"]) == ("2", "1")
+    assert (used["ENABLE_CPU_PINNING"], used["EXECUTION_MODE_HINT"]) == (
+        "False",
+        "ExecutionMode.ACCURACY",
+    )
+
+
+# Results.
+
+
+def test_results_are_those_of_onnx_runtime() -> None:
+    images = np.random.default_rng(0).random((5, 3, 32, 32), dtype=np.float32)
+    engine = loaded(encoder())
+    assert (engine.providers, engine.version) == (
+        ("CPU",),
+        f"openvino {ov.__version__.split('-')[0]}",
+    )
+    np.testing.assert_allclose(
+        run(engine, images)["embedding"], reference(str(encoder()), images)[0], rtol=0, atol=1e-5
+    )
+
+
+def test_precision_is_float32_unless_another_is_asked_for() -> None:
+    images = np.random.default_rng(0).random((2, 3, 32, 32), dtype=np.float32)
+    exact = run(loaded(encoder()), images)["embedding"]
+    abilities = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    for precision in ("f32", "bf16", "f16"):
+        engine = loaded(encoder(), precision=precision)
+        got = engine.compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+        difference = np.abs(run(engine, images)["embedding"] - exact).max()
+        if got == "f32":
+            assert difference == 0
+        else:
+            assert 0 < difference < 0.1
+        is_right = precision in ("f32", got)
+        assert is_right or engine.notes == (
+            f"precision: got '{precision}', but OpenVINO computes in {got} on this device",
+        )
+        assert (got == precision) or precision == "f16" or "BF16" not in abilities
+        assert not is_right or not engine.notes
+
+
+def test_properties_of_the_users_come_last_and_wrong_ones_are_named() -> None:
+    engine = loaded(
+        encoder(), session_config={"INFERENCE_NUM_THREADS": "2", "PERF_COUNT": "YES"}, threads=1
+    )
+    assert engine.compiled.get_property("INFERENCE_NUM_THREADS") == 2
+    assert engine.compiled.get_property("PERF_COUNT") == "YES"
+    with pytest.raises(BuildError, match="Unsupported property FOO"):
+        loaded(encoder(), session_config={"FOO": "1"})
+
+
+def test_threads_are_those_of_the_workers_share() -> None:
+    request = EngineRequest(
+        model=str(encoder()), device=engine_request(encoder()).device, share=CoreShare(cores=(0, 1))
+    )
+    engine = open_engine("openvino", request)
+    assert isinstance(engine, OpenVinoEngine)
+    assert engine.compiled.get_property("INFERENCE_NUM_THREADS") == 2
+
+
+# Several threads, cancelling.
+
+LAYERS = 300
+
+
+@pytest.fixture
+def slow(save: SaveModel) -> Iterator[tuple[OpenVinoEngine, list[Buffer], Array]]:
+    """An engine whose run takes seconds, its inputs, and the first one's array."""
+    body = " ".join(f"a{i + 1} = MatMul(a{i}, w)" for i in range(LAYERS))
+    size = 1024
+    signature = f"(float[n, {size}] a0, float[{size}, {size}] w) => (float[n, {size}] y)"
+    text = f"{signature} {{ {body} y = Neg(a{LAYERS}) }}"
+    w, a = np.eye(size, dtype=np.float32), np.ones((size, size), np.float32)
+    yield loaded(save(text)), [buffer("a0", a), buffer("w", w)], a
+    del w  # which the inputs do not keep
+
+
+def test_cancel_ends_a_run_and_the_next_one_is_right(
+    slow: tuple[OpenVinoEngine, list[Buffer], Array],
+) -> None:
+    engine, inputs, a = slow
+    y = np.empty_like(a)
+    bound = engine.bind(inputs, [buffer("y", y)])
+    with ThreadPoolExecutor(1) as threads:
+        engine.arm()
+        run = threads.submit(bound.execute)
+        wait_until(lambda: engine._running)
+        engine.cancel()
+        with pytest.raises(RunCancelledError, match="was cancelled"):
+            run.result(30)
+    with pytest.raises(RunCancelledError, match="before it began"):
+        bound.execute()
+    engine.arm()
+    small = np.ones((2, a.shape[1]), np.float32)
+    (left,) = engine.bind([buffer("a0", small), inputs[1]], []).execute()
+    np.testing.assert_array_equal(content(left), -small)
+
+
+def test_cancel_ends_runs_of_all_threads(
+    slow: tuple[OpenVinoEngine, list[Buffer], Array],
+) -> None:
+    engine, inputs, _ = slow
+    with ThreadPoolExecutor(3) as threads:
+        runs = [threads.submit(engine.bind(inputs, []).execute) for _ in range(3)]
+        # The others wait for the stream, or for a request, which OpenVINO makes between runs alone.
+        wait_until(lambda: engine._running)
+        engine.cancel()
+        for one in runs:
+            with pytest.raises(RunCancelledError):
+                one.result(30)
+    assert not engine._running
+    assert not engine._idle  # those that failed do not come back
+
+
+def test_threads_run_side_by_side_and_share_no_memory(save: SaveModel) -> None:
+    engine = loaded(
+        save(
+            "(float[n, 3] x) => (float[n, 3] y, float[m] z)"
+            " { y = Mul(x, x) s = Constant <value = int64[1] {-1}> () z = Reshape(y, s) }"
+        )
+    )
+    start = threading.Barrier(4)
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        start.wait(20)
+        for _ in range(200):
+            x = rng.normal(size=(int(rng.integers(0, 20)), 3)).astype(np.float32)
+            y = np.empty_like(x)
+            outputs = run_on_arrays(engine, [x], {"y": y} if seed % 2 else {})
+            np.testing.assert_array_equal(outputs["y"], x * x)
+            np.testing.assert_array_equal(outputs["z"], (x * x).ravel())
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(work, seed) for seed in range(4)]:
+            done.result(60)
+    assert len(engine._idle) <= 4
+
+
+# What cannot be loaded.
+
+
+def test_operator_that_openvino_lacks_is_named(save: SaveModel) -> None:
+    model = save("(float[n, 3] x) => (float[n, 3] y) { y = com.microsoft.NoSuchThing(x) }")
+    with pytest.raises(BuildError, match=r"openvino: .*com\.microsoft\.NoSuchThing"):
+        loaded(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.onnx", b"", "got an empty file, expected an ONNX model, or an OpenVINO IR"),
+        ("a.onnx", b"<html></html>", "got an HTML page, expected an ONNX model, or an OpenVINO IR"),
+        (
+            "a.xml",
+            b"<?xml version='1.0'?><foo/>",
+            "got text, expected an ONNX model, or an OpenVINO IR",
+        ),
+        ("a.pdmodel", b"PK\x03\x04" + b"\0" * 100, "got a zip archive, expected an ONNX model"),
+    ],
+)
+def test_file_that_is_no_model_is_named(
+    tmp_path: Path, name: str, data: bytes, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(BuildError, match=re.escape(words)):
+        loaded(str(path))
+    assert capfd.readouterr().err == ""  # OpenVINO's other front ends would write there
+
+
+def test_damaged_graph_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.xml"
+    path.write_bytes(b"<?xml version='1.0'?><net name='a'><lay")
+    with pytest.raises(BuildError, match=r"openvino: .*/a\.xml: Unable to read the model"):
+        loaded(str(path))
+
+
+def test_missing_model_is_named() -> None:
+    with pytest.raises(BuildError, match=r"No such file.*/none\.onnx"):
+        loaded("/none.onnx")
+
+
+def test_external_data_outside_of_the_models_folder_is_refused(
+    save: SaveModel, tmp_path: Path
+) -> None:
+    model = onnx.load(
+        save("(float[n, 3] x) => (float[n, 3] y) { y = Add(x, w) }", weights={"w": (1, 3)})
+    )
+    onnx.save(
+        model,
+        tmp_path / "whole.onnx",
+        save_as_external_data=True,
+        location="w.bin",
+        size_threshold=0,
+    )
+    np.testing.assert_allclose(
+        run(loaded(str(tmp_path / "whole.onnx")), rows(1))["y"],
+        run(
+            loaded(
+                save("(float[n, 3] x) => (float[n, 3] y) { y = Add(x, w) }", weights={"w": (1, 3)})
+            ),
+            rows(1),
+        )["y"],
+    )
+    folder = tmp_path / "other"
+    folder.mkdir()
+    data = (tmp_path / "whole.onnx").read_bytes()
+    (folder / "model.onnx").write_bytes(data.replace(b"w.bin", b"../" + b"w" * 2))
+    with pytest.raises(BuildError, match="external data"):
+        loaded(str(folder / "model.onnx"))
+
+
+@pytest.mark.parametrize("element_type", ["string", "complex64", "float8e4m3fnuz"])
+def test_type_that_openvino_lacks_is_refused_at_build(save: SaveModel, element_type: str) -> None:
+    with pytest.raises(
+        BuildError, match=r"openvino: .*(of type string, expected one of|Unsupported type)"
+    ):
+        loaded(save(f"({element_type}[n] x) => ({element_type}[n] y) {{ y = Identity(x) }}"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"variable_weights": ["w"]}, r"variable_weights: got \['w'\], but .* openvino cannot"),
+        ({"provider": "cpu"}, "provider: got 'cpu', but the engine openvino has no"),
+        ({"inter_op_threads": 2}, "inter_op_threads: got 2, but the engine openvino"),
+        ({"provider_options": {"a": "b"}}, "openvino has no provider_options, got the key 'a'"),
+        ({"session_options": {"a": "b"}}, "openvino has no session_options, got the key 'a'"),
+        ({"free_dimensions": {"n": 2}}, "free_dimensions: got .* openvino has no such option"),
+    ],
+)
+def test_option_that_openvino_lacks_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BuildError, match=words):
+        loaded(encoder(), **options)
+
+
+@pytest.mark.parametrize(("device", "name"), [("openvino-gpu:3", "GPU.3"), ("npu:2", "NPU.2")])
+def test_device_that_is_not_there_is_refused_with_those_that_are(device: str, name: str) -> None:
+    words = rf"device {device}: openvino [\d.]+ finds no {name} here; it has \[.*'CPU'.*\]"
+    with pytest.raises(BuildError, match=words):
+        loaded(encoder(), device=device)
+    engine = loaded(encoder(), device=device, allow_fallback=True)
+    assert engine.providers == ("CPU",)
+
+
+def test_kind_of_device_that_openvino_does_not_have_is_refused() -> None:
+    with pytest.raises(
+        BuildError,
+        match=r"no device cuda:0, expected one of \['cpu:0', 'openvino-gpu:0', 'npu:0'\]",
+    ):
+        loaded(encoder(), device="cuda:0")
+
+
+# What it keeps in the cache.
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """An empty cache."""
+    folder = tmp_path / "cache"
+    folder.mkdir(0o700)
+    monkeypatch.setenv("MCINFER_CACHE", str(folder))
+    return Cache.default()
+
+
+def blobs(cache: Cache) -> list[Path]:
+    return sorted(cache.folder.glob("engines/*/*.blob"))
+
+
+def is_from_cache(engine: OpenVinoEngine) -> bool:
+    return bool(engine.compiled.get_property("LOADED_FROM_CACHE"))
+
+
+def test_second_start_takes_the_compiled_model_from_the_cache(
+    cache: Cache, save: SaveModel
+) -> None:
+    model = save("(float[n, 3] x) => (float[n, 3] y) { y = MatMul(x, w) }", weights={"w": (3, 3)})
+    first = loaded(model, prepare="always")
+    assert not is_from_cache(first)
+    (blob,) = blobs(cache)
+    assert cache.engine_bytes() > 0
+    second = loaded(model, prepare="always", threads=2)
+    assert is_from_cache(second)
+    assert spec_text(second) == spec_text(first) == ["x: float32[n, 3]", "y: float32[n, 3]"]
+    np.testing.assert_array_equal(run(second, rows(2))["y"], run(first, rows(2))["y"])
+    # Another content at the same path, another precision, other properties: each its own folder.
+    for given in ({"precision": "bf16"}, {"session_config": {"PERF_COUNT": "NO"}}):
+        assert not is_from_cache(loaded(model, prepare="always", **given))
+    shutil.copy(save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }"), model)
+    changed = loaded(model, prepare="always")
+    assert not is_from_cache(changed)
+    np.testing.assert_array_equal(run(changed, rows(2))["y"], -rows(2))
+    assert len(blobs(cache)) == 4
+    # Whoever empties the cache takes nothing from those who run.
+    cache.clear()
+    assert not blobs(cache)
+    np.testing.assert_array_equal(run(second, rows(2))["y"], run(first, rows(2))["y"])
+    assert blob not in blobs(cache)
+
+
+@pytest.mark.usefixtures("cache")
+def test_weights_of_an_ir_belong_to_its_key(save: SaveModel, tmp_path: Path) -> None:
+    core, ir = ov.Core(), tmp_path / "ir.xml"
+    results = []
+    for scale in (1, 2):
+        weights = {"w": scale * np.ones((3, 3), np.float32)}
+        model = save("(float[n, 3] x) => (float[n, 3] y) { y = MatMul(x, w) }", weights=weights)
+        ov.save_model(core.read_model(model), ir, compress_to_fp16=False)
+        for is_known in (False, True):
+            engine = loaded(str(ir), prepare="always")
+            assert is_from_cache(engine) is is_known
+            results.append(run(engine, rows(1))["y"])
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[2], 2 * results[0])
+    np.testing.assert_array_equal(results[3], 2 * results[0])
+
+
+def test_small_models_and_those_never_prepared_are_not_kept(cache: Cache, save: SaveModel) -> None:
+    small = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }")
+    large = save(
+        "(float[n, 2048] x) => (float[n, 2048] y) { y = MatMul(x, w) }",
+        weights={"w": np.ones((2048, 2048), np.float32)},
+    )
+    loaded(small, prepare="auto")
+    loaded(large, prepare="never")
+    loaded(large, prepare="auto", session_config={"CACHE_DIR": str(cache.folder / "mine")})
+    assert not blobs(cache)
+    loaded(large, prepare="auto")
+    assert len(blobs(cache)) == 1
+
+
+def test_blob_that_was_cut_short_is_made_again(cache: Cache, save: SaveModel) -> None:
+    model = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }")
+    loaded(model, prepare="always")
+    (blob,) = blobs(cache)
+    blob.chmod(0o600)
+    with blob.open("r+b") as file:
+        file.truncate(blob.stat().st_size // 2)
+    engine = loaded(model, prepare="always")
+    np.testing.assert_array_equal(run(engine, rows(2))["y"], -rows(2))
+    assert is_from_cache(loaded(model, prepare="always"))
+
+
+def test_cache_that_cannot_be_used_leaves_openvino_without(
+    monkeypatch: pytest.MonkeyPatch, save: SaveModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MCINFER_CACHE", "/proc/none")
+    engine = loaded(save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }"), prepare="always")
+    np.testing.assert_array_equal(run(engine, rows(2))["y"], -rows(2))
+    assert "what openvino builds is not kept" in caplog.text
+
+
+def test_old_builds_leave_when_the_cache_is_full(
+    cache: Cache, save: SaveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [
+        save(
+            "(float[n, 256] x) => (float[n, 256] y) { y = MatMul(x, w) }", weights={"w": (256, 256)}
+        )
+        for _ in range(3)
+    ]
+    for i, model in enumerate(models):
+        changed = onnx.load(model)
+        changed.producer_version = str(i)  # of another content
+        onnx.save(changed, model)
+    loaded(models[0], prepare="always")
+    monkeypatch.setenv("MCINFER_CACHE_LIMIT", str(cache.engine_bytes() * 5 // 2))
+    loaded(models[1], prepare="always")
+    assert len(blobs(cache)) == 2
+    loaded(models[2], prepare="always")
+    assert len(blobs(cache)) == 2
+    assert is_from_cache(loaded(models[2], prepare="always"))
+
+
+# The import.
+
+
+def test_import_sends_nothing_and_writes_nothing(tmp_path: Path) -> None:
+    program = """
+import os, sys, threading
+import mcinfer.engines._openvino
+import openvino
+assert "openvino_telemetry" not in sys.modules, "telemetry"
+assert threading.active_count() == 1, threading.enumerate()
+assert not os.listdir(os.environ["HOME"]), os.listdir(os.environ["HOME"])
+openvino.convert_model
+"""
+    subprocess.run(
+        [sys.executable, "-c", program],
+        env={"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=60,
+    )

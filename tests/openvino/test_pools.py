@@ -1,0 +1,201 @@
+"""Workers that run OpenVINO, and OpenVINO in the caller's own process."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import psutil
+import pytest
+from numpy.typing import NDArray
+
+from mcinfer import (
+    BuildError,
+    EngineOptions,
+    InvalidInputError,
+    Limits,
+    Master,
+    PredictError,
+    PredictTimeoutError,
+    Timeouts,
+)
+from mcinfer.cli.cache import list_entries
+from mcinfer.examples import encoder
+from mcinfer.model_cache.cache import Cache
+from mcinfer.statistics import RequestTrace
+from tests.openvino.conftest import SaveModel
+from tests.process.models import AFFINE, OnnxModel, act, assert_answers, rows
+from tests.process.waiting import pids, wait_until
+
+Array = NDArray[Any]
+
+IMAGES = np.random.default_rng(7).random((7, 3, 32, 32), dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Array:
+    """What one session of ONNX Runtime says of `IMAGES`."""
+    session = ort.InferenceSession(str(encoder()), providers=["CPUExecutionProvider"])
+    result: Array = session.run(["embedding"], {"image": IMAGES})[0]
+    return result
+
+
+@pytest.mark.parametrize("devices", [2, "inline"])
+@pytest.mark.parametrize("model", ["path", "bytes"])
+def test_batch_over_two_workers_is_that_of_onnx_runtime(
+    expected: Array, devices: int | str, model: str
+) -> None:
+    traces = list[RequestTrace]()
+    given = str(encoder()) if model == "path" else Path(encoder()).read_bytes()
+    with Master(given, devices, engine="openvino", trace=traces.append) as master:
+        assert {worker.providers for worker in master.statistics().workers} == {("CPU",)}
+        assert [str(spec) for spec in (*master.inputs, *master.outputs)] == [
+            "image: float32[batch, 3, 32, 32]",
+            "embedding: float32[batch, 64]",
+        ]
+        for count in (7, 4, 1):
+            outputs = master.predict({"image": IMAGES[:count]})
+            np.testing.assert_allclose(outputs["embedding"], expected[:count], rtol=0, atol=1e-5)
+    assert {len(trace.shards) for trace in traces if trace.error is None} >= (
+        {1, 2} if devices == 2 else {1}
+    )
+
+
+def test_worker_has_its_share_of_the_cores_and_so_many_threads(onnx_model: OnnxModel) -> None:
+    options = EngineOptions(describe=True)
+    with Master(onnx_model(AFFINE), 2, engine="openvino", options=options) as master:
+        cores = [psutil.Process(pid).cpu_affinity() for pid in pids(master)]
+        used = master.description.provider_options["CPU"]
+        assert used["INFERENCE_NUM_THREADS"] == str(len(cores[0] or ()))
+        if len(os.sched_getaffinity(0)) > 1:
+            assert cores[0] != cores[1]
+
+
+def test_rows_of_several_requests_run_as_one(onnx_model: OnnxModel) -> None:
+    with Master(
+        onnx_model(AFFINE), 1, engine="openvino", max_batch_size=8, max_delay=0.05
+    ) as master:
+        inputs = [rows(1 + i % 3, first=100.0 * i) for i in range(12)]
+        futures = [master.submit(item) for item in inputs]
+        for item, future in zip(inputs, futures, strict=True):
+            assert_answers(future.result(20), item)
+
+
+def test_some_outputs_may_be_fetched(save: SaveModel) -> None:
+    model = save("(float[n, 4] x) => (float[n, 4] y, float[n, 4] z) { y = Neg(x) z = Exp(x) }")
+    with Master(model, 1, engine="openvino") as master:
+        outputs = master.predict(rows(2), outputs=["y"])
+        assert [*outputs] == ["y"]
+        np.testing.assert_array_equal(outputs["y"], -rows(2)["x"])
+
+
+def test_output_whose_shape_only_the_run_knows_joins(save: SaveModel) -> None:
+    model = save("(float[n, 4] x) => (int64[m, 2] at) { a = NonZero(x) at = Transpose(a) }")
+    with Master(model, 1, engine="openvino", verify="never") as master:
+        for x in (rows(3), rows(2), act(0.0), rows(3)):
+            np.testing.assert_array_equal(master.predict(x)["at"], np.argwhere(x["x"]))
+
+
+def test_wrong_inputs_and_failed_runs_leave_the_worker(save: SaveModel) -> None:
+    model = save("(float[n, 4] x, float[m, 4] z) => (float[k, 4] y) { y = Add(x, z) }")
+    with Master(model, 1, engine="openvino", verify="never") as master:
+        (pid,) = pids(master)
+        two, three = rows(2)["x"], rows(3)["x"]
+        with pytest.raises(InvalidInputError):
+            master.predict({"x": two[:, :3], "z": two})
+        with pytest.raises(PredictError, match="Add node with name 'y'"):
+            master.submit({"x": two, "z": three}).result(20)
+        np.testing.assert_array_equal(
+            master.submit({"x": two, "z": two}).result(20)["y"], two + two
+        )
+        assert pids(master) == [pid]
+
+
+@pytest.mark.parametrize("devices", [1, "inline"])
+def test_run_whose_time_is_over_is_cancelled_and_the_worker_stays(
+    save: SaveModel, devices: int | str
+) -> None:
+    body = " ".join(f"a{i + 1} = MatMul(a{i}, w)" for i in range(400))
+    model = save(
+        f"(float[n, 512] a0) => (float[n, 512] y) {{ {body} y = Neg(a400) }}",
+        weights={"w": np.eye(512, dtype=np.float32)},
+    )
+    options = EngineOptions(threads=1)
+    timeouts = Timeouts(cancel_grace=30.0)  # if it is not cancelled, it runs on
+    with Master(
+        model, devices, engine="openvino", options=options, timeouts=timeouts, verify="never"
+    ) as master:
+        before = pids(master)
+        with pytest.raises(PredictTimeoutError):
+            master.submit({"a0": np.ones((16384, 512), np.float32)}, timeout=0.5).result(30)
+        small = np.ones((1, 512), np.float32)
+        np.testing.assert_array_equal(master.predict({"a0": small})["y"], -small)
+        assert pids(master) == before
+
+
+def test_killed_worker_is_replaced_and_loses_no_request(onnx_model: OnnxModel) -> None:
+    with Master(onnx_model(AFFINE), 2, engine="openvino", verify="never") as master:
+        for i in range(3):
+            inputs = [rows(3, first=10.0 * j) for j in range(20)]
+            futures = [master.submit(item) for item in inputs]
+            os.kill(pids(master)[i % 2], signal.SIGKILL)
+            for item, future in zip(inputs, futures, strict=True):
+                assert_answers(future.result(40), item)
+            wait_until(lambda: [w.state for w in master.statistics().workers] == ["ready"] * 2)
+
+
+def test_model_that_cannot_be_loaded_leaves_no_process(save: SaveModel) -> None:
+    model = save("(float[n, 4] x) => (float[n, 4] y) { y = com.microsoft.NoSuchThing(x) }")
+    master = Master(model, 2, engine="openvino")
+    with pytest.raises(BuildError, match=r"workers 0 and 1: openvino: .*NoSuchThing"):
+        master.start()
+    assert not psutil.Process().children()
+
+
+def test_devices_that_are_not_there_are_refused_with_those_that_are(onnx_model: OnnxModel) -> None:
+    for device in ("openvino-gpu:7", "npu:7"):
+        with pytest.raises(BuildError, match=rf"{device}.* it has \[.*'CPU'"):
+            Master(onnx_model(AFFINE), [device], engine="openvino").start()
+
+
+def test_run_past_the_workers_memory_is_an_error_that_says_the_limit(save: SaveModel) -> None:
+    model = save(
+        "(float[n, 1] x, float[1, m] z) => (float[s] y)"
+        " { p = MatMul(x, z) q = Softmax(p) y = ReduceSum <keepdims = 0> (q, a) }",
+        weights={"a": np.array([1])},
+    )
+    limits = Limits(worker_memory_bytes=1 << 30)
+    with Master(model, 1, engine="openvino", limits=limits, verify="never") as master:
+        (pid,) = pids(master)
+        with pytest.raises(PredictError, match="worker_memory_bytes"):
+            master.submit(
+                {"x": np.ones((1 << 15, 1), np.float32), "z": np.ones((1, 1 << 14), np.float32)}
+            ).result(60)
+        small = {"x": np.ones((2, 1), np.float32), "z": np.ones((1, 4), np.float32)}
+        np.testing.assert_allclose(master.submit(small).result(20)["y"], [1, 1], rtol=1e-6)
+        assert pids(master) == [pid]
+
+
+def test_workers_that_start_together_compile_once_and_the_list_shows_it(
+    save: SaveModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "cache").mkdir(0o700)
+    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
+    model = save(
+        "(float[n, 512] x) => (float[n, 512] y) { y = MatMul(x, w) }", weights={"w": (512, 512)}
+    )
+    options, built = EngineOptions(prepare="always"), set[tuple[str, int]]()
+    for _ in range(2):
+        with Master(model, 2, engine="openvino", options=options):
+            (blob,) = Cache.default().folder.glob("engines/*/*.blob")
+            built.add((str(blob), blob.stat().st_mtime_ns))
+    assert len(built) == 1
+    with Master(Path(model).read_bytes(), 2, engine="openvino", options=options):
+        assert len([*Cache.default().folder.glob("engines/*")]) == 1  # by the content
+    list_entries()
+    assert "built by TensorRT and OpenVINO: " in capsys.readouterr().out
