@@ -20,7 +20,7 @@ DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 transformers==4.57.6
 # PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, where pip prefers `2.13.0+cpu` to this version without a mark.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-thorough check bench bench-gpu bench-memory bench-parts bench-peers bench-programs bench-ranks bench-ray faults soak fuzz docs clean format
+.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-programs bench-ranks bench-ray faults soak fuzz docs clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -116,6 +116,10 @@ bench: .venv/installed
 # The same runner against Ray, loky and OpenVINO.
 bench-peers: .venv-peers/installed
 	.venv-peers/bin/python benchmarks/page.py --only peers --write docs/benchmarks.md
+
+# OpenVINO's engine against ONNX Runtime's and OpenVINO's own benchmark: docs/openvino.md.
+bench-openvino: .venv-openvino/installed
+	.venv-openvino/bin/python benchmarks/engines.py --write docs/openvino.md
 
 # What n processes with one model take: the picture and the tables of docs/weights.md and docs/processes.md.
 bench-memory: .venv/installed-plots

@@ -8,7 +8,7 @@ from typing import Any, Self, overload
 from numpy.typing import NDArray
 
 from mcinfer.checks import check_count
-from mcinfer.config import Timeouts
+from mcinfer.config import EngineOptions, Timeouts
 from mcinfer.errors import ClosedError, InvalidInputError
 from mcinfer.master import Master
 from mcinfer.requests.request import Inputs
@@ -34,6 +34,7 @@ class ParallelPredictUtils:
         device_ids: Indices of the devices, ``device_num`` of them; None is 0 to ``device_num - 1``.
         device_type: Kind of the devices, ``"cpu"`` or ``"cuda"``.
         engine: See `Master`.
+        options: Of the engine; see `Master`.
         timeouts: See `Master`.
 
     Raises:
@@ -48,6 +49,7 @@ class ParallelPredictUtils:
         device_ids: Sequence[int] | None = None,
         device_type: str = "cpu",
         engine: str = "onnxruntime",
+        options: EngineOptions = EngineOptions(),
         timeouts: Timeouts = Timeouts(),
     ) -> None:
         check_count("device_num", device_num, 1)
@@ -58,7 +60,9 @@ class ParallelPredictUtils:
             )
         devices = [f"{device_type}:{device_id}" for device_id in ids]
         self._device_num = device_num
-        self._master = Master(model_path, devices, engine=engine, timeouts=timeouts)
+        self._master = Master(
+            model_path, devices, engine=engine, options=options, timeouts=timeouts
+        )
         self._built = False
 
     def build_model(self) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from mcinfer.bench.load import (
     arrivals,
     kept_up,
+    largest_difference,
     nearest_rank,
     offer,
     read_request,
@@ -145,3 +146,32 @@ def test_request_comes_out_of_its_file_as_it_went_in(tmp_path: Path, array: NDAr
     assert (found.dtype, found.shape) == (array.dtype, array.shape)
     assert found.tolist() == array.tolist()
     assert found.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "difference"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.5], [1.0, 2.0], 0.25),  # over the largest value, whichever differs
+        ([1.5, 2.0], [1.0, -2.0], 2.0),
+        ([0.5], [0.0], 1.0),
+        ([np.nan, np.inf, 1.0], [np.nan, np.inf, 1.0], 0.0),
+        ([np.nan, 1.0], [3.0, 1.0], 1.0),
+        ([np.inf], [-np.inf], 1.0),
+        ([1j, 3.0], [0j, 4.0], 0.25),
+        ([3], [4], 0.25),
+        ([False], [True], 1.0),
+        (["a", "b"], ["a", "b"], 0.0),
+        (["a", "b"], ["a", "c"], 1.0),
+        ([], [], 0.0),
+        ([1.0], [1.0, 1.0], None),
+    ],
+)
+def test_answers_differ_by_a_part_of_the_largest_value(
+    answer: list[Any], expected: list[Any], difference: float | None
+) -> None:
+    same = np.ones(2, ml_dtypes.bfloat16)
+    found = largest_difference(
+        {"other": same, "y": np.array(answer)}, {"y": np.array(expected), "other": same}
+    )
+    assert found == (None if difference is None else pytest.approx(difference))

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from mcinfer.bench.figures import number
-from mcinfer.bench.report import Load, Report
+from mcinfer.bench.report import Load, Measurement, Report
 from mcinfer.bench.table import show
 from mcinfer.bench.texts import (
     gain_lines,
@@ -181,3 +181,23 @@ def test_program_can_name_any_file_and_make_inputs_of_any_type() -> None:
     exec(start, made)  # noqa: S102 our own text
     names = [str(array.dtype) for array in made["inputs"].values()]  # type: ignore[attr-defined]
     assert names == ["object", "bfloat16", "int64"]
+
+
+def test_other_engine_has_its_difference_in_the_table_the_verdict_and_the_program() -> None:
+    made = small(session=[100.0, 101.0], sharded=[120.0, 121.0])
+    assert "difference" not in shown(made)
+    other = replace(
+        made.ways[1], name="sharded/openvino:bf16", engine="openvino:bf16", difference=0.0123
+    )
+    turns = tuple(replace(turn, seconds=turn.seconds / 2) for turn in made.measurements[1].turns)
+    faster = Measurement(way=other.name, load=made.measurements[1].load, turns=turns)
+    made = replace(made, ways=(*made.ways, other), measurements=(*made.measurements, faster))
+    lines = shown(made).splitlines()
+    header = next(line for line in lines if line.startswith("way") and "PSS" in line)
+    assert header.split()[-1] == "difference"
+    assert any(line.startswith("sharded/openvino") and line.endswith("1.2e-2") for line in lines)
+    assert "With openvino:bf16, whose answer differs by 1.2e-2" in verdict(made)
+    text = " ".join(report_program(made).split())
+    assert 'engine="openvino"' in text
+    assert "EngineOptions(precision=" in text
+    assert "master.predict(inputs)" in text

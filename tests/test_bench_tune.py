@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcinfer.bench.figures import TO
 from mcinfer.bench.report import QUANTILES, Load, Turn
 from mcinfer.bench.texts import SESSIONS
 from mcinfer.bench.tune import (
@@ -283,3 +284,32 @@ def test_json_has_all_measurements() -> None:
     assert content["finished"]
     content = json.loads(as_json("m.onnx", found([], ended=""), {}))
     assert (content["finished"], content["recommended"]) == (False, None)
+
+
+def test_pools_with_all_cores_are_tried_with_each_engine() -> None:
+    engines = ("onnxruntime", "openvino", "openvino:bf16")
+    tried = grid(aim(), cores=4, pieces=1, joins=False, run_seconds=0.01, engines=engines)
+    pools = [one for one in tried if one.call not in SESSIONS]
+    by_engine = [{one.workers for one in pools if one.engine == e} for e in engines]
+    assert by_engine == [{1, 2, 4}] * 3
+    assert all(one.threads is None for one in pools if one.engine != "onnxruntime")
+    assert tried[0].engine == "onnxruntime"
+    assert len({*tried}) == len(tried)
+
+
+def test_engine_and_its_difference_are_in_the_table_the_verdict_and_the_program() -> None:
+    quick = replace(DEFAULT, engine="openvino:bf16")
+    made = trials((DEFAULT, [100, 100]), (quick, [200, 200]))
+    made[1].difference = 0.0123
+    search = found(made, engines=("onnxruntime", "openvino:bf16"))
+    (table,) = grids(search)
+    assert [row[1:3] for row in table.rows] == [("openvino:bf16", "1.2e-2"), ("onnxruntime", TO)]
+    assert "Use 2 workers, openvino:bf16, submit" in verdict(search)
+    assert "difference 1.2e-2" in verdict(search)
+    text = " ".join(program("model.onnx", quick, search).split())
+    assert 'engine="openvino"' in text
+    assert "EngineOptions(precision=" in text
+    alone = found(made[:1], engines=("onnxruntime",))
+    assert "engine" not in grids(alone)[0].header
+    content = json.loads(as_json("model.onnx", search, {}))
+    assert [trial["difference"] for trial in content["trials"]] == [None, 0.0123]

@@ -4,8 +4,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from mcinfer.config import PrecisionKind
 from mcinfer.errors import InvalidInputError
 
 BASELINES = {
@@ -22,6 +23,10 @@ MODES = {
     "inline": "mcinfer.bench.baselines:Inline",
 }
 _KNOWN = {**BASELINES, **MODES}
+
+DEFAULT_ENGINE = "onnxruntime"
+ENGINES = (DEFAULT_ENGINE, "openvino")
+"""Engines that load ONNX models."""
 
 
 def way_class(name: str) -> Any:
@@ -64,6 +69,20 @@ def check_names(names: Sequence[str]) -> None:
     shown = [*_KNOWN, *map(shown_name, own)]
     if len(set(shown)) < len(shown) or len(set(names)) < len(names):
         raise InvalidInputError(f"--against: got {[*names]}, expected different class names")
+
+
+def check_engines(engines: Sequence[str]) -> None:
+    """Raise `InvalidInputError` unless these are different engines, as `Setup.engine` has them."""
+    precisions = get_args(PrecisionKind)
+    for text in engines:
+        name, colon, precision = text.partition(":")
+        if name not in ENGINES or (colon and precision not in precisions):
+            raise InvalidInputError(
+                f"--engine: got {text!r}, expected one of {[*ENGINES]}, or such as 'openvino:bf16' with one "
+                f"of {[*precisions]}"
+            )
+    if len({*engines}) < len(engines):
+        raise InvalidInputError(f"--engine: got {[*engines]}, expected each once")
 
 
 def _load(name: str, path: str) -> Any:

@@ -32,7 +32,13 @@ class _Driver:
     def __init__(self) -> None:
         self._requests: dict[str, Any] = {}  # by batch, its file or its arrays
 
-    def start(self, way: str, setup: dict[str, Any], inputs: Mapping[str, str]) -> Any:
+    def start(
+        self,
+        way: str,
+        setup: dict[str, Any],
+        inputs: Mapping[str, str],
+        expected: str | None = None,
+    ) -> Any:
         begin = perf_counter()
         from mcinfer.bench import way_class
         from mcinfer.bench.way import Setup
@@ -46,17 +52,30 @@ class _Driver:
         if not isinstance(self.way.workers, int):
             raise TypeError(f"workers: got {self.way.workers!r}, expected an int")
         self._requests |= inputs
-        return {"seconds": seconds, "workers": self.way.workers, "text": str(self.way.text)}
+        about = {"seconds": seconds, "workers": self.way.workers, "text": str(self.way.text)}
+        return about | {"difference": None if expected is None else self._difference(expected)}
 
     def turn(self, load: Mapping[str, Any], **more: Any) -> Any:
-        from mcinfer.bench.load import read_request, take_turn
+        from mcinfer.bench.load import take_turn
         from mcinfer.bench.report import Load
 
-        batch = str(load["batch"])
+        request = self._request(str(load["batch"]))
+        sleep(_REST)
+        return asdict(take_turn(self.way, request, Load(**load), **more))
+
+    def _request(self, batch: str) -> Any:
+        from mcinfer.bench.load import read_request
+
         if isinstance(self._requests[batch], str):
             self._requests[batch] = read_request(Path(self._requests[batch]))
-        sleep(_REST)
-        return asdict(take_turn(self.way, self._requests[batch], Load(**load), **more))
+        return self._requests[batch]
+
+    def _difference(self, expected: str) -> float | None:
+        """How far the way's answer to the first request is from the one in a file."""
+        from mcinfer.bench.load import largest_difference, read_request
+
+        answer = self.way.run(self._request(next(iter(self._requests))))
+        return largest_difference(answer, read_request(Path(expected)))
 
     def memory(self) -> Any:
         from mcinfer.bench.load import memory

@@ -131,6 +131,12 @@ def plus_minus(spread: Spread, unit: Unit = ONE) -> str:
     return f"±{number(farthest / unit.scale, like=spread.middle / unit.scale)}"
 
 
+def difference_text(difference: float | None) -> str:
+    if difference is None:
+        return TO
+    return f"{difference:.1e}".replace("e-0", "e-") if difference else "0"
+
+
 def seconds_text(seconds: float) -> str:
     unit = time_unit([seconds])
     return f"{number(seconds / unit.scale)} {unit.sign}"
@@ -342,8 +348,10 @@ OF_WAYS = {
 }
 """By name, what is known of a `Way`, whatever the load."""
 
+
 GLOSSARY = {
     **{name: term.says for name, term in (OF_LOADS | OF_WAYS).items() if term.says},
+    "difference": "largest difference of an output from ONNX Runtime's in float32, over its largest value",
     "client, /s": "requests under way at once in a closed loop; arrivals in an open one",
     FLAWED: "not all requests were answered, or not as fast as they came: such throughput is no speed",
 }

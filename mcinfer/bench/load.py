@@ -230,6 +230,30 @@ def memory() -> Memory:
 # length without pickling.
 
 
+def largest_difference(answer: Arrays, expected: Arrays) -> float | None:
+    """The largest difference of an output's values, over the largest expected one; None for other shapes.
+
+    Of the output for which that is the largest. Texts, infinities and NaN are equal or not: 0 or 1.
+    """
+    largest = 0.0
+    for name, right in expected.items():
+        found = answer[name]
+        if found.shape != right.shape:
+            return None
+        if right.dtype.kind in "OSU":
+            largest = max(largest, float((found != right).any()))
+            continue
+        kind = np.complex128 if right.dtype.kind == "c" else np.float64
+        a, b = found.astype(kind).ravel(), right.astype(kind).ravel()
+        finite = np.isfinite(a) & np.isfinite(b)
+        if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+            largest = max(largest, 1.0)
+        a, b = a[finite], b[finite]
+        gap, size = np.abs(a - b).max(initial=0.0), np.abs(b).max(initial=0.0)
+        largest = max(largest, float(gap / size) if size else float(gap > 0))
+    return largest
+
+
 def write_request(path: Path, arrays: Arrays) -> None:
     with path.open("wb") as file:
         for name, array in arrays.items():

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mcinfer.bench.way import Arrays, RunningWay, Setup, why_whole
+from mcinfer.bench.way import Arrays, RunningWay, Setup, engine_arguments, why_whole
 from mcinfer.config import EngineOptions
 from mcinfer.master import Master
 from mcinfer.sharding import cut_batch, why_apart
@@ -18,10 +18,13 @@ class Concurrent(RunningWay):
     def __init__(self, setup: Setup) -> None:
         max_batch_size = setup.max_batch_size if self.joins else 1
         self.workers = len(setup.devices)
+        given = engine_arguments(setup.engine)
+        given["options"] |= {"threads": setup.threads, "cores": setup.worker_cores or None}
         self._master = Master(
             setup.model,
             setup.devices,
-            options=EngineOptions(threads=setup.threads, cores=setup.worker_cores or None),
+            engine=given["engine"],
+            options=EngineOptions(**given["options"]),
             max_batch_size=max_batch_size,
             max_delay=setup.max_delay if max_batch_size > 1 else 0.0,
             batch_axes=setup.batch_axes,

@@ -105,6 +105,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
+    """A way that was measured.
+
+    Attributes:
+        engine: Of mcinfer's workers, and after a colon the precision.
+        difference: Of its answer from ONNX Runtime's in float32, at most, over the largest value there; None
+            where it was not compared, or has another shape.
+    """
+
     name: str
     text: str
     role: Role
@@ -112,6 +120,8 @@ class Way:
     start_seconds: tuple[float, ...]
     memory: tuple[Memory, ...]
     error: str = ""
+    engine: str = "onnxruntime"
+    difference: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,9 +30,9 @@ from typing import Any, TypeVar
 import psutil
 
 from mcinfer import __version__
-from mcinfer.bench import MODES, check_names, shown_name
+from mcinfer.bench import DEFAULT_ENGINE, MODES, check_engines, check_names, shown_name
 from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs
-from mcinfer.bench.load import MAX_ARRIVALS, rotated, write_request
+from mcinfer.bench.load import MAX_ARRIVALS, read_request, rotated, write_request
 from mcinfer.bench.report import (
     OTHERS,
     Load,
@@ -83,6 +83,7 @@ class BenchOptions:
         rates: Open loops of so many requests a second, for each batch.
         seconds: Length of a turn, if `count` is 0.
         scaling: Measure pools of fewer workers, too.
+        engines: Of mcinfer's modes, the first for pools of fewer workers; see `Setup.engine`.
     """
 
     model: Path
@@ -102,6 +103,12 @@ class BenchOptions:
     scaling: bool = True
     batch_axes: Axes = field(default_factory=dict)
     output_axes: Axes = field(default_factory=dict)
+    engines: tuple[str, ...] = (DEFAULT_ENGINE,)
+
+    def modes(self, engine: str) -> tuple[str, ...]:
+        """Those of mcinfer's that are measured with an engine: `inline` is a session of ONNX Runtime."""
+        found = (way for way in self.ways if way in MODES)
+        return tuple(way for way in found if way != "inline" or engine == DEFAULT_ENGINE)
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -122,12 +129,15 @@ def prepared(
     inputs: InputOptions,
     axes: Mapping[str, Any],
     show: Callable[[str], None],
+    engines: Sequence[str] = (DEFAULT_ENGINE,),
     **options: Any,
-) -> Iterator[tuple[ModelSpec, Setup, dict[int, Path]]]:
+) -> Iterator[tuple[ModelSpec, Setup, dict[int, Path], Path | None]]:
     """Look at a model with one worker, which prepares it if it has not been; and write its requests.
 
     `axes` are the user's `batch_axes` and `output_axes`, `options` more arguments of the `mcinfer.Master`.
-    Yields the arguments of a way of one's own choice of workers, and by batch a file with a request's arrays.
+    Yields the arguments of a way of one's own choice of workers, by batch a file with a request's arrays,
+    and, where there is anything to compare with it, one with the worker's answer to the first of them. The
+    worker has ONNX Runtime; for a model that it does not read, the first of the engines, in float32.
 
     Raises:
         InvalidInputError: The options do not fit the model.
@@ -140,12 +150,20 @@ def prepared(
         records.mkdir(mode=0o700)
         stack.enter_context(records_in(records))
         show("loading the model")
-        with Master(model, **axes, **options) as master:
+        engine = DEFAULT_ENGINE if model.suffix != ".xml" else engines[0].partition(":")[0]
+        if engines[0] != engine:
+            options = {"devices": 1}
+        with Master(model, engine=engine, **axes, **options) as master:
             show("learning how its batch is split")
             spec, split = look_at(master, batches, inputs, **axes)
-        files = {batch: folder / f"{batch}.request" for batch in batches}
-        for batch, path in files.items():
-            write_request(path, make_inputs(spec, split, batch, inputs))
+            files = {batch: folder / f"{batch}.request" for batch in batches}
+            for batch, path in files.items():
+                write_request(path, make_inputs(spec, split, batch, inputs))
+            expected = None
+            if any(other != engine for other in engines):
+                expected = folder / "expected"
+                first = read_request(files[batches[0]])
+                write_request(expected, dict(master.predict(first, shards=1)))
         setup = Setup(
             model=str(model.absolute()),
             cores=whole_cpus(),
@@ -154,7 +172,7 @@ def prepared(
             batches=tuple(files),
             **axes,
         )
-        yield spec, setup, files
+        yield spec, setup, files, expected
 
 
 @dataclass(slots=True)
@@ -202,6 +220,8 @@ class Contender:
             name=self.name,
             text=self.text or self.subject.text,
             role=self.role,
+            engine=self.subject.engine,
+            difference=self.subject.difference,
             workers=self.subject.workers,
             start_seconds=tuple(self.starts),
             memory=tuple(self.memory),
@@ -275,6 +295,7 @@ class Benchmark:
     def __init__(self, plan: BenchOptions, progress: Progress) -> None:
         _check_rates(plan)
         check_names([way for way in plan.ways if way not in MODES])
+        check_engines(plan.engines)
         self._plan = plan
         self._progress = progress
         self._began = datetime.now(UTC)
@@ -293,9 +314,11 @@ class Benchmark:
         self._pool_sizes = powers(len(self._devices)) if scales else []
         # Enough for the whole pool to have something to do all the time.
         self._scaling_load = Load(batch=max(plan.batches), clients=2 * len(self._devices))
-        turns = plan.repeats * (len(plan.ways) * len(plan.loads) + len(self._pool_sizes))
+        ways = sum(way not in MODES for way in plan.ways)
+        ways += sum(len(plan.modes(engine)) for engine in plan.engines)
+        turns = plan.repeats * (ways * len(plan.loads) + len(self._pool_sizes))
         self.turn_seconds = 0.0 if plan.count else turns * (plan.warmup + plan.seconds)
-        self.starts = plan.repeats * (len(plan.ways) + len(self._pool_sizes))
+        self.starts = plan.repeats * (ways + len(self._pool_sizes))
         self.steps = turns + self.starts
 
     def run(self) -> Report:
@@ -313,8 +336,9 @@ class Benchmark:
             {"batch_axes": plan.batch_axes, "output_axes": plan.output_axes},
             partial(self._progress, 0.0),
             devices=self._devices[:1],
+            engines=plan.engines,
             options=EngineOptions(threads=plan.threads),
-        ) as (self._model, setup, files):
+        ) as (self._model, setup, files, expected):
             setup = replace(
                 setup,
                 devices=self._devices,
@@ -322,19 +346,30 @@ class Benchmark:
                 max_batch_size=plan.max_batch_size,
                 max_delay=plan.max_delay,
             )
+            # The role is not asked of the class, which would bring its runtime into this process.
             main = [
-                # The role is not asked of the class, which would bring its runtime into this process.
-                Contender(
-                    shown_name(way),
-                    Subject(way, setup, files),
-                    "mcinfer" if way in MODES else "baseline",
-                )
+                Contender(shown_name(way), Subject(way, setup, files), "baseline")
                 for way in plan.ways
+                if way not in MODES
             ]
+            main += [
+                Contender(
+                    way if engine == DEFAULT_ENGINE else f"{way}/{engine}",
+                    Subject(
+                        way,
+                        replace(setup, engine=engine),
+                        files,
+                        expected if engine != DEFAULT_ENGINE else None,
+                    ),
+                )
+                for engine in plan.engines
+                for way in plan.modes(engine)
+            ]
+            first = replace(setup, engine=plan.engines[0])
             pools = [
                 Contender(
                     f"pool-{size}",
-                    Subject("concurrent", self._pool(setup, size), files),
+                    Subject("concurrent", self._pool(first, size), files),
                     "scaling",
                     f"mcinfer.submit over {size} of {count} workers",
                 )

@@ -45,12 +45,21 @@ class Subject:
         way: Its name, or ``FILE.py:Class``.
         setup: The way's arguments.
         inputs: By batch, a file with the arrays of one request (`mcinfer.bench.load.write_request`).
+        expected: A file with an answer to the first of them, to compare the way's with; None for none.
+
+    Attributes:
+        engine: Of the setup.
+        difference: Between these answers (`mcinfer.bench.load.largest_difference`), once it has started.
     """
 
-    def __init__(self, way: str, setup: Setup, inputs: Mapping[int, Path]) -> None:
+    def __init__(
+        self, way: str, setup: Setup, inputs: Mapping[int, Path], expected: Path | None = None
+    ) -> None:
         self.way = way
         self.workers, self.text = len(setup.devices), way
+        self.engine, self.difference = setup.engine, None
         self._setup = setup
+        self._expected = None if expected is None else str(expected)
         self._inputs = {str(batch): str(path) for batch, path in inputs.items()}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -94,8 +103,10 @@ class Subject:
         finally:
             theirs.close()
         task = {"do": "start", "way": self.way, "setup": self._setup, "inputs": self._inputs}
+        task["expected"] = self._expected
         started = self._ask(timeout, parent=os.getpid(), path=import_path(), **task)
         self.workers, self.text = started["workers"], started["text"]
+        self.difference = started["difference"]
         return float(started["seconds"])
 
     def turn(self, load: Load, *, timeout: float, **how: float) -> Turn:

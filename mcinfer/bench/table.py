@@ -17,6 +17,7 @@ from mcinfer.bench.figures import (
     Figures,
     Spread,
     Unit,
+    difference_text,
     latency_unit,
     middle_text,
     number,
@@ -88,7 +89,7 @@ def grids(report: Report) -> tuple[Grid, ...]:
         found.append(_grid(title, "way", _COMPARED, named, unit))
     ways = [w for w in report.ways if w.role != "scaling" and (w.start_seconds or w.memory)]
     times = time_unit(min(way.start_seconds, default=0.0) for way in ways)
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for way in ways:
         counts = [memory.processes for memory in way.memory] or [0]
         ends = dict.fromkeys((min(counts), max(counts)))
@@ -96,7 +97,10 @@ def grids(report: Report) -> tuple[Grid, ...]:
         cells = _cells(OF_WAYS, way, None, times)
         rows.append((printable(way.name), *cells, processes, str(way.workers)))
     titles = (f"{name} {(term.unit or times).sign}" for name, term in OF_WAYS.items())
-    header = ("way", *titles, "processes", "workers")
+    header: tuple[str, ...] = ("way", *titles, "processes", "workers")
+    if any(way.difference is not None for way in ways):
+        header += ("difference",)
+        rows = [(*row, difference_text(w.difference)) for row, w in zip(rows, ways, strict=True)]
     if rows:
         found.append(Grid(title="start and memory", header=header, rows=tuple(rows)))
     if scaling := pools(report):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from mcinfer.bench import DEFAULT_ENGINE
 from mcinfer.bench.figures import (
     CLEAR_GAIN,
     FLAWED,
@@ -15,6 +16,7 @@ from mcinfer.bench.figures import (
     TO,
     Figures,
     best_gain,
+    difference_text,
     gains,
     kept_up,
     middle_text,
@@ -26,7 +28,8 @@ from mcinfer.bench.figures import (
     spread_text,
     under,
 )
-from mcinfer.bench.report import OTHERS, Load, Report
+from mcinfer.bench.report import OTHERS, Load, Report, Way
+from mcinfer.bench.way import engine_arguments
 from mcinfer.errors import printable as shown
 from mcinfer.specs import STRING, numpy_dtype
 
@@ -126,12 +129,21 @@ def verdict(report: Report) -> str:
             text = f"up to {text}"
         link = ", but " if " more " in memory or TIMES in memory else " and "
         text = f"Use mcinfer: {text}{f'{link}{memory}' if memory else ''}"
-        return f"{text}.{_alone_text(report, best)}"
+        return f"{text}.{_engine_text(best.way)}{_alone_text(report, best)}"
     slower = all(gain.clear < 0 for gain in all_gains)
     crash = "" if best.way.name == "inline" else "a crash costs no request"
     first = f"Keep {others}: mcinfer has {speed}" if slower else "No clear gain in speed"
     alone = "" if slower else _alone_text(report, best)
     return f"{'; '.join(filter(None, (first, memory, crash)))}.{alone}"
+
+
+def _engine_text(way: Way) -> str:
+    if way.engine == DEFAULT_ENGINE:
+        return ""
+    return (
+        f" With {way.engine}, whose answer differs by {difference_text(way.difference)} of ONNX Runtime's "
+        "largest value."
+    )
 
 
 def _memory_text(best: Figures) -> str:
@@ -200,7 +212,7 @@ def report_program(report: Report) -> str:
     best = best_gain(report)
     if best is None:
         return ""
-    settings, own = report.settings, best.way.name
+    settings, own = report.settings, best.way.name.partition("/")[0]
     many = len(settings.devices)
     simple = settings.devices == tuple(f"cpu:{n}" for n in range(many))
     arguments: dict[str, Any] = {"devices": many if simple else [*settings.devices]}
@@ -208,6 +220,8 @@ def report_program(report: Report) -> str:
         arguments = {"providers": ["CPUExecutionProvider"]} if simple else {}
     elif best.joined:
         arguments |= {"max_batch_size": settings.max_batch_size, "max_delay": settings.max_delay}
+    if best.way.engine != DEFAULT_ENGINE:
+        arguments |= engine_arguments(best.way.engine)
     arrays = {}
     for text in report.model.inputs:
         name, _, rest = text.rpartition(": ")

@@ -28,10 +28,11 @@ from time import monotonic
 from typing import Any, Literal
 
 from mcinfer import __version__
-from mcinfer.bench import texts
+from mcinfer.bench import DEFAULT_ENGINE, check_engines, texts
 from mcinfer.bench.figures import (
     ONE,
     Spread,
+    difference_text,
     latency,
     number,
     percentile,
@@ -47,7 +48,7 @@ from mcinfer.bench.runner import START_SECONDS, Contender, Progress, powers, pre
 from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.table import Cell, Grid
 from mcinfer.bench.texts import SESSIONS, TIMES, printable
-from mcinfer.bench.way import why_whole
+from mcinfer.bench.way import engine_arguments, why_whole
 from mcinfer.config import automatic_workers
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
@@ -112,7 +113,8 @@ class Candidate:
     """A pool, or a session in the program's own process.
 
     `threads` of a run; None: its worker's share of the cores, and all of them if its request comes alone.
-    `call` is the method of `mcinfer.Master` that uses the pool, or the kind of session, one of `SESSIONS`.
+    `call` is the method of `mcinfer.Master` that uses the pool, or the kind of session, one of `SESSIONS`;
+    `engine` is that of the workers, and after a colon its precision.
     """
 
     workers: int
@@ -120,6 +122,7 @@ class Candidate:
     call: Call = "submit"
     max_batch_size: int = 1
     max_delay: float = 0.0
+    engine: str = DEFAULT_ENGINE
 
     @property
     def way(self) -> str:
@@ -137,29 +140,40 @@ class Candidate:
         workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
         joined = f"{self.max_batch_size} rows within {self.max_delay * 1e3:g} ms"
         joins = self.max_batch_size > 1
-        parts = (workers, self.threads and threads, self.call, joins and joined)
+        engine = self.engine != DEFAULT_ENGINE and self.engine
+        parts = (workers, self.threads and threads, engine, self.call, joins and joined)
         return ", ".join(part for part in parts if part)
 
 
 # The grid.
 
 
-def default_candidate(aim: Aim, cores: int) -> Candidate:
+def default_candidate(aim: Aim, cores: int, engine: str = DEFAULT_ENGINE) -> Candidate:
     call: Call = "predict" if aim.goal == "latency" else "submit"
-    return Candidate(workers=automatic_workers(cores), threads=None, call=call)
+    return Candidate(workers=automatic_workers(cores), threads=None, call=call, engine=engine)
 
 
 def grid(
-    aim: Aim, *, cores: int, pieces: int, joins: bool, run_seconds: float, whole: bool = True
+    aim: Aim,
+    *,
+    cores: int,
+    pieces: int,
+    joins: bool,
+    run_seconds: float,
+    whole: bool = True,
+    engines: Sequence[str] = (DEFAULT_ENGINE,),
 ) -> list[Candidate]:
     """What to try: the default first, then sessions, pools that use all cores, and other pools.
+
+    Pools that use all cores are tried with each of the engines, the default's like before others; pools that
+    do not with the first engine alone.
 
     Pools are in the order of the multiples of the golden ratio, less their whole parts: the first of them
     are of all kinds, however many there is time for. A request can be cut in `pieces`; `joins`: requests can
     be joined to one run; `whole`: a request is one run, as a session needs it.
     """
     clients, batch = aim.load.clients, aim.load.batch
-    default = default_candidate(aim, cores)
+    default = default_candidate(aim, cores, engines[0])
     # Rows to join: those of four requests and of all clients. Delays: none, and about a quarter of a run.
     most, quarter = batch * clients, min(max(1e-3, run_seconds / 4), 20e-3)
     sizes = sorted({min(4 * batch, most), most} - {batch}) if joins else []
@@ -169,19 +183,24 @@ def grid(
     rest: list[Candidate] = []
     for workers in powers(cores):
         for threads in (None, 1) if workers < cores else (None,):
-            pool = Candidate(workers=workers, threads=threads)
+            pool = Candidate(workers=workers, threads=threads, engine=engines[0])
             uses = []  # that leave none of its workers idle all the time
             if (aim.goal == "latency" or pieces > 1) and workers <= clients * pieces:
                 uses.append(replace(pool, call="predict"))
             if (aim.goal == "throughput" or clients > 1) and workers <= clients:
                 uses += [replace(pool, max_batch_size=n, max_delay=d) for n, d in joinings]
-            (rest if threads else full).extend(use for use in uses if use != default)
+            kept = [use for use in uses if use != default]
+            if threads is None:
+                kept += [replace(use, engine=other) for use in uses for other in engines[1:]]
+            (rest if threads else full).extend(kept)
     # Sessions whose runs use all cores or one; called for one request at a time, or by all clients.
     one = Candidate(workers=1, threads=1, call="threads")
     all_cores = replace(one, threads=cores, call="session")
     inline = [replace(each, call="inline") for each in (all_cores, one)]
     sessions = [*dict.fromkeys((all_cores, one, *inline))] if whole else []
-    return [default, *sessions, *_spread_out(full), *_spread_out(rest)]
+    likes = [one for one in full if replace(one, engine=default.engine) == default]
+    full = [one for one in full if one not in likes]
+    return [default, *sessions, *likes, *_spread_out(full), *_spread_out(rest)]
 
 
 def _spread_out(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -200,6 +219,7 @@ class Trial:
         turns: One for each repeat.
         beside: The default's turns in the same repeats of the same group.
         error: Why the candidate is out; empty while it is not.
+        difference: Of its answer from that of ONNX Runtime in float32 (`bench.report.Way`).
     """
 
     rung: int
@@ -208,6 +228,7 @@ class Trial:
     turns: list[Turn] = field(default_factory=list)
     beside: list[Turn] = field(default_factory=list)
     error: str = ""
+    difference: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -238,6 +259,7 @@ class Found:
     needed_seconds: float = 0.0
     ended: str = ""
     took_seconds: float = 0.0
+    engines: tuple[str, ...] = (DEFAULT_ENGINE,)
 
     @property
     def decisive(self) -> list[Trial]:
@@ -254,6 +276,11 @@ class Found:
         """A candidate's decisive turns; none where it failed."""
         mine = [trial for trial in self.decisive if trial.candidate == candidate]
         return [] if any(t.error for t in mine) else [turn for t in mine for turn in t.turns]
+
+    def difference(self, candidate: Candidate) -> float | None:
+        """See `Trial.difference`."""
+        found = (trial.difference for trial in self.trials if trial.candidate == candidate)
+        return next((each for each in found if each is not None), None)
 
     def costs(self) -> dict[Candidate, list[float]]:
         """The cost of each candidate in each of its turns; those that failed are left out.
@@ -350,7 +377,9 @@ class Search:
         progress: Progress,
         batch_axes: Axes | None = None,
         output_axes: Axes | None = None,
+        engines: Sequence[str] = (DEFAULT_ENGINE,),
     ) -> None:
+        check_engines(engines)
         rate, least = aim.load.rate, 2 * REPEATS * _LEAST_ARRIVALS / budget
         if rate is not None and rate < least:
             raise InvalidInputError(
@@ -361,7 +390,8 @@ class Search:
         self.found = Found(
             aim=aim,
             cores=cores,
-            default=default_candidate(aim, cores),
+            default=default_candidate(aim, cores, engines[0]),
+            engines=tuple(engines),
             batch_axes=dict(batch_axes or {}),
             output_axes=dict(output_axes or {}),
         )
@@ -384,8 +414,9 @@ class Search:
         found, batch = self.found, self.found.aim.load.batch
         axes = {"batch_axes": found.batch_axes, "output_axes": found.output_axes}
         show = partial(self._progress, 0.0)
-        looking = prepared(self._model, [batch], self._inputs, axes, show, devices=1)
-        with looking as (spec, self._setup, self._files):
+        engines = found.engines
+        looking = prepared(self._model, [batch], self._inputs, axes, show, engines, devices=1)
+        with looking as (spec, self._setup, self._files, self._expected):
             found.split = self._setup.split
             arrays = read_request(self._files[batch])
             shapes = [array.shape for array in arrays.values()]
@@ -409,7 +440,8 @@ class Search:
                     pieces=len(cut_batch(spec, shapes, most, found.split).rows),
                     joins=cut_batch(spec, shapes, 1, found.split).rowwise,
                     run_seconds=turn.run_seconds or turn.mean_latency,
-                    whole=self._setup.fixed_batch in (None, batch),
+                    whole=self._setup.fixed_batch in (None, batch) and engines[0] == DEFAULT_ENGINE,
+                    engines=engines,
                 )
                 found.candidates = len(candidates)
                 found.ended = self._halve(candidates[1:], turn)
@@ -487,8 +519,11 @@ class Search:
                 threads=candidate.threads,
                 max_batch_size=candidate.max_batch_size,
                 max_delay=candidate.max_delay,
+                engine=candidate.engine,
             )
-            subject = Subject(candidate.way, setup, self._files)
+            foreign = candidate.engine != DEFAULT_ENGINE
+            expected = self._expected if foreign else None
+            subject = Subject(candidate.way, setup, self._files, expected)
             contenders.append(Contender(str(candidate), subject, turns={load: trial.turns}))
         try:
             in_turns = take_turns(
@@ -506,6 +541,7 @@ class Search:
             for trial, contender in zip(trials, contenders, strict=True):
                 trial.beside = trials[0].turns
                 trial.error = "; ".join(contender.errors)
+                trial.difference = contender.subject.difference
         self._starts.append((monotonic() - began - in_turns) / len(trials))
 
 
@@ -519,11 +555,13 @@ def arguments(candidate: Candidate, found: Found) -> dict[str, Any]:
     """
     if candidate.call in SESSIONS:
         return {"intra_op_num_threads": candidate.threads, "providers": ["CPUExecutionProvider"]}
-    chosen = candidate != found.default
+    chosen, engine = candidate != found.default, engine_arguments(candidate.engine)
+    options = engine.pop("options")
     axes = {"batch_axes": found.batch_axes, "output_axes": found.output_axes}
     return {
         "devices": candidate.workers if chosen else None,
-        "options": {"threads": candidate.threads} if candidate.threads else {},
+        **(engine if candidate.engine != DEFAULT_ENGINE else {}),
+        "options": options | ({"threads": candidate.threads} if candidate.threads else {}),
         "max_batch_size": candidate.max_batch_size,
         "max_delay": candidate.max_delay,
         **{name: dict(said) for name, said in axes.items() if said},
@@ -548,9 +586,11 @@ def grids(found: Found) -> list[Grid]:
         rows: list[tuple[Cell, ...]] = []
         for one, each in turns.items():
             joins = one.max_batch_size > 1
+            differs = difference_text(found.difference(one))
             rows.append(
                 (
                     f"{one.call}{', default' * (one == found.default)}",
+                    *([one.engine, differs] if len(found.engines) > 1 else []),
                     "" if one.call in SESSIONS else str(one.workers),
                     str(one.threads or "auto"),
                     str(one.max_batch_size) if joins else "no",
@@ -564,7 +604,16 @@ def grids(found: Found) -> list[Grid]:
         ways = "1 way" if len(turns) == 1 else f"{len(turns)} ways"
         interrupted = "" if rung <= found.finished_rungs else ", interrupted"
         title = f"round {rung}{interrupted}: {ways} (p50 and p99 in {unit.sign})"
-        header = ("call", "workers", "threads", "joined", "delay ms", "rows/s", "p50", "p99")
+        header: tuple[str, ...] = (
+            "workers",
+            "threads",
+            "joined",
+            "delay ms",
+            "rows/s",
+            "p50",
+            "p99",
+        )
+        header = ("call", *(["engine", "difference"] if len(found.engines) > 1 else []), *header)
         if rows:
             made.append(Grid(title=title, header=(*header, f"{TIMES} default"), rows=tuple(rows)))
     return made
@@ -628,7 +677,10 @@ def _figure(found: Found, candidate: Candidate) -> str:
     if found.aim.goal == "latency":
         first = f"p50 {spread_text(median, unit)} {unit.sign}"
     tail = percentile(turns, 0.99)
-    return f"{first}, p99 {spread_text(tail, unit)} {unit.sign}" if tail.known else first
+    text = f"{first}, p99 {spread_text(tail, unit)} {unit.sign}" if tail.known else first
+    if found.difference(candidate) is not None:
+        text += f", difference {difference_text(found.difference(candidate))}"
+    return text
 
 
 def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> bytes:
@@ -660,6 +712,7 @@ def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> 
         "model": model,
         "aim": asdict(found.aim),
         "recommended": recommended,
+        "engines": found.engines,
         "candidates": found.candidates,
         "left_out": found.left_out,
         "ended": found.ended,
@@ -673,6 +726,7 @@ def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> 
                 "is_default": trial.candidate == found.default,
                 "over_default": _finite(found.among([trial]).over_default(trial.candidate)),
                 "error": trial.error,
+                "difference": trial.difference,
                 "turns": [asdict(turn) for turn in trial.turns],
             }
             for trial in found.trials

@@ -12,6 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from mcinfer.bench import DEFAULT_ENGINE
 from mcinfer.sharding import Axes, Split
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -26,6 +27,7 @@ class Setup:
         model: Path of the model.
         cores: Cores that the way may use.
         devices: One for each worker: ``("cpu:0", "cpu:1")``.
+        engine: Of mcinfer's workers, and after a colon the precision: ``"openvino:bf16"``.
         threads: Threads of a worker's run; None: as many as the worker has cores.
         worker_cores: By worker, the cores that it is pinned to; empty for equal shares of all.
         split: Where a request's rows lie, and how its outputs are joined.
@@ -40,6 +42,7 @@ class Setup:
     cores: int
     split: Split
     devices: tuple[str, ...] = ()
+    engine: str = DEFAULT_ENGINE
     threads: int | None = None
     max_batch_size: int = 1
     max_delay: float = 0.0
@@ -67,6 +70,12 @@ class Setup:
         if self.batches and max(self.batches) <= one:
             return "each request has one row" if one == 1 else f"each request is one run of {one}"
         return ""
+
+
+def engine_arguments(engine: str) -> dict[str, Any]:
+    """Arguments of `mcinfer.Master` for `Setup.engine`: `engine`, and `options` by name."""
+    name, _, precision = engine.partition(":")
+    return {"engine": name, "options": {"precision": precision} if precision else {}}
 
 
 def why_whole(split: Split) -> str:

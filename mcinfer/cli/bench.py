@@ -1,13 +1,21 @@
 """``mcinfer bench`` and ``mcinfer tune``: what is fast, and which pool or session is best for a load."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from mcinfer.bench import BASELINES, MODES, check_names
+from mcinfer.bench import (
+    BASELINES,
+    DEFAULT_ENGINE,
+    ENGINES,
+    MODES,
+    check_engines,
+    check_names,
+)
 from mcinfer.bench.report import Report
 from mcinfer.cli.options import (
     MAX_CLIENTS,
@@ -63,6 +71,25 @@ def parse_modes(text: str) -> tuple[str, ...]:
     return names
 
 
+def parse_engines(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    try:
+        check_engines(names)
+    except InvalidInputError as exc:
+        raise typer.BadParameter(str(exc).removeprefix("--engine: ")) from exc
+    return names
+
+
+_EngineOption = Annotated[
+    Any,
+    parsed(
+        "ENGINES",
+        parse_engines,
+        "Engines of the workers, and after a colon the precision: onnxruntime,openvino,openvino:bf16.",
+    ),
+]
+
+
 def _refuse_transport(value: str | None) -> None:
     """Say that an option has left."""
     if value is not None:
@@ -103,6 +130,7 @@ def bench(
     max_delay: Annotated[
         Any, parsed("SECONDS", parse_pause, "Mode batched: longest wait of a request for others.")
     ] = "0.001",
+    engine: _EngineOption = DEFAULT_ENGINE,
     transport: Annotated[str | None, typer.Option(hidden=True, callback=_refuse_transport)] = None,
     scaling: Annotated[
         bool, typer.Option(help="Also measure pools of fewer workers.", show_default=False)
@@ -118,7 +146,10 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="Write a page with bars to this file.")
     ] = None,
 ) -> None:
-    """Measure your speed-up: mcinfer and the usual alternatives, on your model."""
+    """Measure your speed-up: mcinfer and the usual alternatives, on your model.
+
+    With an engine that is no ONNX Runtime in float32, the table says how far its answers differ from that.
+    """
     from mcinfer.bench.runner import Benchmark, BenchOptions
 
     del transport  # refused where it is given
@@ -139,6 +170,7 @@ def bench(
         repeats=repeat,
         warmup=warmup,
         ways=ways,
+        engines=engine,
         max_batch_size=max_batch_size,
         max_delay=max_delay,
         scaling=scaling and "concurrent" in modes,
@@ -211,6 +243,7 @@ def tune(
         ),
     ] = None,
     budget: Annotated[Any, parsed("SECONDS", parse_duration, "Time limit of the search.")] = "60",
+    engine: _EngineOption = None,
     input: InputOption = None,  # noqa: A002 the option's name
     dim: DimOption = None,
     integers: IntegersOption = "0:10",
@@ -221,7 +254,8 @@ def tune(
 ) -> None:
     """Find the best pool or session for your model and load, and print a program that uses it.
 
-    It tries sessions in one process, numbers of workers and threads, and how requests are joined.
+    It tries sessions in one process, numbers of workers and threads, how requests are joined, and the engines
+    that are installed. A precision below float32 is tried only if it is asked for, such as openvino:bf16.
     """
     # Both need packages: a missing one is an error before the work, not after it.
     from mcinfer.bench.report import Load
@@ -232,6 +266,9 @@ def tune(
     if concurrency is None:
         concurrency = 1 if goal == "latency" else 2 * whole_cpus()
         concurrency = OPEN_LOOP_CLIENTS if rate is not None else concurrency
+    if engine is None:
+        known = ENGINES if model.suffix != ".xml" else ENGINES[1:]
+        engine = [name for name in known if name == known[0] or find_spec(name) is not None]
     load = Load(batch=batch, clients=concurrency, rate=rate and rate[0])
     options = input_options(input, dim, integers, seed)
     with refused_as_usage():
@@ -241,6 +278,7 @@ def tune(
             options,
             budget=budget,
             progress=lambda done, note: work.show(done, note),
+            engines=engine,
             **axes_of(batch_axis, output_axis),
         )
     check_outputs({"--json": json})

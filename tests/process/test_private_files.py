@@ -110,7 +110,7 @@ def prepare_a_benchmark(folder: Path) -> None:
     onnx.save(parser.parse_model(AFFINE), model)
     inputs = InputOptions(files={}, archive=None, dims={})
     axes: dict[str, Any] = {"batch_axes": {}, "output_axes": {}}
-    with prepared(model, [2], inputs, axes, lambda _: None, devices=1) as (_, _, files):
+    with prepared(model, [2], inputs, axes, lambda _: None, devices=1) as (_, _, files, _):
         assert files[2].stat().st_size
 
 

@@ -1,0 +1,197 @@
+"""OpenVINO's engine beside ONNX Runtime's, and beside OpenVINO's own `benchmark_app`.
+
+    python benchmarks/engines.py [--rounds N] [--only PART] [--write docs/openvino.md]
+
+It needs ``pip install 'mcinfer[cpu,onnx,openvino]'``. Three models: the example's UNet `small`, an encoder,
+and MobileNetV2's structure. *latency*: one caller whose batch of two is split over two workers, over one
+session of ONNX Runtime with all cores, and how far the answers differ. *throughput*: requests of one row from
+eight callers, over what ``benchmark_app -hint throughput`` answers. *memory*: of the workers, and of one
+worker with a stream for each core. All in turns.
+"""
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "sd_dual_core"))
+
+import numpy as np
+from alone import Case, cases, ratio_of, session, throughput
+from bare_processes import unet_inputs
+from measuring import Effort, Ratio, in_turns, rates_in_turns, ratio_line, write_page
+from worker_memory import process_memory
+
+from mcinfer import EngineOptions, Master
+from mcinfer.bench.figures import difference_text
+from mcinfer.bench.load import largest_difference
+from mcinfer.config import PrecisionKind
+
+WORKERS = 2
+CLIENTS = 8
+CORES = len(os.sched_getaffinity(0))
+PRECISIONS: tuple[PrecisionKind, ...] = ("f32", "bf16")
+APP_SECONDS = 3
+SKIPPED = "encoder, 20 ms"
+
+_RATE = re.compile(r"Throughput:\s+([\d.]+) FPS")
+
+
+def has_bf16() -> bool:
+    """Whether the processor multiplies bfloat16 matrices by itself."""
+    flags = Path("/proc/cpuinfo").read_text("utf-8").split("flags", 1)[1].partition("\n")[0].split()
+    return bool({"amx_bf16", "avx512_bf16"} & {*flags})
+
+
+def pool(
+    case: Case, precision: PrecisionKind | None, workers: int = WORKERS, **more: Any
+) -> Master:
+    """A pool of OpenVINO in a precision; of ONNX Runtime without one."""
+    if precision is None:
+        return Master(case.path, workers, **more)
+    options = EngineOptions(precision=precision, **more)
+    return Master(case.path, workers, engine="openvino", options=options)
+
+
+def two_rows(case: Case) -> Case:
+    """The same model with a batch of two."""
+    if "UNet" in case.name:
+        return Case(name=case.name, path=case.path, inputs=unet_inputs(2))
+    inputs = {name: np.repeat(row, 2, axis=0) for name, row in case.inputs.items()}
+    return Case(name=case.name, path=case.path, inputs=inputs)
+
+
+def measure_latency(case: Case, rounds: int) -> list[str]:
+    """A batch of two over two workers, over one session of ONNX Runtime with all cores."""
+    case, lines = two_rows(case), []
+    targets = {"f32": 0.95, "bf16": 0.6 if has_bf16() else None} if "UNet" in case.name else {}
+    with ExitStack() as opened:
+        pools = {p: opened.enter_context(pool(case, p)) for p in (None, *PRECISIONS)}
+        ways: dict[str, Callable[[], object]] = {"session": session(case)}
+        names = {p: f"openvino {p}" if p else "onnxruntime" for p in pools}
+        for precision, master in pools.items():
+            master.learn(case.inputs)
+            ways[names[precision]] = partial(master.predict, case.inputs)
+        expected = dict(pools[None].predict(case.inputs))
+        differences = {
+            p: largest_difference(dict(pools[p].predict(case.inputs)), expected) for p in PRECISIONS
+        }
+        times = in_turns(ways, Effort(rounds=rounds, seconds=1.0))
+    for precision in pools:
+        series = ratio_of(times[names[precision]], times["session"])
+        text = f"{case.name}: 2 rows, {names[precision]}, 2 workers / session"
+        bound = targets.get(precision or "")
+        ratio = Ratio(text=text, series=series, bound=bound, at_least=False)
+        more = f"  difference {difference_text(differences[precision])}" if precision else ""
+        lines.append(ratio_line(ratio) + more)
+    p50 = ", ".join(f"{name} {1e3 * one.middle:.3g} ms" for name, one in times.items())
+    return [*lines, f"    {p50}"]
+
+
+def app_rate(case: Case, precision: str) -> float:
+    """Requests a second of OpenVINO's `benchmark_app` in its throughput mode, inputs of the same shapes."""
+    shapes = ",".join(f"{name}[{','.join(map(str, x.shape))}]" for name, x in case.inputs.items())
+    command = [
+        str(Path(sys.executable).with_name("benchmark_app")),
+        "-m",
+        str(case.path),
+        "-d",
+        "CPU",
+    ]
+    command += ["-hint", "throughput", "-infer_precision", precision, "-t", str(APP_SECONDS)]
+    command += ["-shape", shapes]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    found = _RATE.search(ended.stdout)
+    if found is None:
+        raise SystemExit(f"benchmark_app: {ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+    return float(found[1])
+
+
+def measure_throughput(case: Case, rounds: int) -> list[str]:
+    """Eight callers, over `benchmark_app` in its throughput mode."""
+    lines = []
+    for precision in PRECISIONS:
+        with ExitStack() as opened:
+            pools = {
+                "2 workers": opened.enter_context(pool(case, precision)),
+                "1 worker, streams": opened.enter_context(pool(case, precision, 1, streams=CORES)),
+            }
+            ways: dict[str, Callable[[], float]] = {
+                name: partial(throughput, partial(master.predict, case.inputs), CLIENTS, 3.0)
+                for name, master in pools.items()
+            }
+            rates = rates_in_turns({**ways, "app": partial(app_rate, case, precision)}, rounds)
+        for name in pools:
+            series = ratio_of(rates[name], rates["app"])
+            text = f"{case.name}: requests/s, {precision}, {name} / benchmark_app"
+            lines.append(ratio_line(Ratio(text=text, series=series, bound=0.95)))
+        lines.append("    " + ", ".join(f"{n} {one.middle:.4g}/s" for n, one in rates.items()))
+    return lines
+
+
+def measure_memory(case: Case, rounds: int) -> list[str]:
+    """Memory (PSS) of the workers after runs of each, in MB."""
+    del rounds
+    ways: Mapping[str, Callable[[], Master]] = {
+        "onnxruntime, 2 workers": partial(pool, case, None),
+        "openvino, 1 worker": partial(pool, case, "f32", 1),
+        "openvino, 2 workers": partial(pool, case, "f32"),
+        "openvino, 1 worker, 2 streams": partial(pool, case, "f32", 1, streams=2),
+    }
+    found = []
+    for name, start in ways.items():
+        with start() as master:
+            throughput(partial(master.predict, case.inputs), CLIENTS, 1.0)
+            pids = [w.pid for w in master.statistics().workers if w.pid is not None]
+            found.append(f"{name} {sum(process_memory(pid).pss for pid in pids) / 1e6:.0f} MB")
+    return [f"  {case.name}: {', '.join(found)}"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parts = {
+        "latency": measure_latency,
+        "throughput": measure_throughput,
+        "memory": measure_memory,
+    }
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=[*parts])
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the page to put the lines into")
+    options = parser.parse_args(arguments)
+    import openvino
+
+    load = os.getloadavg()[0]
+    lines: list[str] = []
+
+    def show(found: Sequence[str]) -> None:
+        print(*found, sep="\n", flush=True)
+        lines.extend(found)
+
+    with tempfile.TemporaryDirectory() as name:
+        found = [case for case in cases(Path(name)) if case.name != SKIPPED]
+        for part, measure in parts.items():
+            if options.only in (None, part):
+                for case in found:
+                    show(measure(case, options.rounds))
+    has = "has" if has_bf16() else "has not"
+    show(
+        [
+            f"{options.rounds} rounds on {CORES} cores; the processor {has} bfloat16. Load average before: "
+            f"{load:.1f}. Python {platform.python_version()}, OpenVINO {openvino.__version__}."
+        ]
+    )
+    if options.write is not None:
+        write_page(options.write, {"engines": "\n".join(["```text", *lines, "```"])})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
