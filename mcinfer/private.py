@@ -18,10 +18,12 @@ that makes one removes what is not locked. A lock also shows the owners in other
 import errno
 import fcntl
 import grp
+import math
 import os
 import pwd
 import re
 import stat
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -313,14 +315,34 @@ def _sweep(place: int) -> None:
 
 
 @contextmanager
-def alone_in(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """No other process is in this block with this folder meanwhile; one that ends lets the next one in."""
+def alone_in(folder: str | os.PathLike[str], patience: float = math.inf) -> Iterator[None]:
+    """No other process is in this block with this folder meanwhile; one that ends lets the next one in.
+
+    `TimeoutError`: another one is in it for `patience` seconds.
+    """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        if patience == math.inf:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        else:
+            _lock_within(fd, patience)
         yield
     finally:
         os.close(fd)
+
+
+_PAUSE_SECONDS = 0.02
+
+
+def _lock_within(fd: int, patience: float) -> None:
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise TimeoutError(f"locked for {patience:g} s") from None
+        time.sleep(_PAUSE_SECONDS)
 
 
 def take_lock(

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -54,6 +55,15 @@ sys.path[:] = json.loads(sys.argv[1])
 import onnxruntime
 cuda = getattr(onnxruntime, "cuda_version", "")
 print(json.dumps([onnxruntime.__version__, onnxruntime.get_available_providers(), cuda or ""]))
+"""
+_ASK_OPENVINO = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+sys.modules["openvino_telemetry"] = None  # it would send an event
+import openvino
+core = openvino.Core()
+names = [f"{name} ({core.get_property(name, 'FULL_DEVICE_NAME')})" for name in core.available_devices]
+print(json.dumps([openvino.__version__, names]))
 """
 _OPEN = """
 import json, sys
@@ -127,6 +137,7 @@ def examine() -> Iterator[Finding]:
         "cache": (look_at_cache, "set the variable to such a value, or unset it"),
         "packages": (look_at_packages, ""),
         "onnxruntime": (look_at_runtime, ""),
+        "openvino": (look_at_openvino, ""),
         "pool": (
             look_at_pool,
             "mend the problems above; without any, the error itself says what to look for",
@@ -527,6 +538,18 @@ def look_at_runtime() -> Iterator[Finding]:
         yield judge_gpus(*gpus_and_driver(), runtime)
     except OSError as exc:
         yield Finding("GPUs", f"none was found: {exc}")
+
+
+def look_at_openvino() -> Iterator[Finding]:
+    """OpenVINO as a worker would import it, and its devices; nothing where it is not installed."""
+    if find_spec("openvino") is None:
+        return
+    try:
+        version, names = _answer(_ASK_OPENVINO, "openvino cannot be imported")
+        yield Finding("openvino", f"{version} has: {', '.join(names)}")
+    except EngineError as exc:
+        advice = "pip install --force-reinstall 'mcinfer[openvino]', or pip uninstall openvino"
+        yield Finding("openvino", str(exc), warning=advice)
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,9 @@ _PLACES = re.compile(
 
 _CANCELLED = "Infer Request was canceled"
 
+_STUCK_SECONDS = 120.0
+"""Longest wait for another process that compiles the same model: less than `Timeouts.start`."""
+
 _SHORT_OF_MEMORY = re.compile(r"bad_alloc|[Ff]ailed to allocate|[Oo]ut of memory|CL_OUT_OF_")
 
 _VERSION = f"openvino {ov.__version__.partition('-')[0]}"
@@ -433,9 +436,10 @@ def _compiled(request: EngineRequest) -> Any:
         properties[_FOLDER] = str(folder)
     with ExitStack() as alone:
         if folder is not None and not is_built:
-            # Workers that start together build it once. The folder may have been removed meanwhile.
+            # Workers that start together build it once. If one of them stands still, or the folder was
+            # removed meanwhile, the others build it, too.
             with suppress(OSError):
-                alone.enter_context(alone_in(folder))
+                alone.enter_context(alone_in(folder, _STUCK_SECONDS))
         try:
             compiled = core.compile_model(request.model, device, properties)
         except RuntimeError as exc:

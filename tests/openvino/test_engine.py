@@ -17,8 +17,9 @@ import openvino as ov
 import pytest
 from numpy.typing import NDArray
 
+from mcinfer.cli.doctor import look_at_openvino
 from mcinfer.config import CoreShare
-from mcinfer.engines import open_engine
+from mcinfer.engines import _openvino, open_engine
 from mcinfer.engines._openvino import OpenVinoEngine
 from mcinfer.engines.base import (
     BoundRun,
@@ -32,6 +33,7 @@ from mcinfer.engines.base import (
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.examples import encoder
 from mcinfer.model_cache.cache import Cache
+from mcinfer.private import alone_in
 from mcinfer.specs import numpy_dtype
 from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content, packed, rows
@@ -582,6 +584,35 @@ def test_kind_of_device_that_openvino_does_not_have_is_refused() -> None:
         loaded(encoder(), device="cuda:0")
 
 
+def test_operators_that_a_device_lacks_are_named(
+    save: SaveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a plug-in answers that has no kernel for Softsign; that of the CPU has all."""
+    model = save("(float[n, 3] x) => (float[n, 3] y) { z = Neg(x) y = Softsign(z) }")
+
+    def query(core: ov.Core, graph: ov.Model, device: str) -> dict[str, str]:
+        del core
+        names = {op.get_friendly_name(): op.get_type_name() for op in graph.get_ops()}
+        return {name: device for name, kind in names.items() if kind != "SoftSign"}
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("Exception from src/plugins/x.cpp:1:\nno kernel")
+
+    monkeypatch.setattr(ov.Core, "query_model", query)
+    monkeypatch.setattr(ov.Core, "compile_model", refuse)
+    with pytest.raises(
+        BuildError, match=r"^openvino: no kernel; CPU lacks the operators \['SoftSign'\]$"
+    ):
+        loaded(model)
+
+
+def test_doctor_names_the_devices_of_openvino() -> None:
+    (finding,) = look_at_openvino()
+    assert finding.name == "openvino"
+    assert not finding.problem
+    assert re.match(r"20\d\d\.\S+ has: .*CPU \(", finding.found)
+
+
 # What it keeps in the cache.
 
 
@@ -670,6 +701,19 @@ def test_blob_that_was_cut_short_is_made_again(cache: Cache, save: SaveModel) ->
     engine = loaded(model, prepare="always")
     np.testing.assert_array_equal(run(engine, rows(2))["y"], -rows(2))
     assert is_from_cache(loaded(model, prepare="always"))
+
+
+def test_build_that_stands_still_keeps_no_other_worker_waiting(
+    cache: Cache, save: SaveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }")
+    loaded(model, prepare="always")
+    (blob,) = blobs(cache)
+    blob.unlink()
+    monkeypatch.setattr(_openvino, "_STUCK_SECONDS", 0.2)
+    with alone_in(blob.parent):
+        engine = loaded(model, prepare="always")
+    np.testing.assert_array_equal(run(engine, rows(2))["y"], -rows(2))
 
 
 def test_cache_that_cannot_be_used_leaves_openvino_without(
