@@ -133,6 +133,7 @@ bench-parts: .venv/installed-plots
 	$(BIN)/python benchmarks/runner.py
 	$(BIN)/python benchmarks/balance.py --write docs/benchmark_parts.md
 	$(BIN)/python benchmarks/alone.py --write docs/benchmark_parts.md
+	$(BIN)/python benchmarks/concurrent_runs.py --write docs/benchmark_parts.md
 	mkdir -p build
 	$(BIN)/python benchmarks/weights.py --plot build/weights_memory.svg
 

@@ -117,8 +117,12 @@ def _are_core_lists(value: Any) -> bool:
     )
 
 
-def count(least: int) -> FieldCheck:
-    return FieldCheck(lambda value: _is_int(value, least), f"an int of at least {least}")
+def count(least: int, most: int | None = None) -> FieldCheck:
+    if most is None:
+        return FieldCheck(lambda value: _is_int(value, least), f"an int of at least {least}")
+    return FieldCheck(
+        lambda value: _is_int(value, least) and value <= most, f"an int from {least} to {most}"
+    )
 
 
 def choice(*choices: str) -> FieldCheck:

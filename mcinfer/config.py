@@ -35,6 +35,9 @@ CARD_KINDS = ("cuda", "tensorrt")
 MAX_RANKS = 64
 """Most ranks of one group."""
 
+MAX_CONCURRENT_RUNS = 16
+"""Most runs that one worker executes at once."""
+
 ProviderKind = Literal["cpu", "cuda", "tensorrt", "cann"]
 PROVIDERS: tuple[ProviderKind, ...] = get_args(ProviderKind)
 """Execution providers of ONNX Runtime, by the names that it has for them in short."""
@@ -262,9 +265,12 @@ class EngineOptions(Options):
 
     Attributes:
         threads: Threads of one run; ``None`` is as many as the worker has cores, or fewer if its part of a
-            CPU quota does not allow more.
+            CPU quota does not allow more, or if `concurrent_runs` share them.
         inter_op_threads: Threads that run operators of one run in parallel; ``None`` runs one operator
             after another.
+        concurrent_runs: How many runs a worker executes at once, each in a thread of its own, on one loaded
+            model; 1 to 16. For short runs with small activations: n callers share one process, which takes
+            less memory than n workers, and a crash ends the runs of all. Only for ONNX Runtime, on the CPU.
         cores: By worker index, the operating-system cores to pin it to, in place of its share: of all cores
             for a CPU worker, of those of the card's NUMA node, if known, for a worker on a card.
         prepare: Whether to prepare a model once in a cache folder, so that all workers map one copy of its
@@ -301,6 +307,7 @@ class EngineOptions(Options):
 
     threads: _Positive = None
     inter_op_threads: _Positive = None
+    concurrent_runs: Annotated[int, count(1, MAX_CONCURRENT_RUNS)] = 1
     cores: Annotated[Sequence[Sequence[int]] | None, optional(CORE_LISTS)] = None
     prepare: Annotated[PrepareKind, choice(*get_args(PrepareKind))] = "auto"
     variable_weights: Annotated[Sequence[str], different("names")] = ()

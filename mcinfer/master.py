@@ -226,6 +226,7 @@ class Master:
         may_share = engine == "onnxruntime" and cut.ranks == 1
         may_share &= options.prepare != "never" and options.provider in (None, "cuda")
         may_be_wide = not options.threads and restart.max_memory_bytes is None and cut.ranks == 1
+        may_be_wide &= options.concurrent_runs == 1
         on_cards = Counter(device.index for device in chosen if device.kind in CARD_KINDS)
         builds = []
         for index, device in enumerate(chosen):
@@ -294,7 +295,7 @@ class Master:
             engine=engine,
             most_joined=max_batch_size,
             # The number of workers is mcinfer's choice then, and may be wrong for small requests.
-            advised=len(groups) if devices is None else 0,
+            advised=len(groups) if devices is None and options.concurrent_runs == 1 else 0,
         )
         self._model: ModelSpec | None = None
         self._description = ModelDescription()
@@ -557,8 +558,9 @@ class Master:
             timeout: Seconds until `PredictTimeoutError`; None is `Timeouts.predict`.
             batch_axes: As in `Master`, for this call. It overrides the master's, name by name.
             output_axes: As in `Master`, for this call, likewise.
-            shards: Most pieces to cut the batch into, evenly; None is one for each worker that serves, as
-                `Master(balance=)` says; 1 runs it whole on one worker, as `submit` does.
+            shards: Most pieces to cut the batch into, evenly; None is one for each run that the workers that
+                serve execute at once, as `Master(balance=)` says; 1 runs it whole on one worker, as `submit`
+                does.
             priority: Among requests that wait for a worker, higher priorities go first. At most seven runs
                 in a row pass over a waiting request; with ``balance="measured"``, seven of each worker.
             outputs: Names of the outputs to return; None is all. The model computes all of them in any case.
@@ -665,7 +667,7 @@ class Master:
             InvalidInputError: As `predict`; for a request, when the iterator takes it.
         """
         if ahead is None:
-            ahead = 4 * self._workers * self._pieces
+            ahead = 4 * self._pieces * max(self._workers, self._loop.supervision.at_once)
         check_count("ahead", ahead, 1)
         self._ready()
         submit = partial(
@@ -933,7 +935,7 @@ class Master:
         joins = pieces == 1 and self._joins
         balance = None
         if pieces is None:
-            pieces, balance = self._pieces * max(1, self._loop.supervision.serving), self._balance
+            pieces, balance = self._pieces * max(1, self._loop.supervision.at_once), self._balance
         else:
             check_count("shards", pieces, 1)
         splitter = self._learner.splitter
@@ -1013,6 +1015,11 @@ def _check_cut(cut: Parallel, engine: str, options: EngineOptions) -> None:
         raise InvalidInputError(
             f"variable_weights: got {[*options.variable_weights]}, but the weights of a model that is cut "
             f"over devices ({cut}) cannot be replaced"
+        )
+    if options.concurrent_runs > 1:
+        raise InvalidInputError(
+            f"concurrent_runs: got {options.concurrent_runs} with parallel={cut}, expected 1: the ranks of a "
+            "group execute one run together"
         )
 
 

@@ -44,11 +44,11 @@ from mcinfer.checks import (
     is_tuple_of,
     or_none,
 )
-from mcinfer.config import CoreShare, EngineOptions
+from mcinfer.config import MAX_CONCURRENT_RUNS, CoreShare, EngineOptions
 from mcinfer.errors import InvalidInputError, ProtocolError, shortened
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
 
-VERSION = 10  # raised with each change that an older peer would misread; HELLO carries it
+VERSION = 11  # raised with each change that an older peer would misread; HELLO carries it
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message. Tensors lie in shared memory, so only strings make a message large."""
@@ -58,6 +58,9 @@ MAX_VALUES = 1 << 20
 
 MAX_STRINGS = MAX_VALUES - (1 << 16)
 """Most strings in the tensors of one message; the rest is for the other values."""
+
+MAX_RUNS = MAX_CONCURRENT_RUNS
+"""Runs that a worker has at most: those that are going on, and those that wait for their end."""
 
 _MAX_KEYS = 1 << 16  # most keys of one map
 
@@ -245,6 +248,7 @@ class BuildFinish(Message):
     `model` names what the model computes, by its content and options, and is the same for all workers; empty
     if it cannot be read. `random` is a node that draws random numbers, `seeded` says that such a node has a
     seed. `notes` are remarks for the user.
+    `concurrent` is how many runs it executes at once, and answers in any order.
     `slab` is the block with the weights on its card, which it made for the card's other workers and has
     handed over: number and bytes. `reaches` are the cards whose memory it reads and writes in place.
 
@@ -261,6 +265,7 @@ class BuildFinish(Message):
     providers: Annotated[tuple[str, ...], is_tuple_of(is_text_to(_MAX_NAME), _MAX_PROVIDERS)]
     notes: Annotated[tuple[str, ...], is_tuple_of(is_text_to(MAX_NOTE), MAX_NOTES)] = ()
     seconds: _Seconds
+    concurrent: Annotated[int, lambda value: is_count(value) and 1 <= value <= MAX_RUNS] = 1
     slab: Annotated[tuple[int, int] | None, or_none(is_slab)] = None
     reaches: Annotated[tuple[str, ...], is_tuple_of(is_text_to(_MAX_NAME), _MAX_CARDS)] = ()
     about: _TextMap = field(default_factory=dict)
@@ -683,7 +688,7 @@ TRANSITIONS: dict[WorkerState, dict[type[Message], WorkerState]] = {
 }
 """What may come in which state, and the state after it. A process's end leads to GONE from any.
 
-A worker that is BUSY may be given more runs, which it begins one after another: it stays BUSY until it has
+A worker that is BUSY may be given more runs, which it begins in their order: it stays BUSY until it has
 answered all of them.
 CANCEL is allowed in READY: it may cross the reply on its way. EXITING takes the answers of a
 build or of runs that were going on when EXIT was sent, and the other side's EXIT after a build error.
@@ -700,6 +705,3 @@ def state_after(state: WorkerState, kind: type[Message]) -> WorkerState:
     if after is None:
         raise ProtocolError(f"{kind.__name__} may not come in state {state}")
     return after
-
-
-MAX_RUNS = 16  # what a worker has at most: a run that is going on, and those that wait for its end

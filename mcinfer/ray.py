@@ -212,7 +212,8 @@ class Predictor:
         return replace(
             engine,
             cores=None if inline else [usable] * len(devices),
-            threads=engine.threads or max(1, min(wanted, whole_cpus()) // len(devices)),
+            threads=engine.threads
+            or max(1, min(wanted, whole_cpus()) // len(devices) + 1 - engine.concurrent_runs),
             session_config=config,
         )
 

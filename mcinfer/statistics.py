@@ -96,7 +96,7 @@ class WorkerStatistics:
         runs: Successful runs of the engine: fewer than `completed` if requests were joined.
         completed: Shards that it answered with a result.
         failed: Shards that it answered with an error, or died on.
-        busy_seconds: Time in the engine's own runs.
+        busy_seconds: Time in the engine's own runs; of runs at once, the sum of theirs (see `concurrent`).
         providers: The execution providers in use, by the engine's names; empty until the model is loaded.
         last_error: Why it last died or failed; empty if it never did.
         rank: Its place in its group, if the model is cut over several devices (`mcinfer.Parallel`). The
@@ -105,6 +105,7 @@ class WorkerStatistics:
             second of its runs, by which it gets rows; None without, and before the first split batch.
         spare: Whether it gets no requests while another worker serves, since the model draws numbers from
             a seed.
+        concurrent: How many runs it executes at once; 1 before it has loaded the model.
         wide: Of the `runs`, those that had the cores of all workers, since their request came alone.
     """
 
@@ -122,6 +123,7 @@ class WorkerStatistics:
     rank: int = 0
     rows_per_second: float | None = None
     spare: bool = False
+    concurrent: int = 1
     wide: int = 0
 
 

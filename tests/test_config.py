@@ -48,6 +48,7 @@ SECONDS: dict[Callable[..., Any], tuple[str, ...]] = {
 BAD: list[tuple[Callable[..., Any], tuple[str, ...], tuple[Any, ...]]] = [
     *((options, names, NOT_SECONDS) for options, names in SECONDS.items()),
     (EngineOptions, ("threads", "inter_op_threads"), (0, *NOT_COUNTS)),
+    (EngineOptions, ("concurrent_runs",), (0, 17, None, *NOT_COUNTS)),
     (EngineOptions, ("cores",), NOT_CORES),
     (EngineOptions, ("prepare",), ("", "Auto", True, None)),
     (EngineOptions, ("provider",), ("", "CUDA", "CUDAExecutionProvider", True)),

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, parser
 
+from mcinfer.config import CoreShare
 from mcinfer.engines import _onnxruntime, open_engine
 from mcinfer.engines.base import (
     Buffer,
@@ -224,14 +226,55 @@ def test_threads_take_turns_where_an_engine_runs_in_one_thread(tmp_path: Path) -
     assert not met
 
 
+COUNTING = """(int64 times) => (int64 count) <int64 one = {1}, int64 zero = {0}> {
+    count = Loop <body = body (int64 i, bool go, int64 v) => (bool go_on, int64 v_next) {
+        go_on = Identity(go)
+        v_next = Add(v, one)
+    }> (times, , zero)
+}"""
+
+
+def test_cancel_ends_the_run_of_one_twin_and_not_that_of_the_other(tmp_path: Path) -> None:
+    path = save(tmp_path / "loop.onnx", COUNTING)
+    engines = [open_ort(path, concurrent_runs=2)]
+    engines.append(engines[0].twin())
+    times = [np.array(2**62, np.int64) for _ in engines]
+    runs = [e.bind([buffer("times", t)], []) for e, t in zip(engines, times, strict=True)]
+    with ThreadPoolExecutor(2) as threads:
+        for engine in engines:
+            engine.arm()
+        futures = [threads.submit(run.execute) for run in runs]
+        for engine, future, other in zip(engines, futures, reversed(futures), strict=True):
+            is_last = other.done()
+            engine.cancel()
+            with pytest.raises(RunCancelledError):
+                future.result(timeout=PATIENCE)
+            assert other.done() == is_last
+    for engine, run, count in zip(engines, runs, times, strict=True):
+        engine.arm()
+        count[...] = 12
+        assert content(run.execute()[0]) == 12
+
+
+def test_card_executes_one_run_at_a_time(affine_model: str) -> None:
+    with pytest.raises(BuildError, match="concurrent_runs: got 2 for cuda:0, expected 1"):
+        open_ort(affine_model, "cuda:0", concurrent_runs=2, allow_fallback=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [({}, 4), ({"concurrent_runs": 3}, 2), ({"concurrent_runs": 9}, 1)]
+)
+def test_runs_at_once_share_the_threads_of_their_worker(
+    affine_model: str, given: dict[str, Any], threads: int
+) -> None:
+    wanted = request(affine_model, threads=None, **given)
+    wanted = replace(wanted, share=CoreShare(cores=(0, 1, 2, 3)))
+    engine: Any = open_engine("onnxruntime", wanted)
+    assert engine.session.get_session_options().intra_op_num_threads == threads
+
+
 def test_long_run_ends_when_it_is_cancelled_from_another_thread(tmp_path: Path) -> None:
-    text = """(int64 times) => (int64 count) <int64 one = {1}, int64 zero = {0}> {
-        count = Loop <body = body (int64 i, bool go, int64 v) => (bool go_on, int64 v_next) {
-            go_on = Identity(go)
-            v_next = Add(v, one)
-        }> (times, , zero)
-    }"""
-    engine = open_ort(save(tmp_path / "loop.onnx", text))
+    engine = open_ort(save(tmp_path / "loop.onnx", COUNTING))
     times = np.array(2**62, np.int64)
     run = engine.bind([buffer("times", times)], [])
     engine.arm()

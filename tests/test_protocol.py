@@ -98,6 +98,7 @@ OPTIONS = st.builds(
     EngineOptions,
     threads=st.none() | st.integers(1, 2**63 - 1),
     inter_op_threads=st.none() | st.integers(1, 2**63 - 1),
+    concurrent_runs=st.integers(1, 16),
     cores=st.none() | st.lists(st.lists(COUNTS, min_size=1, unique=True), min_size=1, max_size=3),
     prepare=st.sampled_from(get_args(PrepareKind)),
     variable_weights=NAMES,
@@ -136,6 +137,7 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         providers=st.lists(st.text(max_size=200), max_size=3).map(tuple),
         notes=TEXTS,
         seconds=SECONDS,
+        concurrent=st.integers(1, MAX_RUNS),
         slab=st.none() | st.tuples(st.integers(-(2**63) + 1, -1), st.integers(1, 2**63 - 1)),
         reaches=TEXTS,
         about=TEXT_MAPS,
@@ -342,6 +344,7 @@ MANY_SPECS = tuple((str(i), "int8", ()) for i in range((1 << 16) + 1))
         (BuildFinish, "notes", ("",), ("n" * 5001,)),
         (BuildFinish, "providers", ("p" * 200,) * 64, ("p",) * 65),
         (BuildFinish, "providers", ("",), ("p" * 201,)),
+        (BuildFinish, "concurrent", MAX_RUNS, MAX_RUNS + 1),
         (BuildFinish, "model", "m" * 200, "m" * 201),
         (BuildFinish, "inputs", (SPEC, ("y", *SPEC[1:])), (SPEC, SPEC)),
         (BuildFinish, "outputs", (SPEC,), (SPEC, ("x", "int8", ()))),
@@ -535,6 +538,9 @@ BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
     (BuildFinish, "weights", (("w", "float31", (4,)),)),
     (BuildFinish, "providers", ("CPU", None)),
     (BuildFinish, "about", {"version": 1}),
+    (BuildFinish, "concurrent", 0),
+    (BuildFinish, "concurrent", True),
+    (BuildFinish, "concurrent", 2.0),
     (BuildFinish, "provider_options", {"CPU": "a"}),
     (BuildFinish, "provider_options", {"CPU": {"a": 1}}),
     (Build, "cores", (0, -1)),
@@ -680,11 +686,14 @@ class Link(RuleBasedStateMachine):
             self.master.advance(message)
             self.to_worker.append(message)
 
-    @rule(kind=st.sampled_from(TO_MASTER))
-    def worker_sends(self, kind: type[Message]) -> None:
+    @rule(kind=st.sampled_from(TO_MASTER), concurrent=st.integers(1, 3), which=st.integers(0, 2))
+    def worker_sends(self, kind: type[Message], concurrent: int, which: int) -> None:
         message = SAMPLES[kind]
-        if self.worker.runs and isinstance(message, (Reply, Error)):
-            request, shard = self.worker.runs[0]
+        if isinstance(message, BuildFinish):
+            message = dataclasses.replace(message, concurrent=concurrent)
+        elif self.worker.runs and isinstance(message, (Reply, Error)):
+            begun = [*self.worker.runs][: self.worker.concurrent]
+            request, shard = begun[which % len(begun)]
             message = dataclasses.replace(message, request=request, shard=shard)
         elif isinstance(message, Error):
             message = BUILD_ERROR

@@ -93,8 +93,8 @@ def hello(worker: int) -> Hello:
     return Hello(version=VERSION, pid=100 + worker, token="secret")  # noqa: S106
 
 
-def built(slab: tuple[int, int] | None = None) -> BuildFinish:
-    return replace(BUILT, slab=slab)
+def built(slab: tuple[int, int] | None = None, concurrent: int = 1) -> BuildFinish:
+    return replace(BUILT, slab=slab, concurrent=concurrent)
 
 
 def build_error(text: str = "no such file") -> Error:
@@ -154,20 +154,24 @@ def new_pool(
     return scheduler
 
 
-def finish_build(scheduler: Pool, worker: int, now: float = 0.0) -> list[Order]:
+def finish_build(
+    scheduler: Pool, worker: int, now: float = 0.0, concurrent: int = 1
+) -> list[Order]:
     """The worker connects and loads the model; what its BUILD_FINISH led to."""
     wanted = scheduler.workers[worker].build
     assert scheduler.handle_message(now, worker, hello(worker)) == [
         Send(worker=worker, message=wanted)
     ]
-    orders: list[Order] = scheduler.handle_message(now, worker, built())
+    orders: list[Order] = scheduler.handle_message(now, worker, built(concurrent=concurrent))
     return orders
 
 
-def ready_pool(workers: int, builds: Sequence[Build] = (), **options: Any) -> Pool:
+def ready_pool(
+    workers: int, builds: Sequence[Build] = (), concurrent: int = 1, **options: Any
+) -> Pool:
     """A pool that has started at time 0."""
     scheduler = new_pool(workers, builds, **options)
-    actions = [finish_build(scheduler, i) for i in range(workers)]
+    actions = [finish_build(scheduler, i, concurrent=concurrent) for i in range(workers)]
     assert actions == [[] for _ in range(workers - 1)] + [[PoolStarted()]]
     return scheduler
 
@@ -751,6 +755,129 @@ def test_seconds_that_a_worker_says_are_no_more_than_there_were() -> None:
     assert pool.lives.statistics()[0].busy_seconds <= 0.5
 
 
+# Several runs of a worker at once.
+
+
+def test_runs_at_once_are_answered_in_any_order() -> None:
+    pool = ready_pool(2, concurrent=2)
+    # Idle workers come first.
+    assert ask(pool, 0.0, 1, 2, 3, 4, 5) == [predict(i % 2, (i + 1, 0)) for i in range(4)]
+    assert pool.handle_message(1.0, 0, reply(3)) == [
+        Settle(request=3),
+        Release(request=3),
+        predict(0, (5, 0)),
+    ]
+    for request in (5, 1):
+        assert pool.handle_message(2.0, 0, reply(request))[0] == Settle(request=request)
+    assert pool.workers[0].state is WorkerState.READY
+    assert [w.busy_seconds for w in pool.lives.statistics()] == [0.75, 0.0]
+    assert [w.concurrent for w in pool.lives.statistics()] == [2, 2]
+
+
+def test_answer_of_a_run_that_cannot_have_begun_is_refused() -> None:
+    pool = ready_pool(1, concurrent=2)
+    ask(pool, 0.0, 1)
+    pool.handle_message(0.0, 0, reply(1, seconds=0.001))
+    assert len(ask(pool, 1.0, *range(10, 20))) == 5  # two at once, and as many ahead as take 3 ms
+    with pytest.raises(ProtocolError, match=r"\(12, 0\), expected \(10, 0\) or \(11, 0\)"):
+        pool.handle_message(1.0, 0, reply(12))
+    pool.handle_message(1.001, 0, reply(11, seconds=0.001))
+    assert pool.handle_message(1.001, 0, reply(12, seconds=0.001))[0] == Settle(request=12)
+
+
+def test_group_of_ranks_answers_in_order_whatever_it_says() -> None:
+    pool = ready_pool(1, pipeline=2, concurrent=3)
+    assert len(ask(pool, 0.0, 1, 2, 3, 4)) == 3
+    with pytest.raises(ProtocolError, match=r"\(2, 0\), expected \(1, 0\) in"):
+        pool.handle_message(1.0, 0, reply(2))
+
+
+def test_worker_that_starts_again_has_the_runs_at_once_that_it_then_says() -> None:
+    pool = ready_pool(1, concurrent=3)
+    pool.handle_died(1.0, 0, SIGKILL)
+    restarted(pool, 0, 1.0)
+    assert ask(pool, 2.0, 1, 2) == [predict(0, (1, 0))]
+
+
+def test_death_under_several_runs_blames_none_and_each_runs_alone_after_it() -> None:
+    pool = ready_pool(1, concurrent=3)
+    ask(pool, 0.0, 1, 2, 3, timeout=1000.0)
+    now, failed = 1.0, []
+    assert pool.handle_died(now, 0, SIGSEGV) == []
+    given = restarted(pool, 0, now)
+    while given:  # 2 is poison
+        [run] = [order for order in given if isinstance(order, SendRun)]
+        request, now = run.members[0][0], now + 1.0
+        assert ask(pool, now, 100 + int(now), timeout=1000.0) == []  # nothing beside it
+        if request == 2:
+            given = pool.handle_died(now, 0, SIGSEGV)
+            failed += [a.request for a in outline(given) if isinstance(a, Failed)]
+            given = restarted(pool, 0, max(now, pool.workers[0].restart_at))
+        else:
+            given = pool.handle_message(now, 0, reply(request))
+        given = [] if request == 3 else given
+    assert failed == [2]
+    assert counts(pool)[:3] == (2, 1, 0)
+
+
+def test_late_run_that_may_have_begun_is_no_proof_against_the_one_beside_it() -> None:
+    pool = ready_pool(2, concurrent=2)
+    ask(pool, 0.0, 0, 1)
+    for worker in (0, 1):
+        pool.handle_message(0.0, worker, reply(worker, seconds=SHORT_RUN))
+    ask(pool, 1.0, *range(10, 16))
+    assert [len(w.runs) for w in pool.workers] == [3, 3]
+    pool.handle_message(1.001, 1, reply(11, seconds=0.001))
+    late = [run for run in pool.handle_time(LATE) if isinstance(run, Send)]
+    assert late == [Send(worker=0, message=Cancel(request=14, shard=0))]
+    pool.handle_message(LATE, 0, reply(10))
+    pool.handle_died(LATE, 0, SIGSEGV)
+    assert pool.table[12].deaths == {0: []}
+
+
+def test_run_that_does_not_stop_is_not_forgotten_when_others_are_answered() -> None:
+    pool = ready_pool(1, concurrent=2)
+    ask(pool, 0.0, 1, timeout=5.0)
+    assert outline(pool.handle_time(5.0)) == [
+        Failed(1, PredictTimeoutError),
+        Send(worker=0, message=Cancel(request=1, shard=0)),
+    ]
+    assert ask(pool, 5.1, 2) == [predict(0, (2, 0))]  # beside it
+    assert ask(pool, 5.1, 3) == []
+    assert pool.handle_message(5.2, 0, reply(2))[-1] == predict(0, (3, 0))
+    assert pool.next_time() == 6.0
+    end_hung(pool, 6.0, 0)
+    assert pool.handle_died(6.3, 0, SIGKILL) == [Release(request=1)]
+    assert restarted(pool, 0, 6.3) == [predict(0, (3, 0))]
+    assert pool.handle_message(6.4, 0, reply(3))[0] == Settle(request=3)
+
+
+def test_cancelled_run_that_stops_frees_its_place_and_leaves_the_others() -> None:
+    pool = ready_pool(1, concurrent=2)
+    ask(pool, 0.0, 1, 2, 3)
+    assert outline(pool.handle_cancel(1.0, 2)) == [
+        Failed(2, ClosedError),
+        Send(worker=0, message=Cancel(request=2, shard=0)),
+    ]
+    assert pool.handle_message(1.0, 0, error(2, kind="cancelled")) == [
+        Release(request=2),
+        predict(0, (3, 0)),
+    ]
+    assert pool.next_time() == 10.0
+    assert pool.workers[0].kill_at == math.inf
+
+
+def test_batches_over_runs_at_once_show_how_fast_the_worker_is() -> None:
+    balance = Balance(2)
+    pool = ready_pool(2, concurrent=2, balance=balance)
+    pool.handle_request(0.0, 0, (4, 4, 4, 4), 100.0)
+    for shard, worker in enumerate((0, 1, 0, 1)):
+        pool.handle_answer(9.0, worker, 0, shard, (1.0, 2.0)[worker])
+    assert [balance.rows_per_second(worker) for worker in (0, 1)] == [8.0, 4.0]
+    assert balance.shares is not None
+    assert balance.shares.cut(12) == ((4, 4, 2, 2), (0, 0, 1, 1))
+
+
 # Late runs: behind one that goes on for long.
 
 LATE = 1.0 + LONG_RUN
@@ -1181,10 +1308,11 @@ class Pools(RuleBasedStateMachine):
 
     # What is drawn for each example.
     joins = measured = False
-    pipeline, card = 1, 0
+    pipeline, card, concurrent = 1, 0, 1
     slab: tuple[int, int] | None = SLAB
     max_delay, seconds = 0.0, 0.001
     limits = Limits()
+    at_once = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -1223,6 +1351,7 @@ class Pools(RuleBasedStateMachine):
                     queue_bytes=st.sampled_from([None, None, None, MAX_BYTES]),
                 ),
                 "pipeline": st.sampled_from([1, 1, 1, 2, 3]),
+                "concurrent": st.sampled_from([1, 1, 2, 3]),
                 "card": st.sampled_from([0, 0, 0, 2, 3]),
                 "slab": st.sampled_from([SLAB, SLAB, SLAB, None]),
                 "measured": st.sampled_from([False, False, True]),
@@ -1234,6 +1363,7 @@ class Pools(RuleBasedStateMachine):
     ) -> None:
         vars(self).update(drawn)
         self.pipeline = 1 if self.card else self.pipeline
+        self.at_once = self.concurrent if self.pipeline == 1 else 1
         self.balance = Balance(workers) if self.measured else None
         self.scheduler = Pool(
             [build(i, self.pipeline, self.card) for i in range(workers)],
@@ -1427,7 +1557,7 @@ class Pools(RuleBasedStateMachine):
     @property
     def depth(self) -> int:
         """How many runs a worker works on at a time."""
-        return 1 if self.pipeline == 1 else self.pipeline + 1
+        return self.at_once if self.pipeline == 1 else self.pipeline + 1
 
     def asked(self, member: ShardId) -> _Asked:
         return self.requests[member[0]]
@@ -1448,7 +1578,10 @@ class Pools(RuleBasedStateMachine):
         message = self.processes[worker].outbox.popleft()
         run = _Given(())
         if self.running.get(worker) and isinstance(message, (Reply, Error)):
-            run = self.running[worker].popleft()
+            key = (message.request, message.shard)
+            begun = [*self.running[worker]][: self.at_once]
+            [run] = [run for run in begun if run.members[0] == key]
+            self.running[worker].remove(run)
             self.began[worker] = self.now
             if isinstance(message, Reply) and not run.late:
                 for request, shard in run.members:
@@ -1477,7 +1610,7 @@ class Pools(RuleBasedStateMachine):
             other.bereft |= other.slab_of is process and not (other.killed or other.asked)
         if process.bereft:
             pass  # the one whose memory it had is to blame, and its run
-        elif sum(not run.late for run in runs) > 1:
+        elif sum(not run.late for run in runs) > 1 or (self.at_once > 1 and len(runs) > 1):
             self.suspects |= wanted
         elif runs and not runs[0].late and len(runs[0].members) == 1:
             self.suspects |= wanted
@@ -1494,7 +1627,8 @@ class Pools(RuleBasedStateMachine):
         """The worker's main loop goes one step on: end its run, or take its next message."""
         process = self.processes[worker]
         if process.conversation.runs:
-            request, shard = key = process.conversation.runs[0]
+            begun = [*process.conversation.runs][: self.at_once]
+            request, shard = key = begun[self.events % len(begun)]
             if key in process.cancelled:
                 process.cancelled.discard(key)
                 fail = "cancelled"
@@ -1509,7 +1643,7 @@ class Pools(RuleBasedStateMachine):
                 process.conversation.advance(message)
                 if isinstance(message, Build):
                     makes = message.shares_weights and message.slab is None and fail != "slab"
-                    done = built(self.slab if makes else None)
+                    done = built(self.slab if makes else None, self.at_once)
                     process.say(done if fail in (None, "slab") else build_error())
                 elif isinstance(message, Exit):
                     process.alive = False
@@ -1823,6 +1957,14 @@ class Pools(RuleBasedStateMachine):
             given = [run.members for run in self.running.get(w.index, ())]
             assert [run.members for run in w.runs] == given
             assert len(given) <= MAX_RUNS
+
+    @invariant()
+    def run_that_no_caller_waits_for_ends_in_time_or_its_worker_does(self) -> None:
+        for w in self.scheduler.workers:
+            if w.state is WorkerState.BUSY and not w.doomed:
+                assert w.kill_at == min([w.end_by, *(run.stop_by for run in w.runs)])
+                for run in w.begun():
+                    assert run.stop_by < math.inf or not self.scheduler.table.is_over(run)
 
     @invariant()
     def health_is_that_of_the_workers(self) -> None:

@@ -23,6 +23,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class FakeEngine(ArrayEngine):
         super().__init__()
         check_cpu("fake", request)
         self._device_index = request.device.index
+        self.concurrent = request.options.concurrent_runs
         self.spec = ModelSpec(
             inputs=tuple(_spec(item) for item in content["inputs"]),
             outputs=tuple(_spec(item[:3]) for item in content["outputs"]),
@@ -80,6 +82,11 @@ class FakeEngine(ArrayEngine):
         self._when = content.get("when", {})
         self._row_seconds = content.get("row_seconds", "")
         self._act(content.get("build", ""), BuildError)
+
+    def twin(self) -> "FakeEngine":
+        other = copy(self)
+        other._stop = threading.Event()
+        return other
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
         return _FakeRun(self, inputs, outputs)

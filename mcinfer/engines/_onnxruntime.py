@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout, suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -192,7 +193,14 @@ def prepared(
 
     See `mcinfer.engines.preparation.find_or_make`.
     """
-    if request.options.variable_weights:  # checked before a model is prepared
+    # Checked before a model is prepared.
+    provider, runs = NAMES[provider_of(request)], request.options.concurrent_runs
+    if runs > 1 and provider != NAMES["cpu"]:
+        raise BuildError(
+            f"concurrent_runs: got {runs} for {request.device}, expected 1: with the {provider}, a worker "
+            "executes one run at a time"
+        )
+    if request.options.variable_weights:
         try:
             added_inputs(scan(request.model), request.options.variable_weights)
         except OSError as exc:
@@ -241,6 +249,7 @@ class OnnxRuntimeEngine(Engine):
         self.providers = tuple(self.session.get_providers())
         self.on_card = self.providers[0] in ON_CARDS
         self.widens = self.providers[0] == NAMES["cpu"]
+        self.concurrent = request.options.concurrent_runs
         if given is not None and given.on_card == self.on_card:
             self.notes += given.notes(self.session)
         elif request.slab is not None and self.held is not None:
@@ -262,12 +271,14 @@ class OnnxRuntimeEngine(Engine):
         if request.options.describe:
             self.description = _description(self.session, request.model)
         self.on_host = self._tensors_on_host()
-        self._run_options = options = ort.RunOptions()
-        options.log_severity_level = _SILENT
-        # 0 is its default. If it is not set, each bound run throws and catches a C++ exception to find that
-        # out (seen in 1.31), which costs more than a small run.
-        options.add_run_config_entry("gpu_graph_id", "0")
+        self._run_options = _run_options()
         self._cancelled = False
+
+    def twin(self) -> "OnnxRuntimeEngine":
+        other = copy(self)  # any number of threads may run a session
+        other._run_options = _run_options()
+        other._cancelled = False
+        return other
 
     def _tensors_on_host(self) -> frozenset[str] | None:
         """See `Engine.on_host`. What is bound elsewhere than the runtime has it, the runtime copies."""
@@ -330,6 +341,15 @@ class OnnxRuntimeEngine(Engine):
                 raise _OutputShapeError(str(_map_error(exc, PredictError))) from quotable(exc)
             on_card = device_error(f"onnxruntime: {exc}") if self.on_card else None
             raise on_card or _map_error(exc, PredictError) from quotable(exc)
+
+
+def _run_options() -> Any:
+    options = ort.RunOptions()
+    options.log_severity_level = _SILENT
+    # 0 is its default. If it is not set, each bound run throws and catches a C++ exception to find that out
+    # (seen in 1.31), which costs more than a small run.
+    options.add_run_config_entry("gpu_graph_id", "0")
+    return options
 
 
 class _OutputShapeError(PredictError):
@@ -712,7 +732,11 @@ def _session_options(
     request: EngineRequest, *, prepared: bool = False, given: _GivenWeights | None = None
 ) -> Any:
     options = ort.SessionOptions()
-    options.intra_op_num_threads = request.threads
+    threads = request.threads
+    if not request.options.threads:
+        # A session has one pool of threads; beside it, each run has the thread that calls.
+        threads = max(1, threads - request.options.concurrent_runs + 1)
+    options.intra_op_num_threads = threads
     options.inter_op_num_threads = request.options.inter_op_threads or 1
     if options.inter_op_num_threads > 1:
         options.execution_mode = ort.ExecutionMode.ORT_PARALLEL

@@ -191,8 +191,8 @@ def check_request(
 ) -> None:
     """Raise `BuildError` for what only ONNX Runtime has, and for keys of options that are not `known`."""
     for name, lack in _LACKS.items():
-        if value := getattr(request.options, name):
-            got = repr(value) if isinstance(value, str) else [*value]
+        if (value := getattr(request.options, name)) and value != getattr(EngineOptions(), name):
+            got = [*value] if isinstance(value, (tuple, Mapping)) else repr(value)
             raise BuildError(f"{name}: got {got}, but the engine {engine} {lack}")
     for name in ("session_config", "provider_options", "session_options"):
         keys = (known or {}).get(name, ())
@@ -205,6 +205,7 @@ def check_request(
 _LACKS = {
     "variable_weights": "cannot replace weights; onnxruntime can",
     "provider": "has no execution providers; onnxruntime has",
+    "concurrent_runs": "executes one run at a time; onnxruntime can more",
     **dict.fromkeys(
         ("custom_operators", "free_dimensions", "free_denotations"),
         "has no such option; onnxruntime has",
@@ -270,6 +271,8 @@ class StagedRun(BoundRun):
 class Engine(ABC):
     """A loaded model. One thread runs it, or several take `turn`; any thread may call `cancel`.
 
+    With `concurrent` above 1, a worker has as many threads that run it at once: each has a `twin` of its own.
+
     Attributes:
         spec: The model's inputs and outputs.
         providers: The providers in use, first choice first.
@@ -279,6 +282,7 @@ class Engine(ABC):
         prepared: The key of the prepared model that it maps; empty if it has its own copy of the weights.
         turn: What a thread beside others holds from its run until it has copied what the engine made; it
             does nothing where several threads may execute runs of their own at once.
+        concurrent: How many runs it executes at once, 1 to `mcinfer.config.MAX_CONCURRENT_RUNS`.
         widens: Whether a second engine on the same model, with more cores, may take some of its runs.
         broken: Why it cannot run any more; empty if it can.
         gives: Names of the outputs that its runs give; None if they give all. A rank of a group gives some.
@@ -300,6 +304,7 @@ class Engine(ABC):
     turn: AbstractContextManager[Any]
     broken: str = ""
     gives: frozenset[str] | None = None
+    concurrent: int = 1
     widens: bool = False
     on_card: bool = False
     on_host: frozenset[str] | None = None
@@ -325,6 +330,13 @@ class Engine(ABC):
     @abstractmethod
     def cancel(self) -> None:
         """Ask the current run to stop; the run may continue until its next operator."""
+
+    def twin(self) -> "Engine":
+        """The same loaded model for another thread: `bind`, `arm` and `cancel` are for its runs alone.
+
+        Called `concurrent` - 1 times, before the first run. One thread binds at a time, while others run.
+        """
+        raise NotImplementedError
 
     def skip(self, exc: Exception) -> None:  # noqa: B027 which most engines need not know
         """A run that was asked for failed before `execute`, so it is not executed."""

@@ -65,6 +65,7 @@ _OF_WORKER = (
     ("worker_runs_total", "Runs of the engine that gave a result.", "runs"),
     ("worker_wide_runs_total", "Runs of these with the cores of all workers.", "wide"),
     ("worker_busy_seconds_total", "Time spent in the engine's own runs.", "busy_seconds"),
+    ("worker_concurrent_runs", "Runs that the worker executes at once.", "concurrent"),
 )
 
 _OF_CARD = (

@@ -437,10 +437,10 @@ class Loop:
         Returns:
             The reply, or the run's failure if this process has no memory for the outputs.
         """
-        runs = self._scheduler.workers[index].runs
-        if not runs or runs[0].members[0] != (reply.request, reply.shard):
+        run = self._scheduler.workers[index].find_begun(reply.request, reply.shard)
+        if run is None:
             return reply  # the scheduler will say what is wrong with it
-        run, members = runs[0], runs[0].members
+        members = run.members
         if run.late:
             for number in {reference[3] for reference in reply.outputs}:
                 if number is not None and number < 0:

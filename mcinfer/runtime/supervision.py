@@ -57,6 +57,7 @@ class Supervision:
         started: The first start.
         failure: Why the pool could not be started, or has failed.
         serving: How many workers take requests.
+        at_once: How many runs these execute at once.
         memory_due: When to look at workers' memory.
     """
 
@@ -73,6 +74,7 @@ class Supervision:
         self.started = Promise[BuildFinish]()
         self.failure: McinferError | None = None
         self.serving = 0
+        self.at_once = 0
         self.memory_due = math.inf if rules.restart.max_memory_bytes is None else 0.0
         self._connections = connections
         self._inbox = inbox
@@ -149,7 +151,7 @@ class Supervision:
 
     def announce(self, health: Health, planned: bool) -> None:
         """Log a change; the end of a loss is a warning as the loss is, and says how long it was."""
-        self.serving = health.serving
+        self._note_serving(health)
         now = monotonic()
         level = logging.INFO if planned else _LEVELS.get(health.state, logging.INFO)
         if health.state == "ready" and self._lost_at is not None:
@@ -161,11 +163,15 @@ class Supervision:
             self._lost_at = now
         self._delivery.log(level, "%s", health)
 
+    def _note_serving(self, health: Health) -> None:
+        self.serving = health.serving
+        self.at_once = sum(w.concurrent for w in self.scheduler.workers if w.serves)
+
     def pool_started(self, error: McinferError | None) -> None:
         specs = self.scheduler.lives.specs
         if error is None and specs is not None:
             # Before the pool's first report: a first request comes at once.
-            self.serving = self.scheduler.health(monotonic()).serving
+            self._note_serving(self.scheduler.health(monotonic()))
             self.started.set(specs)
         else:
             self.failure = error

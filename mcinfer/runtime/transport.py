@@ -187,6 +187,10 @@ class WorkerTransport:
             return None
         return self._socket.recv(_DONT_WAIT)
 
+    def may_receive(self) -> bool:
+        """Whether `receive` would give a message."""
+        return bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)
+
     def close(self) -> None:
         """Close; sent messages get a second to leave."""
         self._socket.close()

@@ -54,7 +54,7 @@ class Balance:
 
     Args:
         workers: How many.
-        pieces: Into how many pieces to cut the rows of one worker.
+        pieces: Into how many pieces to cut the rows of one worker for each run that it executes at once.
 
     Attributes:
         shares: What each worker is to get of a batch; None if all are to get the same, because less than
@@ -64,6 +64,7 @@ class Balance:
     def __init__(self, workers: int, pieces: int = 1) -> None:
         self.shares: Shares | None = None
         self._pieces = pieces
+        self._at_once = 1
         self._serving: tuple[int, ...] = ()
         self._speeds: dict[int, float] = {}
         self._rates: dict[int, float] = {}
@@ -97,9 +98,13 @@ class Balance:
         if shares.probe is not None:
             self._probes.append(shares)
 
-    def serve(self, workers: Sequence[int]) -> None:
-        """These workers take requests from now on, and no others; in ascending order."""
-        if self._serving != (serving := tuple(workers)):
+    def serve(self, workers: Sequence[int], at_once: int = 1) -> None:
+        """These workers take requests from now on, and no others; in ascending order.
+
+        `at_once`: how many runs one of them executes at once.
+        """
+        if self._serving != (serving := tuple(workers)) or self._at_once != at_once:
+            self._at_once = at_once
             for worker in {*serving} - {*self._serving}:
                 if worker in self._speeds:  # it was away, and is as good as measured
                     self._measured[worker] = self._learned
@@ -177,7 +182,8 @@ class Balance:
             longer = max(old / new for old, new in zip(before.weights, weights, strict=True))
             if longer <= 1 + TOLERANCE:
                 weights = before.weights
-        shares = Shares(workers=serving, weights=weights, pieces=self._pieces)
+        pieces = self._pieces * self._at_once
+        shares = Shares(workers=serving, weights=weights, pieces=pieces)
         if shares != before:
             self.shares = shares
         # The one that was not measured for longest. A request that took its row may take long, or fail.

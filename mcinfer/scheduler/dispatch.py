@@ -13,6 +13,7 @@
 import heapq
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
@@ -375,7 +376,10 @@ class Dispatch:
             runs = len(w.runs)
             if runs > least or (runs == least and w.began >= began) or runs >= w.capacity:
                 continue
-            if w.fate is not Fate.STAYS or w.spare or w.kill_at < math.inf or w.index in but:
+            if w.fate is not Fate.STAYS or w.spare or w.index in but:
+                continue
+            # Beside a run that is to stop others may begin; none waits for it.
+            if w.kill_at < math.inf and not 0 < runs < w.concurrent:
                 continue
             if not runs:
                 if w.state is WorkerState.READY:
@@ -486,17 +490,20 @@ class Dispatch:
         w.usual_seconds = usual
         if usual > SHORT_RUN:
             w.capacity = w.depth
-        elif usual * (MAX_RUNS - 1) <= AHEAD_SECONDS:
+        elif usual * (MAX_RUNS - w.concurrent) <= AHEAD_SECONDS:
             w.capacity = MAX_RUNS
         else:
-            w.capacity = max(w.depth + 1, 1 + int(AHEAD_SECONDS / usual))
+            ahead = w.concurrent + int(AHEAD_SECONDS / usual)
+            w.capacity = min(max(w.depth + 1, ahead), MAX_RUNS)
 
     def learn_speeds(self, entry: Entry, now: float) -> None:
         """Learn from an answered request how fast its workers are; one worker alone shows nothing."""
         found: dict[int, tuple[int, float]] = {}
+        runs = Counter(worker for _, worker, *_ in entry.runs)
         for _, worker, *_, seconds, rows in entry.runs:
             before = found.get(worker, (0, 0.0))
-            found[worker] = before[0] + rows, before[1] + seconds
+            at_once = min(runs[worker], self._workers[worker].concurrent)
+            found[worker] = before[0] + rows, before[1] + seconds / at_once
         if self._balance is not None and len(found) > 1:
             self._balance.learn(found, now)
             shares = self._balance.shares

@@ -304,7 +304,7 @@ class Scheduler:
         wide: bool = False,
         error: Error | None = None,
     ) -> None:
-        """A worker's current run has ended after so many seconds, or failed with this error.
+        """One of a worker's current runs has ended after so many seconds, or failed with this error.
 
         `wide`: it had the whole CPU, as it might.
 
@@ -312,16 +312,23 @@ class Scheduler:
             ProtocolError: As `handle_message`.
         """
         w = self.workers[worker]
-        runs = w.runs
-        if not runs or runs[0].members[0] != (request, shard) or not 0.0 <= seconds < math.inf:
+        runs, concurrent = w.runs, w.concurrent
+        if not 0.0 <= seconds < math.inf:
             _refuse_answer(w, request, shard, seconds, error)
-        run = runs.popleft()
+        if runs and runs[0].members[0] == (request, shard):
+            run = runs.popleft()
+        else:
+            found = w.find_begun(request, shard)
+            if found is None:
+                _refuse_answer(w, request, shard, seconds, error)
+            run = found
+            runs.remove(run)
         if w.kill_at < math.inf and not w.doomed:
-            w.kill_at = w.end_by
+            w.kill_at = min([w.end_by, *(left.stop_by for left in runs)])
         if not runs and w.state is WorkerState.BUSY:
             w.state = WorkerState.READY
-        elif runs and self.table.is_over(runs[0]):
-            self._await_skip(w, now)
+        elif len(runs) >= concurrent and self.table.is_over(runs[concurrent - 1]):
+            self._await_skip(w, runs[concurrent - 1], now)
         members, w.began = run.members, now
         w.answers += len(members)
         if self._wears:
@@ -374,7 +381,9 @@ class Scheduler:
             self._kills.note(now, {request for run in runs for request, _ in run.members})
         story = self.lives.bury(w, how, now)
         wanted = [run for run in runs if not run.late]
-        if w.fate is not Fate.BEREFT and len(wanted) == 1 and wanted[0] is runs[0]:
+        # A late run may have begun beside the wanted one.
+        begun = 1 if w.concurrent == 1 else len(runs)
+        if w.fate is not Fate.BEREFT and wanted == [*runs][:begun] and len(wanted) == 1:
             w.counts.failed += len(runs.popleft().members)
             for run in runs:
                 self._forget_late(run)
@@ -449,7 +458,9 @@ class Scheduler:
         self._dispatch.go_on(now)
         self.lives.announce(now)
         if self._balance is not None:
-            self._balance.serve([w.index for w in self.workers if w.serves])
+            serving = [w for w in self.workers if w.serves]
+            at_once = max((w.concurrent for w in serving), default=1)
+            self._balance.serve([w.index for w in serving], at_once)
         if self._draining is not None and not self.table.in_flight:
             self._close(now, self._timeouts.close)
         if self._closing is not None and not self._closed:
@@ -463,16 +474,16 @@ class Scheduler:
 
     # Answers.
 
-    def _await_skip(self, w: Worker, now: float) -> None:
-        """The worker is to skip its next run, which was cancelled; it has the time that this run had.
+    def _await_skip(self, w: Worker, run: Run, now: float) -> None:
+        """The worker is to skip the run that it begins now, which was cancelled; it has the run's time.
 
         A group of ranks skips none, so that one is no sign of a fault before its request's time is over.
         """
         if w.doomed or w.state is not WorkerState.BUSY:
             return
-        ends = [self.table[request].end(now) for request, _ in w.runs[0].members]
-        skips = w.runs[0].late and w.build.ranks == 1
-        w.kill_at = (now if skips else max([now, *ends])) + self._timeouts.cancel_grace
+        ends = [self.table[request].end(now) for request, _ in run.members]
+        skips = run.late and w.build.ranks == 1
+        w.expect_end(run, (now if skips else max([now, *ends])) + self._timeouts.cancel_grace)
         self.due = min(self.due, w.kill_at)
 
     def _forget_late(self, run: Run) -> None:
@@ -530,8 +541,8 @@ class Scheduler:
             if self.table.is_over(run):
                 self._cancel_run(w, run)
                 # A run that does not stop may not keep its worker past the request's deadline.
-                if run is w.runs[0] and w.kill_at == math.inf:
-                    w.kill_at = entry.end(now) + self._timeouts.cancel_grace
+                if run.stop_by == math.inf and run in w.begun():
+                    w.expect_end(run, entry.end(now) + self._timeouts.cancel_grace)
                     self.due = min(self.due, w.kill_at)
         self._release_if_done(entry)
 
@@ -588,7 +599,7 @@ class Scheduler:
         """Its time is over. Requests that were joined with it run again apart: this one may be what hangs."""
         runs = self._dispatch.runs_for(entry)
         places = {
-            shard: f"{'ran on' if run is w.runs[0] else 'waited at'} {w.name}"
+            shard: f"{'ran on' if run in w.begun() else 'waited at'} {w.name}"
             for w, run in runs
             for request, shard in run.members
             if request == entry.number
@@ -602,9 +613,9 @@ class Scheduler:
             where += self.lives.health(now).reasons
         error = PredictTimeoutError(f"no answer within {entry.timeout:g} s: {', '.join(where)}")
         for w, run in runs:
-            if run is w.runs[0] and not w.doomed:
+            if run in w.begun():
                 # From when it was noticed: a run that was not asked to stop yet has its grace.
-                w.kill_at = min(w.kill_at, now + self._timeouts.cancel_grace)
+                w.expect_end(run, now + self._timeouts.cancel_grace)
         self._fail(entry, error, now)
         for w, run in runs:
             if not self.table.is_over(run):
@@ -617,11 +628,12 @@ def _refuse_answer(
     """Raise what is wrong with an answer."""
     kind = Reply if error is None else Error
     state_after(w.state, kind)
-    expected = w.runs[0].members[0] if w.runs else (None, None)
-    problem = f"seconds: got {seconds}, expected a finite number, 0 or more"
-    if (request, shard) != expected:
-        problem = (
-            f"for request and shard {(request, shard)}, expected {expected} in state {w.state}"
+    if w.find_begun(request, shard) is None:
+        expected = " or ".join(str(run.members[0]) for run in w.begun()) or "none"
+        raise ProtocolError(
+            f"{kind.__name__} for request and shard {(request, shard)}, expected {expected} in state "
+            f"{w.state}"
         )
-        raise ProtocolError(f"{kind.__name__} {problem}")
-    raise ProtocolError(f"{kind.__name__}: {problem}")
+    raise ProtocolError(
+        f"{kind.__name__}: seconds: got {seconds}, expected a finite number, 0 or more"
+    )

@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum, auto
+from itertools import islice
 from typing import Protocol
 
 from mcinfer.config import Limits, RestartPolicy, Timeouts
@@ -103,8 +104,9 @@ class Run:
         sent: When it got them.
         fresh: Whether the outputs go to memory of the worker's own.
         late: Whether other workers got the members, too: its answer is ignored.
-        suspect: Whether the worker may die of it: nothing is put behind.
+        suspect: Whether the worker may die of it: nothing is put behind, or beside.
         wide: Whether it may use the cores of all workers.
+        stop_by: When it must have ended, since no caller waits for it any more; infinite before.
     """
 
     members: tuple[ShardId, ...]
@@ -113,6 +115,7 @@ class Run:
     late: bool = False
     suspect: bool = False
     wide: bool = False
+    stop_by: float = math.inf
 
 
 class Fate(Enum):
@@ -230,12 +233,14 @@ class Worker:
         restart_at: When to start the next one.
         slab: Number and bytes of the slab that the process has made, or was given.
         answers: How many shards the process has answered, with a result or an error.
-        runs: What it has to run, the current run first.
-        began: When the current run began, as far as can be known.
+        runs: What it has to run, in the order in which runs begin; see `begun`.
+        began: When the current run began, or the latest, as far as can be known.
         usual_seconds: How long its runs take.
         wide_deaths: How many processes in a row have died in a wide run, with no answer of one between.
         capacity: How many runs it may have at a time.
         depth: How many runs it works on at a time; only those above that number wait behind others.
+        concurrent: How many runs it executes at once, each of which it may answer first. A pipeline has one,
+            and a larger depth: its ranks answer in the order of the runs.
         spare: It serves, and gets no runs as long as another worker does: see `WorkerLives`.
         last_error: What went wrong last.
     """
@@ -261,6 +266,7 @@ class Worker:
     usual_seconds: float = math.inf
     wide_deaths: int = 0
     spare: bool = False
+    concurrent: int = 1
     start: Start = field(default_factory=Start)
     counts: Counts = field(default_factory=Counts)
     providers: tuple[str, ...] = ()
@@ -295,6 +301,21 @@ class Worker:
     def is_given_up(self) -> bool:
         """Whether it does not serve, and only a probe, of it or of its leader, can change that."""
         return self.budget.spent or (self.leader is not None and self.leader.budget.spent)
+
+    def begun(self) -> list[Run]:
+        """The runs that it executes; those behind them have not begun."""
+        return [*islice(self.runs, self.concurrent)]
+
+    def find_begun(self, request: int | None, shard: int | None) -> Run | None:
+        """The run of these, if it can have ended by now."""
+        member = request, shard
+        return next((run for run in self.begun() if run.members[0] == member), None)
+
+    def expect_end(self, run: Run, time: float) -> None:
+        """No caller waits for this run, which has begun: kill the worker then, unless it has answered it."""
+        run.stop_by = min(time, run.stop_by)
+        if not self.doomed:
+            self.kill_at = min(run.stop_by, self.kill_at)
 
     def doom(self, reason: str) -> None:
         """It is being killed. Messages that it sent before may come until its death is reported."""
@@ -424,6 +445,7 @@ class WorkerLives:
                 providers=w.providers,
                 last_error=w.last_error,
                 spare=w.spare,
+                concurrent=w.concurrent,
                 **asdict(w.counts),
             )
             for w in self.workers
@@ -517,6 +539,9 @@ class WorkerLives:
             self.kill(w, f"{w.name}: its card's weights are not shared any more: {why}")
             return
         w.providers = message.providers
+        # The ranks of a group answer in order.
+        w.concurrent = message.concurrent if w.build.ranks == 1 else 1
+        w.capacity = w.depth = max(w.build.depth, w.concurrent)
         if self.specs is None:
             self.specs = message
         elif any(getattr(message, name) != getattr(self.specs, name) for name in _IN_COMMON):

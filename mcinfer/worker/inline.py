@@ -38,6 +38,7 @@ class InlineWorker(WorkerProcess):
         self._status = 0
         self._killed = False
         self._stacks_text = ""
+        self._server: Server | None = None
         self.pid = os.getpid()
         with ExitStack() as opened:
             self.pidfd = os.eventfd(0)
@@ -56,17 +57,19 @@ class InlineWorker(WorkerProcess):
         try:
             lifeline = Lifeline.inherited(channel)
             start = json.loads(lifeline.greeting())
-            self._status = Server(
+            self._server = Server(
                 WorkerTransport(connection),
                 (start["hello_token"], start["build_token"]),
                 lifeline,
                 Cancels.inherited(cancels),
                 in_thread=True,
-            ).serve()
+            )
+            self._status = self._server.serve()
         except BaseException:  # also SystemExit, which ends this thread alone
             self._status = 1
             _log.exception("the thread of a worker failed")
         finally:
+            self._server = None
             os.eventfd_write(ended, 1)
             os.close(ended)
 
@@ -76,9 +79,11 @@ class InlineWorker(WorkerProcess):
         self.cancels.hang_up()
 
     def ask_for_stacks(self) -> None:
-        """Note where it is now."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        self._stacks_text = "".join(traceback.format_stack(frame)) if frame else ""
+        """Note where it is now, and the threads of its other runs."""
+        server, frames = self._server, sys._current_frames()
+        threads = [self._thread, *(server.threads if server is not None else ())]
+        found = [frames[thread.ident] for thread in threads if thread.ident in frames]
+        self._stacks_text = "\n".join("".join(traceback.format_stack(frame)) for frame in found)
 
     def stacks(self) -> str:
         return self._stacks_text

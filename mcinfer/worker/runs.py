@@ -47,7 +47,7 @@ _Layout = tuple[int, int, bytes, bool]
 
 
 class Runs:
-    """The runs of a worker's engine, and the versions of its weights.
+    """The runs of a worker's engine, and the versions of its weights. One thread executes them.
 
     Args:
         engine: Runs them.
@@ -55,7 +55,7 @@ class Runs:
     """
 
     def __init__(self, engine: Engine, blocks: AttachedBlocks) -> None:
-        self._engine = engine
+        self.engine = engine
         self._blocks = blocks
         # By layout: the run, the blocks of its tensors, and its outputs.
         self._bound: OrderedDict[
@@ -93,7 +93,7 @@ class Runs:
             else self._buffer(reference)
             for reference in inputs
         ]
-        run = (wide or self._engine).bind([*resolved, *weights], [*map(self._buffer, outputs)])
+        run = (wide or self.engine).bind([*resolved, *weights], [*map(self._buffer, outputs)])
         if not any(isinstance(item, Strings) for item in resolved):
             blocks = frozenset(reference[3] for part in (inputs, outputs) for reference in part)
             self._bound[key] = (run, blocks, outputs)
@@ -133,7 +133,7 @@ class Runs:
         weights = self._weights.get(version)
         if weights is None:
             raise ProtocolError(f"version {version} of the weights is not known")
-        return self._engine.placed(version, weights)
+        return self.engine.placed(version, weights)
 
     def take_weights(self, message: UpdateWeights) -> None:
         """Add a version of the weights, and drop those that no request will name any more."""
@@ -144,7 +144,7 @@ class Runs:
         for layout in [layout for layout in self._bound if 0 < layout[0] < oldest]:
             self._drop(layout)
         self._joined.forget(oldest)
-        self._engine.forget(oldest)
+        self.engine.forget(oldest)
 
     def drop_block(self, number: int) -> None:
         """Drop the runs with tensors in the master's block of this number, which is to be closed."""

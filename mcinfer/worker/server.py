@@ -5,10 +5,13 @@
     main thread     wait ──► PREDICT ──► bind (cached by the body's bytes) ──► engine run ──► REPLY ──► wait
     canceller thread         waits at a socket of its own: CANCEL ──► engine.cancel
 
-If the model is cut over several ranks, each is a worker like any other, with an engine that runs its slice.
+Where the engine executes several runs at once, as many threads take turns in the place of the main thread:
+see `turns`. If the model is cut over several ranks, each is a worker like any other, with an engine that runs
+its slice.
 
 Ownership: the blocks belong to the master and are mapped until DETACH. Bound runs hold addresses in the
-blocks, so they are dropped before the blocks. A lock guards the cancellations; the main thread owns the rest.
+blocks, so they are dropped before the blocks. A lock guards the cancellations; the main thread, or the one
+that has the turn, owns the rest.
 """
 
 import ctypes
@@ -21,9 +24,10 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 from mcinfer.config import CARD_KINDS, INLINE, CoreShare, Device
@@ -89,6 +93,7 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec
 from mcinfer.worker.runs import Runs
+from mcinfer.worker.turns import Lane, SharedTransport, Turn
 from mcinfer.worker.wide import WideEngine
 
 STRANGER = 77
@@ -126,6 +131,9 @@ class Server:
         cancels: Brings CANCEL.
         group: Descriptors of the group that it is a rank of, if any.
         in_thread: No watcher ends this process when the master hangs up, since the master is in it.
+
+    Attributes:
+        threads: Those that execute runs beside the one that serves.
     """
 
     def __init__(
@@ -148,13 +156,20 @@ class Server:
         self._state = WorkerState.SPAWNED
         # From BUILD on; `TRANSITIONS` allow no run before it.
         self._engine: Engine
-        self._runs: Runs
+        self._lanes: list[Runs] = []  # of each thread that executes runs
         self._is_built = False
         self._wide: WideEngine | None = None
+        self.threads: list[threading.Thread] = []
+        self._cores: Sequence[int] = ()
+        self._turn: Turn | None = None
+        self._is_shared = False
+        self._ended = False
+        self._failures: list[BaseException] = []  # of threads
         self._blocks = AttachedBlocks()
-        self._own_blocks = 0
+        self._block_numbers = count(1)
         self._lock = threading.Lock()
-        self._running: tuple[tuple[int, int], Engine] | None = None
+        self._sending = threading.RLock()
+        self._running: dict[Engine, tuple[int, int]] = {}
         self._cancelled: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._stopped = False
         self._canceller = threading.Thread(
@@ -187,23 +202,90 @@ class Server:
         wait = self._connection.wait
         if self._in_thread:
             wait = self._wait
-            self._poll.register(self._connection.fd, select.POLLIN)
-            self._poll.register(self._lifeline.fd, 0)  # a hang-up is always reported
+            self._watch(self._connection.fd)
         while True:
             data = wait()
             if data and data[0] == PREDICT:
                 self.predict(data)
             elif not self.handle(decode(data)):
                 return
+            elif self._turn is not None:
+                self._take_turns(self._turn)
+                return
+
+    def _watch(self, *fds: int) -> None:
+        """Have `_wait` wait for these, and for a hang-up."""
+        for fd in fds:
+            self._poll.register(fd, select.POLLIN)
+        self._poll.register(self._lifeline.fd, 0)  # a hang-up is always reported
 
     def _wait(self) -> bytes:
-        """The next message; `ConnectionResetError` once the master, in this process, has hung up."""
+        """The next message; `ConnectionResetError` once the master has hung up."""
         while not self._stopped:
             data = self._connection.receive()
             if data is not None:
                 return data
             self._poll.poll()
         raise ConnectionResetError("the master has hung up")
+
+    def _take_turns(self, turn: Turn) -> None:
+        """Serve in a thread for each lane; this one has the first."""
+        shared = SharedTransport(self._connection, self._sending)
+        self._connection = shared
+        self._watch(shared.fd, shared.bell)
+        # Until EXIT. In READY the same messages may come, and an answer would need to know of other runs.
+        self._state, self._is_shared = WorkerState.BUSY, True
+        self.threads = [
+            threading.Thread(
+                target=self._serve_lane, args=(turn, lane), name="mcinfer-run", daemon=True
+            )
+            for lane in range(1, len(self._lanes))
+        ]
+        for thread in self.threads:
+            thread.start()
+        self._serve_lane(turn, 0)
+        for thread in self.threads:
+            thread.join()
+        if self._failures:
+            raise self._failures[0]
+
+    def _serve_lane(self, turn: Turn, lane: int) -> None:
+        """Take the turn, again and again, until EXIT, or an error of any lane that ends this worker."""
+        try:
+            self._pin(lane)
+            while True:
+                turn.take()
+                ran = False  # and passed the turn on before
+                while not (ran or self._ended):
+                    data = self._wait()
+                    if data and data[0] == PREDICT:
+                        self.predict(data, lane)
+                        ran = True
+                    else:
+                        message = decode(data)
+                        ran = isinstance(message, PredictJoined)
+                        self._ended |= not self.handle(message, lane)
+                if not ran:
+                    return
+        except BaseException as exc:  # the main thread raises it
+            self._failures.append(exc)
+            self._ended = True
+            self._stop_runs()
+            with suppress(OSError):
+                self._lifeline.hang_up()  # which the thread that waits for messages sees
+        finally:
+            turn.pass_on()
+
+    def _pin(self, lane: int) -> None:
+        """Keep the calling thread to its part of this worker's cores, where there are enough.
+
+        Else the system may put two runs on one core for a while, with another one idle.
+        """
+        cores, lanes = self._cores, len(self._lanes)
+        if lanes <= len(cores):
+            start, stop = (part * len(cores) // lanes for part in (lane, lane + 1))
+            with suppress(OSError):  # this process may not use them any more
+                os.sched_setaffinity(0, cores[start:stop])
 
     def send(self, message: Message) -> None:
         """Send a message, or an error if it is the result of a build or a run that no message can hold."""
@@ -218,11 +300,12 @@ class Server:
                 text=f"the answer does not fit a message to the master: {exc}",
             )
             data = encode(message)
-        self._state = state_after(self._state, type(message))
+        if not self._is_shared:
+            self._state = state_after(self._state, type(message))
         self._connection.send(data)
 
-    def handle(self, message: Message) -> bool:
-        """Follow a message other than PREDICT; whether more may come.
+    def handle(self, message: Message, lane: int = 0) -> bool:
+        """Follow a message other than PREDICT, in the thread of a lane; whether more may come.
 
         Raises:
             ProtocolError: The message may not come now, or cannot be followed.
@@ -230,14 +313,17 @@ class Server:
         self._state = state_after(self._state, type(message))
         match message:
             case PredictJoined():
-                self._run(message.request, message.shard, False, self._runs.joined, message)
+                runs = self._lanes[lane]
+                self._run(message.request, message.shard, runs, False, runs.joined, message)
             case Attach():
                 self._attach(message)
             case Detach():
-                self._runs.drop_block(message.block)
+                for runs in self._lanes:
+                    runs.drop_block(message.block)
                 self._blocks.drop(message.block)
             case UpdateWeights():
-                self._runs.take_weights(message)
+                for runs in self._lanes:
+                    runs.take_weights(message)
             case Build():
                 self._check_master(message)
                 self.send(self._build(message))
@@ -251,7 +337,8 @@ class Server:
     def close(self) -> None:
         if self._is_built:
             self._engine.close()
-            self._runs.close()
+            for runs in self._lanes:
+                runs.close()
             if self._wide is not None:
                 self._wide.close()
         self._blocks.close()
@@ -275,6 +362,7 @@ class Server:
         try:
             if message.cores:
                 os.sched_setaffinity(0, message.cores)
+                self._cores = () if message.shared else message.cores
             device = Device.parse(message.device)
             request = EngineRequest(
                 model=message.model,
@@ -297,10 +385,18 @@ class Server:
                 )
             else:
                 self._engine = open_engine(message.engine, request, self._report_progress)
-            self._runs = Runs(self._engine, self._blocks)
+            several = self._engine.concurrent > 1
+            if several:
+                self._turn = turn = Turn()
+                engines = [self._engine]
+                engines += [self._engine.twin() for _ in range(1, self._engine.concurrent)]
+                self._lanes = [Lane(engine, self._blocks, turn) for engine in engines]
+            else:
+                self._lanes = [Runs(self._engine, self._blocks)]
             self._is_built = True
             # A model that draws random numbers has one state of them.
-            if message.pool and content is not None and not content.random and self._engine.widens:
+            widens = self._engine.widens and not several
+            if message.pool and content is not None and not content.random and widens:
                 self._wide = WideEngine(
                     message.share, self._engine, partial(_open_wide, message, request), content
                 )
@@ -329,6 +425,7 @@ class Server:
                 **known,
                 providers=engine.providers,
                 seconds=time.perf_counter() - start,
+                concurrent=engine.concurrent,
                 slab=self._hand_over(engine.slab),
                 reaches=engine.reaches,
                 about=dict(described.about),
@@ -345,7 +442,7 @@ class Server:
         if slab is None:
             return None
         self._lifeline.send_block(slab.number, slab.size, slab.fd, slab.token)
-        self._own_blocks = max(self._own_blocks, -slab.number)
+        self._block_numbers = count(1 - slab.number)
         return slab.number, slab.size
 
     def _report_progress(self, state: Mapping[str, Any]) -> None:
@@ -353,49 +450,67 @@ class Server:
             raise RunCancelledError("the master has hung up")
         self.send(Preparing(seconds=float(state["seconds"]), written=state["written"]))
 
-    def predict(self, data: bytes) -> None:
-        """Follow a PREDICT and answer it; raises `ProtocolError` if it may not come now."""
+    def predict(self, data: bytes, lane: int = 0) -> None:
+        """Follow a PREDICT in the thread of a lane, and answer it; `ProtocolError` if it may not come now."""
         if len(data) < PREDICT_HEAD.size:
             raise ProtocolError(f"Predict: got {len(data)} bytes, expected a head")
         _, request, shard, version, size, wide = PREDICT_HEAD.unpack_from(data)
         body = data[PREDICT_HEAD.size :]
         self._state = state_after(self._state, Predict)
-        self._run(request, shard, wide, self._runs.single, version, size, body)
+        runs = self._lanes[lane]
+        self._run(request, shard, runs, wide, runs.single, version, size, body)
 
     def _run(
-        self, request: int, shard: int, wide: bool, bind: Callable[..., _Bound], *what: Any
+        self,
+        request: int,
+        shard: int,
+        runs: Runs,
+        wide: bool,
+        bind: Callable[..., _Bound],
+        *what: Any,
     ) -> None:
         """Run and answer; `bind` makes the run out of what the message says.
 
+        `bind` is a method of `runs`, those of the calling thread, and passes the turn on if there is one.
         A wide run that fails runs again narrow; if that succeeds, the wide engine is to blame, and closed. If
         any run lacks memory, the wide engine gives back what it has, and the run is tried again.
         """
-        answer, lacks_memory = self._attempt(request, shard, wide, bind, what)
+        answer, lacks_memory = self._attempt(request, shard, runs.engine, wide, bind, what)
         if isinstance(answer, Error) and answer.kind == "predict":
             opened = self._wide if self._wide is not None and self._wide.is_open else None
             if opened is not None and (wide or lacks_memory):
                 why = answer.text
                 if lacks_memory:
                     self._close_wide(opened, why)
-                answer, _ = self._attempt(request, shard, False, bind, what)
+                answer, _ = self._attempt(request, shard, runs.engine, False, bind, what)
                 if opened.is_open and not isinstance(answer, Error):
                     self._close_wide(opened, why)
         if isinstance(answer, bytes):
-            self._state = WorkerState.READY
+            if not self._is_shared:
+                self._state = WorkerState.READY
             self._connection.send(answer)
-        else:
+        elif answer is not None:
             self.send(answer)
 
     def _close_wide(self, wide: WideEngine, why: str) -> None:
         _log.warning("runs use this worker's cores alone from now on: %s", why)
-        self._runs.drop_wide()
+        for runs in self._lanes:
+            runs.drop_wide()
         wide.close()
 
     def _attempt(
-        self, request: int, shard: int, wide: bool, bind: Callable[..., _Bound], what: Sequence[Any]
-    ) -> tuple[bytes | Message, bool]:
-        """Run; the answer, encoded if all outputs are at the master's places, and whether memory was short.
+        self,
+        request: int,
+        shard: int,
+        engine: Engine,
+        wide: bool,
+        bind: Callable[..., _Bound],
+        what: Sequence[Any],
+    ) -> tuple[bytes | Error | None, bool]:
+        """Run; the answer that is to be sent, and whether memory was short.
 
+        It is encoded if all outputs are at the master's places, and None if it was sent: a block of this
+        worker's is the next on the lifeline when the answer that names it comes.
         Whatever the kind of run, `BoundRun.execute` copies in, executes and copies out.
         """
         key, widened = (request, shard), None
@@ -403,7 +518,7 @@ class Server:
             widened = self._wide.engine(what[-1]) if wide else None
             if widened is None and self._wide.on_pool:
                 self._wide.return_cores()
-        engine = widened or self._engine
+        engine = widened or engine
         run: BoundRun | None = None
         try:
             run, references = bind(*what) if widened is None else bind(*what, widened)
@@ -412,23 +527,26 @@ class Server:
                 if self._stopped or (self._cancelled and key in self._cancelled):
                     self._cancelled.pop(key, None)
                     raise RunCancelledError("the run was cancelled before it began")
-                self._running = key, engine
+                self._running[engine] = key
             start = time.perf_counter()
             try:
                 produced = run.execute()
                 seconds = time.perf_counter() - start
             finally:
                 with self._lock:
-                    self._running = None
+                    del self._running[engine]
             is_wide = widened is not None
             if wide and self._wide is not None:
                 self._wide.learn(what[-1], seconds, wide=is_wide)
             if not produced:
                 return REPLY_HEAD.pack(REPLY, request, shard, seconds, is_wide), False
-            outputs = self._place(produced, references)
-            answer = Reply(
-                request=request, shard=shard, outputs=outputs, seconds=seconds, wide=is_wide
-            )
+            with self._sending:
+                outputs = self._place(produced, references)
+                reply = Reply(
+                    request=request, shard=shard, outputs=outputs, seconds=seconds, wide=is_wide
+                )
+                self.send(reply)
+            return None, False
         except CardLostError:
             raise
         except Exception as exc:  # of any class: a run that raises fails its request only
@@ -441,15 +559,15 @@ class Server:
             if self._engine.broken:
                 error = replace(error, kind="broken", text=self._engine.broken[:_MAX_TEXT])
             return error, isinstance(exc, (OutOfMemoryError, MemoryError))
-        return answer, False
 
     def _cancel_runs(self) -> None:
         """The canceller's loop, until a hang-up, which also ends the run in progress and the main thread."""
         try:
             while (key := self._cancels.wait()) is not None:
                 with self._lock:
-                    if self._running is not None and key == self._running[0]:
-                        self._running[1].cancel()
+                    running = [engine for engine, run in self._running.items() if run == key]
+                    if running:
+                        running[0].cancel()
                         continue
                     self._cancelled[key] = None
                     if len(self._cancelled) > _MAX_CANCELLED:
@@ -458,11 +576,15 @@ class Server:
             _log.exception("the master's message does not fit")
         if self._stopped:
             return
+        self._stop_runs()
+        self._lifeline.hang_up()
+
+    def _stop_runs(self) -> None:
+        """End those in progress; no other begins."""
         with self._lock:
             self._stopped = True
-            if self._running is not None:
-                self._running[1].cancel()
-        self._lifeline.hang_up()
+            for engine in self._running:
+                engine.cancel()
 
     def _place(
         self, produced: Sequence[Produced | Strings], bound: tuple[TensorRef, ...]
@@ -489,8 +611,7 @@ class Server:
         offsets = [0, *accumulate(align(item.size) for item in tensors)]
         number = 0  # of no block, if all tensors are empty: the master does not take one then
         if offsets[-1]:
-            self._own_blocks += 1
-            number = -self._own_blocks
+            number = -next(self._block_numbers)
             block = Block.create(number, offsets[-1])
             for item, offset in zip(tensors, offsets, strict=False):
                 ctypes.memmove(block.address + offset, item.address, item.size)

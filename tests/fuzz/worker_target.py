@@ -95,8 +95,8 @@ class WorkerTarget:
                 self._ours.send_block(number, block.size, block.fd)
                 server.handle(Attach(block=number, size=block.size))
         server.handle(UpdateWeights(version=1, oldest=1, tensors=(_tensor("w", (4,), 1, 0),)))
-        weights = server._runs._weights
-        server._runs._weights = {0: (), 1: weights[1]}
+        [runs] = server._lanes
+        runs._weights = {0: (), 1: runs._weights[1]}
         if server._engine is None:
             raise Violation("the worker has lost its model")
 
@@ -130,7 +130,7 @@ class WorkerTarget:
 
     def take(self, data: bytes) -> str:
         """Take a message; in a word, what came of it. Raises `Violation` where a promise was broken."""
-        runs = getattr(self._server, "_runs", None)
+        lanes = self._server._lanes
         message = None
         outcome = "refused"
         with suppress(ProtocolError):
@@ -149,8 +149,8 @@ class WorkerTarget:
                 raise Violation(f"{answer} is the answer to what is no message")
         if outcome == "Build":
             os.sched_setaffinity(0, self._cores)
-            if runs is not None and runs is not self._server._runs:
-                runs.close()  # a real worker builds once
+            if lanes is not self._server._lanes:
+                lanes[0].close()  # a real worker builds once
         return outcome
 
     def close(self) -> None:

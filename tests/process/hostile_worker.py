@@ -37,6 +37,7 @@ from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.worker import __main__ as entry
+from mcinfer.worker import server as _server  # noqa: F401 which makes a class of the real transport
 
 KIND = "MCINFER_HOSTILE"
 FLOOD_MESSAGES = 3000
@@ -111,6 +112,9 @@ class HostileTransport(WorkerTransport):
     def receive(self) -> bytes | None:
         data = self._real.receive()
         return None if data is None else self._note(data)
+
+    def may_receive(self) -> bool:
+        return self._real.may_receive()
 
     def close(self) -> None:
         self._real.close()

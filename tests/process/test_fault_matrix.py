@@ -3,12 +3,32 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mcinfer import EngineOptions, Master
 from tests.process.fault_matrix import CELLS, Cell, run_cell
 from tests.process.fault_page import PAGE, page
+from tests.process.fault_pools import Pool
 from tests.process.models import FakeModel
+
+
+class ConcurrentPool(Pool):
+    """Its workers execute two runs at once."""
+
+    def _made(self, fake_model: FakeModel, **options: Any) -> Master:
+        return super()._made(fake_model, options=EngineOptions(concurrent_runs=2), **options)
+
+
+OF_RUNS = [
+    cell
+    for cell in CELLS
+    if cell.fault.startswith("worker:")
+    and cell.moment in ("idle", "busy", "being restarted")
+    # The answer that it holds back goes with that of the run beside it.
+    and cell.fault != "worker: answers late"
+]
 
 
 @pytest.mark.parametrize(
@@ -23,6 +43,14 @@ def test_fault_ends_as_the_matrix_says(
     record_property: Callable[[str, object], None],
 ) -> None:
     record_property(str(cell), run_cell(cell, tmp_path, fake_model))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cell", OF_RUNS, ids=str)
+def test_fault_ends_alike_where_workers_execute_several_runs_at_once(
+    cell: Cell, tmp_path: Path, fake_model: FakeModel
+) -> None:
+    run_cell(cell, tmp_path, fake_model, ConcurrentPool)
 
 
 def test_page_shows_what_the_matrix_expects() -> None:
