@@ -61,6 +61,7 @@ from mcinfer.model_cache import is_large
 from mcinfer.model_cache.cache import Cache, CacheUnusableError
 from mcinfer.model_cache.onnx_files import (
     LOOK_BYTES,
+    Shapes,
     bytes_at,
     check_regular,
     declared_shapes,
@@ -70,7 +71,6 @@ from mcinfer.model_cache.onnx_files import (
 from mcinfer.private import alone_in
 from mcinfer.specs import (
     STRING,
-    Dimension,
     ModelDescription,
     ModelSpec,
     TensorSpec,
@@ -152,12 +152,8 @@ def load(request: EngineRequest) -> "OpenVinoEngine":
         raise
     except OSError as exc:
         raise BuildError(f"{request.model}: {exc}") from exc
-    except (
-        MemoryError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as exc:  # OpenVINO has none of its own
+    except (MemoryError, RuntimeError, TypeError, ValueError) as exc:
+        # OpenVINO has no exceptions of its own.
         raise _mapped(exc, BuildError, f"{request.model}: ") from quotable(exc)
 
 
@@ -175,15 +171,14 @@ class OpenVinoEngine(Engine):
 
     def __init__(self, request: EngineRequest) -> None:
         _check_options(request)
-        declared = _declared_shapes(request.model)
+        inputs, outputs = _declared_shapes(request.model)
         self.compiled = _compiled(request)
         self.providers = tuple(self.compiled.get_property("EXECUTION_DEVICES"))
         self.input_ports = [
-            _Port(port, "input", number, declared)
-            for number, port in enumerate(self.compiled.inputs)
+            _Port(port, "input", number, inputs) for number, port in enumerate(self.compiled.inputs)
         ]
         self.output_ports = [
-            _Port(port, "output", number, declared)
+            _Port(port, "output", number, outputs)
             for number, port in enumerate(self.compiled.outputs)
         ]
         self.spec = ModelSpec(
@@ -197,7 +192,13 @@ class OpenVinoEngine(Engine):
         self._cancelled = False
         self._running: set[Any] = set()
         # One at once: OpenVINO makes no other one while a run is under way.
-        self._idle = [_Request(self.compiled.create_infer_request())]
+        first = self.compiled.create_infer_request()
+        if kept := [state.name for state in first.query_state()]:
+            raise BuildError(
+                f"openvino: {request.model} keeps {kept} from run to run, and any worker may have the next "
+                "one; export it without state"
+            )
+        self._idle = [_Request(first)]
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
         tensors = [
@@ -263,9 +264,7 @@ class _Port:
         is_fixed: Whether its shape is known before a run.
     """
 
-    def __init__(
-        self, port: Any, role: str, number: int, declared: Mapping[str, tuple[Dimension, ...]]
-    ) -> None:
+    def __init__(self, port: Any, role: str, number: int, declared: Shapes) -> None:
         names = port.get_names()
         name = next((name for name in declared if name in names), "")
         # An IR may have no names of tensors.
@@ -408,14 +407,14 @@ def _check_options(request: EngineRequest) -> None:
         )
 
 
-def _declared_shapes(model: str) -> dict[str, tuple[Dimension, ...]]:
+def _declared_shapes(model: str) -> tuple[Shapes, Shapes]:
     """The shapes of an ONNX model's inputs and outputs as it has them; nothing of an IR.
 
     `BuildError` if the file is neither, or the files of its weights are not where they may be.
     """
     check_regular(model)
     if _IR.match(bytes_at(model, 0, LOOK_BYTES) or b""):
-        return {}
+        return {}, {}
     try:
         model_files(Path(model).absolute())
         return declared_shapes(model)

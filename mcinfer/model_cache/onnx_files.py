@@ -338,17 +338,21 @@ def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
             raise BuildError(f"{os.fspath(path)}: got {got}, expected an ONNX model") from None
 
 
-def declared_shapes(path: str | os.PathLike[str]) -> dict[str, tuple[Dimension, ...]]:
-    """The shapes of the main graph's inputs and outputs, of those that declare one; raises as `scan`."""
-    shapes = {}
+Shapes = dict[str, tuple[Dimension, ...]]
+"""By the name of an input or output."""
+
+
+def declared_shapes(path: str | os.PathLike[str]) -> tuple[Shapes, Shapes]:
+    """The shapes of the main graph's inputs, and of its outputs, that declare one; raises as `scan`."""
+    sides: tuple[Shapes, Shapes] = ({}, {})
     with _mapped(path) as data:
         for graph in ProtoMessage(data, 0, len(data)).messages(_GRAPH_OF_MODEL):
-            for value in (*graph.messages(11), *graph.messages(12)):
-                for shape in value.messages(2, 1, 2):
-                    shapes[value.text(1)] = tuple(
-                        size.text(2) or _size(size) for size in shape.messages(1)
-                    )
-    return shapes
+            for shapes, field_number in zip(sides, (11, 12), strict=True):
+                for value in graph.messages(field_number):
+                    for shape in value.messages(2, 1, 2):
+                        sizes = (size.text(2) or _size(size) for size in shape.messages(1))
+                        shapes[value.text(1)] = tuple(sizes)
+    return sides
 
 
 def _size(dimension: ProtoMessage) -> int | None:

@@ -320,6 +320,18 @@ def test_size_beyond_the_models_bounds_is_the_callers_error(tmp_path: Path) -> N
         run(engine, rows(5))
 
 
+def test_model_with_state_is_refused(tmp_path: Path) -> None:
+    """Requests share OpenVINO's requests, and a run may be repeated by another worker."""
+    x = ov.opset13.parameter([1, 3], np.float32, name="x")
+    past = ov.opset6.read_value(x, "past", ov.Type.f32, ov.PartialShape([1, 3]))
+    y = ov.opset13.add(past, x)
+    kept = ov.opset6.assign(y, "past")
+    graph = ov.Model(results=[ov.opset13.result(y)], sinks=[kept], parameters=[x], name="g")
+    ov.save_model(graph, tmp_path / "model.xml")
+    with pytest.raises(BuildError, match=r"model\.xml keeps \['past'\] from run to run"):
+        loaded(tmp_path / "model.xml")
+
+
 def test_description_has_the_models_properties_and_those_it_was_compiled_with(
     save: SaveModel, tmp_path: Path
 ) -> None:
