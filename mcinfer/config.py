@@ -270,7 +270,8 @@ class EngineOptions(Options):
             after another.
         concurrent_runs: How many runs a worker executes at once, each in a thread of its own, on one loaded
             model; 1 to 16. For short runs with small activations: n callers share one process, which takes
-            less memory than n workers, and a crash ends the runs of all. Only for ONNX Runtime, on the CPU.
+            less memory than n workers, and a crash ends the runs of all. Only for ONNX Runtime on the CPU,
+            and for OpenVINO, whose streams they are.
         cores: By worker index, the operating-system cores to pin it to, in place of its share: of all cores
             for a CPU worker, of those of the card's NUMA node, if known, for a worker on a card.
         prepare: Whether to prepare a model once in a cache folder, so that all workers map one copy of its

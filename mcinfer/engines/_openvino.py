@@ -17,7 +17,8 @@ What OpenVINO (2026.4) does, found by trying:
   and copied to their places after the run.
 * The CPU has 32 bits of int64 and uint64, so larger numbers lose their upper half, even on their way
   through; float64 is computed as float32, and float16 in what `precision` says.
-* Requests that share a stream run one after another, and share the memory between operators.
+* Requests that share a stream run one after another, and share the memory between operators. Streams have
+  threads of their own, and one copy of the packed weights.
 * Strings crash some operators (Reshape), complex numbers are unknown: `BuildError`.
 """
 
@@ -26,6 +27,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,7 +160,7 @@ def load(request: EngineRequest) -> "OpenVinoEngine":
 
 
 class OpenVinoEngine(Engine):
-    """A model compiled for one device, with one stream.
+    """A model compiled for one device, with a stream for each run at once.
 
     Attributes:
         compiled: OpenVINO's.
@@ -188,17 +190,25 @@ class OpenVinoEngine(Engine):
         self.notes = _notes(request, self.compiled, self.spec)
         if request.options.describe:
             self.description = _description(request.model, self.compiled, self.providers)
-        self._lock = threading.Lock()  # of the next two
-        self._cancelled = False
-        self._running: set[Any] = set()
-        # One at once: OpenVINO makes no other one while a run is under way.
-        first = self.compiled.create_infer_request()
-        if kept := [state.name for state in first.query_state()]:
+        self.concurrent = request.options.concurrent_runs
+        self._begin()
+        if kept := [state.name for state in self._idle[0].native.query_state()]:
             raise BuildError(
                 f"openvino: {request.model} keeps {kept} from run to run, and any worker may have the next "
                 "one; export it without state"
             )
-        self._idle = [_Request(first)]
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()  # of the next two
+        self._cancelled = False
+        self._running: set[Any] = set()
+        # One at once: OpenVINO makes no other one while all streams are taken.
+        self._idle = [_Request(self.compiled.create_infer_request())]
+
+    def twin(self) -> "OpenVinoEngine":
+        other = copy(self)
+        other._begin()
+        return other
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
         tensors = [
@@ -400,7 +410,10 @@ class _OpenVinoRun(BoundRun):
 
 
 def _check_options(request: EngineRequest) -> None:
-    check_request("openvino", request.with_options(session_config={}))
+    runs = request.options.concurrent_runs
+    check_request("openvino", request.with_options(session_config={}, concurrent_runs=1))
+    if runs > 1 and request.device.kind == "npu":
+        raise BuildError(f"concurrent_runs: got {runs} for {request.device}, expected 1")
     if (count := request.options.inter_op_threads) is not None:
         raise BuildError(
             f"inter_op_threads: got {count}, but the engine openvino runs one operator after another"
@@ -481,15 +494,16 @@ def _properties(request: EngineRequest, device: str) -> dict[str, Any]:
     if precision:
         properties[_PRECISION] = precision
     if precision == "f32":
-        properties["EXECUTION_MODE_HINT"] = (
-            "ACCURACY"  # else compressed weights quantize activations
-        )
+        # Else the activations of compressed weights are quantized.
+        properties["EXECUTION_MODE_HINT"] = "ACCURACY"
+    runs = request.options.concurrent_runs
+    if not device.startswith("NPU"):
+        properties["NUM_STREAMS"] = runs
     if device == "CPU":
-        properties |= {
-            "ENABLE_CPU_PINNING": False,  # mcinfer pins the worker
-            "INFERENCE_NUM_THREADS": request.threads,
-            "NUM_STREAMS": 1,
-        }
+        chosen = request.options.threads  # of each stream; OpenVINO wants those of all
+        threads = chosen * runs if chosen else max(request.threads, runs)
+        properties["INFERENCE_NUM_THREADS"] = threads
+        properties["ENABLE_CPU_PINNING"] = False  # mcinfer pins the worker
     return {**properties, **request.options.session_config}
 
 

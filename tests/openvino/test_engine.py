@@ -456,6 +456,31 @@ def test_cancel_ends_runs_of_all_threads(
     assert not engine._idle  # those that failed do not come back
 
 
+def test_twin_has_a_stream_and_cancellations_of_its_own(
+    slow: tuple[OpenVinoEngine, list[Buffer], Array], tmp_path: Path
+) -> None:
+    _, inputs, a = slow
+    engine = loaded(tmp_path / "model1.onnx", concurrent_runs=2, threads=1)
+    assert engine.concurrent == 2
+    assert engine.compiled.get_property("NUM_STREAMS") == 2
+    assert engine.compiled.get_property("INFERENCE_NUM_THREADS") == 2
+    twin = engine.twin()
+    small = np.ones((2, a.shape[1]), np.float32)
+    with ThreadPoolExecutor(1) as threads:
+        run = threads.submit(engine.bind(inputs, []).execute)
+        wait_until(lambda: engine._running)
+        twin.cancel()
+        with pytest.raises(RunCancelledError, match="before it began"):
+            twin.bind([buffer("a0", small), inputs[1]], []).execute()
+        twin.arm()
+        (left,) = twin.bind([buffer("a0", small), inputs[1]], []).execute()
+        np.testing.assert_array_equal(content(left), -small)
+        assert engine._running  # the long run had another stream
+        engine.cancel()
+        with pytest.raises(RunCancelledError):
+            run.result(30)
+
+
 def test_threads_run_side_by_side_and_share_no_memory(save: SaveModel) -> None:
     engine = loaded(
         save(
@@ -567,6 +592,7 @@ def test_type_that_openvino_lacks_is_refused_at_build(save: SaveModel, element_t
     ("options", "words"),
     [
         ({"variable_weights": ["w"]}, r"variable_weights: got \['w'\], but .* openvino cannot"),
+        ({"device": "npu:0", "concurrent_runs": 2}, "concurrent_runs: got 2 for npu:0, expected 1"),
         ({"provider": "cpu"}, "provider: got 'cpu', but the engine openvino has no"),
         ({"inter_op_threads": 2}, "inter_op_threads: got 2, but the engine openvino"),
         ({"provider_options": {"a": "b"}}, "openvino has no provider_options, got the key 'a'"),

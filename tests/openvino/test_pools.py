@@ -135,6 +135,33 @@ def test_run_whose_time_is_over_is_cancelled_and_the_worker_stays(
         assert pids(master) == before
 
 
+@pytest.mark.parametrize("devices", [1, "inline"])
+def test_worker_with_two_streams_has_two_runs_at_once(save: SaveModel, devices: int | str) -> None:
+    body = " ".join(f"a{i + 1} = MatMul(a{i}, w)" for i in range(400))
+    model = save(
+        f"(float[n, 512] a0) => (float[n, 512] y) {{ {body} y = Neg(a400) }}",
+        weights={"w": np.eye(512, dtype=np.float32)},
+    )
+    options = EngineOptions(concurrent_runs=2, threads=1)
+    timeouts = Timeouts(cancel_grace=30.0)
+    with Master(
+        model, devices, engine="openvino", options=options, timeouts=timeouts, verify="never"
+    ) as master:
+        before = pids(master)
+        assert master.statistics().workers[0].concurrent == 2
+        long = master.submit({"a0": np.ones((16384, 512), np.float32)}, timeout=2.0)
+        for i in range(5):  # while the other one goes on
+            small = np.full((1 + i, 512), i, np.float32)
+            outputs = master.submit({"a0": small}).result(30)
+            np.testing.assert_array_equal(outputs["y"], -small)
+        assert not long.done()
+        with pytest.raises(PredictTimeoutError):
+            long.result(30)
+        outputs = master.predict({"a0": small})
+        np.testing.assert_array_equal(outputs["y"], -small)
+        assert pids(master) == before
+
+
 def test_killed_worker_is_replaced_and_loses_no_request(onnx_model: OnnxModel) -> None:
     with Master(onnx_model(AFFINE), 2, engine="openvino", verify="never") as master:
         for i in range(3):
