@@ -32,9 +32,17 @@ from tests.process.models import (
     fake_master,
     rows,
 )
-from tests.process.waiting import HeldPipe, pids, wait_for_states, wait_until
+from tests.process.scripts import PREAMBLE, Program
+from tests.process.waiting import HeldPipe, all_gone, pids, wait_for_states, wait_until
 
 TWO = EngineOptions(concurrent_runs=2)
+RANDOM = """
+<ir_version: 8, opset_import: ["": 17]>
+noise (float[batch, 64] x) => (float[batch, 64] y) {
+    drawn = RandomNormalLike <seed = 3.0> (x)
+    y = Add(drawn, x)
+}
+"""
 HELD, SLOW, BAD, FAILS = -1.0, -2.0, -3.0, -4.0
 
 EITHER = pytest.mark.parametrize("devices", [1, "inline"])
@@ -172,6 +180,45 @@ def test_close_with_runs_under_way(
             closed.result(timeout=40.0)
         if drain:
             assert_answers(future.result(timeout=40.0), act(HELD))
+
+
+INTERRUPTED = """
+import threading
+
+def watch():
+    statistics = master.statistics()
+    while (statistics.in_flight, statistics.queued) != (2, 0):
+        time.sleep(0.001)
+        statistics = master.statistics()
+    say("busy")
+
+options = mcinfer.EngineOptions(concurrent_runs=2)
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never", options=options) as master:
+    say_pids(master)
+    threading.Thread(target=watch, daemon=True).start()
+    beside = master.submit(X)
+    master.predict(X, shards=1)
+"""
+
+
+def test_ctrl_c_ends_a_program_with_two_runs_under_way(fake_model: FakeModel) -> None:
+    with Program(PREAMBLE + INTERRUPTED, fake_model(run="sleep:60")) as program:
+        workers = program.pids()
+        assert program.line() == "busy"
+        program.interrupt()
+        ended = program.wait()
+        assert ended.status == -signal.SIGINT, ended
+        assert ended.err.endswith("KeyboardInterrupt\n")
+        wait_until(lambda: all_gone(workers))
+
+
+def test_model_that_draws_numbers_draws_others_in_each_of_its_runs(onnx_model: OnnxModel) -> None:
+    model = onnx_model(RANDOM)
+    with Master(model, 1, options=EngineOptions(concurrent_runs=4)) as master:
+        x = {"x": np.zeros((1, 64), np.float32)}
+        with ThreadPoolExecutor(8) as threads:
+            drawn = [*threads.map(lambda _: master.predict(x)["y"].tobytes(), range(100))]
+        assert len({*drawn}) == 100
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
