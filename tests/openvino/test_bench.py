@@ -11,9 +11,9 @@ from tests.process.scripts import Program
 ENGINES = "onnxruntime,openvino,openvino:bf16"
 
 
-def measured(command: str, file: Path, *options: str) -> Any:
+def measured(command: str, file: Path, *options: str, engines: str = ENGINES) -> Any:
     """What a command writes to JSON, with the bundled encoder."""
-    arguments = [command, str(encoder()), "--json", str(file), "--engine", ENGINES, *options]
+    arguments = [command, str(encoder()), "--json", str(file), "--engine", engines, *options]
     with Program(COMMAND, *arguments) as program:
         ran = program.wait()
     assert ran.status == 0, ran.err
@@ -35,10 +35,12 @@ def test_bench_has_each_mode_with_each_engine_and_how_far_its_answers_are(tmp_pa
 
 
 def test_tune_tries_each_engine_and_names_the_one_of_its_recommendation(tmp_path: Path) -> None:
-    found = measured("tune", tmp_path / "tune.json", "--budget", "20", "--goal", "latency")
-    assert found["engines"] == ENGINES.split(",")
+    # The first of them is tried in any case: how many others, the time decides.
+    engines, options = "openvino,openvino:bf16,onnxruntime", ("--budget", "20", "--goal", "latency")
+    found = measured("tune", tmp_path / "tune.json", *options, engines=engines)
+    assert found["engines"] == engines.split(",")
     tried = {t["candidate"]["engine"]: t for t in found["trials"] if not t["error"]}
-    assert {*tried} & {"openvino", "openvino:bf16"}
+    assert "openvino" in tried
     for engine, trial in tried.items():
         assert (trial["difference"] is None) == (engine == "onnxruntime")
     assert found["recommended"]["arguments"]
