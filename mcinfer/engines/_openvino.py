@@ -22,13 +22,14 @@ What OpenVINO (2026.4) does, found by trying:
 * Strings crash some operators (Reshape), complex numbers are unknown: `BuildError`.
 """
 
+import ctypes
 import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ class OpenVinoEngine(Engine):
         self._lock = threading.Lock()  # of the next two
         self._cancelled = False
         self._running: set[Any] = set()
-        # One at once: OpenVINO makes no other one while all streams are taken.
+        # One at once: to make another one, OpenVINO waits for runs that are under way.
         self._idle = [_Request(self.compiled.create_infer_request())]
 
     def twin(self) -> "OpenVinoEngine":
@@ -219,14 +220,14 @@ class OpenVinoEngine(Engine):
         return _OpenVinoRun(self, tensors, places)
 
     def take(self) -> "_Request":
-        """An idle request, or another one: as many exist as have been under way, or lent out, at once."""
+        """An idle request, or another one: as many exist as have been under way at once."""
         try:
             return self._idle.pop()
         except IndexError:
             return _Request(self.compiled.create_infer_request())
 
     def give_back(self, request: "_Request") -> None:
-        """Make it idle. One whose run failed, or whose memory is lent out, does not come back."""
+        """Make it idle, whatever became of its run."""
         self._idle.append(request)
 
     def run(self, native: Any) -> None:
@@ -357,8 +358,7 @@ class _Request:
 class _OpenVinoRun(BoundRun):
     """Tensors over a layout's inputs and its outputs of fixed shapes. It has no request of its own.
 
-    A request has an output of a dynamic shape in memory of its own. If that has no place to be copied to, the
-    request stays with the output.
+    A request has an output of a dynamic shape in memory of its own, which is copied to its place.
     """
 
     def __init__(
@@ -374,10 +374,14 @@ class _OpenVinoRun(BoundRun):
                 self._bound[number] = port.tensor(place)
 
     def execute(self) -> Sequence[Produced | Strings]:
-        engine = self._engine
-        ports = engine.output_ports
-        request = engine.take()
-        native = request.native
+        request = self._engine.take()
+        try:
+            return self._execute(request)
+        finally:
+            self._engine.give_back(request)
+
+    def _execute(self, request: "_Request") -> Sequence[Produced | Strings]:
+        native, ports = request.native, self._engine.output_ports
         own = {}
         try:
             if request.run is not self:
@@ -393,7 +397,7 @@ class _OpenVinoRun(BoundRun):
                     native.set_output_tensor(number, own[number])
         except RuntimeError as exc:
             raise _mapped(exc, PredictError) from quotable(exc)
-        engine.run(native)
+        self._engine.run(native)
         made = []
         for number, port in enumerate(ports):
             if number in own:
@@ -401,9 +405,18 @@ class _OpenVinoRun(BoundRun):
             elif number not in self._bound:
                 made.append(port.produced(native.get_output_tensor(number), request))
         left = delivered(made, self._places)
-        if not any(isinstance(item, Produced) and item.owner is request for item in left):
-            engine.give_back(request)
-        return left
+        return [
+            _copied(item) if isinstance(item, Produced) and item.owner is request else item
+            for item in left
+        ]
+
+
+def _copied(item: Produced) -> Produced:
+    """An output in memory of its own: the next run of the request writes to that of OpenVINO."""
+    memory = np.empty(item.size, np.uint8)
+    address = memory.__array_interface__["data"][0]
+    ctypes.memmove(address, item.address, item.size)
+    return replace(item, address=address, owner=memory)
 
 
 # Loading.
