@@ -265,13 +265,14 @@ class EngineOptions(Options):
 
     Attributes:
         threads: Threads of one run; ``None`` is as many as the worker has cores, or fewer if its part of a
-            CPU quota does not allow more, or if `concurrent_runs` share them.
+            CPU quota does not allow more, or if `concurrent_runs` or `streams` share them.
         inter_op_threads: Threads that run operators of one run in parallel; ``None`` runs one operator
             after another.
         concurrent_runs: How many runs a worker executes at once, each in a thread of its own, on one loaded
             model; 1 to 16. For short runs with small activations: n callers share one process, which takes
-            less memory than n workers, and a crash ends the runs of all. Only for ONNX Runtime on the CPU,
-            and for OpenVINO, whose streams they are.
+            less memory than n workers, and a crash ends the runs of all. Only for ONNX Runtime on the CPU.
+        streams: The same for OpenVINO, by its own word, on CPUs and graphics processors: its streams have
+            threads of their own, and one copy of the weights. ``None`` is one.
         cores: By worker index, the operating-system cores to pin it to, in place of its share: of all cores
             for a CPU worker, of those of the card's NUMA node, if known, for a worker on a card.
         prepare: Whether to prepare a model once in a cache folder, so that all workers map one copy of its
@@ -309,6 +310,7 @@ class EngineOptions(Options):
     threads: _Positive = None
     inter_op_threads: _Positive = None
     concurrent_runs: Annotated[int, count(1, MAX_CONCURRENT_RUNS)] = 1
+    streams: Annotated[int | None, optional(count(1, MAX_CONCURRENT_RUNS))] = None
     cores: Annotated[Sequence[Sequence[int]] | None, optional(CORE_LISTS)] = None
     prepare: Annotated[PrepareKind, choice(*get_args(PrepareKind))] = "auto"
     variable_weights: Annotated[Sequence[str], different("names")] = ()
@@ -327,6 +329,11 @@ class EngineOptions(Options):
         PrecisionKind | None,
         optional(choice(*get_args(PrecisionKind)), f"one of {[None, *get_args(PrecisionKind)]}"),
     ] = None
+
+    @property
+    def runs_at_once(self) -> int:
+        """How many runs a worker executes at once."""
+        return self.streams or self.concurrent_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

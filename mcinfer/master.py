@@ -226,7 +226,7 @@ class Master:
         may_share = engine == "onnxruntime" and cut.ranks == 1
         may_share &= options.prepare != "never" and options.provider in (None, "cuda")
         may_be_wide = not options.threads and restart.max_memory_bytes is None and cut.ranks == 1
-        may_be_wide &= options.concurrent_runs == 1
+        may_be_wide &= options.runs_at_once == 1
         on_cards = Counter(device.index for device in chosen if device.kind in CARD_KINDS)
         builds = []
         for index, device in enumerate(chosen):
@@ -295,7 +295,7 @@ class Master:
             engine=engine,
             most_joined=max_batch_size,
             # The number of workers is mcinfer's choice then, and may be wrong for small requests.
-            advised=len(groups) if devices is None and options.concurrent_runs == 1 else 0,
+            advised=len(groups) if devices is None and options.runs_at_once == 1 else 0,
         )
         self._model: ModelSpec | None = None
         self._description = ModelDescription()
@@ -1016,10 +1016,11 @@ def _check_cut(cut: Parallel, engine: str, options: EngineOptions) -> None:
             f"variable_weights: got {[*options.variable_weights]}, but the weights of a model that is cut "
             f"over devices ({cut}) cannot be replaced"
         )
-    if options.concurrent_runs > 1:
+    if options.runs_at_once > 1:
+        name = "streams" if options.streams else "concurrent_runs"
         raise InvalidInputError(
-            f"concurrent_runs: got {options.concurrent_runs} with parallel={cut}, expected 1: the ranks of a "
-            "group execute one run together"
+            f"{name}: got {options.runs_at_once} with parallel={cut}, expected 1: the ranks of a group "
+            "execute one run together"
         )
 
 

@@ -213,7 +213,7 @@ class Predictor:
             engine,
             cores=None if inline else [usable] * len(devices),
             threads=engine.threads
-            or max(1, min(wanted, whole_cpus()) // len(devices) + 1 - engine.concurrent_runs),
+            or max(1, min(wanted, whole_cpus()) // len(devices) + 1 - engine.runs_at_once),
             session_config=config,
         )
 

@@ -49,6 +49,7 @@ BAD: list[tuple[Callable[..., Any], tuple[str, ...], tuple[Any, ...]]] = [
     *((options, names, NOT_SECONDS) for options, names in SECONDS.items()),
     (EngineOptions, ("threads", "inter_op_threads"), (0, *NOT_COUNTS)),
     (EngineOptions, ("concurrent_runs",), (0, 17, None, *NOT_COUNTS)),
+    (EngineOptions, ("streams",), (0, 17, *NOT_COUNTS)),
     (EngineOptions, ("cores",), NOT_CORES),
     (EngineOptions, ("prepare",), ("", "Auto", True, None)),
     (EngineOptions, ("provider",), ("", "CUDA", "CUDAExecutionProvider", True)),

@@ -99,6 +99,7 @@ OPTIONS = st.builds(
     threads=st.none() | st.integers(1, 2**63 - 1),
     inter_op_threads=st.none() | st.integers(1, 2**63 - 1),
     concurrent_runs=st.integers(1, 16),
+    streams=st.none() | st.integers(1, 16),
     cores=st.none() | st.lists(st.lists(COUNTS, min_size=1, unique=True), min_size=1, max_size=3),
     prepare=st.sampled_from(get_args(PrepareKind)),
     variable_weights=NAMES,

@@ -14,6 +14,10 @@ from mcinfer.process import give_back_freed_memory
 _MAX_NAME_CHARACTERS = 1 << 20
 """Characters in all names of inputs, outputs and replaceable weights, which messages carry."""
 
+_OF_OPENVINO = {
+    "precision": "computes in the model's own types; openvino can change them",
+    "streams": "has no streams; openvino has, and onnxruntime has concurrent_runs",
+}
 _ENGINES = ("onnxruntime", "openvino", "mindspore", "mindspore_lite", "fake")
 
 
@@ -41,11 +45,9 @@ def open_engine(name: str, request: EngineRequest, progress: Progress | None = N
         MissingDependencyError: The runtime's package is not installed; says what to install.
     """
     module = _adapter(name)
-    if request.options.precision and name != "openvino":
-        raise BuildError(
-            f"precision: got {request.options.precision!r}, but the engine {name} computes in the model's "
-            "own types; openvino can change them"
-        )
+    for option, lack in _OF_OPENVINO.items():
+        if (got := getattr(request.options, option)) and name != "openvino":
+            raise BuildError(f"{option}: got {got!r}, but the engine {name} {lack}")
     with suppress(OSError):  # the engine names a file that does not exist or cannot be read
         check_regular(request.model)
 

@@ -191,7 +191,7 @@ class OpenVinoEngine(Engine):
         self.notes = _notes(request, self.compiled, self.spec)
         if request.options.describe:
             self.description = _description(request.model, self.compiled, self.providers)
-        self.concurrent = request.options.concurrent_runs
+        self.concurrent = request.options.runs_at_once
         self._begin()
         if kept := [state.name for state in self._idle[0].native.query_state()]:
             raise BuildError(
@@ -423,10 +423,9 @@ def _copied(item: Produced) -> Produced:
 
 
 def _check_options(request: EngineRequest) -> None:
-    runs = request.options.concurrent_runs
-    check_request("openvino", request.with_options(session_config={}, concurrent_runs=1))
-    if runs > 1 and request.device.kind == "npu":
-        raise BuildError(f"concurrent_runs: got {runs} for {request.device}, expected 1")
+    check_request("openvino", request.with_options(session_config={}, streams=None))
+    if (runs := request.options.streams) and request.device.kind == "npu":
+        raise BuildError(f"streams: got {runs} for {request.device}, expected None")
     if (count := request.options.inter_op_threads) is not None:
         raise BuildError(
             f"inter_op_threads: got {count}, but the engine openvino runs one operator after another"
@@ -509,7 +508,7 @@ def _properties(request: EngineRequest, device: str) -> dict[str, Any]:
     if precision == "f32":
         # Else the activations of compressed weights are quantized.
         properties["EXECUTION_MODE_HINT"] = "ACCURACY"
-    runs = request.options.concurrent_runs
+    runs = request.options.runs_at_once
     if not device.startswith("NPU"):
         properties["NUM_STREAMS"] = runs
     if device == "CPU":

@@ -205,7 +205,7 @@ def check_request(
 _LACKS = {
     "variable_weights": "cannot replace weights; onnxruntime can",
     "provider": "has no execution providers; onnxruntime has",
-    "concurrent_runs": "executes one run at a time; onnxruntime and openvino can more",
+    "concurrent_runs": "has no such option; onnxruntime has, and openvino has streams",
     **dict.fromkeys(
         ("custom_operators", "free_dimensions", "free_denotations"),
         "has no such option; onnxruntime has",

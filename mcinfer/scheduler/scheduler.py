@@ -338,14 +338,15 @@ class Scheduler:
         elif error is not None:
             self._handle_failed_run(w, run, error, now)
         else:
-            run.wide &= wide
             if run.wide:
-                w.wide_deaths = 0
+                run.wide = wide
+                if wide:
+                    w.wide_deaths = 0
+                    w.counts.wide += 1
             self._dispatch.learn_run(w, run, seconds)
             # The worker's word, as far as it can be.
             seconds = max(0.0, min(seconds, now - run.sent))
             w.counts.runs += 1
-            w.counts.wide += run.wide
             w.counts.completed += len(members)
             w.counts.busy_seconds += seconds
             for number, part in members:

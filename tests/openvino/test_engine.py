@@ -460,7 +460,7 @@ def test_twin_has_a_stream_and_cancellations_of_its_own(
     slow: tuple[OpenVinoEngine, list[Buffer], Array], tmp_path: Path
 ) -> None:
     _, inputs, a = slow
-    engine = loaded(tmp_path / "model1.onnx", concurrent_runs=2, threads=1)
+    engine = loaded(tmp_path / "model1.onnx", streams=2, threads=1)
     assert engine.concurrent == 2
     assert engine.compiled.get_property("NUM_STREAMS") == 2
     assert engine.compiled.get_property("INFERENCE_NUM_THREADS") == 2
@@ -592,7 +592,8 @@ def test_type_that_openvino_lacks_is_refused_at_build(save: SaveModel, element_t
     ("options", "words"),
     [
         ({"variable_weights": ["w"]}, r"variable_weights: got \['w'\], but .* openvino cannot"),
-        ({"device": "npu:0", "concurrent_runs": 2}, "concurrent_runs: got 2 for npu:0, expected 1"),
+        ({"device": "npu:0", "streams": 2}, "streams: got 2 for npu:0, expected None"),
+        ({"concurrent_runs": 2}, "concurrent_runs: got 2, but .* openvino has streams"),
         ({"provider": "cpu"}, "provider: got 'cpu', but the engine openvino has no"),
         ({"inter_op_threads": 2}, "inter_op_threads: got 2, but the engine openvino"),
         ({"provider_options": {"a": "b"}}, "openvino has no provider_options, got the key 'a'"),

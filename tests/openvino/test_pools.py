@@ -142,7 +142,7 @@ def test_worker_with_two_streams_has_two_runs_at_once(save: SaveModel, devices: 
         f"(float[n, 512] a0) => (float[n, 512] y) {{ {body} y = Neg(a400) }}",
         weights={"w": np.eye(512, dtype=np.float32)},
     )
-    options = EngineOptions(concurrent_runs=2, threads=1)
+    options = EngineOptions(streams=2, threads=1)
     timeouts = Timeouts(cancel_grace=30.0)
     with Master(
         model, devices, engine="openvino", options=options, timeouts=timeouts, verify="never"
