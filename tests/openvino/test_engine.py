@@ -465,9 +465,10 @@ def test_twin_has_a_stream_and_cancellations_of_its_own(
     assert engine.compiled.get_property("NUM_STREAMS") == 2
     assert engine.compiled.get_property("INFERENCE_NUM_THREADS") == 2
     twin = engine.twin()
-    small = np.ones((2, a.shape[1]), np.float32)
+    # The long run is not to end before the small one, however busy the machine is.
+    small, many = (np.ones((count, a.shape[1]), np.float32) for count in (2, 16 * len(a)))
     with ThreadPoolExecutor(1) as threads:
-        run = threads.submit(engine.bind(inputs, []).execute)
+        run = threads.submit(engine.bind([buffer("a0", many), inputs[1]], []).execute)
         wait_until(lambda: engine._running)
         twin.cancel()
         with pytest.raises(RunCancelledError, match="before it began"):
