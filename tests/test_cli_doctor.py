@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -32,6 +33,7 @@ from mcinfer.cli.doctor import (
     look_at_memory,
     look_at_model,
     look_at_packages,
+    look_at_runtime,
     quota_text,
 )
 from mcinfer.errors import EngineError
@@ -181,6 +183,15 @@ def doctor(tmp_path: Path, prefix: str = "", **variables: str) -> tuple[int, lis
         check=False,
     )
     return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def test_another_engine_does_in_the_place_of_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ModuleType("openvino")
+    other.__spec__ = ModuleSpec("openvino", None)
+    monkeypatch.setitem(sys.modules, "openvino", other)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    finding = next(look_at_runtime())
+    assert (finding.state, finding.found) == ("ok", "not installed; the engine openvino is")
 
 
 def test_doctor_finds_no_problem_where_tests_run(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -137,7 +138,8 @@ def prepared(
     `axes` are the user's `batch_axes` and `output_axes`, `options` more arguments of the `mcinfer.Master`.
     Yields the arguments of a way of one's own choice of workers, by batch a file with a request's arrays,
     and, where there is anything to compare with it, one with the worker's answer to the first of them. The
-    worker has ONNX Runtime; for a model that it does not read, the first of the engines, in float32.
+    worker has ONNX Runtime; where it is not installed, or for a model that it does not read, the first of
+    the engines in float32.
 
     Raises:
         InvalidInputError: The options do not fit the model.
@@ -150,7 +152,8 @@ def prepared(
         records.mkdir(mode=0o700)
         stack.enter_context(records_in(records))
         show("loading the model")
-        engine = DEFAULT_ENGINE if model.suffix != ".xml" else engines[0].partition(":")[0]
+        has_default = model.suffix != ".xml" and find_spec(DEFAULT_ENGINE) is not None
+        engine = DEFAULT_ENGINE if has_default else engines[0].partition(":")[0]
         if engines[0] != engine:
             options = {"devices": 1}
         with Master(model, engine=engine, **axes, **options) as master:

@@ -268,7 +268,7 @@ def tune(
         concurrency = OPEN_LOOP_CLIENTS if rate is not None else concurrency
     if engine is None:
         known = ENGINES if model.suffix != ".xml" else ENGINES[1:]
-        engine = [name for name in known if name == known[0] or find_spec(name) is not None]
+        engine = [name for name in known if find_spec(name) is not None] or known[:1]
     load = Load(batch=batch, clients=concurrency, rate=rate and rate[0])
     options = input_options(input, dim, integers, seed)
     with refused_as_usage():

@@ -522,12 +522,19 @@ def _answer(code: str, failed: str, *arguments: str) -> list[Any]:
     return answer
 
 
+_OTHER_ENGINES = ("openvino", "mindspore", "mindspore_lite")
+
+
 def look_at_runtime() -> Iterator[Finding]:
     """ONNX Runtime as a worker would import it, and the GPUs that it can use."""
     runtime = None
+    others = [name for name in _OTHER_ENGINES if find_spec(name) is not None]
     try:
-        runtime = installed_runtime()
-        yield Finding("onnxruntime", str(runtime).removeprefix("onnxruntime "))
+        if others and find_spec("onnxruntime") is None:
+            yield Finding("onnxruntime", f"not installed; the engine {others[0]} is")
+        else:
+            runtime = installed_runtime()
+            yield Finding("onnxruntime", str(runtime).removeprefix("onnxruntime "))
     except EngineError as exc:
         advice = (
             "pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs, not both; "
