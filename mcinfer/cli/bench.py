@@ -85,7 +85,8 @@ _EngineOption = Annotated[
     parsed(
         "ENGINES",
         parse_engines,
-        "Engines of the workers, and after a colon the precision: onnxruntime,openvino,openvino:bf16.",
+        "Engines of the workers, and after a colon the precision: onnxruntime,openvino,openvino:bf16. "
+        "Default: bench: the one of the file; tune: those that are installed.",
     ),
 ]
 
@@ -130,7 +131,7 @@ def bench(
     max_delay: Annotated[
         Any, parsed("SECONDS", parse_pause, "Mode batched: longest wait of a request for others.")
     ] = "0.001",
-    engine: _EngineOption = DEFAULT_ENGINE,
+    engine: _EngineOption = None,
     transport: Annotated[str | None, typer.Option(hidden=True, callback=_refuse_transport)] = None,
     scaling: Annotated[
         bool, typer.Option(help="Also measure pools of fewer workers.", show_default=False)
@@ -155,6 +156,7 @@ def bench(
     del transport  # refused where it is given
     if concurrency is None:
         concurrency = () if rate else (1, 4)
+    engine = engine or (ENGINES[1] if model.suffix == ".xml" else DEFAULT_ENGINE,)
     ways = (*against, *modes)
     if not ways:
         raise typer.BadParameter("--against none with --modes none: nothing to measure")
