@@ -248,7 +248,9 @@ def _soak(options: argparse.Namespace, model: Path, books: Books, sample: Sample
         [f"cpu:{i}" for i in range(groups.devices if groups else WORKERS)],
         parallel=groups,
         engine="onnxruntime" if groups else options.engine,
-        options=EngineOptions(threads=1, variable_weights=weights),
+        options=EngineOptions(
+            threads=1, variable_weights=weights, concurrent_runs=options.concurrent_runs
+        ),
         timeouts=Timeouts(start=60.0, predict=PATIENCE, cancel_grace=0.3),
         restart=RestartPolicy(budget=1_000_000, backoff=0.01, backoff_limit=0.05),
         limits=Limits(queue=QUEUE, memory_bytes=MEMORY),
@@ -314,7 +316,8 @@ def _under_kills(options: argparse.Namespace, model: Path, books: Books) -> Reco
                     os.kill(chance.choice(pids), signal.SIGKILL)
                     books.count("kills")
 
-    with Master(model, KILLED_WORKERS, engine=options.engine) as master:
+    given = EngineOptions(concurrent_runs=options.concurrent_runs)
+    with Master(model, KILLED_WORKERS, engine=options.engine, options=given) as master:
         clients = [threading.Thread(target=ask, args=(n,)) for n in range(KILLED_CLIENTS)]
         for thread in (*clients, killer := threading.Thread(target=kill)):
             thread.start()
@@ -442,6 +445,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--parallel", type=_parallel, metavar="tensor=2,pipeline=2", help="a model cut over ranks"
     )
     parser.add_argument("--max-batch-size", type=int, default=1, help="rows of a joined run")
+    parser.add_argument("--concurrent-runs", type=int, default=1, help="of a worker, at once")
     parser.add_argument(
         "--kills",
         action="store_true",
