@@ -264,7 +264,8 @@ class Server:
                     else:
                         message = decode(data)
                         ran = isinstance(message, PredictJoined)
-                        self._ended |= not self.handle(message, lane)
+                        if not self.handle(message, lane):
+                            self._ended = True  # and never False again: lanes end side by side
                 if not ran:
                     return
         except BaseException as exc:  # the main thread raises it

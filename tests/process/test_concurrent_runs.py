@@ -182,6 +182,22 @@ def test_close_with_runs_under_way(
             assert_answers(future.result(timeout=40.0), act(HELD))
 
 
+def test_worker_ends_that_is_told_to_while_a_joined_run_goes_on(
+    acting_model: Path, held: HeldPipe
+) -> None:
+    joining = {"max_batch_size": 2, "max_delay": 20.0}
+    with fake_master(acting_model, 1, options=TWO, **joining) as master:
+        futures = [master.submit(act(HELD)) for _ in range(2)]
+        held.wait()
+        with ThreadPoolExecutor(1) as threads:
+            closed = threads.submit(master.close, 300.0)
+            for future in futures:
+                with pytest.raises(ClosedError):
+                    future.result(timeout=40.0)
+            held.tell("")
+            closed.result(timeout=40.0)
+
+
 INTERRUPTED = """
 import threading
 
