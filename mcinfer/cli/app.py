@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from mcinfer import __version__
 from mcinfer.cli import bench, cache, doctor, inspect, run
+from mcinfer.cli.serve import serve
 from mcinfer.cli.slice import slice_model
 
 
@@ -56,6 +57,7 @@ def make_app() -> typer.Typer:
     _add(group, "clear", cache.clear)
     _add(group, "prepare", cache.prepare)
     _add(app, "slice", slice_model)
+    _add(app, "serve", serve)
     _add(app, "bench", bench.bench)
     _add(app, "tune", bench.tune)
     _add(app, "ort", _ort, context_settings=_ALL_FOR_THE_PROGRAM)

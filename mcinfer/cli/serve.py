@@ -1,0 +1,210 @@
+"""``mcinfer serve``: models over HTTP and gRPC, by the Open Inference Protocol v2."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mcinfer.cli.options import (
+    by_name,
+    check_model,
+    parse_devices_option,
+    parse_duration,
+    parse_pause,
+    parsed,
+    refused_as_usage,
+)
+from mcinfer.cli.progress import let_workers_tell, say
+from mcinfer.errors import InvalidInputError, requires
+
+
+def parse_devices_of(text: str) -> tuple[str, int | list[str]]:
+    """Devices, ``2`` or ``cpu:0,cpu:1``, and before them the name of a model: ``unet=cuda:0``."""
+    name, _, devices = text.rpartition("=")
+    return name, parse_devices_option(devices)
+
+
+def serve(
+    models: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[MODEL]...", help="Paths of ONNX models.", show_default=False),
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of each MODEL in addresses, in order; default: that of its file."),
+    ] = None,
+    repository: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Models in Triton's layout: NAME/1/model.onnx."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 is any free one.")] = 8000,
+    uds: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="A Unix socket in place of address and port."),
+    ] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port for gRPC; without it there is none.")
+    ] = None,
+    devices: Annotated[
+        list[Any] | None,
+        parsed(
+            "[NAME=]DEVICES",
+            parse_devices_of,
+            "How many (2), or which (cpu:0,cpu:1), or inline: dealt out over the models, or those of the "
+            "model NAME. Default: each has all of the CPU. May be repeated.",
+            "--devices",
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="onnxruntime or openvino; default: by the file's name.")
+    ] = None,
+    max_batch_size: Annotated[
+        int, typer.Option(min=1, help="Most rows of one run that joins requests; 1 joins none.")
+    ] = 8,
+    max_delay: Annotated[
+        Any,
+        parsed("SECONDS", parse_pause, "How long a request may wait for others to join it."),
+    ] = 0.0,
+    queue: Annotated[int, typer.Option(min=1, help="Most requests of a model at once.")] = 1000,
+    timeout: Annotated[
+        Any,
+        parsed("SECONDS", parse_duration, "For a request to come, and again for its answer."),
+    ] = 60.0,
+    max_request_bytes: Annotated[int, typer.Option(min=1, help="Most bytes of a request.")] = 64
+    << 20,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Keys, one in a line: clients must show one."),
+    ] = None,
+    client_shared_memory: Annotated[
+        bool,
+        typer.Option(
+            "--client-shared-memory", help="Let clients of this user have tensors in shared memory."
+        ),
+    ] = False,
+    ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="For TLS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="For TLS.")] = None,
+    drain: Annotated[
+        Any, parsed("SECONDS", parse_pause, "For requests to be answered when the server ends.")
+    ] = 30.0,
+    access_log: Annotated[
+        bool, typer.Option("--access-log", help="A line for each request over HTTP.")
+    ] = False,
+) -> None:
+    """Serve models over HTTP, as Triton and KServe do, with a page of figures at /.
+
+    SIGTERM or Ctrl-C ends it: accepted requests are answered, a second Ctrl-C drops them.
+    """
+    files = _named(models or [], name or [])
+    if not files and repository is None:
+        raise typer.BadParameter("expected a MODEL or more, or --repository FOLDER")
+    text = "'mcinfer serve' needs further packages: pip install 'mcinfer[serve]'"
+    packages = (
+        "google",
+        "httptools",
+        "orjson",
+        "prometheus_client",
+        "starlette",
+        "uvicorn",
+        "uvloop",
+    )
+    with requires(text, *packages):
+        import uvloop
+
+        from mcinfer.cli.server import Endpoint, run
+        from mcinfer.serve.models import Models, PoolDefaults
+        from mcinfer.serve.service import ServeOptions
+    for file in files.values():
+        check_model(file)
+    let_workers_tell()
+    given, options = _dealt(devices or [], [*files])
+    defaults = PoolDefaults(
+        devices=given,
+        options=options,
+        engine=engine,
+        max_batch_size=max_batch_size,
+        max_delay=max_delay,
+        queue=queue,
+        timeout=timeout,
+    )
+    allowed = ServeOptions(
+        max_request_bytes=max_request_bytes,
+        timeout=timeout,
+        client_shared_memory=client_shared_memory,
+        keys=_keys(api_key_file),
+    )
+    certificate = (ssl_certfile, ssl_keyfile) if ssl_certfile and ssl_keyfile else None
+    if (ssl_certfile is None) != (ssl_keyfile is None):
+        raise typer.BadParameter("--ssl-certfile, --ssl-keyfile: expected both or none")
+    endpoint = Endpoint(
+        host=host,
+        port=port,
+        uds=uds,
+        grpc_port=grpc_port,
+        certificate=certificate,
+        drain=drain,
+        access_log=access_log,
+    )
+    with refused_as_usage():
+        served = Models(files, repository, defaults)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run(served, allowed, endpoint, say))
+
+
+def _named(models: Sequence[Path], names: Sequence[str]) -> dict[str, Path]:
+    """The models by their names."""
+    if len(names) > len(models):
+        raise typer.BadParameter(f"--name: got {[*names]} for {len(models)} models")
+    named: dict[str, Path] = {}
+    for place, file in enumerate(models):
+        name = names[place] if place < len(names) else file.stem
+        if name in named:
+            raise typer.BadParameter(
+                f"--name: got {name!r} for two models, expected different names"
+            )
+        named[name] = file
+    return named
+
+
+def _dealt(
+    given: Sequence[tuple[str, Any]], names: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The devices of each model by its name, and options of its engine that go with them.
+
+    What is given for no model is dealt out over those without their own, in order, and is that of the models
+    of a repository. Of the CPU the devices have equal shares first, so that no two models have one core.
+    """
+    from mcinfer.config import EngineOptions, parse_devices, share_cores
+    from mcinfer.machine import whole_cpus
+
+    devices: dict[str, Any] = by_name("--devices", given)
+    options: dict[str, Any] = {}
+    rest = [name for name in names if name not in devices]
+    if unknown := devices.keys() - {"", *names}:
+        raise typer.BadParameter(f"--devices: got {sorted(unknown)}, expected some of {[*names]}")
+    if "" not in devices or len(rest) < 2 or devices[""] == ["inline"]:
+        return devices, options
+    chosen = parse_devices(devices[""], whole_cpus())
+    shares = share_cores(chosen, sorted(os.sched_getaffinity(0)), None, whole_cpus())
+    for place, name in enumerate(rest):
+        start, stop = (part * len(chosen) // len(rest) for part in (place, place + 1))
+        mine = range(start, max(stop, start + 1))
+        cores = [getattr(shares.get(i), "cores", ()) for i in mine]
+        if all(cores):
+            options[name] = EngineOptions(cores=cores)
+        devices[name] = [f"cpu:{n}" if cores[n] else str(chosen[i]) for n, i in enumerate(mine)]
+    return devices, options
+
+
+def _keys(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    lines = (line.strip() for line in file.read_text("utf-8").splitlines())
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise InvalidInputError(f"--api-key-file: {file} has no key, expected one in each line")
+    return keys

@@ -1,0 +1,214 @@
+"""The process of ``mcinfer serve``: sockets, uvicorn and gRPC, and an end that loses no request."""
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from mcinfer.errors import InvalidInputError, requires
+from mcinfer.serve.http import make_app
+from mcinfer.serve.live import page_routes
+from mcinfer.serve.models import Models
+from mcinfer.serve.service import ServeOptions, Service
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+_HEAD_BYTES, _HEAD_SECONDS = 64 << 10, 20.0
+"""Of a request's line and headers: most bytes, and seconds for them to come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where to listen, and how.
+
+    Attributes:
+        uds: Path of a Unix socket that only this user can open, in place of host and port.
+        grpc_port: None for no gRPC.
+        certificate: Files of a certificate and of its key, for TLS.
+        drain: Seconds for requests to be answered when the server ends.
+        access_log: Whether to log each request over HTTP.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: Path | None = None
+    grpc_port: int | None = None
+    certificate: tuple[Path, Path] | None = None
+    drain: float = 30.0
+    access_log: bool = False
+
+    def address(self, port: int) -> str:
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    @contextmanager
+    def listening(self) -> Iterator[socket.socket]:
+        """The socket for HTTP; `InvalidInputError` if it cannot be had."""
+        try:
+            listening = self._bound()
+        except OSError as exc:
+            place = self.uds or self.address(self.port)
+            raise InvalidInputError(f"cannot listen at {place}: {exc.strerror or exc}") from exc
+        try:
+            with listening:
+                yield listening
+        finally:
+            if self.uds:
+                self.uds.unlink(missing_ok=True)
+
+    def _bound(self) -> socket.socket:
+        if self.uds is None:
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            return socket.create_server((self.host, self.port), family=family, backlog=2048)
+        if self.uds.exists() and stat.S_ISSOCK(self.uds.stat().st_mode):
+            with socket.socket(socket.AF_UNIX) as probe, suppress(ConnectionRefusedError):
+                probe.connect(str(self.uds))
+                raise FileExistsError(None, "another server does")
+            self.uds.unlink()
+        listening = socket.socket(socket.AF_UNIX)
+        before = os.umask(0o177)
+        try:
+            listening.bind(str(self.uds))
+        except OSError:
+            listening.close()
+            raise
+        finally:
+            os.umask(before)
+        return listening
+
+
+class _Protocol(HttpToolsProtocol):
+    """A connection, with limits on a request's head; `ServeOptions` has those on its body."""
+
+    _late: asyncio.TimerHandle | None = None
+    _head = 0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._wait_for_head()
+
+    def _wait_for_head(self) -> None:
+        self._stop_waiting()
+        self._head, self._late = 0, self.loop.call_later(_HEAD_SECONDS, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._head += len(data)
+        if self._late is not None and self._head > _HEAD_BYTES:
+            self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+
+class _Server(uvicorn.Server):
+    """Answers what was accepted, over HTTP and gRPC, before it ends."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, grpc_server: Any) -> None:
+        super().__init__(config)
+        self._service, self._grpc = service, grpc_server
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        clock, patience = (
+            asyncio.get_running_loop().time,
+            self.config.timeout_graceful_shutdown or 0,
+        )
+        end = clock() + patience
+        self._service.ending = True
+        if self._grpc is not None:
+            stopping = asyncio.ensure_future(self._grpc.stop(patience))
+        await super().shutdown(sockets)
+
+        async def drain() -> None:
+            if self._grpc is not None:
+                await stopping
+            await self._service.models.drain()
+
+        draining = asyncio.ensure_future(drain())
+        while not (draining.done() or self.force_exit or clock() > end):
+            await asyncio.wait((draining,), timeout=0.1)
+
+
+async def run(
+    models: Models, options: ServeOptions, endpoint: Endpoint, say: Callable[[str], None]
+) -> None:
+    """Load the models, say so, and serve until SIGINT or SIGTERM, which is raised again afterwards.
+
+    Raises:
+        InvalidInputError: An address is taken, or a certificate cannot be read.
+        RefusedError: A model cannot be loaded.
+        MissingDependencyError: gRPC is asked for, and not installed.
+    """
+    with endpoint.listening() as listening:
+        async with models:
+            service = Service(models, options)
+            hosts = LOOPBACK if endpoint.host in LOOPBACK and not endpoint.uds else ()
+            certificate, key = endpoint.certificate or (None, None)
+            config = uvicorn.Config(
+                make_app(service, page_routes(service), hosts),
+                http=_Protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=endpoint.access_log,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=round(endpoint.drain),
+                ssl_certfile=certificate,
+                ssl_keyfile=key,
+            )
+            try:
+                config.load()
+                grpc_server = await _grpc_server(service, endpoint)
+            except OSError as exc:  # ssl.SSLError is one
+                raise InvalidInputError(f"--ssl-certfile, --ssl-keyfile: {exc}") from exc
+            port = listening.getsockname()[1]
+            place = f"{'https' if certificate else 'http'}://{endpoint.address(port)}"
+            say(f"serving {', '.join(models.loaded())} at {endpoint.uds or place}")
+            await _Server(config, service, grpc_server).serve(sockets=[listening])
+
+
+async def _grpc_server(service: Service, endpoint: Endpoint) -> Any:
+    """A server of gRPC that has begun; None if none is asked for."""
+    if endpoint.grpc_port is None:
+        return None
+    with requires("--grpc-port needs the package grpcio: pip install 'mcinfer[grpc]'", "grpc"):
+        import grpc
+
+        from mcinfer.serve.grpc import add_service
+    most = service.options.max_request_bytes
+    sizes = [("grpc.max_receive_message_length", most), ("grpc.max_send_message_length", -1)]
+    server = grpc.aio.server(options=[*sizes, ("grpc.so_reuseport", 0)])
+    add_service(server, service)
+    address = endpoint.address(endpoint.grpc_port)
+    try:
+        if endpoint.certificate is None:
+            server.add_insecure_port(address)
+        else:
+            certificate, key = (file.read_bytes() for file in endpoint.certificate)
+            server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
+    except RuntimeError as exc:
+        raise InvalidInputError(f"--grpc-port: cannot listen at {address}") from exc
+    await server.start()
+    return server

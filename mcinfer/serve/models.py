@@ -1,0 +1,336 @@
+"""The models of a server: their files, their masters, and changes while requests come.
+
+A model is a file, or a folder of a repository in Triton's layout: ``NAME/VERSION/model.onnx``, and maybe
+``NAME/config.pbtxt``; its highest version is served. A load opens the new master first. Then new requests go
+to it, and the old one is closed after its last answer: no request is lost, and for a while there are two.
+
+Ownership: `Models` owns the masters of its instances. One task at a time changes a model.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format, text_format
+
+from mcinfer.config import CARD_KINDS, Device, EngineOptions, Limits, Timeouts
+from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.master import Master
+from mcinfer.serve.messages import message
+from mcinfer.serve.tensors import DATATYPES, shape_of
+from mcinfer.specs import STRING
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
+_VERSION = re.compile(r"[1-9][0-9]{0,18}")
+_CONFIG = "config.pbtxt"
+
+_ENGINES = {
+    "onnxruntime": ("onnxruntime_onnx", "model.onnx"),
+    "openvino": ("openvino", "model.xml"),
+}
+"""By engine, which is Triton's *backend*, too: its *platform*, and the file in a version's folder."""
+
+_LOWEST = -(1 << 31)
+"""Priority of requests that say none, where the configuration says none."""
+
+
+class RefusedError(McinferError):
+    """What the server does not do, or not now. `status` is that of the answer over HTTP."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolDefaults:
+    """How a model's master is made unless its configuration says otherwise; see `Master`.
+
+    Attributes:
+        devices: By the model's name; under ``""``, those of all others.
+        options: By the model's name.
+        engine: None chooses by the file's name.
+        queue: Most requests of a model at once.
+        timeout: Seconds for an answer.
+    """
+
+    devices: Mapping[str, int | str | Sequence[str] | None] = field(default_factory=dict)
+    options: Mapping[str, EngineOptions] = field(default_factory=dict)
+    engine: str | None = None
+    max_batch_size: int = 8
+    max_delay: float = 0.0
+    queue: int = 1000
+    timeout: float = 60.0
+
+
+class Instance:
+    """One version of a model, while it is served.
+
+    Attributes:
+        master: Open while the instance is `used`.
+        joins: Most rows of one run for several requests.
+        usual_priority: Of requests that say none.
+        datatypes: By input name.
+        config: ``ModelConfig`` as JSON.
+        last: When a request last came, in seconds since 1970; 0 if none did.
+    """
+
+    def __init__(self, master: Master, version: str, joins: int, priority: int) -> None:
+        self.master, self.version, self.joins = master, version, joins
+        self.usual_priority = priority
+        self.datatypes = {spec.name: DATATYPES[spec.element_type] for spec in master.inputs}
+        self.config: dict[str, Any] = {}
+        self.last = 0.0
+        self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        self._users += 1
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
+
+    async def close(self) -> None:
+        """Answer the requests that use it, and end its master."""
+        await self._unused.wait()
+        await asyncio.to_thread(self.master.close, drain=True)
+
+    @property
+    def ready(self) -> bool:
+        return self.master.health().state in ("ready", "degraded")
+
+
+class _Model:
+    """A model by its name: its place, what serves it now, and why nothing does."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.instance: Instance | None = None
+        self.reason = "not loaded"
+        self.changing = asyncio.Lock()
+        self.closing: set[asyncio.Task[None]] = set()
+
+    def replace(self, new: Instance | None, reason: str = "") -> None:
+        old, self.instance, self.reason = self.instance, new, reason
+        if old is not None:
+            task = asyncio.create_task(old.close())
+            self.closing.add(task)
+            task.add_done_callback(self.closing.discard)
+
+
+class Models:
+    """The models of a server, by name.
+
+    Args:
+        files: By name, the models that are given by their files.
+        repository: A folder of others, or None; models may come to it while the server runs.
+        defaults: Of the masters.
+
+    Raises:
+        InvalidInputError: A name is none for an address; there is no such folder.
+    """
+
+    def __init__(
+        self, files: Mapping[str, Path], repository: Path | None, defaults: PoolDefaults
+    ) -> None:
+        for name in files:
+            if not _NAME.fullmatch(name):
+                raise InvalidInputError(f"name: got {name!r}, expected letters, digits, _, . and -")
+        if repository is not None and not repository.is_dir():
+            raise InvalidInputError(f"repository: {str(repository)!r} is no folder")
+        self._repository, self._defaults = repository, defaults
+        self._models = {name: _Model(file) for name, file in files.items()}
+        self._look()
+
+    def _look(self) -> None:
+        """Note the models that came to the repository."""
+        for entry in sorted(self._repository.iterdir()) if self._repository else ():
+            if entry.name not in self._models and _NAME.fullmatch(entry.name) and entry.is_dir():
+                self._models[entry.name] = _Model(entry)
+
+    async def __aenter__(self) -> "Models":
+        """Load all; if one fails, close all and raise its error."""
+        loads = [asyncio.create_task(self.load(name)) for name in self._models]
+        try:
+            await asyncio.gather(*loads)
+        except BaseException:
+            for load in loads:
+                load.cancel()
+            await asyncio.gather(*loads, return_exceptions=True)
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End all masters at once, with the requests that they have; see `drain`."""
+        masters = [instance.master for instance in self.loaded().values()]
+        await asyncio.gather(*(asyncio.to_thread(master.close) for master in masters))
+        await self.drain()
+
+    async def drain(self) -> None:
+        """Take no more requests, answer those that came, and end the masters."""
+        for model in self._models.values():
+            async with model.changing:
+                model.replace(None, "the server ends")
+        await asyncio.gather(*(task for model in self._models.values() for task in model.closing))
+
+    async def load(self, name: str, config: str | None = None) -> None:
+        """Serve a model's highest version, with a configuration in JSON in place of its file's.
+
+        Raises:
+            RefusedError: It cannot be loaded; what was served stays.
+        """
+        self._look()
+        model = self._models.get(name)
+        if model is None:
+            raise RefusedError(400, f"failed to load '{name}', no such model is known")
+        async with model.changing:
+            try:
+                model.replace(await self._open(name, model.place, config))
+            except (McinferError, OSError) as exc:
+                model.reason = str(exc)
+                raise RefusedError(400, f"failed to load '{name}', {exc}") from exc
+
+    async def unload(self, name: str) -> None:
+        """Take no more requests; those that came are answered."""
+        self.instance(name)
+        async with self._models[name].changing:
+            self._models[name].replace(None, "unloaded")
+
+    def instance(self, name: str, version: str = "") -> Instance:
+        """What takes requests for a model; `RefusedError` if nothing does, or not of this version."""
+        model = self._models.get(name)
+        found = None if model is None else model.instance
+        if found is None or version not in ("", found.version):
+            why = "is not found" if model is None else model.reason
+            why = f"is not served in version {version}, but in {found.version}" if found else why
+            raise RefusedError(404, f"Request for unknown model: '{name}' {why}")
+        return found
+
+    def loaded(self) -> dict[str, Instance]:
+        return {n: model.instance for n, model in self._models.items() if model.instance}
+
+    def index(self) -> list[dict[str, str]]:
+        """All models that are known, with their state."""
+        self._look()
+        entries = []
+        for name, model in self._models.items():
+            entry = {"name": name, "state": "UNAVAILABLE", "reason": model.reason}
+            if model.instance is not None:
+                entry |= {"version": model.instance.version, "state": "READY"}
+            entries.append(entry)
+        return entries
+
+    async def _open(self, name: str, place: Path, override: str | None) -> Instance:
+        defaults, config = self._defaults, message("ModelConfig")()
+        is_given = override is not None or (place.is_dir() and (place / _CONFIG).exists())
+        if is_given:
+            _read_config(config, place / _CONFIG, override)
+        if config.name not in ("", name):
+            raise InvalidInputError(f"name: got {config.name!r}, expected {name!r}")
+        engine, version = defaults.engine, "1"
+        if said := config.backend or config.platform:
+            engine = next((e for e, names in _ENGINES.items() if said in (e, names[0])), None)
+            if engine is None:
+                raise InvalidInputError(f"backend: got {said!r}, expected one of {[*_ENGINES]}")
+        if place.is_dir():
+            found = [p.name for p in place.iterdir() if p.is_dir() and _VERSION.fullmatch(p.name)]
+            version = max(found, key=int, default="1")
+            own = config.default_model_filename or _ENGINES[engine or "onnxruntime"][1]
+            if Path(own).name != own:
+                raise InvalidInputError(f"default_model_filename: got {own!r}, expected a name")
+            place = place / version / own
+        if engine is None:
+            engine = "openvino" if place.suffix == ".xml" else "onnxruntime"
+        joins, delay, dynamic = defaults.max_batch_size, defaults.max_delay, config.dynamic_batching
+        if is_given:
+            joins = max(1, config.max_batch_size) if config.HasField("dynamic_batching") else 1
+            delay = dynamic.max_queue_delay_microseconds / 1e6
+        policy = dynamic.default_queue_policy
+        seconds = policy.default_timeout_microseconds / 1e6 or defaults.timeout
+        master = Master(
+            place,
+            _devices(config) or defaults.devices.get(name, defaults.devices.get("")),
+            engine=engine,
+            options=defaults.options.get(name, EngineOptions()),
+            max_batch_size=joins,
+            max_delay=delay,
+            limits=Limits(queue=policy.max_queue_size or defaults.queue),
+            timeouts=Timeouts(predict=seconds),
+        )
+        await master.__aenter__()
+        priority = -dynamic.default_priority_level or _LOWEST
+        instance = Instance(master, version, joins, priority)
+        most = config.max_batch_size if is_given else joins
+        instance.config = _described(name, master, engine, place.name, most)
+        if joins > 1:
+            micro = round(delay * 1e6)
+            instance.config["dynamic_batching"] = {"max_queue_delay_microseconds": micro}
+        return instance
+
+
+def _read_config(config: Any, file: Path, override: str | None) -> None:
+    """Read a configuration, past what mcinfer does not know."""
+    try:
+        if override is None:
+            text = file.read_text("utf-8", "replace")
+            text_format.Parse(text, config, allow_unknown_field=True)
+        else:
+            json_format.Parse(override, config, ignore_unknown_fields=True)
+    except (text_format.ParseError, json_format.ParseError, RecursionError) as exc:
+        raise InvalidInputError(f"config: it is no model configuration: {exc}") from exc
+
+
+def _devices(config: Any) -> list[str]:
+    """The devices of the instance groups: one for each instance that they count."""
+    devices: list[str] = []
+    for group in config.instance_group:
+        kind, count = type(group).Kind.Name(group.kind), group.count or 1
+        if count < 0 or kind == "KIND_MODEL":
+            raise InvalidInputError(
+                f"instance_group: got count {count} of {kind}, expected 1 or more of KIND_CPU, KIND_GPU "
+                "or KIND_AUTO"
+            )
+        if group.gpus or kind == "KIND_GPU":
+            devices += [f"cuda:{card}" for card in group.gpus or [0] for _ in range(count)]
+        else:
+            start = sum(device.startswith("cpu") for device in devices)
+            devices += [f"cpu:{start + i}" for i in range(count)]
+    return devices
+
+
+def _described(name: str, master: Master, engine: str, file: str, most: int) -> dict[str, Any]:
+    """The configuration of a loaded model; the sizes of its tensors leave out that of a batch."""
+    tensors = (*master.inputs, *master.outputs)
+    batched = most > 0 and all(s.shape and not isinstance(s.shape[0], int) for s in tensors)
+    workers = [Device.parse(worker.device) for worker in master.statistics().workers]
+    cards = sorted({device.index for device in workers if device.kind in CARD_KINDS})
+    known = message("ModelInput").DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_name
+    described = []
+    for spec in tensors:
+        kind = "TYPE_" + DATATYPES[spec.element_type].replace("BYTES", STRING.upper())
+        kind = kind if kind in known else "TYPE_INVALID"
+        sizes = shape_of(spec)[int(batched) :]
+        described.append({"name": spec.name, "data_type": kind, "dims": sizes})
+    count = len(workers) // (len(cards) or 1)
+    kind = "KIND_GPU" if cards else "KIND_CPU"
+    return {
+        "name": name,
+        "platform": _ENGINES.get(engine, ("",))[0],
+        "backend": engine,
+        "max_batch_size": most if batched else 0,
+        "input": described[: len(master.inputs)],
+        "output": described[len(master.inputs) :],
+        "instance_group": [{"name": name, "kind": kind, "count": count, "gpus": cards}],
+        "default_model_filename": file,
+    }

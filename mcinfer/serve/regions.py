@@ -1,0 +1,177 @@
+"""Shared memory of clients, for tensors that travel in no request (Triton's extension for shared memory).
+
+A region is part of an object in POSIX shared memory (shm_overview(7)), which a client on this machine has made
+and registers by its name. The client can cut it short at any time. So it is not mapped, where that would end
+this process by SIGBUS, but read and written.
+
+Ownership: the object is the client's. It is open here until its region is unregistered and no request has it.
+"""
+
+import os
+import socket
+import stat
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcinfer.errors import InvalidInputError
+from mcinfer.serve.models import RefusedError
+
+_MAX_REGIONS = 1024
+_MAX_READ_BYTES = 64 << 20
+_FOLDER = "/dev/shm"  # noqa: S108 where shm_open(3) makes its objects
+
+
+class _Open:
+    """A descriptor, which is closed with its last reference."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        weakref.finalize(self, os.close, fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """So many bytes from `offset` of an object: those of a region, or of a tensor in it."""
+
+    key: str
+    object: _Open
+    offset: int
+    size: int
+
+    def part(self, parameters: Mapping[str, Any]) -> "Region":
+        """The tensor that these parameters describe."""
+        start = parameters.get("shared_memory_offset", 0)
+        size = parameters.get("shared_memory_byte_size")
+        if not (_is_size(start) and _is_size(size) and start + size <= self.size):
+            text = (
+                f"shared memory region '{self.key}' has {self.size} bytes, got offset {start!r} and"
+            )
+            raise InvalidInputError(f"{text} byte size {size!r}")
+        return replace(self, offset=self.offset + start, size=size)
+
+    def read_into(self, memory: memoryview) -> None:
+        """Fill memory of this size; `InvalidInputError` if the object has become shorter."""
+        done = 0
+        while done < self.size:
+            count = os.preadv(self.object.fd, [memory[done:]], self.offset + done)
+            if not count:
+                raise InvalidInputError(f"shared memory region '{self.key}' has become shorter")
+            done += count
+
+    def read(self) -> bytes:
+        """All of it; `InvalidInputError` if that is much, for a client's object takes no memory by itself."""
+        if self.size > _MAX_READ_BYTES:
+            raise InvalidInputError(f"strings in shared memory may have {_MAX_READ_BYTES} bytes")
+        memory = bytearray(self.size)
+        self.read_into(memoryview(memory))
+        return bytes(memory)
+
+    def write(self, data: memoryview) -> None:
+        """Write so many bytes or fewer; `InvalidInputError` if there is no room for them."""
+        room = min(self.size, os.fstat(self.object.fd).st_size - self.offset)  # it must not grow
+        if len(data) > room:
+            text = f"shared memory size specified with the request for output ({room} bytes)"
+            raise InvalidInputError(
+                f"{text} should be at least {len(data)} bytes to hold the results"
+            )
+        done = 0
+        while done < len(data):
+            done += os.pwritev(self.object.fd, [data[done:]], self.offset + done)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+class Regions:
+    """The regions that clients have registered, by name; `allowed` is whether they may."""
+
+    def __init__(self, allowed: bool) -> None:
+        self.allowed = allowed
+        self._regions: dict[str, Region] = {}
+
+    def register(
+        self, name: str, client: tuple[str, int] | None, fields: Mapping[str, Any]
+    ) -> None:
+        """Open an object. It must belong to this process's user, and so must the client that asks for it.
+
+        Args:
+            name: Of the region.
+            client: The client's address and port; None if it came by a socket that only this user can open.
+            fields: ``key``, ``offset``, ``byte_size``.
+
+        Raises:
+            RefusedError: This client may not do that here.
+            InvalidInputError: There is no such object, or it is shorter.
+        """
+        if not self.allowed:
+            text = "shared memory of clients is off: start the server with --client-shared-memory"
+            raise RefusedError(403, text)
+        if client is not None and _user_of(*client) != os.geteuid():
+            text = "shared memory is for clients on the server's machine, of the server's user"
+            raise RefusedError(403, text)
+        key, offset, size = (fields.get(k, 0) for k in ("key", "offset", "byte_size"))
+        own = key.removeprefix("/") if isinstance(key, str) else ""
+        if own in ("", ".", "..") or "/" in own or "\0" in own:
+            raise InvalidInputError(
+                f"key: got {str(key)[:100]!r}, expected a name such as '/input'"
+            )
+        if not _is_size(offset) or not _is_size(size):
+            raise InvalidInputError(f"offset, byte_size: got {offset!r}, {size!r}, expected sizes")
+        if name in self._regions or len(self._regions) >= _MAX_REGIONS:
+            text = f"shared memory region '{name}' already in manager, or too many are"
+            raise InvalidInputError(text)
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        text = f"Unable to open shared memory region: '{key}'"
+        try:
+            opened = _Open(os.open(f"{_FOLDER}/{own}", flags))
+        except OSError as exc:
+            raise InvalidInputError(text) from exc
+        found = os.fstat(opened.fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise InvalidInputError(f"{text} is no object of the server's user")
+        if offset + size > found.st_size:
+            raise InvalidInputError(f"{text} has {found.st_size} bytes, expected {offset + size}")
+        self._regions[name] = Region(key, opened, offset, size)
+
+    def unregister(self, name: str = "") -> None:
+        """Forget a region, or all; one that is not there is no error, as with Triton."""
+        for known in [name] if name else [*self._regions]:
+            self._regions.pop(known, None)
+
+    def status(self, name: str = "") -> list[dict[str, Any]]:
+        """The regions, or the one of this name."""
+        if name and name not in self._regions:
+            raise InvalidInputError(f"Unable to find system shared memory region: '{name}'")
+        return [
+            {"name": known, "key": r.key, "offset": r.offset, "byte_size": r.size}
+            for known, r in self._regions.items()
+            if name in ("", known)
+        ]
+
+    def part(self, parameters: Mapping[str, Any]) -> Region | None:
+        """The part of a region that a tensor's parameters name; None if they name none."""
+        name = parameters.get("shared_memory_region")
+        if name is None:
+            return None
+        if not isinstance(name, str) or name not in self._regions:
+            raise InvalidInputError(f"Unable to find shared memory region: '{str(name)[:100]}'")
+        return self._regions[name].part(parameters)
+
+
+def _user_of(address: str, port: int) -> int | None:
+    """The user of a client on this machine, by its end of the connection as proc(5) lists it."""
+    family, table = (socket.AF_INET6, "tcp6") if ":" in address else (socket.AF_INET, "tcp")
+    packed = socket.inet_pton(family, address.partition("%")[0])
+    words = [
+        packed[i : i + 4][::-1] for i in range(0, len(packed), 4)
+    ]  # each a number of this machine's
+    local = f"{b''.join(words).hex().upper()}:{port:04X}"
+    for line in Path(f"/proc/net/{table}").read_text("ascii").splitlines():
+        own, _, state, _, _, _, user = line.split()[1:8]
+        if own == local and state == "01":  # established
+            return int(user)
+    return None

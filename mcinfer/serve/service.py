@@ -1,0 +1,190 @@
+"""What a server is beside its models: who may ask, what it says of itself, and its figures."""
+
+import hashlib
+import hmac
+import logging
+from base64 import b64decode
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from mcinfer import __version__
+from mcinfer.errors import InvalidInputError
+from mcinfer.exporters.prometheus import families
+from mcinfer.serve.inference import checked
+from mcinfer.serve.models import Models, RefusedError
+from mcinfer.serve.regions import Regions
+from mcinfer.serve.tensors import DATATYPES, shape_of
+from mcinfer.specs import TensorSpec
+
+EXTENSIONS = (
+    "binary_tensor_data",
+    "logging",
+    "model_configuration",
+    "model_repository",
+    "parameters",
+    "schedule_policy",
+    "statistics",
+)
+
+_LEVELS = {"log_verbose_level": 10, "log_info": 20, "log_warning": 30, "log_error": 40}
+"""Triton's settings of its log, and the levels of Python's that they switch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What a server allows.
+
+    Attributes:
+        max_request_bytes: Most bytes of a request's body, also when it is decompressed.
+        timeout: Seconds for a request to come.
+        client_shared_memory: Whether clients may register shared memory.
+        keys: Who shows one of them is admitted; all are if there is none.
+    """
+
+    max_request_bytes: int = 64 << 20
+    timeout: float = 60.0
+    client_shared_memory: bool = False
+    keys: Sequence[str] = ()
+
+
+class Service(Collector):
+    """The models, and what the protocols say of them.
+
+    Attributes:
+        ending: Whether the server ends; load balancers should send no more requests.
+    """
+
+    def __init__(self, models: Models, options: ServeOptions) -> None:
+        self.models, self.options = models, options
+        self.regions = Regions(options.client_shared_memory)
+        self.ending = False
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in options.keys]
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        text = "Answers over HTTP to requests for a model's outputs, by status."
+        names = ("model", "status")
+        self._answers = Counter("mcinfer_http_answers", text, names, registry=self._registry)
+
+    def admits(self, authorization: str) -> bool:
+        """Whether a header ``Authorization`` shows a key: ``Bearer KEY``, or ``Basic`` with it as password."""
+        scheme, _, shown = authorization.strip().partition(" ")
+        if scheme.lower() == "basic":
+            with suppress(ValueError):
+                shown = b64decode(shown, validate=True).decode().partition(":")[2]
+        digest = hashlib.sha256(shown.strip().encode(errors="replace")).digest()
+        return not self._keys or any([hmac.compare_digest(digest, key) for key in self._keys])
+
+    # What it says of itself.
+
+    def metadata(self) -> dict[str, Any]:
+        own = ("system_shared_memory",) if self.regions.allowed else ()
+        return {"name": "mcinfer", "version": __version__, "extensions": [*EXTENSIONS, *own]}
+
+    @property
+    def ready(self) -> bool:
+        """Whether all models that are loaded can answer."""
+        return not self.ending and all(i.ready for i in self.models.loaded().values())
+
+    def model_ready(self, name: str, version: str = "") -> bool:
+        with suppress(RefusedError):
+            return self.models.instance(name, version).ready
+        return False
+
+    def model_metadata(self, name: str, version: str = "") -> dict[str, Any]:
+        instance = self.models.instance(name, version)
+        return {
+            "name": name,
+            "versions": [instance.version],
+            "platform": instance.config["platform"],
+            "inputs": [*map(_tensor, instance.master.inputs)],
+            "outputs": [*map(_tensor, instance.master.outputs)],
+        }
+
+    def model_config(self, name: str, version: str = "") -> dict[str, Any]:
+        return self.models.instance(name, version).config
+
+    def statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
+        """Of one model, or all. Times that masters do not count are 0."""
+        chosen = {name: self.models.instance(name, version)} if name else self.models.loaded()
+        found = []
+        for each, instance in chosen.items():
+            now = instance.master.statistics()
+            busy = sum(worker.busy_seconds for worker in now.workers)
+            parts = ("queue", "compute_input", "compute_output", "cache_hit", "cache_miss")
+            times = {
+                "success": _times(now.succeeded, now.latency.total),
+                "fail": _times(now.failed + now.cancelled),
+                "compute_infer": _times(now.batch_sizes.count, busy),
+                **{part: _times() for part in parts},
+            }
+            found.append(
+                {
+                    "name": each,
+                    "version": instance.version,
+                    "last_inference": int(instance.last * 1e3),
+                    "inference_count": int(now.batch_sizes.total),
+                    "execution_count": now.batch_sizes.count,
+                    "inference_stats": times,
+                }
+            )
+        return {"model_stats": found}
+
+    def index(self, asked: Mapping[str, Any]) -> list[dict[str, str]]:
+        """The models; only those that are loaded if that is asked for."""
+        if type(ready := asked.get("ready", False)) is not bool:
+            raise InvalidInputError("Invalid value for 'ready': expected a boolean")
+        return [e for e in self.models.index() if e["state"] == "READY" or not ready]
+
+    async def load(self, name: str, parameters: Any) -> None:
+        """Load a model, maybe with a configuration among the parameters."""
+        parameters = checked("parameters", parameters, dict)
+        if any(key.startswith("file:") for key in parameters):
+            raise RefusedError(
+                400, f"failed to load '{name}', models come from files of the server alone"
+            )
+        config = parameters.get("config")
+        await self.models.load(name, None if config is None else checked("config", config, str))
+
+    # Figures.
+
+    def count(self, model: str, status: int) -> None:
+        """Count an answer; models that are not there are counted as one."""
+        self._answers.labels("" if status == 404 else model, status).inc()
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures of all masters, for Prometheus' registry."""
+        loaded = self.models.loaded().items()
+        snapshots = [((name, i.version), i.master.statistics()) for name, i in loaded]
+        return families(("model", "version"), snapshots)
+
+    def metrics(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def log_settings(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """What the logger ``mcinfer`` shows, after these changes, by Triton's names."""
+        logger = logging.getLogger("mcinfer")
+        for name, value in changes.items():
+            if name not in _LEVELS or not isinstance(value, int):
+                raise InvalidInputError(
+                    f"{name}: got {str(value)[:100]!r}, expected one of {[*_LEVELS]}"
+                )
+            level = _LEVELS[name]
+            if bool(value) != logger.isEnabledFor(level):
+                logger.setLevel(level if value else level + 10)
+        shown: dict[str, Any] = {n: logger.isEnabledFor(level) for n, level in _LEVELS.items()}
+        verbose = int(shown["log_verbose_level"])
+        return {"log_file": "", **shown, "log_verbose_level": verbose, "log_format": "default"}
+
+
+def _tensor(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": DATATYPES[spec.element_type], "shape": shape_of(spec)}
+
+
+def _times(number: int = 0, seconds: float = 0.0) -> dict[str, int]:
+    return {"count": number, "ns": int(seconds * 1e9)}

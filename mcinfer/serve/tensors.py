@@ -1,0 +1,192 @@
+"""Tensors as the protocol has them, in JSON and in bytes, and as arrays.
+
+Bytes are little-endian and in C order; an element of type BYTES is its length (uint32) and its bytes. Sources:
+inference_rest.md of https://github.com/kserve/open-inference-protocol, and Triton's extension for binary
+tensors (docs/protocol/extension_binary_data.md of https://github.com/triton-inference-server/server).
+"""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.checks import is_shape
+from mcinfer.errors import InvalidInputError
+from mcinfer.requests.tensors import as_input
+from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec
+
+_FLOATS = {"float16": "FP16", "float32": "FP32", "float64": "FP64", "bfloat16": "BF16"}
+
+DATATYPES = {kind: _FLOATS.get(kind, kind.upper()) for kind in ELEMENT_TYPES} | {STRING: "BYTES"}
+"""By element type, the protocol's name, or our own where it has none: ``FLOAT8_E4M3FN``, ``INT4``."""
+
+MAX_DEPTH = 100
+"""How deep the JSON of a tensor may be nested; Triton has the same limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHead:
+    """What a request says of an input: a tensor of the model, and a shape that fits it.
+
+    Attributes:
+        spec: The model's input.
+        shape: All of it.
+        parameters: By name.
+        data: Its values in JSON; None if they come in another way.
+
+    Raises:
+        InvalidInputError: The shape does not fit.
+    """
+
+    spec: TensorSpec
+    shape: tuple[int, ...]
+    parameters: Mapping[str, Any]
+    data: Any = None
+
+    def __post_init__(self) -> None:
+        if not is_shape(self.shape) or not self.spec.admits(self.shape):
+            got, expected = str([*self.shape])[:200], shape_of(self.spec)
+            raise self.wrong(f"got shape {got}, expected {expected}")
+
+    def wrong(self, why: str) -> InvalidInputError:
+        return InvalidInputError(f"input {self.spec}: {why}")
+
+    def check(self, got: int, what: str = "elements", each: int = 1) -> None:
+        """Raise `InvalidInputError` unless there are so many elements, or bytes of `each`."""
+        if got != prod(self.shape) * each:
+            expected = prod(self.shape) * each
+            raise self.wrong(f"got {got} {what} for shape {[*self.shape]}, expected {expected}")
+
+    def check_bytes(self, got: int) -> None:
+        """Raise `InvalidInputError` unless it has so many bytes; strings may have any number."""
+        if self.spec.element_type != STRING:
+            self.check(got, "bytes", self.spec.dtype.itemsize)
+
+    @property
+    def shareable(self) -> bool:
+        """Whether it can lie in shared memory: strings and elements of four bits cannot."""
+        bits = ELEMENT_TYPES[self.spec.element_type].bits
+        return bits > 0 and bits % 8 == 0
+
+
+def shape_of(spec: TensorSpec) -> list[int]:
+    """The shape as the protocol has it: -1 for a size that only a request decides."""
+    return [size if isinstance(size, int) else -1 for size in spec.shape]
+
+
+class _Untyped:
+    """An array whose values take the input's type if no kind of value is lost, as lists do (`as_input`)."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._array = array
+
+    def __array__(self, *_: object, **__: object) -> NDArray[Any]:
+        return self._array
+
+
+def from_json(head: TensorHead) -> NDArray[Any]:
+    """`TensorHead.data`, nested or flat, as an array; null stands for NaN, which JSON does not have.
+
+    Raises:
+        InvalidInputError: There are more or fewer values, or values of another kind.
+    """
+    data, depth = head.data, 0
+    while isinstance(data, list) and len(data) == 1 and isinstance(data[0], list):
+        data, depth = data[0], depth + 1
+    inner = data
+    while isinstance(inner, list) and depth <= MAX_DEPTH:
+        inner, depth = inner[0] if inner else None, depth + 1
+    if not 0 < depth <= MAX_DEPTH:
+        raise head.wrong(
+            f"JSON nesting depth exceeds maximum allowed limit ({MAX_DEPTH})"
+            if depth
+            else f"got {str(data)[:100]!r} as data, expected an array"
+        )
+    is_text = head.spec.element_type == STRING
+    while is_text and data and all(isinstance(part, list) for part in data):
+        data = [*chain.from_iterable(data)]
+    try:
+        array = np.fromiter(data, object, len(data)) if is_text else np.asarray(data)
+    except ValueError as exc:
+        raise head.wrong("its data is not evenly nested") from exc
+    if array.dtype == object and head.spec.dtype.kind == "f":
+        if not all(value is None or isinstance(value, (int, float)) for value in array.flat):
+            raise head.wrong("expected numbers as data")
+        array = array.astype(np.float64)
+    head.check(array.size)
+    return as_input(_Untyped(array.reshape(head.shape)), head.spec, head.spec.element_type)
+
+
+def from_bytes(head: TensorHead, data: bytes) -> NDArray[Any]:
+    """The tensor that the bytes are: an array over them, but of strings.
+
+    Raises:
+        InvalidInputError: They are too few or too many.
+    """
+    head.check_bytes(len(data))
+    if head.spec.element_type != STRING:
+        return np.frombuffer(data, head.spec.dtype).reshape(head.shape)
+    values, place, most = [], 0, prod(head.shape)
+    while place < len(data) and len(values) <= most:
+        start = place + 4
+        length = struct.unpack_from("<I", data, place)[0] if start <= len(data) else len(data)
+        place = start + length
+        values.append(data[start:place])
+    if place != len(data):
+        raise head.wrong(f"its {len(data)} bytes are not {most} strings, each after its length")
+    head.check(len(values))
+    return np.fromiter(values, object, len(values)).reshape(head.shape)
+
+
+def bytes_of(array: NDArray[Any]) -> memoryview:
+    """An array's elements as bytes: a view of them, but of strings."""
+    if array.dtype.kind in "OUST":
+        encoded = [v.encode() if isinstance(v, str) else bytes(v) for v in array.ravel().tolist()]
+        return memoryview(b"".join(struct.pack("<I", len(v)) + v for v in encoded))
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return memoryview(flat.view(np.uint8) if flat.size else b"")
+
+
+def json_of(name: str, array: NDArray[Any]) -> Any:
+    """An output's elements for JSON, flat, in C order; NaN and infinity become null.
+
+    Raises:
+        InvalidInputError: JSON has no such values.
+    """
+    if array.dtype.kind in "OUST":
+        try:
+            return [v if isinstance(v, str) else bytes(v).decode() for v in array.ravel().tolist()]
+        except UnicodeDecodeError as exc:
+            text = f"output {name!r} is not UTF-8: ask for it as binary data"
+            raise InvalidInputError(text) from exc
+    if array.dtype.kind == "c":
+        raise InvalidInputError(f"output {name!r} is complex: ask for it as binary data")
+    if array.dtype.isbuiltin != 1 or array.dtype == np.float16:  # of ml_dtypes
+        array = array.astype(np.int8 if "int4" in array.dtype.name else np.float32)
+    return np.ascontiguousarray(array).reshape(-1)
+
+
+def raw_shape(spec: TensorSpec, size: int) -> list[int]:
+    """The shape of a tensor of which only its bytes came: one row, if two of its sizes are free.
+
+    Raises:
+        InvalidInputError: So many bytes do not tell the shape.
+    """
+    shape = shape_of(spec)
+    if shape.count(-1) > 1:
+        shape[0] = abs(shape[0])
+    if spec.element_type == STRING:
+        if abs(prod(shape)) != 1:
+            text = f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]"
+            raise InvalidInputError(f"{text}, it has {spec}")
+        return [1] * len(shape)
+    if shape.count(-1) > 1:
+        text = f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one"
+        raise InvalidInputError(f"{text} variable-sized dimension: {spec}")
+    row = abs(prod(shape)) * spec.dtype.itemsize
+    return [size // row if n == -1 and row else n for n in shape]
