@@ -20,7 +20,7 @@ DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 transformers==4.57.6
 # PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, where pip prefers `2.13.0+cpu` to this version without a mark.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-programs bench-ranks bench-ray faults soak fuzz docs clean format
+.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-programs bench-ranks bench-ray faults soak fuzz docs clean format proto
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -162,6 +162,10 @@ fuzz: .venv/installed
 docs: .venv/installed-docs
 	$(BIN)/mkdocs build --strict
 
+# What gRPC's messages are made of at run time, from the file that says them.
+proto: .venv/installed
+	$(BIN)/python -m grpc_tools.protoc -I mcinfer/serve --descriptor_set_out=mcinfer/serve/inference.binpb inference.proto
+
 format: .venv/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -170,7 +174,7 @@ format: .venv/installed
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mcinfer needs Python 3.11 or newer; name one with make PYTHON=...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/$(PIP) 'pip>=25.1' # the first that knows dependency groups
-	$(BIN)/$(PIP) --editable '.[bench,cpu]' --group test --group check
+	$(BIN)/$(PIP) --editable '.[bench,cpu,grpc,serve]' --group test --group check
 	touch $@
 
 .venv/installed-plots: .venv/installed

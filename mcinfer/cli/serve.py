@@ -18,6 +18,7 @@ from mcinfer.cli.options import (
     refused_as_usage,
 )
 from mcinfer.cli.progress import let_workers_tell, say
+from mcinfer.config import Limits, Timeouts
 from mcinfer.errors import InvalidInputError, requires
 
 
@@ -116,21 +117,23 @@ def serve(
         import uvloop
 
         from mcinfer.cli.server import Endpoint, run
-        from mcinfer.serve.models import Models, PoolDefaults
+        from mcinfer.serve.models import Models
         from mcinfer.serve.service import ServeOptions
     for file in files.values():
         check_model(file)
     let_workers_tell()
     given, options = _dealt(devices or [], [*files])
-    defaults = PoolDefaults(
-        devices=given,
-        options=options,
-        engine=engine,
-        max_batch_size=max_batch_size,
-        max_delay=max_delay,
-        queue=queue,
-        timeout=timeout,
-    )
+    usual = {
+        "engine": engine,
+        "max_batch_size": max_batch_size,
+        "max_delay": max_delay,
+        "limits": Limits(queue=queue),
+        "timeouts": Timeouts(predict=timeout),
+    }
+
+    def options_of(model: str) -> dict[str, Any]:
+        return {**usual, "devices": given.get(model, given.get("")), **options.get(model, {})}
+
     allowed = ServeOptions(
         max_request_bytes=max_request_bytes,
         timeout=timeout,
@@ -150,7 +153,7 @@ def serve(
         access_log=access_log,
     )
     with refused_as_usage():
-        served = Models(files, repository, defaults)
+        served = Models(files, repository, options_of)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(served, allowed, endpoint, say))
 
@@ -195,7 +198,7 @@ def _dealt(
         mine = range(start, max(stop, start + 1))
         cores = [getattr(shares.get(i), "cores", ()) for i in mine]
         if all(cores):
-            options[name] = EngineOptions(cores=cores)
+            options[name] = {"options": EngineOptions(cores=cores)}
         devices[name] = [f"cpu:{n}" if cores[n] else str(chosen[i]) for n, i in enumerate(mine)]
     return devices, options
 

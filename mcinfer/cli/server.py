@@ -76,6 +76,7 @@ class Endpoint:
         before = os.umask(0o177)
         try:
             listening.bind(str(self.uds))
+            listening.listen(2048)
         except OSError:
             listening.close()
             raise
@@ -183,8 +184,8 @@ async def run(
                 grpc_server = await _grpc_server(service, endpoint)
             except OSError as exc:  # ssl.SSLError is one
                 raise InvalidInputError(f"--ssl-certfile, --ssl-keyfile: {exc}") from exc
-            port = listening.getsockname()[1]
-            place = f"{'https' if certificate else 'http'}://{endpoint.address(port)}"
+            where = listening.getsockname()
+            place = f"{'https' if certificate else 'http'}://{endpoint.address(where[1])}"
             say(f"serving {', '.join(models.loaded())} at {endpoint.uds or place}")
             await _Server(config, service, grpc_server).serve(sockets=[listening])
 

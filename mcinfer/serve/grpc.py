@@ -1,6 +1,6 @@
-"""The protocol over gRPC: ``inference.GRPCInferenceService``, with the same core as over HTTP.
+"""The protocol over gRPC, ``inference.GRPCInferenceService``, with the same core as over HTTP.
 
-Shared memory of clients is registered over HTTP.
+Clients register shared memory over HTTP.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf import json_format
 
+from mcinfer.serve.documents import IndexDocument, InferDocument, LoadDocument, read_document
 from mcinfer.serve.inference import Inference, status_of
 from mcinfer.serve.messages import PACKAGE, message
 from mcinfer.serve.service import Service
@@ -24,62 +25,68 @@ _CODES = {
 """By HTTP's status; INTERNAL for others."""
 
 _CONTENTS = {
-    "BOOL": "bool_contents",
-    "INT64": "int64_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
+    **{
+        kind: f"{kind.lower()}_contents"
+        for kind in ("BOOL", "INT64", "UINT64", "FP32", "FP64", "BYTES")
+    },
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
     **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
 }
+"""By datatype, the field that has values one by one."""
 
 _AHEAD = 16
 """Most requests of one stream that are answered at once."""
 
-_ANSWERS: dict[str, Callable[[Service, Any], Any]] = {
-    "ServerLive": lambda _, asked: {"live": True},
-    "ServerReady": lambda service, asked: {"ready": service.ready},
-    "ServerMetadata": lambda service, asked: service.metadata(),
-    "ModelReady": lambda service, asked: {"ready": service.model_ready(asked.name, asked.version)},
-    "ModelMetadata": lambda service, asked: service.model_metadata(asked.name, asked.version),
-    "ModelConfig": lambda service, asked: {
-        "config": service.model_config(asked.name, asked.version)
-    },
-    "ModelStatistics": lambda service, asked: service.statistics(asked.name, asked.version),
-    "RepositoryIndex": lambda service, asked: {"models": service.index({"ready": asked.ready})},
-    "RepositoryModelLoad": lambda service, asked: service.load(
-        asked.model_name, _plain(asked.parameters)
-    ),
-    "RepositoryModelUnload": lambda service, asked: service.models.unload(asked.model_name),
-}
+
+def _answers(service: Service) -> dict[str, Callable[[Any], Any]]:
+    """By call, what answers it, as JSON; some are coroutines."""
+
+    def load(asked: Any) -> Any:
+        return service.load(asked.model_name, LoadDocument(_plain(asked.parameters)))
+
+    return {
+        "ServerLive": lambda _: {"live": True},
+        "ServerReady": lambda _: {"ready": service.ready},
+        "ServerMetadata": lambda _: service.metadata(),
+        "ModelReady": lambda a: {"ready": service.model_ready(a.name, a.version)},
+        "ModelMetadata": lambda a: service.model_metadata(a.name, a.version),
+        "ModelConfig": lambda a: {"config": service.model_config(a.name, a.version)},
+        "ModelStatistics": lambda a: service.statistics(a.name, a.version),
+        "RepositoryIndex": lambda a: {"models": service.index(IndexDocument(a.ready))},
+        "RepositoryModelLoad": load,
+        "RepositoryModelUnload": lambda a: service.models.unload(a.model_name),
+    }
 
 
 def add_service(server: grpc.aio.Server, service: Service) -> None:
     """Have a server of gRPC answer for the service."""
+    answers = _answers(service)
 
-    def unary(name: str) -> grpc.RpcMethodHandler:
+    async def admit(context: Any) -> None:
+        shown = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not service.admits(str(shown)):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a key is needed")
+
+    def unary(name: str) -> Any:
         async def answer(asked: Any, context: Any) -> Any:
-            await _admit(service, name, context)
+            if name not in ("ServerLive", "ServerReady"):
+                await admit(context)
             try:
                 if name == "ModelInfer":
                     return await _infer(service, asked)
-                content = _ANSWERS[name](service, asked)
+                content = answers[name](asked)
                 content = await content if asyncio.iscoroutine(content) else content
                 return json_format.ParseDict(content or {}, message(f"{name}Response")())
             except Exception as exc:
                 status, text = status_of(exc)
                 await context.abort(_CODES.get(status, grpc.StatusCode.INTERNAL), text)
 
-        return grpc.unary_unary_rpc_method_handler(
-            answer,
-            message(f"{name}Request").FromString,
-            message(f"{name}Response").SerializeToString,
-        )
+        kinds = message(f"{name}Request").FromString, message(f"{name}Response").SerializeToString
+        return grpc.unary_unary_rpc_method_handler(answer, *kinds)
 
     async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Answers in the order of the requests, a few of which run at once."""
-        await _admit(service, "ModelStreamInfer", context)
+        await admit(context)
         under_way: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_AHEAD)
 
         async def read() -> None:
@@ -102,20 +109,12 @@ def add_service(server: grpc.aio.Server, service: Service) -> None:
                 if task := under_way.get_nowait():
                     task.cancel()
 
-    handlers = {name: unary(name) for name in (*_ANSWERS, "ModelInfer")}
+    handlers = {name: unary(name) for name in (*answers, "ModelInfer")}
+    asked, answer = message("ModelInferRequest"), message("ModelStreamInferResponse")
     handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-        stream,
-        message("ModelInferRequest").FromString,
-        message("ModelStreamInferResponse").SerializeToString,
+        stream, asked.FromString, answer.SerializeToString
     )
     server.add_registered_method_handlers(f"{PACKAGE}.GRPCInferenceService", handlers)
-
-
-async def _admit(service: Service, name: str, context: Any) -> None:
-    """Refuse who shows no key; probes of the server's health need none."""
-    shown = dict(context.invocation_metadata() or ()).get("authorization", "")
-    if name not in ("ServerLive", "ServerReady") and not service.admits(str(shown)):
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a key is needed")
 
 
 def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,30 +126,24 @@ def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
 async def _infer(service: Service, asked: Any) -> Any:
     """Answer one request; raises what `Inference` does."""
     instance = service.models.instance(asked.model_name, asked.model_version)
-    inputs, raw = [], list(asked.raw_input_contents)
-    bytes_by_name = {}
+    raw, inputs, values = [*asked.raw_input_contents], [], {}
     for tensor in asked.inputs:
+        parameters = _plain(tensor.parameters)
         given = {"name": tensor.name, "datatype": tensor.datatype, "shape": [*tensor.shape]}
-        given["parameters"] = parameters = _plain(tensor.parameters)
         if tensor.HasField("contents"):
-            given["data"] = [
-                *getattr(tensor.contents, _CONTENTS.get(tensor.datatype, "fp32_contents"))
-            ]
+            field = _CONTENTS.get(tensor.datatype, "fp32_contents")
+            given["data"] = [*getattr(tensor.contents, field)]
         elif raw and "shared_memory_region" not in parameters:
-            bytes_by_name[tensor.name] = raw.pop(0)
-            parameters["binary_data_size"] = len(bytes_by_name[tensor.name])
-        inputs.append(given)
+            values[tensor.name] = raw.pop(0)
+            parameters["binary_data_size"] = len(values[tensor.name])
+        inputs.append({**given, "parameters": parameters})
     outputs = [{"name": t.name, "parameters": _plain(t.parameters)} for t in asked.outputs]
-    document = {
-        "id": asked.id,
-        "parameters": _plain(asked.parameters),
-        "inputs": inputs,
-        "outputs": outputs,
-    }
+    said = {"id": asked.id, "parameters": _plain(asked.parameters), "inputs": inputs}
     with instance.used():
+        document = read_document(InferDocument, {**said, "outputs": outputs})
         request = Inference(document, instance, service.regions, binary=True)
         for head, _ in request.read():
-            request.arrays[head.spec.name] = from_bytes(head, bytes_by_name[head.spec.name])
+            request.arrays[head.spec.name] = from_bytes(head, values[head.spec.name])
         arrays = await request.run()
     answer = message("ModelInferResponse")(
         model_name=asked.model_name, model_version=instance.version, id=asked.id

@@ -8,7 +8,7 @@ import asyncio
 import struct
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import orjson
@@ -19,16 +19,28 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.serve.documents import (
+    IndexDocument,
+    InferDocument,
+    InputDocument,
+    LoadDocument,
+    LogDocument,
+    RegionDocument,
+    TensorParameters,
+    TraceDocument,
+    read_json,
+)
 from mcinfer.serve.inference import Inference, status_of
 from mcinfer.serve.models import Instance, RefusedError
 from mcinfer.serve.service import ServeOptions, Service
 from mcinfer.serve.tensors import DATATYPES, bytes_of, from_bytes, json_of, raw_shape
 from mcinfer.specs import STRING
 
-Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+_T = TypeVar("_T")
 
 _LENGTH = "inference-header-content-length"
 _WINDOWS = {"gzip": 31, "deflate": 15}
@@ -46,16 +58,16 @@ class _GoneError(Exception):
 
 
 class _Body:
-    """The body of a request, decompressed, as it comes. Each method raises `RefusedError` at a limit."""
+    """The body of a request, decompressed, as it comes. `RefusedError` at a limit, in time and in size."""
 
     def __init__(self, receive: Receive, headers: Mapping[str, str], options: ServeOptions) -> None:
         coding = headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("identity", *_WINDOWS):
             raise RefusedError(
-                415, f"Content-Encoding: got {coding[:100]!r}, expected gzip or deflate"
+                415, f"Content-Encoding: got {coding[:99]!r}, expected gzip or deflate"
             )
-        self._receive, self._limit = receive, options.max_request_bytes
-        self._left = self._limit
+        self._receive = receive
+        self._limit = self._left = options.max_request_bytes
         self._end = asyncio.get_running_loop().time() + options.timeout
         self._inflate = zlib.decompressobj(_WINDOWS[coding]) if coding in _WINDOWS else None
         self._packed, self._more = b"", True
@@ -69,8 +81,7 @@ class _Body:
 
     async def _next(self) -> memoryview:
         """What came and was not taken, or comes now; empty at the end."""
-        while not self.part:
-            part = b""
+        while not self.part and (self._packed or self._more):
             if self._packed and self._inflate:
                 try:
                     part = self._inflate.decompress(self._packed, _PIECE)
@@ -78,25 +89,26 @@ class _Body:
                     raise InvalidInputError(f"the body cannot be decompressed: {exc}") from exc
                 self._packed = self._inflate.unconsumed_tail
                 await asyncio.sleep(0)
-            elif self._more:
-                try:
-                    async with asyncio.timeout_at(self._end):
-                        message = await self._receive()
-                except TimeoutError as exc:
-                    raise RefusedError(408, "the request did not come in time") from exc
-                if message["type"] != "http.request":
-                    raise _GoneError
-                part, self._more = message["body"], message.get("more_body", False)
+            else:
+                part = await self._received()
                 if self._inflate:
                     part, self._packed = b"", part
-            elif self._inflate and not self._inflate.eof:
-                raise InvalidInputError("the compressed body is cut short")
-            else:
-                break
             self._left -= len(part)
             self._check(0)
             self.part = memoryview(part)
         return self.part
+
+    async def _received(self) -> bytes:
+        try:
+            async with asyncio.timeout_at(self._end):
+                message = await self._receive()
+        except TimeoutError as exc:
+            raise RefusedError(408, "the request did not come in time") from exc
+        if message["type"] != "http.request":
+            raise _GoneError
+        self._more = message.get("more_body", False)
+        body: bytes = message["body"]
+        return body
 
     async def read_into(self, memory: memoryview) -> None:
         """Fill memory; `InvalidInputError` if the body ends before."""
@@ -116,15 +128,18 @@ class _Body:
 
     async def rest(self, limit: int = _MAX_JSON_BYTES) -> bytes:
         """All that is left."""
-        parts, size = [], 0
+        found = bytearray()
         while part := await self._next():
-            parts.append(part)
-            self.part, size = memoryview(b""), size + len(part)
-            if size > limit:
-                raise RefusedError(
-                    413, f"the body has more than {limit} bytes that are no binary tensors"
-                )
-        return b"".join(parts)
+            found += part
+            self.part = memoryview(b"")
+            if len(found) > limit:
+                raise RefusedError(413, f"the body has more than {limit} bytes beside its tensors")
+        return bytes(found)
+
+    async def end(self) -> None:
+        """Raise `InvalidInputError` if there is more."""
+        if await self._next():
+            raise InvalidInputError("the body has more bytes than its tensors")
 
 
 class _Infer:
@@ -133,12 +148,12 @@ class _Infer:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         place, instance, status = scope["path_params"], None, 200
         try:
             if scope["method"] != "POST":
                 raise RefusedError(405, "Method Not Allowed")
-            instance = self._service.models.instance(place["model"], place.get("version", ""))
+            instance = self._service.models.instance(*place.values())
             with instance.used():
                 given = {n.decode(): v.decode("latin-1") for n, v in scope["headers"]}
                 parts, headers = await self._answer(place["model"], instance, given, receive)
@@ -153,11 +168,11 @@ class _Infer:
             response = _failure(exc, instance)
             status = response.status_code
             await response(scope, receive, send)
-        self._service.count(place["model"], status)
+        self._service.count(place["model"] if instance else "", status)
 
     async def _answer(
         self, name: str, instance: Instance, headers: Mapping[str, str], receive: Receive
-    ) -> tuple[Sequence[Any], dict[str, str]]:
+    ) -> tuple[list[Any], dict[str, str]]:
         """The parts of the answer's body, and its headers."""
         request = await self._read(instance, headers, receive)
         running = asyncio.ensure_future(request.run())
@@ -166,14 +181,14 @@ class _Infer:
             await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 raise _GoneError
-            head, parts = _encoded(name, instance, request, running.result())
+            head, tensors = _encoded(name, instance, request, running.result())
         finally:
             running.cancel()  # nothing, if it is done
             gone.cancel()
         answer = {"content-type": "application/json"}
-        if parts:
+        if tensors:
             answer = {"content-type": "application/octet-stream", _LENGTH: f"{len(head)}"}
-        parts = [head, *filter(len, parts)]
+        parts: list[Any] = [head, *filter(len, tensors)]
         # One coding alone is asked for. Several are what a library sends by itself; tensors shrink little.
         coding = headers.get("accept-encoding", "").strip().lower()
         if coding in _WINDOWS:
@@ -186,21 +201,18 @@ class _Infer:
         self, instance: Instance, headers: Mapping[str, str], receive: Receive
     ) -> Inference:
         """The request, with its inputs as arrays."""
-        length = headers.get(_LENGTH)
+        options, length = self._service.options, headers.get(_LENGTH)
         if length is not None and not (length.isdecimal() and int(length) <= _MAX_JSON_BYTES):
-            raise InvalidInputError(
-                f"Inference-Header-Content-Length: got {length[:100]!r}, expected {_MAX_JSON_BYTES} at most"
-            )
-        body = _Body(receive, headers, self._service.options)
+            raise InvalidInputError(f"Inference-Header-Content-Length: got {length[:99]!r}")
+        body = _Body(receive, headers, options)
         is_raw = length is not None and int(length) == 0
         if is_raw:
-            document, raw = _raw_document(
-                instance, await body.rest(self._service.options.max_request_bytes)
-            )
+            asked, raw = _raw(instance, await body.rest(options.max_request_bytes))
             body.part = memoryview(raw)
         else:
-            document = _loads(await (body.read(int(length)) if length else body.rest()))
-        request = Inference(document, instance, self._service.regions, binary=is_raw)
+            text = await (body.read(int(length)) if length else body.rest())
+            asked = read_json(InferDocument, text)
+        request = Inference(asked, instance, self._service.regions, binary=is_raw)
         others = request.read()
         request.allocate([head for head, _ in others])
         for head, size in others:
@@ -208,53 +220,44 @@ class _Infer:
                 await body.read_into(bytes_of(request.arrays[head.spec.name]))
             else:
                 request.arrays[head.spec.name] = from_bytes(head, await body.read(size))
-        if await body.rest(0):
-            raise InvalidInputError("the body has more bytes than its tensors")
+        await body.end()
         return request
 
 
-def _loads(text: bytes) -> Any:
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as exc:
-        raise InvalidInputError(f"the request is no JSON: {exc}") from exc
-
-
-def _raw_document(instance: Instance, raw: bytes) -> tuple[dict[str, Any], bytes]:
-    """The document and the bytes of a request that has only the values of the model's only input."""
+def _raw(instance: Instance, raw: bytes) -> tuple[InferDocument, bytes]:
+    """What a request means that is nothing but the values of the model's only input, and its bytes."""
     specs = instance.master.inputs
     if len(specs) != 1:
-        raise InvalidInputError(
-            f"Raw request must only have 1 input (found 1) to be deduced but got {len(specs)} inputs in the model"
-        )
+        text = "Raw request must only have 1 input (found 1) to be deduced but got"
+        raise InvalidInputError(f"{text} {len(specs)} inputs in the model")
     (spec,), shape = specs, raw_shape(specs[0], len(raw))
     if spec.element_type == STRING:
         raw = struct.pack("<I", len(raw)) + raw
-    tensor = {"name": spec.name, "datatype": DATATYPES[spec.element_type], "shape": shape}
-    return {"inputs": [{**tensor, "parameters": {"binary_data_size": len(raw)}}]}, raw
+    size = TensorParameters(binary_data_size=len(raw))
+    kind = DATATYPES[spec.element_type]
+    return InferDocument((InputDocument(spec.name, kind, tuple(shape), size),)), raw
 
 
 def _encoded(
     name: str, instance: Instance, request: Inference, outputs: Sequence[Any]
 ) -> tuple[bytes, list[memoryview]]:
     """The JSON of an answer, and the outputs that come after it as bytes."""
-    entries, parts = [], []
+    entries, tensors = [], []
     for wish, array in zip(request.wishes, outputs, strict=True):
         spec = wish.spec
         entry = {"name": spec.name, "datatype": DATATYPES[spec.element_type], "shape": array.shape}
         if wish.region is not None:
             entry["parameters"] = {"shared_memory_byte_size": len(bytes_of(array))}
         elif wish.binary:
-            parts.append(bytes_of(array))
-            entry["parameters"] = {"binary_data_size": len(parts[-1])}
+            tensors.append(bytes_of(array))
+            entry["parameters"] = {"binary_data_size": len(tensors[-1])}
         else:
             entry["data"] = json_of(spec.name, array)
         entries.append(entry)
-    about = {"model_name": name, "model_version": instance.version, "id": request.id}
-    if not request.id:
-        del about["id"]
-    option = orjson.OPT_SERIALIZE_NUMPY
-    return orjson.dumps({**about, "outputs": entries}, option=option), parts
+    about = {"model_name": name, "model_version": instance.version, "outputs": entries}
+    if request.asked.id:
+        about["id"] = request.asked.id
+    return orjson.dumps(about, option=orjson.OPT_SERIALIZE_NUMPY), tensors
 
 
 def _packed(parts: Sequence[Any], window: int) -> bytes:
@@ -273,7 +276,7 @@ def _failure(exc: Exception, instance: Instance | None = None) -> Response:
         exc = RefusedError(exc.status_code, exc.detail)
     status, text = status_of(exc, instance)
     headers = {"Retry-After": "1"} if status == 503 else {}
-    if status in (408, 413):  # else the server would read what is left of the body
+    if status == 408:
         headers["Connection"] = "close"
     return _reply({"error": text}, status, headers)
 
@@ -287,19 +290,18 @@ class _Gate:
     def __init__(self, app: App, service: Service, hosts: Sequence[str]) -> None:
         self._app, self._service, self._hosts = app, service, hosts
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = None
-        if scope["type"] == "http":
-            headers = {n: v.decode("latin-1") for n, v in scope["headers"]}
-            origin, host = headers.get(b"origin"), headers.get(b"host", "")
-            named = not self._hosts or urlsplit(f"//{host}").hostname in self._hosts
-            if origin is not None and not (named and urlsplit(origin).netloc == host):
-                response = _reply({"error": "a page of another site may not ask here"}, 403)
-            elif not scope["path"].startswith("/v2/health/"):
-                if not self._service.admits(headers.get(b"authorization", "")):
-                    challenge = {"WWW-Authenticate": 'Basic realm="mcinfer"'}
-                    response = _reply({"error": "a key is needed"}, 401, challenge)
-        await (response or self._app)(scope, receive, send)
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        headers = {n: v.decode("latin-1") for n, v in scope["headers"]}
+        origin, host = headers.get(b"origin"), headers.get(b"host", "")
+        named = not self._hosts or urlsplit(f"//{host}").hostname in self._hosts
+        is_probe = scope["path"].startswith("/v2/health/")
+        app = self._app
+        if origin is not None and not (named and urlsplit(origin).netloc == host):
+            app = _reply({"error": "a page of another site may not ask here"}, 403)
+        elif not is_probe and not self._service.admits(headers.get(b"authorization", "")):
+            challenge = {"WWW-Authenticate": 'Basic realm="mcinfer"'}
+            app = _reply({"error": "a key is needed"}, 401, challenge)
+        await app(scope, receive, send)
 
 
 def make_app(service: Service, page: Sequence[BaseRoute] = (), hosts: Sequence[str] = ()) -> App:
@@ -311,12 +313,9 @@ def make_app(service: Service, page: Sequence[BaseRoute] = (), hosts: Sequence[s
         hosts: The names by which browsers may reach it; any if there is none.
     """
 
-    async def body_of(request: Request) -> dict[str, Any]:
-        text = await _Body(request.receive, request.headers, service.options).rest()
-        found = _loads(text) if text.strip() else {}
-        if not isinstance(found, dict):
-            raise InvalidInputError("the request: expected a JSON object")
-        return found
+    async def read(request: Request, kind: type[_T]) -> _T:
+        body = _Body(request.receive, request.headers, service.options)
+        return read_json(kind, await body.rest())
 
     def shows(content: Callable[..., Any]) -> Callable[[Request], Awaitable[Response]]:
         """A handler that gives what a function says of the model that the address names, if any."""
@@ -326,54 +325,46 @@ def make_app(service: Service, page: Sequence[BaseRoute] = (), hosts: Sequence[s
 
         return show
 
-    async def health(request: Request) -> Response:
-        kind = request.path_params["kind"]
-        if kind not in ("live", "ready"):
-            raise RefusedError(404, "Not Found")
-        good = kind == "live" or service.ready
-        return _reply({kind: good}, 200 if good else 503)
+    def probes(name: str, is_good: Callable[..., bool]) -> Callable[[Request], Awaitable[Response]]:
+        async def probe(request: Request) -> Response:
+            good = is_good(*request.path_params.values())
+            about = {"name": model} if (model := request.path_params.get("model")) else {}
+            return _reply({**about, name: good}, 200 if good else 503)
 
-    async def model_ready(request: Request) -> Response:
-        good = service.model_ready(*request.path_params.values())
-        return _reply({"name": request.path_params["model"], "ready": good}, 200 if good else 503)
+        return probe
 
     async def index(request: Request) -> Response:
-        return _reply(service.index(await body_of(request)))
+        return _reply(service.index(await read(request, IndexDocument)))
 
-    async def control(request: Request) -> Response:
-        name, action = request.path_params.values()
-        asked = await body_of(request)
-        if action == "load":
-            await service.load(name, asked.get("parameters", {}))
-        elif action == "unload":
-            await service.models.unload(name)
-        else:
-            raise RefusedError(404, "Not Found")
+    async def load(request: Request) -> Response:
+        await service.load(request.path_params["model"], await read(request, LoadDocument))
         return _reply({})
 
-    async def regions(request: Request) -> Response:
-        given, client = request.path_params, request.client
-        kind, action, name = given["kind"], given["action"], given.get("region", "")
-        if (action == "status") != (request.method == "GET"):
-            raise RefusedError(405, "Method Not Allowed")
-        if kind == "cuda" and action == "register":
+    async def unload(request: Request) -> Response:
+        await service.models.unload(request.path_params["model"])
+        return _reply({})
+
+    async def register(request: Request) -> Response:
+        kind, name = request.path_params.values()
+        if kind == "cuda":
             raise RefusedError(501, "shared memory of CUDA is not taken")
-        if action == "status":
-            return _reply(service.regions.status(name) if kind == "system" else [])
-        if action == "register":
-            service.regions.register(name, client and tuple(client), await body_of(request))
-        elif kind == "system":
-            service.regions.unregister(name)
+        client = request.client and (request.client.host, request.client.port)
+        service.regions.register(name, client, await read(request, RegionDocument))
+        return _reply({})
+
+    async def unregister(request: Request) -> Response:
+        kind, *name = request.path_params.values()
+        if kind == "system":
+            service.regions.unregister(*name)
         return _reply({})
 
     async def log(request: Request) -> Response:
-        return _reply(service.log_settings(await body_of(request)))
+        return _reply(service.log_settings(await read(request, LogDocument)))
 
     async def trace(request: Request) -> Response:
-        if (await body_of(request)).get("trace_level", ["OFF"]) != ["OFF"]:
-            raise RefusedError(
-                501, "no traces are written; mcinfer.exporters.opentelemetry makes spans"
-            )
+        if (await read(request, TraceDocument)).trace_level not in (None, ("OFF",)):
+            text = "no traces are written; mcinfer.exporters.opentelemetry makes spans"
+            raise RefusedError(501, text)
         off = {"trace_level": ["OFF"], "trace_rate": "1000", "trace_count": "-1"}
         return _reply({**off, "log_frequency": "0", "trace_file": "", "trace_mode": "triton"})
 
@@ -383,31 +374,41 @@ def make_app(service: Service, page: Sequence[BaseRoute] = (), hosts: Sequence[s
     async def failed(_: Request, exc: Exception) -> Response:
         return _failure(exc)
 
-    both, shm = ["GET", "POST"], "/v2/{kind}sharedmemory"
-    routes: list[BaseRoute] = []
-    for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-        routes += [
-            Route(f"{model}/infer", _Infer(service)),
-            Route(f"{model}/ready", model_ready),
-            Route(f"{model}/config", shows(service.model_config)),
-            Route(f"{model}/stats", shows(service.statistics)),
-        ]
-    routes += [
-        Route("/v2/health/{kind}", health),
-        Route("/v2", shows(service.metadata)),
-        Route("/v2/models/stats", shows(service.statistics)),
-        Route("/v2/models/{model}", shows(service.model_metadata)),
-        Route("/v2/models/{model}/versions/{version}", shows(service.model_metadata)),
-        Route("/v2/repository/index", index, methods=["POST"]),
-        Route("/v2/repository/models/{model}/{action}", control, methods=["POST"]),
-        Route(f"{shm}/{{action}}", regions, methods=both),
-        Route(f"{shm}/region/{{region}}/{{action}}", regions, methods=both),
-        Route("/v2/logging", log, methods=both),
-        Route("/v2/trace/setting", trace, methods=both),
-        Route("/v2/models/{model}/trace/setting", trace, methods=both),
-        Route("/metrics", metrics),
-        *page,
+    regions = shows(lambda kind, *name: service.regions.status(*name) if kind == "system" else [])
+    get, post = ("GET",), ("POST",)
+    model, memory = "/v2/models/{model}", "/v2/{kind}sharedmemory"
+    table: list[tuple[str, Any, Sequence[str]]] = [
+        ("/v2/health/live", probes("live", lambda: True), get),
+        ("/v2/health/ready", probes("ready", lambda: service.ready), get),
+        ("/v2", shows(service.metadata), get),
+        ("/v2/models/stats", shows(service.statistics), get),
+        *(
+            (f"{place}{end}", handler, get)
+            for place in (model, f"{model}/versions/{{version}}")
+            for end, handler in (
+                ("", shows(service.model_metadata)),
+                ("/ready", probes("ready", service.model_ready)),
+                ("/config", shows(service.model_config)),
+                ("/stats", shows(service.statistics)),
+            )
+        ),
+        ("/v2/repository/index", index, post),
+        ("/v2/repository/models/{model}/load", load, post),
+        ("/v2/repository/models/{model}/unload", unload, post),
+        (f"{memory}/status", regions, get),
+        (f"{memory}/region/{{name}}/status", regions, get),
+        (f"{memory}/region/{{name}}/register", register, post),
+        (f"{memory}/unregister", unregister, post),
+        (f"{memory}/region/{{name}}/unregister", unregister, post),
+        ("/v2/logging", log, get + post),
+        ("/v2/trace/setting", trace, get + post),
+        (f"{model}/trace/setting", trace, get + post),
+        ("/metrics", metrics, get),
     ]
+    infer = _Infer(service)
+    places = (f"{model}/infer", f"{model}/versions/{{version}}/infer")
+    routes = [*(Route(place, infer) for place in places)]
+    routes += [Route(place, handler, methods=[*methods]) for place, handler, methods in table]
     kinds = (McinferError, HTTPException, Exception)
-    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, failed))
-    return _Gate(app, service, hosts)
+    handlers: Any = dict.fromkeys(kinds, failed)
+    return _Gate(Starlette(routes=[*routes, *page], exception_handlers=handlers), service, hosts)

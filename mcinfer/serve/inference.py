@@ -1,13 +1,10 @@
-"""A request for a model's answer, whatever protocol brings it: checked, run, and its errors.
-
-A *document* is the request's JSON object, or what a message of gRPC says in the same form.
-"""
+"""A request for a model's outputs, whatever protocol brings it: checked, run, and its errors."""
 
 import logging
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +19,11 @@ from mcinfer.errors import (
     WorkerDiedError,
     shortened,
 )
+from mcinfer.serve.documents import InferDocument
 from mcinfer.serve.models import Instance, RefusedError
 from mcinfer.serve.regions import Region, Regions
 from mcinfer.serve.tensors import TensorHead, bytes_of, from_bytes, from_json
 from mcinfer.specs import TensorSpec
-
-MAX_TENSORS = 1024
-"""Most inputs, or outputs, that a request may name."""
-
-_MOST = 1 << 62
 
 _log = logging.getLogger("mcinfer.serve")
 
@@ -45,53 +38,46 @@ class OutputWish:
 
 
 class Inference:
-    """A request of a document that was checked; its tensors' values may still be to come.
+    """A request that was checked; its tensors' values may still be to come.
 
     Args:
-        document: What the client says.
+        asked: What the client says.
         instance: Of the model.
         regions: Of clients' shared memory.
-        binary: Whether outputs come as bytes unless the document says so.
+        binary: Whether outputs come as bytes unless the client says so.
 
     Attributes:
-        id: The client's own name for it.
-        heads: Its inputs, in the request's order.
-        wishes: Its outputs, likewise; all of the model if it names none.
+        asked: As given.
+        wishes: The outputs, in the request's order.
         arrays: The values of inputs that are read, by name.
 
     Raises:
-        InvalidInputError: Something is missing, of another type, or not of this model.
+        InvalidInputError: An input or output is not of this model, missing, or of another type or shape.
     """
 
     def __init__(
-        self, document: Any, instance: Instance, regions: Regions, *, binary: bool = False
+        self, asked: InferDocument, instance: Instance, regions: Regions, *, binary: bool = False
     ) -> None:
-        self._instance, self._regions = instance, regions
+        self._instance, self._regions, self.asked = instance, regions, asked
         self.arrays: dict[str, NDArray[Any]] = {}
-        document = checked("the request", document, dict)
-        parameters = _parameters(document)
-        if parameters.get("sequence_id"):
+        if asked.parameters.sequence_id:
             raise InvalidInputError("sequence_id: models keep no state here between requests")
-        self.id: str = checked("id", document.get("id", ""), str)
-        micro, level = (_count(parameters, name) for name in ("timeout", "priority"))
-        self._timeout = micro / 1e6 or None
-        self._priority = -level or instance.usual_priority
-        self.heads: list[TensorHead] = []
-        for spec, own, given in _tensors(document, "inputs", instance.master.inputs):
-            if given.get("datatype") != (expected := instance.datatypes[spec.name]):
-                got = str(given.get("datatype"))[:100]
-                raise InvalidInputError(f"input {spec}: got datatype {got}, expected {expected}")
-            shape = tuple(checked(f"shape of input '{spec.name}'", given.get("shape"), list))
-            self.heads.append(TensorHead(spec, shape, own, given.get("data")))
-        if len(self.heads) < len(instance.master.inputs):
-            got, expected = [h.spec.name for h in self.heads], [*instance.datatypes]
+        inputs = _by_name("input", asked.inputs, instance.master.inputs)
+        if len(inputs) < len(instance.master.inputs):
+            got, expected = (
+                [spec.name for spec, _ in inputs],
+                [s.name for s in instance.master.inputs],
+            )
             raise InvalidInputError(f"inputs: got {got}, expected {expected}")
-        binary = checked("binary_data_output", parameters.get("binary_data_output", binary), bool)
+        self._heads = [TensorHead(spec, given) for spec, given in inputs]
+        if asked.parameters.binary_data_output is not None:
+            binary = asked.parameters.binary_data_output
         self.wishes: list[OutputWish] = []
-        for spec, own, _ in _tensors(document, "outputs", instance.master.outputs):
-            if own.get("classification"):
+        for spec, given in _by_name("output", asked.outputs, instance.master.outputs):
+            own = given.parameters
+            if own.classification:
                 raise InvalidInputError(f"classification: output '{spec.name}' comes as it is")
-            as_bytes = checked("binary_data", own.get("binary_data", binary), bool)
+            as_bytes = binary if own.binary_data is None else own.binary_data
             self.wishes.append(OutputWish(spec, as_bytes, regions.part(own)))
         if not self.wishes:
             self.wishes = [OutputWish(spec, binary) for spec in instance.master.outputs]
@@ -103,29 +89,27 @@ class Inference:
             InvalidInputError: An input has no value, several, or one that does not fit.
         """
         others = []
-        for head in self.heads:
-            region, size = (
-                self._regions.part(head.parameters),
-                head.parameters.get("binary_data_size"),
-            )
-            if [head.data, region, size].count(None) != 2:
+        for head in self._heads:
+            name, given = head.spec.name, head.given
+            region, size = self._regions.part(given.parameters), given.parameters.binary_data_size
+            if [given.data, region, size].count(None) != 2:
                 raise head.wrong("expected one of data, shared_memory_region and binary_data_size")
             if size is not None:
-                head.check_bytes(checked("binary_data_size", size, int))
+                head.check_bytes(size)
                 others.append((head, size))
             elif region is None:
-                self.arrays[head.spec.name] = from_json(head)
+                self.arrays[name] = from_json(head)
             elif head.shareable:
                 head.check_bytes(region.size)
                 self.allocate([head])
-                region.read_into(bytes_of(self.arrays[head.spec.name]))
+                region.read_into(bytes_of(self.arrays[name]))
             else:
-                self.arrays[head.spec.name] = from_bytes(head, region.read())
+                self.arrays[name] = from_bytes(head, region.read())
         return others
 
     def allocate(self, heads: Sequence[TensorHead]) -> None:
         """Give inputs that can lie in shared memory their place there; the content is still to come."""
-        shapes = {head.spec.name: head.shape for head in heads if head.shareable}
+        shapes = {head.spec.name: head.given.shape for head in heads if head.shareable}
         self.arrays.update(self._instance.master.allocate(shapes))
 
     async def run(self) -> list[NDArray[Any]]:
@@ -134,12 +118,12 @@ class Inference:
         A small request may be joined with others in one run; a larger one is split over all workers.
         """
         self._instance.last = time.time()
-        rows = max((head.shape[0] for head in self.heads if head.shape), default=1)
+        rows = max((head.given.shape[0] for head in self._heads if head.given.shape), default=1)
         names = [wish.spec.name for wish in self.wishes]
         answer = await self._instance.master.predict_async(
             self.arrays,
-            timeout=self._timeout,
-            priority=self._priority,
+            timeout=self.asked.parameters.timeout / 1e6 or None,
+            priority=-self.asked.parameters.priority or self._instance.usual_priority,
             outputs=names,
             shards=1 if rows <= self._instance.joins else None,
         )
@@ -149,43 +133,18 @@ class Inference:
         return [answer[name] for name in names]
 
 
-def checked(what: str, value: Any, kind: type) -> Any:
-    """The value, if it is of this type."""
-    if type(value) is not kind:
-        expected = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
-        got = str(value)[:100]
-        raise InvalidInputError(f"{what}: got {got!r}, expected {expected.get(kind, 'an integer')}")
-    return value
-
-
-def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = checked("parameters", given.get("parameters", {}), dict)
-    return found
-
-
-def _tensors(
-    document: Mapping[str, Any], what: str, specs: Sequence[TensorSpec]
-) -> list[tuple[TensorSpec, dict[str, Any], dict[str, Any]]]:
-    """What a document says of each tensor: the model's tensor, its parameters, and all."""
+def _by_name(
+    role: str, given: Sequence[Any], specs: Sequence[TensorSpec]
+) -> list[tuple[TensorSpec, Any]]:
+    """What is said of tensors, each beside the model's tensor of that name."""
     known, found = {spec.name: spec for spec in specs}, {}
-    items = checked(what, document.get(what, []), list)
-    if len(items) > MAX_TENSORS:
-        raise InvalidInputError(f"{what}: got {len(items)}, expected {MAX_TENSORS} at most")
-    for given in items:
-        name = checked("name", checked(f"one of {what}", given, dict).get("name"), str)
-        if name in found:
-            raise InvalidInputError(f"{what[:-1]} '{name}' already exists in request")
-        if name not in known:
-            raise InvalidInputError(f"{what}: got '{name[:200]}', expected some of {[*known]}")
-        found[name] = known[name], _parameters(given), given
+    for one in given:
+        if one.name in found:
+            raise InvalidInputError(f"{role} '{one.name}' already exists in request")
+        if one.name not in known:
+            raise InvalidInputError(f"{role} '{one.name[:200]}' is unknown, expected {[*known]}")
+        found[one.name] = known[one.name], one
     return [*found.values()]
-
-
-def _count(parameters: Mapping[str, Any], name: str) -> int:
-    value: int = checked(name, parameters.get(name, 0), int)
-    if not 0 <= value < _MOST:
-        raise InvalidInputError(f"{name}: got {value}, expected 0 or more")
-    return value
 
 
 # Errors.

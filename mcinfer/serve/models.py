@@ -9,15 +9,15 @@ Ownership: `Models` owns the masters of its instances. One task at a time change
 
 import asyncio
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format, text_format
 
-from mcinfer.config import CARD_KINDS, Device, EngineOptions, Limits, Timeouts
+from mcinfer.config import CARD_KINDS, Device, Limits, Timeouts
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.master import Master
 from mcinfer.serve.messages import message
@@ -46,27 +46,6 @@ class RefusedError(McinferError):
         self.status = status
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolDefaults:
-    """How a model's master is made unless its configuration says otherwise; see `Master`.
-
-    Attributes:
-        devices: By the model's name; under ``""``, those of all others.
-        options: By the model's name.
-        engine: None chooses by the file's name.
-        queue: Most requests of a model at once.
-        timeout: Seconds for an answer.
-    """
-
-    devices: Mapping[str, int | str | Sequence[str] | None] = field(default_factory=dict)
-    options: Mapping[str, EngineOptions] = field(default_factory=dict)
-    engine: str | None = None
-    max_batch_size: int = 8
-    max_delay: float = 0.0
-    queue: int = 1000
-    timeout: float = 60.0
-
-
 class Instance:
     """One version of a model, while it is served.
 
@@ -74,16 +53,15 @@ class Instance:
         master: Open while the instance is `used`.
         joins: Most rows of one run for several requests.
         usual_priority: Of requests that say none.
-        datatypes: By input name.
         config: ``ModelConfig`` as JSON.
         last: When a request last came, in seconds since 1970; 0 if none did.
     """
 
-    def __init__(self, master: Master, version: str, joins: int, priority: int) -> None:
+    def __init__(
+        self, master: Master, version: str, joins: int, priority: int, config: dict[str, Any]
+    ) -> None:
         self.master, self.version, self.joins = master, version, joins
-        self.usual_priority = priority
-        self.datatypes = {spec.name: DATATYPES[spec.element_type] for spec in master.inputs}
-        self.config: dict[str, Any] = {}
+        self.usual_priority, self.config = priority, config
         self.last = 0.0
         self._users = 0
         self._unused = asyncio.Event()
@@ -134,21 +112,24 @@ class Models:
     Args:
         files: By name, the models that are given by their files.
         repository: A folder of others, or None; models may come to it while the server runs.
-        defaults: Of the masters.
+        options: Of `Master`, by the model's name; a model's configuration goes before them.
 
     Raises:
         InvalidInputError: A name is none for an address; there is no such folder.
     """
 
     def __init__(
-        self, files: Mapping[str, Path], repository: Path | None, defaults: PoolDefaults
+        self,
+        files: Mapping[str, Path],
+        repository: Path | None,
+        options: Callable[[str], Mapping[str, Any]],
     ) -> None:
         for name in files:
             if not _NAME.fullmatch(name):
                 raise InvalidInputError(f"name: got {name!r}, expected letters, digits, _, . and -")
         if repository is not None and not repository.is_dir():
             raise InvalidInputError(f"repository: {str(repository)!r} is no folder")
-        self._repository, self._defaults = repository, defaults
+        self._repository, self._options = repository, options
         self._models = {name: _Model(file) for name, file in files.items()}
         self._look()
 
@@ -232,51 +213,30 @@ class Models:
         return entries
 
     async def _open(self, name: str, place: Path, override: str | None) -> Instance:
-        defaults, config = self._defaults, message("ModelConfig")()
-        is_given = override is not None or (place.is_dir() and (place / _CONFIG).exists())
-        if is_given:
+        options, version = {"max_batch_size": 1, **self._options(name)}, "1"
+        config, rows = message("ModelConfig")(), options["max_batch_size"]
+        if override is not None or (place.is_dir() and (place / _CONFIG).exists()):
             _read_config(config, place / _CONFIG, override)
+            options |= _options(config, options)
+            rows = config.max_batch_size
         if config.name not in ("", name):
             raise InvalidInputError(f"name: got {config.name!r}, expected {name!r}")
-        engine, version = defaults.engine, "1"
-        if said := config.backend or config.platform:
-            engine = next((e for e, names in _ENGINES.items() if said in (e, names[0])), None)
-            if engine is None:
-                raise InvalidInputError(f"backend: got {said!r}, expected one of {[*_ENGINES]}")
+        engine = options.get("engine")
         if place.is_dir():
             found = [p.name for p in place.iterdir() if p.is_dir() and _VERSION.fullmatch(p.name)]
             version = max(found, key=int, default="1")
-            own = config.default_model_filename or _ENGINES[engine or "onnxruntime"][1]
+            usual = _ENGINES.get(engine or "", _ENGINES["onnxruntime"])[1]
+            own = config.default_model_filename or usual
             if Path(own).name != own:
                 raise InvalidInputError(f"default_model_filename: got {own!r}, expected a name")
             place = place / version / own
-        if engine is None:
-            engine = "openvino" if place.suffix == ".xml" else "onnxruntime"
-        joins, delay, dynamic = defaults.max_batch_size, defaults.max_delay, config.dynamic_batching
-        if is_given:
-            joins = max(1, config.max_batch_size) if config.HasField("dynamic_batching") else 1
-            delay = dynamic.max_queue_delay_microseconds / 1e6
-        policy = dynamic.default_queue_policy
-        seconds = policy.default_timeout_microseconds / 1e6 or defaults.timeout
-        master = Master(
-            place,
-            _devices(config) or defaults.devices.get(name, defaults.devices.get("")),
-            engine=engine,
-            options=defaults.options.get(name, EngineOptions()),
-            max_batch_size=joins,
-            max_delay=delay,
-            limits=Limits(queue=policy.max_queue_size or defaults.queue),
-            timeouts=Timeouts(predict=seconds),
-        )
+        options["engine"] = engine or ("openvino" if place.suffix == ".xml" else "onnxruntime")
+        master = Master(place, **options)
         await master.__aenter__()
-        priority = -dynamic.default_priority_level or _LOWEST
-        instance = Instance(master, version, joins, priority)
-        most = config.max_batch_size if is_given else joins
-        instance.config = _described(name, master, engine, place.name, most)
-        if joins > 1:
-            micro = round(delay * 1e6)
-            instance.config["dynamic_batching"] = {"max_queue_delay_microseconds": micro}
-        return instance
+        priority = -config.dynamic_batching.default_priority_level or _LOWEST
+        described = _described(name, master, rows, options)
+        described["default_model_filename"] = place.name
+        return Instance(master, version, options["max_batch_size"], priority, described)
 
 
 def _read_config(config: Any, file: Path, override: str | None) -> None:
@@ -291,16 +251,36 @@ def _read_config(config: Any, file: Path, override: str | None) -> None:
         raise InvalidInputError(f"config: it is no model configuration: {exc}") from exc
 
 
+def _options(config: Any, before: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `Master` that a configuration says; as with Triton, it says whether to join requests."""
+    dynamic, devices = config.dynamic_batching, _devices(config)
+    policy, joins = dynamic.default_queue_policy, config.HasField("dynamic_batching")
+    options: dict[str, Any] = {
+        "max_batch_size": max(1, config.max_batch_size) if joins else 1,
+        "max_delay": dynamic.max_queue_delay_microseconds / 1e6,
+    }
+    if said := config.backend or config.platform:
+        engines = [e for e, (platform, _) in _ENGINES.items() if said in (e, platform)]
+        if not engines:
+            raise InvalidInputError(f"backend: got {said!r}, expected one of {[*_ENGINES]}")
+        options["engine"] = engines[0]
+    if devices:
+        options["devices"] = devices
+    if queue := policy.max_queue_size:
+        options["limits"] = replace(before.get("limits", Limits()), queue=queue)
+    if micro := policy.default_timeout_microseconds:
+        options["timeouts"] = replace(before.get("timeouts", Timeouts()), predict=micro / 1e6)
+    return options
+
+
 def _devices(config: Any) -> list[str]:
     """The devices of the instance groups: one for each instance that they count."""
     devices: list[str] = []
     for group in config.instance_group:
         kind, count = type(group).Kind.Name(group.kind), group.count or 1
         if count < 0 or kind == "KIND_MODEL":
-            raise InvalidInputError(
-                f"instance_group: got count {count} of {kind}, expected 1 or more of KIND_CPU, KIND_GPU "
-                "or KIND_AUTO"
-            )
+            text = f"instance_group: got count {count} of {kind}, expected 1 or more of KIND_CPU,"
+            raise InvalidInputError(f"{text} KIND_GPU or KIND_AUTO")
         if group.gpus or kind == "KIND_GPU":
             devices += [f"cuda:{card}" for card in group.gpus or [0] for _ in range(count)]
         else:
@@ -309,10 +289,10 @@ def _devices(config: Any) -> list[str]:
     return devices
 
 
-def _described(name: str, master: Master, engine: str, file: str, most: int) -> dict[str, Any]:
+def _described(name: str, master: Master, rows: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of a loaded model; the sizes of its tensors leave out that of a batch."""
     tensors = (*master.inputs, *master.outputs)
-    batched = most > 0 and all(s.shape and not isinstance(s.shape[0], int) for s in tensors)
+    batched = rows > 0 and all(s.shape and not isinstance(s.shape[0], int) for s in tensors)
     workers = [Device.parse(worker.device) for worker in master.statistics().workers]
     cards = sorted({device.index for device in workers if device.kind in CARD_KINDS})
     known = message("ModelInput").DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_name
@@ -324,13 +304,16 @@ def _described(name: str, master: Master, engine: str, file: str, most: int) -> 
         described.append({"name": spec.name, "data_type": kind, "dims": sizes})
     count = len(workers) // (len(cards) or 1)
     kind = "KIND_GPU" if cards else "KIND_CPU"
-    return {
+    config: dict[str, Any] = {
         "name": name,
-        "platform": _ENGINES.get(engine, ("",))[0],
-        "backend": engine,
-        "max_batch_size": most if batched else 0,
+        "platform": _ENGINES.get(options["engine"], ("",))[0],
+        "backend": options["engine"],
+        "max_batch_size": rows if batched else 0,
         "input": described[: len(master.inputs)],
         "output": described[len(master.inputs) :],
         "instance_group": [{"name": name, "kind": kind, "count": count, "gpus": cards}],
-        "default_model_filename": file,
     }
+    if options["max_batch_size"] > 1:
+        micro = round(options["max_delay"] * 1e6)
+        config["dynamic_batching"] = {"max_queue_delay_microseconds": micro}
+    return config

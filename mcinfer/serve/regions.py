@@ -1,8 +1,8 @@
 """Shared memory of clients, for tensors that travel in no request (Triton's extension for shared memory).
 
-A region is part of an object in POSIX shared memory (shm_overview(7)), which a client on this machine has made
-and registers by its name. The client can cut it short at any time. So it is not mapped, where that would end
-this process by SIGBUS, but read and written.
+A region is part of an object in POSIX shared memory (shm_overview(7)), which a client on this machine has
+made and registers by its name. The client can cut it short at any time. So it is not mapped, where that would
+end this process by SIGBUS, but read and written.
 
 Ownership: the object is the client's. It is open here until its region is unregistered and no request has it.
 """
@@ -11,12 +11,12 @@ import os
 import socket
 import stat
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import InvalidInputError
+from mcinfer.serve.documents import RegionDocument, TensorParameters
 from mcinfer.serve.models import RefusedError
 
 _MAX_REGIONS = 1024
@@ -41,15 +41,12 @@ class Region:
     offset: int
     size: int
 
-    def part(self, parameters: Mapping[str, Any]) -> "Region":
+    def part(self, given: TensorParameters) -> "Region":
         """The tensor that these parameters describe."""
-        start = parameters.get("shared_memory_offset", 0)
-        size = parameters.get("shared_memory_byte_size")
-        if not (_is_size(start) and _is_size(size) and start + size <= self.size):
-            text = (
-                f"shared memory region '{self.key}' has {self.size} bytes, got offset {start!r} and"
-            )
-            raise InvalidInputError(f"{text} byte size {size!r}")
+        start, size = given.shared_memory_offset, given.shared_memory_byte_size
+        if start + size > self.size:
+            text = f"shared memory region '{self.key}' has {self.size} bytes"
+            raise InvalidInputError(f"{text}, got offset {start} and byte size {size}")
         return replace(self, offset=self.offset + start, size=size)
 
     def read_into(self, memory: memoryview) -> None:
@@ -82,10 +79,6 @@ class Region:
             done += os.pwritev(self.object.fd, [data[done:]], self.offset + done)
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
-
-
 class Regions:
     """The regions that clients have registered, by name; `allowed` is whether they may."""
 
@@ -93,15 +86,13 @@ class Regions:
         self.allowed = allowed
         self._regions: dict[str, Region] = {}
 
-    def register(
-        self, name: str, client: tuple[str, int] | None, fields: Mapping[str, Any]
-    ) -> None:
+    def register(self, name: str, client: tuple[str, int] | None, asked: RegionDocument) -> None:
         """Open an object. It must belong to this process's user, and so must the client that asks for it.
 
         Args:
             name: Of the region.
             client: The client's address and port; None if it came by a socket that only this user can open.
-            fields: ``key``, ``offset``, ``byte_size``.
+            asked: The object, and the part of it.
 
         Raises:
             RefusedError: This client may not do that here.
@@ -113,19 +104,14 @@ class Regions:
         if client is not None and _user_of(*client) != os.geteuid():
             text = "shared memory is for clients on the server's machine, of the server's user"
             raise RefusedError(403, text)
-        key, offset, size = (fields.get(k, 0) for k in ("key", "offset", "byte_size"))
-        own = key.removeprefix("/") if isinstance(key, str) else ""
+        own = asked.key.removeprefix("/")
         if own in ("", ".", "..") or "/" in own or "\0" in own:
-            raise InvalidInputError(
-                f"key: got {str(key)[:100]!r}, expected a name such as '/input'"
-            )
-        if not _is_size(offset) or not _is_size(size):
-            raise InvalidInputError(f"offset, byte_size: got {offset!r}, {size!r}, expected sizes")
+            raise InvalidInputError(f"key: got {own[:99]!r}, expected a name such as '/input'")
         if name in self._regions or len(self._regions) >= _MAX_REGIONS:
             text = f"shared memory region '{name}' already in manager, or too many are"
             raise InvalidInputError(text)
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        text = f"Unable to open shared memory region: '{key}'"
+        text = f"Unable to open shared memory region: '{asked.key}'"
         try:
             opened = _Open(os.open(f"{_FOLDER}/{own}", flags))
         except OSError as exc:
@@ -133,9 +119,9 @@ class Regions:
         found = os.fstat(opened.fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise InvalidInputError(f"{text} is no object of the server's user")
-        if offset + size > found.st_size:
-            raise InvalidInputError(f"{text} has {found.st_size} bytes, expected {offset + size}")
-        self._regions[name] = Region(key, opened, offset, size)
+        if asked.offset + asked.byte_size > found.st_size:
+            raise InvalidInputError(f"{text} has {found.st_size} bytes, expected more")
+        self._regions[name] = Region(asked.key, opened, asked.offset, asked.byte_size)
 
     def unregister(self, name: str = "") -> None:
         """Forget a region, or all; one that is not there is no error, as with Triton."""
@@ -152,14 +138,13 @@ class Regions:
             if name in ("", known)
         ]
 
-    def part(self, parameters: Mapping[str, Any]) -> Region | None:
+    def part(self, given: TensorParameters) -> Region | None:
         """The part of a region that a tensor's parameters name; None if they name none."""
-        name = parameters.get("shared_memory_region")
-        if name is None:
+        if (name := given.shared_memory_region) is None:
             return None
-        if not isinstance(name, str) or name not in self._regions:
-            raise InvalidInputError(f"Unable to find shared memory region: '{str(name)[:100]}'")
-        return self._regions[name].part(parameters)
+        if name not in self._regions:
+            raise InvalidInputError(f"Unable to find shared memory region: '{name[:99]}'")
+        return self._regions[name].part(given)
 
 
 def _user_of(address: str, port: int) -> int | None:

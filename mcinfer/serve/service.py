@@ -4,7 +4,7 @@ import hashlib
 import hmac
 import logging
 from base64 import b64decode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from mcinfer import __version__
-from mcinfer.errors import InvalidInputError
 from mcinfer.exporters.prometheus import families
-from mcinfer.serve.inference import checked
+from mcinfer.serve.documents import IndexDocument, LoadDocument, LogDocument
 from mcinfer.serve.models import Models, RefusedError
 from mcinfer.serve.regions import Regions
 from mcinfer.serve.tensors import DATATYPES, shape_of
@@ -72,13 +71,14 @@ class Service(Collector):
         self._answers = Counter("mcinfer_http_answers", text, names, registry=self._registry)
 
     def admits(self, authorization: str) -> bool:
-        """Whether a header ``Authorization`` shows a key: ``Bearer KEY``, or ``Basic`` with it as password."""
+        """Whether a header ``Authorization`` has a key: ``Bearer KEY``, or ``Basic`` with it as password."""
         scheme, _, shown = authorization.strip().partition(" ")
         if scheme.lower() == "basic":
             with suppress(ValueError):
                 shown = b64decode(shown, validate=True).decode().partition(":")[2]
         digest = hashlib.sha256(shown.strip().encode(errors="replace")).digest()
-        return not self._keys or any([hmac.compare_digest(digest, key) for key in self._keys])
+        fits = [hmac.compare_digest(digest, key) for key in self._keys]  # all, for an equal time
+        return not fits or any(fits)
 
     # What it says of itself.
 
@@ -135,27 +135,22 @@ class Service(Collector):
             )
         return {"model_stats": found}
 
-    def index(self, asked: Mapping[str, Any]) -> list[dict[str, str]]:
-        """The models; only those that are loaded if that is asked for."""
-        if type(ready := asked.get("ready", False)) is not bool:
-            raise InvalidInputError("Invalid value for 'ready': expected a boolean")
-        return [e for e in self.models.index() if e["state"] == "READY" or not ready]
+    def index(self, asked: IndexDocument) -> list[dict[str, str]]:
+        return [e for e in self.models.index() if e["state"] == "READY" or not asked.ready]
 
-    async def load(self, name: str, parameters: Any) -> None:
+    async def load(self, name: str, asked: LoadDocument) -> None:
         """Load a model, maybe with a configuration among the parameters."""
-        parameters = checked("parameters", parameters, dict)
-        if any(key.startswith("file:") for key in parameters):
-            raise RefusedError(
-                400, f"failed to load '{name}', models come from files of the server alone"
-            )
-        config = parameters.get("config")
-        await self.models.load(name, None if config is None else checked("config", config, str))
+        if any(key.startswith("file:") for key in asked.parameters):
+            text = f"failed to load '{name}', models come from files of the server alone"
+            raise RefusedError(400, text)
+        config = asked.parameters.get("config")
+        await self.models.load(name, None if config is None else str(config))
 
     # Figures.
 
     def count(self, model: str, status: int) -> None:
-        """Count an answer; models that are not there are counted as one."""
-        self._answers.labels("" if status == 404 else model, status).inc()
+        """Count an answer; `model` is empty for one that is not there."""
+        self._answers.labels(model, status).inc()
 
     def collect(self) -> Iterator[Metric]:
         """The figures of all masters, for Prometheus' registry."""
@@ -166,17 +161,13 @@ class Service(Collector):
     def metrics(self) -> bytes:
         return generate_latest(self._registry)
 
-    def log_settings(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """What the logger ``mcinfer`` shows, after these changes, by Triton's names."""
+    def log_settings(self, asked: LogDocument) -> dict[str, Any]:
+        """What the logger ``mcinfer`` shows after these changes, by Triton's names."""
         logger = logging.getLogger("mcinfer")
-        for name, value in changes.items():
-            if name not in _LEVELS or not isinstance(value, int):
-                raise InvalidInputError(
-                    f"{name}: got {str(value)[:100]!r}, expected one of {[*_LEVELS]}"
-                )
-            level = _LEVELS[name]
-            if bool(value) != logger.isEnabledFor(level):
-                logger.setLevel(level if value else level + 10)
+        for name, level in _LEVELS.items():
+            wanted = getattr(asked, name)
+            if wanted is not None and bool(wanted) != logger.isEnabledFor(level):
+                logger.setLevel(level if wanted else level + 10)
         shown: dict[str, Any] = {n: logger.isEnabledFor(level) for n, level in _LEVELS.items()}
         verbose = int(shown["log_verbose_level"])
         return {"log_file": "", **shown, "log_verbose_level": verbose, "log_format": "default"}

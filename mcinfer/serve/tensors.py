@@ -1,12 +1,11 @@
 """Tensors as the protocol has them, in JSON and in bytes, and as arrays.
 
-Bytes are little-endian and in C order; an element of type BYTES is its length (uint32) and its bytes. Sources:
-inference_rest.md of https://github.com/kserve/open-inference-protocol, and Triton's extension for binary
-tensors (docs/protocol/extension_binary_data.md of https://github.com/triton-inference-server/server).
+Bytes are little-endian and in C order; an element of type BYTES is its length (uint32) and its bytes.
+Sources: inference_rest.md of https://github.com/kserve/open-inference-protocol, and Triton's extension for
+binary tensors (docs/protocol/extension_binary_data.md of https://github.com/triton-inference-server/server).
 """
 
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -15,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.checks import is_shape
 from mcinfer.errors import InvalidInputError
 from mcinfer.requests.tensors import as_input
+from mcinfer.serve.documents import InputDocument
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec
 
 _FLOATS = {"float16": "FP16", "float32": "FP32", "float64": "FP64", "bfloat16": "BF16"}
@@ -31,36 +30,33 @@ MAX_DEPTH = 100
 
 @dataclass(frozen=True, slots=True)
 class TensorHead:
-    """What a request says of an input: a tensor of the model, and a shape that fits it.
+    """An input of a request, whose type and shape are such as the model takes.
 
     Attributes:
         spec: The model's input.
-        shape: All of it.
-        parameters: By name.
-        data: Its values in JSON; None if they come in another way.
+        given: What the request says of it.
 
     Raises:
-        InvalidInputError: The shape does not fit.
+        InvalidInputError: Its type or shape is another.
     """
 
     spec: TensorSpec
-    shape: tuple[int, ...]
-    parameters: Mapping[str, Any]
-    data: Any = None
+    given: InputDocument
 
     def __post_init__(self) -> None:
-        if not is_shape(self.shape) or not self.spec.admits(self.shape):
-            got, expected = str([*self.shape])[:200], shape_of(self.spec)
-            raise self.wrong(f"got shape {got}, expected {expected}")
+        if self.given.datatype != (expected := DATATYPES[self.spec.element_type]):
+            raise self.wrong(f"got datatype {self.given.datatype[:99]!r}, expected {expected}")
+        if not self.spec.admits(self.given.shape):
+            raise self.wrong(f"got shape {[*self.given.shape]}, expected {shape_of(self.spec)}")
 
     def wrong(self, why: str) -> InvalidInputError:
         return InvalidInputError(f"input {self.spec}: {why}")
 
     def check(self, got: int, what: str = "elements", each: int = 1) -> None:
         """Raise `InvalidInputError` unless there are so many elements, or bytes of `each`."""
-        if got != prod(self.shape) * each:
-            expected = prod(self.shape) * each
-            raise self.wrong(f"got {got} {what} for shape {[*self.shape]}, expected {expected}")
+        if got != (expected := prod(self.given.shape) * each):
+            shape = [*self.given.shape]
+            raise self.wrong(f"got {got} {what} for shape {shape}, expected {expected}")
 
     def check_bytes(self, got: int) -> None:
         """Raise `InvalidInputError` unless it has so many bytes; strings may have any number."""
@@ -90,12 +86,12 @@ class _Untyped:
 
 
 def from_json(head: TensorHead) -> NDArray[Any]:
-    """`TensorHead.data`, nested or flat, as an array; null stands for NaN, which JSON does not have.
+    """An input's values in JSON, nested or flat, as an array; null stands for NaN, which JSON lacks.
 
     Raises:
         InvalidInputError: There are more or fewer values, or values of another kind.
     """
-    data, depth = head.data, 0
+    data, depth = head.given.data, 0
     while isinstance(data, list) and len(data) == 1 and isinstance(data[0], list):
         data, depth = data[0], depth + 1
     inner = data
@@ -119,7 +115,7 @@ def from_json(head: TensorHead) -> NDArray[Any]:
             raise head.wrong("expected numbers as data")
         array = array.astype(np.float64)
     head.check(array.size)
-    return as_input(_Untyped(array.reshape(head.shape)), head.spec, head.spec.element_type)
+    return as_input(_Untyped(array.reshape(head.given.shape)), head.spec, head.spec.element_type)
 
 
 def from_bytes(head: TensorHead, data: bytes) -> NDArray[Any]:
@@ -130,8 +126,9 @@ def from_bytes(head: TensorHead, data: bytes) -> NDArray[Any]:
     """
     head.check_bytes(len(data))
     if head.spec.element_type != STRING:
-        return np.frombuffer(data, head.spec.dtype).reshape(head.shape)
-    values, place, most = [], 0, prod(head.shape)
+        return np.frombuffer(data, head.spec.dtype).reshape(head.given.shape)
+    values: list[bytes] = []
+    place, most = 0, prod(head.given.shape)
     while place < len(data) and len(values) <= most:
         start = place + 4
         length = struct.unpack_from("<I", data, place)[0] if start <= len(data) else len(data)
@@ -140,7 +137,7 @@ def from_bytes(head: TensorHead, data: bytes) -> NDArray[Any]:
     if place != len(data):
         raise head.wrong(f"its {len(data)} bytes are not {most} strings, each after its length")
     head.check(len(values))
-    return np.fromiter(values, object, len(values)).reshape(head.shape)
+    return np.fromiter(values, object, len(values)).reshape(head.given.shape)
 
 
 def bytes_of(array: NDArray[Any]) -> memoryview:
@@ -149,7 +146,7 @@ def bytes_of(array: NDArray[Any]) -> memoryview:
         encoded = [v.encode() if isinstance(v, str) else bytes(v) for v in array.ravel().tolist()]
         return memoryview(b"".join(struct.pack("<I", len(v)) + v for v in encoded))
     flat = np.ascontiguousarray(array).reshape(-1)
-    return memoryview(flat.view(np.uint8) if flat.size else b"")
+    return flat.view(np.uint8).data if flat.size else memoryview(b"")
 
 
 def json_of(name: str, array: NDArray[Any]) -> Any:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from mcinfer.errors import BuildError

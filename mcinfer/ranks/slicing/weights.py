@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped] # comes with onnx
+from google.protobuf.message import DecodeError  # comes with onnx
 from onnx import GraphProto, ModelProto, TensorProto, inliner, numpy_helper
 
 from mcinfer.errors import BuildError

@@ -1,0 +1,113 @@
+"""What requests say in JSON, and in messages of gRPC in the same form. They may have further fields.
+
+Sources: inference_rest.md of https://github.com/kserve/open-inference-protocol, and docs/protocol of
+https://github.com/triton-inference-server/server for the extensions.
+"""
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import orjson
+
+from mcinfer.errors import InvalidInputError
+
+Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_T = TypeVar("_T")
+
+
+class TensorParameters(msgspec.Struct, frozen=True):
+    """Of an input or an output: where its bytes are, or are to be."""
+
+    binary_data_size: Size | None = None
+    binary_data: bool | None = None
+    classification: int = 0
+    shared_memory_region: str | None = None
+    shared_memory_offset: Size = 0
+    shared_memory_byte_size: Size = 0
+
+
+class InputDocument(msgspec.Struct, frozen=True):
+    """An input. `data` has its values, nested or flat."""
+
+    name: str
+    datatype: str
+    shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=64)]
+    parameters: TensorParameters = TensorParameters()
+    data: Any = None
+
+
+class OutputDocument(msgspec.Struct, frozen=True):
+    """An output that is asked for."""
+
+    name: str
+    parameters: TensorParameters = TensorParameters()
+
+
+class InferParameters(msgspec.Struct, frozen=True):
+    """`timeout` is in microseconds. Of priorities 1 is the highest, and 0 the model's usual one."""
+
+    timeout: Size = 0
+    priority: Size = 0
+    binary_data_output: bool | None = None
+    sequence_id: int | str = 0
+
+
+class InferDocument(msgspec.Struct, frozen=True):
+    """A request for a model's outputs; for all of them if it names none."""
+
+    inputs: Annotated[tuple[InputDocument, ...], msgspec.Meta(max_length=1024)]
+    outputs: Annotated[tuple[OutputDocument, ...], msgspec.Meta(max_length=1024)] = ()
+    id: str = ""
+    parameters: InferParameters = InferParameters()
+
+
+class IndexDocument(msgspec.Struct, frozen=True):
+    """`ready` asks for the models that are loaded alone."""
+
+    ready: bool = False
+
+
+class LoadDocument(msgspec.Struct, frozen=True):
+    """`parameters` may have a configuration in JSON, as ``config``."""
+
+    parameters: dict[str, Any] = {}
+
+
+class RegionDocument(msgspec.Struct, frozen=True):
+    """An object in POSIX shared memory, and the part of it that is meant."""
+
+    key: str
+    byte_size: Size
+    offset: Size = 0
+
+
+class LogDocument(msgspec.Struct, frozen=True):
+    """Which messages are logged; None leaves it as it is."""
+
+    log_verbose_level: int | None = None
+    log_info: bool | None = None
+    log_warning: bool | None = None
+    log_error: bool | None = None
+
+
+class TraceDocument(msgspec.Struct, frozen=True):
+    """What is traced."""
+
+    trace_level: tuple[str, ...] | None = None
+
+
+def read_document(kind: type[_T], given: Any) -> _T:
+    """A document of this kind from what stands for it; `InvalidInputError` says what is wrong, and where."""
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as exc:
+        raise InvalidInputError(f"the request: {exc}") from exc
+
+
+def read_json(kind: type[_T], text: bytes) -> _T:
+    """A document of this kind from JSON, of which there may be none."""
+    try:
+        given = orjson.loads(text) if text.strip() else {}
+    except orjson.JSONDecodeError as exc:
+        raise InvalidInputError(f"the request is no JSON: {exc}") from exc
+    return read_document(kind, given)
