@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped] # comes with onnx
+from google.protobuf.message import DecodeError  # comes with onnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, parser

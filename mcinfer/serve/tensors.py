@@ -114,6 +114,8 @@ def from_json(head: TensorHead) -> NDArray[Any]:
         if not all(value is None or isinstance(value, (int, float)) for value in array.flat):
             raise head.wrong("expected numbers as data")
         array = array.astype(np.float64)
+    elif head.spec.dtype.kind == "u" and array.dtype.kind == "i" and np.all(array >= 0):
+        array = array.astype(np.uint64)
     head.check(array.size)
     return as_input(_Untyped(array.reshape(head.given.shape)), head.spec, head.spec.element_type)
 
