@@ -159,9 +159,9 @@ class _Infer:
                 parts, headers = await self._answer(place["model"], instance, given, receive)
                 encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
                 await send({"type": "http.response.start", "status": 200, "headers": encoded})
-                for part in parts:
+                for part in parts[:-1]:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
-                await send({"type": "http.response.body"})
+                await send({"type": "http.response.body", "body": parts[-1]})
         except _GoneError:
             status = 499  # as nginx counts it; no client gets it
         except Exception as exc:
@@ -194,7 +194,10 @@ class _Infer:
         if coding in _WINDOWS:
             parts = [await asyncio.to_thread(_packed, parts, _WINDOWS[coding])]
             answer["content-encoding"] = coding
-        answer["content-length"] = f"{sum(map(len, parts))}"
+        size = sum(map(len, parts))
+        answer["content-length"] = f"{size}"
+        if size < _PIECE:  # one message takes less than a copy
+            parts = [b"".join(parts)]
         return parts, answer
 
     async def _read(

@@ -6,8 +6,10 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import (
@@ -24,6 +26,9 @@ from mcinfer.serve.models import Instance, RefusedError
 from mcinfer.serve.regions import Region, Regions
 from mcinfer.serve.tensors import TensorHead, bytes_of, from_bytes, from_json
 from mcinfer.specs import TensorSpec
+
+_SMALL_BYTES = 1 << 20
+"""Inputs below are copied to shared memory with their request: to ask for a place there takes longer."""
 
 _log = logging.getLogger("mcinfer.serve")
 
@@ -108,9 +113,13 @@ class Inference:
         return others
 
     def allocate(self, heads: Sequence[TensorHead]) -> None:
-        """Give inputs that can lie in shared memory their place there; the content is still to come."""
-        shapes = {head.spec.name: head.given.shape for head in heads if head.shareable}
-        self.arrays.update(self._instance.master.allocate(shapes))
+        """Give inputs that workers can read in place an array each; the content is still to come."""
+        for head in heads:
+            name, shape, dtype = head.spec.name, head.given.shape, head.spec.dtype
+            if head.shareable and prod(shape) * dtype.itemsize < _SMALL_BYTES:
+                self.arrays[name] = np.empty(shape, dtype)
+            elif head.shareable:
+                self.arrays.update(self._instance.master.allocate({name: shape}))
 
     async def run(self) -> list[NDArray[Any]]:
         """The outputs, in order; what clients want in their shared memory is written there.
