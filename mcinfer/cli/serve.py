@@ -1,6 +1,5 @@
 """``mcinfer serve``: models over HTTP and gRPC, by the Open Inference Protocol v2."""
 
-import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,6 +106,7 @@ def serve(
     packages = (
         "google",
         "httptools",
+        "msgspec",
         "orjson",
         "prometheus_client",
         "starlette",
@@ -114,6 +114,8 @@ def serve(
         "uvloop",
     )
     with requires(text, *packages):
+        from asyncio import Runner
+
         import uvloop
 
         from mcinfer.cli.server import Endpoint, run
@@ -154,7 +156,7 @@ def serve(
     )
     with refused_as_usage():
         served = Models(files, repository, options_of)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(served, allowed, endpoint, say))
 
 

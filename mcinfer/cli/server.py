@@ -1,6 +1,7 @@
 """The process of ``mcinfer serve``: sockets, uvicorn and gRPC, and an end that loses no request."""
 
 import asyncio
+import logging
 import os
 import socket
 import stat
@@ -179,6 +180,10 @@ async def run(
                 ssl_certfile=certificate,
                 ssl_keyfile=key,
             )
+            if endpoint.access_log:
+                logger = logging.getLogger("uvicorn.access")
+                logger.addHandler(logging.StreamHandler())
+                logger.setLevel(logging.INFO)
             try:
                 config.load()
                 grpc_server = await _grpc_server(service, endpoint)

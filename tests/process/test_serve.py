@@ -14,7 +14,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from http.client import HTTPConnection, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
 
@@ -499,6 +499,27 @@ def test_sigterm_answers_what_was_accepted_and_leaves_no_worker(fake_model: Fake
         assert server.process.wait(PATIENCE) == 143
         assert statuses == [200] * 6
         wait_until(lambda: not any(map(is_alive, workers)))
+
+
+def test_second_ctrl_c_drops_what_the_first_would_wait_for(fake_model: FakeModel) -> None:
+    model = fake_model(when={f"{SLOW:g}": "sleep:600"})
+    options = ("--name", "model", "--engine", "fake", "--devices", 1, "--access-log")
+    with serving(model, *options) as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.infer, np.full((1, 4), SLOW, np.float32))
+        wait_until(lambda: b'in_flight{model="model",version="1"} 1' in server.ask("/metrics").body)
+        server.process.send_signal(signal.SIGINT)
+        refused = 0
+        while not refused:  # it has the signal once it takes no more connections
+            try:
+                server.ask("/v2")
+            except ConnectionError:
+                refused = 1
+        assert server.process.poll() is None
+        assert server.end(signal.SIGINT) == 130
+        with suppress(OSError, HTTPException):
+            assert asked.result(PATIENCE).status >= 500
+        assert server.process.stderr is not None
+        assert '"GET /metrics HTTP/1.1" 200' in server.process.stderr.read()
 
 
 def test_new_version_takes_over_under_load_without_a_lost_request(tmp_path: Path) -> None:
