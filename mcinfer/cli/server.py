@@ -20,10 +20,13 @@ from mcinfer.serve.live import page_routes
 from mcinfer.serve.models import Models
 from mcinfer.serve.service import ServeOptions, Service
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 
 _HEAD_BYTES, _HEAD_SECONDS = 64 << 10, 20.0
 """Of a request's line and headers: most bytes, and seconds for them to come."""
+
+_UNREAD_SECONDS = 60.0
+"""How long a client may leave an answer unread; it holds memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +90,10 @@ class Endpoint:
 
 
 class _Protocol(HttpToolsProtocol):
-    """A connection, with limits on a request's head; `ServeOptions` has those on its body."""
+    """A connection with limits on heads and on answers that are not read; bodies have `ServeOptions`."""
 
     _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
     _head = 0
 
     def connection_made(self, transport: Any) -> None:
@@ -119,8 +123,19 @@ class _Protocol(HttpToolsProtocol):
         self._stop_waiting()
         super().on_headers_complete()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(_UNREAD_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._unread is not None:
+            self._unread.cancel()
         super().connection_lost(exc)
 
 

@@ -5,11 +5,11 @@ https://github.com/triton-inference-server/server for the extensions.
 """
 
 import asyncio
+import re
 import struct
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import orjson
 from starlette.applications import Starlette
@@ -157,11 +157,11 @@ class _Infer:
             with instance.used():
                 given = {n.decode(): v.decode("latin-1") for n, v in scope["headers"]}
                 parts, headers = await self._answer(place["model"], instance, given, receive)
-                encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-                await send({"type": "http.response.start", "status": 200, "headers": encoded})
-                for part in parts[:-1]:
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
-                await send({"type": "http.response.body", "body": parts[-1]})
+            encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await send({"type": "http.response.start", "status": 200, "headers": encoded})
+            for part in parts[:-1]:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": parts[-1]})
         except _GoneError:
             status = 499  # as nginx counts it; no client gets it
         except Exception as exc:
@@ -296,10 +296,11 @@ class _Gate:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         headers = {n: v.decode("latin-1") for n, v in scope["headers"]}
         origin, host = headers.get(b"origin"), headers.get(b"host", "")
-        named = not self._hosts or urlsplit(f"//{host}").hostname in self._hosts
+        is_named = not self._hosts or re.sub(r":\d*$", "", host) in self._hosts
+        is_own = origin in (None, f"http://{host}", f"https://{host}")
         is_probe = scope["path"].startswith("/v2/health/")
         app = self._app
-        if origin is not None and not (named and urlsplit(origin).netloc == host):
+        if origin is not None and not (is_own and is_named):
             app = _reply({"error": "a page of another site may not ask here"}, 403)
         elif not is_probe and not self._service.admits(headers.get(b"authorization", "")):
             challenge = {"WWW-Authenticate": 'Basic realm="mcinfer"'}

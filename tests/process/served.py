@@ -106,14 +106,14 @@ def values_of(answer: Answer) -> NDArray[Any]:
 
 
 @contextmanager
-def serving(*arguments: object, env: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """A server of these arguments, on a free port of the loopback unless they say another place."""
+def serving(*arguments: object, before: str = "") -> Iterator[Server]:
+    """A server of these arguments, on a free port unless they say another place; `before` runs first."""
     words = [*map(str, arguments)]
     if "--uds" not in words and "--port" not in words:
         words += ["--port", "0"]
     with subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "serve", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        [sys.executable, "-c", f"{before}\n{COMMAND}", "serve", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
     ) as process:

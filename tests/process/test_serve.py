@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import select
 import signal
 import socket
 import ssl
@@ -424,6 +425,30 @@ def test_stream_of_grpc_is_answered_in_order_past_what_fails(server: Server) -> 
 
 
 # Limits, faults and ends, each with a server of its own.
+
+
+def test_client_that_neither_asks_nor_reads_is_let_go(fake_model: FakeModel) -> None:
+    limits = "from mcinfer.cli import server; server._HEAD_SECONDS = server._UNREAD_SECONDS = 0.5"
+    options = ("--name", "model", "--engine", "fake", "--devices", 1)
+    with serving(fake_model(), *options, before=limits) as server:
+        with socket.create_connection((server.host, server.port), PATIENCE) as silent:
+            silent.sendall(b"GET /v2 HTTP/1.1\r\n")
+            with suppress(ConnectionResetError):
+                assert silent.recv(1) == b""
+        body, headers = binary_request(
+            np.zeros((1 << 20, 4), np.float32), parameters={"binary_data_output": True}
+        )
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.settimeout(PATIENCE)
+            deaf.connect((server.host, server.port))
+            lines = [f"POST {INFER} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
+            lines += [f"{name}: {value}" for name, value in headers.items()]
+            deaf.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+            closed = select.poll()
+            closed.register(deaf, select.POLLRDHUP)
+            assert closed.poll(PATIENCE * 1000)
+        assert server.infer(X).status == 200
 
 
 def test_full_queue_is_status_503_with_when_to_try_again(fake_model: FakeModel) -> None:
