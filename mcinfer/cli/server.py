@@ -25,6 +25,9 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 _HEAD_BYTES, _HEAD_SECONDS = 64 << 10, 20.0
 """Of a request's line and headers: most bytes, and seconds for them to come."""
 
+_LAST_SECONDS = 1.0
+"""How long an idle connection stays when the server ends: its client may be about to ask."""
+
 _UNREAD_SECONDS = 60.0
 """How long a client may leave an answer unread; it holds memory."""
 
@@ -94,7 +97,7 @@ class _Protocol(HttpToolsProtocol):
 
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
-    _head = 0
+    _head, _ending = 0, False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -122,6 +125,15 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_waiting()
         super().on_headers_complete()
+        if self._ending and self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def shutdown(self) -> None:
+        self._ending = True
+        if self.cycle is None or self.cycle.response_complete:
+            self.loop.call_later(_LAST_SECONDS, super().shutdown)
+        else:
+            super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -164,7 +164,11 @@ class _Infer:
             await send({"type": "http.response.body", "body": parts[-1]})
         except _GoneError:
             status = 499  # as nginx counts it; no client gets it
-        except Exception as exc:
+        except (Exception, asyncio.CancelledError) as exc:
+            if isinstance(exc, asyncio.CancelledError):
+                if not self._service.ending:
+                    raise
+                exc = RefusedError(503, "the server ends, and had no time left for the answer")
             response = _failure(exc, instance)
             status = response.status_code
             await response(scope, receive, send)

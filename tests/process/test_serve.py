@@ -532,6 +532,44 @@ def test_sigterm_answers_what_was_accepted_and_leaves_no_worker(fake_model: Fake
         wait_until(lambda: not any(map(is_alive, workers)))
 
 
+def test_request_that_comes_as_the_server_ends_is_answered(fake_model: FakeModel) -> None:
+    model = fake_model(when={f"{SLOW:g}": "sleep:1"})
+    with serving(model, "--name", "model", "--engine", "fake", "--devices", 2) as server:
+        idle = server.connection()
+        idle.request("GET", "/v2")
+        assert idle.getresponse().read()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(server.infer, np.full((1, 4), SLOW, np.float32))
+            wait_until(
+                lambda: b'in_flight{model="model",version="1"} 1' in server.ask("/metrics").body
+            )
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: not is_listening(server))
+            idle.request("GET", "/v2/health/ready")
+            last = idle.getresponse()
+            assert (last.status, last.getheader("connection")) == (503, "close")
+            assert asked.result(PATIENCE).status == 200
+        idle.close()
+        assert server.process.wait(PATIENCE) == 143
+
+
+def is_listening(server: Server) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((server.host, server.port)) == 0
+
+
+def test_request_that_the_end_leaves_no_time_for_is_status_503(fake_model: FakeModel) -> None:
+    model = fake_model(when={f"{SLOW:g}": "sleep:600"})
+    options = ("--name", "model", "--engine", "fake", "--devices", 1, "--drain", 1)
+    with serving(model, *options) as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.infer, np.full((1, 4), SLOW, np.float32))
+        wait_until(lambda: b'in_flight{model="model",version="1"} 1' in server.ask("/metrics").body)
+        assert server.end() == 143
+        assert (asked.result(PATIENCE).status, asked.result().headers["retry-after"]) == (503, "1")
+        assert server.process.stderr is not None
+        assert "Traceback" not in server.process.stderr.read()
+
+
 def test_second_ctrl_c_drops_what_the_first_would_wait_for(fake_model: FakeModel) -> None:
     model = fake_model(when={f"{SLOW:g}": "sleep:600"})
     options = ("--name", "model", "--engine", "fake", "--devices", 1, "--access-log")
