@@ -118,6 +118,14 @@ def from_json(head: TensorHead) -> NDArray[Any]:
         if not all(value is None or isinstance(value, (int, float)) for value in array.flat):
             raise head.wrong("expected numbers as data")
         array = array.astype(np.float64)
+    if head.spec.dtype.kind == "u":
+        # NumPy takes whole numbers as signed, and as floats if one of them is too large for that.
+        if array.dtype.kind == "f":
+            whole = np.asarray(data, object)
+            if all(type(value) is int and value >= 0 for value in whole.flat):
+                array = whole.astype(np.uint64)
+        elif array.dtype.kind == "i" and np.all(array >= 0):
+            array = array.astype(np.uint64)
     head.check(array.size)
     return as_input(_Untyped(array.reshape(head.shape)), head.spec, head.spec.element_type)
 

@@ -143,6 +143,39 @@ def test_numbers_of_all_types_come_back_as_bytes(client: Client, rows: int, colu
     assert_same(client.infer("numbers", sent), sent)
 
 
+def test_numbers_of_all_types_come_back_as_json(server: Server) -> None:
+    """BF16 is sent as bytes: the client has no other way."""
+    sent = models.numbers()
+    with Client("http", server) as client:
+        bfloat = client.inputs({"in_BF16": sent["in_BF16"]})
+        others = {name: array for name, array in sent.items() if name != "in_BF16"}
+        wishes = [
+            client.output(f"out_{kind}", binary_data=kind == "BF16") for kind in models.NUMBERS
+        ]
+        result = client.own.infer(
+            "numbers", [*client.inputs(others, binary_data=False), *bfloat], outputs=wishes
+        )
+    assert_same(arrays_of(result), sent)
+
+
+@pytest.mark.parametrize("kind", models.NUMBERS)
+def test_json_has_each_type_both_ways(server: Server, kind: str) -> None:
+    document = {
+        "inputs": [
+            {"name": name, "datatype": name[3:], "shape": [2, 3], "data": _json(array)}
+            for name, array in models.numbers().items()
+        ],
+        "outputs": [{"name": f"out_{kind}"}],
+    }
+    answer = server.ask("/v2/models/numbers/infer", document)
+    assert answer.status == 200, answer.body
+    (output,) = answer.json["outputs"]
+    expected = models.numbers()[f"in_{kind}"]
+    assert (output["datatype"], output["shape"]) == (kind, [2, 3])
+    got = np.fromiter(output["data"], object).astype(expected.dtype)
+    np.testing.assert_array_equal(got, expected.ravel())
+
+
 def _json(array: NDArray[Any]) -> Any:
     return array.astype(np.float64).tolist() if "float" in array.dtype.name else array.tolist()
 
@@ -151,6 +184,23 @@ def test_json_has_null_where_it_has_no_number(server: Server) -> None:
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [[None, 1, -1.5, 0]]}
     answer = server.ask("/v2/models/affine/infer", {"inputs": [tensor]})
     assert answer.json["outputs"][0]["data"] == [None, 3.0, -2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [("UINT8", [256]), ("UINT8", [-1]), ("INT8", [128]), ("UINT64", [0.5]), ("INT32", ["1"])],
+)
+def test_json_value_that_the_type_does_not_have_is_refused(
+    server: Server, kind: str, data: object
+) -> None:
+    tensors = [
+        {"name": name, "datatype": name[3:], "shape": [1, 1], "data": _json(array)}
+        for name, array in models.numbers(1, 1).items()
+    ]
+    document = {"inputs": [{**t, "data": data} if t["datatype"] == kind else t for t in tensors]}
+    answer = server.ask("/v2/models/numbers/infer", document)
+    assert answer.status == 400
+    assert f"in_{kind}" in answer.error
 
 
 CONTENTS = {
@@ -163,6 +213,17 @@ CONTENTS = {
     "FP64": "fp64_contents",
 }
 """The protocol has FP16 and BF16 as raw bytes alone."""
+
+
+def test_contents_of_grpc_have_each_type(serve: Serve, tmp_path: Path) -> None:
+    onnx.save(models.identities(*CONTENTS), tmp_path / "numbers.onnx")
+    served = serve(tmp_path / "numbers.onnx", "--devices", "inline")
+    sent = {f"in_{kind}": models.numbers()[f"in_{kind}"] for kind in CONTENTS}
+    asked = service_pb2.ModelInferRequest(model_name="numbers")
+    for name, array in sent.items():
+        tensor = asked.inputs.add(name=name, datatype=name[3:], shape=array.shape)
+        getattr(tensor.contents, CONTENTS[name[3:]]).extend(array.ravel().tolist())
+    assert_same(arrays_of(_answer_of(asked, served)), sent)
 
 
 def test_contents_of_grpc_may_be_strings(server: Server) -> None:
