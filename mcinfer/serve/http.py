@@ -208,7 +208,7 @@ class _Infer:
                 await body.read_into(bytes_of(request.arrays[head.spec.name]))
             else:
                 request.arrays[head.spec.name] = from_bytes(head, await body.read(size))
-        if await body.rest(0):
+        if await body._next():
             raise InvalidInputError("the body has more bytes than its tensors")
         return request
 

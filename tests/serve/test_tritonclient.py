@@ -512,6 +512,18 @@ def test_what_models_do_not_have_here_is_refused(client: Client) -> None:
     assert "classification" in said[0]
 
 
+@pytest.mark.parametrize("size", [3 * 16 - 1, 3 * 16 + 1])
+def test_binary_tensor_of_another_size_is_refused(server: Server, size: int) -> None:
+    with Client("http", server) as client:
+        (given,) = client.inputs({"x": X})
+        given._raw_data = bytes(size)
+        for said_size in (size, 48):
+            given._parameters["binary_data_size"] = said_size
+            with client.refused(400):
+                client.own.infer("affine", [given])
+        np.testing.assert_array_equal(client.infer("affine", {"x": X})["y"], Y)
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_request_beyond_the_limit_is_refused(
     protocol: Protocol, serve: Serve, tmp_path: Path
