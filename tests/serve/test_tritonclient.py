@@ -656,6 +656,18 @@ def test_request_of_a_client_that_is_gone_is_cancelled(
         np.testing.assert_array_equal(client.infer("held", {"x": X})["y"], Y)
 
 
+def test_failed_request_gives_back_its_memory_at_once(serve: Serve, fake_model: Held) -> None:
+    """Not when garbage is next collected."""
+    model = fake_model(when={"-1": "fail"})
+    served = serve(model, "--name", "fails", "--engine", "fake", "--devices", 1)
+    x = np.full((1000, 4), -1, np.float32)
+    with Client("http", served) as client:
+        for _ in range(10):
+            with client.refused(500):
+                client.infer("fails", {"x": x})
+    assert served.figure("mcinfer_memory_used_bytes", model="fails") < 3 * x.nbytes
+
+
 # Models come and go.
 
 
