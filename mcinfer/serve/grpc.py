@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf import json_format
 
+from mcinfer.errors import InvalidInputError
 from mcinfer.serve.inference import Inference, status_of
 from mcinfer.serve.messages import PACKAGE, message
 from mcinfer.serve.service import Service
@@ -133,6 +134,9 @@ async def _infer(service: Service, asked: Any) -> Any:
         given = {"name": tensor.name, "datatype": tensor.datatype, "shape": [*tensor.shape]}
         given["parameters"] = parameters = _plain(tensor.parameters)
         if tensor.HasField("contents"):
+            if asked.raw_input_contents:
+                text = "contents field must not be specified when using raw_input_contents for"
+                raise InvalidInputError(f"{text} '{tensor.name}' for model '{asked.model_name}'")
             given["data"] = [
                 *getattr(tensor.contents, _CONTENTS.get(tensor.datatype, "fp32_contents"))
             ]
@@ -140,6 +144,8 @@ async def _infer(service: Service, asked: Any) -> Any:
             bytes_by_name[tensor.name] = raw.pop(0)
             parameters["binary_data_size"] = len(bytes_by_name[tensor.name])
         inputs.append(given)
+    if raw:
+        raise InvalidInputError(f"raw_input_contents: got {len(raw)} more than inputs for them")
     outputs = [{"name": t.name, "parameters": _plain(t.parameters)} for t in asked.outputs]
     document = {
         "id": asked.id,

@@ -492,6 +492,18 @@ def test_input_that_is_named_twice_is_refused(client: Client) -> None:
     assert "input 'x' already exists" in said[0]
 
 
+def test_raw_contents_of_grpc_go_with_no_others_and_are_as_many_as_inputs(server: Server) -> None:
+    x = X.tobytes()
+    for contents, raw in ((True, [x]), (False, [x, x]), (False, [x, b""]), (False, [])):
+        asked = service_pb2.ModelInferRequest(model_name="affine", raw_input_contents=raw)
+        tensor = asked.inputs.add(name="x", datatype="FP32", shape=X.shape)
+        if contents:
+            tensor.contents.fp32_contents.extend(X.ravel())
+        with pytest.raises(grpc.RpcError) as caught:
+            _answer_of(asked, server)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, raw
+
+
 def test_body_in_chunks_is_read(server: Server) -> None:
     tensor = {"name": "x", "datatype": "FP32", "shape": [3, 4], "data": X.tolist()}
     text = json.dumps({"inputs": [tensor]}).encode()
