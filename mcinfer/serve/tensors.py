@@ -189,7 +189,7 @@ def raw_shape(spec: TensorSpec, size: int) -> list[int]:
     if shape.count(-1) > 1:
         shape[0] = abs(shape[0])
     if spec.element_type == STRING:
-        if abs(prod(shape)) != 1:
+        if shape[:1] not in ([], [1], [-1]) or any(size != 1 for size in shape[1:]):
             text = f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]"
             raise InvalidInputError(f"{text}, it has {spec}")
         return [1] * len(shape)

@@ -33,6 +33,7 @@ from tests.serve import models
 from tests.serve.clients import PROTOCOLS, Client, Protocol, arrays_of, inputs
 from tests.serve.conftest import Held, Serve
 from tests.serve.servers import Server
+from tests.text_models import text_model
 
 X = models.rows(3)
 Y = 2 * X + 1
@@ -513,6 +514,28 @@ def test_body_in_chunks_is_read(server: Server) -> None:
         connection.request("POST", path, iter(parts), headers, encode_chunked=True)
         answer = json.load(connection.getresponse())
     assert answer["outputs"][0]["data"] == Y.ravel().tolist()
+
+
+def test_body_of_only_bytes_is_the_models_only_input(serve: Serve, tmp_path: Path) -> None:
+    """Triton's *raw binary request*."""
+    for name, sizes in (("one", "1"), ("many", "n")):
+        text = f"(string[batch, {sizes}] x) => (string[batch, {sizes}] y) {{ y = Identity(x) }}"
+        onnx.save(text_model(text), tmp_path / f"{name}.onnx")
+    files = [*models.write(tmp_path)[:1], tmp_path / "one.onnx", tmp_path / "many.onnx"]
+    served, header = serve(*files, "--devices", "inline"), {"Inference-Header-Content-Length": "0"}
+    answer = served.ask("/v2/models/affine/infer", X.tobytes(), header)
+    start = int(answer.headers["inference-header-content-length"])
+    assert (answer.status, answer.body[start:]) == (200, Y.tobytes())
+    answer = served.ask("/v2/models/one/infer", "\u20ac".encode(), header)
+    assert answer.status == 200
+    assert answer.body.endswith(b"\3\0\0\0\xe2\x82\xac")
+    for model, body, expected in (
+        ("affine", bytes(15), "15 bytes"),
+        ("many", b"a", "the model must have input shape [1]"),
+    ):
+        answer = served.ask(f"/v2/models/{model}/infer", body, header)
+        assert answer.status == 400, answer.body
+        assert expected in answer.error
 
 
 def test_what_models_do_not_have_here_is_refused(client: Client) -> None:
