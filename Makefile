@@ -23,7 +23,7 @@ DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 transformers==4.57.6
 # PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, where pip prefers `2.13.0+cpu` to this version without a mark.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-serve test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-programs bench-ranks bench-ray faults soak fuzz docs clean format
+.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-serve test-serve-suite test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-programs bench-ranks bench-ray faults soak fuzz docs clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -99,13 +99,27 @@ test-ort-suite:
 	        $(if $(WRITE),--write docs/ort_suite.md); \
 	fi
 
+# Programs of Triton's repositories, which are not here: TRITON_CLIENT names src/python/examples of a checkout of its
+# client, TRITON_SERVER names qa/L0_http of one of its server. With WRITE=yes the table of docs/serving_suite.md is
+# written anew.
+TRITON_CLIENT ?=
+TRITON_SERVER ?=
+test-serve-suite:
+	@if test -z "$(TRITON_CLIENT)$(TRITON_SERVER)"; then \
+	    echo "$@: skipped; name folders of checkouts: make $@ TRITON_CLIENT=.../src/python/examples TRITON_SERVER=.../qa/L0_http"; \
+	else \
+	    $(MAKE) .venv-serve/installed && .venv-serve/bin/python -m tests.serve.triton_suite \
+	        --client "$(TRITON_CLIENT)" --server "$(TRITON_SERVER)" $(if $(WRITE),--write docs/serving_suite.md); \
+	fi
+
 # Each suite that has an environment of its own, one after the other; then a line for each.
-SUITES := thorough mindspore openvino diffusers ray serve programs real-models ort-suite
+SUITES := thorough mindspore openvino diffusers ray serve programs real-models ort-suite serve-suite
 test-all:
 	@failed=0; lines=; for suite in $(SUITES); do \
 	    begin=$$(date +%s); result=passed; \
 	    $(MAKE) --no-print-directory test-$$suite || { result=failed; failed=1; }; \
 	    if test "$$suite$(ORT_TESTS)" = ort-suite; then result=skipped; fi; \
+	    if test "$$suite$(TRITON_CLIENT)$(TRITON_SERVER)" = serve-suite; then result=skipped; fi; \
 	    lines="$$lines$$suite: $$result, $$(( $$(date +%s) - begin )) s\n"; \
 	done; printf "\n$$lines"; exit $$failed
 
@@ -239,7 +253,7 @@ format: .venv/installed
 .venv-serve/installed: $(DEPENDENCIES) Makefile
 	$(PYTHON) -m venv .venv-serve
 	.venv-serve/bin/$(PIP) 'pip>=25.1'
-	.venv-serve/bin/$(PIP) --editable '.[cpu,grpc,onnx,serve]' $(SERVE_CLIENTS) ml_dtypes pytest pytest-timeout pytest-xdist trustme
+	.venv-serve/bin/$(PIP) --editable '.[cpu,grpc,onnx,serve]' $(SERVE_CLIENTS) ml_dtypes pytest pytest-timeout pytest-xdist requests trustme
 	touch $@
 
 # Without what the packages depend on, PyTorch among it.
