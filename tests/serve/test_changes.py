@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import signal
 import socket
 import threading
@@ -123,6 +124,31 @@ def test_server_that_ends_answers_what_it_has_accepted(
             np.testing.assert_array_equal(one.result(60), 2 * models.rows(1, first=i) + 1)
     assert served.wait() == 143
     assert all_gone(workers)
+
+
+def test_server_that_ends_answers_what_a_stream_has_sent(
+    serve: Serve, fake_model: Held, tmp_path: Path
+) -> None:
+    model = fake_model(run=f"told:{tmp_path / 'pipe'}")
+    served, pipe = serve(model, *FAKE, "--devices", 1), HeldPipe(tmp_path / "pipe0")
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with Client("grpc", served) as client:
+        try:
+            client.own.start_stream(lambda result, error: answers.put((result, error)))
+            for i in range(3):
+                client.own.async_stream_infer("held", client.inputs({"x": models.rows(1, first=i)}))
+            pipe.wait()
+            wait_for_requests(served, 3)
+            served.send_signal(signal.SIGTERM)
+            wait_until(lambda: refuses_connections(served))
+        finally:
+            pipe.close()
+        for i in range(3):
+            result, error = answers.get(timeout=60)
+            assert error is None
+            np.testing.assert_array_equal(result.as_numpy("y"), 2 * models.rows(1, first=i) + 1)
+        client.own.stop_stream()
+        assert served.wait() == 143
 
 
 def test_server_that_ends_waits_no_longer_than_it_may(serve: Serve, fake_model: Held) -> None:

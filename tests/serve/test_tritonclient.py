@@ -320,7 +320,8 @@ def test_large_bodies_come_back_whole(client: Client) -> None:
 
 def test_answer_has_the_id_of_its_request(client: Client) -> None:
     for name in ("", "one", "ä-1"):
-        result = client.own.infer("affine", client.inputs({"x": X}), request_id=name)
+        given = client.inputs({"x": X})
+        result = client.own.infer("affine", given, model_version="1", request_id=name)
         response = result.get_response()
         got = response.get("id", "") if client.protocol == "http" else response.id
         assert got == name
@@ -572,6 +573,14 @@ def test_request_beyond_the_limit_is_refused(
         with Client(protocol, served) as client, client.refused(413):
             given = client.inputs({"x": np.zeros((10_000, 4), np.float32)})
             client.own.infer("affine", given, request_compression_algorithm="gzip")
+
+
+def test_connection_goes_on_after_a_large_request_that_is_refused(client: Client) -> None:
+    x = models.rows(500_000)
+    for model, name, status in (("no-such-model", "x", 404), ("affine", "z", 400)):
+        with client.refused(status):
+            client.infer(model, {name: x})
+        np.testing.assert_array_equal(client.infer("affine", {"x": X})["y"], Y)
 
 
 # Time-outs, priorities and a full queue: with a model that runs until the test lets it.
