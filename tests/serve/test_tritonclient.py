@@ -660,13 +660,14 @@ def test_request_of_higher_priority_is_answered_before_an_earlier_one(
                 third = HeldPipe(tmp_path / "pipe0")
                 second.tell("")
                 third.wait()
-                assert sooner.result(60) is not None
-                assert (first.done(), later.done()) == (True, False)
+                for one in (first, sooner):
+                    np.testing.assert_array_equal(one.result(60), Y)
+                assert not later.done()
             finally:
                 second.close()
                 if third is not None:
                     third.close()
-            assert later.result(60) is not None
+            np.testing.assert_array_equal(later.result(60), Y)
         finally:
             pipe.close()
 
