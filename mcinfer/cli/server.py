@@ -38,7 +38,7 @@ class Endpoint:
 
     Attributes:
         uds: Path of a Unix socket that only this user can open, in place of host and port.
-        grpc_port: None for no gRPC.
+        grpc_port: None for no gRPC; 0 is any free one.
         certificate: Files of a certificate and of its key, for TLS.
         drain: Seconds for requests to be answered when the server ends.
         access_log: Whether to log each request over HTTP.
@@ -213,19 +213,20 @@ async def run(
                 logger.setLevel(logging.INFO)
             try:
                 config.load()
-                grpc_server = await _grpc_server(service, endpoint)
+                grpc_server, grpc_port = await _grpc_server(service, endpoint)
             except OSError as exc:  # ssl.SSLError is one
                 raise InvalidInputError(f"--ssl-certfile, --ssl-keyfile: {exc}") from exc
             where = listening.getsockname()
             place = f"{'https' if certificate else 'http'}://{endpoint.address(where[1])}"
-            say(f"serving {', '.join(models.loaded())} at {endpoint.uds or place}")
+            too = f", gRPC at {endpoint.address(grpc_port)}" if grpc_server else ""
+            say(f"serving {', '.join(models.loaded())} at {endpoint.uds or place}{too}")
             await _Server(config, service, grpc_server).serve(sockets=[listening])
 
 
-async def _grpc_server(service: Service, endpoint: Endpoint) -> Any:
-    """A server of gRPC that has begun; None if none is asked for."""
+async def _grpc_server(service: Service, endpoint: Endpoint) -> tuple[Any, int]:
+    """A server of gRPC that has begun, and its port; None and 0 if none is asked for."""
     if endpoint.grpc_port is None:
-        return None
+        return None, 0
     with requires("--grpc-port needs the package grpcio: pip install 'mcinfer[grpc]'", "grpc"):
         import grpc
 
@@ -237,11 +238,12 @@ async def _grpc_server(service: Service, endpoint: Endpoint) -> Any:
     address = endpoint.address(endpoint.grpc_port)
     try:
         if endpoint.certificate is None:
-            server.add_insecure_port(address)
+            port = server.add_insecure_port(address)
         else:
             certificate, key = (file.read_bytes() for file in endpoint.certificate)
-            server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
+            credentials = grpc.ssl_server_credentials([(key, certificate)])
+            port = server.add_secure_port(address, credentials)
     except RuntimeError as exc:
         raise InvalidInputError(f"--grpc-port: cannot listen at {address}") from exc
     await server.start()
-    return server
+    return server, port

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf import json_format
 
+from mcinfer.errors import InvalidInputError
 from mcinfer.serve.documents import IndexDocument, InferDocument, LoadDocument, read_document
 from mcinfer.serve.inference import Inference, status_of
 from mcinfer.serve.messages import PACKAGE, message
@@ -131,12 +132,17 @@ async def _infer(service: Service, asked: Any) -> Any:
         parameters = _plain(tensor.parameters)
         given = {"name": tensor.name, "datatype": tensor.datatype, "shape": [*tensor.shape]}
         if tensor.HasField("contents"):
+            if asked.raw_input_contents:
+                text = "contents field must not be specified when using raw_input_contents for"
+                raise InvalidInputError(f"{text} '{tensor.name}' for model '{asked.model_name}'")
             field = _CONTENTS.get(tensor.datatype, "fp32_contents")
             given["data"] = [*getattr(tensor.contents, field)]
         elif raw and "shared_memory_region" not in parameters:
             values[tensor.name] = raw.pop(0)
             parameters["binary_data_size"] = len(values[tensor.name])
         inputs.append({**given, "parameters": parameters})
+    if raw:
+        raise InvalidInputError(f"raw_input_contents: got {len(raw)} more than inputs for them")
     outputs = [{"name": t.name, "parameters": _plain(t.parameters)} for t in asked.outputs]
     said = {"id": asked.id, "parameters": _plain(asked.parameters), "inputs": inputs}
     with instance.used():

@@ -189,6 +189,8 @@ class _Infer:
         finally:
             running.cancel()  # nothing, if it is done
             gone.cancel()
+            # The traceback of its error has this frame, which would hold it, and with it the tensors.
+            del running
         answer = {"content-type": "application/json"}
         if tensors:
             answer = {"content-type": "application/octet-stream", _LENGTH: f"{len(head)}"}

@@ -114,8 +114,14 @@ def from_json(head: TensorHead) -> NDArray[Any]:
         if not all(value is None or isinstance(value, (int, float)) for value in array.flat):
             raise head.wrong("expected numbers as data")
         array = array.astype(np.float64)
-    elif head.spec.dtype.kind == "u" and array.dtype.kind == "i" and np.all(array >= 0):
-        array = array.astype(np.uint64)
+    if head.spec.dtype.kind == "u":
+        # NumPy takes whole numbers as signed, and as floats if one of them is too large for that.
+        if array.dtype.kind == "f":
+            whole = np.asarray(data, object)
+            if all(type(value) is int and value >= 0 for value in whole.flat):
+                array = whole.astype(np.uint64)
+        elif array.dtype.kind == "i" and np.all(array >= 0):
+            array = array.astype(np.uint64)
     head.check(array.size)
     return as_input(_Untyped(array.reshape(head.given.shape)), head.spec, head.spec.element_type)
 
@@ -180,7 +186,7 @@ def raw_shape(spec: TensorSpec, size: int) -> list[int]:
     if shape.count(-1) > 1:
         shape[0] = abs(shape[0])
     if spec.element_type == STRING:
-        if abs(prod(shape)) != 1:
+        if shape[:1] not in ([], [1], [-1]) or any(size != 1 for size in shape[1:]):
             text = f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]"
             raise InvalidInputError(f"{text}, it has {spec}")
         return [1] * len(shape)
