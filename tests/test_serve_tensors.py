@@ -132,6 +132,10 @@ def test_json_of_other_values_is_refused(
     assert text in str(caught.value)
 
 
+def test_number_that_is_too_large_is_infinite() -> None:
+    assert from_json(head_of("float32", (2,), [1e39, -1e39])).tolist() == [np.inf, -np.inf]
+
+
 def test_json_may_be_nested_so_deep_and_no_deeper() -> None:
     def nested(depth: int) -> Any:
         data: Any = 5

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ class _Server(uvicorn.Server):
             self.config.timeout_graceful_shutdown or 0,
         )
         end = clock() + patience
-        self._service.ending = True
+        self._service.ending.set()
         if self._grpc is not None:
             stopping = asyncio.ensure_future(self._grpc.stop(patience))
         await super().shutdown(sockets)
@@ -203,7 +204,7 @@ async def run(
                 access_log=endpoint.access_log,
                 server_header=False,
                 proxy_headers=False,
-                timeout_graceful_shutdown=round(endpoint.drain),
+                timeout_graceful_shutdown=ceil(endpoint.drain),
                 ssl_certfile=certificate,
                 ssl_keyfile=key,
             )

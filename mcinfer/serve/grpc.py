@@ -95,7 +95,11 @@ def add_service(server: grpc.aio.Server, service: Service) -> None:
                 await under_way.put(asyncio.create_task(_infer(service, asked)))
             await under_way.put(None)
 
-        reading = asyncio.create_task(read())
+        async def end() -> None:
+            await service.ending.wait()
+            await under_way.put(None)
+
+        reading, ending = asyncio.create_task(read()), asyncio.create_task(end())
         try:
             while task := await under_way.get():
                 answer = message("ModelStreamInferResponse")()
@@ -106,6 +110,7 @@ def add_service(server: grpc.aio.Server, service: Service) -> None:
                 yield answer
         finally:
             reading.cancel()
+            ending.cancel()
             while not under_way.empty():
                 if task := under_way.get_nowait():
                     task.cancel()

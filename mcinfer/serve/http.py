@@ -166,7 +166,7 @@ class _Infer:
             status = 499  # as nginx counts it; no client gets it
         except (Exception, asyncio.CancelledError) as exc:
             if isinstance(exc, asyncio.CancelledError):
-                if not self._service.ending:
+                if not self._service.ending.is_set():
                     raise
                 exc = RefusedError(503, "the server ends, and had no time left for the answer")
             response = _failure(exc, instance)

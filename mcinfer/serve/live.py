@@ -90,8 +90,9 @@ def page_routes(service: Service) -> list[Route]:
 
     async def events() -> AsyncIterator[bytes]:
         before, then = taken(), monotonic()
-        while not service.ending:
-            await asyncio.sleep(_SECONDS)
+        while not service.ending.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(service.ending.wait(), _SECONDS)
             now, seconds = taken(), monotonic() - then
             models = [
                 {"name": name, "version": version, **_figures(new, before[name][1], seconds)}

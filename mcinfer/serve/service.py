@@ -1,5 +1,6 @@
 """What a server is beside its models: who may ask, what it says of itself, and its figures."""
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -56,13 +57,13 @@ class Service(Collector):
     """The models, and what the protocols say of them.
 
     Attributes:
-        ending: Whether the server ends; load balancers should send no more requests.
+        ending: Is set when the server ends; load balancers should send no more requests.
     """
 
     def __init__(self, models: Models, options: ServeOptions) -> None:
         self.models, self.options = models, options
         self.regions = Regions(options.client_shared_memory)
-        self.ending = False
+        self.ending = asyncio.Event()
         self._keys = [hashlib.sha256(key.encode()).digest() for key in options.keys]
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -89,7 +90,7 @@ class Service(Collector):
     @property
     def ready(self) -> bool:
         """Whether all models that are loaded can answer."""
-        return not self.ending and all(i.ready for i in self.models.loaded().values())
+        return not self.ending.is_set() and all(i.ready for i in self.models.loaded().values())
 
     def model_ready(self, name: str, version: str = "") -> bool:
         with suppress(RefusedError):

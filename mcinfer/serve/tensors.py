@@ -123,7 +123,9 @@ def from_json(head: TensorHead) -> NDArray[Any]:
         elif array.dtype.kind == "i" and np.all(array >= 0):
             array = array.astype(np.uint64)
     head.check(array.size)
-    return as_input(_Untyped(array.reshape(head.given.shape)), head.spec, head.spec.element_type)
+    values = _Untyped(array.reshape(head.given.shape))
+    with np.errstate(over="ignore"):  # what is too large becomes infinite
+        return as_input(values, head.spec, head.spec.element_type)
 
 
 def from_bytes(head: TensorHead, data: bytes) -> NDArray[Any]:

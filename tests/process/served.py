@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,12 +42,10 @@ class Answer:
 
 
 class Server:
-    """A running server; `errors` gets what it prints."""
+    """A running server, and where it listens."""
 
-    def __init__(
-        self, process: "subprocess.Popen[str]", host: str, port: int, lines: list[str]
-    ) -> None:
-        self.process, self.host, self.port, self.lines = process, host, port, lines
+    def __init__(self, process: "subprocess.Popen[str]", host: str, port: int, grpc: str) -> None:
+        self.process, self.host, self.port, self.grpc = process, host, port, grpc
 
     def connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.host, self.port, timeout=PATIENCE)
@@ -126,8 +125,10 @@ def serving(*arguments: object, before: str = "") -> Iterator[Server]:
                     break
             else:
                 raise AssertionError(f"the server ended: {lines}")
-            host, _, port = line.split()[-1].rpartition("://")[2].rpartition(":")
-            yield Server(process, host.strip("[]"), int(port) if port.isdecimal() else 0, lines)
+            place = re.search(r"://([^:,\s]+):(\d+)", line)
+            host, port = (place[1], int(place[2])) if place else ("", 0)
+            called = re.search(r"gRPC at (\S+)", line)
+            yield Server(process, host, port, called[1] if called else "")
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)

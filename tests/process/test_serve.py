@@ -65,16 +65,9 @@ def server(checked_together: ExitStack, tmp_path_factory: pytest.TempPathFactory
         "--timeout",
         20,
     )
-    arguments += ("--grpc-port", free_port())  # type: ignore[assignment]
-    server = checked_together.enter_context(serving(folder / "model.json", *arguments))
-    server.grpc = f"127.0.0.1:{arguments[-1]}"  # type: ignore[attr-defined]
-    return server
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    return checked_together.enter_context(
+        serving(folder / "model.json", *arguments, "--grpc-port", 0)
+    )
 
 
 def binary_request(x: np.ndarray[Any, Any], **more: Any) -> tuple[bytes, dict[str, str]]:
@@ -357,8 +350,7 @@ def test_client_that_hangs_up_cancels_its_request(server: Server) -> None:
 
 def call(server: Server, name: str, asked: Any, metadata: Any = None) -> Any:
     """Ask by one call of gRPC, without code of a client's."""
-    address: str = server.grpc  # type: ignore[attr-defined]
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(server.grpc) as channel:
         ask = channel.unary_unary(
             f"/inference.GRPCInferenceService/{name}",
             request_serializer=message(f"{name}Request").SerializeToString,
@@ -408,8 +400,7 @@ def test_stream_of_grpc_is_answered_in_order_past_what_fails(server: Server) -> 
             name = "model" if number % 7 else "other"
             yield kind(model_name=name, id=f"{number}", inputs=[head], raw_input_contents=raw)
 
-    address: str = server.grpc  # type: ignore[attr-defined]
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(server.grpc) as channel:
         ask = channel.stream_stream(
             "/inference.GRPCInferenceService/ModelStreamInfer",
             request_serializer=kind.SerializeToString,
