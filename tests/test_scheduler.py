@@ -176,11 +176,11 @@ def ready_pool(
     return scheduler
 
 
-def restarted(scheduler: Pool, worker: int, now: float) -> list[Order]:
+def restarted(scheduler: Pool, worker: int, now: float, concurrent: int = 1) -> list[Order]:
     """The worker's restart is due: it starts and loads; what its BUILD_FINISH led to."""
     assert scheduler.handle_time(now) == [StartWorker(worker=worker)]
     scheduler.handle_started(worker, 200 + worker)
-    return finish_build(scheduler, worker, now)
+    return finish_build(scheduler, worker, now, concurrent)
 
 
 def end_hung(scheduler: Pool, now: float, worker: int) -> None:
@@ -804,7 +804,7 @@ def test_death_under_several_runs_blames_none_and_each_runs_alone_after_it() -> 
     ask(pool, 0.0, 1, 2, 3, timeout=1000.0)
     now, failed = 1.0, []
     assert pool.handle_died(now, 0, SIGSEGV) == []
-    given = restarted(pool, 0, now)
+    given = restarted(pool, 0, now, concurrent=3)
     while given:  # 2 is poison
         [run] = [order for order in given if isinstance(order, SendRun)]
         request, now = run.members[0][0], now + 1.0
@@ -812,7 +812,7 @@ def test_death_under_several_runs_blames_none_and_each_runs_alone_after_it() -> 
         if request == 2:
             given = pool.handle_died(now, 0, SIGSEGV)
             failed += [a.request for a in outline(given) if isinstance(a, Failed)]
-            given = restarted(pool, 0, max(now, pool.workers[0].restart_at))
+            given = restarted(pool, 0, max(now, pool.workers[0].restart_at), concurrent=3)
         else:
             given = pool.handle_message(now, 0, reply(request))
         given = [] if request == 3 else given
@@ -833,6 +833,36 @@ def test_late_run_that_may_have_begun_is_no_proof_against_the_one_beside_it() ->
     pool.handle_message(LATE, 0, reply(10))
     pool.handle_died(LATE, 0, SIGSEGV)
     assert pool.table[12].deaths == {0: []}
+
+
+def test_runs_that_waited_behind_long_ones_go_to_free_places_beside_others() -> None:
+    pool = ready_pool(2, concurrent=2)
+    ask(pool, 0.0, 0, 1)
+    for worker in (0, 1):
+        pool.handle_message(0.0, worker, reply(worker, seconds=SHORT_RUN))
+    ask(pool, 1.0, *range(10, 16))
+    assert [len(w.runs) for w in pool.workers] == [3, 3]
+    for request in (11, 13):
+        pool.handle_message(1.001, 1, reply(request, seconds=0.001))
+    # Beside 15, which goes on for long, too.
+    assert pool.handle_time(LATE) == [
+        Send(worker=0, message=Cancel(request=14, shard=0)),
+        SendRun(worker=1, members=((14, 0),), fresh=True),
+    ]
+    pool.handle_message(LATE, 0, reply(12))
+    # And in the place of the one that was late.
+    assert ask(pool, LATE, 20) == []
+    assert pool.handle_message(LATE, 0, error(14, kind="cancelled")) == [predict(0, (20, 0))]
+
+
+def test_requests_that_failed_together_run_apart_beside_others() -> None:
+    pool = ready_pool(1, concurrent=3, max_batch_size=2, max_delay=5.0)
+    ask(pool, 0.0, 10)
+    assert pool.handle_request(0.0, 1, (1,), 20.0, join=JOIN) == []
+    assert pool.handle_request(0.0, 2, (1,), 20.0, join=JOIN) == [predict(0, (1, 0), (2, 0))]
+    assert pool.handle_message(1.0, 0, error(1)) == [predict(0, (1, 0)), predict(0, (2, 0))]
+    assert ask(pool, 1.0, 11) == []
+    assert pool.handle_message(1.0, 0, reply(2))[-1] == predict(0, (11, 0))
 
 
 def test_run_that_does_not_stop_is_not_forgotten_when_others_are_answered() -> None:
@@ -1916,7 +1946,10 @@ class Pools(RuleBasedStateMachine):
         # A leader that is to be replaced waits until its followers have ended.
         ready = [w for w in self.scheduler.workers if w.state is WorkerState.READY]
         free = [self.processes[w.index] for w in ready if w.fate is not Fate.RETIRES]
-        if not any(not (process.killed or process.asked) for process in free):
+        # Or it has a place beside other runs, unless one that goes alone comes first.
+        alone = self.suspects & self.scheduler.queue.items.keys()
+        is_free = any(not (process.killed or process.asked) for process in free)
+        if not (is_free or (self.has_place() and not alone)):
             return
         due = self.scheduler.next_time()
         rows = Counter[str]()
@@ -1935,6 +1968,12 @@ class Pools(RuleBasedStateMachine):
             assert due < math.inf
             assert due <= asked.due
         assert all(count < MAX_ROWS for count in rows.values())
+
+    def has_place(self) -> bool:
+        """Whether a worker executes fewer runs than it could, and none of these is to be alone."""
+        busy = [w for w in self.scheduler.workers if w.state is WorkerState.BUSY and w.serves]
+        last = [w.runs[-1] for w in busy if len(w.runs) < w.concurrent]
+        return any(not (run.late or run.suspect) for run in last)
 
     @invariant()
     def held_shards_go_in_time_to_workers_that_work_on_several_runs(self) -> None:

@@ -322,7 +322,12 @@ class Dispatch:
             if w is None:
                 break
             reserved = bool(queue.reserved)
-            members = queue.take(now, ahead=bool(w.runs), worker=w.index if reserved else None)
+            members = queue.take(
+                now,
+                beside=bool(w.runs),
+                ahead=len(w.runs) >= w.concurrent,
+                worker=w.index if reserved else None,
+            )
             if members:
                 given.append((w, self._give(w, members, now)))
             elif reserved:

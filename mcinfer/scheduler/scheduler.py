@@ -528,7 +528,7 @@ class Scheduler:
                 continue
             if suspect:
                 entry.deaths.setdefault(shard, [])
-            self.queue.add_first((request, shard))
+            self.queue.add_first((request, shard), alone=shard in entry.deaths)
 
     def _fail(
         self, entry: Entry, error: McinferError, now: float, ending: Ending = "failed"
@@ -587,7 +587,7 @@ class Scheduler:
         crashes = entry.crashes[shard] = entry.crashes.get(shard, 0) + (not killed)
         from_outside = not crashes and self._kills.come_from_outside(now)
         if len(stories) < (MAX_KILLS if from_outside else MAX_DEATHS):
-            self.queue.add_first((request, shard))
+            self.queue.add_first((request, shard), alone=True)
             return
         deaths = "; ".join(stories)
         error = w.death_error(
