@@ -882,6 +882,23 @@ def test_run_that_does_not_stop_is_not_forgotten_when_others_are_answered() -> N
     assert pool.handle_message(6.4, 0, reply(3))[0] == Settle(request=3)
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_run_that_does_not_stop_in_time_is_alone_to_blame_for_the_end_of_its_worker(
+    stops: bool,
+) -> None:
+    """Also if it stops a moment before that end."""
+    pool = ready_pool(1, concurrent=3)
+    ask(pool, 0.0, 1, timeout=5.0)
+    given = ask(pool, 0.0, *((2,) if stops else (2, 3)), timeout=1000.0)
+    pool.handle_time(5.0)
+    end_hung(pool, 6.0, 0)
+    if stops:
+        pool.handle_message(6.25, 0, error(1, kind="cancelled"))
+    pool.handle_died(6.3, 0, SIGKILL, killed=True)
+    assert restarted(pool, 0, 6.3, concurrent=3) == given  # beside each other
+    assert pool.table[2].deaths == {}
+
+
 def test_cancelled_run_that_stops_frees_its_place_and_leaves_the_others() -> None:
     pool = ready_pool(1, concurrent=2)
     ask(pool, 0.0, 1, 2, 3)
@@ -1638,8 +1655,8 @@ class Pools(RuleBasedStateMachine):
         wanted = {member for run in runs if not run.late for member in run.members}
         for other in self.processes.values():
             other.bereft |= other.slab_of is process and not (other.killed or other.asked)
-        if process.bereft:
-            pass  # the one whose memory it had is to blame, and its run
+        if process.bereft or process.asked:
+            pass  # the one whose memory it had is to blame, and its run; or the run that did not stop
         elif sum(not run.late for run in runs) > 1 or (self.at_once > 1 and len(runs) > 1):
             self.suspects |= wanted
         elif runs and not runs[0].late and len(runs[0].members) == 1:

@@ -12,7 +12,7 @@ The rules:
 * Shards go to workers as `Dispatch` says: at once where nothing waits.
 * A shard whose worker died goes to another; one that has killed two workers fails, or five while kills come
   from outside: they hit idle workers, too, or workers that run different requests. The death of a worker that
-  was ended because it shared memory with one that died does not count.
+  was ended because it shared memory with one that died, or for a run that did not stop, does not count.
 * A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
   again apart.
 * If a run takes long, the runs behind it also go to other workers, with other memory for their outputs; late
@@ -53,7 +53,6 @@ from mcinfer.scheduler.dispatch import LONG_RUN, Dispatch, Ending, Entry, Reques
 from mcinfer.scheduler.workers import (
     MAX_DEATHS,
     MAX_TEXT,
-    Fate,
     PoolRules,
     Run,
     Worker,
@@ -384,7 +383,7 @@ class Scheduler:
         wanted = [run for run in runs if not run.late]
         # A late run may have begun beside the wanted one.
         begun = 1 if w.concurrent == 1 else len(runs)
-        if w.fate is not Fate.BEREFT and wanted == [*runs][:begun] and len(wanted) == 1:
+        if not w.spares_runs and wanted == [*runs][:begun] and len(wanted) == 1:
             w.counts.failed += len(runs.popleft().members)
             for run in runs:
                 self._forget_late(run)
@@ -394,7 +393,7 @@ class Scheduler:
             # each runs apart from the others.
             for run in reversed(runs):
                 w.counts.failed += len(run.members)
-                self._run_again(run, suspect=w.fate is not Fate.BEREFT)
+                self._run_again(run, suspect=not w.spares_runs)
         self.lives.part(w, now)
         self.lives.finish_start()
         if self._closing is None and self.lives.circuit_open:
