@@ -511,7 +511,7 @@ class Server:
         """Run; the answer that is to be sent, and whether memory was short.
 
         It is encoded if all outputs are at the master's places, and None if it was sent: a block of this
-        worker's is the next on the lifeline when the answer that names it comes.
+        worker's is the next on the lifeline when the answer that names it comes; or if there is none.
         Whatever the kind of run, `BoundRun.execute` copies in, executes and copies out.
         """
         key, widened = (request, shard), None
@@ -551,6 +551,8 @@ class Server:
         except CardLostError:
             raise
         except Exception as exc:  # of any class: a run that raises fails its request only
+            if self._stopped and isinstance(exc, RunCancelledError):
+                return None, False  # this worker ends, so its master has the run from another one
             if run is None:
                 engine.skip(exc)
             kind = "predict"
