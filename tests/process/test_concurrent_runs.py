@@ -1,6 +1,7 @@
 """One worker that executes several runs at once: `EngineOptions(concurrent_runs=)`, with real processes."""
 
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -130,6 +131,33 @@ def test_run_that_does_not_stop_in_time_ends_the_worker_and_its_neighbour_runs_a
         wait_until(lambda: master.health().serving == 0 or neighbour.done())
         held.tell("")
         assert_answers(neighbour.result(timeout=60.0), act(SLOW))
+
+
+def test_worker_that_cannot_take_a_block_says_why_and_its_runs_run_again(
+    tmp_path: Path,
+    fake_model: FakeModel,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    caplog.set_level("INFO", "mcinfer.master")
+    slow = tmp_path / "slow"
+    model = fake_model(
+        inputs=[["x", "string", ["batch"]]],  # which needs no block
+        outputs=[["y", "string", ["batch"], {"from": "x"}]],
+        weights=[["w", "float32", [4], 1.0]],
+        run=f"once:{slow}:sleep:60",
+    )
+    options = EngineOptions(concurrent_runs=2, variable_weights=["w"])
+    with fake_master(model, 1, options=options) as master:
+        neighbour = master.submit({"x": np.array(["slow"], object)}, timeout=60.0)
+        wait_until(slow.exists)
+        resource.prlimit(pids(master)[0], resource.RLIMIT_NOFILE, (3, 3))
+        master.update_weights({"w": np.zeros(4, np.float32)})
+        answer = master.predict({"x": np.array(["next"], object)}, timeout=60.0)
+        assert answer["y"].tolist() == ["next"]
+        assert neighbour.result(timeout=60.0)["y"].tolist() == ["slow"]
+    assert "exited with status 1" in caplog.text
+    assert "block 0 cannot be attached: [Errno 24] Too many open files" in capfd.readouterr().err
 
 
 def test_worker_that_is_killed_in_two_runs_loses_neither(
