@@ -652,7 +652,12 @@ class Server:
 
 
 def _open_wide(message: Build, request: EngineRequest, share: CoreShare) -> Engine:
-    return open_engine(message.engine, replace(request, share=share))
+    """The model as it is: prepared once more, its weights would be in memory twice."""
+
+    def refuse(_: Mapping[str, Any]) -> None:
+        raise McinferError("the prepared model is not in the cache any more")
+
+    return open_engine(message.engine, replace(request, share=share), refuse)
 
 
 def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
