@@ -925,6 +925,22 @@ def test_batches_over_runs_at_once_show_how_fast_the_worker_is() -> None:
     assert balance.shares.cut(12) == ((4, 4, 2, 2), (0, 0, 1, 1))
 
 
+def test_shard_is_not_stolen_by_a_worker_that_takes_too_long_for_it_in_one_of_its_runs() -> None:
+    balance = Balance(2)
+    pool = ready_pool(2, concurrent=2, balance=balance)
+    pool.handle_request(0.0, 0, (6, 6, 6, 6), 100.0)
+    for shard, worker in enumerate((0, 1, 0, 1)):
+        pool.handle_answer(9.0, worker, 0, shard, (1.0, 4.0)[worker])
+    assert [balance.rows_per_second(worker) for worker in (0, 1)] == [12.0, 3.0]
+    for request in (1, 2):
+        assert pool.handle_request(10.0, request, (1,), 100.0, preferred=(0,)) != []
+    assert pool.handle_request(10.0, 3, (6, 6), 100.0, preferred=(0, 0)) == []
+    # Worker 0 needs a second for both. The other one needs 4 for one, with another run beside it.
+    assert pool.next_time() == 110.0
+    assert pool.handle_time(12.0) == []
+    assert pool.handle_message(13.0, 0, reply(1))[-1] == predict(0, (3, 0))
+
+
 # Late runs: behind one that goes on for long.
 
 LATE = 1.0 + LONG_RUN
@@ -1804,9 +1820,10 @@ class Pools(RuleBasedStateMachine):
             asked.preferred = tuple((number + i) % count for i in range(shards))
             asked.event = self.events + 1
             for worker, part in zip(asked.preferred, rows, strict=True):
-                own = sum(r for r, w in zip(rows, asked.preferred, strict=True) if w == worker)
-                wait = LONG_WAIT * balance.seconds(worker, own)
-                others = (w for w in range(count) if balance.seconds(w, part) <= wait)
+                own = [r for r, w in zip(rows, asked.preferred, strict=True) if w == worker]
+                wait = LONG_WAIT * balance.seconds(worker, sum(own))
+                each = [min(w.concurrent, len(own)) * part for w in self.scheduler.workers]
+                others = (w for w, r in enumerate(each) if balance.seconds(w, r) <= wait)
                 measured = balance.rows_per_second(worker) is not None
                 asked.until.append(self.now + wait if measured else -math.inf)
                 asked.thieves.append({*others} - {worker})

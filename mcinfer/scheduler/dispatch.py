@@ -413,12 +413,14 @@ class Dispatch:
         if balance is None or not serving:
             return None
         # The worker may run others of the request before this one.
-        own = sum(part for part, other in zip(rows, preferred, strict=True) if other == worker)
-        wait = LONG_WAIT * balance.seconds(worker, own)
+        own = [part for part, other in zip(rows, preferred, strict=True) if other == worker]
+        wait = LONG_WAIT * balance.seconds(worker, sum(own))
+        # Speeds are those of several runs at once, where requests have as many for each worker.
         thieves = tuple(
             w.index
             for w in self._workers
-            if w.index != worker and balance.seconds(w.index, rows[shard]) <= wait
+            if w.index != worker
+            and balance.seconds(w.index, rows[shard] * min(w.concurrent, len(own))) <= wait
         )
         return Affinity(worker=worker, until=now + wait, thieves=thieves)
 
