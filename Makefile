@@ -71,7 +71,7 @@ test-diffusers: .venv-diffusers/installed
 test-ray: .venv-ray/installed
 	.venv-ray/bin/python -m pytest -c tests/ray/on_ray.ini --rootdir . --confcutdir tests/ray tests/ray
 
-# `mcinfer serve`, asked by clients of others: Triton's and KServe's.
+# `mcinfer serve`, asked by clients of others: Triton's and KServe's, and a browser, if chromium is installed.
 test-serve: .venv-serve/installed
 	.venv-serve/bin/python -m pytest -c tests/serve/on_serve.ini --rootdir . --confcutdir tests/serve -n 2 --dist worksteal tests/serve
 
@@ -284,7 +284,7 @@ format: .venv/installed
 .venv-serve/installed: $(DEPENDENCIES) Makefile
 	$(PYTHON) -m venv .venv-serve
 	.venv-serve/bin/$(PIP) 'pip>=25.1'
-	.venv-serve/bin/$(PIP) --editable '.[cpu,grpc,onnx,serve]' $(SERVE_CLIENTS) ml_dtypes pytest pytest-timeout pytest-xdist requests trustme
+	.venv-serve/bin/$(PIP) --editable '.[cpu,grpc,onnx,serve]' $(SERVE_CLIENTS) ml_dtypes playwright pytest pytest-timeout pytest-xdist requests trustme
 	touch $@
 
 # Without what the packages depend on, PyTorch among it.

@@ -21,23 +21,17 @@ from typing import Any
 import grpc
 import numpy as np
 import onnx.parser
+import psutil
 import pytest
 
 from mcinfer.serve.messages import message
 from tests.command_line import COMMAND
 from tests.process.models import AFFINE, FakeModel, OnnxModel
 from tests.process.scripts import Program
-from tests.process.served import (
-    PATIENCE,
-    Answer,
-    Server,
-    children_of,
-    request_of,
-    serving,
-    values_of,
-)
 from tests.process.waiting import is_alive, wait_until
+from tests.serve.servers import Answer, Server, request_of
 
+PATIENCE = 40.0
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 SLOW = 3.0
 """Rows that begin with this number take a second."""
@@ -55,18 +49,10 @@ def server(checked_together: ExitStack, tmp_path_factory: pytest.TempPathFactory
         "outputs": [["y", "float32", ["batch", 4], {"from": "x", "scale": 2, "add": 1}]],
     }
     (folder / "model.json").write_text(json.dumps({**specs, **acts}))
-    arguments = (
-        "--engine",
-        "fake",
-        "--devices",
-        2,
-        "--max-request-bytes",
-        1 << 20,
-        "--timeout",
-        20,
-    )
+    limits = ("--max-request-bytes", 1 << 20, "--timeout", 20)
+    model = folder / "model.json"
     return checked_together.enter_context(
-        serving(folder / "model.json", *arguments, "--grpc-port", 0)
+        Server(model, "--engine", "fake", "--devices", 2, *limits)
     )
 
 
@@ -92,7 +78,7 @@ def binary_values(answer: Answer) -> tuple[dict[str, Any], np.ndarray[Any, Any]]
 
 def test_answer_in_json_has_the_request_s_id_and_the_model_s_version(server: Server) -> None:
     answer = server.ask(INFER, {**request_of(X), "id": "seven"})
-    np.testing.assert_array_equal(values_of(answer), 2 * X + 1)
+    np.testing.assert_array_equal(answer.values, 2 * X + 1)
     del (content := answer.json)["outputs"]
     assert content == {"model_name": "model", "model_version": "1", "id": "seven"}
 
@@ -132,22 +118,21 @@ def test_compressed_bodies_go_both_ways(server: Server, coding: str, pack: Any) 
 def test_codings_that_a_library_lists_by_itself_leave_tensors_as_they_are(server: Server) -> None:
     answer = server.ask(INFER, request_of(X), {"Accept-Encoding": "gzip, deflate, br"})
     assert "content-encoding" not in answer.headers
-    np.testing.assert_array_equal(values_of(answer), 2 * X + 1)
+    np.testing.assert_array_equal(answer.values, 2 * X + 1)
 
 
 def test_body_in_chunks_is_read(server: Server) -> None:
     body, headers = binary_request(X)
-    connection = server.connection()
     parts = (body[i : i + 7] for i in range(0, len(body), 7))
-    connection.request("POST", INFER, parts, headers, encode_chunked=True)
-    assert connection.getresponse().status == 200
-    connection.close()
+    with server.connection() as connection:
+        connection.request("POST", INFER, parts, headers, encode_chunked=True)
+        assert connection.getresponse().status == 200
 
 
 def test_many_clients_are_answered_each_with_its_own(server: Server) -> None:
     def ask(number: int) -> bool:
         x = np.full((1 + number % 3, 4), number, np.float32)
-        return np.array_equal(values_of(server.infer(x)), 2 * x + 1)
+        return np.array_equal(server.infer(x).values, 2 * x + 1)
 
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(ask, range(100, 300)))
@@ -187,17 +172,16 @@ def test_page_shows_figures_without_a_program_and_events_keep_them_new(server: S
     page = server.ask("/")
     assert "cpu:1" in page.body.decode()
     assert "script-src 'sha256-" in page.headers["content-security-policy"]
-    connection = server.connection()
-    connection.request("GET", "/live")
-    events = connection.getresponse()
-    server.infer(X)
-    seen = 0
-    while not seen:  # within the connection's own time-out
-        line = events.readline()
-        if line.startswith(b"data: "):
-            (model,) = json.loads(line[6:])
-            seen = model["answered"] and len(model["workers"]) == 2
-    connection.close()
+    with server.connection() as connection:
+        connection.request("GET", "/live")
+        events = connection.getresponse()
+        server.infer(X)
+        seen = 0
+        while not seen:  # within the connection's own time-out
+            line = events.readline()
+            if line.startswith(b"data: "):
+                (model,) = json.loads(line[6:])
+                seen = model["answered"] and len(model["workers"]) == 2
 
 
 # What is refused, and how.
@@ -265,7 +249,7 @@ def test_wrong_request_is_refused_with_what_is_wrong(
     answer = server.ask(path, body)
     assert (answer.status, text in answer.error) == (status, True), answer.body
     assert "/tmp" not in answer.error  # noqa: S108 no folder of the server's
-    np.testing.assert_array_equal(values_of(server.infer(X)), 2 * X + 1)
+    np.testing.assert_array_equal(server.infer(X).values, 2 * X + 1)
 
 
 @pytest.mark.parametrize(
@@ -304,19 +288,19 @@ def test_body_over_the_limit_is_refused_packed_or_not(server: Server) -> None:
 
 
 def test_page_of_another_site_may_not_ask(server: Server) -> None:
-    own = f"http://127.0.0.1:{server.port}"
+    own = f"http://127.0.0.1:{server.address[1]}"
     for origin, host, status in (
-        (own, f"127.0.0.1:{server.port}", 200),
-        ("https://elsewhere.example", f"127.0.0.1:{server.port}", 403),
+        (own, f"127.0.0.1:{server.address[1]}", 200),
+        ("https://elsewhere.example", f"127.0.0.1:{server.address[1]}", 403),
         ("http://rebound.example", "rebound.example", 403),
-        ("null", f"127.0.0.1:{server.port}", 403),
+        ("null", f"127.0.0.1:{server.address[1]}", 403),
     ):
         answer = server.ask(INFER, request_of(X), {"Origin": origin, "Host": host})
         assert answer.status == status, origin
 
 
 def test_endless_head_ends_the_connection(server: Server) -> None:
-    with socket.create_connection((server.host, server.port), PATIENCE) as client:
+    with socket.create_connection(server.address, PATIENCE) as client:
         client.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\nX-Endless: ")
         sent = 0
         with suppress(ConnectionError):
@@ -334,14 +318,11 @@ def test_deadline_of_a_request_is_status_504(server: Server) -> None:
 
 def test_client_that_hangs_up_cancels_its_request(server: Server) -> None:
     def cancelled() -> float:
-        text = server.ask("/metrics").body.decode()
-        found = re.search(r'requests_total\{model="model",outcome="cancelled".*\} ([\d.]+)', text)
-        return float(found[1]) if found else 0.0
+        return server.figure("mcinfer_requests_total", outcome="cancelled")
 
     before = cancelled()
-    connection = server.connection()
-    connection.request("POST", INFER, json.dumps(request_of(np.full((1, 4), SLOW, np.float32))))
-    connection.close()
+    with server.connection() as connection:
+        connection.request("POST", INFER, json.dumps(request_of(np.full((1, 4), SLOW, np.float32))))
     wait_until(lambda: cancelled() == before + 1)
 
 
@@ -420,8 +401,8 @@ def test_stream_of_grpc_is_answered_in_order_past_what_fails(server: Server) -> 
 def test_client_that_neither_asks_nor_reads_is_let_go(fake_model: FakeModel) -> None:
     limits = "from mcinfer.cli import server; server._HEAD_SECONDS = server._UNREAD_SECONDS = 0.5"
     options = ("--name", "model", "--engine", "fake", "--devices", 1)
-    with serving(fake_model(), *options, before=limits) as server:
-        with socket.create_connection((server.host, server.port), PATIENCE) as silent:
+    with Server(fake_model(), *options, before=limits) as server:
+        with socket.create_connection(server.address, PATIENCE) as silent:
             silent.sendall(b"GET /v2 HTTP/1.1\r\n")
             with suppress(ConnectionResetError):
                 assert silent.recv(1) == b""
@@ -431,20 +412,12 @@ def test_client_that_neither_asks_nor_reads_is_let_go(fake_model: FakeModel) -> 
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.settimeout(PATIENCE)
-            deaf.connect((server.host, server.port))
+            deaf.connect(server.address)
             lines = [f"POST {INFER} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
             lines += [f"{name}: {value}" for name, value in headers.items()]
             deaf.sendall("\r\n".join([*lines, "", ""]).encode() + body)
-            seen = []
-
-            def held() -> float:
-                text = server.ask("/metrics").body.decode()
-                found = re.search(r"mcinfer_memory_used_bytes\{.*\} ([\d.e+]+)", text)
-                seen.append(float(found[1]) if found else 0.0)
-                return seen[-1]
-
-            wait_until(lambda: held() > 1e7)
-            wait_until(lambda: held() == 0)
+            wait_until(lambda: server.figure("mcinfer_memory_used_bytes") > 1e7)
+            wait_until(lambda: server.figure("mcinfer_memory_used_bytes") == 0)
         assert server.infer(X).status == 200
 
 
@@ -463,7 +436,7 @@ def test_full_queue_is_status_503_with_when_to_try_again(fake_model: FakeModel) 
         1,
     )
     slow = np.full((1, 4), SLOW, np.float32)
-    with serving(model, *options) as server, ThreadPoolExecutor(2) as pool:
+    with Server(model, *options) as server, ThreadPoolExecutor(2) as pool:
         answers: list[Answer] = []
 
         def meet() -> bool:
@@ -477,7 +450,7 @@ def test_full_queue_is_status_503_with_when_to_try_again(fake_model: FakeModel) 
 
 
 def test_killed_workers_cost_no_request(onnx_model: OnnxModel) -> None:
-    with serving(onnx_model(AFFINE), "--name", "model", "--devices", 2) as server:
+    with Server(onnx_model(AFFINE), "--name", "model", "--devices", 2) as server:
         wrong: list[Answer] = []
         right: list[Answer] = []
         ended = threading.Event()
@@ -485,7 +458,7 @@ def test_killed_workers_cost_no_request(onnx_model: OnnxModel) -> None:
         def ask() -> None:
             while not ended.is_set():
                 answer = server.infer(X)
-                is_right = answer.status == 200 and np.array_equal(values_of(answer), 2 * X + 1)
+                is_right = answer.status == 200 and np.array_equal(answer.values, 2 * X + 1)
                 (right if is_right else wrong).append(answer)
 
         with ThreadPoolExecutor(4) as pool:
@@ -505,81 +478,71 @@ def test_killed_workers_cost_no_request(onnx_model: OnnxModel) -> None:
 
 def test_sigterm_answers_what_was_accepted_and_leaves_no_worker(fake_model: FakeModel) -> None:
     model = fake_model(when={f"{SLOW:g}": "sleep:1"})
-    with serving(model, "--name", "model", "--engine", "fake", "--devices", 2) as server:
+    with Server(model, "--name", "model", "--engine", "fake", "--devices", 2) as server:
         workers = server.workers()
         with ThreadPoolExecutor(6) as pool:
             slow = np.full((1, 4), SLOW, np.float32)
             asked = [pool.submit(server.infer, slow) for _ in range(6)]
 
-            def under_way() -> bool:
-                text = server.ask("/metrics").body.decode()
-                return 'mcinfer_requests_in_flight{model="model",version="1"} 6' in text
-
-            wait_until(under_way)
-            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 6)
+            server.send_signal(signal.SIGTERM)
             statuses = [each.result(PATIENCE).status for each in asked]
-        assert server.process.wait(PATIENCE) == 143
+        assert server.wait() == 143
         assert statuses == [200] * 6
         wait_until(lambda: not any(map(is_alive, workers)))
 
 
 def test_request_that_comes_as_the_server_ends_is_answered(fake_model: FakeModel) -> None:
     model = fake_model(when={f"{SLOW:g}": "sleep:1"})
-    with serving(model, "--name", "model", "--engine", "fake", "--devices", 2) as server:
-        idle = server.connection()
-        idle.request("GET", "/v2")
-        assert idle.getresponse().read()
-        with ThreadPoolExecutor(1) as pool:
+    with Server(model, "--name", "model", "--engine", "fake", "--devices", 2) as server:
+        with server.connection() as idle, ThreadPoolExecutor(1) as pool:
+            idle.request("GET", "/v2")
+            assert idle.getresponse().read()
             asked = pool.submit(server.infer, np.full((1, 4), SLOW, np.float32))
-            wait_until(
-                lambda: b'in_flight{model="model",version="1"} 1' in server.ask("/metrics").body
-            )
-            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 1)
+            server.send_signal(signal.SIGTERM)
             wait_until(lambda: not is_listening(server))
             idle.request("GET", "/v2/health/ready")
             last = idle.getresponse()
             assert (last.status, last.getheader("connection")) == (503, "close")
             assert asked.result(PATIENCE).status == 200
-        idle.close()
-        assert server.process.wait(PATIENCE) == 143
+        assert server.wait() == 143
 
 
 def is_listening(server: Server) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex((server.host, server.port)) == 0
+        return probe.connect_ex(server.address) == 0
 
 
 def test_request_that_the_end_leaves_no_time_for_is_status_503(fake_model: FakeModel) -> None:
     model = fake_model(when={f"{SLOW:g}": "sleep:600"})
     options = ("--name", "model", "--engine", "fake", "--devices", 1, "--drain", 1)
-    with serving(model, *options) as server, ThreadPoolExecutor(1) as pool:
+    with Server(model, *options) as server, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(server.infer, np.full((1, 4), SLOW, np.float32))
-        wait_until(lambda: b'in_flight{model="model",version="1"} 1' in server.ask("/metrics").body)
+        wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 1)
         assert server.end() == 143
         assert (asked.result(PATIENCE).status, asked.result().headers["retry-after"]) == (503, "1")
-        assert server.process.stderr is not None
-        assert "Traceback" not in server.process.stderr.read()
+        assert "Traceback" not in server.text()
 
 
 def test_second_ctrl_c_drops_what_the_first_would_wait_for(fake_model: FakeModel) -> None:
     model = fake_model(when={f"{SLOW:g}": "sleep:600"})
     options = ("--name", "model", "--engine", "fake", "--devices", 1, "--access-log")
-    with serving(model, *options) as server, ThreadPoolExecutor(1) as pool:
+    with Server(model, *options) as server, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(server.infer, np.full((1, 4), SLOW, np.float32))
-        wait_until(lambda: b'in_flight{model="model",version="1"} 1' in server.ask("/metrics").body)
-        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 1)
+        server.send_signal(signal.SIGINT)
         refused = 0
         while not refused:  # it has the signal once it takes no more connections
             try:
                 server.ask("/v2")
             except ConnectionError:
                 refused = 1
-        assert server.process.poll() is None
+        assert server.is_running
         assert server.end(signal.SIGINT) == 130
         with suppress(OSError, HTTPException):
             assert asked.result(PATIENCE).status >= 500
-        assert server.process.stderr is not None
-        assert '"GET /metrics HTTP/1.1" 200' in server.process.stderr.read()
+        assert '"GET /metrics HTTP/1.1" 200' in server.text()
 
 
 def test_new_version_takes_over_under_load_without_a_lost_request(tmp_path: Path) -> None:
@@ -594,7 +557,7 @@ def test_new_version_takes_over_under_load_without_a_lost_request(tmp_path: Path
         (folder / "model.onnx").write_text(json.dumps(content))
 
     write(1, 1)
-    with serving("--repository", tmp_path, "--engine", "fake", "--devices", 1) as server:
+    with Server("--repository", tmp_path, "--engine", "fake", "--devices", 1) as server:
         ended, seen, wrong = threading.Event(), set(), []
 
         def ask() -> None:
@@ -605,7 +568,7 @@ def test_new_version_takes_over_under_load_without_a_lost_request(tmp_path: Path
                     continue
                 version = answer.json["model_version"]
                 seen.add(version)
-                if not np.array_equal(values_of(answer), 2 * X + int(version)):
+                if not np.array_equal(answer.values, 2 * X + int(version)):
                     wrong.append(answer)
 
         with ThreadPoolExecutor(4) as pool:
@@ -634,7 +597,7 @@ def test_configuration_of_a_repository_decides_devices_batches_and_limits(tmp_pa
         "dynamic_batching { max_queue_delay_microseconds: 500 preferred_batch_size: [ 4, 8 ] }\n"
         "optimization { graph { level: 1 } }\n"
     )
-    with serving("--repository", tmp_path) as server:
+    with Server("--repository", tmp_path) as server:
         config = server.ask("/v2/models/affine/config").json
         assert config["max_batch_size"] == 16
         assert config["dynamic_batching"] == {"max_queue_delay_microseconds": 500}
@@ -649,7 +612,7 @@ def test_devices_are_dealt_out_over_models(fake_model: FakeModel) -> None:
     models = (fake_model(), fake_model(), fake_model())
     names = ("--name", "a", "--name", "b", "--name", "c")
     devices = ("--devices", "cpu:0,cpu:1", "--devices", "c=1")
-    with serving(*models, *names, "--engine", "fake", *devices) as server:
+    with Server(*models, *names, "--engine", "fake", *devices) as server:
         counts = []
         for name in "abc":
             config = server.ask(f"/v2/models/{name}/config").json
@@ -672,7 +635,7 @@ def test_keys_are_asked_for_but_of_probes(fake_model: FakeModel, tmp_path: Path)
         "--api-key-file",
         tmp_path / "keys",
     )
-    with serving(fake_model(), *options) as server:
+    with Server(fake_model(), *options) as server:
         assert server.ask("/v2/health/ready").status == 200
         assert server.ask("/v2").status == 401
         assert server.ask("/").headers["www-authenticate"].startswith("Basic")
@@ -691,7 +654,7 @@ def test_keys_are_asked_for_but_of_probes(fake_model: FakeModel, tmp_path: Path)
 def test_unix_socket_is_for_its_user_alone(fake_model: FakeModel, tmp_path: Path) -> None:
     place = tmp_path / "s"
     options = ("--name", "model", "--engine", "fake", "--devices", 1, "--uds", place)
-    with serving(fake_model(), *options) as server:
+    with Server(fake_model(), *options) as server:
         assert place.stat().st_mode & 0o777 == 0o600
         connection = HTTPConnection("localhost")
         connection.sock = socket.socket(socket.AF_UNIX)
@@ -708,7 +671,7 @@ def test_shared_memory_of_this_user_s_client_has_tensors(fake_model: FakeModel) 
     options = ("--name", "model", "--engine", "fake", "--devices", 1, "--client-shared-memory")
     region = f"mcinfer-test-{os.getpid()}"
     place = Path("/dev/shm") / region  # noqa: S108
-    with serving(fake_model(), *options) as server:
+    with Server(fake_model(), *options) as server:
         try:
             place.write_bytes(X.tobytes() + bytes(X.nbytes))
             memory = "/v2/systemsharedmemory"
@@ -768,9 +731,11 @@ def test_tls_serves_https(fake_model: FakeModel, tmp_path: Path) -> None:
     subprocess.run([*words, "-out", certificate, "-keyout", key], check=True, capture_output=True)
     options = ("--name", "model", "--engine", "fake", "--devices", 1)
     tls = ("--ssl-certfile", certificate, "--ssl-keyfile", key)
-    with serving(fake_model(), *options, *tls) as server:
+    with Server(fake_model(), *options, *tls) as server:
         trusted = ssl.create_default_context(cafile=str(certificate))
-        connection = HTTPSConnection("127.0.0.1", server.port, context=trusted, timeout=PATIENCE)
+        connection = HTTPSConnection(
+            "127.0.0.1", server.address[1], context=trusted, timeout=PATIENCE
+        )
         connection.request("GET", "/v2/health/ready")
         assert connection.getresponse().status == 200
         connection.close()
@@ -815,8 +780,8 @@ def test_ctrl_c_while_a_model_loads_ends_the_server(fake_model: FakeModel) -> No
     with Program(
         COMMAND, "serve", model, "--engine", "fake", "--devices", 2, "--port", 0
     ) as program:
-        wait_until(lambda: len(children_of(program.pid)) == 2)
-        workers = children_of(program.pid)
+        wait_until(lambda: len([c.pid for c in psutil.Process(program.pid).children()]) == 2)
+        workers = [c.pid for c in psutil.Process(program.pid).children()]
         program.send_signal(signal.SIGINT)
         assert program.wait().status == 130
     wait_until(lambda: not any(map(is_alive, workers)))

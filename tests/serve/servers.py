@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
+from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.command_line import COMMAND
 from tests.process.waiting import all_gone, is_alive, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +29,11 @@ _SERVING = re.compile(r"serving .*? at (?:https?://)?(\S+?)(?:, gRPC at (\S+))?\
 
 _SECONDS = 60.0
 """For a server to begin, or to end."""
+
+
+def request_of(x: NDArray[Any], **parameters: object) -> dict[str, Any]:
+    tensor = {"name": "x", "datatype": "FP32", "shape": [*x.shape], "data": x.ravel().tolist()}
+    return {"inputs": [tensor], "parameters": parameters}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,13 @@ class Answer:
         text: str = self.json["error"]
         return text
 
+    @property
+    def values(self) -> NDArray[Any]:
+        """The first output, in JSON."""
+        assert self.status == 200, self.body
+        output = self.json["outputs"][0]
+        return np.array(output["data"], np.float32).reshape(output["shape"])
+
 
 class Server:
     """A running server, at free ports; a context manager that leaves no process behind.
@@ -55,12 +70,14 @@ class Server:
         pid: Of its process.
     """
 
-    def __init__(self, *arguments: object, env: Mapping[str, str] | None = None) -> None:
-        """Start it, and return once it serves."""
+    def __init__(
+        self, *arguments: object, env: Mapping[str, str] | None = None, before: str = ""
+    ) -> None:
+        """Start it, and return once it serves; its process runs the program `before` first."""
         ports = [] if {"--uds", "--port"} & {*arguments} else ["--port", "0"]
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 closed by __exit__
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mcinfer", "serve", *ports, "--grpc-port", "0"]
+            [sys.executable, "-c", f"{before}\n{COMMAND}", "serve", *ports, "--grpc-port", "0"]
             + [str(argument) for argument in arguments],
             env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
             stdin=subprocess.DEVNULL,
@@ -90,6 +107,16 @@ class Server:
         children = psutil.Process(self.pid).children()
         return [child.pid for child in children if is_alive(child.pid)]
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Its address and port for HTTP."""
+        host, _, port = self.url.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
@@ -98,10 +125,10 @@ class Server:
         status = self._process.wait(_SECONDS)
         return status if status >= 0 else 128 - status
 
-    def end(self) -> int:
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Have it end, and return its exit status."""
         workers = self.workers()
-        self.send_signal(signal.SIGTERM)
+        self.send_signal(number)
         status = self.wait()
         wait_until(lambda: all_gone(workers), _SECONDS)
         return status
@@ -136,6 +163,10 @@ class Server:
             response = connection.getresponse()
             names = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, names, response.read())
+
+    def infer(self, x: NDArray[Any], model: str = "model", **parameters: object) -> Answer:
+        """Ask a model with an input x, float32, for its outputs, in JSON."""
+        return self.ask(f"/v2/models/{model}/infer", request_of(x, **parameters))
 
     def figure(self, name: str, **labels: str) -> float:
         """The sum of a figure of ``/metrics``, over what has these labels."""
