@@ -8,8 +8,10 @@ import asyncio
 import re
 import struct
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from inspect import isawaitable
+from typing import Any, cast
 
 import orjson
 from starlette.applications import Starlette
@@ -17,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.serve.documents import (
@@ -35,12 +38,6 @@ from mcinfer.serve.models import Instance, RefusedError
 from mcinfer.serve.service import ServeOptions, Service
 from mcinfer.serve.tensors import DATATYPES, bytes_of, from_bytes, json_of, raw_shape
 from mcinfer.specs import STRING
-
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-
-_T = TypeVar("_T")
 
 _LENGTH = "inference-header-content-length"
 _WINDOWS = {"gzip": 31, "deflate": 15}
@@ -148,7 +145,7 @@ class _Infer:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         place, instance, status = scope["path_params"], None, 200
         try:
             if scope["method"] != "POST":
@@ -296,10 +293,10 @@ class _Gate:
     A browser sends ``Origin`` with what a page asks for. Probes of the server's health need no key.
     """
 
-    def __init__(self, app: App, service: Service, hosts: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, service: Service, hosts: Sequence[str]) -> None:
         self._app, self._service, self._hosts = app, service, hosts
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {n: v.decode("latin-1") for n, v in scope["headers"]}
         origin, host = headers.get(b"origin"), headers.get(b"host", "")
         is_named = not self._hosts or re.sub(r":\d*$", "", host) in self._hosts
@@ -314,7 +311,9 @@ class _Gate:
         await app(scope, receive, send)
 
 
-def make_app(service: Service, page: Sequence[BaseRoute] = (), hosts: Sequence[str] = ()) -> App:
+def make_app(
+    service: Service, page: Sequence[BaseRoute] = (), hosts: Sequence[str] = ()
+) -> ASGIApp:
     """The server as an application of ASGI.
 
     Args:
@@ -323,102 +322,90 @@ def make_app(service: Service, page: Sequence[BaseRoute] = (), hosts: Sequence[s
         hosts: The names by which browsers may reach it; any if there is none.
     """
 
-    async def read(request: Request, kind: type[_T]) -> _T:
-        body = _Body(request.receive, request.headers, service.options)
-        return read_json(kind, await body.rest())
+    def answers(function: Callable[..., Any], kind: type[Any] | None = None) -> Any:
+        """A handler that gives what a function makes of the address's names, and of a document."""
 
-    def shows(content: Callable[..., Any]) -> Callable[[Request], Awaitable[Response]]:
-        """A handler that gives what a function says of the model that the address names, if any."""
+        async def answer(request: Request) -> Response:
+            given = [*request.path_params.values()]
+            if kind is not None:
+                body = _Body(request.receive, request.headers, service.options)
+                given.append(read_json(kind, await body.rest()))
+            content = function(*given)
+            if isawaitable(content):
+                content = await content
+            return (
+                content
+                if isinstance(content, Response)
+                else _reply({} if content is None else content)
+            )
 
-        async def show(request: Request) -> Response:
-            return _reply(content(*request.path_params.values()))
+        return answer
 
-        return show
+    def probe(what: str, good: bool, **about: str) -> Response:
+        return _reply({**about, what: good}, 200 if good else 503)
 
-    def probes(name: str, is_good: Callable[..., bool]) -> Callable[[Request], Awaitable[Response]]:
-        async def probe(request: Request) -> Response:
-            good = is_good(*request.path_params.values())
-            about = {"name": model} if (model := request.path_params.get("model")) else {}
-            return _reply({**about, name: good}, 200 if good else 503)
-
-        return probe
-
-    async def index(request: Request) -> Response:
-        return _reply(service.index(await read(request, IndexDocument)))
-
-    async def load(request: Request) -> Response:
-        await service.load(request.path_params["model"], await read(request, LoadDocument))
-        return _reply({})
-
-    async def unload(request: Request) -> Response:
-        await service.models.unload(request.path_params["model"])
-        return _reply({})
+    def model_ready(model: str, version: str = "") -> Response:
+        return probe("ready", service.model_ready(model, version), name=model)
 
     async def register(request: Request) -> Response:
-        kind, name = request.path_params.values()
-        if kind == "cuda":
-            raise RefusedError(501, "shared memory of CUDA is not taken")
         client = request.client and (request.client.host, request.client.port)
-        service.regions.register(name, client, await read(request, RegionDocument))
-        return _reply({})
+        answer = answers(partial(service.regions.register, client), RegionDocument)
+        return cast("Response", await answer(request))
 
-    async def unregister(request: Request) -> Response:
-        kind, *name = request.path_params.values()
-        if kind == "system":
-            service.regions.unregister(*name)
-        return _reply({})
+    def refuse_card(*_: str) -> None:
+        raise RefusedError(501, "shared memory of CUDA is not taken")
 
-    async def log(request: Request) -> Response:
-        return _reply(service.log_settings(await read(request, LogDocument)))
-
-    async def trace(request: Request) -> Response:
-        if (await read(request, TraceDocument)).trace_level not in (None, ("OFF",)):
+    def trace(*asked: Any) -> dict[str, Any]:
+        if asked[-1].trace_level not in (None, ("OFF",)):
             text = "no traces are written; mcinfer.exporters.opentelemetry makes spans"
             raise RefusedError(501, text)
         off = {"trace_level": ["OFF"], "trace_rate": "1000", "trace_count": "-1"}
-        return _reply({**off, "log_frequency": "0", "trace_file": "", "trace_mode": "triton"})
+        return {**off, "log_frequency": "0", "trace_file": "", "trace_mode": "triton"}
 
-    async def metrics(_: Request) -> Response:
+    def metrics() -> Response:
         return Response(service.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def failed(_: Request, exc: Exception) -> Response:
         return _failure(exc)
 
-    regions = shows(lambda kind, *name: service.regions.status(*name) if kind == "system" else [])
-    get, post = ("GET",), ("POST",)
-    model, memory = "/v2/models/{model}", "/v2/{kind}sharedmemory"
-    table: list[tuple[str, Any, Sequence[str]]] = [
-        ("/v2/health/live", probes("live", lambda: True), get),
-        ("/v2/health/ready", probes("ready", lambda: service.ready), get),
-        ("/v2", shows(service.metadata), get),
-        ("/v2/models/stats", shows(service.statistics), get),
-        *(
-            (f"{place}{end}", handler, get)
-            for place in (model, f"{model}/versions/{{version}}")
-            for end, handler in (
-                ("", shows(service.model_metadata)),
-                ("/ready", probes("ready", service.model_ready)),
-                ("/config", shows(service.model_config)),
-                ("/stats", shows(service.statistics)),
-            )
+    model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
+    system, card = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
+    get: dict[str, Any] = {
+        "/v2/health/live": answers(lambda: probe("live", True)),
+        "/v2/health/ready": answers(lambda: probe("ready", service.ready)),
+        "/v2": answers(service.metadata),
+        "/v2/models/stats": answers(service.statistics),
+        "/v2/logging": answers(lambda: service.log_settings(LogDocument())),
+        **dict.fromkeys(
+            (f"{system}/status", f"{system}/region/{{name}}/status"),
+            answers(service.regions.status),
         ),
-        ("/v2/repository/index", index, post),
-        ("/v2/repository/models/{model}/load", load, post),
-        ("/v2/repository/models/{model}/unload", unload, post),
-        (f"{memory}/status", regions, get),
-        (f"{memory}/region/{{name}}/status", regions, get),
-        (f"{memory}/region/{{name}}/register", register, post),
-        (f"{memory}/unregister", unregister, post),
-        (f"{memory}/region/{{name}}/unregister", unregister, post),
-        ("/v2/logging", log, get + post),
-        ("/v2/trace/setting", trace, get + post),
-        (f"{model}/trace/setting", trace, get + post),
-        ("/metrics", metrics, get),
-    ]
+        **dict.fromkeys(
+            (f"{card}/status", f"{card}/region/{{name}}/status"), answers(lambda *_: [])
+        ),
+        "/metrics": answers(metrics),
+    }
+    post: dict[str, Any] = {
+        "/v2/repository/index": answers(service.index, IndexDocument),
+        "/v2/repository/models/{model}/load": answers(service.load, LoadDocument),
+        "/v2/repository/models/{model}/unload": answers(service.models.unload),
+        f"{system}/region/{{name}}/register": register,
+        f"{card}/region/{{name}}/register": answers(refuse_card),
+        "/v2/logging": answers(service.log_settings, LogDocument),
+    }
+    for place in (model, version):
+        get[place] = answers(service.model_metadata)
+        get[f"{place}/ready"] = answers(model_ready)
+        get[f"{place}/config"] = answers(service.model_config)
+        get[f"{place}/stats"] = answers(service.statistics)
+    for place in ("/v2/trace/setting", f"{model}/trace/setting"):
+        get[place] = post[place] = answers(trace, TraceDocument)
+    for end in ("unregister", "region/{name}/unregister"):
+        post[f"{system}/{end}"] = answers(service.regions.unregister)
+        post[f"{card}/{end}"] = answers(lambda *_: None)
     infer = _Infer(service)
-    places = (f"{model}/infer", f"{model}/versions/{{version}}/infer")
-    routes = [*(Route(place, infer) for place in places)]
-    routes += [Route(place, handler, methods=[*methods]) for place, handler, methods in table]
-    kinds = (McinferError, HTTPException, Exception)
-    handlers: Any = dict.fromkeys(kinds, failed)
-    return _Gate(Starlette(routes=[*routes, *page], exception_handlers=handlers), service, hosts)
+    routes = [Route(f"{place}/infer", infer) for place in (model, version)]
+    for method, handlers in (("GET", get), ("POST", post)):
+        routes += [Route(place, handler, methods=[method]) for place, handler in handlers.items()]
+    caught: Any = dict.fromkeys((McinferError, HTTPException, Exception), failed)
+    return _Gate(Starlette(routes=[*routes, *page], exception_handlers=caught), service, hosts)

@@ -86,12 +86,12 @@ class Regions:
         self.allowed = allowed
         self._regions: dict[str, Region] = {}
 
-    def register(self, name: str, client: tuple[str, int] | None, asked: RegionDocument) -> None:
+    def register(self, client: tuple[str, int] | None, name: str, asked: RegionDocument) -> None:
         """Open an object. It must belong to this process's user, and so must the client that asks for it.
 
         Args:
-            name: Of the region.
             client: The client's address and port; None if it came by a socket that only this user can open.
+            name: Of the region.
             asked: The object, and the part of it.
 
         Raises:
