@@ -191,8 +191,11 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         while not self.ended.wait(1.0):
-            children = psutil.Process(self._pid).children()
-            workers = [c for c in children if "resource_tracker" not in " ".join(c.cmdline())]
+            workers = []
+            for child in psutil.Process(self._pid).children():
+                with suppress(psutil.Error):  # it has ended
+                    if "resource_tracker" not in " ".join(child.cmdline()):
+                        workers.append(child)
             if workers:
                 workers[self.killed % len(workers)].kill()
                 self.killed += 1
@@ -222,6 +225,7 @@ def measure_kills(folder: Path, case: Case) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", help="a part of the name of the models to measure")
     parser.add_argument("--write", type=Path, help="the page to write the results to")
     options = parser.parse_args(arguments)
     before = os.getloadavg()[0]
@@ -229,6 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         chosen = [case for case in cases(folder) if len(case.inputs) == 1]
+        chosen = [case for case in chosen if (options.only or "") in case.name]
         for case in chosen:
             parts.append("\n".join(measure(folder, case, options.rounds)))
             print(parts[-1], flush=True)
