@@ -2,6 +2,7 @@
 
 import json
 import struct
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -109,15 +110,18 @@ def test_text_of_a_model_s_output_is_its_utf_8_bytes() -> None:
     ("kind", "shape", "data", "text"),
     [
         ("float32", (2,), [1.0], "got 1 elements for shape [2], expected 2"),
-        ("float32", (2,), [[1.0], [2.0, 3.0]], "not evenly nested"),
+        ("float32", (2,), [[1.0], [2.0, 3.0]], "got 3 elements for shape [2], expected 2"),
+        ("float32", (2,), [[1.0], 2.0], "expected float32"),
         ("float32", (1,), "1.0", "expected an array"),
-        ("float32", (1,), ["a"], "dtype <U1"),
-        ("float32", (1,), [{}], "expected numbers as data"),
+        ("float32", (1,), ["1"], "expected float32"),
+        ("float32", (1,), [{}], "expected float32"),
         ("int32", (1,), [1.5], "expected int32"),
         ("int32", (1,), [None], "expected int32"),
-        ("int8", (1,), [128], "expected -128 to 127"),
+        ("int8", (1,), [128], "expected int8"),
         ("uint8", (1,), [-1], "expected uint8"),
-        ("uint8", (1,), [256], "expected 0 to 255"),
+        ("uint8", (1,), [256], "expected uint8"),
+        ("uint64", (2,), [1 << 63, -1], "expected uint64"),
+        ("int64", (1,), [1 << 63], "expected int64"),
         ("bool", (1,), [2], "expected bool"),
         (STRING, (2,), ["a", 1], "expected string"),
         (STRING, (2,), [["a"], "b"], "expected string"),
@@ -130,6 +134,30 @@ def test_json_of_other_values_is_refused(
     with pytest.raises(InvalidInputError) as caught:
         from_json(head_of(kind, shape, data))
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in IN_JSON if "float" in kind])
+def test_null_is_nan_in_every_type_that_has_it(kind: str) -> None:
+    array = from_json(head_of(kind, (2,), [None, 1]))
+    assert np.isnan(array.astype(np.float32)).tolist() == [True, False]
+
+
+def test_texts_among_numbers_are_refused_and_take_no_memory() -> None:
+    """As an array of texts they would each be as wide as the longest one: here 4 GB."""
+    head = head_of("float32", (100_001,), [1, "x" * 10_000, *[""] * 99_999])
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInputError, match="expected float32 as data"):
+            from_json(head)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+
+
+def test_shape_that_no_array_can_have_is_refused() -> None:
+    for shape in ((0, 1 << 61), (1 << 40, 1 << 40)):
+        with pytest.raises(InvalidInputError, match="got shape"):
+            head_of("float32", shape)
 
 
 def test_number_that_is_too_large_is_infinite() -> None:
@@ -157,7 +185,7 @@ def test_json_may_be_nested_so_deep_and_no_deeper() -> None:
         ((None, 4), "float32", 32, [2, 4]),
         (("batch", "n"), "float32", 32, [1, 8]),
         ((2, 3), "float32", 24, [2, 3]),
-        (("batch", 0), "float32", 8, [-1, 0]),
+        (("batch", 0), "float32", 0, [0, 0]),
         ((None,), STRING, 3, [1]),
         (("batch", 1), STRING, 3, [1, 1]),
     ],

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.requests.tensors import as_input
 from mcinfer.serve.documents import InputDocument
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec
 
@@ -46,8 +45,10 @@ class TensorHead:
     def __post_init__(self) -> None:
         if self.given.datatype != (expected := DATATYPES[self.spec.element_type]):
             raise self.wrong(f"got datatype {self.given.datatype[:99]!r}, expected {expected}")
-        if not self.spec.admits(self.given.shape):
-            raise self.wrong(f"got shape {[*self.given.shape]}, expected {shape_of(self.spec)}")
+        # NumPy has no array of the last kind, even without elements.
+        shape = self.given.shape
+        if not self.spec.admits(shape) or prod(filter(None, shape)) >= 1 << 58:
+            raise self.wrong(f"got shape {[*shape]}, expected {shape_of(self.spec)}")
 
     def wrong(self, why: str) -> InvalidInputError:
         return InvalidInputError(f"input {self.spec}: {why}")
@@ -75,57 +76,57 @@ def shape_of(spec: TensorSpec) -> list[int]:
     return [size if isinstance(size, int) else -1 for size in spec.shape]
 
 
-class _Untyped:
-    """An array whose values take the input's type if no kind of value is lost, as lists do (`as_input`)."""
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        self._array = array
-
-    def __array__(self, *_: object, **__: object) -> NDArray[Any]:
-        return self._array
-
-
 def from_json(head: TensorHead) -> NDArray[Any]:
     """An input's values in JSON, nested or flat, as an array; null stands for NaN, which JSON lacks.
 
     Raises:
         InvalidInputError: There are more or fewer values, or values of another kind.
     """
-    data, depth = head.given.data, 0
-    while isinstance(data, list) and len(data) == 1 and isinstance(data[0], list):
-        data, depth = data[0], depth + 1
-    inner = data
-    while isinstance(inner, list) and depth <= MAX_DEPTH:
-        inner, depth = inner[0] if inner else None, depth + 1
-    if not 0 < depth <= MAX_DEPTH:
-        raise head.wrong(
-            f"JSON nesting depth exceeds maximum allowed limit ({MAX_DEPTH})"
-            if depth
-            else f"got {str(data)[:100]!r} as data, expected an array"
-        )
-    is_text = head.spec.element_type == STRING
-    while is_text and data and all(isinstance(part, list) for part in data):
-        data = [*chain.from_iterable(data)]
-    try:
-        array = np.fromiter(data, object, len(data)) if is_text else np.asarray(data)
-    except ValueError as exc:
-        raise head.wrong("its data is not evenly nested") from exc
-    if array.dtype == object and head.spec.dtype.kind == "f":
-        if not all(value is None or isinstance(value, (int, float)) for value in array.flat):
-            raise head.wrong("expected numbers as data")
-        array = array.astype(np.float64)
-    if head.spec.dtype.kind == "u":
-        # NumPy takes whole numbers as signed, and as floats if one of them is too large for that.
-        if array.dtype.kind == "f":
-            whole = np.asarray(data, object)
-            if all(type(value) is int and value >= 0 for value in whole.flat):
-                array = whole.astype(np.uint64)
-        elif array.dtype.kind == "i" and np.all(array >= 0):
-            array = array.astype(np.uint64)
+    data, depth = head.given.data, 1
+    if not isinstance(data, list):
+        raise head.wrong(f"got {str(data)[:100]!r} as data, expected an array")
+    while data and type(data[0]) is list and {*map(type, data)} == {list}:
+        data, depth = [*chain.from_iterable(data)], depth + 1
+        if depth > MAX_DEPTH:
+            raise head.wrong(f"JSON nesting depth exceeds maximum allowed limit ({MAX_DEPTH})")
+    kind, array = head.spec.element_type, None
+    if kind == STRING:
+        if {*map(type, data)} <= {str, bytes}:
+            array = np.fromiter(data, object, len(data))
+    else:
+        array = _numbers(data, kind, head.spec.dtype)
+    if array is None:
+        raise head.wrong(f"expected {kind} as data")
     head.check(array.size)
-    values = _Untyped(array.reshape(head.given.shape))
+    return array.reshape(head.given.shape)
+
+
+def _numbers(data: list[Any], kind: str, dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """The values as an array; None if one is no number of this kind.
+
+    NumPy does not choose the array's type: for texts it would be as wide as the longest of them.
+    """
+    try:
+        total = sum(data)  # a whole number if all are; by far the fastest look at each
+    except TypeError:
+        total = None
+    if kind == "bool":
+        return np.array(data, dtype) if {*map(type, data)} <= {bool} else None
+    if "int" in kind:
+        if type(total) is not int:
+            return None
+        try:
+            wide = np.array(data, np.uint64 if kind[0] == "u" else np.int64)
+        except OverflowError:
+            return None
+        array = wide.astype(dtype, copy=False)
+        return array if array is wide or np.array_equal(array, wide) else None
+    if total is None and not {*map(type, data)} <= {int, float, bool, type(None)}:
+        return None
     with np.errstate(over="ignore"):  # what is too large becomes infinite
-        return as_input(values, head.spec, head.spec.element_type)
+        return np.array(data, dtype if dtype.char in "efd" else np.float64).astype(
+            dtype, copy=False
+        )
 
 
 def from_bytes(head: TensorHead, data: bytes) -> NDArray[Any]:
@@ -196,4 +197,4 @@ def raw_shape(spec: TensorSpec, size: int) -> list[int]:
         text = f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one"
         raise InvalidInputError(f"{text} variable-sized dimension: {spec}")
     row = abs(prod(shape)) * spec.dtype.itemsize
-    return [size // row if n == -1 and row else n for n in shape]
+    return [size // (row or 1) if n == -1 else n for n in shape]
