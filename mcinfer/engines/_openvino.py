@@ -62,15 +62,7 @@ from mcinfer.errors import (
 )
 from mcinfer.model_cache import is_large
 from mcinfer.model_cache.cache import Cache, CacheUnusableError
-from mcinfer.model_cache.onnx_files import (
-    LOOK_BYTES,
-    Shapes,
-    bytes_at,
-    check_regular,
-    declared_shapes,
-    model_files,
-    scan,
-)
+from mcinfer.model_cache.onnx_files import Shapes, openvino_shapes, scan
 from mcinfer.private import alone_in
 from mcinfer.specs import (
     STRING,
@@ -120,9 +112,6 @@ _ELEMENT_TYPES = {
     "f8e5m2": "float8_e5m2",
 }
 """Element types by OpenVINO's names."""
-
-_IR = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?<net\b")
-"""How a graph in OpenVINO's own format begins."""
 
 _PRECISION = "INFERENCE_PRECISION_HINT"
 _FOLDER = "CACHE_DIR"
@@ -174,8 +163,10 @@ class OpenVinoEngine(Engine):
 
     def __init__(self, request: EngineRequest) -> None:
         _check_options(request)
-        inputs, outputs = _declared_shapes(request.model)
+        inputs, outputs = openvino_shapes(request.model)
         self.compiled = _compiled(request)
+        if not self.compiled.outputs:  # it goes by the ending of the file's name
+            raise BuildError(f"{request.model}: OpenVINO finds no outputs in it, expected *.onnx")
         self.providers = tuple(self.compiled.get_property("EXECUTION_DEVICES"))
         self.input_ports = [
             _Port(port, "input", number, inputs) for number, port in enumerate(self.compiled.inputs)
@@ -430,22 +421,6 @@ def _check_options(request: EngineRequest) -> None:
         raise BuildError(
             f"inter_op_threads: got {count}, but the engine openvino runs one operator after another"
         )
-
-
-def _declared_shapes(model: str) -> tuple[Shapes, Shapes]:
-    """The shapes of an ONNX model's inputs and outputs as it has them; nothing of an IR.
-
-    `BuildError` if the file is neither, or the files of its weights are not where they may be.
-    """
-    check_regular(model)
-    if _IR.match(bytes_at(model, 0, LOOK_BYTES) or b""):
-        return {}, {}
-    try:
-        model_files(Path(model).absolute())
-        return declared_shapes(model)
-    except BuildError as exc:
-        hint = "" if "external data" in str(exc) else ", or an OpenVINO IR (.xml)"
-        raise BuildError(f"{exc}{hint}") from exc
 
 
 def _compiled(request: EngineRequest) -> Any:

@@ -30,6 +30,9 @@ from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
 IR_SUFFIX = ".xml"
 """How the files of OpenVINO's own format, the IR, are named; OpenVINO finds the weights by it."""
 
+_IR = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?<net\b")
+"""How a graph in that format begins."""
+
 # Any file.
 
 _CHUNK_BYTES = 1 << 20
@@ -176,7 +179,7 @@ def model_files(model: Path, folder: Path | None = None) -> list[Path]:
 def ir_weights(model: Path) -> tuple[str, ...]:
     """The name of the file beside an OpenVINO IR (``.xml``) that has its weights; none for other models."""
     weights = model.with_suffix(".bin")
-    return (weights.name,) if model.suffix == IR_SUFFIX and weights.exists() else ()
+    return (weights.name,) if model.suffix == IR_SUFFIX and os.path.lexists(weights) else ()
 
 
 # ONNX's messages, by the field numbers of onnx.proto.
@@ -353,6 +356,28 @@ def declared_shapes(path: str | os.PathLike[str]) -> tuple[Shapes, Shapes]:
                         sizes = (size.text(2) or _size(size) for size in shape.messages(1))
                         shapes[value.text(1)] = tuple(sizes)
     return sides
+
+
+def openvino_shapes(path: str | os.PathLike[str]) -> tuple[Shapes, Shapes]:
+    """`declared_shapes` of an ONNX model; nothing of an OpenVINO IR, which has none.
+
+    `BuildError` if the file is neither, or the files of its weights are not where they may be.
+    """
+    check_regular(path)
+    model = Path(path).absolute()
+    if _IR.match(bytes_at(path, 0, LOOK_BYTES) or b""):
+        if model.suffix != IR_SUFFIX:  # by which its weights are found
+            raise BuildError(
+                f"{path}: got an OpenVINO IR, expected a path that ends with {IR_SUFFIX!r}"
+            )
+        external_files(model, None, ir_weights(model))
+        return {}, {}
+    try:
+        model_files(model)
+        return declared_shapes(path)
+    except BuildError as exc:
+        hint = "" if "external data" in str(exc) else ", or an OpenVINO IR (.xml)"
+        raise BuildError(f"{exc}{hint}") from exc
 
 
 def _size(dimension: ProtoMessage) -> int | None:

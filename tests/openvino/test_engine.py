@@ -1,5 +1,6 @@
 """Tests of mcinfer/engines/_openvino.py, with OpenVINO in this process."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -304,6 +305,71 @@ def test_model_of_openvinos_own_format_runs_without_symbols(
     (tmp_path / "model.bin").unlink()
     with pytest.raises(BuildError, match=r"model\.xml: .*bin file cannot be found"):
         loaded(str(ir))
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (
+            "link outside",
+            r"model\.xml: got external data at 'model\.bin', expected .* stays within",
+        ),
+        ("link to itself", r"model\.bin cannot be read: Too many levels of symbolic links"),
+        ("link to nothing", r"model\.bin cannot be read: No such file"),
+        ("pipe", r"model\.bin: got a pipe, expected a regular file"),
+    ],
+)
+def test_weights_of_an_ir_are_a_file_beside_it(
+    save: SaveModel, tmp_path: Path, weights: str, words: str
+) -> None:
+    """OpenVINO would wait for ever for a pipe, and end the process at a link to itself."""
+    (folder := tmp_path / "models").mkdir()
+    model = save("(float[n, 3] x) => (float[n, 2] y) { y = MatMul(x, w) }", weights={"w": (3, 2)})
+    ov.save_model(ov.Core().read_model(model), folder / "model.xml")
+    place = folder / "model.bin"
+    place.rename(tmp_path / "w.bin")
+    if weights == "pipe":
+        os.mkfifo(place)
+    else:
+        targets = {"outside": tmp_path / "w.bin", "itself": place, "nothing": folder / "none"}
+        place.symlink_to(targets[weights.rpartition(" ")[2]])
+    with pytest.raises(BuildError, match=words):
+        loaded(folder / "model.xml")
+
+
+def test_links_of_a_model_hub_lead_to_an_ir_and_its_weights(
+    save: SaveModel, tmp_path: Path
+) -> None:
+    model = save("(float[n, 3] x) => (float[n, 2] y) { y = MatMul(x, w) }", weights={"w": (3, 2)})
+    for name in ("blobs", "snapshot"):
+        (tmp_path / name).mkdir()
+    ov.save_model(ov.Core().read_model(model), tmp_path / "m.xml", compress_to_fp16=False)
+    for ending, blob in ((".xml", "1f"), (".bin", "2f")):
+        (tmp_path / f"m{ending}").rename(tmp_path / "blobs" / blob)
+        (tmp_path / "snapshot" / f"m{ending}").symlink_to(Path("../blobs", blob))
+    engine = loaded(tmp_path / "snapshot" / "m.xml")
+    np.testing.assert_allclose(run(engine, rows(2))["y"], reference(model, rows(2))[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.XML", "model"])
+def test_ir_of_another_name_is_refused(save: SaveModel, tmp_path: Path, name: str) -> None:
+    """OpenVINO takes it, but nothing else of mcinfer's would know of its weights: not the cache's key."""
+    model = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }", "plain.onnx")
+    ov.save_model(ov.Core().read_model(model), tmp_path / "model.xml")
+    (tmp_path / "model.xml").rename(tmp_path / name)
+    with pytest.raises(
+        BuildError, match=r"got an OpenVINO IR, expected a path that ends with '\.xml'"
+    ):
+        loaded(tmp_path / name)
+
+
+def test_onnx_file_with_the_name_of_another_format_is_refused(save: SaveModel) -> None:
+    """OpenVINO reads it as a model of PaddlePaddle's, in which it finds nothing."""
+    model = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }", "model.pdmodel")
+    with pytest.raises(
+        BuildError, match=r"model\.pdmodel: OpenVINO finds no outputs in it, expected \*\.onnx"
+    ):
+        loaded(model)
 
 
 def test_size_beyond_the_models_bounds_is_the_callers_error(tmp_path: Path) -> None:
