@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from mcinfer.engines.base import (
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.examples import encoder
 from mcinfer.model_cache.cache import Cache
+from mcinfer.model_cache.keys import read_content
 from mcinfer.private import alone_in
 from mcinfer.specs import numpy_dtype
 from tests.engine_requests import engine_request
@@ -152,7 +154,7 @@ def test_outputs_of_fixed_shapes_are_written_where_they_are_bound(save: SaveMode
         assert bound.execute() == []
         np.testing.assert_array_equal(y, -x)
         assert s == x.sum()
-        (idle,) = engine._idle
+        (idle,) = engine.idle
         for number, place in enumerate((y, s)):
             tensor = idle.native.get_output_tensor(number)
             assert tensor.data.ctypes.data == place.ctypes.data
@@ -201,7 +203,7 @@ def test_shapes_may_change_from_run_to_run(save: SaveModel) -> None:
             y[...] = np.nan
             assert bound.execute() == []
             np.testing.assert_array_equal(y, -x)
-    assert len(engine._idle) == 1  # all share one request
+    assert len(engine.idle) == 1  # all share one request
 
 
 def test_outputs_of_unknown_shapes_come_back_and_stay_as_long_as_they_are_held(
@@ -443,7 +445,7 @@ def test_precision_is_float32_unless_another_is_asked_for() -> None:
             assert 0 < difference < 0.1
         is_right = precision in ("f32", got)
         assert is_right or engine.notes == (
-            f"precision: got '{precision}', but OpenVINO computes in {got} on this device",
+            f"precision: got '{precision}', but OpenVINO computes in {got} here",
         )
         assert (got == precision) or precision == "f16" or "BF16" not in abilities
         assert not is_right or not engine.notes
@@ -494,17 +496,153 @@ def test_cancel_ends_a_run_and_the_next_one_is_right(
     with ThreadPoolExecutor(1) as threads:
         engine.arm()
         run = threads.submit(bound.execute)
-        wait_until(lambda: engine._running)
+        wait_until(lambda: engine.model.running)
         engine.cancel()
         with pytest.raises(RunCancelledError, match="was cancelled"):
             run.result(30)
     with pytest.raises(RunCancelledError, match="before it began"):
         bound.execute()
-    assert len(engine._idle) == 1  # it serves again, whatever became of its run
+    assert len(engine.idle) == 1  # it serves again, whatever became of its run
     engine.arm()
     small = np.ones((2, a.shape[1]), np.float32)
     (left,) = engine.bind([buffer("a0", small), inputs[1]], []).execute()
     np.testing.assert_array_equal(content(left), -small)
+
+
+# What a run leaves behind that failed, or was cancelled: OpenVINO keeps its shapes in some operators.
+
+
+def test_run_after_a_cancelled_one_has_its_own_shapes(
+    slow: tuple[OpenVinoEngine, list[Buffer], Array],
+) -> None:
+    engine, inputs, a = slow
+    small = np.ones((2, a.shape[1]), np.float32)
+    y = np.empty_like(small)
+    bound = engine.bind([buffer("a0", small), inputs[1]], [buffer("y", y)])
+    assert bound.execute() == []
+    first = engine.compiled
+    with ThreadPoolExecutor(1) as threads:
+        engine.arm()
+        begin = process_time()
+        run = threads.submit(engine.bind(inputs, []).execute)
+        wait_until(lambda: process_time() > begin + 0.3)  # it has come so far
+        engine.cancel()
+        with pytest.raises(RunCancelledError):
+            run.result(30)
+    engine.arm()
+    y[...] = 0
+    assert bound.execute() == []
+    np.testing.assert_array_equal(y, -small)
+    assert engine.compiled is not first
+
+
+MISMATCH = (
+    "(float[n, 8] a0, float[m, 8] z) => (float[k, 8] y)"
+    f" {{ {' '.join(f'a{i + 1} = MatMul(a{i}, w)' for i in range(40))} s = Add(a40, z) y = Neg(s) }}"
+)
+"""Its last but one operator fails for different n and m, when those before it have the new shapes."""
+
+EYE = {"w": np.eye(8, dtype=np.float32)}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_run_after_a_failed_one_has_its_own_shapes(save: SaveModel, threads: int) -> None:
+    engine = loaded(save(MISMATCH, weights=EYE), threads=threads)
+    good, zeros = np.ones((4, 8), np.float32), np.zeros((4, 8), np.float32)
+    for count in (5, 9, 3):
+        np.testing.assert_array_equal(run(engine, good, zeros)["y"], -good)
+        with pytest.raises(PredictError, match="Add node with name 's'"):
+            run(engine, np.ones((count, 8), np.float32), zeros)
+    np.testing.assert_array_equal(run(engine, good, zeros)["y"], -good)
+
+
+def test_runs_beside_failed_ones_are_right(save: SaveModel) -> None:
+    """Two streams have one compiled model; a run may get the stream on which another one has just failed."""
+    engine = loaded(save(MISMATCH, weights=EYE), streams=2)
+    assert engine.concurrent == 2
+    twin, zeros, stop = engine.twin(), np.zeros((4, 8), np.float32), threading.Event()
+
+    def fail() -> int:
+        count = 0
+        while not stop.is_set():
+            with pytest.raises(PredictError, match="Add node with name 's'"):
+                run(twin, np.ones((5 + count % 7, 8), np.float32), zeros)
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(1) as threads:
+        failing = threads.submit(fail)
+        try:
+            for i in range(40):
+                good = np.full((4, 8), i, np.float32)
+                np.testing.assert_array_equal(run(engine, good, zeros)["y"], -good)
+        finally:
+            stop.set()
+        assert failing.result(30)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_run_that_may_have_the_stream_of_a_failed_one_runs_again(
+    save: SaveModel, is_known: bool
+) -> None:
+    """Also where the thread of the failed one has not noted it yet. An earlier one has another stream."""
+    engine = loaded(save(MISMATCH, weights=EYE), streams=2)
+    earlier, failed, later = (_openvino._Request(engine.compiled) for _ in range(3))
+    wrong = [buffer("a0", np.ones((5, 8), np.float32)), buffer("z", np.ones((4, 8), np.float32))]
+    engine.bind(wrong, [])._set_in(failed)  # type: ignore[attr-defined]
+    failed.native.start_async()
+    with pytest.raises(RuntimeError):
+        failed.native.wait()
+    model = engine.model
+    model.running = dict.fromkeys((earlier, failed, later), engine)
+    if is_known:
+        assert model.end(failed, failed=True)
+        assert model.current is None
+    assert not model.end(later)
+    assert model.current is None
+    assert model.end(earlier)
+    assert engine.compiled is not later.compiled
+
+
+def test_model_of_fixed_shapes_goes_on_after_a_cancelled_run(save: SaveModel) -> None:
+    body = " ".join(f"a{i + 1} = MatMul(a{i}, w)" for i in range(100))
+    signature = "(float[512, 512] a0, float[512, 512] w) => (float[512, 512] y)"
+    engine = loaded(save(f"{signature} {{ {body} y = Neg(a100) }}"))
+    a, w = np.ones((512, 512), np.float32), np.eye(512, dtype=np.float32)
+    first = engine.compiled
+    with ThreadPoolExecutor(1) as threads:
+        cancelled = threads.submit(run, engine, a, w)
+        wait_until(lambda: engine.model.running)
+        engine.cancel()
+        with pytest.raises(RunCancelledError):
+            cancelled.result(30)
+    engine.arm()
+    assert engine.compiled is first
+    np.testing.assert_array_equal(run(engine, a, w)["y"], -a)
+
+
+def test_model_that_is_another_one_by_now_does_not_take_the_place_of_the_loaded_one(
+    save: SaveModel,
+) -> None:
+    model = save(MISMATCH, weights=EYE)
+    engine = loaded(model, content=read_content(model))
+    good, zeros = np.ones((4, 8), np.float32), np.zeros((4, 8), np.float32)
+    run(engine, good, zeros)
+    shutil.copy(save("(float[n, 8] a0, float[m, 8] z) => (float[n, 8] y) { y = Neg(z) }"), model)
+    np.testing.assert_array_equal(run(engine, good, zeros)["y"], -good)
+    with pytest.raises(PredictError, match="Add node with name 's'"):
+        run(engine, good, zeros[:3])
+    with pytest.raises(PredictError, match="was changed, and has to be loaded again"):
+        run(engine, good, zeros)
+
+
+def test_streams_that_openvino_does_not_open_are_not_counted(save: SaveModel) -> None:
+    """A run that waits for another one's stream cannot be cancelled before that one has ended."""
+    model = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }")
+    fewer = loaded(model, streams=2, session_config={"INFERENCE_NUM_THREADS": "1"})
+    assert fewer.concurrent == fewer.compiled.get_property("NUM_STREAMS") == 1
+    assert fewer.notes == ("streams: got 2, but OpenVINO opens 1 here",)
+    np.testing.assert_array_equal(run(fewer, rows(2))["y"], -rows(2))
 
 
 def test_cancel_ends_runs_of_all_threads(
@@ -514,12 +652,12 @@ def test_cancel_ends_runs_of_all_threads(
     with ThreadPoolExecutor(3) as threads:
         runs = [threads.submit(engine.bind(inputs, []).execute) for _ in range(3)]
         # The others wait for the stream, or for a request, which OpenVINO makes between runs alone.
-        wait_until(lambda: engine._running)
+        wait_until(lambda: engine.model.running)
         engine.cancel()
         for one in runs:
             with pytest.raises(RunCancelledError):
                 one.result(30)
-    assert not engine._running
+    assert not engine.model.running
 
 
 def test_twin_has_a_stream_and_cancellations_of_its_own(
@@ -535,14 +673,14 @@ def test_twin_has_a_stream_and_cancellations_of_its_own(
     small, many = (np.ones((count, a.shape[1]), np.float32) for count in (2, 16 * len(a)))
     with ThreadPoolExecutor(1) as threads:
         run = threads.submit(engine.bind([buffer("a0", many), inputs[1]], []).execute)
-        wait_until(lambda: engine._running)
+        wait_until(lambda: engine.model.running)
         twin.cancel()
         with pytest.raises(RunCancelledError, match="before it began"):
             twin.bind([buffer("a0", small), inputs[1]], []).execute()
         twin.arm()
         (left,) = twin.bind([buffer("a0", small), inputs[1]], []).execute()
         np.testing.assert_array_equal(content(left), -small)
-        assert engine._running  # the long run had another stream
+        assert engine.model.running  # the long run had another stream
         engine.cancel()
         with pytest.raises(RunCancelledError):
             run.result(30)
@@ -570,10 +708,53 @@ def test_threads_run_side_by_side_and_share_no_memory(save: SaveModel) -> None:
     with ThreadPoolExecutor(4) as threads:
         for done in [threads.submit(work, seed) for seed in range(4)]:
             done.result(60)
-    assert len(engine._idle) <= 4
+    assert len(engine.idle) <= 4
+
+
+def test_run_without_memory_is_an_error_of_its_own_and_the_next_one_is_right(
+    save: SaveModel,
+) -> None:
+    model = save(
+        "(float[n, 1] x, float[1, m] z) => (float[s] y)"
+        " { p = MatMul(x, z) q = Softmax(p) y = ReduceSum <keepdims = 0> (q, a) }",
+        weights={"a": np.array([1])},
+    )
+    program = """
+import resource, sys
+import numpy as np
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import OutOfMemoryError, run_on_arrays
+from tests.engine_requests import engine_request
+engine = open_engine("openvino", engine_request(sys.argv[1]))
+row, column = np.ones((1 << 15, 1), np.float32), np.ones((1, 1 << 14), np.float32)
+run_on_arrays(engine, [row[:2], column[:, :4]])
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
+try:
+    run_on_arrays(engine, [row, column])
+except OutOfMemoryError as exc:
+    assert "openvino: " in str(exc), exc
+else:
+    raise AssertionError("there is memory")
+np.testing.assert_allclose(run_on_arrays(engine, [row[:2], column[:, :4]])["y"], [1, 1], rtol=1e-6)
+"""
+    subprocess.run(
+        [sys.executable, "-c", program, model],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=60,
+    )
 
 
 # What cannot be loaded.
+
+
+def test_tensor_without_a_number_of_dimensions_is_no_operator_that_is_lacking(
+    save: SaveModel,
+) -> None:
+    model = save("(float[n, 3] x, int64[k] s) => (float[a, b] y) { y = Reshape(x, s) }")
+    with pytest.raises(BuildError, match=r"Reshape operation with dynamic rank") as caught:
+        loaded(model)
+    assert "lacks" not in str(caught.value)
 
 
 def test_operator_that_openvino_lacks_is_named(save: SaveModel) -> None:
@@ -693,7 +874,7 @@ def test_kind_of_device_that_openvino_does_not_have_is_refused() -> None:
 def test_operators_that_a_device_lacks_are_named(
     save: SaveModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a plug-in answers that has no kernel for Softsign; that of the CPU has all."""
+    """As a plug-in of a graphics processor answers that has no kernel for Softsign."""
     model = save("(float[n, 3] x) => (float[n, 3] y) { z = Neg(x) y = Softsign(z) }")
 
     def query(core: ov.Core, graph: ov.Model, device: str) -> dict[str, str]:
@@ -704,12 +885,13 @@ def test_operators_that_a_device_lacks_are_named(
     def refuse(*_: object) -> None:
         raise RuntimeError("Exception from src/plugins/x.cpp:1:\nno kernel")
 
+    monkeypatch.setattr(ov.Core, "available_devices", ["CPU", "GPU"])
     monkeypatch.setattr(ov.Core, "query_model", query)
     monkeypatch.setattr(ov.Core, "compile_model", refuse)
     with pytest.raises(
-        BuildError, match=r"^openvino: no kernel; CPU lacks the operators \['SoftSign'\]$"
+        BuildError, match=r"^openvino: .*\.onnx: no kernel; GPU lacks the operators \['SoftSign'\]$"
     ):
-        loaded(model)
+        loaded(model, device="openvino-gpu:0")
 
 
 def test_doctor_names_the_devices_of_openvino() -> None:
@@ -754,6 +936,7 @@ def test_second_start_takes_the_compiled_model_from_the_cache(
     # Another content at the same path, another precision, other properties: each its own folder.
     for given in ({"precision": "bf16"}, {"session_config": {"PERF_COUNT": "NO"}}):
         assert not is_from_cache(loaded(model, prepare="always", **given))
+        assert is_from_cache(loaded(model, prepare="always", **given))
     shutil.copy(save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }"), model)
     changed = loaded(model, prepare="always")
     assert not is_from_cache(changed)
@@ -807,6 +990,22 @@ def test_blob_that_was_cut_short_is_made_again(cache: Cache, save: SaveModel) ->
     engine = loaded(model, prepare="always")
     np.testing.assert_array_equal(run(engine, rows(2))["y"], -rows(2))
     assert is_from_cache(loaded(model, prepare="always"))
+
+
+@pytest.mark.parametrize("gone", ["build", "folder"])
+def test_build_that_another_process_removes_is_made_again(
+    cache: Cache, save: SaveModel, gone: str
+) -> None:
+    """As when the cache is emptied between two looks at it."""
+    model = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }")
+    loaded(model, prepare="always")
+    (blob,) = blobs(cache)
+    blob.unlink()
+    if gone == "build":
+        blob.symlink_to("none")  # it is listed, and not there
+    else:
+        blob.parent.rmdir()
+    np.testing.assert_array_equal(run(loaded(model, prepare="always"), rows(2))["y"], -rows(2))
 
 
 def test_build_that_stands_still_keeps_no_other_worker_waiting(
