@@ -153,6 +153,7 @@ class OpenVinoEngine(Engine):
         if (runs := request.options.runs_at_once) > 1:
             # Runs that wait for others' streams cannot be cancelled before those have ended.
             self.concurrent = min(runs, compiled.get_property("NUM_STREAMS"))
+            self.pins = "CPU" in self.providers and compiled.get_property("ENABLE_CPU_PINNING")
         self.notes = _notes(request, compiled, self.spec, self.concurrent)
         if request.options.describe:
             self.description = _description(request.model, compiled, self.providers)
@@ -511,7 +512,9 @@ def _properties(request: EngineRequest, device: str) -> dict[str, Any]:
         chosen = request.options.threads  # of each stream; OpenVINO wants those of all
         threads = chosen * runs if chosen else max(request.threads, runs)
         properties["INFERENCE_NUM_THREADS"] = threads
-        properties["ENABLE_CPU_PINNING"] = False  # mcinfer pins the worker
+        # mcinfer keeps the worker to its cores. Several streams would meet on one of them.
+        pins = 1 < runs <= len(request.share.cores) and not request.share.shared
+        properties["ENABLE_CPU_PINNING"] = pins
     return {**properties, **request.options.session_config}
 
 

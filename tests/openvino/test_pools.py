@@ -73,6 +73,19 @@ def test_worker_has_its_share_of_the_cores_and_so_many_threads(onnx_model: OnnxM
             assert cores[0] != cores[1]
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two streams want two cores")
+def test_streams_are_kept_to_cores_and_the_threads_that_wait_for_them_are_not(
+    onnx_model: OnnxModel,
+) -> None:
+    options = EngineOptions(streams=2, describe=True)
+    with Master(onnx_model(AFFINE), 1, engine="openvino", options=options) as master:
+        (pid,) = pids(master)
+        assert master.description.provider_options["CPU"]["ENABLE_CPU_PINNING"] == "True"
+        for i in range(4):
+            assert_answers(master.predict(rows(4, first=i)), rows(4, first=i))
+        assert os.sched_getaffinity(pid) == os.sched_getaffinity(0)
+
+
 def test_rows_of_several_requests_run_as_one(onnx_model: OnnxModel) -> None:
     with Master(
         onnx_model(AFFINE), 1, engine="openvino", max_batch_size=8, max_delay=0.05
