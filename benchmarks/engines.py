@@ -5,8 +5,9 @@
 It needs ``pip install 'mcinfer[cpu,onnx,openvino]'``. Three models: the example's UNet `small`, an encoder,
 and MobileNetV2's structure. *latency*: one caller whose batch of two is split over two workers, over one
 session of ONNX Runtime with all cores, and how far the answers differ. *throughput*: requests of one row from
-eight callers, over what ``benchmark_app -hint throughput`` answers. *memory*: of the workers, and of one
-worker with a stream for each core. All in turns.
+eight callers, over what ``benchmark_app -hint throughput`` answers, which compiles the model for their shapes
+alone; so does one of the pools (``free_dimensions``). *memory*: of the workers, and of one worker with a
+stream for each core. All in turns.
 """
 
 import argparse
@@ -97,6 +98,13 @@ def measure_latency(case: Case, rounds: int) -> list[str]:
     return [*lines, f"    {p50}"]
 
 
+def sizes_of(master: Master, case: Case) -> dict[str, int]:
+    """The model's symbolic dimensions, with their sizes in the case's inputs."""
+    shapes = [(spec.shape, case.inputs[spec.name].shape) for spec in master.inputs]
+    pairs = [pair for shape in shapes for pair in zip(*shape, strict=True)]
+    return {name: size for name, size in pairs if isinstance(name, str)}
+
+
 def app_rate(case: Case, precision: str) -> float:
     """Requests a second of OpenVINO's `benchmark_app` in its throughput mode, inputs of the same shapes."""
     shapes = ",".join(f"{name}[{','.join(map(str, x.shape))}]" for name, x in case.inputs.items())
@@ -121,8 +129,11 @@ def measure_throughput(case: Case, rounds: int) -> list[str]:
     lines = []
     for precision in PRECISIONS:
         with ExitStack() as opened:
+            first = opened.enter_context(pool(case, precision))
+            fixed = pool(case, precision, free_dimensions=sizes_of(first, case))
             pools = {
-                "2 workers": opened.enter_context(pool(case, precision)),
+                "2 workers": first,
+                "2 workers, fixed shapes": opened.enter_context(fixed),
                 "1 worker, streams": opened.enter_context(pool(case, precision, 1, streams=CORES)),
             }
             ways: dict[str, Callable[[], float]] = {

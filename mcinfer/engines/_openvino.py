@@ -138,8 +138,8 @@ class OpenVinoEngine(Engine):
 
     def __init__(self, request: EngineRequest) -> None:
         _check_options(request)
-        inputs, outputs = openvino_shapes(request.model)
-        self.model = _Model(request)
+        inputs, outputs = openvino_shapes(request.model, request.options.free_dimensions)
+        self.model = _Model(request, inputs)
         compiled = self.compiled
         if not compiled.outputs:  # it goes by the ending of the file's name
             raise BuildError(f"{request.model}: OpenVINO finds no outputs in it, expected *.onnx")
@@ -309,10 +309,10 @@ class _Model:
         lock: Of `running`: the requests under way, in the order of their begin, and whose they are.
     """
 
-    def __init__(self, request: EngineRequest) -> None:
+    def __init__(self, request: EngineRequest, inputs: Shapes) -> None:
         self.lock = threading.Lock()
         self.running: dict[_Request, OpenVinoEngine] = {}
-        self._request = request
+        self._request, self._inputs = request, inputs
         self.alone = threading.RLock()
         self.current: Any = None
 
@@ -323,7 +323,7 @@ class _Model:
                 model, content = self._request.model, self._request.content
                 if content is not None and not content.unchanged():
                     raise PredictError(f"openvino: {model} was changed, and has to be loaded again")
-                self.current = _compiled(self._request)
+                self.current = _compiled(self._request, self._inputs)
                 self._is_fixed = _has_fixed_shapes(self.current)
             return self.current
 
@@ -443,7 +443,7 @@ class _OpenVinoRun(BoundRun):
 
 
 def _check_options(request: EngineRequest) -> None:
-    check_request("openvino", request.with_options(session_config={}))
+    check_request("openvino", request.with_options(session_config={}, free_dimensions={}))
     if (runs := request.options.streams) and request.device.kind == "npu":
         raise BuildError(f"streams: got {runs} for {request.device}, expected None")
     if (count := request.options.inter_op_threads) is not None:
@@ -452,9 +452,15 @@ def _check_options(request: EngineRequest) -> None:
         )
 
 
-def _compiled(request: EngineRequest) -> Any:
+def _compiled(request: EngineRequest, inputs: Shapes) -> Any:
     """The model, compiled or taken from the cache."""
-    core = ov.Core()
+    core, model = ov.Core(), request.model
+    if request.options.free_dimensions:
+        model = core.read_model(model)
+        ports = enumerate(_ports("input", model.inputs, inputs))
+        model.reshape(
+            {n: [d if isinstance(d, int) else -1 for d in p.spec.shape] for n, p in ports}
+        )
     device = _device(core, request)
     properties = _properties(request, device)
     folder = _cache_folder(request, core, device)
@@ -467,7 +473,7 @@ def _compiled(request: EngineRequest) -> Any:
             with suppress(OSError):
                 alone.enter_context(alone_in(folder, _STUCK_SECONDS))
         try:
-            compiled = core.compile_model(request.model, device, properties)
+            compiled = core.compile_model(model, device, properties)
         except RuntimeError as exc:
             lacking = _lacking(core, request.model, device)
             raise _mapped(exc, BuildError, f"{request.model}: ", lacking) from quotable(exc)

@@ -16,7 +16,7 @@ import re
 import reprlib
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
@@ -358,11 +358,33 @@ def declared_shapes(path: str | os.PathLike[str]) -> tuple[Shapes, Shapes]:
     return sides
 
 
-def openvino_shapes(path: str | os.PathLike[str]) -> tuple[Shapes, Shapes]:
+def openvino_shapes(
+    path: str | os.PathLike[str], sizes: Mapping[str, int] = {}
+) -> tuple[Shapes, Shapes]:
     """`declared_shapes` of an ONNX model; nothing of an OpenVINO IR, which has none.
 
-    `BuildError` if the file is neither, or the files of its weights are not where they may be.
+    Args:
+        path: Of the model.
+        sizes: Of symbolic dimensions, which take the places of their names.
+
+    Raises:
+        BuildError: The file is neither, the files of its weights are not where they may be, or no input has
+            a dimension of such a name.
     """
+    inputs, outputs = _openvino_shapes(path)
+    names = {size for shape in inputs.values() for size in shape if isinstance(size, str)}
+    if unknown := [name for name in sizes if name not in names]:
+        raise BuildError(f"free_dimensions: got {unknown}, expected some of {sorted(names)}")
+
+    def fixed(size: Dimension) -> Dimension:
+        return sizes.get(size, size) if isinstance(size, str) else size
+
+    for side in (inputs, outputs):
+        side |= {name: tuple(map(fixed, shape)) for name, shape in side.items()}
+    return inputs, outputs
+
+
+def _openvino_shapes(path: str | os.PathLike[str]) -> tuple[Shapes, Shapes]:
     check_regular(path)
     model = Path(path).absolute()
     if _IR.match(bytes_at(path, 0, LOOK_BYTES) or b""):

@@ -285,6 +285,28 @@ def test_names_and_symbols_are_those_of_the_model(save: SaveModel) -> None:
     ]
 
 
+def test_dimensions_may_be_fixed_by_name(save: SaveModel) -> None:
+    model = save(
+        "(float[batch, seq, 3] x, float[batch, 3] z) => (float[batch, seq, 3] y, float[batch, m] p)"
+        "{ y = Neg(x) s = Constant <value = int64[2] {0, -1}> () p = Reshape(x, s) q = Neg(z) }"
+    )
+    engine = loaded(model, free_dimensions={"batch": 2, "seq": 4})
+    assert spec_text(engine) == [
+        "x: float32[2, 4, 3]",
+        "z: float32[2, 3]",
+        "y: float32[2, 4, 3]",
+        "p: float32[2, 12]",
+    ]
+    x = np.arange(24, dtype=np.float32).reshape(2, 4, 3)
+    np.testing.assert_array_equal(run(engine, x, x[:, 0].copy())["p"], x.reshape(2, 12))
+    some = loaded(model, free_dimensions={"batch": 2})
+    assert spec_text(some)[0] == "x: float32[2, seq, 3]"
+    np.testing.assert_array_equal(run(some, x, x[:, 0].copy())["y"], -x)
+    words = r"free_dimensions: got \['bach'\], expected some of \['batch', 'seq'\]"
+    with pytest.raises(BuildError, match=words):
+        loaded(model, free_dimensions={"bach": 2, "seq": 1})
+
+
 def test_initialiser_that_is_an_input_too_is_a_constant(save: SaveModel) -> None:
     model = save(
         "(float[n, 3] x, float[3] w) => (float[n, 3] y) { y = Add(x, w) }",
@@ -846,7 +868,7 @@ def test_type_that_openvino_lacks_is_refused_at_build(save: SaveModel, element_t
         ({"inter_op_threads": 2}, "inter_op_threads: got 2, but the engine openvino"),
         ({"provider_options": {"a": "b"}}, "openvino has no provider_options, got the key 'a'"),
         ({"session_options": {"a": "b"}}, "openvino has no session_options, got the key 'a'"),
-        ({"free_dimensions": {"n": 2}}, "free_dimensions: got .* openvino has no such option"),
+        ({"free_denotations": {"n": 2}}, "free_denotations: got .* openvino has no such option"),
     ],
 )
 def test_option_that_openvino_lacks_is_refused(options: dict[str, Any], words: str) -> None:
@@ -934,14 +956,18 @@ def test_second_start_takes_the_compiled_model_from_the_cache(
     assert spec_text(second) == spec_text(first) == ["x: float32[n, 3]", "y: float32[n, 3]"]
     np.testing.assert_array_equal(run(second, rows(2))["y"], run(first, rows(2))["y"])
     # Another content at the same path, another precision, other properties: each its own folder.
-    for given in ({"precision": "bf16"}, {"session_config": {"PERF_COUNT": "NO"}}):
+    for given in (
+        {"precision": "bf16"},
+        {"session_config": {"PERF_COUNT": "NO"}},
+        {"free_dimensions": {"n": 2}},
+    ):
         assert not is_from_cache(loaded(model, prepare="always", **given))
         assert is_from_cache(loaded(model, prepare="always", **given))
     shutil.copy(save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }"), model)
     changed = loaded(model, prepare="always")
     assert not is_from_cache(changed)
     np.testing.assert_array_equal(run(changed, rows(2))["y"], -rows(2))
-    assert len(blobs(cache)) == 4
+    assert len(blobs(cache)) == 5
     # Whoever empties the cache takes nothing from those who run.
     cache.clear()
     assert not blobs(cache)

@@ -86,6 +86,15 @@ def test_streams_are_kept_to_cores_and_the_threads_that_wait_for_them_are_not(
         assert os.sched_getaffinity(pid) == os.sched_getaffinity(0)
 
 
+def test_batch_runs_piece_by_piece_where_its_size_is_fixed(expected: Array) -> None:
+    options = EngineOptions(free_dimensions={"batch": 1})
+    with Master(encoder(), 2, engine="openvino", options=options) as master:
+        assert str(master.inputs[0]) == "image: float32[1, 3, 32, 32]"
+        outputs = master.predict({"image": IMAGES})
+        np.testing.assert_allclose(outputs["embedding"], expected, rtol=0, atol=1e-5)
+        assert sum(worker.runs for worker in master.statistics().workers) == len(IMAGES)
+
+
 def test_rows_of_several_requests_run_as_one(onnx_model: OnnxModel) -> None:
     with Master(
         onnx_model(AFFINE), 1, engine="openvino", max_batch_size=8, max_delay=0.05
