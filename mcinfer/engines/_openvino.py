@@ -320,9 +320,9 @@ class _Model:
         """OpenVINO's model. `PredictError` if it is to be compiled again, and its files have changed."""
         with self.alone:
             if self.current is None:
-                model, content = self._request.model, self._request.content
-                if content is not None and not content.unchanged():
-                    raise PredictError(f"openvino: {model} was changed, and has to be loaded again")
+                model, loaded = self._request.model, self._request.content
+                if loaded is not None and not loaded.is_still_there():
+                    raise PredictError(f"openvino: {model} was changed, and is to be loaded again")
                 self.current = _compiled(self._request, self._inputs)
                 self._is_fixed = _has_fixed_shapes(self.current)
             return self.current
@@ -395,7 +395,7 @@ class _OpenVinoRun(BoundRun):
             return left
         except PredictError:
             raise
-        except (MemoryError, RuntimeError) as exc:  # of OpenVINO, whichever step it was
+        except (MemoryError, OSError, RuntimeError) as exc:  # of OpenVINO, whichever step it was
             if _CANCELLED in str(exc):
                 raise RunCancelledError("the run was cancelled") from None
             raise _mapped(exc, PredictError) from quotable(exc)
