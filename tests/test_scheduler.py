@@ -176,11 +176,11 @@ def ready_pool(
     return scheduler
 
 
-def restarted(scheduler: Pool, worker: int, now: float) -> list[Order]:
+def restarted(scheduler: Pool, worker: int, now: float, concurrent: int = 1) -> list[Order]:
     """The worker's restart is due: it starts and loads; what its BUILD_FINISH led to."""
     assert scheduler.handle_time(now) == [StartWorker(worker=worker)]
     scheduler.handle_started(worker, 200 + worker)
-    return finish_build(scheduler, worker, now)
+    return finish_build(scheduler, worker, now, concurrent)
 
 
 def end_hung(scheduler: Pool, now: float, worker: int) -> None:
@@ -804,7 +804,7 @@ def test_death_under_several_runs_blames_none_and_each_runs_alone_after_it() -> 
     ask(pool, 0.0, 1, 2, 3, timeout=1000.0)
     now, failed = 1.0, []
     assert pool.handle_died(now, 0, SIGSEGV) == []
-    given = restarted(pool, 0, now)
+    given = restarted(pool, 0, now, concurrent=3)
     while given:  # 2 is poison
         [run] = [order for order in given if isinstance(order, SendRun)]
         request, now = run.members[0][0], now + 1.0
@@ -812,7 +812,7 @@ def test_death_under_several_runs_blames_none_and_each_runs_alone_after_it() -> 
         if request == 2:
             given = pool.handle_died(now, 0, SIGSEGV)
             failed += [a.request for a in outline(given) if isinstance(a, Failed)]
-            given = restarted(pool, 0, max(now, pool.workers[0].restart_at))
+            given = restarted(pool, 0, max(now, pool.workers[0].restart_at), concurrent=3)
         else:
             given = pool.handle_message(now, 0, reply(request))
         given = [] if request == 3 else given
@@ -835,6 +835,36 @@ def test_late_run_that_may_have_begun_is_no_proof_against_the_one_beside_it() ->
     assert pool.table[12].deaths == {0: []}
 
 
+def test_runs_that_waited_behind_long_ones_go_to_free_places_beside_others() -> None:
+    pool = ready_pool(2, concurrent=2)
+    ask(pool, 0.0, 0, 1)
+    for worker in (0, 1):
+        pool.handle_message(0.0, worker, reply(worker, seconds=SHORT_RUN))
+    ask(pool, 1.0, *range(10, 16))
+    assert [len(w.runs) for w in pool.workers] == [3, 3]
+    for request in (11, 13):
+        pool.handle_message(1.001, 1, reply(request, seconds=0.001))
+    # Beside 15, which goes on for long, too.
+    assert pool.handle_time(LATE) == [
+        Send(worker=0, message=Cancel(request=14, shard=0)),
+        SendRun(worker=1, members=((14, 0),), fresh=True),
+    ]
+    pool.handle_message(LATE, 0, reply(12))
+    # And in the place of the one that was late.
+    assert ask(pool, LATE, 20) == []
+    assert pool.handle_message(LATE, 0, error(14, kind="cancelled")) == [predict(0, (20, 0))]
+
+
+def test_requests_that_failed_together_run_apart_beside_others() -> None:
+    pool = ready_pool(1, concurrent=3, max_batch_size=2, max_delay=5.0)
+    ask(pool, 0.0, 10)
+    assert pool.handle_request(0.0, 1, (1,), 20.0, join=JOIN) == []
+    assert pool.handle_request(0.0, 2, (1,), 20.0, join=JOIN) == [predict(0, (1, 0), (2, 0))]
+    assert pool.handle_message(1.0, 0, error(1)) == [predict(0, (1, 0)), predict(0, (2, 0))]
+    assert ask(pool, 1.0, 11) == []
+    assert pool.handle_message(1.0, 0, reply(2))[-1] == predict(0, (11, 0))
+
+
 def test_run_that_does_not_stop_is_not_forgotten_when_others_are_answered() -> None:
     pool = ready_pool(1, concurrent=2)
     ask(pool, 0.0, 1, timeout=5.0)
@@ -850,6 +880,23 @@ def test_run_that_does_not_stop_is_not_forgotten_when_others_are_answered() -> N
     assert pool.handle_died(6.3, 0, SIGKILL) == [Release(request=1)]
     assert restarted(pool, 0, 6.3) == [predict(0, (3, 0))]
     assert pool.handle_message(6.4, 0, reply(3))[0] == Settle(request=3)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_run_that_does_not_stop_in_time_is_alone_to_blame_for_the_end_of_its_worker(
+    stops: bool,
+) -> None:
+    """Also if it stops a moment before that end."""
+    pool = ready_pool(1, concurrent=3)
+    ask(pool, 0.0, 1, timeout=5.0)
+    given = ask(pool, 0.0, *((2,) if stops else (2, 3)), timeout=1000.0)
+    pool.handle_time(5.0)
+    end_hung(pool, 6.0, 0)
+    if stops:
+        pool.handle_message(6.25, 0, error(1, kind="cancelled"))
+    pool.handle_died(6.3, 0, SIGKILL, killed=True)
+    assert restarted(pool, 0, 6.3, concurrent=3) == given  # beside each other
+    assert pool.table[2].deaths == {}
 
 
 def test_cancelled_run_that_stops_frees_its_place_and_leaves_the_others() -> None:
@@ -876,6 +923,22 @@ def test_batches_over_runs_at_once_show_how_fast_the_worker_is() -> None:
     assert [balance.rows_per_second(worker) for worker in (0, 1)] == [8.0, 4.0]
     assert balance.shares is not None
     assert balance.shares.cut(12) == ((4, 4, 2, 2), (0, 0, 1, 1))
+
+
+def test_shard_is_not_stolen_by_a_worker_that_takes_too_long_for_it_in_one_of_its_runs() -> None:
+    balance = Balance(2)
+    pool = ready_pool(2, concurrent=2, balance=balance)
+    pool.handle_request(0.0, 0, (6, 6, 6, 6), 100.0)
+    for shard, worker in enumerate((0, 1, 0, 1)):
+        pool.handle_answer(9.0, worker, 0, shard, (1.0, 4.0)[worker])
+    assert [balance.rows_per_second(worker) for worker in (0, 1)] == [12.0, 3.0]
+    for request in (1, 2):
+        assert pool.handle_request(10.0, request, (1,), 100.0, preferred=(0,)) != []
+    assert pool.handle_request(10.0, 3, (6, 6), 100.0, preferred=(0, 0)) == []
+    # Worker 0 needs a second for both. The other one needs 4 for one, with another run beside it.
+    assert pool.next_time() == 110.0
+    assert pool.handle_time(12.0) == []
+    assert pool.handle_message(13.0, 0, reply(1))[-1] == predict(0, (3, 0))
 
 
 # Late runs: behind one that goes on for long.
@@ -1608,8 +1671,8 @@ class Pools(RuleBasedStateMachine):
         wanted = {member for run in runs if not run.late for member in run.members}
         for other in self.processes.values():
             other.bereft |= other.slab_of is process and not (other.killed or other.asked)
-        if process.bereft:
-            pass  # the one whose memory it had is to blame, and its run
+        if process.bereft or process.asked:
+            pass  # the one whose memory it had is to blame, and its run; or the run that did not stop
         elif sum(not run.late for run in runs) > 1 or (self.at_once > 1 and len(runs) > 1):
             self.suspects |= wanted
         elif runs and not runs[0].late and len(runs[0].members) == 1:
@@ -1757,9 +1820,10 @@ class Pools(RuleBasedStateMachine):
             asked.preferred = tuple((number + i) % count for i in range(shards))
             asked.event = self.events + 1
             for worker, part in zip(asked.preferred, rows, strict=True):
-                own = sum(r for r, w in zip(rows, asked.preferred, strict=True) if w == worker)
-                wait = LONG_WAIT * balance.seconds(worker, own)
-                others = (w for w in range(count) if balance.seconds(w, part) <= wait)
+                own = [r for r, w in zip(rows, asked.preferred, strict=True) if w == worker]
+                wait = LONG_WAIT * balance.seconds(worker, sum(own))
+                each = [min(w.concurrent, len(own)) * part for w in self.scheduler.workers]
+                others = (w for w, r in enumerate(each) if balance.seconds(w, r) <= wait)
                 measured = balance.rows_per_second(worker) is not None
                 asked.until.append(self.now + wait if measured else -math.inf)
                 asked.thieves.append({*others} - {worker})
@@ -1916,7 +1980,10 @@ class Pools(RuleBasedStateMachine):
         # A leader that is to be replaced waits until its followers have ended.
         ready = [w for w in self.scheduler.workers if w.state is WorkerState.READY]
         free = [self.processes[w.index] for w in ready if w.fate is not Fate.RETIRES]
-        if not any(not (process.killed or process.asked) for process in free):
+        # Or it has a place beside other runs, unless one that goes alone comes first.
+        alone = self.suspects & self.scheduler.queue.items.keys()
+        is_free = any(not (process.killed or process.asked) for process in free)
+        if not (is_free or (self.has_place() and not alone)):
             return
         due = self.scheduler.next_time()
         rows = Counter[str]()
@@ -1935,6 +2002,12 @@ class Pools(RuleBasedStateMachine):
             assert due < math.inf
             assert due <= asked.due
         assert all(count < MAX_ROWS for count in rows.values())
+
+    def has_place(self) -> bool:
+        """Whether a worker executes fewer runs than it could, and none of these is to be alone."""
+        busy = [w for w in self.scheduler.workers if w.state is WorkerState.BUSY and w.serves]
+        last = [w.runs[-1] for w in busy if len(w.runs) < w.concurrent]
+        return any(not (run.late or run.suspect) for run in last)
 
     @invariant()
     def held_shards_go_in_time_to_workers_that_work_on_several_runs(self) -> None:

@@ -36,6 +36,15 @@ def test_shard_that_had_its_turn_goes_behind_no_run() -> None:
     assert queue.take(0.0, ahead=True) == ()
 
 
+def test_shard_that_is_to_be_alone_goes_beside_no_run_and_others_wait_for_it() -> None:
+    queue = ShardQueue(1)
+    queue.add_first(shard(1))
+    queue.add_first(shard(2), alone=True)
+    assert queue.take(0.0, beside=True) == ()
+    assert queue.take(0.0) == (shard(2),)
+    assert queue.take(0.0, beside=True) == (shard(1),)
+
+
 def test_oldest_of_a_worker_is_passed_over_as_often_as_any_other() -> None:
     queue = ShardQueue(1)
     queue.add(shard(0), 0, affinity=Affinity(worker=0, until=LATER))

@@ -68,12 +68,15 @@ class Peer:
         self.router = MasterTransport()
         connection = WorkerTransport(os.dup(self.router.handle))
         self.lifeline, theirs = Lifeline.pair()
-        self.status: int | None = None
+        self.status: object = None
         worker = Lifeline.inherited(theirs.detach())
         self.cancels, listening = Cancels.pair()
 
         def work() -> None:
-            self.status = Server(connection, TOKENS, worker, listening).serve()
+            try:
+                self.status = Server(connection, TOKENS, worker, listening).serve()
+            except SystemExit as exc:
+                self.status = exc.code
             worker.close()
 
         self.listening = listening
@@ -116,6 +119,7 @@ class Peer:
         variable_weights: tuple[str, ...] = (),
         token: str = BUILD_TOKEN,
         device: str = "cpu:0",
+        concurrent_runs: int = 1,
     ) -> BuildFinish | None:
         self.send(
             Build(
@@ -127,6 +131,7 @@ class Peer:
                     prepare="never",
                     allow_fallback=True,
                     variable_weights=variable_weights,
+                    concurrent_runs=concurrent_runs,
                 ),
                 token=token,
             )
@@ -137,9 +142,12 @@ class Peer:
         assert isinstance(built, BuildFinish)
         return built
 
-    def fail_build(self, model: str) -> Error:
+    def fail_build(self, model: str, concurrent_runs: int = 1) -> Error:
         """Have it load a model, and expect an error."""
-        self.send(Build(model=model, engine="fake", device="cpu:0", token=BUILD_TOKEN))
+        options = EngineOptions(concurrent_runs=concurrent_runs)
+        self.send(
+            Build(model=model, engine="fake", device="cpu:0", options=options, token=BUILD_TOKEN)
+        )
         error = self.receive()
         assert isinstance(error, Error)
         return error
@@ -198,7 +206,7 @@ class Peer:
         self.blocks[number] = Block.attach(number, size, fd)
         return self.array(reference)
 
-    def finish(self) -> int | None:
+    def finish(self) -> object:
         self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
         return self.status
@@ -466,6 +474,43 @@ def is_read(end: Cancels) -> bool:
     return not select.select([end.fd], [], [], 0)[0]
 
 
+# Several runs at once.
+
+
+def test_worker_that_gets_no_thread_for_its_runs_says_so(peer: Peer, tmp_path: Path) -> None:
+    before = threading.stack_size(1 << 46)  # no address space has room for it
+    try:
+        error = peer.fail_build(fake(tmp_path), 2)
+    finally:
+        threading.stack_size(before)
+    assert (error.kind, error.text) == ("build", "RuntimeError: can't start new thread")
+    peer.send(Exit())
+    assert peer.finish() == 0
+
+
+@pytest.mark.parametrize("fault", ["message", "run"])
+def test_worker_that_ends_by_a_fault_of_one_thread_answers_no_run_as_cancelled(
+    peer: Peer, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    """The master would fail their requests, which another worker is to answer."""
+    started = tmp_path / "started"
+    peer.build(
+        fake(tmp_path, when={"1": f"once:{started}:sleep:60", "2": "quit"}), concurrent_runs=3
+    )
+    peer.attach(0)
+    peer.array(x_at(0))[:] = 1
+    peer.array(x_at(512))[:] = 2
+    peer.predict([x_at(0)], [y_at(64)])
+    wait_until(started.exists)
+    if fault == "run":
+        peer.predict([x_at(512)], [y_at(64)])
+    else:
+        peer.router.send([peer.peer], b"no message")
+    assert peer.finish() == (3 if fault == "run" else 1)
+    assert peer.last_words() == []
+    assert ("the master's message does not fit" in caplog.text) == (fault == "message")
+
+
 # Heads.
 
 
@@ -595,17 +640,21 @@ def test_answer_that_no_message_can_carry_fails_its_run(peer: Peer, tmp_path: Pa
     assert peer.ask([("x", STRING, (1,), None, ("a",))]).outputs[0][4] == ("a",)
 
 
+@pytest.mark.parametrize("concurrent_runs", [1, 3])
 def test_model_of_which_too_much_is_to_be_said_is_a_build_error(
-    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent_runs: int
 ) -> None:
     for module in ("protocol", "worker.server"):
         monkeypatch.setattr(f"mcinfer.{module}.MAX_SPECS", 100)
     inputs = [[f"{number}", "int8", []] for number in range(101)]
     path = fake(tmp_path, inputs=inputs, outputs=[["y", "int8", [], {"from": "0"}]])
-    error = peer.fail_build(path)
+    error = peer.fail_build(path, concurrent_runs)
     assert error.kind == "build"
     assert "(at most 100 inputs" in error.text
     assert "BuildFinish.inputs does not fit: got 101 items" in error.text
+    peer.send(Exit())
+    assert peer.finish() == 0
+    assert not [thread for thread in threading.enumerate() if thread.name == "mcinfer-run"]
 
 
 def test_block_that_is_attached_twice_ends_the_worker(served: Peer) -> None:

@@ -46,22 +46,26 @@ def test_worker_that_gets_no_thread_keeps_to_its_share(tmp_path: Path) -> None:
 
 def test_layout_whose_wide_runs_take_longer_runs_narrow_and_is_tried_again(tmp_path: Path) -> None:
     wide = wide_engine(tmp_path)
-    assert wide.engine(b"many operators") is None
     strings = bytes(1 << 13)  # are not kept
     for layout in (b"many operators", b"large", strings):
         wide.learn(layout, 0.002, wide=False)
+    assert wide.engine(b"many operators") is None
     wait_until(lambda: wide.is_open)
     for layout, seconds in (
         (b"many operators", 0.003),
         (b"large", 0.001),
-        (b"new", 0.003),
+        (b"many operators, new", 0.003),
+        (b"large, new", 0.001),
         (strings, 0.003),
     ):
         for _ in range(8):
             assert wide.engine(layout) is not None
             wide.learn(layout, seconds, wide=True)
-    assert wide.engine(b"many operators") is None
-    assert None not in map(wide.engine, (b"large", b"new", strings))
+    for layout in (b"many operators, new", b"large, new"):
+        assert wide.engine(layout) is None  # what it takes narrow is not known
+        wide.learn(layout, 0.002, wide=False)
+    assert [wide.engine(b"many operators"), wide.engine(b"many operators, new")] == [None, None]
+    assert None not in map(wide.engine, (b"large", b"large, new", strings))
     runs = 8
     while wide.engine(b"many operators") is None:
         wide.learn(b"many operators", 0.002, wide=False)

@@ -20,6 +20,7 @@ import ctypes
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -122,9 +123,10 @@ class FakeEngine(ArrayEngine):
         """Do one act.
 
         ``fail``, ``invalid``: raise. ``exit``, ``abort``, ``segfault``, ``kill``, ``stop``: end or stop the
-        process. ``sleep:SECONDS`` can be cancelled, ``hang:SECONDS`` cannot. ``print:TEXT`` writes a line.
-        ``allocate:BYTES`` allocates memory, writes to all of it and frees it. ``once:PATH:ACT``: create the
-        file and do the act, unless the file exists. ``aside:ACT``: do the act in another thread.
+        process. ``quit``: call `sys.exit`. ``sleep:SECONDS`` can be cancelled, ``hang:SECONDS`` cannot.
+        ``print:TEXT`` writes a line. ``allocate:BYTES`` allocates memory, writes to all of it and frees it.
+        ``once:PATH:ACT``: create the file and do the act, unless the file exists. ``aside:ACT``: do the act
+        in another thread.
         ``told:PATH``: read acts, one per line, from the named pipe PATH followed by the device's index; the
         run hangs until a test writes them. No pipe, no act.
         """
@@ -136,6 +138,8 @@ class FakeEngine(ArrayEngine):
                 raise InvalidInputError("fake: asked for an invalid input")
             case "exit":
                 os._exit(3)
+            case "quit":
+                sys.exit(3)
             case "abort":
                 os.abort()
             case "segfault":

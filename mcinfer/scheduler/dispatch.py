@@ -322,7 +322,12 @@ class Dispatch:
             if w is None:
                 break
             reserved = bool(queue.reserved)
-            members = queue.take(now, ahead=bool(w.runs), worker=w.index if reserved else None)
+            members = queue.take(
+                now,
+                beside=bool(w.runs),
+                ahead=len(w.runs) >= w.concurrent,
+                worker=w.index if reserved else None,
+            )
             if members:
                 given.append((w, self._give(w, members, now)))
             elif reserved:
@@ -408,12 +413,14 @@ class Dispatch:
         if balance is None or not serving:
             return None
         # The worker may run others of the request before this one.
-        own = sum(part for part, other in zip(rows, preferred, strict=True) if other == worker)
-        wait = LONG_WAIT * balance.seconds(worker, own)
+        own = [part for part, other in zip(rows, preferred, strict=True) if other == worker]
+        wait = LONG_WAIT * balance.seconds(worker, sum(own))
+        # Speeds are those of several runs at once, where requests have as many for each worker.
         thieves = tuple(
             w.index
             for w in self._workers
-            if w.index != worker and balance.seconds(w.index, rows[shard]) <= wait
+            if w.index != worker
+            and balance.seconds(w.index, rows[shard] * min(w.concurrent, len(own))) <= wait
         )
         return Affinity(worker=worker, until=now + wait, thieves=thieves)
 

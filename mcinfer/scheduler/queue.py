@@ -54,6 +54,7 @@ class _Item:
     affinity: Affinity | None = None
     due: float = math.inf  # when it may go to more than before, until then
     overdue: bool = False
+    alone: bool = False
 
     @property
     def entry(self) -> tuple[float, int, "_Item"]:
@@ -120,10 +121,13 @@ class ShardQueue:
         if item.due < math.inf:
             insort(self._dues, (item.due, item.place, item))
 
-    def add_first(self, shard: ShardId) -> None:
-        """Put a shard that was taken before in front of all others; it goes alone."""
+    def add_first(self, shard: ShardId, *, alone: bool = False) -> None:
+        """Put a shard that was taken before in front of all others; it is not joined with any.
+
+        `alone`: it goes to a worker that has nothing else.
+        """
         self._first_place -= 1
-        item = self.items[shard] = _Item(shard, math.inf, self._first_place)
+        item = self.items[shard] = _Item(shard, math.inf, self._first_place, alone=alone)
         insort(self._free, item.entry)
 
     def discard(self, shard: ShardId) -> None:
@@ -142,6 +146,7 @@ class ShardQueue:
         self,
         now: float,
         *,
+        beside: bool = False,
         ahead: bool = False,
         worker: int | None = None,
         steal: bool = False,
@@ -150,6 +155,7 @@ class ShardQueue:
 
         Args:
             now: The time.
+            beside: Whether the worker has others.
             ahead: Whether the run would wait behind another: shards that were taken before do not.
             worker: The index of the worker that is to run it, which gets what is reserved for it, too; None
                 while `reserved` is empty.
@@ -171,7 +177,7 @@ class ShardQueue:
         passed_over = self._passed_over.get(worker, 0)
         if oldest is not None and passed_over >= PATIENCE:
             item = oldest
-        if ahead and item.place < 0:
+        if (ahead and item.place < 0) or (beside and item.alone):
             return ()
         members = self._members(item)
         for member in members:

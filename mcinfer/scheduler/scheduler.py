@@ -12,7 +12,7 @@ The rules:
 * Shards go to workers as `Dispatch` says: at once where nothing waits.
 * A shard whose worker died goes to another; one that has killed two workers fails, or five while kills come
   from outside: they hit idle workers, too, or workers that run different requests. The death of a worker that
-  was ended because it shared memory with one that died does not count.
+  was ended because it shared memory with one that died, or for a run that did not stop, does not count.
 * A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
   again apart.
 * If a run takes long, the runs behind it also go to other workers, with other memory for their outputs; late
@@ -53,7 +53,6 @@ from mcinfer.scheduler.dispatch import LONG_RUN, Dispatch, Ending, Entry, Reques
 from mcinfer.scheduler.workers import (
     MAX_DEATHS,
     MAX_TEXT,
-    Fate,
     PoolRules,
     Run,
     Worker,
@@ -384,7 +383,7 @@ class Scheduler:
         wanted = [run for run in runs if not run.late]
         # A late run may have begun beside the wanted one.
         begun = 1 if w.concurrent == 1 else len(runs)
-        if w.fate is not Fate.BEREFT and wanted == [*runs][:begun] and len(wanted) == 1:
+        if not w.spares_runs and wanted == [*runs][:begun] and len(wanted) == 1:
             w.counts.failed += len(runs.popleft().members)
             for run in runs:
                 self._forget_late(run)
@@ -394,7 +393,7 @@ class Scheduler:
             # each runs apart from the others.
             for run in reversed(runs):
                 w.counts.failed += len(run.members)
-                self._run_again(run, suspect=w.fate is not Fate.BEREFT)
+                self._run_again(run, suspect=not w.spares_runs)
         self.lives.part(w, now)
         self.lives.finish_start()
         if self._closing is None and self.lives.circuit_open:
@@ -528,7 +527,7 @@ class Scheduler:
                 continue
             if suspect:
                 entry.deaths.setdefault(shard, [])
-            self.queue.add_first((request, shard))
+            self.queue.add_first((request, shard), alone=shard in entry.deaths)
 
     def _fail(
         self, entry: Entry, error: McinferError, now: float, ending: Ending = "failed"
@@ -587,7 +586,7 @@ class Scheduler:
         crashes = entry.crashes[shard] = entry.crashes.get(shard, 0) + (not killed)
         from_outside = not crashes and self._kills.come_from_outside(now)
         if len(stories) < (MAX_KILLS if from_outside else MAX_DEATHS):
-            self.queue.add_first((request, shard))
+            self.queue.add_first((request, shard), alone=True)
             return
         deaths = "; ".join(stories)
         error = w.death_error(

@@ -126,6 +126,8 @@ class Fate(Enum):
     """It ends after its last answer, to be replaced."""
     DOOMED = auto()
     """It will be killed, or was; messages that it sent before may still come."""
+    HANGS = auto()
+    """As DOOMED, because it did not stop a run that no caller waits for: none of the others is to blame."""
     BEREFT = auto()
     """It is killed as well, because its leader has died, and is not to blame."""
 
@@ -284,7 +286,12 @@ class Worker:
     @property
     def doomed(self) -> bool:
         """Whether the process will be killed, or was."""
-        return self.fate is Fate.DOOMED or self.fate is Fate.BEREFT
+        return self.fate in (Fate.DOOMED, Fate.HANGS, Fate.BEREFT)
+
+    @property
+    def spares_runs(self) -> bool:
+        """Whether the process ends by no fault of the runs that callers wait for."""
+        return self.fate is Fate.HANGS or self.fate is Fate.BEREFT
 
     @property
     def death_error(self) -> type[WorkerDiedError]:
@@ -634,7 +641,7 @@ class WorkerLives:
                     reason += f" after: {w.last_error}"  # the model did not load
                 self._give_up_waiting(w, reason, now)
                 return
-            self.kill(w, w.last_error)
+            self._sink.kill_worker(w.index)
             if not (self.started or w.start.succeeded):
                 w.start.failure = w.start.failure or w.last_error
                 self.finish_start()
@@ -642,6 +649,7 @@ class WorkerLives:
     def _give_up_waiting(self, w: Worker, reason: str, now: float) -> None:
         """End a worker that hangs: get its stacks, then kill it, even if it answers in between."""
         w.doom(reason)
+        w.fate = Fate.HANGS
         w.kill_at = now + STACKS_SECONDS
         self._sink.ask_for_stacks(w.index)
 

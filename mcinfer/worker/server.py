@@ -93,7 +93,7 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec
 from mcinfer.worker.runs import Runs
-from mcinfer.worker.turns import Lane, SharedTransport, Turn
+from mcinfer.worker.turns import SharedTransport
 from mcinfer.worker.wide import WideEngine
 
 STRANGER = 77
@@ -161,7 +161,7 @@ class Server:
         self._wide: WideEngine | None = None
         self.threads: list[threading.Thread] = []
         self._cores: Sequence[int] = ()
-        self._turn: Turn | None = None
+        self._shared: SharedTransport | None = None  # by the threads of several lanes
         self._is_shared = False
         self._ended = False
         self._failures: list[BaseException] = []  # of threads
@@ -209,8 +209,8 @@ class Server:
                 self.predict(data)
             elif not self.handle(decode(data)):
                 return
-            elif self._turn is not None:
-                self._take_turns(self._turn)
+            elif self._shared is not None and self._state is WorkerState.READY:
+                self._take_turns(self._shared)
                 return
 
     def _watch(self, *fds: int) -> None:
@@ -228,33 +228,35 @@ class Server:
             self._poll.poll()
         raise ConnectionResetError("the master has hung up")
 
-    def _take_turns(self, turn: Turn) -> None:
-        """Serve in a thread for each lane; this one has the first."""
-        shared = SharedTransport(self._connection, self._sending)
-        self._connection = shared
+    def _start_lanes(self) -> None:
+        """Have a thread for each run at once; all wait for the turn, which this thread has."""
+        engines = [self._engine, *(self._engine.twin() for _ in range(1, self._engine.concurrent))]
+        self._lanes = [Runs(engine, self._blocks) for engine in engines]
+        self._connection = self._shared = shared = SharedTransport(self._connection, self._sending)
         self._watch(shared.fd, shared.bell)
+        shared.take_turn()
+        for lane in range(1, len(engines)):
+            thread = threading.Thread(
+                target=self._serve_lane, args=(shared, lane), name="mcinfer-run", daemon=True
+            )
+            thread.start()
+            self.threads.append(thread)
+
+    def _take_turns(self, shared: SharedTransport) -> None:
+        """Serve in the threads of all lanes; this one has the first."""
         # Until EXIT. In READY the same messages may come, and an answer would need to know of other runs.
         self._state, self._is_shared = WorkerState.BUSY, True
-        self.threads = [
-            threading.Thread(
-                target=self._serve_lane, args=(turn, lane), name="mcinfer-run", daemon=True
-            )
-            for lane in range(1, len(self._lanes))
-        ]
-        for thread in self.threads:
-            thread.start()
-        self._serve_lane(turn, 0)
-        for thread in self.threads:
-            thread.join()
+        shared.pass_turn_on()
+        self._serve_lane(shared, 0)
         if self._failures:
             raise self._failures[0]
 
-    def _serve_lane(self, turn: Turn, lane: int) -> None:
+    def _serve_lane(self, shared: SharedTransport, lane: int) -> None:
         """Take the turn, again and again, until EXIT, or an error of any lane that ends this worker."""
         try:
             self._pin(lane)
             while True:
-                turn.take()
+                shared.take_turn()
                 ran = False  # and passed the turn on before
                 while not (ran or self._ended):
                     data = self._wait()
@@ -272,10 +274,9 @@ class Server:
             self._failures.append(exc)
             self._ended = True
             self._stop_runs()
-            with suppress(OSError):
-                self._lifeline.hang_up()  # which the thread that waits for messages sees
+            shared.wake()
         finally:
-            turn.pass_on()
+            shared.pass_turn_on()
 
     def _pin(self, lane: int) -> None:
         """Keep the calling thread to its part of this worker's cores, where there are enough.
@@ -337,6 +338,11 @@ class Server:
         return self._wide is not None and self._wide.is_opening
 
     def close(self) -> None:
+        self._ended = True
+        if self._shared is not None:
+            self._shared.pass_turn_on()  # if the build failed, this thread has it
+        for thread in self.threads:
+            thread.join()
         if self._is_built:
             self._engine.close()
             for runs in self._lanes:
@@ -387,15 +393,11 @@ class Server:
                 )
             else:
                 self._engine = open_engine(message.engine, request, self._report_progress)
-            several = self._engine.concurrent > 1
-            if several:
-                self._turn = turn = Turn()
-                engines = [self._engine]
-                engines += [self._engine.twin() for _ in range(1, self._engine.concurrent)]
-                self._lanes = [Lane(engine, self._blocks, turn) for engine in engines]
+            self._is_built = True
+            if several := self._engine.concurrent > 1:
+                self._start_lanes()
             else:
                 self._lanes = [Runs(self._engine, self._blocks)]
-            self._is_built = True
             # A model that draws random numbers has one state of them.
             widens = self._engine.widens and not several
             if message.pool and content is not None and not content.random and widens:
@@ -473,9 +475,9 @@ class Server:
     ) -> None:
         """Run and answer; `bind` makes the run out of what the message says.
 
-        `bind` is a method of `runs`, those of the calling thread, and passes the turn on if there is one.
-        A wide run that fails runs again narrow; if that succeeds, the wide engine is to blame, and closed. If
-        any run lacks memory, the wide engine gives back what it has, and the run is tried again.
+        `bind` is a method of `runs`, those of the calling thread. A wide run that fails runs again narrow; if
+        that succeeds, the wide engine is to blame, and closed. If any run lacks memory, the wide engine gives
+        back what it has, and the run is tried again.
         """
         answer, lacks_memory = self._attempt(request, shard, runs.engine, wide, bind, what)
         if isinstance(answer, Error) and answer.kind == "predict":
@@ -511,8 +513,8 @@ class Server:
     ) -> tuple[bytes | Error | None, bool]:
         """Run; the answer that is to be sent, and whether memory was short.
 
-        It is encoded if all outputs are at the master's places, and None if it was sent: a block of this
-        worker's is the next on the lifeline when the answer that names it comes.
+        It is encoded if all outputs are at the master's places. It is None if it was sent, since a block of
+        this worker's is the next on the lifeline when the answer that names it comes; or if there is none.
         Whatever the kind of run, `BoundRun.execute` copies in, executes and copies out.
         """
         key, widened = (request, shard), None
@@ -523,7 +525,11 @@ class Server:
         engine = widened or engine
         run: BoundRun | None = None
         try:
-            run, references = bind(*what) if widened is None else bind(*what, widened)
+            try:
+                run, references = bind(*what) if widened is None else bind(*what, widened)
+            finally:
+                if self._shared is not None:
+                    self._shared.pass_turn_on()
             engine.arm()
             with self._lock:
                 if self._stopped or (self._cancelled and key in self._cancelled):
@@ -552,6 +558,8 @@ class Server:
         except CardLostError:
             raise
         except Exception as exc:  # of any class: a run that raises fails its request only
+            if self._stopped and isinstance(exc, RunCancelledError):
+                return None, False  # this worker ends, so its master has the run from another one
             if run is None:
                 engine.skip(exc)
             kind = "predict"
@@ -645,7 +653,12 @@ class Server:
 
 
 def _open_wide(message: Build, request: EngineRequest, share: CoreShare) -> Engine:
-    return open_engine(message.engine, replace(request, share=share))
+    """The model as it is: prepared once more, its weights would be in memory twice."""
+
+    def refuse(_: Mapping[str, Any]) -> None:
+        raise McinferError("the prepared model is not in the cache any more")
+
+    return open_engine(message.engine, replace(request, share=share), refuse)
 
 
 def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:

@@ -18,56 +18,11 @@ import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
-from mcinfer.engines.base import BoundRun, Engine
-from mcinfer.protocol import PredictJoined, TensorRef
 from mcinfer.runtime.transport import WorkerTransport
-from mcinfer.shm.arena import AttachedBlocks
-from mcinfer.worker.runs import Runs
-
-
-class Turn:
-    """The right to receive messages, which one thread has."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holder: int | None = None
-
-    def take(self) -> None:
-        """Wait for it."""
-        self._lock.acquire()
-        self._holder = threading.get_ident()
-
-    def pass_on(self) -> None:
-        """Let another thread have it; nothing if the calling thread has passed it on before."""
-        if self._holder == threading.get_ident():
-            self._holder = None
-            self._lock.release()
-
-
-class Lane(Runs):
-    """The runs of one thread, which passes the turn on as soon as a run is bound, or cannot be."""
-
-    def __init__(self, engine: Engine, blocks: AttachedBlocks, turn: Turn) -> None:
-        super().__init__(engine, blocks)
-        self._turn = turn
-
-    def single(
-        self, version: int, size: int, body: bytes, wide: Engine | None = None
-    ) -> tuple[BoundRun, tuple[TensorRef, ...]]:
-        try:
-            return super().single(version, size, body, wide)
-        finally:
-            self._turn.pass_on()
-
-    def joined(self, message: PredictJoined) -> tuple[BoundRun, tuple[TensorRef, ...]]:
-        try:
-            return super().joined(message)
-        finally:
-            self._turn.pass_on()
 
 
 class SharedTransport(WorkerTransport):
-    """A worker's transport, of whose threads one waits for messages while others send.
+    """A worker's transport, of whose threads the one that has the turn waits for messages while others send.
 
     ZeroMQ lets one thread at a time use a socket, so a lock is held for each call of it, and none while a
     thread waits: for `fd`, or for `bell`. The descriptor of a socket becomes readable once for what has come
@@ -84,6 +39,19 @@ class SharedTransport(WorkerTransport):
         self._transport = transport
         self._lock = lock
         self._rings = False
+        self._turn = threading.Lock()
+        self._holder: int | None = None  # the thread that has the turn
+
+    def take_turn(self) -> None:
+        """Wait for the turn."""
+        self._turn.acquire()
+        self._holder = threading.get_ident()
+
+    def pass_turn_on(self) -> None:
+        """Let another thread have the turn; nothing if the calling thread has passed it on before."""
+        if self._holder == threading.get_ident():
+            self._holder = None
+            self._turn.release()
 
     def send(self, data: bytes) -> None:
         with self._lock:
@@ -98,6 +66,10 @@ class SharedTransport(WorkerTransport):
                 self._rings = False
                 os.eventfd_read(self.bell)
             return self._transport.receive()
+
+    def wake(self) -> None:
+        """End the wait of the thread that has the turn, and every other one from then on."""
+        os.eventfd_write(self.bell, 1)
 
     def close(self) -> None:
         self._transport.close()

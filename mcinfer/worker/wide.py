@@ -9,7 +9,7 @@ than its activations.
   thread had.
 * What fails wide runs narrow. If that succeeds, or if memory was short, all others do from then on.
 * Models of many small operators take longer with more threads. So runs of one layout are narrow again if wide
-  ones were slower than those before the engine was there.
+  ones were slower than those before the engine was there, or than one after the first wide ones.
 
 Ownership: the main thread uses the engine; the opening thread only hands it over.
 """
@@ -44,7 +44,7 @@ _log = logging.getLogger("mcinfer.worker")
 class _Seconds:
     """Of the fastest narrow and wide run of a layout; `runs` since the wide engine was there."""
 
-    narrow: float
+    narrow: float = math.inf
     wide: float = math.inf
     runs: int = 0
 
@@ -100,7 +100,7 @@ class WideEngine:
                     _log.debug("runs use this worker's cores alone: %s", why)
             return None
         known = self._seconds.get(layout)
-        if known is not None and known.runs >= _TRIALS and known.wide >= known.narrow:
+        if known and known.runs >= _TRIALS and not known.wide < known.narrow < math.inf:
             return None
         if not self.on_pool:
             try:
@@ -112,13 +112,11 @@ class WideEngine:
 
     def learn(self, layout: bytes, seconds: float, *, wide: bool) -> None:
         """Learn from a run that might be wide, and of this layout, how long it took."""
-        known = self._seconds.get(layout)
-        if known is None:
-            if wide or len(layout) > _MAX_LAYOUT_BYTES:  # it is not known what it takes narrow
-                return
-            if len(self._seconds) >= _MAX_LAYOUTS:
-                self._seconds.clear()
-            known = self._seconds[layout] = _Seconds(seconds)
+        if len(layout) > _MAX_LAYOUT_BYTES:
+            return
+        known = self._seconds[layout] = self._seconds.pop(layout, _Seconds())
+        if len(self._seconds) > _MAX_LAYOUTS:  # the least recently used goes
+            del self._seconds[next(iter(self._seconds))]
         if wide:
             known.wide = min(known.wide, seconds)
         else:

@@ -1,6 +1,7 @@
 """One worker that executes several runs at once: `EngineOptions(concurrent_runs=)`, with real processes."""
 
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,18 +113,51 @@ def test_one_of_two_runs_is_cancelled_and_the_other_goes_on(
         assert pids(master) == before
 
 
+@EITHER
 def test_run_that_does_not_stop_in_time_ends_the_worker_and_its_neighbour_runs_again(
-    tmp_path: Path, fake_model: FakeModel
+    tmp_path: Path, fake_model: FakeModel, held: HeldPipe, devices: int | str
 ) -> None:
-    """Which is answered by the next process."""
-    when = {"-1": f"once:{tmp_path}/one:hang:60", "-2": f"once:{tmp_path}/two:hang:60"}
+    """Which is answered by the next process, or thread."""
+    slow = tmp_path / "slow"
+    model = fake_model(when={"-1": f"told:{tmp_path}/held", "-2": f"once:{slow}:sleep:60"})
     timeouts = Timeouts(cancel_grace=0.1)
-    with fake_master(fake_model(when=when), 1, options=TWO, timeouts=timeouts) as master:
-        neighbour = master.submit(act(-2.0), timeout=60.0)
-        wait_until((tmp_path / "two").exists)
+    with fake_master(model, devices, options=TWO, timeouts=timeouts) as master:
+        neighbour = master.submit(act(SLOW), timeout=60.0)
+        wait_until(slow.exists)
+        late = master.submit(act(HELD), timeout=1.5)
+        held.wait()
         with pytest.raises(PredictTimeoutError, match=r"shard 0 ran on worker 0"):
-            master.predict(act(-1.0), timeout=0.5)
-        assert_answers(neighbour.result(timeout=60.0), act(-2.0))
+            late.result()
+        wait_until(lambda: master.health().serving == 0 or neighbour.done())
+        held.tell("")
+        assert_answers(neighbour.result(timeout=60.0), act(SLOW))
+
+
+def test_worker_that_cannot_take_a_block_says_why_and_its_runs_run_again(
+    tmp_path: Path,
+    fake_model: FakeModel,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    caplog.set_level("INFO", "mcinfer.master")
+    slow = tmp_path / "slow"
+    model = fake_model(
+        inputs=[["x", "string", ["batch"]]],  # which needs no block
+        outputs=[["y", "string", ["batch"], {"from": "x"}]],
+        weights=[["w", "float32", [4], 1.0]],
+        run=f"once:{slow}:sleep:60",
+    )
+    options = EngineOptions(concurrent_runs=2, variable_weights=["w"])
+    with fake_master(model, 1, options=options) as master:
+        neighbour = master.submit({"x": np.array(["slow"], object)}, timeout=60.0)
+        wait_until(slow.exists)
+        resource.prlimit(pids(master)[0], resource.RLIMIT_NOFILE, (3, 3))
+        master.update_weights({"w": np.zeros(4, np.float32)})
+        answer = master.predict({"x": np.array(["next"], object)}, timeout=60.0)
+        assert answer["y"].tolist() == ["next"]
+        assert neighbour.result(timeout=60.0)["y"].tolist() == ["slow"]
+    assert "exited with status 1" in caplog.text
+    assert "block 0 cannot be attached: [Errno 24] Too many open files" in capfd.readouterr().err
 
 
 def test_worker_that_is_killed_in_two_runs_loses_neither(

@@ -1,6 +1,7 @@
 """A request that comes alone gets the whole CPU: real workers, each with a core of its own."""
 
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -219,6 +220,30 @@ def test_request_that_fails_on_any_cores_leaves_others_the_whole_cpu(tmp_path: P
             ask_for(len(ROWS))
         before = wide_runs(master)
         assert ask_for(1) == before + 1
+
+
+def test_worker_whose_prepared_model_was_deleted_keeps_to_its_share(
+    products: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Prepared once more, the model would be in memory twice."""
+    cache, said = tmp_path / "cache", []
+    monkeypatch.setenv("MCINFER_CACHE", str(cache))
+    options = EngineOptions(prepare="always")
+    with Master(products, 2, verify="never", options=options) as master:
+        expected = ask(master)
+        shutil.rmtree(cache)
+
+        def is_decided() -> bool:
+            np.testing.assert_array_equal(ask(master), expected)
+            said.append(capfd.readouterr().err)
+            return wide_runs(master) > 0 or "this worker's cores alone" in "".join(said)
+
+        wait_until(is_decided, timeout=60.0)
+        assert wide_runs(master) == 0
+    assert not [path for path in cache.glob("*") if len(path.name) == 32]
 
 
 def test_worker_that_still_opens_its_model_with_all_cores_ends_as_asked(
