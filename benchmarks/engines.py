@@ -6,7 +6,8 @@ It needs ``pip install 'mcinfer[cpu,onnx,openvino]'``. Three models: the example
 and MobileNetV2's structure. *latency*: one caller whose batch of two is split over two workers, over one
 session of ONNX Runtime with all cores, and how far the answers differ. *throughput*: requests of one row from
 eight callers, over what ``benchmark_app -hint throughput`` answers. *memory*: of the workers, and of one
-worker with a stream for each core. All in turns.
+worker with a stream for each core. All in turns. ``benchmark_app`` compiles the model for the shapes of its
+requests alone; so do the pools with *fixed shapes* (``free_dimensions``).
 """
 
 import argparse
@@ -39,7 +40,8 @@ WORKERS = 2
 CLIENTS = 8
 CORES = len(os.sched_getaffinity(0))
 PRECISIONS: tuple[PrecisionKind, ...] = ("f32", "bf16")
-APP_SECONDS = 3
+LEAST_ANSWERS = 100
+"""In a turn: a rate of fewer is too coarse."""
 SKIPPED = "encoder, 20 ms"
 
 _RATE = re.compile(r"Throughput:\s+([\d.]+) FPS")
@@ -72,32 +74,41 @@ def two_rows(case: Case) -> Case:
 
 def measure_latency(case: Case, rounds: int) -> list[str]:
     """A batch of two over two workers, over one session of ONNX Runtime with all cores."""
-    case, lines = two_rows(case), []
+    one, case, lines = case, two_rows(case), []
     targets = {"f32": 0.95, "bf16": 0.6 if has_bf16() else None} if "UNet" in case.name else {}
     with ExitStack() as opened:
-        pools = {p: opened.enter_context(pool(case, p)) for p in (None, *PRECISIONS)}
+        plain = opened.enter_context(pool(case, None))
+        pools: dict[str, tuple[PrecisionKind | None, Master]] = {"onnxruntime": (None, plain)}
+        for precision in PRECISIONS:
+            for name, sizes in (("", {}), (", fixed shapes", sizes_of(plain, one))):
+                master = opened.enter_context(pool(case, precision, free_dimensions=sizes))
+                pools[f"openvino {precision}{name}"] = precision, master
         ways: dict[str, Callable[[], object]] = {"session": session(case)}
-        names = {p: f"openvino {p}" if p else "onnxruntime" for p in pools}
-        for precision, master in pools.items():
-            master.learn(case.inputs)
-            ways[names[precision]] = partial(master.predict, case.inputs)
-        expected = dict(pools[None].predict(case.inputs))
-        differences = {
-            p: largest_difference(dict(pools[p].predict(case.inputs)), expected) for p in PRECISIONS
-        }
+        answers = {}
+        for name, (_, master) in pools.items():
+            if not name.endswith("fixed shapes"):
+                master.learn(case.inputs)
+            ways[name] = partial(master.predict, case.inputs)
+            answers[name] = dict(master.predict(case.inputs))
         times = in_turns(ways, Effort(rounds=rounds, seconds=1.0))
-    for precision in pools:
-        series = ratio_of(times[names[precision]], times["session"])
-        text = f"{case.name}: 2 rows, {names[precision]}, 2 workers / session"
-        bound = targets.get(precision or "")
-        ratio = Ratio(text=text, series=series, bound=bound, at_least=False)
-        more = f"  difference {difference_text(differences[precision])}" if precision else ""
-        lines.append(ratio_line(ratio) + more)
-    p50 = ", ".join(f"{name} {1e3 * one.middle:.3g} ms" for name, one in times.items())
+    for name, (kind, _) in pools.items():
+        series = ratio_of(times[name], times["session"])
+        text = f"{case.name}: 2 rows, {name}, 2 workers / session"
+        ratio = Ratio(text=text, series=series, bound=targets.get(kind or ""), at_least=False)
+        differs = difference_text(largest_difference(answers[name], answers["onnxruntime"]))
+        lines.append(ratio_line(ratio) + (f"  difference {differs}" if kind else ""))
+    p50 = ", ".join(f"{name} {1e3 * each.middle:.3g} ms" for name, each in times.items())
     return [*lines, f"    {p50}"]
 
 
-def app_rate(case: Case, precision: str) -> float:
+def sizes_of(master: Master, case: Case) -> dict[str, int]:
+    """The model's symbolic dimensions, with their sizes in the case's inputs."""
+    shapes = [(spec.shape, case.inputs[spec.name].shape) for spec in master.inputs]
+    pairs = [pair for shape in shapes for pair in zip(*shape, strict=True)]
+    return {name: size for name, size in pairs if isinstance(name, str)}
+
+
+def app_rate(case: Case, precision: str, seconds: float) -> float:
     """Requests a second of OpenVINO's `benchmark_app` in its throughput mode, inputs of the same shapes."""
     shapes = ",".join(f"{name}[{','.join(map(str, x.shape))}]" for name, x in case.inputs.items())
     command = [
@@ -107,7 +118,7 @@ def app_rate(case: Case, precision: str) -> float:
         "-d",
         "CPU",
     ]
-    command += ["-hint", "throughput", "-infer_precision", precision, "-t", str(APP_SECONDS)]
+    command += ["-hint", "throughput", "-infer_precision", precision, "-t", f"{seconds:.0f}"]
     command += ["-shape", shapes]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     found = _RATE.search(ended.stdout)
@@ -121,15 +132,21 @@ def measure_throughput(case: Case, rounds: int) -> list[str]:
     lines = []
     for precision in PRECISIONS:
         with ExitStack() as opened:
+            first = opened.enter_context(pool(case, precision))
+            fixed = pool(case, precision, free_dimensions=sizes_of(first, case))
             pools = {
-                "2 workers": opened.enter_context(pool(case, precision)),
+                "2 workers": first,
+                "2 workers, fixed shapes": opened.enter_context(fixed),
                 "1 worker, streams": opened.enter_context(pool(case, precision, 1, streams=CORES)),
             }
+            ask = {name: partial(one.predict, case.inputs) for name, one in pools.items()}
+            seconds = max(3.0, LEAST_ANSWERS / throughput(ask["2 workers"], CLIENTS))
             ways: dict[str, Callable[[], float]] = {
-                name: partial(throughput, partial(master.predict, case.inputs), CLIENTS, 3.0)
-                for name, master in pools.items()
+                name: partial(throughput, request, CLIENTS, seconds)
+                for name, request in ask.items()
             }
-            rates = rates_in_turns({**ways, "app": partial(app_rate, case, precision)}, rounds)
+            app = partial(app_rate, case, precision, seconds)
+            rates = rates_in_turns({**ways, "app": app}, rounds)
         for name in pools:
             series = ratio_of(rates[name], rates["app"])
             text = f"{case.name}: requests/s, {precision}, {name} / benchmark_app"

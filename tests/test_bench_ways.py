@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcinfer.bench import check_names, way_class
+from mcinfer.bench import check_engines, check_names, engines_for, way_class
 from mcinfer.bench.baselines import cut, join
 from mcinfer.bench.way import Setup
 from mcinfer.errors import InvalidInputError
@@ -122,3 +122,24 @@ def test_why_nothing_is_cut(split: Split, changes: Mapping[str, Any], why: str) 
     assert setup.why_uncut(split) == why
     if split is not SETUP.split:
         assert cut({"x": np.arange(4)}, replace(setup, split=split), 2)[0]["x"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        ["onnxruntim"],
+        ["openvino:f8"],
+        ["openvino:"],
+        ["onnxruntime:bf16"],
+        ["openvino", "openvino"],
+    ],
+)
+def test_engines_that_are_wrong_or_named_twice_are_refused(engines: list[str]) -> None:
+    with pytest.raises(InvalidInputError, match=r"^--engine: got .*, expected "):
+        check_engines(engines)
+    check_engines(["onnxruntime", "openvino", "openvino:bf16"])
+
+
+def test_engines_of_a_file_are_those_that_load_it() -> None:
+    assert engines_for(Path("m.onnx"))[0] == "onnxruntime"
+    assert engines_for(Path("m.xml")) == ("openvino",)

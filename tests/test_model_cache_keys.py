@@ -245,6 +245,7 @@ def test_model_with_a_changed_file_is_read_again_and_too_fresh_to_be_remembered(
     assert old.unchanged()
     change(tmp_path / name)
     assert not old.unchanged()
+    assert old.is_still_there() == (change is not overwritten)
     source = read_content(path, memory=memory)
     assert source.digest == read_content(path).digest
     assert (source.digest == old.digest) == (change is not overwritten)

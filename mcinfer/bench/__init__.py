@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +27,7 @@ _KNOWN = {**BASELINES, **MODES}
 
 DEFAULT_ENGINE = "onnxruntime"
 ENGINES = (DEFAULT_ENGINE, "openvino")
-"""Engines that load ONNX models."""
+"""Engines that load ONNX models; the second one in other precisions, and its own format, too."""
 
 
 def way_class(name: str) -> Any:
@@ -71,16 +72,18 @@ def check_names(names: Sequence[str]) -> None:
         raise InvalidInputError(f"--against: got {[*names]}, expected different class names")
 
 
+def engines_for(model: Path) -> tuple[str, ...]:
+    """The engines that load a file of this name's ending: those that are installed, or the first of all."""
+    known = ENGINES[1:] if model.suffix == ".xml" else ENGINES
+    return tuple(name for name in known if find_spec(name) is not None) or known[:1]
+
+
 def check_engines(engines: Sequence[str]) -> None:
     """Raise `InvalidInputError` unless these are different engines, as `Setup.engine` has them."""
-    precisions = get_args(PrecisionKind)
+    known = [*ENGINES, *(f"{ENGINES[1]}:{precision}" for precision in get_args(PrecisionKind))]
     for text in engines:
-        name, colon, precision = text.partition(":")
-        if name not in ENGINES or (colon and precision not in precisions):
-            raise InvalidInputError(
-                f"--engine: got {text!r}, expected one of {[*ENGINES]}, or such as 'openvino:bf16' with one "
-                f"of {[*precisions]}"
-            )
+        if text not in known:
+            raise InvalidInputError(f"--engine: got {text!r}, expected some of {known}")
     if len({*engines}) < len(engines):
         raise InvalidInputError(f"--engine: got {[*engines]}, expected each once")
 

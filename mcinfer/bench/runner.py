@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -31,7 +30,14 @@ from typing import Any, TypeVar
 import psutil
 
 from mcinfer import __version__
-from mcinfer.bench import DEFAULT_ENGINE, MODES, check_engines, check_names, shown_name
+from mcinfer.bench import (
+    DEFAULT_ENGINE,
+    MODES,
+    check_engines,
+    check_names,
+    engines_for,
+    shown_name,
+)
 from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs
 from mcinfer.bench.load import MAX_ARRIVALS, read_request, rotated, write_request
 from mcinfer.bench.report import (
@@ -138,8 +144,7 @@ def prepared(
     `axes` are the user's `batch_axes` and `output_axes`, `options` more arguments of the `mcinfer.Master`.
     Yields the arguments of a way of one's own choice of workers, by batch a file with a request's arrays,
     and, where there is anything to compare with it, one with the worker's answer to the first of them. The
-    worker has ONNX Runtime; where it is not installed, or for a model that it does not read, the first of
-    the engines in float32.
+    worker has the first engine that loads the model, in float32.
 
     Raises:
         InvalidInputError: The options do not fit the model.
@@ -152,8 +157,7 @@ def prepared(
         records.mkdir(mode=0o700)
         stack.enter_context(records_in(records))
         show("loading the model")
-        has_default = model.suffix != ".xml" and find_spec(DEFAULT_ENGINE) is not None
-        engine = DEFAULT_ENGINE if has_default else engines[0].partition(":")[0]
+        engine = engines_for(model)[0]
         if engines[0] != engine:
             options = {"devices": 1}
         with Master(model, engine=engine, **axes, **options) as master:
@@ -358,12 +362,7 @@ class Benchmark:
             main += [
                 Contender(
                     way if engine == DEFAULT_ENGINE else f"{way}/{engine}",
-                    Subject(
-                        way,
-                        replace(setup, engine=engine),
-                        files,
-                        expected if engine != DEFAULT_ENGINE else None,
-                    ),
+                    Subject(way, replace(setup, engine=engine), files, expected),
                 )
                 for engine in plan.engines
                 for way in plan.modes(engine)

@@ -18,6 +18,7 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Any, Self
 
+from mcinfer.bench import DEFAULT_ENGINE
 from mcinfer.bench.report import Load, Memory, Turn
 from mcinfer.bench.way import Setup
 from mcinfer.errors import McinferError
@@ -45,7 +46,7 @@ class Subject:
         way: Its name, or ``FILE.py:Class``.
         setup: The way's arguments.
         inputs: By batch, a file with the arrays of one request (`mcinfer.bench.load.write_request`).
-        expected: A file with an answer to the first of them, to compare the way's with; None for none.
+        expected: A file with ONNX Runtime's answer to the first of them, to compare another engine's with.
 
     Attributes:
         engine: Of the setup.
@@ -59,7 +60,8 @@ class Subject:
         self.workers, self.text = len(setup.devices), way
         self.engine, self.difference = setup.engine, None
         self._setup = setup
-        self._expected = None if expected is None else str(expected)
+        is_other = setup.engine != DEFAULT_ENGINE
+        self._expected = str(expected) if expected is not None and is_other else None
         self._inputs = {str(batch): str(path) for batch, path in inputs.items()}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None

@@ -521,9 +521,7 @@ class Search:
                 max_delay=candidate.max_delay,
                 engine=candidate.engine,
             )
-            foreign = candidate.engine != DEFAULT_ENGINE
-            expected = self._expected if foreign else None
-            subject = Subject(candidate.way, setup, self._files, expected)
+            subject = Subject(candidate.way, setup, self._files, self._expected)
             contenders.append(Contender(str(candidate), subject, turns={load: trial.turns}))
         try:
             in_turns = take_turns(

@@ -1,7 +1,6 @@
 """``mcinfer bench`` and ``mcinfer tune``: what is fast, and which pool or session is best for a load."""
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,11 +9,10 @@ import typer
 
 from mcinfer.bench import (
     BASELINES,
-    DEFAULT_ENGINE,
-    ENGINES,
     MODES,
     check_engines,
     check_names,
+    engines_for,
 )
 from mcinfer.bench.report import Report
 from mcinfer.cli.options import (
@@ -86,7 +84,7 @@ _EngineOption = Annotated[
         "ENGINES",
         parse_engines,
         "Engines of the workers, and after a colon the precision: onnxruntime,openvino,openvino:bf16. "
-        "Default: bench: the one of the file; tune: those that are installed.",
+        "Default: bench: the first that is installed; tune: those that are installed.",
     ),
 ]
 
@@ -156,7 +154,6 @@ def bench(
     del transport  # refused where it is given
     if concurrency is None:
         concurrency = () if rate else (1, 4)
-    engine = engine or (ENGINES[1] if model.suffix == ".xml" else DEFAULT_ENGINE,)
     ways = (*against, *modes)
     if not ways:
         raise typer.BadParameter("--against none with --modes none: nothing to measure")
@@ -172,7 +169,7 @@ def bench(
         repeats=repeat,
         warmup=warmup,
         ways=ways,
-        engines=engine,
+        engines=engine or engines_for(model)[:1],
         max_batch_size=max_batch_size,
         max_delay=max_delay,
         scaling=scaling and "concurrent" in modes,
@@ -268,9 +265,6 @@ def tune(
     if concurrency is None:
         concurrency = 1 if goal == "latency" else 2 * whole_cpus()
         concurrency = OPEN_LOOP_CLIENTS if rate is not None else concurrency
-    if engine is None:
-        known = ENGINES if model.suffix != ".xml" else ENGINES[1:]
-        engine = [name for name in known if find_spec(name) is not None] or known[:1]
     load = Load(batch=batch, clients=concurrency, rate=rate and rate[0])
     options = input_options(input, dim, integers, seed)
     with refused_as_usage():
@@ -280,7 +274,7 @@ def tune(
             options,
             budget=budget,
             progress=lambda done, note: work.show(done, note),
-            engines=engine,
+            engines=engine or engines_for(model),
             **axes_of(batch_axis, output_axis),
         )
     check_outputs({"--json": json})

@@ -4,32 +4,30 @@
 
     BoundRun ──► an idle `InferRequest` ──► tensors of the layout set ──► start, wait ──► idle again
 
-Models are ONNX files, or OpenVINO's own IR: a graph (``.xml``) with its weights beside it (``.bin``).
-OpenVINO keeps no names of dynamic dimensions; those of an ONNX file are read from the file.
+OpenVINO keeps no names of dynamic dimensions; those of an ONNX model are read from its file.
 
 What OpenVINO (2026.4) does, found by trying:
 
-* `InferRequest.infer` of its Python package swallows errors of a run and leaves old outputs, so all runs
-  are started (`start_async`) and waited for. That costs some 10 µs more, and `cancel` reaches a run at any
-  time.
-* The CPU writes an output of a fixed shape where it is bound. It has outputs of dynamic shapes in memory of
-  its own and copies them to a place that is bound, or fails if that is too small: they are not bound here,
-  and copied to their places after the run.
-* The CPU has 32 bits of int64 and uint64, so larger numbers lose their upper half, even on their way
-  through; float64 is computed as float32, and float16 in what `precision` says.
+* With one thread, `InferRequest.infer` swallows the errors of a run and leaves old outputs, and it can crash
+  where several models are loaded. So runs are started (`start_async`) and waited for, which costs 10 µs.
+* The CPU writes an output of a fixed shape where it is bound. Those of dynamic shapes are copied after the
+  run: it would have them in memory of its own, too, and fail if the bound place is too small.
+* If a run fails or is cancelled, shapes of it stay in the operators of its stream, where tensors have no
+  fixed shapes: a later run with the shapes of an earlier one can fail, or have wrong outputs. See `_Model`.
+* The CPU has 32 bits of int64 and uint64: larger numbers lose their upper half, also on their way through.
+  It computes float64 as float32, and float16 in what `precision` says.
 * Requests that share a stream run one after another, and share the memory between operators. Streams have
   threads of their own, and one copy of the packed weights.
 * Strings crash some operators (Reshape), complex numbers are unknown: `BuildError`.
 """
 
-import ctypes
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +39,12 @@ from mcinfer.engines.base import (
     Buffer,
     Engine,
     EngineRequest,
+    OutOfMemoryError,
     Produced,
     RunCancelledError,
     Strings,
     array_over,
     check_request,
-    delivered,
     memory_limit,
 )
 from mcinfer.engines.preparation import Runtime, engine_folder
@@ -62,58 +60,28 @@ from mcinfer.errors import (
 )
 from mcinfer.model_cache import is_large
 from mcinfer.model_cache.cache import Cache, CacheUnusableError
-from mcinfer.model_cache.onnx_files import (
-    LOOK_BYTES,
-    Shapes,
-    bytes_at,
-    check_regular,
-    declared_shapes,
-    model_files,
-    scan,
-)
+from mcinfer.model_cache.onnx_files import Shapes, openvino_shapes, scan
 from mcinfer.private import alone_in
-from mcinfer.specs import (
-    STRING,
-    ModelDescription,
-    ModelSpec,
-    TensorSpec,
-    numpy_dtype,
-)
+from mcinfer.specs import STRING, ModelDescription, ModelSpec, TensorSpec, numpy_dtype
 
-_TELEMETRY = "openvino_telemetry"
-
-
-@contextmanager
-def _without_telemetry() -> Iterator[None]:
-    """Import OpenVINO as if its package for telemetry were not installed.
-
-    With it, each import writes to ``~/intel``, starts a thread and sends an event
-    (``openvino/tools/ovc/__init__.py``).
-    """
-    if hidden := _TELEMETRY not in sys.modules:
-        sys.modules[_TELEMETRY] = None  # type: ignore[assignment] # an import of it then fails
-    try:
-        yield
-    finally:
-        if hidden:
-            sys.modules.pop(_TELEMETRY, None)
-
-
-with (
-    requires("engine openvino needs OpenVINO: pip install 'mcinfer[openvino]'", "openvino"),
-    _without_telemetry(),
-):
-    import openvino as ov
+# With its package for telemetry, each import writes to ~/intel, starts a thread and sends an event
+# (openvino/tools/ovc/__init__.py).
+if _hidden := "openvino_telemetry" not in sys.modules:
+    sys.modules["openvino_telemetry"] = None  # type: ignore[assignment] # an import of it then fails
+try:
+    with requires("engine openvino needs OpenVINO: pip install 'mcinfer[openvino]'", "openvino"):
+        import openvino as ov
+finally:
+    if _hidden:
+        sys.modules.pop("openvino_telemetry", None)
 
 _PLUGINS = {"cpu": "CPU", "openvino-gpu": "GPU", "npu": "NPU"}
 """OpenVINO's kinds of devices, by those of `mcinfer.config.Device`."""
 
 _ELEMENT_TYPES = {
-    "f32": "float32",
-    "f64": "float64",
-    "f16": "float16",
     "bf16": "bfloat16",
     "boolean": "bool",
+    **{f"f{bits}": f"float{bits}" for bits in (16, 32, 64)},
     **{f"i{bits}": f"int{bits}" for bits in (4, 8, 16, 32, 64)},
     **{f"u{bits}": f"uint{bits}" for bits in (4, 8, 16, 32, 64)},
     "f8e4m3": "float8_e4m3fn",
@@ -121,11 +89,7 @@ _ELEMENT_TYPES = {
 }
 """Element types by OpenVINO's names."""
 
-_IR = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?<net\b")
-"""How a graph in OpenVINO's own format begins."""
-
 _PRECISION = "INFERENCE_PRECISION_HINT"
-_FOLDER = "CACHE_DIR"
 
 _PLACES = re.compile(
     r"(Caught exception: )?Exception from \S+:\d+:\s*|Check '[^\n]*' failed at src/\S+:\d+:?"
@@ -164,9 +128,9 @@ class OpenVinoEngine(Engine):
     """A model compiled for one device, with a stream for each run at once.
 
     Attributes:
-        compiled: OpenVINO's.
         input_ports: In the model's order.
         output_ports: In the model's order.
+        idle: Requests without a run.
     """
 
     version = _VERSION
@@ -174,37 +138,41 @@ class OpenVinoEngine(Engine):
 
     def __init__(self, request: EngineRequest) -> None:
         _check_options(request)
-        inputs, outputs = _declared_shapes(request.model)
-        self.compiled = _compiled(request)
-        self.providers = tuple(self.compiled.get_property("EXECUTION_DEVICES"))
-        self.input_ports = [
-            _Port(port, "input", number, inputs) for number, port in enumerate(self.compiled.inputs)
-        ]
-        self.output_ports = [
-            _Port(port, "output", number, outputs)
-            for number, port in enumerate(self.compiled.outputs)
-        ]
+        inputs, outputs = openvino_shapes(request.model, request.options.free_dimensions)
+        self.model = _Model(request, inputs)
+        compiled = self.compiled
+        if not compiled.outputs:  # it goes by the ending of the file's name
+            raise BuildError(f"{request.model}: OpenVINO finds no outputs in it, expected *.onnx")
+        self.providers = tuple(compiled.get_property("EXECUTION_DEVICES"))
+        self.input_ports = _ports("input", compiled.inputs, inputs)
+        self.output_ports = _ports("output", compiled.outputs, outputs)
         self.spec = ModelSpec(
             inputs=tuple(port.spec for port in self.input_ports),
             outputs=tuple(port.spec for port in self.output_ports),
         )
-        self.notes = _notes(request, self.compiled, self.spec)
+        if (runs := request.options.runs_at_once) > 1:
+            # Runs that wait for others' streams cannot be cancelled before those have ended.
+            self.concurrent = min(runs, compiled.get_property("NUM_STREAMS"))
+            self.pins = "CPU" in self.providers and compiled.get_property("ENABLE_CPU_PINNING")
+        self.notes = _notes(request, compiled, self.spec, self.concurrent)
         if request.options.describe:
-            self.description = _description(request.model, self.compiled, self.providers)
-        self.concurrent = request.options.runs_at_once
+            self.description = _description(request.model, compiled, self.providers)
         self._begin()
-        if kept := [state.name for state in self._idle[0].native.query_state()]:
+        if kept := [state.name for state in self.idle[0].native.query_state()]:
             raise BuildError(
                 f"openvino: {request.model} keeps {kept} from run to run, and any worker may have the next "
                 "one; export it without state"
             )
 
+    @property
+    def compiled(self) -> Any:
+        """OpenVINO's model."""
+        return self.model.compiled()
+
     def _begin(self) -> None:
-        self._lock = threading.Lock()  # of the next two
         self._cancelled = False
-        self._running: set[Any] = set()
         # One at once: to make another one, OpenVINO waits for runs that are under way.
-        self._idle = [_Request(self.compiled.create_infer_request())]
+        self.idle = [_Request(self.compiled)]
 
     def twin(self) -> "OpenVinoEngine":
         other = copy(self)
@@ -216,55 +184,50 @@ class OpenVinoEngine(Engine):
             port.tensor(port.checked(item))
             for port, item in zip(self.input_ports, inputs, strict=True)
         ]
-        places = {place.name: place for place in outputs if place.device is None}
-        return _OpenVinoRun(self, tensors, places)
+        return _OpenVinoRun(self, tensors, {place.name: place for place in outputs})
 
     def take(self) -> "_Request":
         """An idle request, or another one: as many exist as have been under way at once."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return _Request(self.compiled.create_infer_request())
+        compiled = self.compiled
+        with suppress(IndexError):
+            while (request := self.idle.pop()).compiled is not compiled:
+                pass  # and forget it
+            return request
+        return _Request(compiled)
 
-    def give_back(self, request: "_Request") -> None:
-        """Make it idle, whatever became of its run."""
-        self._idle.append(request)
-
-    def run(self, native: Any) -> None:
-        """Run one of OpenVINO's requests; see `BoundRun.execute` for the errors."""
-        with self._lock:
+    def run(self, request: "_Request") -> bool:
+        """Run it; False if it has to run again, for another run's sake. Errors are OpenVINO's."""
+        native, model = request.native, self.model
+        with model.lock:
             if self._cancelled:
                 raise RunCancelledError("the run was cancelled before it began")
+            if model.current is not request.compiled:
+                return False
             native.start_async()
-            self._running.add(native)
-        ended = False
+            model.running[request] = self
         try:
             native.wait()
-            ended = True
-        except (MemoryError, RuntimeError) as exc:
-            ended = True
-            if _CANCELLED in str(exc):
-                raise RunCancelledError("the run was cancelled") from None
-            raise _mapped(exc, PredictError) from quotable(exc)
-        finally:
-            with self._lock:
-                self._running.discard(native)
-            if not ended:  # a signal's handler raised: the run must not outlive its memory
-                native.cancel()
-                with suppress(RuntimeError):
-                    native.wait()
+        except BaseException as exc:  # a signal's, too: no run may outlive its memory
+            native.cancel()
+            with suppress(MemoryError, RuntimeError):
+                native.wait()
+            if model.end(request, failed=True) or not isinstance(exc, RuntimeError):
+                raise
+            return False
+        return model.end(request)
 
     def arm(self) -> None:
         self._cancelled = False
 
     def cancel(self) -> None:
-        with self._lock:
+        with self.model.lock:
             self._cancelled = True
-            for native in self._running:
-                native.cancel()
+            for request, engine in self.model.running.items():
+                if engine is self:
+                    request.native.cancel()
 
     def close(self) -> None:
-        self._idle.clear()
+        self.idle.clear()
 
 
 class _Port:
@@ -287,16 +250,11 @@ class _Port:
                 f"openvino: {role} {name!r} is of type {self._type.get_type_name()}, expected one of "
                 f"{[*_ELEMENT_TYPES]}"
             )
-        if self._shape.rank.is_dynamic:
-            raise BuildError(f"openvino: {role} {name!r} has no fixed number of dimensions")
         self.is_fixed = self._shape.is_static
-        own = [size.get_length() if size.is_static else None for size in self._shape]
-        given = declared.get(name, ())
-        if len(given) != len(own):
-            given = (None,) * len(own)
-        shape = tuple(
-            size if size is not None else said for size, said in zip(own, given, strict=True)
-        )
+        own, said = [*self._shape], declared.get(name, ())
+        if len(said) != len(own):
+            said = (None,) * len(own)
+        shape = tuple(d.get_length() if d.is_static else said[i] for i, d in enumerate(own))
         self.spec = TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=shape)
 
     def checked(self, item: Buffer | Strings) -> Buffer:
@@ -310,32 +268,21 @@ class _Port:
                 f"openvino: input {item.name!r} is {got}{[*item.shape]}, expected {self.spec} (OpenVINO's "
                 f"shape {self._shape})"
             )
-        if item.device is not None:
-            raise InvalidInputError(
-                f"openvino: input {item.name!r} lies on {item.device}, expected the host's memory"
-            )
         return item
 
     def tensor(self, buffer: Buffer) -> Any:
         """OpenVINO's tensor over this memory."""
         memory: NDArray[Any] = _NOTHING
         if buffer.size:
-            flat = Buffer(
-                name=buffer.name,
-                element_type="uint8",
-                shape=(buffer.size,),
-                address=buffer.address,
-                size=buffer.size,
-            )
-            memory = array_over(flat)
+            memory = array_over(replace(buffer, element_type="uint8", shape=(buffer.size,)))
         return ov.Tensor(memory, ov.Shape([*buffer.shape]), self._type)
 
-    def new_tensor(self) -> Any:
-        """A tensor of this port's fixed shape in memory of its own."""
-        return ov.Tensor(self._type, self._shape.to_shape())
+    def new_tensor(self, shape: Any = None) -> Any:
+        """A tensor of this shape, or the port's fixed one, in memory of its own."""
+        return ov.Tensor(self._type, self._shape.to_shape() if shape is None else shape)
 
-    def produced(self, tensor: Any, owner: object) -> Produced:
-        """An output in OpenVINO's memory."""
+    def produced(self, tensor: Any) -> Produced:
+        """An output in memory of its own, as `new_tensor` makes it."""
         shape = tensor.shape  # by its indices: an iteration over it takes 40 µs
         return Produced(
             name=self.spec.name,
@@ -343,87 +290,160 @@ class _Port:
             shape=tuple([shape[i] for i in range(len(self.spec.shape))]),
             address=tensor.data.__array_interface__["data"][0],
             size=tensor.byte_size,
-            owner=owner,
+            owner=tensor,
         )
 
 
-@dataclass(slots=True, eq=False)
-class _Request:
-    """One of OpenVINO's requests, and the run whose tensors are set in it."""
+def _ports(role: str, ports: Sequence[Any], declared: Shapes) -> list[_Port]:
+    return [_Port(port, role, number, declared) for number, port in enumerate(ports)]
 
-    native: Any
-    run: "_OpenVinoRun | None" = None
+
+class _Model:
+    """A compiled model, for an engine and its twins; compiled again after a run that has left its shapes.
+
+    Runs that began after that one run again: they may have had its stream.
+
+    Attributes:
+        alone: While it is held, no run of others begins.
+        current: OpenVINO's; None if it has to be compiled again.
+        lock: Of `running`: the requests under way, in the order of their begin, and whose they are.
+    """
+
+    def __init__(self, request: EngineRequest, inputs: Shapes) -> None:
+        self.lock = threading.Lock()
+        self.running: dict[_Request, OpenVinoEngine] = {}
+        self._request, self._inputs = request, inputs
+        self.alone = threading.RLock()
+        self.current: Any = None
+
+    def compiled(self) -> Any:
+        """OpenVINO's model. `PredictError` if it is to be compiled again, and its files have changed."""
+        with self.alone:
+            if self.current is None:
+                model, loaded = self._request.model, self._request.content
+                if loaded is not None and not loaded.is_still_there():
+                    raise PredictError(f"openvino: {model} was changed, and is to be loaded again")
+                self.current = _compiled(self._request, self._inputs)
+                self._is_fixed = _has_fixed_shapes(self.current)
+            return self.current
+
+    def end(self, request: "_Request", *, failed: bool = False) -> bool:
+        """Take a run out that has ended; whether its outputs, or its failure, are its own."""
+        spoils = failed and not self._is_fixed
+        with self.lock:
+            others = [other for other in self.running if other.compiled is request.compiled]
+            place = others.index(request)
+            del self.running[request]
+            # The threads of earlier ones may not have said yet that they have failed.
+            doubtful = request.doubtful or any(other.has_failed() for other in others[:place])
+            is_own, request.doubtful = self._is_fixed or not doubtful, False
+            for later in others[place + 1 :]:
+                later.doubtful |= spoils
+            if (spoils or not is_own) and self.current is request.compiled:
+                self.current = None
+            return is_own
+
+
+class _Request:
+    """One of OpenVINO's requests."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+        self.native = compiled.create_infer_request()
+        self.run: _OpenVinoRun | None = None  # whose tensors are set
+        self.doubtful = False  # whether its run may have the stream of one that has failed
+
+    def has_failed(self) -> bool:
+        with suppress(MemoryError, RuntimeError):
+            self.native.wait_for(0)
+            return False
+        return True
+
+
+def _has_fixed_shapes(compiled: Any) -> bool:
+    """Whether all tensors have, within the model, too; after a run, they seem to."""
+    ports = (*compiled.inputs, *compiled.outputs)
+    if all(port.get_partial_shape().is_static for port in ports):
+        with suppress(RuntimeError):
+            return not compiled.get_runtime_model().is_dynamic()
+    return False
 
 
 class _OpenVinoRun(BoundRun):
-    """Tensors over a layout's inputs and its outputs of fixed shapes. It has no request of its own.
-
-    A request has an output of a dynamic shape in memory of its own, which is copied to its place.
-    """
+    """Tensors over a layout's inputs and outputs. It has no request of its own."""
 
     def __init__(
         self, engine: OpenVinoEngine, inputs: Sequence[Any], places: Mapping[str, Buffer]
     ) -> None:
         self._engine = engine
         self._inputs = inputs
-        self._places = places
-        self._bound: dict[int, Any] = {}
+        self._bound: dict[int, Any] = {}  # by the output's number
+        self._copied: dict[int, Any] = {}
         for number, port in enumerate(engine.output_ports):
             place = places.get(port.spec.name)
-            if port.is_fixed and place is not None and place.shape == port.spec.shape:
+            if place is not None and not port.is_fixed:
+                self._copied[number] = port.tensor(place)
+            elif place is not None and place.shape == port.spec.shape:
                 self._bound[number] = port.tensor(place)
 
     def execute(self) -> Sequence[Produced | Strings]:
+        try:
+            if (left := self._attempt()) is None:
+                with self._engine.model.alone:
+                    while (left := self._attempt()) is None:
+                        pass
+            return left
+        except PredictError:
+            raise
+        except (MemoryError, OSError, RuntimeError) as exc:  # of OpenVINO, whichever step it was
+            if _CANCELLED in str(exc):
+                raise RunCancelledError("the run was cancelled") from None
+            raise _mapped(exc, PredictError) from quotable(exc)
+
+    def _attempt(self) -> Sequence[Produced | Strings] | None:
         request = self._engine.take()
         try:
-            return self._execute(request)
+            own = self._set_in(request)
+            return self._outputs(request, own) if self._engine.run(request) else None
         finally:
-            self._engine.give_back(request)
+            if self._engine.model.current is request.compiled:
+                self._engine.idle.append(request)
 
-    def _execute(self, request: "_Request") -> Sequence[Produced | Strings]:
-        native, ports = request.native, self._engine.output_ports
-        own = {}
-        try:
-            if request.run is not self:
-                request.run = None  # until all are set
-                for number, tensor in enumerate(self._inputs):
-                    native.set_input_tensor(number, tensor)
-                for number, tensor in self._bound.items():
-                    native.set_output_tensor(number, tensor)
-                request.run = self
-            for number, port in enumerate(ports):
-                if port.is_fixed and number not in self._bound:
-                    own[number] = port.new_tensor()
-                    native.set_output_tensor(number, own[number])
-        except RuntimeError as exc:
-            raise _mapped(exc, PredictError) from quotable(exc)
-        self._engine.run(native)
-        made = []
+    def _set_in(self, request: _Request) -> dict[int, Any]:
+        """Set the tensors; those that are made for this run alone, of outputs without a place."""
+        native, own = request.native, {}
+        if request.run is not self:
+            request.run = None  # until all are set
+            for number, tensor in enumerate(self._inputs):
+                native.set_input_tensor(number, tensor)
+            for number, tensor in self._bound.items():
+                native.set_output_tensor(number, tensor)
+            request.run = self
+        for number, port in enumerate(self._engine.output_ports):
+            if port.is_fixed and number not in self._bound:
+                own[number] = port.new_tensor()
+                native.set_output_tensor(number, own[number])
+        return own
+
+    def _outputs(self, request: _Request, own: dict[int, Any]) -> Sequence[Produced | Strings]:
+        """Copy what is not bound; the outputs without a place, and those of another shape."""
+        ports = self._engine.output_ports
         for number, port in enumerate(ports):
-            if number in own:
-                made.append(port.produced(own[number], own[number]))
-            elif number not in self._bound:
-                made.append(port.produced(native.get_output_tensor(number), request))
-        left = delivered(made, self._places)
-        return [
-            _copied(item) if isinstance(item, Produced) and item.owner is request else item
-            for item in left
-        ]
-
-
-def _copied(item: Produced) -> Produced:
-    """An output in memory of its own: the next run of the request writes to that of OpenVINO."""
-    memory = np.empty(item.size, np.uint8)
-    address = memory.__array_interface__["data"][0]
-    ctypes.memmove(address, item.address, item.size)
-    return replace(item, address=address, owner=memory)
+            if port.is_fixed:
+                continue
+            made, place = request.native.get_output_tensor(number), self._copied.get(number)
+            if place is None or place.shape != made.shape:
+                place = own[number] = port.new_tensor(made.shape)
+            if made.byte_size:  # else it crashes
+                made.copy_to(place)
+        return [port.produced(own[number]) for number, port in enumerate(ports) if number in own]
 
 
 # Loading.
 
 
 def _check_options(request: EngineRequest) -> None:
-    check_request("openvino", request.with_options(session_config={}, streams=None))
+    check_request("openvino", request.with_options(session_config={}, free_dimensions={}))
     if (runs := request.options.streams) and request.device.kind == "npu":
         raise BuildError(f"streams: got {runs} for {request.device}, expected None")
     if (count := request.options.inter_op_threads) is not None:
@@ -432,48 +452,31 @@ def _check_options(request: EngineRequest) -> None:
         )
 
 
-def _declared_shapes(model: str) -> tuple[Shapes, Shapes]:
-    """The shapes of an ONNX model's inputs and outputs as it has them; nothing of an IR.
-
-    `BuildError` if the file is neither, or the files of its weights are not where they may be.
-    """
-    check_regular(model)
-    if _IR.match(bytes_at(model, 0, LOOK_BYTES) or b""):
-        return {}, {}
-    try:
-        model_files(Path(model).absolute())
-        return declared_shapes(model)
-    except BuildError as exc:
-        hint = "" if "external data" in str(exc) else ", or an OpenVINO IR (.xml)"
-        raise BuildError(f"{exc}{hint}") from exc
-
-
-def _compiled(request: EngineRequest) -> Any:
+def _compiled(request: EngineRequest, inputs: Shapes) -> Any:
     """The model, compiled or taken from the cache."""
-    core = ov.Core()
+    core, model = ov.Core(), request.model
+    if request.options.free_dimensions:
+        model = core.read_model(model)
+        ports = enumerate(_ports("input", model.inputs, inputs))
+        model.reshape(
+            {n: [d if isinstance(d, int) else -1 for d in p.spec.shape] for n, p in ports}
+        )
     device = _device(core, request)
     properties = _properties(request, device)
     folder = _cache_folder(request, core, device)
-    # OpenVINO takes the right to write to a file once it is complete.
-    is_built = folder is not None and any(
-        not file.stat().st_mode & 0o222 for file in folder.glob("*.blob")
-    )
+    is_built = folder is not None and _is_built(folder)
     if folder is not None:
-        properties[_FOLDER] = str(folder)
+        properties["CACHE_DIR"] = str(folder)
     with ExitStack() as alone:
         if folder is not None and not is_built:
-            # Workers that start together build it once. If one of them stands still, or the folder was
-            # removed meanwhile, the others build it, too.
+            # Workers that start together build it once; each does if one stands still, or the folder goes.
             with suppress(OSError):
                 alone.enter_context(alone_in(folder, _STUCK_SECONDS))
         try:
-            compiled = core.compile_model(request.model, device, properties)
+            compiled = core.compile_model(model, device, properties)
         except RuntimeError as exc:
-            if lacking := _lacking(core, request.model, device):
-                raise BuildError(
-                    f"{_mapped(exc, BuildError)}; {device} lacks the operators {lacking}"
-                ) from quotable(exc)
-            raise
+            lacking = _lacking(core, request.model, device)
+            raise _mapped(exc, BuildError, f"{request.model}: ", lacking) from quotable(exc)
     if folder is not None and not is_built:
         with suppress(CacheUnusableError):
             Cache.default().evict()
@@ -515,14 +518,16 @@ def _properties(request: EngineRequest, device: str) -> dict[str, Any]:
         chosen = request.options.threads  # of each stream; OpenVINO wants those of all
         threads = chosen * runs if chosen else max(request.threads, runs)
         properties["INFERENCE_NUM_THREADS"] = threads
-        properties["ENABLE_CPU_PINNING"] = False  # mcinfer pins the worker
+        # mcinfer keeps the worker to its cores. Several streams would meet on one of them.
+        pins = 1 < runs <= len(request.share.cores) and not request.share.shared
+        properties["ENABLE_CPU_PINNING"] = pins
     return {**properties, **request.options.session_config}
 
 
 def _cache_folder(request: EngineRequest, core: Any, device: str) -> Path | None:
     """Where to keep the compiled model; None if it is not to be kept, or cannot."""
     options = request.options
-    if options.prepare == "never" or _FOLDER in options.session_config:
+    if options.prepare == "never" or "CACHE_DIR" in options.session_config:
         return None
     if options.prepare == "auto" and not is_large(request.model, None):
         return None
@@ -533,31 +538,33 @@ def _cache_folder(request: EngineRequest, core: Any, device: str) -> Path | None
     return None if folder is None else Path(folder)
 
 
-def _lacking(core: Any, model: str, device: str) -> list[str]:
-    """The types of the model's operators that a device does not have, as far as OpenVINO says it."""
-    with suppress(RuntimeError):
-        graph = core.read_model(model)
-        known = core.query_model(graph, device)
-        return sorted(
-            {
-                operator.get_type_name()
-                for operator in graph.get_ops()
-                if operator.get_friendly_name() not in known
-            }
-        )
-    return []
+def _is_built(folder: Path) -> bool:
+    """Whether it has a compiled model: OpenVINO takes the right to write to a file once it is complete."""
+    with suppress(OSError):  # another process removes it
+        return any(not file.stat().st_mode & 0o222 for file in folder.glob("*.blob"))
+    return False
 
 
-def _notes(request: EngineRequest, compiled: Any, spec: ModelSpec) -> tuple[str, ...]:
+def _lacking(core: Any, model: str, device: str) -> str:
+    """Which of the model's operators a device lacks, as far as OpenVINO says it; the CPU has all."""
+    names: set[str] = set()
+    if device != "CPU":
+        with suppress(RuntimeError):
+            graph = core.read_model(model)
+            known = core.query_model(graph, device)
+            lacking = [op for op in graph.get_ops() if op.get_friendly_name() not in known]
+            names = {op.get_type_name() for op in lacking} - {"Constant", "Parameter", "Result"}
+    return f"; {device} lacks the operators {sorted(names)}" if names else ""
+
+
+def _notes(request: EngineRequest, compiled: Any, spec: ModelSpec, streams: int) -> tuple[str, ...]:
     """What the user asked for and does not get."""
     notes = []
-    wanted = request.options.precision
-    if wanted is not None and _PRECISION not in request.options.session_config:
-        got = compiled.get_property(_PRECISION).get_type_name()
-        if got != wanted:
-            notes.append(
-                f"precision: got {wanted!r}, but OpenVINO computes in {got} on this device"
-            )
+    if (runs := request.options.runs_at_once) > streams:
+        notes.append(f"streams: got {runs}, but OpenVINO opens {streams} here")
+    wanted = request.options.precision if _PRECISION not in request.options.session_config else None
+    if wanted and (got := compiled.get_property(_PRECISION).get_type_name()) != wanted:
+        notes.append(f"precision: got {wanted!r}, but OpenVINO computes in {got} here")
     if wide := [s.name for s in (*spec.inputs, *spec.outputs) if s.element_type == "float64"]:
         notes.append(f"OpenVINO computes float64 as float32, which {wide} are")
     return tuple(notes)
@@ -579,10 +586,14 @@ def _description(model: str, compiled: Any, devices: Sequence[str]) -> ModelDesc
     )
 
 
-def _mapped(exc: Exception, kind: type[EngineError], prefix: str = "") -> EngineError:
+def _mapped(
+    exc: Exception, kind: type[EngineError], before: str = "", after: str = ""
+) -> EngineError:
     """OpenVINO's error in fewer words."""
     text = " ".join(_PLACES.sub("", str(exc)).split()) or type(exc).__name__
-    text = shortened(f"openvino: {prefix}{text}")
+    text = shortened(f"openvino: {before}{text.removeprefix('openvino: ')}{after}")
     if isinstance(exc, MemoryError) or _SHORT_OF_MEMORY.search(text):
         text += memory_limit()
+        if kind is PredictError:
+            kind = OutOfMemoryError
     return kind(text)

@@ -283,6 +283,7 @@ class Engine(ABC):
         turn: What a thread beside others holds from its run until it has copied what the engine made; it
             does nothing where several threads may execute runs of their own at once.
         concurrent: How many runs it executes at once, 1 to `mcinfer.config.MAX_CONCURRENT_RUNS`.
+        pins: Whether it runs them in threads of its own, each kept to its part of the worker's cores.
         widens: Whether a second engine on the same model, with more cores, may take some of its runs.
         broken: Why it cannot run any more; empty if it can.
         gives: Names of the outputs that its runs give; None if they give all. A rank of a group gives some.
@@ -305,6 +306,7 @@ class Engine(ABC):
     broken: str = ""
     gives: frozenset[str] | None = None
     concurrent: int = 1
+    pins: bool = False
     widens: bool = False
     on_card: bool = False
     on_host: frozenset[str] | None = None

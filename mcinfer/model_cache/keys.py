@@ -84,6 +84,14 @@ class ModelContent:
         except OSError:
             return False
 
+    def is_still_there(self) -> bool:
+        """Whether the files have this content, if they are those that were read or not.
+
+        Raises as `read_content`, where they are beside the model.
+        """
+        path = self.stamps[0].path
+        return self.unchanged() or read_content(path, any_format=True).digest == self.digest
+
 
 def read_content(
     path: str | os.PathLike[str],

@@ -16,7 +16,7 @@ import re
 import reprlib
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
@@ -29,6 +29,9 @@ from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
 
 IR_SUFFIX = ".xml"
 """How the files of OpenVINO's own format, the IR, are named; OpenVINO finds the weights by it."""
+
+_IR = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?<net\b")
+"""How a graph in that format begins."""
 
 # Any file.
 
@@ -176,7 +179,7 @@ def model_files(model: Path, folder: Path | None = None) -> list[Path]:
 def ir_weights(model: Path) -> tuple[str, ...]:
     """The name of the file beside an OpenVINO IR (``.xml``) that has its weights; none for other models."""
     weights = model.with_suffix(".bin")
-    return (weights.name,) if model.suffix == IR_SUFFIX and weights.exists() else ()
+    return (weights.name,) if model.suffix == IR_SUFFIX and os.path.lexists(weights) else ()
 
 
 # ONNX's messages, by the field numbers of onnx.proto.
@@ -353,6 +356,50 @@ def declared_shapes(path: str | os.PathLike[str]) -> tuple[Shapes, Shapes]:
                         sizes = (size.text(2) or _size(size) for size in shape.messages(1))
                         shapes[value.text(1)] = tuple(sizes)
     return sides
+
+
+def openvino_shapes(
+    path: str | os.PathLike[str], sizes: Mapping[str, int] = {}
+) -> tuple[Shapes, Shapes]:
+    """`declared_shapes` of an ONNX model; nothing of an OpenVINO IR, which has none.
+
+    Args:
+        path: Of the model.
+        sizes: Of symbolic dimensions, which take the places of their names.
+
+    Raises:
+        BuildError: The file is neither, the files of its weights are not where they may be, or no input has
+            a dimension of such a name.
+    """
+    inputs, outputs = _openvino_shapes(path)
+    names = {size for shape in inputs.values() for size in shape if isinstance(size, str)}
+    if unknown := [name for name in sizes if name not in names]:
+        raise BuildError(f"free_dimensions: got {unknown}, expected some of {sorted(names)}")
+
+    def fixed(size: Dimension) -> Dimension:
+        return sizes.get(size, size) if isinstance(size, str) else size
+
+    for side in (inputs, outputs):
+        side |= {name: tuple(map(fixed, shape)) for name, shape in side.items()}
+    return inputs, outputs
+
+
+def _openvino_shapes(path: str | os.PathLike[str]) -> tuple[Shapes, Shapes]:
+    check_regular(path)
+    model = Path(path).absolute()
+    if _IR.match(bytes_at(path, 0, LOOK_BYTES) or b""):
+        if model.suffix != IR_SUFFIX:  # by which its weights are found
+            raise BuildError(
+                f"{path}: got an OpenVINO IR, expected a path that ends with {IR_SUFFIX!r}"
+            )
+        external_files(model, None, ir_weights(model))
+        return {}, {}
+    try:
+        model_files(model)
+        return declared_shapes(path)
+    except BuildError as exc:
+        hint = "" if "external data" in str(exc) else ", or an OpenVINO IR (.xml)"
+        raise BuildError(f"{exc}{hint}") from exc
 
 
 def _size(dimension: ProtoMessage) -> int | None:

@@ -281,10 +281,11 @@ class Server:
     def _pin(self, lane: int) -> None:
         """Keep the calling thread to its part of this worker's cores, where there are enough.
 
-        Else the system may put two runs on one core for a while, with another one idle.
+        Else the system may put two runs on one core for a while, with another one idle. A thread that only
+        waits for its run would be kept to a core on which another run computes.
         """
         cores, lanes = self._cores, len(self._lanes)
-        if lanes <= len(cores):
+        if lanes <= len(cores) and not self._engine.pins:
             start, stop = (part * len(cores) // lanes for part in (lane, lane + 1))
             with suppress(OSError):  # this process may not use them any more
                 os.sched_setaffinity(0, cores[start:stop])
