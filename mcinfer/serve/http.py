@@ -49,9 +49,8 @@ _PIECE = 1 << 18
 _MAX_JSON_BYTES = 32 << 20
 """Nothing else happens while JSON is read."""
 
-
-class _GoneError(Exception):
-    """The client has hung up."""
+_GONE = (499, "the client has hung up")
+"""The status is that of nginx's log; no client gets it."""
 
 
 class _Body:
@@ -63,36 +62,40 @@ class _Body:
             raise RefusedError(
                 415, f"Content-Encoding: got {coding[:99]!r}, expected gzip or deflate"
             )
-        self._receive = receive
-        self._limit = self._left = options.max_request_bytes
+        self._receive, self._limit = receive, options.max_request_bytes
         self._end = asyncio.get_running_loop().time() + options.timeout
         self._inflate = zlib.decompressobj(_WINDOWS[coding]) if coding in _WINDOWS else None
+        self._came = self._inflated = 0
         self._packed, self._more = b"", True
         self.part = memoryview(b"")  # what came and was not taken
-        if not self._inflate:
-            self._check(int(headers.get("content-length", 0)))
+        self.check(int(headers.get("content-length", 0)))
 
-    def _check(self, size: int) -> None:
-        if size > self._left + len(self.part):
+    def check(self, size: int) -> None:
+        """Raise `RefusedError` if no body may have so many bytes."""
+        if size > self._limit:
             raise RefusedError(413, f"the body has more than {self._limit} bytes, the limit")
 
     async def _next(self) -> memoryview:
         """What came and was not taken, or comes now; empty at the end."""
         while not self.part and (self._packed or self._more):
-            if self._packed and self._inflate:
-                try:
-                    part = self._inflate.decompress(self._packed, _PIECE)
-                except zlib.error as exc:
-                    raise InvalidInputError(f"the body cannot be decompressed: {exc}") from exc
-                self._packed = self._inflate.unconsumed_tail
-                await asyncio.sleep(0)
-            else:
-                part = await self._received()
-                if self._inflate:
-                    part, self._packed = b"", part
-            self._left -= len(part)
-            self._check(0)
+            if not self._packed:
+                self._packed = await self._received()
+            if self._inflate is None:
+                self.part, self._packed = memoryview(self._packed), b""
+                continue
+            try:
+                part = self._inflate.decompress(self._packed, _PIECE)
+            except zlib.error as exc:
+                raise InvalidInputError(f"the body cannot be decompressed: {exc}") from exc
+            self._packed = self._inflate.unconsumed_tail
+            self._inflated += len(part)
+            self.check(self._inflated)
+            is_short = not (self._packed or self._more or self._inflate.eof)
+            if is_short or self._inflate.unused_data:
+                what = "is cut short" if is_short else "has more bytes than its compressed data"
+                raise InvalidInputError(f"the body {what}")
             self.part = memoryview(part)
+            await asyncio.sleep(0)
         return self.part
 
     async def _received(self) -> bytes:
@@ -102,26 +105,34 @@ class _Body:
         except TimeoutError as exc:
             raise RefusedError(408, "the request did not come in time") from exc
         if message["type"] != "http.request":
-            raise _GoneError
+            raise RefusedError(*_GONE)
         self._more = message.get("more_body", False)
         body: bytes = message["body"]
+        self._came += len(body)
+        self.check(self._came)
         return body
 
+    async def _some(self, most: int) -> memoryview:
+        """At most so many of the next bytes; `InvalidInputError` if there are none."""
+        part = (await self._next())[:most]
+        if not part:
+            raise InvalidInputError(f"the body ends {most} bytes before its tensors do")
+        self.part = self.part[len(part) :]
+        return part
+
     async def read_into(self, memory: memoryview) -> None:
-        """Fill memory; `InvalidInputError` if the body ends before."""
+        """Fill memory."""
         while memory:
-            part = (await self._next())[: len(memory)]
-            if not part:
-                raise InvalidInputError(f"the body ends {len(memory)} bytes before its tensors do")
+            part = await self._some(len(memory))
             memory[: len(part)] = part
-            memory, self.part = memory[len(part) :], self.part[len(part) :]
+            memory = memory[len(part) :]
 
     async def read(self, size: int) -> bytes:
-        """The next bytes, exactly so many."""
-        self._check(size)
-        memory = bytearray(size)
-        await self.read_into(memoryview(memory))
-        return bytes(memory)
+        """The next bytes, exactly so many. They take memory as they come, not as a client promises them."""
+        found = bytearray()
+        while len(found) < size:
+            found += await self._some(size - len(found))
+        return bytes(found)
 
     async def rest(self, limit: int = _MAX_JSON_BYTES) -> bytes:
         """All that is left."""
@@ -153,22 +164,19 @@ class _Infer:
             instance = self._service.models.instance(*place.values())
             with instance.used():
                 given = {n.decode(): v.decode("latin-1") for n, v in scope["headers"]}
-                parts, headers = await self._answer(place["model"], instance, given, receive)
-            encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-            await send({"type": "http.response.start", "status": 200, "headers": encoded})
-            for part in parts[:-1]:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-            await send({"type": "http.response.body", "body": parts[-1]})
-        except _GoneError:
-            status = 499  # as nginx counts it; no client gets it
+                parts, said = await self._answer(place["model"], instance, given, receive)
+            headers = [(name.encode(), value.encode()) for name, value in said.items()]
         except (Exception, asyncio.CancelledError) as exc:
             if isinstance(exc, asyncio.CancelledError):
                 if not self._service.ending.is_set():
                     raise
                 exc = RefusedError(503, "the server ends, and had no time left for the answer")
-            response = _failure(exc, instance)
-            status = response.status_code
-            await response(scope, receive, send)
+            failure = _failure(exc, instance)
+            status, headers, parts = failure.status_code, failure.raw_headers, [failure.body]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for part in parts[:-1]:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": parts[-1]})
         self._service.count(place["model"] if instance else "", status)
 
     async def _answer(
@@ -181,7 +189,7 @@ class _Infer:
         try:
             await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
-                raise _GoneError
+                raise RefusedError(*_GONE)
             head, tensors = _encoded(name, instance, request, running.result())
         finally:
             running.cancel()  # nothing, if it is done
@@ -207,19 +215,20 @@ class _Infer:
         self, instance: Instance, headers: Mapping[str, str], receive: Receive
     ) -> Inference:
         """The request, with its inputs as arrays."""
-        options, length = self._service.options, headers.get(_LENGTH)
-        if length is not None and not (length.isdecimal() and int(length) <= _MAX_JSON_BYTES):
-            raise InvalidInputError(f"Inference-Header-Content-Length: got {length[:99]!r}")
+        options, said = self._service.options, headers.get(_LENGTH, "-")
+        length = int(said) if said.isdecimal() and len(said) < 10 else -1
+        if length > _MAX_JSON_BYTES or (length < 0 and _LENGTH in headers):
+            raise InvalidInputError(f"Inference-Header-Content-Length: got {said[:99]!r}")
         body = _Body(receive, headers, options)
-        is_raw = length is not None and int(length) == 0
-        if is_raw:
+        if is_raw := length == 0:
             asked, raw = _raw(instance, await body.rest(options.max_request_bytes))
             body.part = memoryview(raw)
         else:
-            text = await (body.read(int(length)) if length else body.rest())
+            text = await (body.read(length) if length > 0 else body.rest())
             asked = read_json(InferDocument, text)
         request = Inference(asked, instance, self._service.regions, binary=is_raw)
         others = request.read()
+        body.check(sum(size for _, size in others))
         request.allocate([head for head, _ in others])
         for head, size in others:
             if head.shareable:

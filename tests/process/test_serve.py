@@ -261,6 +261,7 @@ def test_wrong_request_is_refused_with_what_is_wrong(
             "Inference-Header-Content-Length",
         ),
         ({"Inference-Header-Content-Length": "-1"}, 400, "Inference-Header-Content-Length"),
+        ({"Inference-Header-Content-Length": "9" * 5000}, 400, "Inference-Header-Content-Length"),
         ({"Inference-Header-Content-Length": "400"}, 400, "bytes before its tensors do"),
         ({"Content-Encoding": "br"}, 415, "expected gzip or deflate"),
         ({"Content-Encoding": "gzip"}, 400, "cannot be decompressed"),
@@ -283,6 +284,10 @@ def test_body_that_is_longer_or_shorter_than_its_tensors_is_refused(server: Serv
 def test_body_over_the_limit_is_refused_packed_or_not(server: Server) -> None:
     body, headers = binary_request(np.zeros((1 << 17, 4), np.float32))
     assert server.ask(INFER, body, headers).status == 413
+    promise = {"name": "x", "datatype": "FP32", "shape": [1 << 26, 4]}
+    head = json.dumps({"inputs": [{**promise, "parameters": {"binary_data_size": 1 << 30}}]})
+    length = {"Inference-Header-Content-Length": f"{len(head)}"}
+    assert server.ask(INFER, head.encode(), length).status == 413
     bomb = gzip.compress(b" " * (1 << 26))
     assert server.ask(INFER, bomb, {"Content-Encoding": "gzip"}).status == 413
 

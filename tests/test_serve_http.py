@@ -1,0 +1,110 @@
+"""Tests of mcinfer/serve/http.py that need no socket: bodies as they come, and clients that hang up."""
+
+import asyncio
+import tracemalloc
+import zlib
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+import pytest
+
+from mcinfer.errors import McinferError
+from mcinfer.serve.http import _Body, make_app
+from mcinfer.serve.models import Models
+from mcinfer.serve.service import ServeOptions, Service
+
+Message = MutableMapping[str, Any]
+
+MIB = 1 << 20
+
+
+class Client:
+    """Sends a body in these parts, and hangs up after them unless the body ends there."""
+
+    def __init__(self, parts: Iterable[bytes], *, ends: bool = True) -> None:
+        self._parts, self._ends = [*parts], ends
+        self.read = 0
+        self.sent: list[Message] = []
+
+    async def receive(self) -> Message:
+        if not self._parts:
+            return {"type": "http.disconnect"}
+        self.read += 1
+        body = self._parts.pop(0)
+        return {"type": "http.request", "body": body, "more_body": not self._ends or self._parts}
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+async def body_of(client: Client, coding: str = "identity") -> bytes:
+    headers = {"content-encoding": coding}
+    return await _Body(client.receive, headers, ServeOptions(max_request_bytes=MIB)).rest()
+
+
+def test_promised_bytes_take_no_memory_before_they_come() -> None:
+    held: list[int] = []
+
+    async def receive() -> Message:
+        held.append(tracemalloc.get_traced_memory()[0])
+        return {"type": "http.request", "body": b"x", "more_body": len(held) < 2}
+
+    async def read() -> None:
+        with pytest.raises(McinferError, match="the body ends"):
+            await _Body(receive, {}, ServeOptions()).read(32 * MIB)
+
+    tracemalloc.start()
+    try:
+        asyncio.run(read())
+    finally:
+        tracemalloc.stop()
+    assert max(held) < MIB
+
+
+EMPTY_BLOCKS = b"\x78\x01" + bytes.fromhex("000000ffff") * (MIB // 4)
+"""A compressed body of more than a MiB that never ends, and has nothing in it."""
+
+
+@pytest.mark.parametrize(
+    ("packed", "text"),
+    [
+        (zlib.compress(b"{}")[:-1], "is cut short"),
+        (b"", "is cut short"),
+        (zlib.compress(b"{}") + bytes(MIB), "has more bytes than its compressed data"),
+        (zlib.compress(bytes(2 * MIB)), f"has more than {MIB} bytes, the limit"),
+        (EMPTY_BLOCKS, f"has more than {MIB} bytes, the limit"),
+    ],
+    ids=["cut", "none", "more", "large", "empty"],
+)
+def test_compressed_body_is_whole_and_within_the_limit_in_both_forms(
+    packed: bytes, text: str
+) -> None:
+    parts = [packed[i : i + 65536] for i in range(0, len(packed) or 1, 65536)]
+    client = Client(parts)
+    with pytest.raises(McinferError, match=text):
+        asyncio.run(body_of(client, "deflate"))
+    assert client.read < 18  # no more than the limit
+
+
+def test_compressed_body_comes_whole_through_pieces_of_any_size() -> None:
+    for size in (0, 1, 1 << 18, MIB):
+        packed = zlib.compress(bytes(size))
+        parts = [packed[i : i + 3] for i in range(0, len(packed), 3)]
+        assert asyncio.run(body_of(Client(parts), "deflate")) == bytes(size)
+
+
+def test_client_that_hangs_up_in_its_body_is_no_fault_of_the_server_s() -> None:
+    async def ask(client: Client) -> None:
+        service = Service(Models({}, None, lambda _: {}), ServeOptions())
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v2/repository/index",
+            "headers": [],
+            "query_string": b"",
+        }
+        await make_app(service)(scope, client.receive, client.send)
+
+    client = Client([b"{"], ends=False)
+    asyncio.run(ask(client))
+    assert client.sent[0]["status"] == 499
