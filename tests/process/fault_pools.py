@@ -83,7 +83,10 @@ class Pool:
         closing: The call of `Master.close` that goes on, if any.
         undo: Ends the fault, if it has an end.
         pid: The process of the worker that the fault hits.
+        concurrent_runs: Of each worker.
     """
+
+    concurrent_runs = 1
 
     def __init__(
         self,
@@ -252,4 +255,7 @@ class Pool:
             pipe.wait()
         self._held, self._beside = pipes[self._victim], pipes[1 - self._victim]
         self.hit = [callers.pop(self._victim)]
-        self.others = [*callers, self.submit(), self.submit()]
+        self.others = callers
+        # A worker with room for more runs them at once: a hostile one would err before it is told to.
+        if not (self._hostile and self.concurrent_runs > 1):
+            self.others += [self.submit(), self.submit()]

@@ -17,8 +17,11 @@ from tests.process.models import FakeModel
 class ConcurrentPool(Pool):
     """Its workers execute two runs at once."""
 
+    concurrent_runs = 2
+
     def _made(self, fake_model: FakeModel, **options: Any) -> Master:
-        return super()._made(fake_model, options=EngineOptions(concurrent_runs=2), **options)
+        runs = EngineOptions(concurrent_runs=self.concurrent_runs)
+        return super()._made(fake_model, options=runs, **options)
 
 
 OF_RUNS = [
