@@ -70,7 +70,7 @@ EMPTY_BLOCKS = b"\x78\x01" + bytes.fromhex("000000ffff") * (MIB // 4)
     [
         (zlib.compress(b"{}")[:-1], "is cut short"),
         (b"", "is cut short"),
-        (zlib.compress(b"{}") + bytes(MIB), "has more bytes than its compressed data"),
+        (zlib.compress(b"{}") + bytes(9), "longer than its compressed data"),
         (zlib.compress(bytes(2 * MIB)), f"has more than {MIB} bytes, the limit"),
         (EMPTY_BLOCKS, f"has more than {MIB} bytes, the limit"),
     ],

@@ -43,8 +43,8 @@ _LENGTH = "inference-header-content-length"
 _WINDOWS = {"gzip": 31, "deflate": 15}
 """By coding, the size of its window for zlib: both have a header."""
 
-_PIECE = 1 << 18
-"""Bytes that are decompressed before others get their turn."""
+_SMALL_BYTES = 1 << 18
+"""Below, an answer is one message: to send several takes longer than a copy."""
 
 _MAX_JSON_BYTES = 32 << 20
 """Nothing else happens while JSON is read."""
@@ -54,19 +54,21 @@ _GONE = (499, "the client has hung up")
 
 
 class _Body:
-    """The body of a request, decompressed, as it comes. `RefusedError` at a limit, in time and in size."""
+    """The body of a request, as it comes. `RefusedError` at a limit, in time and in size.
+
+    A compressed one is decompressed when all of it is there, in a thread.
+    """
 
     def __init__(self, receive: Receive, headers: Mapping[str, str], options: ServeOptions) -> None:
         coding = headers.get("content-encoding", "identity").strip().lower()
-        if coding not in ("identity", *_WINDOWS):
+        if coding not in (*_WINDOWS, "identity"):
             raise RefusedError(
                 415, f"Content-Encoding: got {coding[:99]!r}, expected gzip or deflate"
             )
         self._receive, self._limit = receive, options.max_request_bytes
         self._end = asyncio.get_running_loop().time() + options.timeout
-        self._inflate = zlib.decompressobj(_WINDOWS[coding]) if coding in _WINDOWS else None
-        self._came = self._inflated = 0
-        self._packed, self._more = b"", True
+        self._window = _WINDOWS.get(coding)
+        self._came, self._more = 0, True
         self.part = memoryview(b"")  # what came and was not taken
         self.check(int(headers.get("content-length", 0)))
 
@@ -77,26 +79,26 @@ class _Body:
 
     async def _next(self) -> memoryview:
         """What came and was not taken, or comes now; empty at the end."""
-        while not self.part and (self._packed or self._more):
-            if not self._packed:
-                self._packed = await self._received()
-            if self._inflate is None:
-                self.part, self._packed = memoryview(self._packed), b""
-                continue
-            try:
-                part = self._inflate.decompress(self._packed, _PIECE)
-            except zlib.error as exc:
-                raise InvalidInputError(f"the body cannot be decompressed: {exc}") from exc
-            self._packed = self._inflate.unconsumed_tail
-            self._inflated += len(part)
-            self.check(self._inflated)
-            is_short = not (self._packed or self._more or self._inflate.eof)
-            if is_short or self._inflate.unused_data:
-                what = "is cut short" if is_short else "has more bytes than its compressed data"
-                raise InvalidInputError(f"the body {what}")
+        while self._more and not self.part:
+            part = await self._received()
+            if self._window:
+                packed = bytearray(part)
+                while self._more:
+                    packed += await self._received()
+                part = await asyncio.to_thread(self._unpacked, packed, self._window)
             self.part = memoryview(part)
-            await asyncio.sleep(0)
         return self.part
+
+    def _unpacked(self, packed: bytearray, window: int) -> bytes:
+        inflate = zlib.decompressobj(window)
+        try:
+            data = inflate.decompress(packed, self._limit + 1)
+        except zlib.error as exc:
+            raise InvalidInputError(f"the body cannot be decompressed: {exc}") from exc
+        self.check(len(data))
+        if not inflate.eof or inflate.unused_data:
+            raise InvalidInputError("the body is cut short, or longer than its compressed data")
+        return data
 
     async def _received(self) -> bytes:
         try:
@@ -207,7 +209,7 @@ class _Infer:
             answer["content-encoding"] = coding
         size = sum(map(len, parts))
         answer["content-length"] = f"{size}"
-        if size < _PIECE:  # one message takes less than a copy
+        if size < _SMALL_BYTES:
             parts = [b"".join(parts)]
         return parts, answer
 
