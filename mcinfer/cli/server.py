@@ -98,7 +98,7 @@ class _Protocol(HttpToolsProtocol):
 
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
-    _head, _ending = 0, False
+    _head, _ending, _has_body = 0, False, False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -118,10 +118,15 @@ class _Protocol(HttpToolsProtocol):
             self._late = None
 
     def data_received(self, data: bytes) -> None:
+        self._has_body = False
         super().data_received(data)
-        self._head += len(data)
-        if self._late is not None and self._head > _HEAD_BYTES:
+        self._head = 0 if self._has_body else self._head + len(data)
+        if self._head > _HEAD_BYTES:  # the lines after a body in chunks are kept, too
             self.transport.abort()
+
+    def on_body(self, body: bytes) -> None:
+        self._has_body = True
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         self._stop_waiting()

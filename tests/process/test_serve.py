@@ -315,6 +315,17 @@ def test_endless_head_ends_the_connection(server: Server) -> None:
     assert server.ask("/v2").status == 200
 
 
+def test_endless_lines_after_a_body_end_the_connection(server: Server) -> None:
+    """Each line would take memory, also after the answer, of a client that shows no key."""
+    for asked in (b"GET /v2/health/live", f"POST {INFER}".encode()):
+        with socket.create_connection(server.address, timeout=PATIENCE) as client:
+            client.sendall(asked + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            client.sendall(b"1\r\n{\r\n0\r\n")
+            with pytest.raises(OSError):
+                for _ in range(80):
+                    client.sendall(b"a: b\r\n" * 20_000)
+
+
 def test_deadline_of_a_request_is_status_504(server: Server) -> None:
     slow = np.full((1, 4), SLOW, np.float32)
     answer = server.infer(slow, timeout=50_000)  # microseconds
