@@ -34,6 +34,12 @@ _ENGINES = {
 }
 """By engine, which is Triton's *backend*, too: its *platform*, and the file in a version's folder."""
 
+_MAX_DEVICES = 1024
+"""Of a model, as for a number of devices; clients may give configurations."""
+
+_MAX_CONFIG = 1 << 18
+"""Characters of a client's configuration, a megabyte of which is read for a second."""
+
 _LOWEST = -(1 << 31)
 """Priority of requests that say none, where the configuration says none."""
 
@@ -241,6 +247,8 @@ class Models:
 
 def _read_config(config: Any, file: Path, override: str | None) -> None:
     """Read a configuration, past what mcinfer does not know."""
+    if override and len(override) > _MAX_CONFIG:
+        raise InvalidInputError(f"config: it has more than {_MAX_CONFIG} characters, the limit")
     try:
         if override is None:
             text = file.read_text("utf-8", "replace")
@@ -278,6 +286,8 @@ def _devices(config: Any) -> list[str]:
     devices: list[str] = []
     for group in config.instance_group:
         kind, count = type(group).Kind.Name(group.kind), group.count or 1
+        if len(devices) + count * max(1, len(group.gpus)) > _MAX_DEVICES:
+            raise InvalidInputError(f"instance_group: expected at most {_MAX_DEVICES} instances")
         if count < 0 or kind == "KIND_MODEL":
             text = f"instance_group: got count {count} of {kind}, expected 1 or more of KIND_CPU,"
             raise InvalidInputError(f"{text} KIND_GPU or KIND_AUTO")

@@ -326,6 +326,16 @@ def test_endless_lines_after_a_body_end_the_connection(server: Server) -> None:
                     client.sendall(b"a: b\r\n" * 20_000)
 
 
+def test_client_s_configuration_takes_neither_memory_nor_time(server: Server) -> None:
+    load = "/v2/repository/models/model/load"
+    for groups in ([{}] * 20_000, [{"gpus": [0] * 200, "count": 200}], [{"count": 20_000}]):
+        config = json.dumps({"instance_group": groups})
+        answer = server.ask(load, {"parameters": {"config": config}})
+        assert (answer.status, "at most 1024 instances" in answer.error) == (400, True)
+    answer = server.ask(load, {"parameters": {"config": "{" + " " * (1 << 19)}})
+    assert (answer.status, "the limit" in answer.error) == (400, True)
+
+
 def test_deadline_of_a_request_is_status_504(server: Server) -> None:
     slow = np.full((1, 4), SLOW, np.float32)
     answer = server.infer(slow, timeout=50_000)  # microseconds
