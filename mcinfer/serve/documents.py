@@ -12,6 +12,7 @@ import orjson
 from mcinfer.errors import InvalidInputError
 
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+MAX_TENSORS = 1024
 _T = TypeVar("_T")
 
 
@@ -55,8 +56,8 @@ class InferParameters(msgspec.Struct, frozen=True):
 class InferDocument(msgspec.Struct, frozen=True):
     """A request for a model's outputs; for all of them if it names none."""
 
-    inputs: Annotated[tuple[InputDocument, ...], msgspec.Meta(max_length=1024)]
-    outputs: Annotated[tuple[OutputDocument, ...], msgspec.Meta(max_length=1024)] = ()
+    inputs: Annotated[tuple[InputDocument, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+    outputs: Annotated[tuple[OutputDocument, ...], msgspec.Meta(max_length=MAX_TENSORS)] = ()
     id: str = ""
     parameters: InferParameters = InferParameters()
 

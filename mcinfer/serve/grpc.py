@@ -9,9 +9,16 @@ from typing import Any
 
 import grpc
 from google.protobuf import json_format
+from google.protobuf.message import DecodeError
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.serve.documents import IndexDocument, InferDocument, LoadDocument, read_document
+from mcinfer.serve.documents import (
+    MAX_TENSORS,
+    IndexDocument,
+    InferDocument,
+    LoadDocument,
+    read_document,
+)
 from mcinfer.serve.inference import Inference, status_of
 from mcinfer.serve.messages import PACKAGE, message
 from mcinfer.serve.service import Service
@@ -75,15 +82,16 @@ def add_service(server: grpc.aio.Server, service: Service) -> None:
             try:
                 if name == "ModelInfer":
                     return await _infer(service, asked)
-                content = answers[name](asked)
+                content = answers[name](_read(f"{name}Request", asked))
                 content = await content if asyncio.iscoroutine(content) else content
                 return json_format.ParseDict(content or {}, message(f"{name}Response")())
             except Exception as exc:
                 status, text = status_of(exc)
                 await context.abort(_CODES.get(status, grpc.StatusCode.INTERNAL), text)
 
-        kinds = message(f"{name}Request").FromString, message(f"{name}Response").SerializeToString
-        return grpc.unary_unary_rpc_method_handler(answer, *kinds)
+        # Requests come as bytes: who shows no key has none of them read.
+        write = message(f"{name}Response").SerializeToString
+        return grpc.unary_unary_rpc_method_handler(answer, None, write)
 
     async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Answers in the order of the requests, a few of which run at once."""
@@ -92,7 +100,12 @@ def add_service(server: grpc.aio.Server, service: Service) -> None:
 
         async def read() -> None:
             async for asked in requests:
-                await under_way.put(asyncio.create_task(_infer(service, asked)))
+                task = asyncio.create_task(_infer(service, asked))
+                try:
+                    await under_way.put(task)
+                except asyncio.CancelledError:
+                    task.cancel()
+                    raise
             await under_way.put(None)
 
         async def end() -> None:
@@ -116,10 +129,8 @@ def add_service(server: grpc.aio.Server, service: Service) -> None:
                     task.cancel()
 
     handlers = {name: unary(name) for name in (*answers, "ModelInfer")}
-    asked, answer = message("ModelInferRequest"), message("ModelStreamInferResponse")
-    handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-        stream, asked.FromString, answer.SerializeToString
-    )
+    write = message("ModelStreamInferResponse").SerializeToString
+    handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(stream, None, write)
     server.add_registered_method_handlers(f"{PACKAGE}.GRPCInferenceService", handlers)
 
 
@@ -129,9 +140,19 @@ def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: getattr(parameters[name], kind) for name, kind in kinds if kind}
 
 
+def _read(name: str, data: bytes) -> Any:
+    try:
+        return message(name).FromString(data)
+    except DecodeError as exc:
+        raise InvalidInputError(f"the request: {exc}") from exc
+
+
 async def _infer(service: Service, asked: Any) -> Any:
-    """Answer one request; raises what `Inference` does."""
+    """Answer one request, which comes as bytes; raises what `Inference` does."""
+    asked = _read("ModelInferRequest", asked)
     instance = service.models.instance(asked.model_name, asked.model_version)
+    if len(asked.inputs) > MAX_TENSORS or len(asked.outputs) > MAX_TENSORS:
+        raise InvalidInputError(f"expected at most {MAX_TENSORS} inputs, and outputs")
     raw, inputs, values = [*asked.raw_input_contents], [], {}
     for tensor in asked.inputs:
         parameters = _plain(tensor.parameters)

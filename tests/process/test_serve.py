@@ -421,6 +421,21 @@ def test_stream_of_grpc_is_answered_in_order_past_what_fails(server: Server) -> 
             assert (answer.infer_response.id, raw[0]) == (f"{number}", 2 * number + 1)
 
 
+def test_grpc_refuses_what_is_no_message_and_more_tensors_than_any_model_has(
+    server: Server,
+) -> None:
+    many = b"\x0a\x05model" + b"\x2a\x00" * 20_000 + b"\x3a\x00" * 20_000
+    with grpc.insecure_channel(server.grpc) as channel:
+        ask = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        for asked, text in ((b"\xff", "rror parsing message"), (many, "at most 1024 inputs")):
+            with pytest.raises(grpc.RpcError, match=text) as caught:
+                ask(asked, timeout=PATIENCE)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        answers = [*stream(iter([b"\xff", many]), timeout=PATIENCE)]
+    assert [b"rror parsing" in answers[0], b"at most 1024" in answers[1]] == [True, True]
+
+
 # Limits, faults and ends, each with a server of its own.
 
 
@@ -445,6 +460,22 @@ def test_client_that_neither_asks_nor_reads_is_let_go(fake_model: FakeModel) -> 
             wait_until(lambda: server.figure("mcinfer_memory_used_bytes") > 1e7)
             wait_until(lambda: server.figure("mcinfer_memory_used_bytes") == 0)
         assert server.infer(X).status == 200
+
+
+def test_stream_of_grpc_that_is_cancelled_leaves_no_request(fake_model: FakeModel) -> None:
+    model = fake_model(when={"-1": "sleep:3600"})
+    options = ("--name", "model", "--engine", "fake", "--devices", 1, "--timeout", 3600)
+    head = {"name": "x", "datatype": "FP32", "shape": [1, 4]}
+    raw = [np.full((1, 4), -1, np.float32).tobytes()]
+    asked = message("ModelInferRequest")(
+        model_name="model", inputs=[head], raw_input_contents=raw
+    )
+    with Server(model, *options) as server, grpc.insecure_channel(server.grpc) as channel:
+        stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        answers = stream(iter([asked.SerializeToString()] * 40))
+        wait_until(lambda: server.figure("mcinfer_requests_in_flight") > 16, PATIENCE)
+        answers.cancel()
+        wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 0, PATIENCE)
 
 
 def test_full_queue_is_status_503_with_when_to_try_again(fake_model: FakeModel) -> None:
