@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from mcinfer import __version__
 from mcinfer.exporters.prometheus import families
 from mcinfer.serve.documents import IndexDocument, LoadDocument, LogDocument
+from mcinfer.serve.inference import public
 from mcinfer.serve.models import Models, RefusedError
 from mcinfer.serve.regions import Regions
 from mcinfer.serve.tensors import DATATYPES, shape_of
@@ -137,7 +138,8 @@ class Service(Collector):
         return {"model_stats": found}
 
     def index(self, asked: IndexDocument) -> list[dict[str, str]]:
-        return [e for e in self.models.index() if e["state"] == "READY" or not asked.ready]
+        entries = [e for e in self.models.index() if e["state"] == "READY" or not asked.ready]
+        return [{**entry, "reason": public(entry["reason"])} for entry in entries]
 
     async def load(self, name: str, asked: LoadDocument) -> None:
         """Load a model, maybe with a configuration among the parameters."""

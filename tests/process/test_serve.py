@@ -478,6 +478,19 @@ def test_stream_of_grpc_that_is_cancelled_leaves_no_request(fake_model: FakeMode
         wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 0, PATIENCE)
 
 
+def test_index_says_why_a_load_failed_without_a_folder_of_the_server_s(
+    fake_model: FakeModel,
+) -> None:
+    model = fake_model()
+    options = ("--name", "model", "--engine", "fake", "--devices", 1)
+    with Server(model, *options) as server:
+        model.unlink()
+        assert server.ask("/v2/repository/models/model/load", b"").status == 400
+        (entry,) = server.ask("/v2/repository/index", b"").json
+        assert (entry["state"], model.name in entry["reason"]) == ("READY", True)
+        assert str(model.parent) not in entry["reason"]
+
+
 def test_full_queue_is_status_503_with_when_to_try_again(fake_model: FakeModel) -> None:
     model = fake_model(when={f"{SLOW:g}": "sleep:1"})
     options = (
