@@ -222,8 +222,8 @@ async def run(
                 grpc_server, grpc_port = await _grpc_server(service, endpoint)
             except OSError as exc:  # ssl.SSLError is one
                 raise InvalidInputError(f"--ssl-certfile, --ssl-keyfile: {exc}") from exc
-            where = listening.getsockname()
-            place = f"{'https' if certificate else 'http'}://{endpoint.address(where[1])}"
+            port = endpoint.port if endpoint.uds else listening.getsockname()[1]
+            place = f"{'https' if certificate else 'http'}://{endpoint.address(port)}"
             too = f", gRPC at {endpoint.address(grpc_port)}" if grpc_server else ""
             say(f"serving {', '.join(models.loaded())} at {endpoint.uds or place}{too}")
             await _Server(config, service, grpc_server).serve(sockets=[listening])

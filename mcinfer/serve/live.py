@@ -23,6 +23,7 @@ from starlette.responses import HTMLResponse, StreamingResponse
 from starlette.routing import Route
 
 from mcinfer.serve.inference import public
+from mcinfer.serve.models import Instance
 from mcinfer.serve.service import Service
 from mcinfer.statistics import Histogram, Statistics
 
@@ -75,15 +76,15 @@ def _own_megabytes(pid: int | None) -> int | None:
 def page_routes(service: Service) -> list[Route]:
     """The page, and the events that keep it new."""
 
-    def taken() -> Mapping[str, tuple[str, Statistics]]:
+    def taken() -> Mapping[str, tuple[Instance, Statistics]]:
         loaded = service.models.loaded().items()
-        return {name: (each.version, each.master.statistics()) for name, each in loaded}
+        return {name: (each, each.master.statistics()) for name, each in loaded}
 
     async def page(_: Request) -> HTMLResponse:
         parts = [
-            f"<section><h2>{escape(name)} <small>{version}</small></h2>"
+            f"<section><h2>{escape(name)} <small>{instance.version}</small></h2>"
             f"<pre>{escape(public(str(statistics)))}</pre></section>"
-            for name, (version, statistics) in taken().items()
+            for name, (instance, statistics) in taken().items()
         ]
         text = _PAGE.replace("<!--figures-->", "".join(parts) or "<p>No model is loaded.</p>")
         return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY + " ".join(_SCRIPTS)})
@@ -95,9 +96,9 @@ def page_routes(service: Service) -> list[Route]:
                 await asyncio.wait_for(service.ending.wait(), _SECONDS)
             now, seconds = taken(), monotonic() - then
             models = [
-                {"name": name, "version": version, **_figures(new, before[name][1], seconds)}
-                for name, (version, new) in now.items()
-                if name in before and before[name][0] == version
+                {"name": name, "version": own.version, **_figures(new, before[name][1], seconds)}
+                for name, (own, new) in now.items()
+                if name in before and before[name][0] is own
             ]
             before, then = now, then + seconds
             yield b"data: " + orjson.dumps(models) + b"\n\n"

@@ -491,6 +491,19 @@ def test_index_says_why_a_load_failed_without_a_folder_of_the_server_s(
         assert str(model.parent) not in entry["reason"]
 
 
+def test_events_begin_anew_when_a_model_is_loaded_again(fake_model: FakeModel) -> None:
+    options = ("--name", "model", "--engine", "fake", "--devices", 1)
+    with Server(fake_model(), *options) as server, server.connection() as connection:
+        server.infer(X)
+        connection.request("GET", "/live")
+        lines = iter(connection.getresponse().readline, b"")
+        events = (json.loads(line[6:]) for line in lines if line.startswith(b"data: "))
+        assert next(event for event in events if event)[0]["answered"] == 1
+        assert server.ask("/v2/repository/models/model/load", b"").status == 200
+        again = next(event for event in events if event and not event[0]["answered"])
+        assert again[0]["rate"] == 0
+
+
 def test_full_queue_is_status_503_with_when_to_try_again(fake_model: FakeModel) -> None:
     model = fake_model(when={f"{SLOW:g}": "sleep:1"})
     options = (
@@ -721,8 +734,11 @@ def test_keys_are_asked_for_but_of_probes(fake_model: FakeModel, tmp_path: Path)
             assert server.ask("/v2", headers={"Authorization": shown}).status == status, shown
 
 
-def test_unix_socket_is_for_its_user_alone(fake_model: FakeModel, tmp_path: Path) -> None:
-    place = tmp_path / "s"
+def test_unix_socket_is_for_its_user_alone(
+    fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = Path("s")
     options = ("--name", "model", "--engine", "fake", "--devices", 1, "--uds", place)
     with Server(fake_model(), *options) as server:
         assert place.stat().st_mode & 0o777 == 0o600
