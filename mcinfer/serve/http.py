@@ -301,7 +301,8 @@ def _failure(exc: Exception, instance: Instance | None = None) -> Response:
 class _Gate:
     """Lets in who shows a key, and no page of another site that a user's browser has open.
 
-    A browser sends ``Origin`` with what a page asks for. Probes of the server's health need no key.
+    A browser sends ``Origin`` with what a page asks for, unless it is to be read from the page's own name, which
+    may be pointed here (DNS rebinding). Probes of the server's health need no key.
     """
 
     def __init__(self, app: ASGIApp, service: Service, hosts: Sequence[str]) -> None:
@@ -310,11 +311,11 @@ class _Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {n: v.decode("latin-1") for n, v in scope["headers"]}
         origin, host = headers.get(b"origin"), headers.get(b"host", "")
-        is_named = not self._hosts or re.sub(r":\d*$", "", host) in self._hosts
+        is_named = not self._hosts or re.sub(r":\d*$", "", host) in ("", *self._hosts)
         is_own = origin in (None, f"http://{host}", f"https://{host}")
         is_probe = scope["path"].startswith("/v2/health/")
         app = self._app
-        if origin is not None and not (is_own and is_named):
+        if not (is_own and is_named):
             app = _reply({"error": "a page of another site may not ask here"}, 403)
         elif not is_probe and not self._service.admits(headers.get(b"authorization", "")):
             challenge = {"WWW-Authenticate": 'Basic realm="mcinfer"'}

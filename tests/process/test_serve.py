@@ -304,9 +304,15 @@ def test_page_of_another_site_may_not_ask(server: Server) -> None:
         assert answer.status == status, origin
 
 
+def test_name_that_is_pointed_at_the_loopback_may_not_ask(server: Server) -> None:
+    """A browser sends no Origin with what a page reads from the name that it came from."""
+    for host, status in (("rebound.example", 403), ("localhost:1", 200), ("", 200)):
+        assert server.ask("/metrics", headers={"Host": host}).status == status, host
+
+
 def test_endless_head_ends_the_connection(server: Server) -> None:
     with socket.create_connection(server.address, PATIENCE) as client:
-        client.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\nX-Endless: ")
+        client.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nX-Endless: ")
         sent = 0
         with suppress(ConnectionError):
             while sent < 1 << 26:
@@ -319,7 +325,7 @@ def test_endless_lines_after_a_body_end_the_connection(server: Server) -> None:
     """Each line would take memory, also after the answer, of a client that shows no key."""
     for asked in (b"GET /v2/health/live", f"POST {INFER}".encode()):
         with socket.create_connection(server.address, timeout=PATIENCE) as client:
-            client.sendall(asked + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            client.sendall(asked + b" HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
             client.sendall(b"1\r\n{\r\n0\r\n")
             with pytest.raises(OSError):
                 for _ in range(80):
@@ -454,7 +460,7 @@ def test_client_that_neither_asks_nor_reads_is_let_go(fake_model: FakeModel) -> 
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.settimeout(PATIENCE)
             deaf.connect(server.address)
-            lines = [f"POST {INFER} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
+            lines = [f"POST {INFER} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}"]
             lines += [f"{name}: {value}" for name, value in headers.items()]
             deaf.sendall("\r\n".join([*lines, "", ""]).encode() + body)
             wait_until(lambda: server.figure("mcinfer_memory_used_bytes") > 1e7)
