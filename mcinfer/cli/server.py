@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ _HEAD_BYTES, _HEAD_SECONDS = 64 << 10, 20.0
 _LAST_SECONDS = 1.0
 """How long an idle connection stays when the server ends: its client may be about to ask."""
 
-_UNREAD_SECONDS = 60.0
-"""How long a client may leave an answer unread; it holds memory."""
+_UNREAD_SECONDS, _LEAST_READ = 60.0, 1 << 20
+"""A client that reads fewer bytes of an answer in so many seconds is let go; the answer holds memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,14 @@ class _Protocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(_UNREAD_SECONDS, self.transport.abort)
+        self._wait_for_reader()
+
+    def _wait_for_reader(self, before: float = inf) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left > before - _LEAST_READ:
+            self.transport.abort()
+        else:
+            self._unread = self.loop.call_later(_UNREAD_SECONDS, self._wait_for_reader, left)
 
     def resume_writing(self) -> None:
         super().resume_writing()

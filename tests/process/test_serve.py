@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator
@@ -508,6 +509,24 @@ def test_events_begin_anew_when_a_model_is_loaded_again(fake_model: FakeModel) -
         assert server.ask("/v2/repository/models/model/load", b"").status == 200
         again = next(event for event in events if event and not event[0]["answered"])
         assert again[0]["rate"] == 0
+
+
+def test_client_that_reads_slowly_gets_all_of_its_answer(fake_model: FakeModel) -> None:
+    limits = "from mcinfer.cli import server; server._UNREAD_SECONDS = 0.5"
+    options = ("--name", "model", "--engine", "fake", "--devices", 1)
+    body, headers = binary_request(
+        np.zeros((1 << 20, 4), np.float32), parameters={"binary_data_output": True}
+    )
+    with Server(fake_model(), *options, before=limits) as server, server.connection() as connection:
+        connection.sock = socket.socket()
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        connection.sock.connect(server.address)
+        connection.request("POST", INFER, body, headers)
+        answer, got = connection.getresponse(), 0
+        while part := answer.read1(1 << 17):
+            got += len(part)
+            time.sleep(0.01)
+    assert got > 1 << 24
 
 
 def test_full_queue_is_status_503_with_when_to_try_again(fake_model: FakeModel) -> None:
