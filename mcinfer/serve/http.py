@@ -301,8 +301,8 @@ def _failure(exc: Exception, instance: Instance | None = None) -> Response:
 class _Gate:
     """Lets in who shows a key, and no page of another site that a user's browser has open.
 
-    A browser sends ``Origin`` with what a page asks for, unless it is to be read from the page's own name, which
-    may be pointed here (DNS rebinding). Probes of the server's health need no key.
+    A browser sends ``Origin`` with what a page asks for, unless it reads from the page's own name, which may
+    be pointed here (DNS rebinding). Probes of the server's health need no key.
     """
 
     def __init__(self, app: ASGIApp, service: Service, hosts: Sequence[str]) -> None:

@@ -326,11 +326,12 @@ def test_endless_lines_after_a_body_end_the_connection(server: Server) -> None:
     """Each line would take memory, also after the answer, of a client that shows no key."""
     for asked in (b"GET /v2/health/live", f"POST {INFER}".encode()):
         with socket.create_connection(server.address, timeout=PATIENCE) as client:
-            client.sendall(asked + b" HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+            client.sendall(
+                asked + b" HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            )
             client.sendall(b"1\r\n{\r\n0\r\n")
-            with pytest.raises(OSError):
-                for _ in range(80):
-                    client.sendall(b"a: b\r\n" * 20_000)
+            with pytest.raises(ConnectionError):
+                client.sendall(b"a: b\r\n" * 1_600_000)
 
 
 def test_client_s_configuration_takes_neither_memory_nor_time(server: Server) -> None:
@@ -474,9 +475,7 @@ def test_stream_of_grpc_that_is_cancelled_leaves_no_request(fake_model: FakeMode
     options = ("--name", "model", "--engine", "fake", "--devices", 1, "--timeout", 3600)
     head = {"name": "x", "datatype": "FP32", "shape": [1, 4]}
     raw = [np.full((1, 4), -1, np.float32).tobytes()]
-    asked = message("ModelInferRequest")(
-        model_name="model", inputs=[head], raw_input_contents=raw
-    )
+    asked = message("ModelInferRequest")(model_name="model", inputs=[head], raw_input_contents=raw)
     with Server(model, *options) as server, grpc.insecure_channel(server.grpc) as channel:
         stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         answers = stream(iter([asked.SerializeToString()] * 40))
