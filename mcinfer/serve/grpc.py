@@ -156,6 +156,7 @@ async def _infer(service: Service, asked: Any) -> Any:
     raw, inputs, values = [*asked.raw_input_contents], [], {}
     for tensor in asked.inputs:
         parameters = _plain(tensor.parameters)
+        parameters.pop("binary_data_size", None)  # HTTP's alone
         given = {"name": tensor.name, "datatype": tensor.datatype, "shape": [*tensor.shape]}
         if tensor.HasField("contents"):
             if asked.raw_input_contents:

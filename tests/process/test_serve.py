@@ -392,9 +392,13 @@ def test_grpc_answers_raw_and_typed_contents(server: Server) -> None:
 
 
 def test_grpc_says_what_is_wrong(server: Server) -> None:
+    size = {"binary_data_size": {"int64_param": 16}}
+    head = {"name": "x", "datatype": "FP32", "shape": [1, 4], "parameters": size}
+    empty = {"model_name": "model", "inputs": [head]}
     for name, asked, code, text in (
         ("ModelMetadata", {"name": "other"}, grpc.StatusCode.NOT_FOUND, "unknown model: 'other'"),
         ("ModelInfer", {"model_name": "model"}, grpc.StatusCode.INVALID_ARGUMENT, "inputs: got []"),
+        ("ModelInfer", empty, grpc.StatusCode.INVALID_ARGUMENT, "expected one of data"),
     ):
         with pytest.raises(grpc.RpcError) as caught:
             call(server, name, asked)
