@@ -17,6 +17,7 @@ from mcinfer.bench.inputs import (
     InputOptions,
     examples,
     fixed_batch,
+    likely_sizes,
     make_inputs,
     parse_input_options,
 )
@@ -294,3 +295,18 @@ def test_example_has_the_rows_of_files_and_the_sizes_of_options(tmp_path: Path) 
         shown(square)
     first, *_ = shown(square, with_dims(**{"x:0": 3}), x=1)
     assert first["x"].shape == (3, 3)
+
+
+def test_likely_sizes_are_of_all_dimensions_but_the_batch() -> None:
+    spec = model(
+        {
+            "x": ("float32", ("batch", 3, "height", None)),
+            "state": ("float32", (2, "batch", 8)),
+            "mask": ("bool", ("batch", "height")),
+        },
+        ("batch", "height"),
+    )
+    sizes = likely_sizes(spec)
+    assert sizes == {"height": 32, "x:3": 32}
+    first, *_ = shown(spec, with_dims(**sizes))
+    assert [first[name].shape for name in ("x", "state")] == [(3, 3, 32, 32), (2, 3, 8)]

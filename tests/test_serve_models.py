@@ -11,7 +11,7 @@ from google.protobuf import descriptor_pb2
 from grpc_tools import protoc
 
 import mcinfer.serve
-from mcinfer import InvalidInputError, Limits, Timeouts
+from mcinfer import InvalidInputError, Limits, Master, Timeouts
 from mcinfer.serve import models
 from mcinfer.serve.inference import public
 from mcinfer.serve.messages import message
@@ -158,6 +158,37 @@ def test_load_that_fails_leaves_what_was_served(repository: Write) -> None:
             assert "fake" in models.index()[0]["reason"]
 
     asyncio.run(load())
+
+
+def test_repository_that_is_gone_leaves_what_was_served(repository: Write) -> None:
+    async def load() -> None:
+        async with loaded(folder := repository("m", "1")) as models:
+            folder.rename(folder.with_name("elsewhere"))
+            assert models.index()[0]["state"] == "READY"
+            with pytest.raises(RefusedError, match="failed to load 'm', "):
+                await models.load("m")
+            with pytest.raises(RefusedError, match="no such model is known"):
+                await models.load("other")
+            assert models.instance("m").ready
+
+    asyncio.run(load())
+
+
+def test_master_is_closed_if_what_comes_after_its_start_fails(repository: Write) -> None:
+    masters: list[Master] = []
+
+    def fail(master: Master) -> None:
+        masters.append(master)
+        raise InvalidInputError("no")
+
+    async def load() -> None:
+        options = {"engine": "fake", "devices": "inline", "max_batch_size": 2}
+        with pytest.raises(RefusedError, match="failed to load 'm', no"):
+            async with Models({}, repository("m", "1"), lambda _: options, fail):
+                pass
+
+    asyncio.run(load())
+    assert masters[0].health().state == "closed"
 
 
 def test_one_model_that_cannot_be_loaded_ends_the_others(repository: Write) -> None:

@@ -21,6 +21,9 @@ from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, ModelSpec, TensorSpe
 
 _WORDS = ("red", "green", "blue", "one", "two", "three", "north", "south")
 _EXAMPLE_SIZE = 128
+_LIKELY_SIZE = 32
+"""Which networks of images and texts take."""
+
 _EXAMPLE_ROWS = 3
 """An odd number: pieces of different sizes show more than pieces of the same."""
 
@@ -110,6 +113,18 @@ def _cut_size(spec: TensorSpec, split: Split) -> Dimension:
 def _key(spec: TensorSpec, axis: int) -> str:
     size = spec.shape[axis] if spec.shape else None
     return size if isinstance(size, str) else f"{spec.name}:{axis}"
+
+
+def likely_sizes(model: ModelSpec) -> dict[str, int]:
+    """A size for each dimension without one that is nowhere an input's first."""
+    free = [
+        (axis, _key(spec, axis))
+        for spec in model.inputs
+        for axis, size in enumerate(spec.shape)
+        if not isinstance(size, int)
+    ]
+    first = {key for axis, key in free if axis == 0}
+    return {key: _LIKELY_SIZE for _, key in free if key not in first}
 
 
 def _batch_keys(model: ModelSpec, split: Split) -> set[str]:

@@ -1,7 +1,9 @@
 """``mcinfer serve``: models over HTTP and gRPC, by the Open Inference Protocol v2."""
 
 import os
+import resource
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +20,7 @@ from mcinfer.cli.options import (
 )
 from mcinfer.cli.progress import let_workers_tell, say
 from mcinfer.config import Limits, Timeouts
-from mcinfer.errors import InvalidInputError, requires
+from mcinfer.errors import InvalidInputError, McinferError, requires
 
 
 def parse_devices_of(text: str) -> tuple[str, int | list[str]]:
@@ -124,6 +126,9 @@ def serve(
     for file in files.values():
         check_model(file)
     let_workers_tell()
+    # Connections take descriptors, and a worker that is replaced needs some.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     given, options = _dealt(devices or [], [*files])
     usual = {
         "engine": engine,
@@ -155,9 +160,22 @@ def serve(
         access_log=access_log,
     )
     with refused_as_usage():
-        served = Models(files, repository, options_of)
+        served = Models(files, repository, options_of, _show_split)
     with Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(served, allowed, endpoint, say))
+
+
+def _show_split(master: Any) -> None:
+    """Learn with random rows how a model's batch is split, so that no client's rows decide it for all.
+
+    Where they do not show it, the first requests that do decide it, as with any master.
+    """
+    from mcinfer.bench.inputs import InputOptions, likely_sizes, look_at
+    from mcinfer.specs import ModelSpec
+
+    with suppress(McinferError):
+        sizes = likely_sizes(ModelSpec(inputs=master.inputs, outputs=master.outputs))
+        look_at(master, (), InputOptions(files={}, archive=None, dims=sizes), {}, {})
 
 
 def _named(models: Sequence[Path], names: Sequence[str]) -> dict[str, Path]:

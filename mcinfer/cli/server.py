@@ -205,7 +205,8 @@ async def run(
     with endpoint.listening() as listening:
         async with models:
             service = Service(models, options)
-            hosts = LOOPBACK if endpoint.host in LOOPBACK and not endpoint.uds else ()
+            is_open = endpoint.uds or options.keys or endpoint.host not in LOOPBACK
+            hosts = () if is_open else LOOPBACK
             certificate, key = endpoint.certificate or (None, None)
             config = uvicorn.Config(
                 make_app(service, page_routes(service), hosts),

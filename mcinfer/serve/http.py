@@ -61,6 +61,10 @@ class _Body:
 
     def __init__(self, receive: Receive, headers: Mapping[str, str], options: ServeOptions) -> None:
         coding = headers.get("content-encoding", "identity").strip().lower()
+        if "upgrade" in headers:
+            # What reads HTTP here takes the body for the new protocol's.
+            text = f"Upgrade: got {headers['upgrade'][:99]!r}, expected none, as this is HTTP/1.1"
+            raise RefusedError(400, text)
         if coding not in (*_WINDOWS, "identity"):
             raise RefusedError(
                 415, f"Content-Encoding: got {coding[:99]!r}, expected gzip or deflate"
@@ -316,7 +320,8 @@ class _Gate:
         is_probe = scope["path"].startswith("/v2/health/")
         app = self._app
         if not (is_own and is_named):
-            app = _reply({"error": "a page of another site may not ask here"}, 403)
+            text = "a page of another site may not ask here, nor one by the name"
+            app = _reply({"error": f"{text} {host[:99]!r}"}, 403)
         elif not is_probe and not self._service.admits(headers.get(b"authorization", "")):
             challenge = {"WWW-Authenticate": 'Basic realm="mcinfer"'}
             app = _reply({"error": "a key is needed"}, 401, challenge)

@@ -10,7 +10,7 @@ Ownership: `Models` owns the masters of its instances. One task at a time change
 import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,7 @@ class Models:
         files: By name, the models that are given by their files.
         repository: A folder of others, or None; models may come to it while the server runs.
         options: Of `Master`, by the model's name; a model's configuration goes before them.
+        opened: Is called with a master whose requests may be cut or joined before any comes.
 
     Raises:
         InvalidInputError: A name is none for an address; there is no such folder.
@@ -129,13 +130,14 @@ class Models:
         files: Mapping[str, Path],
         repository: Path | None,
         options: Callable[[str], Mapping[str, Any]],
+        opened: Callable[[Master], None] = lambda _: None,
     ) -> None:
         for name in files:
             if not _NAME.fullmatch(name):
                 raise InvalidInputError(f"name: got {name!r}, expected letters, digits, _, . and -")
         if repository is not None and not repository.is_dir():
             raise InvalidInputError(f"repository: {str(repository)!r} is no folder")
-        self._repository, self._options = repository, options
+        self._repository, self._options, self._opened = repository, options, opened
         self._models = {name: _Model(file) for name, file in files.items()}
         self._look()
 
@@ -177,7 +179,8 @@ class Models:
         Raises:
             RefusedError: It cannot be loaded; what was served stays.
         """
-        self._look()
+        with suppress(OSError):
+            self._look()
         model = self._models.get(name)
         if model is None:
             raise RefusedError(400, f"failed to load '{name}', no such model is known")
@@ -209,7 +212,8 @@ class Models:
 
     def index(self) -> list[dict[str, str]]:
         """All models that are known, with their state."""
-        self._look()
+        with suppress(OSError):  # a repository that is not there now
+            self._look()
         entries = []
         for name, model in self._models.items():
             entry = {"name": name, "state": "UNAVAILABLE", "reason": model.reason}
@@ -239,6 +243,12 @@ class Models:
         options["engine"] = engine or ("openvino" if place.suffix == ".xml" else "onnxruntime")
         master = Master(place, **options)
         await master.__aenter__()
+        try:
+            if options["max_batch_size"] > 1 or len(master.statistics().workers) > 1:
+                await asyncio.to_thread(self._opened, master)
+        except BaseException:
+            await asyncio.to_thread(master.close)
+            raise
         priority = -config.dynamic_batching.default_priority_level or _LOWEST
         described = _described(name, master, rows, options)
         described["default_model_filename"] = place.name

@@ -265,6 +265,7 @@ def test_wrong_request_is_refused_with_what_is_wrong(
         ({"Inference-Header-Content-Length": "9" * 5000}, 400, "Inference-Header-Content-Length"),
         ({"Inference-Header-Content-Length": "400"}, 400, "bytes before its tensors do"),
         ({"Content-Encoding": "br"}, 415, "expected gzip or deflate"),
+        ({"Connection": "Upgrade", "Upgrade": "h2c"}, 400, "Upgrade: got 'h2c', expected none"),
         ({"Content-Encoding": "gzip"}, 400, "cannot be decompressed"),
     ],
 )
@@ -336,7 +337,12 @@ def test_endless_lines_after_a_body_end_the_connection(server: Server) -> None:
 
 def test_client_s_configuration_takes_neither_memory_nor_time(server: Server) -> None:
     load = "/v2/repository/models/model/load"
-    for groups in ([{}] * 20_000, [{"gpus": [0] * 200, "count": 200}], [{"count": 20_000}]):
+    asked: list[list[dict[str, Any]]] = [
+        [{}] * 20_000,
+        [{"gpus": [0] * 200, "count": 200}],
+        [{"count": 20_000}],
+    ]
+    for groups in asked:
         config = json.dumps({"instance_group": groups})
         answer = server.ask(load, {"parameters": {"config": config}})
         assert (answer.status, "at most 1024 instances" in answer.error) == (400, True)
@@ -558,6 +564,31 @@ def test_full_queue_is_status_503_with_when_to_try_again(fake_model: FakeModel) 
         assert answers[0].status == 200
         assert answers[1].headers["retry-after"] == "1"
         assert "Limits.queue" in answers[1].error
+
+
+def test_rows_of_one_client_do_not_decide_how_those_of_others_are_joined(
+    onnx_model: OnnxModel,
+) -> None:
+    """The rows of this batch seem to be independent, as their largest elements are equal."""
+    model = onnx_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        scaled (float[batch, length] x) => (float[batch, length] y) {
+            most = ReduceMax <keepdims = 0> (x)
+            y = Div(x, most)
+        }"""
+    )
+    poison = np.full((32, 4), 40, np.float32)
+    poison[:, 1] = np.arange(32)
+    limits = ("--devices", 2, "--max-delay", 0.02)
+    with Server(model, "--name", "model", *limits) as server:
+        np.testing.assert_allclose(server.infer(poison).values, poison / 40)
+
+        def differs(largest: int) -> bool:
+            x = np.array([[1, 1, 1, largest]], np.float32)
+            return not np.allclose(server.infer(x).values, x / largest)
+
+        with ThreadPoolExecutor(8) as threads:
+            assert not any(threads.map(differs, range(2, 66)))
 
 
 def test_killed_workers_cost_no_request(onnx_model: OnnxModel) -> None:
