@@ -1,9 +1,13 @@
 """What requests say in JSON, and in messages of gRPC in the same form. They may have further fields.
 
+Those below ask for outputs. Others have what a function takes by keyword (`document_of`).
+
 Sources: inference_rest.md of https://github.com/kserve/open-inference-protocol, and docs/protocol of
 https://github.com/triton-inference-server/server for the extensions.
 """
 
+from collections.abc import Callable
+from inspect import signature
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -62,39 +66,11 @@ class InferDocument(msgspec.Struct, frozen=True):
     parameters: InferParameters = InferParameters()
 
 
-class IndexDocument(msgspec.Struct, frozen=True):
-    """`ready` asks for the models that are loaded alone."""
-
-    ready: bool = False
-
-
-class LoadDocument(msgspec.Struct, frozen=True):
-    """`parameters` may have a configuration in JSON, as ``config``."""
-
-    parameters: dict[str, Any] = {}
-
-
-class RegionDocument(msgspec.Struct, frozen=True):
-    """An object in POSIX shared memory, and the part of it that is meant."""
-
-    key: str
-    byte_size: Size
-    offset: Size = 0
-
-
-class LogDocument(msgspec.Struct, frozen=True):
-    """Which messages are logged; None leaves it as it is."""
-
-    log_verbose_level: int | None = None
-    log_info: bool | None = None
-    log_warning: bool | None = None
-    log_error: bool | None = None
-
-
-class TraceDocument(msgspec.Struct, frozen=True):
-    """What is traced."""
-
-    trace_level: tuple[str, ...] | None = None
+def document_of(function: Callable[..., object]) -> type[msgspec.Struct] | None:
+    """The type of the documents that have what a function takes by keyword alone; None if that is nothing."""
+    own = (p for p in signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
+    fields = [(p.name, p.annotation, *([] if p.default is p.empty else [p.default])) for p in own]
+    return msgspec.defstruct("Document", fields) if fields else None
 
 
 def read_document(kind: type[_T], given: Any) -> _T:

@@ -12,13 +12,7 @@ from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.serve.documents import (
-    MAX_TENSORS,
-    IndexDocument,
-    InferDocument,
-    LoadDocument,
-    read_document,
-)
+from mcinfer.serve.documents import MAX_TENSORS, InferDocument, read_document
 from mcinfer.serve.inference import Inference, status_of
 from mcinfer.serve.messages import PACKAGE, message
 from mcinfer.serve.service import Service
@@ -50,7 +44,7 @@ def _answers(service: Service) -> dict[str, Callable[[Any], Any]]:
     """By call, what answers it, as JSON; some are coroutines."""
 
     def load(asked: Any) -> Any:
-        return service.load(asked.model_name, LoadDocument(_plain(asked.parameters)))
+        return service.load(asked.model_name, parameters=_plain(asked.parameters))
 
     return {
         "ServerLive": lambda _: {"live": True},
@@ -60,7 +54,7 @@ def _answers(service: Service) -> dict[str, Callable[[Any], Any]]:
         "ModelMetadata": lambda a: service.model_metadata(a.name, a.version),
         "ModelConfig": lambda a: {"config": service.model_config(a.name, a.version)},
         "ModelStatistics": lambda a: service.statistics(a.name, a.version),
-        "RepositoryIndex": lambda a: {"models": service.index(IndexDocument(a.ready))},
+        "RepositoryIndex": lambda a: {"models": service.index(ready=a.ready)},
         "RepositoryModelLoad": load,
         "RepositoryModelUnload": lambda a: service.models.unload(a.model_name),
     }

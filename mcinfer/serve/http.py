@@ -14,6 +14,7 @@ from inspect import isawaitable
 from typing import Any, cast
 
 import orjson
+from msgspec.structs import asdict
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,14 +24,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.serve.documents import (
-    IndexDocument,
     InferDocument,
     InputDocument,
-    LoadDocument,
-    LogDocument,
-    RegionDocument,
     TensorParameters,
-    TraceDocument,
+    document_of,
     read_json,
 )
 from mcinfer.serve.inference import Inference, status_of
@@ -339,22 +336,21 @@ def make_app(
         hosts: The names by which browsers may reach it; any if there is none.
     """
 
-    def answers(function: Callable[..., Any], kind: type[Any] | None = None) -> Any:
-        """A handler that gives what a function makes of the address's names, and of a document."""
+    def answers(function: Callable[..., Any]) -> Any:
+        """A handler that gives what a function makes of the address's names, and of the body by keyword."""
+        kind = document_of(function)
 
         async def answer(request: Request) -> Response:
-            given = [*request.path_params.values()]
+            said = {}
             if kind is not None:
                 body = _Body(request.receive, request.headers, service.options)
-                given.append(read_json(kind, await body.rest()))
-            content = function(*given)
+                said = asdict(read_json(kind, await body.rest()))
+            content = function(*request.path_params.values(), **said)
             if isawaitable(content):
                 content = await content
-            return (
-                content
-                if isinstance(content, Response)
-                else _reply({} if content is None else content)
-            )
+            if isinstance(content, Response):
+                return content
+            return _reply({} if content is None else content)
 
         return answer
 
@@ -366,14 +362,14 @@ def make_app(
 
     async def register(request: Request) -> Response:
         client = request.client and (request.client.host, request.client.port)
-        answer = answers(partial(service.regions.register, client), RegionDocument)
+        answer = answers(partial(service.regions.register, client))
         return cast("Response", await answer(request))
 
     def refuse_card(*_: str) -> None:
         raise RefusedError(501, "shared memory of CUDA is not taken")
 
-    def trace(*asked: Any) -> dict[str, Any]:
-        if asked[-1].trace_level not in (None, ("OFF",)):
+    def trace(*_: str, trace_level: tuple[str, ...] | None = None) -> dict[str, Any]:
+        if trace_level not in (None, ("OFF",)):
             text = "no traces are written; mcinfer.exporters.opentelemetry makes spans"
             raise RefusedError(501, text)
         off = {"trace_level": ["OFF"], "trace_rate": "1000", "trace_count": "-1"}
@@ -392,7 +388,7 @@ def make_app(
         "/v2/health/ready": answers(lambda: probe("ready", service.ready)),
         "/v2": answers(service.metadata),
         "/v2/models/stats": answers(service.statistics),
-        "/v2/logging": answers(lambda: service.log_settings(LogDocument())),
+        "/v2/logging": answers(lambda: service.log_settings()),
         **dict.fromkeys(
             (f"{system}/status", f"{system}/region/{{name}}/status"),
             answers(service.regions.status),
@@ -403,12 +399,12 @@ def make_app(
         "/metrics": answers(metrics),
     }
     post: dict[str, Any] = {
-        "/v2/repository/index": answers(service.index, IndexDocument),
-        "/v2/repository/models/{model}/load": answers(service.load, LoadDocument),
+        "/v2/repository/index": answers(service.index),
+        "/v2/repository/models/{model}/load": answers(service.load),
         "/v2/repository/models/{model}/unload": answers(service.models.unload),
         f"{system}/region/{{name}}/register": register,
         f"{card}/region/{{name}}/register": answers(refuse_card),
-        "/v2/logging": answers(service.log_settings, LogDocument),
+        "/v2/logging": answers(service.log_settings),
     }
     for place in (model, version):
         get[place] = answers(service.model_metadata)
@@ -416,7 +412,7 @@ def make_app(
         get[f"{place}/config"] = answers(service.model_config)
         get[f"{place}/stats"] = answers(service.statistics)
     for place in ("/v2/trace/setting", f"{model}/trace/setting"):
-        get[place] = post[place] = answers(trace, TraceDocument)
+        get[place] = post[place] = answers(trace)
     for end in ("unregister", "region/{name}/unregister"):
         post[f"{system}/{end}"] = answers(service.regions.unregister)
         post[f"{card}/{end}"] = answers(lambda *_: None)

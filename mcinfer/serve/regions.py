@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.serve.documents import RegionDocument, TensorParameters
+from mcinfer.serve.documents import Size, TensorParameters
 from mcinfer.serve.models import RefusedError
 
 _MAX_REGIONS = 1024
@@ -86,13 +86,23 @@ class Regions:
         self.allowed = allowed
         self._regions: dict[str, Region] = {}
 
-    def register(self, client: tuple[str, int] | None, name: str, asked: RegionDocument) -> None:
+    def register(
+        self,
+        client: tuple[str, int] | None,
+        name: str,
+        *,
+        key: str,
+        byte_size: Size,
+        offset: Size = 0,
+    ) -> None:
         """Open an object. It must belong to this process's user, and so must the client that asks for it.
 
         Args:
             client: The client's address and port; None if it came by a socket that only this user can open.
             name: Of the region.
-            asked: The object, and the part of it.
+            key: The object's name.
+            byte_size: Of the part that is meant.
+            offset: Where that part begins, in bytes.
 
         Raises:
             RefusedError: This client may not do that here.
@@ -104,14 +114,14 @@ class Regions:
         if client is not None and _user_of(*client) != os.geteuid():
             text = "shared memory is for clients on the server's machine, of the server's user"
             raise RefusedError(403, text)
-        own = asked.key.removeprefix("/")
+        own = key.removeprefix("/")
         if own in ("", ".", "..") or "/" in own or "\0" in own:
             raise InvalidInputError(f"key: got {own[:99]!r}, expected a name such as '/input'")
         if name in self._regions or len(self._regions) >= _MAX_REGIONS:
             text = f"shared memory region '{name}' already in manager, or too many are"
             raise InvalidInputError(text)
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        text = f"Unable to open shared memory region: '{asked.key}'"
+        text = f"Unable to open shared memory region: '{key}'"
         try:
             opened = _Open(os.open(f"{_FOLDER}/{own}", flags))
         except OSError as exc:
@@ -119,9 +129,9 @@ class Regions:
         found = os.fstat(opened.fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise InvalidInputError(f"{text} is no object of the server's user")
-        if asked.offset + asked.byte_size > found.st_size:
+        if offset + byte_size > found.st_size:
             raise InvalidInputError(f"{text} has {found.st_size} bytes, expected more")
-        self._regions[name] = Region(asked.key, opened, asked.offset, asked.byte_size)
+        self._regions[name] = Region(key, opened, offset, byte_size)
 
     def unregister(self, name: str = "") -> None:
         """Forget a region, or all; one that is not there is no error, as with Triton."""

@@ -16,7 +16,6 @@ from prometheus_client.registry import Collector
 
 from mcinfer import __version__
 from mcinfer.exporters.prometheus import families
-from mcinfer.serve.documents import IndexDocument, LoadDocument, LogDocument
 from mcinfer.serve.inference import public
 from mcinfer.serve.models import Models, RefusedError
 from mcinfer.serve.regions import Regions
@@ -137,16 +136,17 @@ class Service(Collector):
             )
         return {"model_stats": found}
 
-    def index(self, asked: IndexDocument) -> list[dict[str, str]]:
-        entries = [e for e in self.models.index() if e["state"] == "READY" or not asked.ready]
+    def index(self, *, ready: bool = False) -> list[dict[str, str]]:
+        """All models, or those that are loaded alone."""
+        entries = [e for e in self.models.index() if e["state"] == "READY" or not ready]
         return [{**entry, "reason": public(entry["reason"])} for entry in entries]
 
-    async def load(self, name: str, asked: LoadDocument) -> None:
-        """Load a model, maybe with a configuration among the parameters."""
-        if any(key.startswith("file:") for key in asked.parameters):
+    async def load(self, name: str, *, parameters: dict[str, Any] | None = None) -> None:
+        """Load a model, maybe with a configuration in JSON among the parameters, as ``config``."""
+        if any(key.startswith("file:") for key in parameters or ()):
             text = f"failed to load '{name}', models come from files of the server alone"
             raise RefusedError(400, text)
-        config = asked.parameters.get("config")
+        config = (parameters or {}).get("config")
         await self.models.load(name, None if config is None else str(config))
 
     # Figures.
@@ -164,11 +164,18 @@ class Service(Collector):
     def metrics(self) -> bytes:
         return generate_latest(self._registry)
 
-    def log_settings(self, asked: LogDocument) -> dict[str, Any]:
+    def log_settings(
+        self,
+        *,
+        log_verbose_level: int | None = None,
+        log_info: bool | None = None,
+        log_warning: bool | None = None,
+        log_error: bool | None = None,
+    ) -> dict[str, Any]:
         """What the logger ``mcinfer`` shows after these changes, by Triton's names."""
         logger = logging.getLogger("mcinfer")
-        for name, level in _LEVELS.items():
-            wanted = getattr(asked, name)
+        asked = (log_verbose_level, log_info, log_warning, log_error)
+        for wanted, level in zip(asked, _LEVELS.values(), strict=True):
             if wanted is not None and bool(wanted) != logger.isEnabledFor(level):
                 logger.setLevel(level if wanted else level + 10)
         shown: dict[str, Any] = {n: logger.isEnabledFor(level) for n, level in _LEVELS.items()}
