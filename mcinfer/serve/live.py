@@ -1,6 +1,6 @@
 """A page of figures for people, which are new once a second by server-sent events.
 
-Nothing is done while nobody looks. The events' format: https://html.spec.whatwg.org/#server-sent-events
+Without a viewer there is no work. The events' format: https://html.spec.whatwg.org/#server-sent-events
 """
 
 import asyncio
