@@ -168,14 +168,21 @@ def serve(
 def _show_split(master: Any) -> None:
     """Learn with random rows how a model's batch is split, so that no client's rows decide it for all.
 
-    Where they do not show it, the first requests that do decide it, as with any master.
+    Where they do not show it, or the model does not take them, the first requests decide, as with any master.
     """
-    from mcinfer.bench.inputs import InputOptions, likely_sizes, look_at
+    from mcinfer.bench.inputs import InputOptions, examples, likely_sizes
+    from mcinfer.sharding import SaidAxes, first_split, is_fixed
     from mcinfer.specs import ModelSpec
 
+    model = ModelSpec(inputs=master.inputs, outputs=master.outputs)
+    first = first_split(model, SaidAxes(inputs={}, outputs={}))
+    if master.split.checked or is_fixed(model, first):
+        return
+    options = InputOptions(files={}, archive=None, dims=likely_sizes(model))
     with suppress(McinferError):
-        sizes = likely_sizes(ModelSpec(inputs=master.inputs, outputs=master.outputs))
-        look_at(master, (), InputOptions(files={}, archive=None, dims=sizes), {}, {})
+        for example in examples(model, first, (), options):
+            if master.learn(example).checked:
+                break
 
 
 def _named(models: Sequence[Path], names: Sequence[str]) -> dict[str, Path]:

@@ -920,12 +920,16 @@ def test_server_that_cannot_start_says_why(
     assert (ended.status, text in ended.err) == (status, True), ended.err
 
 
-def test_ctrl_c_while_a_model_loads_ends_the_server(fake_model: FakeModel) -> None:
-    model = fake_model(build="sleep:600")
+@pytest.mark.parametrize("stage", ["build", "run"])
+def test_ctrl_c_while_a_model_loads_ends_the_server(
+    stage: str, fake_model: FakeModel, tmp_path: Path
+) -> None:
+    """Also while random rows show how its batch splits."""
+    model = fake_model(**{stage: f"once:{tmp_path}/reached:sleep:600"})
     with Program(
         COMMAND, "serve", model, "--engine", "fake", "--devices", 2, "--port", 0
     ) as program:
-        wait_until(lambda: len([c.pid for c in psutil.Process(program.pid).children()]) == 2)
+        wait_until((tmp_path / "reached").exists)
         workers = [c.pid for c in psutil.Process(program.pid).children()]
         program.send_signal(signal.SIGINT)
         assert program.wait().status == 130
