@@ -245,10 +245,14 @@ def test_signal_that_ends_a_program_is_an_interrupt_by_its_own_name(
         return set()
 
     monkeypatch.setattr(os, "sched_getaffinity", work)
-    assert main(["devices"]) == status
-    assert capsys.readouterr() == ("", f"mcinfer: {text}\n")
-    assert saved
-    assert signal.getsignal(number) is signal.SIG_DFL
+    before = signal.signal(number, signal.SIG_DFL)  # nohup(1) has SIGHUP ignored
+    try:
+        assert main(["devices"]) == status
+        assert capsys.readouterr() == ("", f"mcinfer: {text}\n")
+        assert saved
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_signal_that_is_ignored_or_handled_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
