@@ -3,10 +3,10 @@
     python benchmarks/serve.py [--rounds N] [--write docs/serving.md]
 
 locust's clients send binary requests of one row, each as soon as its last one is answered, from a process of
-its own on the same machine. The servers have turns in each round: mcinfer with a worker for each core;
-mcinfer's server over one session of ONNX Runtime that as many threads run (`serve_threads.py`); KServe's with
-a process for each core (`serve_kserve.py`). Then what clients see while a worker is killed each second. The
-memory is the PSS of all processes of a server after its load.
+its own on the same machine. The servers have turns in each round: mcinfer with a worker for each core; the
+same without joining requests (*apart*); mcinfer's server over one session of ONNX Runtime that as many
+threads run (`serve_threads.py`); KServe's with a process for each core (`serve_kserve.py`). Then what clients
+see while a worker is killed each second. The memory is the PSS of all processes of a server after its load.
 """
 
 import argparse
@@ -43,17 +43,17 @@ PATIENCE = 120.0
 """Seconds for a server to be ready, and for its end."""
 
 CORES = len(os.sched_getaffinity(0))
+_MCINFER = (
+    *f"-m mcinfer serve --name model --devices {CORES}".split(),
+    *("{model}", "--port", "{port}"),
+)
 WAYS = {
-    "mcinfer": (
-        *f"-m mcinfer serve --name model --devices {CORES}".split(),
-        "{model}",
-        "--port",
-        "{port}",
-    ),
+    "mcinfer": _MCINFER,
+    "mcinfer apart": (*_MCINFER, "--max-batch-size", "1"),
     "threads": (f"{HERE / 'serve_threads.py'}", "{model}", "{port}"),
     "KServe": (f"{HERE / 'serve_kserve.py'}", "{model}", "{port}"),
 }
-TARGETS = {"threads": 0.9, "KServe": 1.0}
+TARGETS = {"threads": 0.9, "KServe": 1.0, "mcinfer apart": None}
 """What mcinfer's rate over theirs is wanted to be, at least."""
 
 
