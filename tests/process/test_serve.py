@@ -508,7 +508,8 @@ def test_index_says_why_a_load_failed_without_a_folder_of_the_server_s(
 
 
 def test_events_begin_anew_when_a_model_is_loaded_again(fake_model: FakeModel) -> None:
-    options = ("--name", "model", "--engine", "fake", "--devices", 1)
+    # What learns no split has no runs of its own.
+    options = ("--name", "model", "--engine", "fake", "--devices", 1, "--max-batch-size", 1)
     with Server(fake_model(), *options) as server, server.connection() as connection:
         server.infer(X)
         connection.request("GET", "/live")
