@@ -293,9 +293,7 @@ class Master:
             said=self._said,
             verify=verify,
             engine=engine,
-            most_joined=max_batch_size,
-            # The number of workers is mcinfer's choice then, and may be wrong for small requests.
-            advised=len(groups) if devices is None and options.runs_at_once == 1 else 0,
+            joins=self._joins,
         )
         self._model: ModelSpec | None = None
         self._description = ModelDescription()
@@ -373,9 +371,10 @@ class Master:
                 provider_options=built.provider_options,
             )
             whole = f"{built.random} draws random numbers" if built.random else ""
-            planner = self._new_planner(model, weights=_specs(built.weights))
+            ragged = built.ragged
+            planner = self._new_planner(model, weights=_specs(built.weights), ragged=ragged)
             self._learner = self._new_learner(
-                model, planner, self._waiting, identity=built.model, whole=whole
+                model, planner, self._waiting, identity=built.model, whole=whole, ragged=ragged
             )
             if built.seeded and not self._said.inputs:
                 seeds = "from a seed with which each worker would draw the same ones"
@@ -700,7 +699,7 @@ class Master:
         call.keeps = True
         future: Future[Arrays] | None = None
         try:
-            if call.known.open and self._learner.teaches(call):
+            if call.known.open and self._learner.may_look(call):
                 return await self._in_thread(call, partial(self._answer, call))
             try:
                 future = self._learner.submit(call, wait=False)
@@ -713,7 +712,7 @@ class Master:
                 future = await self._waiting.wait_for_room(submit, call.start + call.timeout)
             return await asyncio.wrap_future(future)
         except PredictError as exc:
-            if not self._learner.may_rescue(call, exc):
+            if not self._learner.may_rescue(call):
                 raise
             answer = await self._in_thread(call, partial(self._learner.rescue, call, exc))
             if answer is None:
@@ -751,7 +750,7 @@ class Master:
         Axes that a single call gives do not count here. `ClosedError` before `start`.
         """
         self._spec()
-        return self._learner.splitter.known_for(self._planner.weights.current.rechecks).split
+        return self._learner.splitter.known_for(self._planner.weights.current.number > 0).split
 
     def learn(
         self,
@@ -808,7 +807,7 @@ class Master:
             self.predict(example, timeout=max(0.0, end - monotonic()))
             left = max(0.0, end - monotonic())
             call = self._call(example, left, _NO_AXES, 1)
-            call.limited = False  # or only one at a time might have a place
+            call.limited = call.joins = False  # or only one at a time might have a place, or run
             for future in [self._learner.submit(call) for _ in before]:
                 future.result()
             workers = self.statistics().workers
@@ -942,8 +941,8 @@ class Master:
         if axes != _NO_AXES:
             splitter = self._learner.splitter_for(*axes)
         weights, known = self._planner.weights.current, splitter.known
-        if known.rechecks != weights.rechecks:
-            known = splitter.known_for(weights.rechecks)
+        if known.updated != (weights.number > 0):
+            known = splitter.known_for(weights.number > 0)
         return Call(
             inputs,
             splitter,
@@ -972,8 +971,6 @@ class Master:
                 if answer is None:
                     raise
                 return answer
-            if not call.known.settled:
-                self._learner.offer(call)
             return answer
         finally:
             call.weights = NO_WEIGHTS

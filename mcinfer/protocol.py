@@ -48,7 +48,7 @@ from mcinfer.config import MAX_CONCURRENT_RUNS, CoreShare, EngineOptions
 from mcinfer.errors import InvalidInputError, ProtocolError, shortened
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
 
-VERSION = 11  # raised with each change that an older peer would misread; HELLO carries it
+VERSION = 12  # raised with each change that an older peer would misread; HELLO carries it
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message. Tensors lie in shared memory, so only strings make a message large."""
@@ -247,7 +247,7 @@ class BuildFinish(Message):
 
     `model` names what the model computes, by its content and options, and is the same for all workers; empty
     if it cannot be read. `random` is a node that draws random numbers, `seeded` says that such a node has a
-    seed. `notes` are remarks for the user.
+    seed. `ragged` is a node whose result's size depends on its data. `notes` are remarks for the user.
     `concurrent` is how many runs it executes at once, and answers in any order.
     `slab` is the block with the weights on its card, which it made for the card's other workers and has
     handed over: number and bytes. `reaches` are the cards whose memory it reads and writes in place.
@@ -262,6 +262,7 @@ class BuildFinish(Message):
     model: Annotated[str, is_text_to(_MAX_NAME)] = ""
     random: Annotated[str, is_text_to(_MAX_NAME)] = ""
     seeded: _Flag = False
+    ragged: Annotated[str, is_text_to(_MAX_NAME)] = ""
     providers: Annotated[tuple[str, ...], is_tuple_of(is_text_to(_MAX_NAME), _MAX_PROVIDERS)]
     notes: Annotated[tuple[str, ...], is_tuple_of(is_text_to(MAX_NOTE), MAX_NOTES)] = ()
     seconds: _Seconds

@@ -12,6 +12,7 @@ A `Split` gives for each input the axis to cut, and for each output the axis to 
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -54,17 +55,15 @@ class Split:
             why it cannot be joined.
         known: The source: ``"said"`` by the user, ``"declared"`` by the model's symbols, ``"learned"`` from
             a request, ``"recorded"`` in the cache when it was learned before, ``"unknown"``.
-        checked: Whether a request ran whole and in pieces, with the same result.
-        rows: Rows of that request; 0 if there was none.
+        checked: Whether rows ran whole and in pieces, with the same result: a request's, or rows that were
+            made out of its own where these could not show it.
+        rows: Their number; 0 if there were none.
         difference: The largest difference between both results, relative to the largest element of an
             output.
         reason: Why requests run whole; empty if they are split.
         sizes: By output name, its size along its axis for each row of that request, if all pieces had the
             same. It only estimates how much memory an output needs.
-        narrow: Input, axis and size of each axis that is not cut, is free in the model, and had size 0 or 1
-            in all requests that were compared. They show nothing about larger sizes: all rows may share an
-            input of size one, or a larger one may be spread over them.
-        settled: Whether the split is final; else a later request may still change it.
+        settled: Whether the split is final; else the next request shows it.
         ranks: By output name, its number of dimensions in that request.
     """
 
@@ -76,7 +75,6 @@ class Split:
     difference: float = 0.0
     reason: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict, compare=False)
-    narrow: tuple[tuple[str, int, int], ...] = field(default=(), compare=False)
     settled: bool = field(default=False, compare=False)
     ranks: Mapping[str, int] = field(default_factory=dict, compare=False)
 
@@ -91,13 +89,6 @@ class Split:
         """The outputs that cannot be joined."""
         return tuple(name for name, axis in self.outputs.items() if isinstance(axis, str))
 
-    def covers(self, shapes: Mapping[str, Shape]) -> bool:
-        """Whether the split holds for inputs of these shapes; see `narrow`."""
-        return all(
-            len(shapes[name]) > axis and shapes[name][axis] <= size
-            for name, axis, size in self.narrow
-        )
-
     def __str__(self) -> str:
         lines = [
             *(("input", name, _axis_text(a, "whole")) for name, a in self.inputs.items()),
@@ -109,12 +100,12 @@ class Split:
 
     def summary(self) -> str:
         """How the split is known, and whether requests are split, in one sentence."""
-        shows = "a request of two different rows shows it"
+        shows = "the next request shows it"
         how = {
             "said": "as batch_axes and output_axes say",
             "declared": "as the model's symbols say",
-            "learned": f"learned from a request of {self.rows} rows",
-            "recorded": f"learned from a request of {self.rows} rows, and recorded",
+            "learned": f"learned from {self.rows} rows",
+            "recorded": f"learned from {self.rows} rows, and recorded",
             "unknown": "not known yet",
         }[self.known]
         if self.known == "unknown":
@@ -124,7 +115,7 @@ class Split:
         if self.unjoined:
             return f"{how}; how output {self.unjoined[0]!r} joins is not known: {shows}"
         if not self.checked:
-            return f"{how}; not checked yet: {shows}"
+            return how if self.settled else f"{how}; not checked yet: {shows}"
         if self.known in ("said", "declared"):
             how = f"{how}, checked with {self.rows} rows"
         return f"{how} (largest difference {self.difference:.2g})"
@@ -319,7 +310,7 @@ def first_split(model: ModelSpec, said: SaidAxes) -> Split:
     symbols = {size for size, _ in cut if isinstance(size, str)}
     outputs: dict[str, int | str | None] = {}
     for spec in model.outputs:
-        places = [i for i, size in enumerate(spec.shape) if size in symbols]
+        places = [i for i, _ in enumerate(spec.shape) if _times(_symbol(spec, i))[1] in symbols]
         if spec.name in said.outputs:
             outputs[spec.name] = said.outputs[spec.name]
         elif len(places) == 1:
@@ -365,35 +356,59 @@ def rows_of(shapes: Mapping[str, Shape], axes: Axes) -> int | None:
 def _by_size(
     model: ModelSpec, shapes: Mapping[str, Shape], said: SaidAxes
 ) -> Iterator[dict[str, int | None]]:
-    free = {
-        spec.name: [axis for axis in range(len(shapes[spec.name])) if _is_free(spec, axis)]
-        for spec in model.inputs
-        if spec.name not in said.inputs
-    }
-    places = sorted((axis, i) for i, axes in enumerate(free.values()) for axis in axes)
-    names = [*free]
-    found = [(axis, shapes[names[i]][axis]) for axis, i in places]
-    leading = {size: axis for axis, size in reversed(found)}
-    # On one axis, first the sizes that most inputs have; size 1 may mean anything.
-    sizes = dict.fromkeys(
-        sorted(leading, key=lambda s: (leading[s], s < 2, -found.count((leading[s], s))))
-    )
-    if (rows := rows_of(shapes, said.inputs)) is not None:
-        sizes = dict.fromkeys([rows])
-    for size in sizes:
-        axes = {
-            spec.name: said.inputs[spec.name]
-            if spec.name in said.inputs
-            else next((a for a in free[spec.name] if shapes[spec.name][a] == size), None)
-            for spec in model.inputs
+    """Cuts along free axes of one size. Those of one symbol go together, with axes that have none."""
+    specs = {spec.name: spec for spec in model.inputs if spec.name not in said.inputs}
+    places = [
+        (axis, name, shapes[name][axis], _symbol(spec, axis))
+        for name, spec in specs.items()
+        for axis in range(len(shapes[name]))
+        if _is_free(spec, axis)
+    ]
+    places.sort(key=lambda place: place[0])
+    rows = rows_of(shapes, said.inputs)
+    if rows is not None:
+        places = [place for place in places if place[2] == rows]
+        symbols = {
+            _symbol(s, a) for s in model.inputs if (a := said.inputs.get(s.name)) is not None
         }
-        if all(axis is None for axis in axes.values()):
-            continue
+        places = [place for place in places if place[3] in {None, *symbols}]
+    leads: dict[tuple[int, str | None], tuple[int, str]] = {}
+    for axis, name, size, symbol in places:
+        leads.setdefault((size, symbol), (axis, name))
+    alike = Counter((axis, size, symbol) for axis, _, size, symbol in places)
+    # On one axis, first the sizes that most inputs have; size 1 may mean anything.
+    order = sorted(leads, key=lambda at: (leads[at][0], at[0] < 2, -alike[(leads[at][0], *at)]))
+    for size, symbol in order:
+        axes = {spec.name: said.inputs.get(spec.name) for spec in model.inputs}
+        # The leading one of each input, which comes last here.
+        axes |= {n: a for a, n, s, its in reversed(places) if s == size and its in (symbol, None)}
         yield axes
         # An input may have the batch's size by chance: then only the leading one is cut.
-        lead = next((names[i] for a, i in places if shapes[names[i]][a] == size), None)
-        if lead is not None:
-            yield {n: axis if n == lead or n in said.inputs else None for n, axis in axes.items()}
+        lead = leads[size, symbol][1]
+        yield {n: axis if n == lead or n in said.inputs else None for n, axis in axes.items()}
+
+
+def _symbol(spec: TensorSpec, axis: int) -> str | None:
+    size = spec.shape[axis] if axis < len(spec.shape) else None
+    return size if isinstance(size, str) else None
+
+
+_TIMES = re.compile(r"(\d+)\s*\*\s*(\w+)|(\w+)\s*\*\s*(\d+)")
+
+
+def _times(symbol: str | None) -> tuple[int, str | None]:
+    """A number and a symbol that a dimension such as ``2*batch`` multiplies; 1 and itself of any other."""
+    found = _TIMES.fullmatch(symbol or "")
+    return (int(found[1] or found[4]), found[2] or found[3]) if found else (1, symbol)
+
+
+def is_guess(model: ModelSpec, axes: Axes, said: SaidAxes) -> bool:
+    """Whether inputs are cut together of which neither one symbol nor the user says that they belong so."""
+    cut = [(s, axis) for s in model.inputs if (axis := axes[s.name]) is not None]
+    free = [(spec, axis) for spec, axis in cut if spec.name not in said.inputs]
+    symbols = [_symbol(spec, axis) for spec, axis in free]
+    groups = len({symbol for symbol in symbols if symbol}) + symbols.count(None)
+    return groups + (len(free) < len(cut)) > 1
 
 
 def candidates(
@@ -402,8 +417,8 @@ def candidates(
     """The cuts to try for a request of these shapes, the likeliest first, three at most.
 
     First the cut that the user or the symbols say. Then axes that are free in the model and have the same
-    size in the inputs, leading axes first. Cuts whose inputs disagree in their rows are left out, and the
-    first with too few rows ends the list.
+    size in the inputs, leading axes first; axes of different symbols are never cut together. Cuts whose
+    inputs disagree in their rows are left out, and the first with too few rows ends the list.
     """
     found: list[Axes] = []
     if any(axis is not None for axis in first.inputs.values()):
@@ -416,18 +431,6 @@ def candidates(
             return
         if rows is not None:
             yield axes
-
-
-def narrow_sizes(
-    model: ModelSpec, shapes: Mapping[str, Shape], axes: Axes
-) -> tuple[tuple[str, int, int], ...]:
-    """The axes of which a request with this cut shows nothing; see `Split.narrow`."""
-    return tuple(
-        (spec.name, axis, size)
-        for spec in model.inputs
-        for axis, size in enumerate(shapes[spec.name])
-        if size <= 1 and axis != axes[spec.name] and _is_free(spec, axis)
-    )
 
 
 def has_single_rows(model: ModelSpec, shapes: Mapping[str, Shape]) -> bool:
@@ -450,6 +453,14 @@ def split_evenly(count: int, pieces: int) -> tuple[int, ...]:
         return ()
     least, more = divmod(count, pieces)
     return tuple(least + 1 if i < more else least for i in range(pieces))
+
+
+def split_unevenly(count: int) -> tuple[int, ...]:
+    """`count` rows in two parts or three of different sizes, as far as can be: the last is a single row."""
+    if count < 4:
+        return (count - 1, 1) if count > 1 else (count,)
+    third = count // 3
+    return (count - 1 - third, third, 1)
 
 
 def split_by_weights(count: int, weights: Sequence[float]) -> tuple[int, ...]:
@@ -515,18 +526,28 @@ def cut_batch(
 
 
 def why_apart(model: ModelSpec, cut: Cut) -> str:
-    """Why requests that are cut so cannot share a run with others; empty if they can."""
+    """Why requests that are cut so cannot share a run with others; empty if they can.
+
+    Only the model's declaration says which rows of an output are whose: counts that fit prove nothing.
+    """
     for spec in (*model.inputs, *model.outputs):
         if spec.element_type == STRING:  # they do not lie in memory
             return f"{spec.name!r} holds strings"
         if ELEMENT_TYPES[spec.element_type].bits % 8:  # rows may end within a byte
             return f"{spec.name!r} has elements of less than a byte"
+    sides = zip(model.inputs, cut.inputs, strict=True)
+    symbols = {_symbol(s, part.axis) for s, part in sides if part.axis is not None}
     for spec, join in zip(model.outputs, cut.outputs, strict=True):
         if join.axis is None:
             return f"output {spec.name!r} is the same whatever rows there are"
         if join.shapes is None:
             return f"the shape of output {spec.name!r} is not known before the run"
-    return "" if cut.rowwise else "each run takes a fixed number of rows"
+    if not cut.rowwise:
+        return "each run takes a fixed number of rows"
+    for spec, join in zip(model.outputs, cut.outputs, strict=True):
+        if {_times(_symbol(spec, join.axis or 0))[1]} != symbols - {None}:
+            return f"output {spec} does not declare the batch of the inputs along axis {join.axis}"
+    return ""
 
 
 def _shards(
@@ -571,9 +592,8 @@ def _shards(
             f"{other!r} has {given[other][0]}"
         )
     if split.splits:
-        if split.covers({s.name: shape for s, shape in zip(model.inputs, shapes, strict=True)}):
-            return axes, split_evenly(rows, pieces), False
-    elif split.known == "said" and not split.reason and min(rows, pieces) > 1:
+        return axes, split_evenly(rows, pieces), False
+    if split.known == "said" and not split.reason and min(rows, pieces) > 1:
         raise InvalidInputError(_no_axis(split))
     return whole, (max(1, rows),), False
 
@@ -657,20 +677,15 @@ def _join(
 ) -> OutputJoin:
     given, size = split.outputs.get(spec.name), split.sizes.get(spec.name)
     axis = given if isinstance(given, int) else None
-    known = [
-        tuple(bound.get(size) if isinstance(size, str) else size for size in spec.shape)
-        for bound in bindings
-    ]
+    known = [tuple(_bound(size, bound) for size in spec.shape) for bound in bindings]
     lengths = None
     if axis is not None and axis < len(spec.shape):
         along: list[int | None] = [shape[axis] for shape in known]
-        declared = all(length is not None for length in along)
         if isinstance(spec.shape[axis], int) and not fixed:
-            declared = False  # the batch has any size, so the declaration is wrong
-            along = [None] * len(known)
+            along = [None] * len(known)  # the batch has any size, so the declaration is wrong
         if size is not None:
             along = [size * count for count in rows]
-        lengths = _all_known(along) if declared else None
+        lengths = _all_known(along)
         known = [resized(shape, axis, length) for shape, length in zip(known, along, strict=True)]
     shapes = _all_known([_all_known(shape) for shape in known])
     if axis is not None and axis >= len(spec.shape):
@@ -678,6 +693,14 @@ def _join(
     shape = None if shapes is None else _joined(shapes, axis)
     rank = split.ranks.get(spec.name)
     return OutputJoin(axis=axis, shapes=shapes, shape=shape, lengths=lengths, rank=rank)
+
+
+def _bound(size: int | str | None, sizes: Mapping[str, int]) -> int | None:
+    """A declared size as a number, where that of its symbol is known."""
+    if not isinstance(size, str) or size in sizes:
+        return size if not isinstance(size, str) else sizes[size]
+    times, symbol = _times(size)
+    return None if symbol is None or symbol not in sizes else times * sizes[symbol]
 
 
 def _all_known(values: Iterable[_T | None]) -> tuple[_T, ...] | None:

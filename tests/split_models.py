@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import McinferError, PredictError
-from mcinfer.requests.splitting import Known, Splitter, cut_rows
+from mcinfer.requests.comparing import cut_rows
+from mcinfer.requests.splitting import Known, Splitter
 from mcinfer.requests.tensors import difference, join_parts
-from mcinfer.sharding import Axes, JoinError, SaidAxes, Split, cut_batch
+from mcinfer.sharding import Axes, SaidAxes, Split, cut_batch
 from mcinfer.specs import ModelSpec
 from tests.planned_requests import floats
 
@@ -69,19 +70,23 @@ class Model:
         """What is known now."""
         return self.splitter.known.split
 
-    def ask(self, *arrays: NDArray[Any], pieces: int = 2, rechecks: int = 0) -> Arrays:
-        """Answer a request that is cut in so many pieces at most, with weights after so many rechecks."""
-        known = self.splitter.known_for(rechecks)
-        shapes = tuple(array.shape for array in arrays)
-        if pieces > 1 and self.splitter.teaches(known, shapes):
-            return self.splitter.answer(
-                known,
-                arrays,
-                pieces,
-                self.run_all,
-                lambda known: self._run_split(arrays, known, pieces),
+    def ask(self, *arrays: NDArray[Any], pieces: int = 2, updated: bool = False) -> Arrays:
+        """Answer a request that is cut in so many pieces at most, with replaced weights or without."""
+        known = self.splitter.known_for(updated)
+        if pieces > 1 and self.splitter.begin(known):
+            return self.splitter.look(
+                arrays, self.run_all, lambda known: self._run_split(arrays, known, pieces)
             )
-        return self._run_split(arrays, known, pieces) if known.settled else self.run(arrays)
+        if not known.settled:
+            return self.run(arrays)
+        try:
+            return self._run_split(arrays, known, pieces)
+        except PredictError as exc:
+            if not known.rescues:
+                raise
+            answer = self.run(arrays)
+            self.splitter.withdraw(str(exc))
+            return answer
 
     def run(self, arrays: Inputs) -> Arrays:
         """One run, of the whole request."""
@@ -110,14 +115,10 @@ class Model:
         answers = [self.run(part) for part in cut_rows(arrays, cut.input_axes, cut.rows)]
         workers = [f"worker {i}" for i in range(len(answers))]
         self.split_runs += 1
-        try:
-            return {
-                spec.name: join_parts(spec, join, [one[spec.name] for one in answers], workers)
-                for spec, join in zip(self.spec.outputs, cut.outputs, strict=True)
-            }
-        except JoinError as exc:
-            self.splitter.withdraw(str(exc))
-            raise
+        return {
+            spec.name: join_parts(spec, join, [one[spec.name] for one in answers], workers)
+            for spec, join in zip(self.spec.outputs, cut.outputs, strict=True)
+        }
 
 
 # Random functions.

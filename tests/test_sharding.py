@@ -28,11 +28,13 @@ from mcinfer.sharding import (
     check_join,
     cut_batch,
     first_split,
-    narrow_sizes,
+    is_guess,
     offsets,
     rows_of,
     split_by_weights,
     split_evenly,
+    split_unevenly,
+    why_apart,
 )
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
 from tests.planned_requests import floats as model
@@ -484,7 +486,7 @@ def test_rows_of_a_batch_of_any_size_may_go_with_others(
         pytest.param(("batch", 3), (4,), (), id="no batch in y"),
         pytest.param(("batch", 3), (4,), (None, {"y": None}), id="the same for all"),
         pytest.param(("batch", 3), ("batch", "found"), (), id="unknown size"),
-        pytest.param(("batch", 3), ("2*batch", 3), (), id="expression"),
+        pytest.param(("batch", 3), ("batch+1", 3), (), id="expression"),
         pytest.param(("n", 3), ("n", "n"), ({"x": 0},), id="paired output"),
         pytest.param((None, 3), (None, 5), (), id="no batch"),
         pytest.param(("seq", 3), ("seq", 3), (), id="sequence"),
@@ -544,12 +546,46 @@ def test_hypotheses_are_few_differ_and_cut_inputs_of_one_size(data: st.DataObjec
         assert all(isinstance(size, int) for shape in inputs.values() for size in shape)
 
 
-def test_request_shows_nothing_of_free_axes_of_one_size_that_are_not_cut() -> None:
-    spec = model({"x": (None, None, 1), "s": (), "v": ("batch", None)}, {"y": (None,)})
-    shapes = {"x": (1, 4, 1), "s": (1, 2), "v": (4, 0)}
-    narrow = narrow_sizes(spec, shapes, {"x": 1, "s": None, "v": 0})
-    assert narrow == (("x", 0, 1), ("s", 0, 1), ("v", 1, 0))
-    split = Split(inputs={"x": 1, "s": None, "v": 0}, outputs={}, known="learned", narrow=narrow)
-    assert split.covers({"x": (1, 9, 1), "s": (1, 7), "v": (9, 0)})
-    for other in ({"x": (2, 4, 1)}, {"s": (2, 2)}, {"s": ()}, {"v": (4, 1)}):
-        assert not split.covers({**shapes, **other})
+def test_axes_of_different_symbols_are_never_cut_together() -> None:
+    spec = model({"tokens": ("n",), "lengths": ("b",), "more": (None,)}, {"y": (None,)})
+    found = guesses(spec, {"tokens": (16,), "lengths": (16,), "more": (16,)})
+    assert {"tokens": None, "lengths": 0, "more": 0} in found
+    for axes in found:
+        assert axes["tokens"] is None or axes["lengths"] is None
+
+
+def test_cut_of_inputs_that_no_symbol_ties_is_a_guess() -> None:
+    spec = model({"x": ("n", 3), "y": ("n",), "z": (None, 4)}, {"o": (None,)})
+    nobody = SaidAxes()
+    assert not is_guess(spec, {"x": 0, "y": 0, "z": None}, nobody)
+    assert not is_guess(spec, {"x": None, "y": None, "z": 0}, nobody)
+    assert is_guess(spec, {"x": 0, "y": 0, "z": 0}, nobody)
+    assert is_guess(spec, {"x": 0, "y": 0, "z": 0}, SaidAxes(inputs={"z": 0}))
+    assert not is_guess(spec, {"x": 0, "y": 0, "z": 0}, SaidAxes(inputs={"x": 0, "y": 0, "z": 0}))
+
+
+@given(st.integers(0, 100))
+def test_uneven_parts_end_with_a_single_row(count: int) -> None:
+    parts = split_unevenly(count)
+    assert sum(parts) == count
+    assert len(parts) == {0: 1, 1: 1, 2: 2, 3: 2}.get(count, 3)
+    assert parts[-1] == min(count, 1)
+    assert all(parts) or not count
+
+
+@pytest.mark.parametrize("size", ["batch", "2*batch", "batch * 3"])
+def test_output_of_a_multiple_of_the_batch_has_its_shape_before_the_run(size: str) -> None:
+    spec = model({"x": ("batch", 3)}, {"y": (size, 3)})
+    cut = cut_batch(spec, [(5, 3)], 2, said(spec))
+    times = {"batch": 1, "2*batch": 2, "batch * 3": 3}[size]
+    assert cut.outputs[0].shapes == ((3 * times, 3), (2 * times, 3))
+    assert why_apart(spec, cut) == ""
+
+
+@pytest.mark.parametrize("size", [None, "hits", 5])
+def test_requests_go_apart_where_the_model_does_not_declare_the_batch_of_an_output(
+    size: Dimension,
+) -> None:
+    spec = model({"x": ("batch", 3)}, {"y": (size, 3)})
+    shown = replace(said(spec), outputs={"y": 0}, sizes={"y": 1})
+    assert "y" in why_apart(spec, cut_batch(spec, [(5, 3)], 1, shown))

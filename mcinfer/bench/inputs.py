@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mcinfer.bench.way import why_whole
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.requests.tensors import as_input
-from mcinfer.sharding import Axes, SaidAxes, Split, cut_batch, first_split, is_fixed
+from mcinfer.sharding import Axes, SaidAxes, Split, cut_batch, first_split
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, ModelSpec, TensorSpec
 
 _WORDS = ("red", "green", "blue", "one", "two", "three", "north", "south")
@@ -422,8 +422,7 @@ def look_at(
     model = ModelSpec(inputs=master.inputs, outputs=master.outputs)
     first = first_split(model, SaidAxes(inputs=batch_axes, outputs=output_axes))
     split, why = master.split, ""
-    said_whole = first.known == "said" and bool(first.reason)
-    if not (split.checked or said_whole or is_fixed(model, first)):
+    if not split.settled:
         for example in examples(model, first, batches, inputs):
             try:
                 split = master.learn(example)
@@ -431,9 +430,9 @@ def look_at(
                 why = why or f"an example to learn it from failed: {exc}"
             else:
                 why = why or "no example has shown whether the rows of a batch are independent"
-            if split.checked:
+            if split.settled:
                 break
-    if why and not split.checked:
+    if why and not split.settled:
         split = replace(split, reason=why)
     if all(axis is None for axis in split.inputs.values()):
         split = replace(split, inputs=first.inputs)

@@ -153,7 +153,7 @@ class Planner:
         """The requests; an `InvalidInputError` if `rows` is given and the file cannot be cut."""
         model, split, shapes = self.model, self.master.split, self._shapes
         sharding.cut_batch(model, [*shapes.values()], 1, split)  # raises if they do not fit
-        known = split.checked and split.splits and self._fits(split)
+        known = split.settled and split.splits and self._fits(split)
         if sharding.is_fixed(model, split) or known:
             return self._requests(split)
         likely = [*sharding.candidates(model, shapes, first_split(model, self.said), self.said)]
@@ -181,7 +181,7 @@ class Planner:
 
     def _fits(self, split: Split) -> bool:
         """Whether what a request has shown counts for this file."""
-        return rows_of(self._shapes, split.inputs) is not None and split.covers(self._shapes)
+        return rows_of(self._shapes, split.inputs) is not None
 
     def _along(self, axes: Axes) -> Split:
         """A split along these axes, as far as the size of its requests depends on it."""

@@ -171,17 +171,17 @@ def _show_split(master: Any) -> None:
     Where they do not show it, or the model does not take them, the first requests decide, as with any master.
     """
     from mcinfer.bench.inputs import InputOptions, examples, likely_sizes
-    from mcinfer.sharding import SaidAxes, first_split, is_fixed
+    from mcinfer.sharding import SaidAxes, first_split
     from mcinfer.specs import ModelSpec
 
     model = ModelSpec(inputs=master.inputs, outputs=master.outputs)
     first = first_split(model, SaidAxes(inputs={}, outputs={}))
-    if master.split.checked or is_fixed(model, first):
+    if master.split.settled:
         return
     options = InputOptions(files={}, archive=None, dims=likely_sizes(model))
     with suppress(McinferError):
         for example in examples(model, first, (), options):
-            if master.learn(example).checked:
+            if master.learn(example).settled:
                 break
 
 

@@ -32,7 +32,7 @@ from mcinfer.model_cache.onnx_files import (
 
 _VERSION = 1  # version of the digest: increase it when the digest of the same files changes
 
-_RECORD_VERSION = 2
+_RECORD_VERSION = 3
 """Version of the records: increase it when their form, or what `scan` finds, changes."""
 
 _FRESH_NS = 2_000_000_000
@@ -65,12 +65,14 @@ class ModelContent:
             as the model names it.
         random: A node that draws random numbers; empty if there is none, or the format is not ONNX.
         seeded: Whether such a node has a seed.
+        ragged: A node whose result's size depends on its data, likewise.
     """
 
     digest: str
     stamps: tuple[Stamp, ...]
     random: str = ""
     seeded: bool = False
+    ragged: str = ""
 
     @property
     def size(self) -> int:
@@ -181,8 +183,13 @@ def _read(model: Path, folder: Path | None, *, any_format: bool) -> ModelContent
     except OSError as exc:
         raise BuildError(f"{model}: {exc.filename} cannot be read: {exc}") from exc
     random, seeded = found.random
-    digest = total.hexdigest()
-    source = ModelContent(digest=digest, stamps=tuple(stamps), random=random, seeded=seeded)
+    source = ModelContent(
+        digest=total.hexdigest(),
+        stamps=tuple(stamps),
+        random=random,
+        seeded=seeded,
+        ragged=found.ragged,
+    )
     if not source.unchanged():
         paths = [stamp.path for stamp in stamps]
         raise BuildError(f"{model} changed while it was read: expected its files to stay: {paths}")
@@ -195,8 +202,13 @@ def _recall(notes: Path, model: Path) -> ModelContent | None:
         found = json.loads(notes.read_bytes())
         version, digest = found["version"], found["digest"]
         stamps = tuple(Stamp(*stamp) for stamp in found["stamps"])
-        random, seeded = str(found["random"]), bool(found["seeded"])
-        source = ModelContent(digest=digest, stamps=stamps, random=random, seeded=seeded)
+        source = ModelContent(
+            digest=digest,
+            stamps=stamps,
+            random=str(found["random"]),
+            seeded=bool(found["seeded"]),
+            ragged=str(found["ragged"]),
+        )
         usable = (
             version == _RECORD_VERSION
             and _DIGEST.fullmatch(digest)

@@ -201,6 +201,18 @@ RANDOM_OPERATORS = frozenset(
 )
 """Operators that draw random numbers, by domain and type."""
 
+RAGGED_OPERATORS = frozenset(
+    {
+        *(("ai.onnx", name) for name in ("Compress", "NonMaxSuppression", "NonZero", "Unique")),
+        *(
+            ("ai.onnx", f"Sequence{n}")
+            for n in ("At", "Construct", "Empty", "Erase", "Insert", "Map")
+        ),
+        *(("ai.onnx", name) for name in ("ConcatFromSequence", "SplitToSequence", "StringSplit")),
+    }
+)
+"""Operators whose results have as many elements as their data say, by domain and type."""
+
 TRAINING_INPUT = {
     ("ai.onnx", "Dropout"): 2,
     ("com.microsoft", "BiasDropout"): 4,
@@ -282,6 +294,7 @@ class OnnxFile:
             runs.
         draws: The nodes that may draw random numbers: their label, the name of the input that says whether
             they do (empty if they always do), and whether they have a seed.
+        ragged: The label of a node whose result's size depends on its data; empty if there is none.
         false: Names of constants that are a single False.
     """
 
@@ -299,6 +312,7 @@ class OnnxFile:
     places: set[str] = field(default_factory=set)
     operators: Counter[tuple[str, str]] = field(default_factory=Counter)
     draws: list[tuple[str, str, bool]] = field(default_factory=list)
+    ragged: str = ""
     false: set[str] = field(default_factory=set)
 
     @property
@@ -474,7 +488,11 @@ def _walk(message: ProtoMessage, kind: str, found: OnnxFile, depth: int) -> None
 
 
 def _note_node(node: ProtoMessage, operator: tuple[str, str], found: OnnxFile) -> None:
-    """Note whether a node draws random numbers, or is a constant that says that others do not."""
+    """Note whether a node draws random numbers, or is a constant that says that others do not.
+
+    And whether the size of its result depends on its data. That of a loop's scanned outputs, which are those
+    past its carried values, may: its condition ends it.
+    """
     if operator == (_MAIN_DOMAIN, "Constant"):
         if any(_is_false(tensor, _tensor(tensor)) for tensor in node.messages(5, 5)):
             found.false.update(node.texts(2))
@@ -482,11 +500,17 @@ def _note_node(node: ProtoMessage, operator: tuple[str, str], found: OnnxFile) -
     says = ""
     if operator in TRAINING_INPUT:
         says = "".join(node.texts(1)[TRAINING_INPUT[operator] :][:1])
-    if not says and operator not in RANDOM_OPERATORS:
+    is_loop = operator == (_MAIN_DOMAIN, "Loop")
+    ragged = is_loop and len(node.parts(2)) > len(node.parts(1)) - 2
+    ragged = ragged or operator in RAGGED_OPERATORS
+    if not (says or ragged) and operator not in RANDOM_OPERATORS:
         return
-    seeded = any(attribute.text(1, "replace") == "seed" for attribute in node.messages(5))
     name = node.text(3, "replace")
     label = f"node {name[:_MAX_LABEL]!r} ({operator[1]})" if name else f"a node {operator[1]}"
+    if ragged:
+        found.ragged = found.ragged or label
+        return
+    seeded = any(attribute.text(1, "replace") == "seed" for attribute in node.messages(5))
     found.draws.append((label, says, seeded))
 
 

@@ -20,7 +20,7 @@ from mcinfer.model_cache.cache import Cache
 from mcinfer.model_cache.keys import write_atomically
 from mcinfer.private import opened_folder
 
-_VERSION = 2  # version of the record's form and of the learning: increase it when either changes
+_VERSION = 3  # version of the record's form and of the learning: increase it when either changes
 
 _MAX_BYTES = 1 << 20
 

@@ -2,17 +2,16 @@
 
 ::
 
-    Master.predict ──► Learner.try_answer ── this call shows something ──► whole on one worker: the answer
-            │                      │                              └──► in pieces: compared with it
+    Master.predict ──► Learner.try_answer ── nothing is known yet ──► whole on one worker: the answer
+            │                      │                            └──► in pieces: compared with it
             │                      └── None: Planner.answer_call
             └── its pieces failed ──► Learner.rescue ──► whole on one worker
 
 What is known, and what a comparison shows, is in `mcinfer.requests.splitting`; the cache keeps what has been
-learned. Here are the calls: which of them to compare, the runs of a comparison, and their time.
+learned. Here are the calls: the runs of a look, and their time.
 """
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import replace
@@ -20,25 +19,24 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import ClosedError, McinferError, PredictError
 from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Call, OutcomeFuture
-from mcinfer.requests.splitting import Known, OutgrownError, Splitter, Verify, answers_of
+from mcinfer.requests.splitting import Known, Splitter, Verify, answers_of
 from mcinfer.requests.tensors import Arrays
 from mcinfer.requests.waiting_threads import WaitingThreads
-from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
+from mcinfer.sharding import Axes, SaidAxes, Split
 from mcinfer.specs import ModelSpec
-
-_log = logging.getLogger("mcinfer.master")
 
 _MAX_SPLITTERS = 64  # sets of axes that calls say, of which it is remembered what was learned
 
-_CHECK_SECONDS = 10.0
-_CHECK_FACTOR = 10.0
-"""Each further run of a check has so many seconds, and so many times what the first took."""
+_LOOK_SECONDS = 10.0
+_LOOK_FACTOR = 10.0
+"""Each further run of a look has so many seconds, and so many times what the first took."""
 
 
 class Learner:
@@ -47,14 +45,14 @@ class Learner:
     Args:
         model: Its inputs and outputs.
         planner: Makes and answers requests.
-        threads: Where comparisons run that no caller waits for.
+        threads: Where looks run that no caller waits for.
         said: The axes that the user says for all calls.
         verify: How much is checked; see `Master`.
         engine: The name of the engine: records are kept apart by it.
         identity: Of the model; empty if it cannot be identified.
         whole: Why requests run whole unless the user says what to split; empty if nothing speaks against it.
-        most_joined: Most rows of a joined run; 1 if runs are not joined.
-        advised: The number of workers, if mcinfer chose it: then a request that is faster on one is logged.
+        ragged: A node whose result's size depends on its data; empty if there is none.
+        joins: Whether requests may be joined.
 
     Raises:
         InvalidInputError: The model has no such input, output or axis as the user says.
@@ -71,8 +69,8 @@ class Learner:
         engine: str,
         identity: str,
         whole: str,
-        most_joined: int,
-        advised: int,
+        ragged: str,
+        joins: bool,
     ) -> None:
         self._model = model
         self._planner = planner
@@ -82,8 +80,8 @@ class Learner:
         self._engine = engine
         self._identity = "" if verify == "never" else identity
         self._whole = whole
-        self._most_joined = most_joined
-        self._advised = advised
+        self._ragged = ragged
+        self._joins = joins
         self._splitters: dict[str, Splitter] = {}
         self.splitter = self._new_splitter(said)
 
@@ -113,83 +111,93 @@ class Learner:
             said,
             verify=self._verify,
             whole=self._whole,
+            ragged=self._ragged,
             recorded=record.read(),
             record=record.write,
         )
 
     # Calls.
 
-    def teaches(self, call: Call) -> bool:
-        """Whether this call will show how its batch is split."""
-        if call.pieces <= 1:
-            return False
-        call.inputs = arrays = self._planner.arrays(call.inputs)
-        shapes = tuple(array.shape for array in arrays)
-        return not call.splitter.busy and call.splitter.teaches(call.known, shapes)
-
     def try_answer(self, call: Call) -> Arrays | None:
-        """Answer a call from which something can be learned; None for any other.
+        """Answer a call by the look at it, if that is due and no other call has begun it; else None.
 
         Raises:
             CancelledError: What `call.offer` got was called.
             McinferError: As `Master.predict`.
         """
-        if self.teaches(call):
-            return self._answer_whole(call)
+        if self.may_look(call):
+            arrays = self._planner.host_arrays(call.inputs, call.timeout)
+            if call.splitter.begin(call.known):
+                return self._answer_whole(call, arrays)
         if call.pieces > 1 or call.joins:
             call.splitter.warn_if_whole()
         return None
 
-    def submit(self, call: Call, *, wait: bool = True) -> OutcomeFuture[Arrays]:
-        """Queue a call, as `Planner.submit`; it may show, with others, whether such calls can be joined."""
-        if call.known.open and (call.pieces > 1 or call.joins):
-            call.splitter.warn_if_whole()
-        future = self._planner.submit(call, wait=wait)
-        self.offer(call)
-        return future
+    def may_look(self, call: Call) -> bool:
+        """Whether `try_answer` may answer this call, which takes several runs."""
+        if call.known.settled or call.splitter.busy or not (call.pieces > 1 or self._joins):
+            return False
+        call.inputs = arrays = self._planner.arrays(call.inputs)
+        return all(0 not in array.shape for array in arrays)
 
-    def may_rescue(self, call: Call, failure: PredictError) -> bool:
-        """Whether a call that failed may still be answered: it is to be compared first, or cut no more."""
-        cut = call.known.split.checked and len(call.rows) > 1
-        return isinstance(failure, OutgrownError) or (cut and not isinstance(failure, JoinError))
+    def submit(self, call: Call, *, wait: bool = True) -> OutcomeFuture[Arrays]:
+        """Queue a call, as `Planner.submit`; the first that may be joined is looked at, in a thread."""
+        if call.known.open and call.joins:
+            call.splitter.warn_if_whole()
+            if call.outputs_on is None and self.may_look(call):
+                self._look_beside(call)
+        return self._planner.submit(call, wait=wait)
 
     def rescue(self, call: Call, failure: PredictError) -> Arrays | None:
-        """Answer a call that failed by a whole run; None if that fails, too."""
-        if not self.may_rescue(call, failure):
+        """Answer a call whose pieces failed by a whole run, and split no more; None if that fails, too."""
+        if not self.may_rescue(call):
             return None
-        outgrown = isinstance(failure, OutgrownError)
-        call.limited = call.limited and outgrown
-        return self._answer_whole(call, None if outgrown else failure)
+        runs = self._runs(replace(call, limited=False))
+        try:
+            (answer,) = answers_of(runs, [self._planner.host_arrays(call.inputs, call.timeout)])
+        except McinferError:
+            if call.cancelled:
+                raise CancelledError from None
+            return None
+        call.splitter.withdraw(f"the pieces of a batch fail where the whole runs ({failure})")
+        return self._as_asked(call, answer)
+
+    def may_rescue(self, call: Call) -> bool:
+        """Whether a call that failed was split, and may run whole."""
+        return call.known.rescues and len(call.rows) > 1
 
     def relearn(self, call: Call) -> Split:
         """Learn from a call alone, and forget what was known; see `Master.learn`."""
         arrays = self._planner.host_arrays(call.inputs, call.timeout)
-        rechecks, runs = call.weights.rechecks, _Runs(self._planner, call, self._advise)
-        return call.splitter.relearn(rechecks, arrays, runs.pieces, runs, call.timeout)
+        updated = call.weights.number > 0
+        return call.splitter.relearn(updated, arrays, self._runs(call), call.timeout)
 
-    def _answer_whole(self, call: Call, failure: PredictError | None = None) -> Arrays | None:
-        """Answer a call by a whole run, and learn from it.
+    def _look_beside(self, call: Call) -> None:
+        """Look at a call that is answered by itself."""
+        arrays = [*map(np.array, self._planner.host_arrays(call.inputs, call.timeout))]
+        if call.splitter.begin(call.known):
+            beside = replace(call, joins=False, context=None)
+            self._threads.submit(partial(self._answer_whole, beside, arrays))
 
-        After the failure of its pieces the answer alone shows enough; None if there is none.
-        """
-        splitter, runs = call.splitter, _Runs(self._planner, call, self._advise)
-        if call.offer is not None:
-            call.offer(runs.cancel)
-        arrays = self._planner.host_arrays(call.inputs, call.timeout)
+    def _answer_whole(self, call: Call, arrays: Sequence[NDArray[Any]]) -> Arrays:
+        """Answer a call by a whole run, and look at it; its splitter's look has begun."""
+        runs = self._runs(call)
         try:
-            if failure is None:
-                # If it has outgrown a split, there is to be time for its pieces, too.
-                runs.share = 0.5 if call.known.splits else 1.0
-                answer = splitter.answer(call.known, arrays, runs.pieces, runs, runs.in_pieces)
-            else:
-                (answer,) = answers_of(runs, [arrays])
-                splitter.withdraw(f"a piece of a batch fails where the whole runs ({failure})")
+            answer = call.splitter.look(arrays, runs, runs.in_pieces)
         except McinferError:
             if call.cancelled:
                 raise CancelledError from None
-            if failure is None:
-                raise
-            return None
+            raise
+        return self._as_asked(call, answer)
+
+    def _runs(self, call: Call) -> "_Runs":
+        runs = _Runs(self._planner, call)
+        if call.offer is not None:
+            call.offer(runs.cancel)
+        return runs
+
+    def _as_asked(self, call: Call, answer: Arrays) -> Arrays:
+        """The outputs that a call wants, where it wants them."""
         if call.outputs is not None:
             answer = {name: answer[name] for name in call.outputs}
         if call.outputs_on is not None:
@@ -198,95 +206,48 @@ class Learner:
             answer = call.outputs_on.upload(wanted, answer, call.timeout)
         return answer
 
-    def offer(self, call: Call) -> None:
-        """Compare some queued calls, each by itself, with one joined run of all, once they may show it."""
-        most = self._most_joined
-        if not call.joins or call.known.most_joined >= most or call.outputs_on is not None:
-            return
-        if self._verify == "never" or not 0 < sum(call.rows) < most:  # more are never joined
-            return
-        runs = _Runs(self._planner, replace(call), None)
-        arrays = self._planner.host_arrays(call.inputs, call.timeout)
-        offered = call.splitter.offer(call.known, call.weights.number, arrays, most)
-        if offered is not None:
-            learn = call.splitter.learn_from_offers
-            self._threads.submit(partial(learn, call.known, offered, runs))
-
-    def _advise(self, whole: float, in_pieces: float) -> None:
-        """Say that one worker is faster, if a request's pieces took longer than its whole run on one."""
-        workers = self._advised
-        if workers > 1 and in_pieces > whole:
-            self._advised = 0
-            _log.info(
-                "a request took %.3g ms whole on one worker, and %.3g ms in pieces on %d workers: shards=1 "
-                "is faster for single requests of this size",
-                *(1e3 * whole, 1e3 * in_pieces, workers),
-            )
-
 
 class _Runs:
-    """Runs requests whole, for one check of `call`, all at once.
+    """Runs requests whole, for one look at `call`, all at once.
 
-    The first run is the answer to `call` and has its time, or that `share` of it; its duration limits the
-    others, which are not traced, and `advise` gets both. Without `advise`, the call has its answer already,
-    and its time counts from the first run on.
+    The first run is the answer to `call` and has its time; its duration limits the others, which are not
+    traced.
     """
 
-    def __init__(
-        self, planner: Planner, call: Call, advise: Callable[[float, float], None] | None
-    ) -> None:
+    def __init__(self, planner: Planner, call: Call) -> None:
         self._planner = planner
         self._call = call
-        self._advise = advise
         self._first_seconds: float | None = None
         self._futures: list[Future[Arrays]] = []
-        self.pieces = max(2, call.pieces)  # as many as later requests have
-        self.share = 1.0
 
     def __call__(self, requests: Sequence[Sequence[NDArray[Any]]]) -> list[Arrays | McinferError]:
         """Run all at once and wait; a failed run has its error in the place of an answer."""
         began = monotonic()
-        first = self._first_seconds is None
-        is_answer = first and self._advise is not None
-        if first and not is_answer:
-            self._call = replace(self._call, start=began)
-        start, timeout = self._call.start, self._call.timeout
-        if first:
-            timeout *= self.share
-        else:
-            most = _CHECK_SECONDS + _CHECK_FACTOR * (self._first_seconds or 0.0)
-            start, timeout = began, min(max(0.0, start + timeout - began), most)
-        call = replace(
-            self._part(),
-            pieces=1,
-            start=start,
-            timeout=timeout,
-            apart=True,
-            context=self._call.context if is_answer else None,
-            limited=is_answer and self._call.limited,
-        )
+        call = replace(self._part(), pieces=1, apart=True)
+        if self._first_seconds is not None:
+            most = _LOOK_SECONDS + _LOOK_FACTOR * self._first_seconds
+            left = min(max(0.0, call.start + call.timeout - began), most)
+            call = replace(call, start=began, timeout=left, context=None, limited=False)
         try:
             begun = [self._begin(replace(call, inputs=arrays)) for arrays in requests]
             outcomes = [*map(_outcome, begun)]
         finally:
             self._stop()
-        seconds = monotonic() - began
-        if first:
-            self._first_seconds = seconds
-        elif len(requests) > 1 and self._advise is not None:
-            self._advise(self._first_seconds or 0.0, seconds)
+        if self._first_seconds is None:
+            self._first_seconds = monotonic() - began
         return outcomes
 
     def in_pieces(self, known: Known) -> Arrays:
         """Run the request split, in the time that is left; raise the error of a failure."""
-        parts = replace(self._part(), known=known, pieces=self.pieces, limited=False)
+        pieces = max(2, self._call.pieces)
+        parts = replace(self._part(), known=known, pieces=pieces, limited=False)
         outcome = _outcome(self._begin(parts))  # which does not begin what was cancelled
         if isinstance(outcome, McinferError):
             raise outcome
         return outcome
 
     def _part(self) -> Call:
-        """The call as a run of the check: of all rows alike, with all outputs, on the host."""
+        """The call as a run of the look: of all rows alike, with all outputs, on the host."""
         return replace(self._call, balance=None, outputs=None, outputs_on=None, keeps=False)
 
     def _begin(self, call: Call) -> "Future[Arrays] | McinferError":

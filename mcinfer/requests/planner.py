@@ -38,7 +38,7 @@ from mcinfer.protocol import TensorRef, encode_references, part_of_joined
 from mcinfer.requests.forks import forks
 from mcinfer.requests.frames import Frame, IdleFrames, Lease, Plan, Seen, Side, Ticket
 from mcinfer.requests.request import Call, Inputs, OutcomeFuture, Owner, Request
-from mcinfer.requests.splitting import Known, OutgrownError
+from mcinfer.requests.splitting import Known
 from mcinfer.requests.tensors import (
     Arrays,
     Copier,
@@ -201,6 +201,7 @@ class Planner:
         max_rows: int = 1,
         weights: Sequence[TensorSpec] = (),
         remembers: bool = False,
+        ragged: str = "",
     ) -> None:
         self.place = place
         self._queue = queue
@@ -213,6 +214,7 @@ class Planner:
         self._names = tuple(spec.name for spec in model.inputs)
         self._has_strings = any(spec.element_type == STRING for spec in model.inputs)
         self._types = tuple((spec, spec.element_type) for spec in model.inputs)
+        self._is_ragged = bool(ragged)
         self._dtypes = tuple(
             None if spec.element_type == STRING else spec.dtype for spec in model.inputs
         )
@@ -220,6 +222,8 @@ class Planner:
         """By shapes, pieces, the number of what is known of the split, how many outputs are opened, and the
         numbers of inputs that lie elsewhere."""
         self.apart = ""
+        if ragged and max_rows > 1:
+            self._note_apart(f"the size of the result of {ragged} depends on its data")
         self._opened: set[str] = set()
         """Outputs that had another shape than the model declares: they are not laid out before the run."""
 
@@ -258,7 +262,7 @@ class Planner:
         """Queue a call; without `wait`, raise `QueueFullError` where it would wait for room."""
         request = self._begin(call, may_wait=self._queue.may_wait(), wait=wait)
         future = OutcomeFuture(request, self._queue)
-        if call.keeps and len(request.rows) > 1 and call.known.split.checked:
+        if call.keeps and len(request.rows) > 1 and call.known.rescues:
             call.inputs = self.copies(call.inputs, request)
         if not request.settled:  # a batch of no rows is answered already
             self._queue.enter(request, wait=wait)
@@ -295,7 +299,6 @@ class Planner:
             QueueFullError: No shared memory was free in time.
             PredictTimeoutError: What is queued on a card before a tensor that goes through the host took too
                 long.
-            OutgrownError: It would be cut, and has more rows than `known.most_rows`.
         """
         arrays = self.arrays(call.inputs)
         is_elsewhere = on_card = call.outputs_on is not None
@@ -332,7 +335,7 @@ class Planner:
             if call.outputs_on is not None:  # its value is never just a view for NumPy
                 plan = replace(plan, simple_outputs=None)
         join = None
-        if call.joins and known is not None and known.splits and not on_card:
+        if call.joins and known is not None and known.splits and not (on_card or self._is_ragged):
             join = self._join(arrays, plan, call.weights)
         laid = plan
         if plan.seen is None or call.outputs_on is not None:
@@ -495,8 +498,6 @@ class Planner:
         """Lay out a request; `found` inputs lie elsewhere, and have no place in a frame."""
         split = None if known is None else known.split
         cut = sharding.cut_batch(self._model, shapes, pieces, split)
-        if known is not None and len(cut.rows) > 1 and sum(cut.rows) > known.most_rows:
-            raise OutgrownError(f"{sum(cut.rows)} rows")
         inputs = tuple(
             lay_input(spec, shape, part)
             for spec, shape, part in zip(self._model.inputs, shapes, cut.inputs, strict=True)
@@ -626,6 +627,11 @@ class Planner:
 
     # Dynamic batching.
 
+    def _note_apart(self, why: str) -> None:
+        if not self.apart:
+            self.apart = why
+            _log.warning("requests are not joined to one run: %s", why)
+
     def _part(self, cut: sharding.Cut) -> float:
         """How much of the message of a joined run a request takes."""
         inputs, outputs = (
@@ -651,9 +657,7 @@ class Planner:
         if opened:
             why = f"the shape of output {opened[0]!r} is not known before the run"
         if why:
-            if not self.apart:
-                self.apart = why
-                _log.warning("requests are not joined to one run: %s", why)
+            self._note_apart(why)
             return None
         # So that as many as are joined fit one message to a worker.
         rows = max(cut.rows[0], math.ceil(plan.part * self._max_rows))

@@ -71,7 +71,7 @@ class Call:
         balance: Says what each worker is to get of it; None if all are to get the same.
         context: Of the caller, if the request is traced.
         offer: Called before the wait with a function that ends it, which any thread may call.
-        apart: Whether it is a run of a check: whole, and not joined with others.
+        apart: Whether it is a run of a look: whole, and not joined with others.
         limited: Whether there must be a place in the queue for it; not for a part of an accepted request.
         keeps: Whether its inputs may be needed again after its pieces.
         rows: Rows of each shard, once it is cut.

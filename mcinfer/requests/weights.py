@@ -32,12 +32,10 @@ class WeightVersion:
     """All replaced weights at one moment, by name; version 0 is the model's own weights.
 
     `message` is its UPDATE_WEIGHTS, which names the lowest version, `oldest`, that requests could still run
-    with when this one was made. `rechecks` says how often a split is checked again by then: after 1, 2, 4, 8
-    … updates.
+    with when this one was made.
     """
 
     number: int
-    rechecks: int = 0
     oldest: int = 0
     message: bytes = b""
     tensors: Mapping[str, TensorRef] = field(default_factory=dict)
@@ -108,7 +106,6 @@ class WeightStore:
             ) from exc
         version = WeightVersion(
             number=number,
-            rechecks=number.bit_length(),
             oldest=oldest,
             message=data,
             tensors=tensors,
@@ -123,7 +120,7 @@ class WeightStore:
         """Free the memory of replaced weights."""
         # Not under the lock: a signal's handler, or a finalizer, may come while its own thread holds it.
         now = self.current
-        self.current = WeightVersion(number=now.number, rechecks=now.rechecks)
+        self.current = WeightVersion(number=now.number)
 
 
 def check_weights(

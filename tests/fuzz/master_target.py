@@ -6,7 +6,6 @@ where its reply says, which other code here reads again.
 """
 
 import logging
-import math
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -81,10 +80,11 @@ _SPLIT = Known(
     split=Split(inputs={"x": 0}, outputs={"y": 0}, known="said"),
     settled=True,
     splits=True,
+    rescues=False,
     open=False,
-    most_rows=math.inf,
-    most_joined=math.inf,
-    rechecks=0,
+    looks=0,
+    guess=None,
+    updated=False,
     number=1,
 )
 """How requests of the model with known outputs are cut in two."""

@@ -26,7 +26,6 @@ from mcinfer import (
     RequestTrace,
     Split,
 )
-from mcinfer.machine import whole_cpus
 from tests.process.models import AFFINE, FakeModel, OnnxModel, rows
 from tests.process.scripts import ROOT, run_documented
 from tests.process.waiting import pids, wait_until
@@ -110,13 +109,14 @@ def test_split_is_learned_from_the_first_request_and_recorded_for_the_next_maste
             assert_equal(master.predict(silero(count, count)), alone(path, silero(count, count)))
         # One request is one trace, also the first, of which pieces were compared with the whole.
         wait_until(lambda: len(traces) == 3)
-        assert [len(trace.shards) for trace in traces] == [1, 2, 2]
+        # Nothing but their sizes says that both inputs are cut together, so a second size shows it.
+        assert [len(trace.shards) for trace in traces] == [1, 1, 2]
         learned = Split(
             inputs={"input": 0, "state": 1},
             outputs={"output": 0, "stateN": 1},
             known="learned",
             checked=True,
-            rows=4,
+            rows=5,
             difference=master.split.difference,
         )
         assert master.split == learned
@@ -134,27 +134,111 @@ def test_split_is_learned_from_the_first_request_and_recorded_for_the_next_maste
 
 # Rows that depend on each other.
 
-NEEDS_TWO_ROWS = onnx("""(float[batch, 4] x) => (float[batch, 4] y)
-<int64[1] two = {2}, int64[1] zero = {0}, float none = {0.0}> {
-    most, at = TopK <axis = 0> (x, two)
+NEEDS_ROWS = onnx("""(float[batch, 4] x) => (float[batch, 4] y)
+<int64[1] zero = {0}, int64[1] one = {1}, float none = {0.0}> {
+    first = Slice(x, zero, one, one)
+    need = ReduceMax <axes = [0], keepdims = 0> (first)
+    count = Cast <to = 7> (need)
+    most, at = TopK <axis = 0> (x, count)
     some = ReduceSum <keepdims = 0> (most)
     nothing = Mul(some, none)
     y = Add(x, nothing)
 }""")
-"""Which the pieces of a first request of four rows do not show."""
+"""Fails with fewer rows than the first element of a row says."""
+
+
+def needing(need: int, count: int) -> dict[str, NDArray[np.float32]]:
+    x = random((count, 4), need)
+    x[:, 0] = need
+    return {"x": x}
 
 
 def test_piece_that_fails_where_the_whole_runs_is_answered_by_the_whole(
     onnx_model: OnnxModel, warnings: Callable[[], list[str]]
 ) -> None:
-    with Master(onnx_model(NEEDS_TWO_ROWS), 2) as master:
-        for count in (4, 2):
-            assert_equal(master.predict(rows(count)), {"y": rows(count)["x"]})
-        answer = asyncio.run(master.predict_async(rows(4)))
-        assert_equal(answer, {"y": rows(4)["x"]})
-        assert not master.split.splits
+    path = onnx_model(NEEDS_ROWS)
+    with Master(path, 2) as master:
+        for need in (1, 3):
+            assert_equal(master.predict(needing(need, 4)), {"y": needing(need, 4)["x"]})
+            assert master.split.splits == (need == 1)
+        answer = asyncio.run(master.predict_async(needing(3, 4)))
+        assert_equal(answer, {"y": needing(3, 4)["x"]})
     assert len(warnings()) == 1
-    assert "a piece of a batch fails where the whole runs" in warnings()[0]
+    assert "the pieces of a batch fail where the whole runs" in warnings()[0]
+    with Master(path, 2) as master:  # the record is gone
+        assert master.split.known == "declared"
+
+
+HITS = onnx("""(float[batch, 6] image) => (float[SIZE] scores) <float ten = {10.0}> {
+    hit = Greater(image, ten)
+    where = NonZero(hit)
+    indices = Transpose <perm = [1, 0]> (where)
+    scores = GatherND(image, indices)
+}""")
+"""As many scores as the data have hits."""
+
+
+def images(*hits: int) -> dict[str, NDArray[np.float32]]:
+    """For each row, so many hits of their own numbers."""
+    image = np.zeros((len(hits), 6), np.float32)
+    for row, count in enumerate(hits):
+        image[row, :count] = 20 + 10 * row + np.arange(count)
+    return {"image": image}
+
+
+@pytest.mark.parametrize("size", ["batch", "hits", "?"])
+def test_rows_of_a_detector_go_to_the_caller_that_they_are_of(
+    onnx_model: OnnxModel, warnings: Callable[[], list[str]], size: str
+) -> None:
+    path = onnx_model(HITS.replace("SIZE", size))
+    with Master(path, 1, max_batch_size=8, max_delay=0.05) as master:
+        for _ in range(3):
+            for future in [master.submit(images(1)) for _ in range(8)]:
+                assert len(future.result()["scores"]) == 1
+        master.predict(images(1, 1, 1, 1))
+        for _ in range(5):
+            two, none = master.submit(images(2)), master.submit(images(0))
+            assert [*two.result()["scores"]] == [20, 21]
+            assert len(none.result()["scores"]) == 0
+    apart = [text for text in warnings() if "not joined" in text]
+    assert len(apart) == 1
+    assert "NonZero" in apart[0]
+
+
+@pytest.mark.parametrize("size", ["batch", "hits", "?"])
+def test_counts_that_were_one_for_each_row_once_are_not_expected_again(
+    onnx_model: OnnxModel, size: str
+) -> None:
+    path = onnx_model(HITS.replace("SIZE", size))
+    with Master(path, 2) as master:
+        for hits in ([1] * 8, [3, 1, 1, 0, 2, 0, 0, 1], [1] * 4):
+            assert_equal(master.predict(images(*hits)), alone(path, images(*hits)))
+
+
+def test_first_request_of_one_row_shows_how_later_ones_split(onnx_model: OnnxModel) -> None:
+    with Master(onnx_model(AFFINE), 2) as master:
+        master.predict(rows(1))
+        assert master.split.splits
+        assert is_split(master, rows(4))
+
+
+def test_first_of_many_small_requests_shows_that_they_may_be_joined(onnx_model: OnnxModel) -> None:
+    with Master(onnx_model(AFFINE), 1, max_batch_size=8, max_delay=0.01) as master:
+        assert_equal(master.submit(rows(1)).result(), {"y": rows(1)["x"] * 2 + 1})
+        wait_until(lambda: master.split.settled)
+        assert master.split.splits
+        before = sum(runs(master))
+        futures = [master.submit(rows(1, first)) for first in range(8)]
+        for first, future in enumerate(futures):
+            assert_equal(future.result(), {"y": rows(1, first)["x"] * 2 + 1})
+        assert sum(runs(master)) < before + 8
+
+
+def test_warm_up_of_one_row_joins_none_of_its_runs(onnx_model: OnnxModel) -> None:
+    with Master(onnx_model(AFFINE), 2, max_batch_size=8, max_delay=60.0) as master:
+        master.warm_up(rows(1), timeout=50.0)
+        assert min(runs(master)) > 0
+        assert master.split.splits
 
 
 # What the caller does with its arrays meanwhile.
@@ -164,16 +248,16 @@ def test_arrays_that_change_after_the_first_wait_are_not_read_again(onnx_model: 
     """Pieces fail, so the request runs as a whole, from the inputs as they came."""
 
     async def ask(master: Master) -> Arrays:
-        inputs = rows(2)
+        inputs = needing(3, 4)
         task = asyncio.create_task(master.predict_async(inputs))
         await asyncio.sleep(0)  # until its first wait
         inputs["x"][:] = -1
         return await task
 
-    with Master(onnx_model(NEEDS_TWO_ROWS), 2) as master:
-        master.predict(rows(4))
+    with Master(onnx_model(NEEDS_ROWS), 2) as master:
+        master.predict(needing(1, 4))
         assert master.split.splits
-        assert_equal(asyncio.run(ask(master)), {"y": rows(2)["x"]})
+        assert_equal(asyncio.run(ask(master)), {"y": needing(3, 4)["x"]})
         assert not master.split.splits
 
 
@@ -301,32 +385,3 @@ def test_program_of_the_documentation_prints_what_it_says(
     said = [line.removeprefix("    ") for line in rest.strip("\n").split("\n\n")[0].splitlines()]
     onnx_model(AFFINE).rename(tmp_path / "model.onnx")
     assert run_documented(program, tmp_path).splitlines() == said
-
-
-@pytest.mark.skipif(whole_cpus() < 2, reason="a pool has one worker by default")
-@pytest.mark.parametrize(
-    ("devices", "seconds", "said"),
-    [
-        # The second piece comes while the first one runs, so it goes to the slow worker.
-        (None, (0.05, 0.3), 1),
-        (2, (0.05, 0.3), 0),  # as many as the user wants
-        (None, (0.2, 0.0), 0),  # pieces are faster
-    ],
-)
-def test_pool_that_splits_at_a_loss_says_once_that_one_worker_is_faster(
-    devices: int | None,
-    seconds: tuple[float, float],
-    said: int,
-    fake_model: FakeModel,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for index, each in enumerate(seconds):  # of a row, on each worker
-        (tmp_path / f"seconds{index}").write_text(str(each))
-    caplog.set_level(logging.INFO, "mcinfer.master")
-    model = fake_model(row_seconds=str(tmp_path / "seconds"))
-    with Master(model, devices, engine="fake") as master:
-        # The first request runs whole on the first worker. One of four times its rows is compared again.
-        for count in (2, 8):
-            master.predict(rows(count))
-    assert len([r for r in caplog.records if "shards=1 is faster" in r.getMessage()]) == said
