@@ -32,7 +32,7 @@ class Concurrent(RunningWay):
         ).start()
         # The split of the first request and all later ones.
         self._split = self._master.split
-        if self._split.splits and not self._split.checked and not setup.fixed_batch:
+        if self._split.splits and not self._split.settled and not setup.fixed_batch:
             why = setup.split.reason or "what was learned of the model is not recorded"
             reason = f"no request has shown yet that it may be ({why})"
             self._split = replace(self._split, reason=reason)

@@ -33,9 +33,9 @@ pytestmark = pytest.mark.timeout(60)
 ONE = Load(batch=2, clients=1)
 RANDOM = InputOptions(files={}, archive=None, dims={})
 
-UNNAMED = """
+NAMED = """
 <ir_version: 8, opset_import: ["": 17]>
-unnamed (float[?, 4] x, int64[?] ids) => (float[?, 4] y) <int64[1] one = {1}> {
+named (float[n, 4] x, int64[n] ids) => (float[n, 4] y) <int64[1] one = {1}> {
     numbers = Cast <to: int = 1> (ids)
     column = Unsqueeze(numbers, one)
     y = Add(x, column)
@@ -240,7 +240,7 @@ def test_fixed_batch_is_measured_in_pieces_if_the_axes_are_given(onnx_model: Onn
 
 
 def test_requests_of_equal_rows_are_split_and_joined(onnx_model: OnnxModel) -> None:
-    model = onnx_model(UNNAMED)
+    model = onnx_model(NAMED)
     with Master(model, 1) as master:
         _, split = look_at(master, [4], RANDOM, {}, {})
     setup = Setup(

@@ -141,8 +141,8 @@ def test_higher_priority_goes_first(fake_model: FakeModel) -> None:
     assert order.index(1) < 3  # after the run in progress, and the one that waits at the worker
 
 
-def test_requests_are_joined_once_two_have_shown_that_it_is_right(onnx_model: OnnxModel) -> None:
-    path = onnx_model(text_of("(float[?, 4] x) => (float[?, 4] y) { y = Relu(x) }"))
+def test_requests_are_joined_once_the_split_is_known(onnx_model: OnnxModel) -> None:
+    path = onnx_model(text_of("(float[n, 4] x) => (float[n, 4] y) { y = Relu(x) }"))
     with Master(path, INLINE, max_batch_size=8, max_delay=0.05) as joining:
 
         def ask(count: int) -> None:

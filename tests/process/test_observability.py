@@ -110,7 +110,7 @@ def test_spans_of_a_pool_are_below_their_callers(fake_model: FakeModel) -> None:
 
 
 PRINTED = (
-    r"102 requests, 99 % within \S+ ms\ncpu:0: ready, .* in \d+ runs\ncpu:1: ready, .*",
+    r"103 requests, 99 % within \S+ ms\ncpu:0: ready, .* in \d+ runs\ncpu:1: ready, .*",
     "",
     r"request 0 succeeded: .*(\n  cpu:[01]: \d rows, waited .*){1,2}",
     r'(?s)(?=.*"name": "example").*"name": "mcinfer\.run".*"name": "mcinfer\.request".*',
