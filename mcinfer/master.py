@@ -52,7 +52,7 @@ from mcinfer.errors import (
     say_once,
 )
 from mcinfer.machine import cores_near, usable_memory, whole_cpus
-from mcinfer.private import IN_MEMORY, ModelInMemory
+from mcinfer.private import IN_MEMORY, ModelInMemory, fill_streams
 from mcinfer.protocol import Build, TensorFields, encode
 from mcinfer.requests.learning import Learner
 from mcinfer.requests.planner import HostPlace, Planner, cards
@@ -168,6 +168,10 @@ class Master:
             )
         self._timeouts = timeouts
         self._limits = limits
+        try:
+            fill_streams()
+        except OSError as exc:  # no descriptor is left
+            raise BuildError(f"no pool can be opened: {exc}") from exc
         self._given = b""
         self._in_memory: ModelInMemory | None = None
         self._path = self._path_of(model)

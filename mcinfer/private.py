@@ -7,6 +7,7 @@
     PrivateFolder()          a new folder of this process's, where no other user can replace it
     take_lock(path)          a locked file, which is still the one at that path
     ModelInMemory(content)   no folder at all: a sealed memfd that children inherit
+    new_memory(name, size)   a memfd, which is never a standard stream (`fill_streams`)
 
 Links are followed one by one, from the root on, and each folder is opened in one that was looked at. From
 then on the folder is used through its descriptor (``/proc/self/fd/N``), so that no other takes its place.
@@ -22,6 +23,7 @@ import math
 import os
 import pwd
 import re
+import resource
 import stat
 import time
 import weakref
@@ -40,6 +42,55 @@ _MAX_LINKS = 40  # as many as the kernel follows in one path (path_resolution(7)
 
 BY_DESCRIPTOR = re.compile(r"/proc/self/fd/(\d+)")
 """A path of this process's by a descriptor."""
+
+
+def fill_streams() -> None:
+    """Open ``/dev/null`` where a standard stream is closed, so that no other file gets its number.
+
+    A daemon, or ``program <&- >&- 2>&-``, has such streams. What C libraries print would go into the file
+    that has the number, and a child that gets streams of its own would lose the file. Call it before this
+    process gets descriptors that stay, or that it passes on; ZeroMQ and the runtimes open some themselves.
+
+    Raises:
+        OSError: No descriptor is left.
+    """
+    with suppress(OSError):
+        for stream in range(3):
+            os.fstat(stream)
+        return
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # the lowest that is free
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def new_memory(name: str, size: int = 0) -> int:
+    """The descriptor of a new memfd of `size` bytes, which can be sealed; the caller closes it.
+
+    Raises:
+        OSError: No descriptor is left, or the size is more than this process's files may have.
+    """
+    fill_streams()
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with naming_limit():
+            os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextmanager
+def naming_limit() -> Iterator[None]:
+    """Have an error about a file's size name the limit of this process, which counts for memfds, too."""
+    try:
+        yield
+    except OSError as exc:
+        most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if exc.errno != errno.EFBIG or most == resource.RLIM_INFINITY:
+            raise
+        limit = f"the limit of a file is {most} bytes (ulimit -f, RLIMIT_FSIZE)"
+        raise OSError(exc.errno, f"{exc.strerror}: {limit}", exc.filename) from exc
 
 
 class OthersError(PermissionError):
@@ -104,6 +155,7 @@ def _walk(
     """The descriptor of a folder; or, of an `entry`, that of the folder which has it, and its name."""
     if guarded and not _is_own_user_known():
         raise OthersError("this user has no number in its user namespace, as others have none")
+    fill_streams()
     rest, links = [*reversed(path.parts)], 0
     fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -390,11 +442,7 @@ class ModelInMemory:
 
     def __init__(self, content: bytes | None = None) -> None:
         """Without `content`, `write` is to follow."""
-        low = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:  # children have streams of their own at 0 to 2, which a daemon may have closed
-            self._fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3)
-        finally:
-            os.close(low)
+        self._fd = new_memory("mcinfer-model")
         self.path = str(path_of(self._fd))
         self.close = weakref.finalize(self, os.close, self._fd)
         self.close.atexit = False
@@ -403,7 +451,7 @@ class ModelInMemory:
 
     def write(self, parts: Iterable[bytes | memoryview]) -> None:
         """Write what the file is to hold; nothing can change it from then on."""
-        with open(self._fd, "wb", closefd=False) as file:
+        with naming_limit(), open(self._fd, "wb", closefd=False) as file:
             file.writelines(parts)
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)

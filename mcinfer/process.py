@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from mcinfer.private import new_memory
+
 # Starting a module of this package as a process, which gets its import path over its own channel.
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parent.parent)
@@ -211,9 +213,8 @@ class StackReport:
     """The master's side: a sealed memfd of fixed size. Each side closes its own descriptor."""
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("mcinfer-stacks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = new_memory("mcinfer-stacks", _BYTES)
         try:
-            os.ftruncate(self.fd, _BYTES)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except OSError:
             os.close(self.fd)

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from types import FrameType
 
 from mcinfer.errors import McinferError, MissingDependencyError, printable
+from mcinfer.private import fill_streams, naming_limit
 from mcinfer.process import LOG_FORMAT
 
 _INTERRUPTED = 128 + signal.SIGINT
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _status(arguments: Sequence[str] | None, came: list[int]) -> int:
     try:
-        with _prefixed_log(), _signals_as_interrupts(came):
+        with _prefixed_log(), _signals_as_interrupts(came), naming_limit():
             if find_spec("typer") is None:
                 raise MissingDependencyError(
                     "the command line needs the package typer: pip install 'mcinfer[cli]'"
@@ -84,11 +85,7 @@ def _open_streams() -> None:
 
     Standard output writes any name, whatever its encoding is.
     """
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:  # the next that is opened is the lowest that is free
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    fill_streams()
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -58,7 +58,7 @@ from mcinfer.model_cache.cache import (
 from mcinfer.model_cache.children import ChildFailedError, Progress, run_child
 from mcinfer.model_cache.keys import ModelContent, read_content
 from mcinfer.model_cache.onnx_files import check_regular
-from mcinfer.private import in_words, inherited
+from mcinfer.private import in_words, inherited, naming_limit
 
 _MAX_GROWTH = 4
 _MAX_ADDED_BYTES = 1 << 30
@@ -468,10 +468,11 @@ def _check_space(folder: Path, size: int) -> None:
 
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
-            os.posix_fallocate(file.fileno(), 0, size)
+            with naming_limit():
+                os.posix_fallocate(file.fileno(), 0, size)
         except OSError as exc:
             raise ChildFailedError(
-                f"no space is left in {os.path.realpath(folder.parent)}: {exc}"
+                f"there is no room in {os.path.realpath(folder.parent)}: {exc}"
             ) from exc
 
 

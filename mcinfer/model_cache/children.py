@@ -21,6 +21,7 @@ from time import monotonic
 from typing import Any
 
 from mcinfer.errors import BuildError, McinferError, raised_by_handler, shortened
+from mcinfer.private import fill_streams
 from mcinfer.process import (
     ORPHANED,
     command,
@@ -79,6 +80,7 @@ def run_child(
     if not isinstance(function, str):
         function = f"{function.__module__}:{function.__qualname__}"
     task = {"function": function, "arguments": arguments, "parent": os.getpid()}
+    fill_streams()
     ours, theirs = socket.socketpair()
     with ours:
         try:

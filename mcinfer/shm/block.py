@@ -17,6 +17,7 @@ import os
 
 from mcinfer.config import Device
 from mcinfer.errors import ProtocolError
+from mcinfer.private import new_memory
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -50,9 +51,8 @@ class Block:
     @classmethod
     def create(cls, number: int, size: int) -> "Block":
         """Make a new block of zeros; pages take memory only once they are touched."""
-        fd = os.memfd_create("mcinfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = new_memory("mcinfer", size)
         try:
-            os.ftruncate(fd, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError:
             os.close(fd)

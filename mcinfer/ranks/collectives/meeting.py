@@ -34,7 +34,13 @@ from mcinfer.errors import (
     RankDiedError,
     shortened,
 )
-from mcinfer.private import open_private, opened_folder, take_lock, temporary_places
+from mcinfer.private import (
+    fill_streams,
+    open_private,
+    opened_folder,
+    take_lock,
+    temporary_places,
+)
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, ENDS
 from mcinfer.ranks.collectives.shm import Shared, ShmGroup, inherit
 from mcinfer.shm.descriptors import close_all, peer_credentials, send, take_packet
@@ -66,6 +72,7 @@ def join(key: str, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) ->
     """Make ranks that were started apart a group; see `mcinfer.ranks.collectives.join`."""
     if size > MAX_RANKS:
         raise InvalidInputError(f"size: got {size}, expected at most {MAX_RANKS} ranks")
+    fill_streams()
     deadline = _Deadline(timeout)
     if size == 1:
         return _share([], size, timeout)

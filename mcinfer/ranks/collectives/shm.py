@@ -50,6 +50,7 @@ from numpy.typing import DTypeLike, NDArray
 from mcinfer.checks import check_seconds
 from mcinfer.config import MAX_RANKS
 from mcinfer.errors import InvalidInputError, RankDiedError, shortened
+from mcinfer.private import new_memory
 from mcinfer.process import how_it_ended
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Collective, Group, closing, end_error
 from mcinfer.ranks.collectives.operations import Signature, cell_of, difference, text_in
@@ -105,7 +106,7 @@ class Shared:
 
 def _new_memory() -> int:
     """A sparse memfd: its size takes no memory, though it counts against the limit for files."""
-    memory = os.memfd_create("mcinfer-group", os.MFD_CLOEXEC)
+    memory = new_memory("mcinfer-group")
     try:
         with _ENLARGING:  # the limit is the whole process's
             soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -32,7 +32,7 @@ from mcinfer.errors import BuildError, InvalidInputError, ModelNotFoundError, re
 from mcinfer.machine import usable_memory
 from mcinfer.model_cache.children import ChildFailedError, Progress, run_child
 from mcinfer.model_cache.onnx_files import scan
-from mcinfer.private import OthersError, in_words, inherited, opened_place
+from mcinfer.private import OthersError, in_words, inherited, naming_limit, opened_place
 
 with requires("cutting a model needs the package onnx: pip install 'mcinfer[onnx]'", "onnx"):
     from onnx import ModelProto
@@ -183,7 +183,10 @@ def slice_model(
         try:
             draft.mkdir()
             tick({"phase": "slicing"})
-            report = write_slices(model, draft, tensor=tensor, pipeline=pipeline, segments=segments)
+            with naming_limit():
+                report = write_slices(
+                    model, draft, tensor=tensor, pipeline=pipeline, segments=segments
+                )
             if check and report.check is _UNCHECKED:
                 tick({"phase": "checking"})
                 report = replace(report, check=_checked(Path(model), draft, report, tick))

@@ -1,0 +1,63 @@
+"""Programs whose surroundings are unusual: closed streams, tight limits, folders that nobody can write to."""
+
+import sys
+from pathlib import Path
+
+from tests.process.models import AFFINE, FakeModel, OnnxModel
+from tests.process.scripts import PREAMBLE, Program, run
+
+# Closed standard streams, which daemons have.
+
+UNSTREAMED = """
+import logging
+from mcinfer.ort import InferenceSession
+
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.basicConfig(level=logging.INFO, handlers=[handler])
+options = mcinfer.EngineOptions(prepare="always")
+session = InferenceSession(sys.argv[1], options=options)
+with mcinfer.Master(sys.argv[1], 2, options=options) as master:
+    said += [f"sum {answer.sum()}" for answer in (session.run(None, X)[0], master.predict(X)["y"])]
+    said += [os.readlink(f"/proc/self/fd/{stream}") for stream in range(3)]
+with open(sys.argv[2], "w") as file:
+    file.write("\\n".join(said))
+"""
+
+
+def test_program_without_standard_streams_prepares_and_shares_and_none_of_its_files_is_one(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    closed = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable)
+    result, env = tmp_path / "said", {"MCINFER_CACHE": str(tmp_path / "cache")}
+    program = Program(PREAMBLE + UNSTREAMED, onnx_model(AFFINE), result, env=env, command=closed)
+    with program:
+        assert program.wait().status == 0
+    said = result.read_text(encoding="utf-8").splitlines()
+    assert any("its weights are those of the entry" in line for line in said), said
+    assert said.count("sum 48.0") == 2
+    assert said.count("/dev/null") == 3
+
+
+# Limits of the process.
+
+SMALL_FILES = """
+import resource
+for most in (100 << 10, 1 << 20):
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
+            master.predict({"x": np.ones((1 << 17, 4), np.float32)})
+    except mcinfer.McinferError as exc:
+        say(type(exc).__name__, exc)
+"""
+
+
+def test_limit_on_the_size_of_files_is_named(fake_model: FakeModel) -> None:
+    started, predicted = run(SMALL_FILES, fake_model()).out.splitlines()
+    assert "BuildError" in started
+    assert "102400 bytes (ulimit -f, RLIMIT_FSIZE)" in started
+    assert "PredictError" in predicted
+    assert "1048576 bytes (ulimit -f, RLIMIT_FSIZE)" in predicted
