@@ -3,10 +3,13 @@
 Functions that read files take the root folder, which tests replace.
 """
 
+import errno
 import os
 import re
+import resource
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +19,8 @@ from mcinfer.errors import spans
 _ROOT = Path("/")
 
 _GPU_FIELDS = "index,uuid,pci.bus_id,driver_version,compute_mode,memory.total,memory.free,name"
+
+_EXCEEDS_LIMITS = 1 << 24 | 1 << 21  # CAP_SYS_RESOURCE and CAP_SYS_ADMIN (capabilities(7))
 
 _PLACING_SECONDS = 5.0  # to wait for the driver where a pool would do without it
 
@@ -85,6 +90,42 @@ def task_limit(root: Path = _ROOT) -> tuple[int, int] | None:
     pairs = [[_read(folder / name) for name in names] for folder in folders]
     limits = [(int(a), int(b)) for a, b in pairs if a.isdecimal() and b.isdecimal()]
     return min(limits, key=lambda limit: limit[0] - limit[1], default=None)
+
+
+def user_task_limit(root: Path = _ROOT) -> tuple[int, int] | None:
+    """Limit and number of threads of this user (RLIMIT_NPROC), or None if it is not limited.
+
+    The kernel counts the threads of all processes of the real user, and lets root exceed the limit, as well
+    as who may change such limits (getrlimit(2)).
+    """
+    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    match = re.search(r"^CapEff:\s*(\w+)", _read(root / "proc/self/status"), re.MULTILINE)
+    exempt = match is not None and int(match[1], 16) & _EXCEEDS_LIMITS
+    if most == resource.RLIM_INFINITY or os.getuid() == 0 or exempt:
+        return None
+    running = 0
+    for process in (root / "proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if process.stat().st_uid == os.getuid():
+                running += (process / "task").stat().st_nlink - 2  # a folder has one for each in it
+    return most, running
+
+
+def check_tasks(count: int, root: Path = _ROOT) -> None:
+    """Raise `OSError` unless so many threads, or processes, can be started; it names the limit.
+
+    Limits of control groups above a container's own are not seen from inside.
+    """
+    for name, limit in (
+        ("pids.max of this container (control group)", task_limit(root)),
+        ("ulimit -u (RLIMIT_NPROC) of this user", user_task_limit(root)),
+    ):
+        if limit is not None and count > limit[0] - limit[1]:
+            most, running = limit
+            raise OSError(
+                errno.EAGAIN,
+                f"{count} threads are needed and {max(0, most - running)} are left: {name} is {most}",
+            )
 
 
 def _groups(controller: str, root: Path) -> list[Path]:

@@ -257,18 +257,13 @@ def look_at_platform() -> Iterator[Finding]:
 
 def look_at_limits(workers: int, cpus: int) -> Iterator[Finding]:
     """The open files of a process, and the threads of this user and of the container."""
-    import psutil
-
     from mcinfer.runtime.connections import DESCRIPTORS_TO_OPEN
     from mcinfer.runtime.worker_process import WorkerProcess
 
     pool, no_limit = counted(workers, "worker"), resource.RLIM_INFINITY
     users, used = (no_limit, no_limit), 0
-    if os.geteuid() != 0:  # the limit of a user does not bind root (getrlimit(2))
-        users = resource.getrlimit(resource.RLIMIT_NPROC)
-        for process in psutil.process_iter(["uids", "num_threads"]):
-            mine = process.info["uids"] and process.info["uids"].real == os.getuid()
-            used += process.info["num_threads"] or 0 if mine else 0
+    if own := machine.user_task_limit():
+        users, used = resource.getrlimit(resource.RLIMIT_NPROC), own[1]
     most, running = machine.task_limit() or (no_limit, 0)
     tasks = _TASKS_OF_A_MASTER + _TASKS_OF_A_WORKER * workers + cpus
     yield judge_limit(

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from time import monotonic
 from typing import TypeVar
 
-from mcinfer.errors import McinferError, QueueFullError, raised_by_handler
+from mcinfer.errors import McinferError, PredictError, QueueFullError, raised_by_handler
 
 _MAX_THREADS = 8  # calls beyond these wait for a thread, first come first served
 
@@ -32,7 +32,11 @@ class WaitingThreads:
         self._pid = os.getpid()
 
     def submit(self, call: Callable[[], _T]) -> "Future[_T]":
-        """Make this call in a thread, after `close` in this one; return a future of its result or error."""
+        """Make this call in a thread, after `close` in this one; return a future of its result or error.
+
+        Raises:
+            PredictError: No thread can be started.
+        """
         future: Future[_T] = Future()
 
         def run() -> None:
@@ -50,7 +54,10 @@ class WaitingThreads:
             if not closed:
                 if len(self._threads) < _MAX_THREADS:
                     thread = threading.Thread(target=self._run, name="mcinfer-wait", daemon=True)
-                    thread.start()
+                    try:
+                        thread.start()
+                    except RuntimeError as exc:
+                        raise PredictError(f"no thread to wait in can be had: {exc}") from exc
                     self._threads.append(thread)
                 self._calls.append(run)
         if closed:

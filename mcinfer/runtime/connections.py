@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from mcinfer.config import Limits
 from mcinfer.errors import ProtocolError
-from mcinfer.machine import usable_memory
+from mcinfer.machine import check_tasks, usable_memory
 from mcinfer.private import inherited, model_name
 from mcinfer.process import Inherited
 from mcinfer.protocol import (
@@ -45,6 +45,7 @@ _STANDINGS = {
 
 
 DESCRIPTORS_TO_OPEN = 24  # free descriptors of this process that a pool needs for itself
+_TASKS_TO_OPEN = 6  # threads of a pool itself: the loop's, of calls, of output (2), ZeroMQ's (2)
 
 
 class Connections:
@@ -78,9 +79,10 @@ class Connections:
         Raises:
             OSError: The system has no descriptor, thread or folder left; nothing stays open.
         """
-        _check_descriptors(
-            DESCRIPTORS_TO_OPEN + self._worker.descriptors * sum(map(len, self._builds))
-        )
+        processes = sum(map(len, self._builds))
+        _check_descriptors(DESCRIPTORS_TO_OPEN + self._worker.descriptors * processes)
+        # libzmq ends the process if it cannot start a thread (src/thread.cpp).
+        check_tasks(_TASKS_TO_OPEN + self._worker.tasks * processes)
         with ExitStack() as opened:
             self.transport = MasterTransport()
             opened.callback(self.transport.close)
@@ -110,6 +112,7 @@ class Connections:
         builds = self._builds[index]
         between = len(builds) * (len(builds) - 1)  # what the ranks share, until all are started
         _check_descriptors(self._worker.descriptors * len(builds) + between)
+        check_tasks(self._worker.tasks * len(builds))
         with ExitStack() as opened, ExitStack() as passed:
             groups: list[list[int]] = [[]]
             if len(builds) > 1:

@@ -53,9 +53,12 @@ class WorkerProcess:
         slab: The weights on its card that it has made for others; closed with it.
         descriptors: Free descriptors of this process for its start. More of them are free again after it than
             the connection needs, for which libzmq must find one, or it ends the process.
+        tasks: Threads that it has before a model is loaded: the main one, those of the watch over the master
+            and of CANCEL, and ZeroMQ's two.
     """
 
     descriptors: ClassVar[int] = 14
+    tasks: ClassVar[int] = 5
     pid: int
     pidfd: int
 

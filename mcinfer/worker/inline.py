@@ -32,6 +32,7 @@ class InlineWorker(WorkerProcess):
     """As a worker's process; `pid` is this process's, and `pidfd` is readable once the thread has ended."""
 
     descriptors = WorkerProcess.descriptors + 24  # both ends of all channels, and a ZeroMQ context
+    tasks = 4  # it does not watch over its own process
 
     def _launch(self, given: Sequence[int], output: OutputForwarder, inherited: Inherited) -> None:
         del output, inherited  # the thread has this process's

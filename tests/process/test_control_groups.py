@@ -13,7 +13,7 @@ import pytest
 
 from mcinfer.machine import format_core_list
 from tests.process.models import AFFINE, FakeModel, OnnxModel
-from tests.process.scripts import PREAMBLE
+from tests.process.scripts import PREAMBLE, run
 from tests.process.waiting import wait_until
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -149,3 +149,35 @@ def test_workers_have_all_cores_and_the_threads_of_the_quota(
     assert told[0] == f"{len(CORES)} usable cores: {listed}; by default 1 worker"
     assert "  CPU quota: 1.5 CPUs, 1 thread at a time" in told
     assert told[-1] == f"worker 0: cpu:0, cores {listed}, 1 thread"
+
+
+# Threads.
+
+FEW_THREADS = """
+from pathlib import Path
+group = Path(sys.argv[2])
+(group / "cgroup.procs").write_text(str(os.getpid()))
+for most in range(1, 200):
+    (group / "pids.max").write_text(str(most))
+    try:
+        with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
+            say(master.predict(X)["y"].sum())
+        break
+    except mcinfer.BuildError as exc:
+        say(exc)
+"""
+
+
+def check_limits_threads(group: Path) -> None:
+    if not (group / "pids.max").exists():
+        raise FileNotFoundError(f"{group} takes no limit")
+
+
+def test_limit_on_threads_is_named_until_it_lets_the_pool_serve(fake_model: FakeModel) -> None:
+    with limited_group("pids", check_limits_threads) as group:
+        ended = run(FEW_THREADS, fake_model(), group)
+    *refusals, answer = ended.out.splitlines()
+    assert (ended.status, answer) == (0, "48.0"), ended
+    assert len(refusals) >= 16  # six threads of the pool, and five for each worker
+    for line in refusals:
+        assert "pids.max of this container (control group) is" in line

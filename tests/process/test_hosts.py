@@ -61,3 +61,29 @@ def test_limit_on_the_size_of_files_is_named(fake_model: FakeModel) -> None:
     assert "102400 bytes (ulimit -f, RLIMIT_FSIZE)" in started
     assert "PredictError" in predicted
     assert "1048576 bytes (ulimit -f, RLIMIT_FSIZE)" in predicted
+
+
+FEW_THREADS = """
+import resource
+mcinfer.Master
+if os.getuid() == 0:  # whom the limit does not bind
+    os.setgroups([])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+_, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
+for devices in (2, "inline"):
+    try:
+        mcinfer.Master(b"never opened", devices).start()
+    except mcinfer.BuildError as exc:
+        say(exc)
+"""
+
+
+def test_limit_on_the_threads_of_a_user_is_named_before_one_is_started() -> None:
+    ended = run(FEW_THREADS)
+    assert ended.status == 0, ended.err
+    limit = "0 are left: ulimit -u (RLIMIT_NPROC) of this user is 1"
+    pool, inline = ended.out.splitlines()
+    assert f"16 threads are needed and {limit}" in pool
+    assert f"10 threads are needed and {limit}" in inline
