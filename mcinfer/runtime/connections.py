@@ -82,7 +82,7 @@ class Connections:
         processes = sum(map(len, self._builds))
         _check_descriptors(DESCRIPTORS_TO_OPEN + self._worker.descriptors * processes)
         # libzmq ends the process if it cannot start a thread (src/thread.cpp).
-        check_tasks(_TASKS_TO_OPEN + self._worker.tasks * processes)
+        check_tasks(_TASKS_TO_OPEN + sum(map(self._tasks, self._builds)))
         with ExitStack() as opened:
             self.transport = MasterTransport()
             opened.callback(self.transport.close)
@@ -112,7 +112,7 @@ class Connections:
         builds = self._builds[index]
         between = len(builds) * (len(builds) - 1)  # what the ranks share, until all are started
         _check_descriptors(self._worker.descriptors * len(builds) + between)
-        check_tasks(self._worker.tasks * len(builds))
+        check_tasks(self._tasks(builds))
         with ExitStack() as opened, ExitStack() as passed:
             groups: list[list[int]] = [[]]
             if len(builds) > 1:
@@ -138,6 +138,15 @@ class Connections:
             opened.pop_all()
         gang = self.processes[index] = Gang(index, processes)
         return gang
+
+    def _tasks(self, builds: Sequence[Build]) -> int:
+        """How many threads the processes of a worker have at least, with those of their sessions.
+
+        ONNX Runtime may wait without an end where it cannot start one (1.32).
+        """
+        sessions = [build for build in builds if build.engine == "onnxruntime"]
+        threads = [b.options.threads or b.threads or len(b.cores) or 1 for b in sessions]
+        return self._worker.tasks * len(builds) + sum(threads) - len(threads)
 
     def label(self, index: int, rank: int = 0) -> tuple[int, str]:
         """A rank's number among all of the pool's, and its device."""
