@@ -21,6 +21,7 @@ import fcntl
 import grp
 import math
 import os
+import posix
 import pwd
 import re
 import resource
@@ -39,6 +40,9 @@ _UNFOLLOWED = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _NAME = re.compile(r"mcinfer-[0-9a-f]{16}")
 _MAX_LINKS = 40  # as many as the kernel follows in one path (path_resolution(7))
+
+# Those of `os` may be replaced: eventlet's cannot open in a folder, and gevent's closes later.
+_open, _close = posix.open, posix.close
 
 BY_DESCRIPTOR = re.compile(r"/proc/self/fd/(\d+)")
 """A path of this process's by a descriptor."""
@@ -133,7 +137,7 @@ def opened_folder(
             raise OthersError(f"it {fault}")
         yield path_of(fd)
     finally:
-        os.close(fd)
+        _close(fd)
 
 
 @contextmanager
@@ -146,7 +150,7 @@ def opened_place(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield path_of(fd) / name
     finally:
-        os.close(fd)
+        _close(fd)
 
 
 def _walk(
@@ -157,15 +161,15 @@ def _walk(
         raise OthersError("this user has no number in its user namespace, as others have none")
     fill_streams()
     rest, links = [*reversed(path.parts)], 0
-    fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = _open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         while rest:
             name = rest.pop()
             try:
                 try:  # as a folder, or autofs does not mount it
-                    found = os.open(name, _UNFOLLOWED | os.O_DIRECTORY, dir_fd=fd)
+                    found = _open(name, _UNFOLLOWED | os.O_DIRECTORY, dir_fd=fd)
                 except NotADirectoryError:
-                    found = os.open(name, _UNFOLLOWED, dir_fd=fd)
+                    found = _open(name, _UNFOLLOWED, dir_fd=fd)
             except FileNotFoundError:
                 if entry and not rest:
                     break
@@ -178,7 +182,7 @@ def _walk(
             info = os.fstat(found)
             if stat.S_ISLNK(info.st_mode):
                 target = os.readlink("", dir_fd=found)
-                os.close(found)
+                _close(found)
                 if info.st_uid not in (0, os.geteuid()):
                     raise OthersError(f"{_real(fd) / name} is a link of another user")
                 links += 1
@@ -186,17 +190,17 @@ def _walk(
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
                 rest += reversed(Path(target).parts)
             elif entry and not rest:
-                os.close(found)
+                _close(found)
                 break
             else:
-                os.close(fd)
+                _close(fd)
                 fd = found
                 if not stat.S_ISDIR(info.st_mode):
                     raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
                 if guarded:
                     _check_guarded(fd, info)
     except BaseException:
-        os.close(fd)
+        _close(fd)
         raise
     return fd, name
 

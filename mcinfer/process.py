@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from mcinfer.errors import BuildError
 from mcinfer.private import new_memory
 
 # Starting a module of this package as a process, which gets its import path over its own channel.
@@ -45,6 +46,40 @@ def without_telemetry() -> None:
     later lacks the thread, and waits for it at its exit without an end (1.32).
     """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", _QUIET["ORT_DISABLE_TELEMETRY"])
+
+
+_REPLACED = (
+    ("_thread", "start_new_thread"),
+    ("select", "select"),
+    ("socket", "socket"),
+    ("subprocess", "Popen"),
+)
+"""Functions that ``monkey.patch_all()`` replaces, of modules with which threads wait and start processes."""
+
+
+def check_threads(what: str) -> None:
+    """Raise `BuildError` where the threads that `what` needs would never run, or are started no more.
+
+    gevent and eventlet make greenlets of threads, which wait for ever for what another thread of the system
+    does. The interpreter ends its threads before it calls the handlers of `atexit`.
+    """
+    for module, name in _REPLACED:
+        found = getattr(sys.modules.get(module), name, None)
+        patch = getattr(found, "__module__", "").partition(".")[0]
+        if patch in ("gevent", "eventlet"):
+            raise BuildError(
+                f"{patch} has replaced {module}.{name} of this process (monkey patching), and {what} needs "
+                f"Python's own: use it in a process without this patch, or {_INLINE}"
+            )
+    main = threading.main_thread()
+    if threading.current_thread() is main and not main.is_alive():
+        raise BuildError(
+            f"{what} cannot be started in an atexit handler, when the interpreter ends its threads: start it "
+            f"before, or {_INLINE}"
+        )
+
+
+_INLINE = "use an inline session, mcinfer.ort.InferenceSession(model) without devices=, which needs no thread"
 
 
 def end(status: int) -> NoReturn:

@@ -77,6 +77,8 @@ def run_child(
 
     if getattr(sys, "frozen", False):
         raise ChildFailedError("this program is frozen, and has no Python to start a process with")
+    if not hasattr(select, "poll"):
+        raise ChildFailedError("select.poll was taken away (monkey patching), as eventlet does")
     if not isinstance(function, str):
         function = f"{function.__module__}:{function.__qualname__}"
     task = {"function": function, "arguments": arguments, "parent": os.getpid()}

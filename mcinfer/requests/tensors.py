@@ -6,7 +6,7 @@ end within a byte, lie one after another instead, and are copied.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
@@ -74,6 +74,9 @@ class Copier:
     """
 
     def __init__(self, cores: int) -> None:
+        # Not above: it can be imported no more when the interpreter is about to end.
+        from concurrent.futures import ThreadPoolExecutor
+
         self._helpers = min(cores, _MAX_THREADS) - 1
         self._pool = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="mcinfer-copy")
 

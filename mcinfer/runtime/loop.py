@@ -29,6 +29,7 @@ from weakref import ref
 from mcinfer.config import Device
 from mcinfer.errors import BuildError, ClosedError, McinferError, ProtocolError
 from mcinfer.private import ModelInMemory, model_name
+from mcinfer.process import check_threads
 from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Reply
 from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.request import Request
@@ -116,10 +117,11 @@ class Loop:
         """Start all workers, wait until they have the model, and return its description.
 
         Raises:
-            BuildError: A worker could not load it, or the system has no descriptor or thread left; no
-                process is left.
+            BuildError: A worker could not load it, the system has no descriptor or thread left, or threads
+                are not Python's own (`check_threads`); no process is left.
             ClosedError: The loop was closed meanwhile; no process is left.
         """
+        check_threads("a Master")
         try:
             self._open()
         except (OSError, RuntimeError) as exc:  # no descriptor, or no thread

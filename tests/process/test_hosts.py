@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.process.models import AFFINE, FakeModel, OnnxModel
 from tests.process.scripts import PREAMBLE, Program, run
 
@@ -87,3 +89,68 @@ def test_limit_on_the_threads_of_a_user_is_named_before_one_is_started() -> None
     pool, inline = ended.out.splitlines()
     assert f"16 threads are needed and {limit}" in pool
     assert f"10 threads are needed and {limit}" in inline
+
+
+# Threads that are not Python's own, or are started no more.
+
+PATCHED = """
+import select, socket, subprocess, _thread
+from mcinfer.ort import InferenceSession
+
+def replaced(*_, **__):
+    raise AssertionError("nothing of mcinfer's is to be called here")
+
+replaced.__module__ = f"{sys.argv[2]}.stand_in"
+module, _, name = sys.argv[3].partition(".")
+setattr(sys.modules[module], name, replaced)
+for devices in (2, "inline"):
+    try:
+        mcinfer.Master(sys.argv[1], devices).start()
+    except mcinfer.BuildError as exc:
+        say(exc)
+say(InferenceSession(sys.argv[1]).run(None, X)[0].sum())
+"""
+
+
+@pytest.mark.parametrize(
+    ("patch", "name"),
+    [
+        ("gevent", "_thread.start_new_thread"),
+        ("eventlet", "select.select"),
+        ("gevent", "socket.socket"),
+        ("gevent", "subprocess.Popen"),
+    ],
+)
+def test_monkey_patch_is_named_by_a_master_and_leaves_inline_sessions(
+    onnx_model: OnnxModel, patch: str, name: str
+) -> None:
+    ended = run(PATCHED, onnx_model(AFFINE), patch, name)
+    *refusals, answer = ended.out.splitlines()
+    assert (ended.status, answer) == (0, "48.0"), ended.err
+    assert len(refusals) == 2
+    for refusal in refusals:
+        assert f"{patch} has replaced {name} of this process" in refusal
+        assert "use an inline session" in refusal
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_master_first_made_in_an_atexit_handler_is_refused_and_an_inline_session_answers(
+    onnx_model: OnnxModel, imported: bool
+) -> None:
+    text = f"""
+import atexit, threading
+{"mcinfer.Master" if imported else ""}
+@atexit.register
+def late():
+    try:
+        mcinfer.Master(sys.argv[1], 2).start()
+    except mcinfer.BuildError as exc:
+        say(exc)
+    from mcinfer.ort import InferenceSession
+    say(InferenceSession(sys.argv[1]).run(None, X)[0].sum())
+"""
+    ended = run(text, onnx_model(AFFINE))
+    assert ended.err == ""
+    refusal, answer = ended.out.splitlines()
+    assert "a Master cannot be started in an atexit handler" in refusal
+    assert answer == "48.0"
