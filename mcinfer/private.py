@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 IN_MEMORY = "the model given as bytes"
 """What messages call a model that has no path."""
@@ -289,10 +289,13 @@ class PrivateFolder:
         place: The folder that it is in.
         path: Its own path, for processes that cannot have it by its descriptor.
         opened: Its path by its descriptor, for this process.
+        named_by: The variables that can name a place.
 
     Raises:
         OSError: No place can be used; the text says for each place why.
     """
+
+    named_by: ClassVar[str] = "TMPDIR"
 
     def __init__(self, first: str | None = None) -> None:
         faults: list[str] = []
@@ -310,7 +313,10 @@ class PrivateFolder:
                 self.opened = path_of(fd)
                 self._end = weakref.finalize(self, _end, os.getpid(), made.pop_all())
                 return
-        raise OSError(failure.errno, f"no place for a private folder: {'; '.join(faults)}")
+        raise OSError(
+            failure.errno,
+            f"no place for a private folder: {'; '.join(faults)}; {self.named_by} can name one",
+        )
 
     def close(self) -> None:
         """Remove the folder with all that is in it, unless this process was forked from its owner."""

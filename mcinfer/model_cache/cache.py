@@ -28,6 +28,7 @@ closed, in any process (flock(2)). So this code closes descriptors, and never un
 by descriptors as well (``/proc/self/fd/N``), so a folder that replaces one after its check is never used.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -47,7 +48,6 @@ from typing import Any
 from mcinfer.errors import InvalidInputError, McinferError, raised_by_handler
 from mcinfer.private import (
     BY_DESCRIPTOR,
-    OthersError,
     access_fault,
     leads_to,
     opened_folder,
@@ -262,8 +262,8 @@ def unusable(place: Path) -> Iterator[None]:
         if raised_by_handler(exc):
             raise
         reason = BY_DESCRIPTOR.sub(lambda _: str(place), str(exc))
-        if isinstance(exc, OthersError):
-            reason += ", or name another cache in MCINFER_CACHE"
+        if isinstance(exc, OSError) and exc.errno in (errno.EACCES, errno.EROFS):
+            reason += "; MCINFER_CACHE can name another cache"
         raise CacheUnusableError(f"the cache at {place} cannot be used: {reason}") from exc
 
 

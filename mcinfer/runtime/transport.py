@@ -48,6 +48,8 @@ class UnreachableError(OSError):
 class RuntimeFolder(PrivateFolder):
     """A private folder, in ``$XDG_RUNTIME_DIR`` if that can be used."""
 
+    named_by = "XDG_RUNTIME_DIR or TMPDIR"
+
     def __init__(self) -> None:
         super().__init__(os.environ.get("XDG_RUNTIME_DIR"))
 

@@ -37,7 +37,7 @@ from mcinfer.checks import check_count, check_seconds
 from mcinfer.config import Device, EngineOptions
 from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
 from mcinfer.model_cache.cache import MODEL_FILE, CacheUnusableError, Held
-from mcinfer.process import start_time
+from mcinfer.process import check_threads, start_time
 from mcinfer.shm.descriptors import close_all, peer_credentials, receive, send
 
 _GRANTED = b"granted "
@@ -202,7 +202,7 @@ class WeightOwner:
             InvalidInputError: A pid is invalid, as in `allow`, `model` is not a model, or is prepared for
                 another kind of device.
             BuildError: The model cannot be prepared, with the engine's message, or its cache cannot be
-                used; or there is no such card.
+                used; or there is no such card; or threads are not Python's own (gevent, eventlet).
             CardMemoryError: The card has too little memory left.
             MissingDependencyError: The package for cards is not installed.
             ClosedError: The model is closed.
@@ -210,6 +210,7 @@ class WeightOwner:
         """
         if isinstance(allow_pids, (str, bytes)) or not isinstance(allow_pids, Iterable):
             raise InvalidInputError(f"allow_pids: got {allow_pids!r}, expected a list of pids")
+        check_threads("a WeightOwner")
         self._allowed: dict[int, int] = {}
         for pid in allow_pids:
             _admit(self._allowed, pid)

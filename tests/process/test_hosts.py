@@ -154,3 +154,21 @@ def late():
     refusal, answer = ended.out.splitlines()
     assert "a Master cannot be started in an atexit handler" in refusal
     assert answer == "48.0"
+
+
+# Folders.
+
+
+def test_master_without_a_folder_to_write_to_names_the_variables(fake_model: FakeModel) -> None:
+    text = """
+from mcinfer import private
+private.temporary_places = lambda *_: ["/proc"]  # where no user can make a folder
+try:
+    mcinfer.Master(sys.argv[1], 2, engine="fake").start()
+except mcinfer.BuildError as exc:
+    say(exc)
+"""
+    ended = run(text, fake_model())
+    assert ended.err == ""
+    assert "/proc: " in ended.out
+    assert "XDG_RUNTIME_DIR or TMPDIR can name one" in ended.out

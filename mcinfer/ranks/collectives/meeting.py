@@ -157,7 +157,8 @@ def _named(key: str, size: int) -> Iterator[socket.socket | None]:
                 faults.append(_fault(folder, exc))
         else:
             raise OSError(
-                f"no folder for the group's socket: {'; '.join(faults)}; XDG_RUNTIME_DIR can name one"
+                f"no folder for the group's socket: {'; '.join(faults)}; XDG_RUNTIME_DIR or TMPDIR can "
+                "name one, the same for all ranks"
             )
         path, lock = opened / _name(key), opened / f"{_name(key)}.lock"
         held = None
