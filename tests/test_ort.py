@@ -220,6 +220,95 @@ def test_run_options_are_refused_by_the_name_of_what_cannot_act() -> None:
         options.check_run_options(given)
 
 
+MADE_BEFORE = """
+import numpy as np, onnxruntime
+before, of_a_run = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
+weight = onnxruntime.OrtValue.ortvalue_from_numpy(np.full(1, 28, np.float32))
+before.add_initializer("w", weight)
+from onnx import parser
+from mcinfer import EngineOptions, ort
+model = parser.parse_model('<ir_version: 8, opset_import: ["": 17]> m (float[n] x) => (float[n] y)'
+    "<float[1] w = {1}> { y = Mul(x, w) }").SerializeToString()
+feed = {"x": np.ones(1, np.float32)}
+plain = ort.session.PlainSession(model, before, providers=["CPUExecutionProvider"])
+for given in (before, plain.get_session_options()):
+    given.add_session_config_entry("session.set_denormal_as_zero", "1")
+    session = ort.InferenceSession(model, given, options=EngineOptions(prepare="always"))
+    print(*session.run(None, feed)[0])
+    try:
+        ort.InferenceSession(model, given, devices=1)
+    except NotImplementedError as exc:
+        print(exc)
+of_a_run.add_run_config_entry("gpu_graph_id", "0")
+try:
+    ort.options.check_run_options(of_a_run)
+except NotImplementedError as exc:
+    print(exc)
+"""
+
+
+def test_options_of_before_the_import_stay_unknown_whatever_is_called_later() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", MADE_BEFORE], check=True, capture_output=True, text=True
+    )
+    refused = "Options: got such that were not made by this program after mcinfer.ort was imported"
+    first, why, second, why_again, why_not_run = ran.stdout.splitlines()
+    assert (first, second) == ("28.0", "28.0")
+    assert why.startswith(f"Session{refused}")
+    assert why_again == why
+    assert why_not_run.startswith(f"Run{refused}")
+
+
+def test_options_of_a_subclass_are_all_that_it_sets_and_may_be_equal_to_others() -> None:
+    class Equal(onnxruntime.SessionOptions):  # type: ignore[misc] # no types
+        def __init__(self) -> None:
+            super().__init__()
+            self.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = None  # type: ignore[assignment] # as Python does for a class with __eq__
+
+    given, other = Equal(), Equal()
+    given.add_session_config_entry("a", "b")
+    assert options.calls(other) == []
+    passed = options.passed(given, EngineOptions(), "/", 1).engine
+    assert passed.session_options == {"graph_optimization_level": "ORT_DISABLE_ALL"}
+
+
+def test_first_size_of_a_free_dimension_counts_as_in_the_runtime() -> None:
+    for sizes in ((2, 3), (3, 2)):
+        given = ort.SessionOptions()
+        for size in sizes:
+            given.add_free_dimension_override_by_name("n", size)
+        model = parser.parse_model(MODEL).SerializeToString()
+        session = PlainSession(model, given, providers=[CPU])
+        size = session.get_inputs()[0].shape[0]
+        assert options.passed(given, EngineOptions(), "/", 1).engine.free_dimensions == {"n": size}
+
+
+def test_entries_that_are_set_again_keep_nothing_of_the_earlier_ones() -> None:
+    made: list[Any] = [ort.RunOptions(), ort.SessionOptions()]
+    of_a_run, of_a_session = made
+    for number in range(100):
+        of_a_run.add_run_config_entry("gpu_graph_id", str(number))
+        of_a_session.add_session_config_entry("a", str(number))
+    assert options.calls(of_a_run) == [("add_run_config_entry", ("gpu_graph_id", "99"))]
+    assert options.calls(of_a_session) == [("add_session_config_entry", ("a", "99"))]
+
+
+def test_noted_call_is_as_it_was_whatever_its_arguments_become() -> None:
+    given = ort.SessionOptions()
+    names, settings = ["w"], {"a": "b"}
+    given.add_external_initializers(names, [onnxruntime.OrtValue.ortvalue_from_numpy(np.ones(1))])
+    given.add_provider(CPU, settings)
+    names.append("v")
+    settings.clear()
+    (_, (noted, _)), (_, provider) = options.calls(given)
+    assert (noted, provider) == (["w"], (CPU, {"a": "b"}))
+
+
 def test_notes_of_calls_go_with_the_options() -> None:
     given = ort.SessionOptions()
     value = ort.OrtValue.ortvalue_from_numpy(np.ones(3, np.float32))

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
@@ -148,7 +147,7 @@ def _other_providers(providers: Sequence[Any] | None, options: Any) -> list[str]
 
 # In processes that are forked.
 
-WITH_THREADS: "WeakSet[InferenceSession]" = WeakSet()
+WITH_THREADS: noted.ByIdentity[None] = noted.ByIdentity()
 """The sessions of this process that have threads, which a process that is forked opens again."""
 
 _reopening = threading.Lock()
@@ -164,13 +163,13 @@ def has_threads(options: Any) -> bool:
 def _leave_sessions() -> None:
     global _reopening
     _reopening = threading.Lock()  # another thread may have held it
-    for session in [*WITH_THREADS]:
+    for session in WITH_THREADS.objects():
+        WITH_THREADS.discard(session)
         left = session.__dict__.pop("_sess", None)
         if left is not None:
             # It is never destroyed: that would wait for threads that there are not.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
             session.left_by = os.getppid()
-    WITH_THREADS.clear()
 
 
 os.register_at_fork(after_in_child=_leave_sessions)
@@ -191,4 +190,4 @@ def reopen(session: "InferenceSession") -> None:
                 f"the session on {first} belongs to process {session.left_by}; process {os.getpid()} was "
                 "forked from it, and has to open one of its own"
             )
-        session._create_inference_session(*session._chosen)
+        session._open_again()

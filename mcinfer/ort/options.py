@@ -3,17 +3,17 @@
 ONNX Runtime's options can be set, and for the most part not be read: not the names of the configuration
 entries, not the sizes of free dimensions, not the libraries of operators. So importing mcinfer.ort replaces
 the methods of these two classes that set something by methods that do the same, and note the call beside the
-object. The notes go with the object. Options that were set before mcinfer.ort was imported are not noted. The
-same holds for the level of the default logger, which a process has once.
+object. The notes go with the object. What an object holds that was made before, or in native code, stays
+unknown, whatever is called later. The level of the default logger, which a process has once, is noted too.
 """
 
 import copyreg
 import os
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import ref
 
 import numpy as np
 import onnxruntime
@@ -31,8 +31,38 @@ if TYPE_CHECKING:  # inline sessions of small models do not need it
 Call = tuple[str, tuple[Any, ...]]
 """A method's name, and what it was called with."""
 
-_NOTES: MutableMapping[Any, list[Call]] = WeakKeyDictionary()
-"""The calls of each object of options."""
+State = tuple[list[tuple[str, Any]], list[Call]]
+"""The attributes that differ from the default, and the calls: what `rebuilt` takes."""
+
+_Noted = TypeVar("_Noted")
+
+
+class ByIdentity(Generic[_Noted]):
+    """What is noted of objects while they live. A program's subclass may have an equality of its own."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[ref[Any], _Noted]] = {}
+
+    def get(self, one: Any) -> _Noted | None:
+        found = self._found.get(id(one))
+        return None if found is None else found[1]
+
+    def setdefault(self, one: Any, default: _Noted) -> _Noted:
+        """What is noted of an object: the default from now on, if there is nothing yet."""
+        # No code of Python's runs when it goes: a signal's handler could raise there, and be lost.
+        gone = ref(one, partial(self._found.pop, id(one)))
+        return self._found.setdefault(id(one), (gone, default))[1]
+
+    def discard(self, one: Any) -> None:
+        self._found.pop(id(one), None)
+
+    def objects(self) -> list[Any]:
+        alive = (found() for found, _ in self._found.copy().values())
+        return [one for one in alive if one is not None]
+
+
+_NOTES: ByIdentity[dict[Any, Call]] = ByIdentity()
+"""The calls of each object of options. One that takes the place of an earlier one has its key."""
 
 _DEFAULT_LOGGER: dict[str, str] = {}
 """What was set for the process."""
@@ -47,7 +77,8 @@ def note_calls(kind: Any) -> None:
     @wraps(begin)
     def initialise(self: Any, *arguments: Any) -> None:
         begin(self, *arguments)
-        _NOTES[self] = []
+        _NOTES.discard(self)
+        _NOTES.setdefault(self, {})
 
     kind.__init__ = initialise
     for name in dir(kind):
@@ -60,9 +91,20 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def noting(self: Any, *arguments: Any, **named: Any) -> Any:
         result = method(self, *arguments, **named)
         arguments += (*named.values(),)
+        notes = _NOTES.get(self)
+        if notes is None:
+            return result
+        call = (name, as_now(arguments))
         if name == "register_custom_ops_library":  # the runtime has loaded it from there
-            arguments = (_under(working_folder(), os.fspath(arguments[0])),)
-        _NOTES.setdefault(self, []).append((name, arguments))
+            notes[object()] = (name, (_under(working_folder(), os.fspath(arguments[0])),))
+        elif name.endswith("_config_entry"):
+            notes[name, arguments[0]] = call
+        elif name.startswith("add_free_dimension_override"):
+            notes.setdefault(
+                (name, arguments[0]), call
+            )  # the runtime, too, keeps to the first size
+        else:
+            notes[object()] = call
         return result
 
     return noting
@@ -73,7 +115,16 @@ NOT_NOTED = "not made by this program after mcinfer.ort was imported"
 
 def is_noted(options: Any) -> bool:
     """Whether all calls of an object of options are known: it was made after mcinfer.ort was imported."""
-    return options in _NOTES
+    return _NOTES.get(options) is not None
+
+
+def as_now(value: Any) -> Any:
+    """A program's argument as it is now: lists, sets and dictionaries may change later."""
+    if type(value) in (list, set, tuple):
+        return type(value)(as_now(item) for item in value)
+    if type(value) is dict:
+        return {key: as_now(item) for key, item in value.items()}
+    return value
 
 
 def note_default_logger() -> None:
@@ -108,12 +159,12 @@ def _under(folder: str, library: str) -> str:
 
 def calls(options: Any) -> list[Call]:
     """The noted calls of an object of options, in their order; none of None."""
-    return [] if options is None else [*_NOTES.get(options, ())]
+    return [*(_NOTES.get(options) or {}).values()]
 
 
 def attributes(options: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes of an object of options that differ from the default, by name."""
-    default = type(options)()
+    """The attributes of ``SessionOptions`` that differ from the default, by name."""
+    default = native.SessionOptions()  # a subclass may set some when it is made
     for name in dir(default):
         usual = getattr(default, name)
         if not name.startswith("_") and not callable(usual) and getattr(options, name) != usual:
@@ -130,6 +181,11 @@ def rebuilt(set_attributes: Sequence[tuple[str, Any]], noted: Sequence[Call]) ->
     return options
 
 
+def state(options: Any) -> State | None:
+    """``SessionOptions`` as they are now, for `rebuilt`; None if not all of what they hold is known."""
+    return ([*attributes(options)], calls(options)) if is_noted(options) else None
+
+
 def copied(options: Any, *, without: str = "") -> Any:
     """New ``SessionOptions`` like these, or the default ones; `without` a configuration entry of that key."""
     if options is None:
@@ -141,11 +197,12 @@ def copied(options: Any, *, without: str = "") -> Any:
 
 def _reduced(options: Any) -> tuple[Any, ...]:
     """``SessionOptions`` for `pickle`; `Unsupported`: not all of what they hold is known."""
-    if not is_noted(options):
+    found = state(options)
+    if found is None:
         raise Unsupported(
             f"SessionOptions: got such that were {NOT_NOTED}, which cannot be pickled"
         )
-    return rebuilt, ([*attributes(options)], calls(options))
+    return rebuilt, found
 
 
 def _reduced_value(value: Any) -> tuple[Any, ...]:
@@ -215,8 +272,14 @@ def passed(options: Any, base: "EngineOptions", folder: str, cores: int) -> Pass
             program says a number.
 
     Raises:
-        Unsupported: An option was set that cannot act in other processes; names it.
+        Unsupported: An option was set that cannot act in other processes; names it. Or not all of what the
+            options hold is known.
     """
+    if not is_noted(options):
+        raise Unsupported(
+            f"SessionOptions: got such that were {NOT_NOTED}, so what they hold is not known; expected new "
+            "ones that are set after the import"
+        )
     differing = dict(attributes(options))
     found: dict[str, Any] = {}
     if options.intra_op_num_threads > 0:
@@ -294,11 +357,15 @@ the number of a graph is only for plain sessions, as workers number theirs."""
 
 
 def check_run_options(options: Any) -> None:
-    """Raise `Unsupported`, with its name, for what a run in another process cannot follow.
+    """Raise `Unsupported`, with its name, for what a run in another process cannot follow, or is not known.
 
     The log levels and the tag of a run do nothing, since workers log no runs; and without
     ``only_execute_path_to_fetches`` the outputs are the same.
     """
+    if not is_noted(options):
+        raise Unsupported(
+            f"RunOptions: got such that were {NOT_NOTED}, so what they hold is not known; expected new ones"
+        )
     for name, arguments in calls(options):
         if name == "add_run_config_entry" and arguments[0] in _IGNORED_ENTRIES:
             continue

@@ -109,27 +109,44 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         devices: int | str | Sequence[int | str] | None = None,
         **more: Any,
     ) -> None:
-        given = {**self._defaults, **more}
+        theirs = {*self._own_attributes()}
+        given = noted.as_now({**self._defaults, **more})
         if devices is not None:
-            given["devices"] = devices
+            given["devices"] = noted.as_now(devices)
         self._inline = _is_inline(given.get("devices"))
         self._folder = given.pop(_FOLDER, None) or noted.working_folder()
         self._given = given
-        self._chosen = (providers, provider_options)
         self._wants_fallback = int(given.pop("enable_fallback", 1)) == 1
         self._was_open = self._is_closed = False
         self.prepared = self.why_plain = ""
+        kept: dict[str, Any] = {}
         if self._inline:
             self._prepare = _inline_option(given)
             kept = {name: given[name] for name in _OF_PLAIN if name in given}
-            kept["enable_fallback"] = int(self._wants_fallback)
-            super().__init__(path_or_bytes, sess_options, providers, provider_options, **kept)
         else:
-            self._open_on_workers(path_or_bytes, sess_options)
+            self._check_for_workers(sess_options)
+            if isinstance(path_or_bytes, str | os.PathLike):
+                path_or_bytes = os.path.join(self._folder, path_or_bytes)
+        kept["enable_fallback"] = 0
+        try:
+            super().__init__(path_or_bytes, sess_options, providers, provider_options, **kept)
+            self._enable_fallback = self._wants_fallback
+        except (ValueError, RuntimeError) as exc:
+            # As the plain class, which would take an exception of a signal's handler for one of these, too.
+            falls_back = self._inline or isinstance(exc, UnknownProviderError)
+            if not (self._wants_fallback and falls_back) or raised_by_handler(exc):
+                raise
+            print("*************** EP Error ***************")
+            print(f"EP Error {exc} when using {providers}")
+            print(f"Falling back to {self._fallback_providers} and retrying.")
+            print("****************************************")
+            try:
+                self._create_inference_session(self._fallback_providers, None)
+            except Exception as second:
+                raise second from exc
+        self._made = {*vars(self)} - theirs
 
-    def _open_on_workers(
-        self, path_or_bytes: "str | bytes | os.PathLike[str]", options: Any
-    ) -> None:
+    def _check_for_workers(self, options: Any) -> None:
         for name in _OF_PLAIN:
             if self._given.pop(name, None):
                 raise Unsupported(f"{name}: workers take no such argument")
@@ -139,22 +156,11 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             raise TypeError(
                 f"sess_options: got {type(options).__name__}, expected onnxruntime.SessionOptions"
             )
-        if isinstance(path_or_bytes, str | os.PathLike):
-            path_or_bytes = os.path.join(self._folder, path_or_bytes)
-        providers, provider_options = self._chosen
-        try:
-            super().__init__(path_or_bytes, options, providers, provider_options, enable_fallback=0)
-        except UnknownProviderError as exc:
-            if not self._wants_fallback:
-                raise
-            # As the plain class, which has lost the constructor's other cases of it to McinferErrors.
-            print("*************** EP Error ***************")
-            print(f"EP Error {exc} when using {providers}")
-            print(f"Falling back to {self._fallback_providers} and retrying.")
-            print("****************************************")
-            self._chosen = (self._fallback_providers, None)
-            self._create_inference_session(self._fallback_providers, None)
-        self._enable_fallback = self._wants_fallback
+
+    def _own_attributes(self) -> dict[str, Any]:
+        """The attributes that a subclass or the program has set."""
+        made = {*vars(self).get("_made", ()), "_made", "left_by"}
+        return {name: value for name, value in vars(self).items() if name not in made}
 
     @property
     def master(self) -> "Master":
@@ -183,17 +189,30 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A session is opened again from its path or bytes, with the same options and relative paths."""
+        """A session is opened again as it was: by its path or bytes, options, providers and relative paths.
+
+        With it go the attributes that a subclass or the program has set.
+        """
         model = self._model_bytes
         if self._model_path is not None:
             model = os.path.join(self._folder, self._model_path)
+        *chosen, disabled_optimizers = self._chosen
         given = {"enable_fallback": int(self._wants_fallback), _FOLDER: self._folder}
+        if self._inline:
+            given["disabled_optimizers"] = disabled_optimizers
+        found: Any = super().__getstate__()
+        slots = found[1] if isinstance(found, tuple) else {}
         return {
-            "first": (model, self._sess_options_initial, *self._chosen),
+            "first": (model, self._options_of_opening(), *chosen),
             "given": {**self._given, **given},
+            "own": (self._own_attributes(), slots),
         }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
+        attributes, slots = state["own"]
+        self.__dict__.update(attributes)
+        for name, value in slots.items():
+            object.__setattr__(self, name, value)
         InferenceSession.__init__(self, *state["first"], **state["given"])
 
     # As the plain class calls them.
@@ -204,29 +223,39 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         provider_options: Sequence[dict[Any, Any]] | None,
         disabled_optimizers: Any = None,
     ) -> None:
-        if self._inline:
-            self._open_inline(providers, provider_options, disabled_optimizers)
-            return
-        from mcinfer.ort.workers import open_session
-
-        self._fallback_providers = ["CPUExecutionProvider"]
-        model = self._model_bytes if self._model_path is None else self._model_path
-        chosen = (providers, provider_options)
-        self._take(
-            open_session(model, self._folder, self._sess_options_initial, self._given, chosen)
-        )
-
-    def _open_inline(
-        self,
-        providers: Sequence[Any] | None,
-        provider_options: Sequence[dict[Any, Any]] | None,
-        disabled_optimizers: Any,
-    ) -> None:
-        """Open the prepared model where that is the same, or the model itself."""
+        if disabled_optimizers is not None:
+            disabled_optimizers = {*disabled_optimizers}
+        asked = noted.as_now((providers, provider_options, disabled_optimizers))
         # As the plain class takes them, which has default options for what is false.
-        path, options = self._model_path, self._sess_options_initial or None
+        self._open(asked, self._sess_options_initial or None)
+
+    def _open_again(self) -> None:
+        """Open what is left of a session in a process that was forked, as it was opened."""
+        self._open(self._chosen, self._options_of_opening())
+
+    def _open(self, asked: tuple[Any, Any, Any], options: Any) -> None:
+        state = noted.state(options)
+        if self._inline:
+            self._open_inline(asked, options)
+        else:
+            from mcinfer.ort.workers import open_session
+
+            self._fallback_providers = ["CPUExecutionProvider"]
+            model = self._model_bytes if self._model_path is None else self._model_path
+            self._take(open_session(model, self._folder, options, self._given, asked[:2]))
+        self._chosen = asked
+        # What is not known of the program's object, the native session's copy of it has.
+        self._opened_with = self._sess_options if options is not None and state is None else state
+
+    def _options_of_opening(self) -> Any:
+        """The options as the runtime took them: the program's object may have changed since."""
+        found = self._opened_with
+        return noted.rebuilt(*found) if isinstance(found, tuple) else found
+
+    def _open_inline(self, asked: tuple[Any, Any, Any], options: Any) -> None:
+        """Open the prepared model where that is the same, or the model itself."""
+        path, (providers, _, disabled_optimizers) = self._model_path, asked
         absolute = None if path is None else os.path.join(self._folder, os.fsdecode(path))
-        asked = (providers, provider_options, disabled_optimizers)
         if options is not None and not isinstance(options, native.SessionOptions):
             super()._create_inference_session(*asked)  # whose error it is
         held, failure = None, False
@@ -267,7 +296,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             self.prepared, self.why_plain = held.key, ""
         self._was_open = True
         if inline.has_threads(options):
-            inline.WITH_THREADS.add(self)
+            inline.WITH_THREADS.setdefault(self, None)
 
     def _open_native(self, path: str | None, options: Any, asked: tuple[Any, Any, Any]) -> None:
         """Have the plain class open a file, or the bytes; `_model_path` stays what the program gave."""
@@ -305,7 +334,6 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             before = self._sess
             self._create_inference_session(providers, provider_options)
             before.close()
-        self._chosen = (providers, provider_options)
 
     @classmethod
     def _from_initialized_c_session(cls, sess: Any) -> Any:

@@ -20,7 +20,6 @@ from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import onnxruntime
 from numpy.typing import NDArray
@@ -294,7 +293,7 @@ def _report(done: "Future[None]") -> None:
 # Runs that their options end. The runtime's runs look at ``RunOptions.terminate`` from time to time; here,
 # the assignment itself ends them.
 
-_RUNNING: WeakKeyDictionary[Any, set["_Run"]] = WeakKeyDictionary()
+_RUNNING: "noted.ByIdentity[set[_Run]]" = noted.ByIdentity()
 """The runs that are not over, by the options that they were given."""
 
 
@@ -306,7 +305,7 @@ def note_terminations() -> None:
         terminate.fset(options, value)
         if value:
             # Other threads add and take away runs. The interpreter copies a set in one step.
-            for run in _RUNNING.get(options, set()).copy():
+            for run in (_RUNNING.get(options) or set()).copy():
                 run.end()
 
     native.RunOptions.terminate = property(terminate.fget, assign, None, terminate.__doc__)

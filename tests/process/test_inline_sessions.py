@@ -1,5 +1,6 @@
 """Tests of inline sessions: ONNX Runtime's own in this process, on a prepared model that processes share."""
 
+import copy
 import gc
 import logging
 import os
@@ -479,6 +480,46 @@ def test_subclass_is_pickled_by_its_own_methods(model: Path) -> None:
     assert copy.prepared
 
 
+class Labelled(ort.InferenceSession):
+    """It has attributes of its own, of all kinds, and says what is equal."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, labels: list[str], *given: Any, **named: Any) -> None:
+        self.labels, self.slot = labels, 1
+        super().__init__(*given, **named)
+        self.after = 2
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Labelled)
+
+    __hash__ = None  # type: ignore[assignment] # as Python does for a class with __eq__
+
+
+def test_attributes_of_a_subclass_survive_pickle_and_copy(model: Path) -> None:
+    session = Labelled(["a"], model, providers=CPU)
+    session.later = 3
+    wanted = session.run(None, feed())
+    for again in (pickle.loads(pickle.dumps(session)), copy.copy(session)):  # noqa: S301 of its own
+        assert type(again) is Labelled
+        assert (again.labels, again.slot, again.after, again.later) == (["a"], 1, 2, 3)
+        assert again.prepared
+        np.testing.assert_array_equal(again.run(None, feed()), wanted)
+    third = pickle.loads(pickle.dumps(again))  # noqa: S301 of its own
+    assert (third.labels, third.slot, third.after, third.later) == (["a"], 1, 2, 3)
+
+
+def test_session_is_pickled_with_the_options_of_its_opening(model: Path) -> None:
+    options, providers = options_of((ENTRY, "session.set_denormal_as_zero", "1")), [*CPU]
+    session = ort.InferenceSession(model, options, providers)
+    options.graph_optimization_level = Level.ORT_DISABLE_ALL
+    session.get_session_options().graph_optimization_level = Level.ORT_DISABLE_ALL
+    providers.append("no such")
+    again = pickle.loads(pickle.dumps(session))  # noqa: S301 of its own
+    assert again.prepared == session.prepared
+    assert again.get_session_options().graph_optimization_level == Level.ORT_ENABLE_ALL
+
+
 def test_session_whose_options_are_not_all_known_is_not_pickled(model: Path) -> None:
     session = ort.InferenceSession(model, PlainSession(model).get_session_options())
     with pytest.raises(NotImplementedError, match=r"^SessionOptions: got such that were not made"):
@@ -637,6 +678,60 @@ def test_forked_process_runs_the_sessions_of_its_parent(
     assert (is_the_same, key, mapped) == (count == 1, session.prepared, True)
     assert id(session._sess) == before
     assert_same(session, PlainSession(model, options, providers=CPU))
+
+
+def test_forked_process_opens_a_session_with_the_options_of_its_opening(
+    model: Path, in_child: Callable[[Callable[[], Any]], Any]
+) -> None:
+    options = options_of((ENTRY, "session.set_denormal_as_zero", "1"))
+    session = ort.InferenceSession(model, options, CPU)
+    options.graph_optimization_level = Level.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+
+    def child() -> Any:
+        session.run(None, feed())
+        return session.prepared, described(session)
+
+    assert in_child(child) == (session.prepared, described(session))
+
+
+def test_forked_process_has_what_unknown_options_held_when_the_session_was_opened(
+    model: Path, in_child: Callable[[Callable[[], Any]], Any]
+) -> None:
+    options = PlainSession(model, providers=CPU).get_session_options()
+    value = onnxruntime.OrtValue.ortvalue_from_numpy(np.full(WIDTH, 7, np.float32))
+    options.add_initializer("b", value)
+    session = ort.InferenceSession(model, options, CPU)
+    options.add_free_dimension_override_by_name("n", 3)
+
+    def child() -> Any:
+        return session.run(None, feed())[0], described(session)
+
+    answer, said = in_child(child)
+    np.testing.assert_array_equal(answer, session.run(None, feed())[0])
+    assert said == described(session)
+
+
+def test_forked_process_leaves_out_the_optimisers_that_its_parent_did(
+    tmp_path: Path, in_child: Callable[[Callable[[], Any]], Any]
+) -> None:
+    left_out = ["ConstantFolding", "EliminateIdentity"]
+    text = '<ir_version: 8, opset_import: ["": 17]> g (float[n] x) => (float[n] y) {'
+    onnx.save(
+        onnx.parser.parse_model(f"{text} a = Identity(x) y = Relu(a) }}"), tmp_path / "m.onnx"
+    )
+    options = options_of((ENTRY, RECORD, "1"))
+    session = ort.InferenceSession(
+        tmp_path / "m.onnx", options, CPU, disabled_optimizers=iter(left_out)
+    )
+
+    def operators() -> list[str]:
+        assigned = session.get_provider_graph_assignment_info()
+        return sorted(node.op_type for part in assigned for node in part.get_nodes())
+
+    assert in_child(operators) == operators() == ["Identity", "Relu"]
+    session.set_providers(CPU)  # which leaves none out, in the plain class as well
+    assert in_child(operators) == operators() == ["Relu"]
 
 
 def test_binding_that_was_made_before_a_fork_is_refused_after_it(
