@@ -4,6 +4,7 @@ import gc
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -487,6 +488,43 @@ def test_arrays_that_a_plain_session_misreads_are_taken_by_their_values() -> Non
         np.array([b"ab", b"c"]), SPECS["s"]
     )  # and reads beyond the end without a zero
     assert taken.tolist() == ["ab", "c"]
+
+
+SEQUENCE = """<ir_version: 8, opset_import: ["": 17]>
+m (seq(float[n]) x) => (float[n] y) { y = ConcatFromSequence<axis=0>(x) }"""
+
+
+def test_inline_session_takes_arrays_that_a_plain_one_misreads_by_their_values() -> None:
+    session = ort.InferenceSession(parser.parse_model(MODEL).SerializeToString(), providers=[CPU])
+    swapped = np.arange(3, dtype=">f4").reshape(1, 3)
+    given = {"x": swapped, "i": np.array([1], ">i8"), "s": np.array(["ä"], ">U1")}
+    y, j, t = session.run(None, given)
+    assert (y.tolist(), j.tolist(), t.tolist()) == ([[0, -1, -2]], [-1], ["ä"])
+    assert session.run(["t"], given | {"s": np.array([b"ab", b"c"])})[0].tolist() == ["ab", "c"]
+    came: list[Any] = []
+    done = threading.Event()
+
+    def callback(*said: Any) -> None:
+        came.extend(said)
+        done.set()
+
+    session.run_async(["y"], given, callback, None)
+    assert done.wait(20)
+    assert came[0][0].tolist() == [[0, -1, -2]]
+    binding = session.io_binding()
+    for name, array in given.items():
+        if name != "s":
+            binding.bind_cpu_input(name, array)
+    binding.bind_output("y")
+    value = ort.OrtValue.ortvalue_from_numpy(swapped)
+    assert value.numpy().tolist() == [[0, 1, 2]]
+    value.update_inplace(swapped + 1)
+    assert value.numpy().tolist() == [[1, 2, 3]]
+    model = parser.parse_model(SEQUENCE).SerializeToString()
+    items = [np.ones(1, np.float32), swapped[0]]
+    for arrays in (items, items[::-1]):
+        (joined,) = ort.InferenceSession(model, providers=[CPU]).run(None, {"x": arrays})
+        assert sorted(joined.tolist()) == [0, 1, 1, 2]
 
 
 def test_refused_array_has_the_runtimes_words(plain: Any) -> None:

@@ -16,12 +16,14 @@ with requires(
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as _native
 
+from mcinfer.ort.arrays import copy_misread_arrays
 from mcinfer.ort.options import note_calls, note_default_logger
 from mcinfer.ort.session import InferenceSession, install, uninstall
 
 note_calls(_native.SessionOptions)
 note_calls(_native.RunOptions)
 note_default_logger()
+copy_misread_arrays()
 
 __all__ = ["InferenceSession", "install", "uninstall"]
 

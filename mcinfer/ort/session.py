@@ -22,6 +22,7 @@ from mcinfer.errors import ClosedError, InvalidInputError, McinferError, raised_
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.ort import inline
 from mcinfer.ort import options as noted
+from mcinfer.ort.arrays import readable_feed
 from mcinfer.ort.errors import Unsupported
 from mcinfer.ort.providers import UnknownProviderError
 from mcinfer.process import give_back_freed_memory
@@ -214,6 +215,25 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         for name, value in slots.items():
             object.__setattr__(self, name, value)
         InferenceSession.__init__(self, *state["first"], **state["given"])
+
+    # The plain class's runs, whose own arguments they are.
+
+    def run(
+        self, output_names: Any, input_feed: Mapping[str, Any], run_options: Any = None
+    ) -> list[Any]:
+        results: list[Any] = super().run(output_names, readable_feed(input_feed), run_options)
+        return results
+
+    def run_async(
+        self,
+        output_names: Any,
+        input_feed: Mapping[str, Any],
+        callback: Any,
+        user_data: Any,
+        run_options: Any = None,
+    ) -> None:
+        feed = readable_feed(input_feed)
+        super().run_async(output_names, feed, callback, user_data, run_options)
 
     # As the plain class calls them.
 
