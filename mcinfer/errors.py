@@ -184,6 +184,16 @@ def raised_by_handler(exc: BaseException) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def suppressed(*kinds: type[Exception]) -> collections.abc.Iterator[None]:
+    """As `contextlib.suppress`; what a signal's handler raises comes out."""
+    try:
+        yield
+    except kinds as exc:
+        if raised_by_handler(exc):
+            raise
+
+
 def say_once(sentences: collections.abc.Iterable[str]) -> str:
     """Sentences about workers as one text: what several workers say is in it once, with all their numbers."""
     said: dict[tuple[str, ...], list[tuple[int, str]]] = {}

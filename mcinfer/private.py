@@ -29,9 +29,11 @@ import stat
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import ClassVar, Self
+
+from mcinfer.errors import raised_by_handler, suppressed
 
 IN_MEMORY = "the model given as bytes"
 """What messages call a model that has no path."""
@@ -161,7 +163,7 @@ def _walk(
         raise OthersError("this user has no number in its user namespace, as others have none")
     fill_streams()
     rest, links = [*reversed(path.parts)], 0
-    fd = _open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = found = _open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         while rest:
             name = rest.pop()
@@ -175,14 +177,18 @@ def _walk(
                     break
                 if make is None:
                     raise
-                with suppress(FileExistsError):
+                with suppressed(FileExistsError):
                     os.mkdir(name, make, dir_fd=fd)
                 rest.append(name)
                 continue
             info = os.fstat(found)
             if stat.S_ISLNK(info.st_mode):
                 target = os.readlink("", dir_fd=found)
-                _close(found)
+                found, link = (
+                    fd,
+                    found,
+                )  # before it is closed: a signal's handler may raise anywhere
+                _close(link)
                 if info.st_uid not in (0, os.geteuid()):
                     raise OthersError(f"{_real(fd) / name} is a link of another user")
                 links += 1
@@ -190,17 +196,19 @@ def _walk(
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
                 rest += reversed(Path(target).parts)
             elif entry and not rest:
-                _close(found)
+                found, last = fd, found
+                _close(last)
                 break
             else:
-                _close(fd)
-                fd = found
+                fd, above = found, fd
+                _close(above)
                 if not stat.S_ISDIR(info.st_mode):
                     raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
                 if guarded:
                     _check_guarded(fd, info)
     except BaseException:
-        _close(fd)
+        for one in {fd, found}:
+            _close(one)
         raise
     return fd, name
 
@@ -236,7 +244,9 @@ def _is_private(fd: int, gid: int) -> bool:
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
         lists = [name for name in os.listxattr(path_of(fd)) if "acl" in name]
-    except (KeyError, OSError):
+    except (KeyError, OSError) as exc:
+        if raised_by_handler(exc):
+            raise
         return False
     return (
         not lists
@@ -271,7 +281,7 @@ def temporary_places(*first: str | None) -> list[str]:
     import tempfile  # not at every worker's start
 
     places = [*first]
-    with suppress(FileNotFoundError):  # it finds no folder to write to
+    with suppressed(FileNotFoundError):  # it finds no folder to write to
         places.append(tempfile.gettempdir())
     places.append("/tmp")  # noqa: S108 the last resort; its owner and mode are checked
     return [*dict.fromkeys(filter(None, places))]
@@ -305,6 +315,8 @@ class PrivateFolder:
                 try:
                     fd = _claim(Path(place), made)
                 except OSError as exc:
+                    if raised_by_handler(exc):
+                        raise
                     failure = exc
                     faults.append(f"{place}: {exc.strerror}")
                     continue
@@ -339,7 +351,10 @@ def _claim(place: Path, made: ExitStack) -> int:
     while True:
         name = f"mcinfer-{os.urandom(8).hex()}"
         os.mkdir(name, 0o700, dir_fd=above)
-        with ExitStack() as tried, suppress(FileNotFoundError):  # it was swept before it was locked
+        with (
+            ExitStack() as tried,
+            suppressed(FileNotFoundError),
+        ):  # it was swept before it was locked
             tried.callback(shutil.rmtree, name, ignore_errors=True, dir_fd=above)
             fd = open_private(path_of(above) / name)
             tried.callback(os.close, fd)
@@ -367,9 +382,9 @@ def _sweep(place: int) -> None:
     """Remove the private folders in a place whose owners are gone."""
     import shutil
 
-    with suppress(OSError):  # it cannot be listed
+    with suppressed(OSError):  # it cannot be listed
         for name in filter(_NAME.fullmatch, os.listdir(path_of(place))):
-            with suppress(OSError), ExitStack() as opened:  # its owner lives, or is another user
+            with suppressed(OSError), ExitStack() as opened:  # its owner lives, or is another user
                 fd = open_private(path_of(place) / name)
                 opened.callback(os.close, fd)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -421,7 +436,7 @@ def take_lock(
         A descriptor that holds the lock, for the caller to close; None if another process has the lock.
     """
     lock = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with ExitStack() as unless_taken, suppress(BlockingIOError):
+    with ExitStack() as unless_taken, suppressed(BlockingIOError):
         unless_taken.callback(os.close, lock)
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
         if leads_to(path, lock):  # its last holder may have removed it
@@ -434,7 +449,9 @@ def leads_to(path: Path, fd: int) -> bool:
     """Whether a path leads to an open file or folder."""
     try:
         return os.path.samestat(path.stat(), os.fstat(fd))
-    except OSError:
+    except OSError as exc:
+        if raised_by_handler(exc):
+            raise
         return False
 
 

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -68,8 +68,10 @@ from mcinfer.errors import (
     McinferError,
     PredictError,
     quotable,
+    raised_by_handler,
     requires,
     shortened,
+    suppressed,
 )
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.cache import MODEL_FILE
@@ -204,6 +206,8 @@ def prepared(
         try:
             added_inputs(scan(request.model), request.options.variable_weights)
         except OSError as exc:
+            if raised_by_handler(exc):
+                raise
             raise BuildError(f"{request.model}: {exc}") from exc
     return find_or_make(request, RUNTIME, fill, progress, patience)
 
@@ -222,6 +226,8 @@ def load(request: EngineRequest, preparation: Preparation | None = None) -> "Onn
         if preparation.held is not None:
             preparation.held.close()
         start = bytes_at(request.model, 0, LOOK_BYTES)
+        if raised_by_handler(exc):
+            raise
         if isinstance(exc, BuildError) and start is not None and (got := looks_like(start)):
             raise BuildError(f"{request.model}: got {got}, expected a model: {exc}") from exc
         raise
@@ -335,6 +341,8 @@ class OnnxRuntimeEngine(Engine):
         try:
             return run(*arguments, self._run_options)
         except _FAILED as exc:
+            if raised_by_handler(exc):
+                raise
             if self._cancelled:
                 raise RunCancelledError("the run was cancelled") from quotable(exc)
             if _BLAMES_BOUND_OUTPUT.search(str(exc)):
@@ -509,7 +517,7 @@ def _spec(arg: Any, role: _Role, model: str) -> TensorSpec:
 def _no_tensor(arg: Any, role: _Role, model: str) -> str:
     """Why a model cannot be run whose input or output is a sequence, a map or optional, and what to do."""
     side, verb, by = ("outputs", "makes", "") if role == "output" else ("inputs", "reads", "")
-    with suppress(OSError, BuildError):  # the runtime has formats of its own
+    with suppressed(OSError, BuildError):  # the runtime has formats of its own
         near = (node.operator for node in nodes(model) if arg.name in getattr(node, side))
         by = next((f", which operator {operator} {verb}" for operator in near if operator), "")
     cure = next(cure for begin, cure in _CURES[side] if arg.type.startswith(begin))
@@ -725,6 +733,8 @@ def _mapped_errors(base: type[EngineError] = BuildError) -> Iterator[None]:
     except McinferError:
         raise
     except _FAILED as exc:
+        if raised_by_handler(exc):
+            raise
         raise _map_error(exc, base) from quotable(exc)
 
 
@@ -788,6 +798,8 @@ def _set_attribute(options: Any, name: str, text: str) -> None:
             names = [*_ATTRIBUTES, *_DEFAULT_LOGGER]
             raise BuildError(f"session_options: got the name {name!r}, expected some of {names}")
     except (ValueError, KeyError, TypeError, OverflowError) as exc:
+        if raised_by_handler(exc):
+            raise
         raise BuildError(
             f"session_options: got {text!r} for {name}, which the runtime does not take: {exc!r}"
         ) from exc

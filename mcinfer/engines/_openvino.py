@@ -55,6 +55,7 @@ from mcinfer.errors import (
     McinferError,
     PredictError,
     quotable,
+    raised_by_handler,
     requires,
     shortened,
 )
@@ -118,8 +119,12 @@ def load(request: EngineRequest) -> "OpenVinoEngine":
     except McinferError:
         raise
     except OSError as exc:
+        if raised_by_handler(exc):
+            raise
         raise BuildError(f"{request.model}: {exc}") from exc
     except (MemoryError, RuntimeError, TypeError, ValueError) as exc:
+        if raised_by_handler(exc):
+            raise
         # OpenVINO has no exceptions of its own.
         raise _mapped(exc, BuildError, f"{request.model}: ") from quotable(exc)
 
@@ -211,7 +216,8 @@ class OpenVinoEngine(Engine):
             native.cancel()
             with suppress(MemoryError, RuntimeError):
                 native.wait()
-            if model.end(request, failed=True) or not isinstance(exc, RuntimeError):
+            ended, own = model.end(request, failed=True), isinstance(exc, RuntimeError)
+            if ended or not own or raised_by_handler(exc):
                 raise
             return False
         return model.end(request)
@@ -396,6 +402,8 @@ class _OpenVinoRun(BoundRun):
         except PredictError:
             raise
         except (MemoryError, OSError, RuntimeError) as exc:  # of OpenVINO, whichever step it was
+            if raised_by_handler(exc):
+                raise
             if _CANCELLED in str(exc):
                 raise RunCancelledError("the run was cancelled") from None
             raise _mapped(exc, PredictError) from quotable(exc)
@@ -475,6 +483,8 @@ def _compiled(request: EngineRequest, inputs: Shapes) -> Any:
         try:
             compiled = core.compile_model(model, device, properties)
         except RuntimeError as exc:
+            if raised_by_handler(exc):
+                raise
             lacking = _lacking(core, request.model, device)
             raise _mapped(exc, BuildError, f"{request.model}: ", lacking) from quotable(exc)
     if folder is not None and not is_built:

@@ -33,14 +33,13 @@ def is_large(model: str | os.PathLike[str], folder: str | None) -> bool:
             with open(model, "rb") as file:
                 if _LOCATION not in file.read(LEAST_PREPARED_BYTES):
                     return False
-    from contextlib import suppress
     from pathlib import Path
 
-    from mcinfer.errors import BuildError
+    from mcinfer.errors import BuildError, suppressed
     from mcinfer.model_cache.onnx_files import check_regular, model_files
 
     size = check_regular(model).st_size
     place = Path(folder).absolute() if folder else None
-    with suppress(BuildError):  # a format of the runtime's own, or data that it refuses too
+    with suppressed(BuildError):  # a format of the runtime's own, or data that it refuses too
         size = sum(file.stat().st_size for file in model_files(Path(model).absolute(), place))
     return size >= LEAST_PREPARED_BYTES

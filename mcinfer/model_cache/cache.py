@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcinfer.errors import InvalidInputError, McinferError, raised_by_handler
+from mcinfer.errors import InvalidInputError, McinferError, raised_by_handler, suppressed
 from mcinfer.private import (
     BY_DESCRIPTOR,
     access_fault,
@@ -198,6 +198,8 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, _Record]]:
             name, size, sha256 = str(one["name"]), one["size_bytes"], one["sha256"]
             records[name] = {**one, "name": name, "size_bytes": size, "sha256": sha256}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
+        if raised_by_handler(exc):
+            raise
         raise UnsoundEntryError(f"{MANIFEST} is not a manifest: {exc}") from exc
     if version != _FORMAT:
         raise UnsoundEntryError(f"its format is {version!r}, expected {_FORMAT}")
@@ -225,7 +227,9 @@ def facts_of(folder: Path) -> dict[str, Any]:
     """The facts of an entry, whose files are not checked; empty if its manifest cannot be read."""
     try:
         return _read_manifest(folder)[0]
-    except (OSError, UnsoundEntryError):
+    except (OSError, UnsoundEntryError) as exc:
+        if raised_by_handler(exc):
+            raise
         return {}
 
 
@@ -233,7 +237,9 @@ def about(entry: Path) -> Mapping[str, Any]:
     """The content of an entry's `ABOUT_FILE`; empty if it is damaged or missing."""
     try:
         content = json.loads((entry / ABOUT_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError) as exc:
+        if raised_by_handler(exc):
+            raise
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -384,6 +390,8 @@ def _remove(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as exc:
+        if raised_by_handler(exc):
+            raise
         _log.warning("%s cannot be removed: %s", os.path.realpath(folder), exc)
 
 
@@ -464,7 +472,7 @@ class Root:
         self, folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]
     ) -> None:
         """Record new stamps, so that the files are not read each time; several processes may do it."""
-        with suppress(OSError):  # it is sound all the same
+        with suppressed(OSError):  # it is sound all the same
             draft = self.new_draft(folder.name)
             try:
                 _write_manifest(draft, facts, records)

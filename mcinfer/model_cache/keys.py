@@ -15,12 +15,11 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from mcinfer.errors import BuildError
+from mcinfer.errors import BuildError, raised_by_handler, suppressed
 from mcinfer.model_cache.onnx_files import (
     OnnxFile,
     chunks,
@@ -83,7 +82,9 @@ class ModelContent:
         """Whether the files still are those that were read, by their stamps."""
         try:
             return self.stamps == tuple(_stamp(stamp.path) for stamp in self.stamps)
-        except OSError:
+        except OSError as exc:
+            if raised_by_handler(exc):
+                raise
             return False
 
     def is_still_there(self) -> bool:
@@ -128,7 +129,7 @@ def read_content(
     last_ns = max(max(stamp.mtime_ns, stamp.ctime_ns) for stamp in source.stamps)
     fresh = last_ns >= started_ns - _FRESH_NS
     if notes is not None and not fresh and not _lies_in_memory(source.stamps):
-        with suppress(OSError):
+        with suppressed(OSError):
             write_atomically(notes, json.dumps({"version": _RECORD_VERSION, **asdict(source)}))
     return source
 
@@ -140,7 +141,7 @@ def _stamp(path: str) -> Stamp:
 
 def _settled_stamp(path: str) -> Stamp:
     """The stamp of a file, after a sync: each later write changes it."""
-    with suppress(OSError), open_regular(path) as (descriptor, _):
+    with suppressed(OSError), open_regular(path) as (descriptor, _):
         os.fsync(descriptor)
     return _stamp(path)
 
@@ -149,7 +150,7 @@ def _lies_in_memory(stamps: Sequence[Stamp]) -> bool:
     """Whether any of the files is on a file system in memory (proc_pid_mountinfo(5))."""
     devices = {f"{os.major(stamp.device)}:{os.minor(stamp.device)}" for stamp in stamps}
     with (
-        suppress(OSError),
+        suppressed(OSError),
         open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file,
     ):
         for line in file:  # `splitlines` would also cut a folder's name in two
@@ -181,6 +182,8 @@ def _read(model: Path, folder: Path | None, *, any_format: bool) -> ModelContent
                 total.update(len(fact).to_bytes(8, "little"))
                 total.update(fact)
     except OSError as exc:
+        if raised_by_handler(exc):
+            raise
         raise BuildError(f"{model}: {exc.filename} cannot be read: {exc}") from exc
     random, seeded = found.random
     source = ModelContent(
@@ -215,7 +218,9 @@ def _recall(notes: Path, model: Path) -> ModelContent | None:
             and source.stamps[0].path == str(model)
             and source.unchanged()
         )
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as exc:
+        if raised_by_handler(exc):
+            raise
         return None
     return source if usable else None
 
@@ -230,6 +235,6 @@ def write_atomically(path: Path, text: str) -> None:
             file.write(text)
         os.replace(draft, path)
     except BaseException:
-        with suppress(OSError):
+        with suppressed(OSError):
             os.unlink(draft)
         raise
