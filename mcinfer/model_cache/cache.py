@@ -40,7 +40,7 @@ import stat
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -250,7 +250,7 @@ def disk_bytes(folder: Path) -> int:
     # A folder that is gone, or is none, has no files.
     for path, _, names in os.walk(folder):
         for name in names:
-            with suppress(FileNotFoundError):  # removed meanwhile
+            with suppressed(FileNotFoundError):  # removed meanwhile
                 # st_blocks counts 512 bytes, whatever the file system's blocks are (stat(2)).
                 total += os.lstat(os.path.join(path, name)).st_blocks * 512
     return total
@@ -346,7 +346,9 @@ def is_locked(folder: Path) -> bool:
     """Whether a process uses, makes or removes an entry; writes nothing."""
     try:
         lock = take_lock(lock_path(folder), flags=os.O_RDONLY)
-    except FileNotFoundError:
+    except FileNotFoundError as exc:
+        if raised_by_handler(exc):
+            raise
         return False
     if lock is not None:
         os.close(lock)
@@ -428,7 +430,9 @@ class Root:
         """The identity of the present entry, if there is one."""
         try:
             info = (self.path / key).lstat()
-        except FileNotFoundError:
+        except FileNotFoundError as exc:
+            if raised_by_handler(exc):
+                raise
             return None
         return info.st_ino, info.st_ctime_ns
 
@@ -444,7 +448,7 @@ class Root:
         found = []
         for name in names:
             folder = self.path / name
-            with suppress(FileNotFoundError):  # removed meanwhile
+            with suppressed(FileNotFoundError):  # removed meanwhile
                 lock = lock_path(folder)
                 used_at = (lock if lock.exists() else folder).lstat().st_mtime
                 found.append((used_at, name, disk_bytes(folder)))
@@ -601,7 +605,7 @@ class Cache:
         """ROOT, if it exists; errors of the system inside become a `CacheUnusableError`."""
         with unusable(self.folder), ExitStack() as opened:
             root: Root | None = None
-            with suppress(FileNotFoundError):
+            with suppressed(FileNotFoundError):
                 root = Root(opened.enter_context(opened_folder(self.folder, own=True)), self.folder)
             yield root
 
@@ -779,7 +783,7 @@ class Cache:
                 # A child that the user has forked meanwhile has the descriptor as well.
                 fcntl.flock(lock, fcntl.LOCK_UN)
                 raise
-            with suppress(BlockingIOError):
+            with suppressed(BlockingIOError):
                 # For those who inherited it too. Not atomic: in between, another may remove the entry.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return root.take(key)
