@@ -60,7 +60,7 @@ def fill_streams() -> None:
     Raises:
         OSError: No descriptor is left.
     """
-    with suppress(OSError):
+    with suppressed(OSError):
         for stream in range(3):
             os.fstat(stream)
         return
