@@ -8,6 +8,7 @@
     take_lock(path)          a locked file, which is still the one at that path
     ModelInMemory(content)   no folder at all: a sealed memfd that children inherit
     new_memory(name, size)   a memfd, which is never a standard stream (`fill_streams`)
+    Descriptors(fd, …)       what is closed at an end that no signal's handler can interrupt
 
 Links are followed one by one, from the root on, and each folder is opened in one that was looked at. From
 then on the folder is used through its descriptor (``/proc/self/fd/N``), so that no other takes its place.
@@ -28,10 +29,14 @@ import resource
 import stat
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from itertools import chain, compress
+from operator import attrgetter, itemgetter, methodcaller
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from mcinfer.errors import raised_by_handler, suppressed
 
@@ -287,6 +292,99 @@ def temporary_places(*first: str | None) -> list[str]:
     return [*dict.fromkeys(filter(None, places))]
 
 
+# Ends that run no Python code. A finalizer of Python's may be where the interpreter calls a signal's handler.
+# An exception of the handler, as Ctrl-C's, is lost there, and the finalizer does not go on.
+
+
+class _End(weakref.ref[Any]):
+    """The end of an object; `run` does what is to be done then, once."""
+
+    __slots__ = ("run",)
+
+    run: Callable[[], object]
+
+
+_ENDS: dict[int, _End] = {}
+"""All that are to come, by their `id`."""
+
+
+def at_end(owner: object, steps: Iterable[object]) -> Callable[[], object]:
+    """Read an iterator to its end when an object is gone; the steps are those of C alone, such as `map`'s.
+
+    Returns:
+        A function that does it sooner; it is done once.
+    """
+    end = _End(owner, methodcaller("run"))
+    end.run = partial(deque, chain(steps, map(_ENDS.pop, [id(end)], [None])), 0)
+    _ENDS[id(end)] = end
+    return end.run
+
+
+class Descriptors:
+    """Open descriptors, which are closed with this object, or by `close`.
+
+    A program may have closed them itself (`os.closerange`), and have opened others by the same numbers. So a
+    descriptor is closed only where it still leads to the file that was given.
+
+    Attributes:
+        numbers: The descriptors, owned by this object.
+    """
+
+    __slots__ = ("__weakref__", "_close", "_files", "numbers")
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+        self._files = [*map(_file, numbers)]
+        self._close = at_end(self, chain(*map(_closing, numbers, self._files)))
+
+    def are_ours(self) -> bool:
+        """Whether all of them are still open, and lead to the files that were given."""
+        return [*map(_file, self.numbers)] == self._files
+
+    def close(self) -> None:
+        """Close them now. Safe to call again."""
+        self._close()
+
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_INO = 0x100
+_STATX_BYTES = 256
+_file_in = itemgetter(slice(32, 40), slice(136, 144))
+"""The inode and the device in a ``struct statx`` (linux/stat.h)."""
+
+
+@cache
+def _library() -> Any:
+    import ctypes  # not before a child watches its parent
+
+    return ctypes.CDLL(None)
+
+
+def _look(fd: int) -> tuple[Iterator[object], Iterator[tuple[bytes, bytes]]]:
+    """Looks at a descriptor when the first iterator is read; the second then has what it leads to.
+
+    Not `os.fstat`: it multiplies, and so looks for signals (CPython 3.11); it raises where one is closed.
+    """
+    import ctypes
+
+    found = ctypes.create_string_buffer(_STATX_BYTES)
+    looked = map(_library().statx, [fd], [b""], [_AT_EMPTY_PATH], [_STATX_INO], [found])
+    return looked, map(_file_in, map(attrgetter("raw"), [found]))
+
+
+def _file(fd: int) -> tuple[bytes, bytes]:
+    """The file that a descriptor leads to."""
+    looked, found = _look(fd)
+    next(looked)
+    return next(found)
+
+
+def _closing(fd: int, file: tuple[bytes, bytes]) -> Iterator[object]:
+    """Closes a descriptor, when it is read, if it leads to this file."""
+    looked, found = _look(fd)
+    return chain(looked, map(os.close, compress([fd], map(file.__eq__, found))))
+
+
 class PrivateFolder:
     """A new folder of mode 0700 in the temporary folder, or elsewhere if others can change that.
 
@@ -346,7 +444,7 @@ def _claim(place: Path, made: ExitStack) -> int:
     import shutil  # not at every worker's start
 
     above, _ = _walk(place.absolute(), guarded=True)
-    made.callback(os.close, above)
+    made.callback(Descriptors(above).close)
     _sweep(above)
     while True:
         name = f"mcinfer-{os.urandom(8).hex()}"
@@ -357,7 +455,7 @@ def _claim(place: Path, made: ExitStack) -> int:
         ):  # it was swept before it was locked
             tried.callback(shutil.rmtree, name, ignore_errors=True, dir_fd=above)
             fd = open_private(path_of(above) / name)
-            tried.callback(os.close, fd)
+            tried.callback(Descriptors(fd).close)
             fcntl.flock(fd, fcntl.LOCK_EX)
             os.stat(name, dir_fd=above)
             made.push(tried.pop_all())
@@ -471,8 +569,7 @@ class ModelInMemory:
         """Without `content`, `write` is to follow."""
         self._fd = new_memory("mcinfer-model")
         self.path = str(path_of(self._fd))
-        self.close = weakref.finalize(self, os.close, self._fd)
-        self.close.atexit = False
+        self.close = Descriptors(self._fd).close
         if content is not None:
             self.write([content])
 

@@ -588,3 +588,31 @@ def test_entry_that_cannot_be_adopted_says_why_and_leaves_no_descriptor(
         with pytest.raises(CacheUnusableError, match=text):
             Held.adopt(*sent)
         assert descriptors() == before
+
+
+# Holding one for long.
+
+
+def test_all_that_hold_one_entry_in_a_process_share_two_descriptors(cache: Cache) -> None:
+    before = descriptors()
+    first = make(cache)
+    others = [cache.open(KEY) for _ in range(5)]
+    assert descriptors() == before + 2
+    first.close()
+    others.pop()
+    assert cache.clear()[1] == 1
+    others.clear()
+    assert cache.clear()[1] == 0
+    assert descriptors() == before
+
+
+def test_file_that_is_replaced_or_put_back_after_the_check_shows(cache: Cache) -> None:
+    with closing(make(cache)) as held:
+        assert held.is_unchanged()
+        weights = held.folder / "rank1" / "segment0" / "weights.bin"
+        weights.rename(cache.folder / "aside")
+        assert not held.is_unchanged()
+        (cache.folder / "aside").rename(weights)
+        assert not held.is_unchanged()
+    with closing(make(cache)) as held:  # whose files are as they should be
+        assert held.is_unchanged()

@@ -1,5 +1,6 @@
 """Tests of mcinfer/private.py: who may have a part in the folders and files that mcinfer makes."""
 
+import _thread
 import ast
 import errno
 import fcntl
@@ -11,7 +12,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
+from operator import methodcaller
 from pathlib import Path
+from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -19,6 +23,7 @@ import mcinfer
 from mcinfer import private
 from mcinfer.private import (
     IN_MEMORY,
+    Descriptors,
     ModelInMemory,
     OthersError,
     PrivateFolder,
@@ -341,3 +346,38 @@ def test_temporary_files_of_the_package_are_made_in_folders_that_were_opened() -
             if name == "gettempdir" or (name in makers and not placed):
                 others.add(path.name)
     assert others == {"private.py"}
+
+
+# Descriptors.
+
+
+class Interruption(ref[Any]):
+    """Ctrl-C at the end of an object, before ends that were noted earlier."""
+
+    run = staticmethod(_thread.interrupt_main)
+
+
+def test_ctrl_c_at_the_end_of_descriptors_is_raised_and_they_are_closed() -> None:
+    descriptors = Descriptors(*os.pipe())
+    interruption = Interruption(descriptors, methodcaller("run"))
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 it comes after the end
+        del descriptors
+        assert interruption() is None
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_descriptor_that_the_program_has_closed_is_not_closed_again(closes: bool) -> None:
+    fd = os.open("/dev/null", os.O_RDONLY)
+    descriptors = Descriptors(fd)
+    os.close(fd)
+    others = os.pipe()
+    try:
+        assert fd in others
+        assert not descriptors.are_ours()
+        if closes:
+            descriptors.close()
+        del descriptors
+        assert all(map(stat.S_ISFIFO, (os.fstat(other).st_mode for other in others)))
+    finally:
+        for other in others:
+            os.close(other)

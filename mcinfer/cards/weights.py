@@ -43,7 +43,7 @@ def put(card: Card, held: Held) -> "tuple[DeviceBlock, CardWeights]":
     """A block with the weights of a prepared model, and these weights for this process, which hold `held`."""
     with ExitStack() as failed:
         failed.callback(held.close)
-        placed = layout(held.folder / MODEL_FILE)
+        placed = layout(held.opened / MODEL_FILE)
         block = filled(card, 0, placed)
         failed.callback(block.close)
         weights = CardWeights(held, card, placed, block)
@@ -55,7 +55,7 @@ def open_slab(handle: int, held: Held, token: bytes, fd: int) -> "CardWeights":
     """Open the slab of an owner's weights; the descriptor is this function's, even if it fails."""
     with ExitStack() as failed:
         failed.callback(os.close, fd)
-        placed = layout(held.folder / MODEL_FILE)
+        placed = layout(held.opened / MODEL_FILE)
         card = Card.find(token)
         if card is None:
             raise WeightAccessError(

@@ -221,7 +221,12 @@ def load(request: EngineRequest, preparation: Preparation | None = None) -> "Onn
     preparation = preparation or Preparation()
     try:
         with _mapped_errors():
-            return OnnxRuntimeEngine(request, preparation)
+            engine = OnnxRuntimeEngine(request, preparation)
+        if preparation.held is None or preparation.held.is_unchanged():
+            return engine
+        preparation.held.close()
+        note = f"{OWN_COPY}: the prepared model was changed while it was opened"
+        return load(request, Preparation(notes=(note,)))
     except BaseException as exc:
         if preparation.held is not None:
             preparation.held.close()

@@ -21,7 +21,8 @@
 
 The key is a digest of the facts that the files were made from. No program can set a file's ctime back. So if
 the stamps are those in the manifest, the gigabytes of the files need not be read again; if they differ (a
-restored backup, the layer of a container image), the SHA-256 decides.
+restored backup, the layer of a container image), the SHA-256 decides. Runtimes open the files by name; once
+they have, `Held.is_unchanged` shows whether these are the files that were checked.
 
 A lock belongs to the open file, not to the process: it lasts until the last copy of the descriptor is
 closed, in any process (flock(2)). So this code closes descriptors, and never unlocks them. Folders are held
@@ -48,7 +49,9 @@ from typing import Any
 from mcinfer.errors import InvalidInputError, McinferError, raised_by_handler, suppressed
 from mcinfer.private import (
     BY_DESCRIPTOR,
+    Descriptors,
     access_fault,
+    at_end,
     leads_to,
     opened_folder,
     path_of,
@@ -273,29 +276,50 @@ def unusable(place: Path) -> Iterator[None]:
         raise CacheUnusableError(f"the cache at {place} cannot be used: {reason}") from exc
 
 
+_Stamps = dict[str, tuple[int, ...]]  # of each file and folder within an entry, by its name
+
+
+def _stamps(folder: Path) -> _Stamps:
+    """The state of all that is in an entry, but its manifest: that may be written again (`Root.take`)."""
+    found: _Stamps = {}
+    for place, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = os.path.join(place, name)
+            info = os.lstat(path)
+            found[os.path.relpath(path, folder)] = (
+                *(info.st_dev, info.st_ino, info.st_size),
+                *(info.st_mtime_ns, info.st_ctime_ns),
+            )
+    found.pop(MANIFEST, None)
+    return found
+
+
 class Held:
     """An entry that stays while this object lives, or any process with a copy of its lock descriptor.
 
-    It owns the two descriptors that it is made from.
+    All that hold one entry in a process share two descriptors.
 
     Attributes:
         folder: Where its files are, read-only.
-        opened: The same folder by a descriptor, for this process while this object is open: files loaded from
-            here are those that were checked.
+        opened: The same folder by a descriptor, for this process while this object is open.
         key: The name of that folder.
         facts: The facts that the entry was made from, as JSON gives them back.
-        lock: A descriptor that holds LOCK_SH, closed by `execve`; -1 after `close`.
     """
 
-    def __init__(self, folder: Path, folder_fd: int, facts: Mapping[str, Any], lock: int) -> None:
+    def __init__(
+        self, folder: Path, descriptors: Descriptors, facts: Mapping[str, Any], stamps: _Stamps
+    ) -> None:
         self.folder = folder
-        self.opened = path_of(folder_fd)
+        self.opened = path_of(descriptors.numbers[0])
         self.key = folder.name
         self.facts = facts
-        self.lock = lock
-        self._let_go = weakref.finalize(self, _close, folder_fd, lock)
-        # At the interpreter's end the kernel closes them, after all that is still mapped by then.
-        self._let_go.atexit = False
+        self._descriptors: Descriptors | None = descriptors
+        self._stamps = stamps
+
+    @property
+    def lock(self) -> int:
+        """A descriptor that holds LOCK_SH, closed by `execve`; -1 after `close`."""
+        return -1 if self._descriptors is None else self._descriptors.numbers[1]
 
     @classmethod
     def adopt(cls, folder_fd: int, lock_fd: int) -> "Held":
@@ -323,19 +347,59 @@ class Held:
                 fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 os.set_inheritable(folder_fd, False)
                 os.set_inheritable(lock_fd, False)
+                stamps = _stamps(link)
                 facts, _ = check(place)
             unless_held.pop_all()
-            return cls(folder, folder_fd, facts, lock_fd)
+            return cls(folder, _shared(folder_fd, lock_fd), facts, stamps)
+
+    def is_unchanged(self) -> bool:
+        """Whether its files still are those that were checked.
+
+        If they are, whatever was loaded from `opened` before this call was of those files: a file that is
+        replaced, or put back, has another ctime.
+        """
+        try:
+            return (
+                self._descriptors is not None
+                and self._descriptors.are_ours()
+                and _stamps(self.opened) == self._stamps
+            )
+        except OSError:
+            return False
+
+    def keep_for(self, user: object) -> None:
+        """Hold the entry as long as an object lives, also after `close`; its end runs no Python code."""
+        at_end(user, [self._descriptors])
 
     def close(self) -> None:
         """Release the entry; nothing that is still mapped from it may be used afterwards."""
-        self._let_go()
-        self.lock = -1
+        self._descriptors = None
 
 
 def _close(*descriptors: int) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+_OPEN: "dict[tuple[int, ...], weakref.ref[Descriptors]]" = {}
+"""The descriptors of this process by what they lead to."""
+
+
+def _shared(folder_fd: int, lock_fd: int) -> Descriptors:
+    """The descriptors by which this process holds an entry: those that it has, else these."""
+    infos = os.fstat(folder_fd), os.fstat(lock_fd)
+    place = tuple(number for info in infos for number in (info.st_dev, info.st_ino))
+    known = _OPEN.get(place)
+    there = None if known is None else known()
+    if there is not None and there.are_ours():
+        _close(folder_fd, lock_fd)
+        return there
+    for key, one in [*_OPEN.items()]:
+        if one() is None:
+            _OPEN.pop(key, None)
+    made = Descriptors(folder_fd, lock_fd)
+    _OPEN[place] = weakref.ref(made)
+    return made
 
 
 def lock_path(folder: Path) -> Path:
@@ -464,13 +528,18 @@ class Root:
             unless_held.callback(os.close, lock)
             if self.identity(key) is None:
                 return None
+            try:
+                opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            except NotADirectoryError as exc:
+                raise UnsoundEntryError("it is not a folder") from exc
+            unless_held.callback(os.close, opened)
+            stamps = _stamps(path_of(opened))  # before the check: a later change shows in them
             facts, moved = check(folder)
             if moved is not None:
                 self._record_again(folder, facts, moved)
             os.utime(lock)
-            opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             unless_held.pop_all()
-            return Held(self.visible / key, opened, facts, lock)
+            return Held(self.visible / key, _shared(opened, lock), facts, stamps)
 
     def _record_again(
         self, folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]

@@ -111,7 +111,10 @@ def _slicer() -> str:
 
 
 def load_slice(request: EngineRequest, held: Held, group: Group) -> RankEngine:
-    """Load this rank's slice; the engine owns the held entry then. Raises what `RankEngine` does."""
+    """Load this rank's slice; the engine owns the held entry then.
+
+    Raises what `RankEngine` does, and `BuildError` if a file of the entry was replaced meanwhile.
+    """
     place = held.opened / rank_folder(group.rank)
     engine = RankEngine(
         # The weights of segments that are not prepared lie beside this file.
@@ -130,6 +133,8 @@ def load_slice(request: EngineRequest, held: Held, group: Group) -> RankEngine:
         notes.append(f"{OWN_COPY}: its slices cannot be prepared: {text}")
     elif "cpu" in held.facts:
         engine.prepared = held.key
+    if not held.is_unchanged():
+        raise BuildError(f"{request.model}: its slices were changed while they were opened")
     engine.notes = tuple(notes)
     engine.entry = held
     return engine

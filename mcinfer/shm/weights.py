@@ -37,6 +37,7 @@ from mcinfer.checks import check_count, check_seconds
 from mcinfer.config import Device, EngineOptions
 from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
 from mcinfer.model_cache.cache import MODEL_FILE, CacheUnusableError, Held
+from mcinfer.private import leads_to
 from mcinfer.process import check_threads, start_time
 from mcinfer.shm.descriptors import close_all, peer_credentials, receive, send
 
@@ -322,12 +323,15 @@ def _open_entry(model: Held, kind: str) -> tuple[int, int]:
         raise InvalidInputError(
             f"model: got one that is prepared for {made_for}, expected one for {kind}"
         )
-    lock = os.dup(model.lock)  # the same open file, so the same lock
-    try:
-        return os.open(model.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), lock
-    except OSError:
-        os.close(lock)
-        raise
+    with ExitStack() as unless_opened:
+        lock = os.dup(model.lock)  # the same open file, so the same lock
+        unless_opened.callback(os.close, lock)
+        folder = os.open(model.opened, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        unless_opened.callback(os.close, folder)
+        if not leads_to(model.folder, folder):  # where those who open it will look for it
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(model.folder))
+        unless_opened.pop_all()
+    return folder, lock
 
 
 class SharedWeights:
