@@ -4,6 +4,8 @@ Which models are worth it is said here, where nothing else is imported: each ses
 """
 
 import os
+from collections.abc import Iterable
+from typing import NamedTuple
 
 LEAST_PREPARED_BYTES = 16 << 20
 """Least size of a model that ``prepare="auto"`` prepares."""
@@ -29,10 +31,9 @@ def is_large(model: str | os.PathLike[str], folder: str | None) -> bool:
     if os.path.isfile(model):
         if os.path.getsize(model) >= LEAST_PREPARED_BYTES:
             return True
-        if not os.fspath(model).endswith(".xml"):  # an IR has its weights in another file
-            with open(model, "rb") as file:
-                if _LOCATION not in file.read(LEAST_PREPARED_BYTES):
-                    return False
+        # An IR has its weights in another file.
+        if not os.fspath(model).endswith(".xml") and not has_external_data(model):
+            return False
     from pathlib import Path
 
     from mcinfer.errors import BuildError, suppressed
@@ -43,3 +44,35 @@ def is_large(model: str | os.PathLike[str], folder: str | None) -> bool:
     with suppressed(BuildError):  # a format of the runtime's own, or data that it refuses too
         size = sum(file.stat().st_size for file in model_files(Path(model).absolute(), place))
     return size >= LEAST_PREPARED_BYTES
+
+
+def has_external_data(model: str | bytes | os.PathLike[str]) -> bool:
+    """Whether a model, by its path or as its bytes, may have external data: a large one always may."""
+    if isinstance(model, bytes):
+        return _LOCATION in model
+    with open(model, "rb") as file:
+        content = file.read(LEAST_PREPARED_BYTES)
+    return len(content) == LEAST_PREPARED_BYTES or _LOCATION in content
+
+
+class FileState(NamedTuple):
+    """The state of a file as in stat(2), by its absolute path; links are not resolved.
+
+    No program can set a file's ctime back: so while the state is the same, so is the content.
+    """
+
+    path: str
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+def file_states(paths: Iterable[str]) -> tuple[FileState, ...]:
+    """The states of files; OSError if one is not there."""
+    infos = ((path, os.stat(path)) for path in paths)
+    return tuple(
+        FileState(path, i.st_dev, i.st_ino, i.st_size, i.st_mtime_ns, i.st_ctime_ns)
+        for path, i in infos
+    )

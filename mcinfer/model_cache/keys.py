@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from mcinfer.errors import BuildError, raised_by_handler, suppressed
+from mcinfer.model_cache import FileState, file_states
 from mcinfer.model_cache.onnx_files import (
     OnnxFile,
     chunks,
@@ -43,17 +43,6 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Stamp(NamedTuple):
-    """The state of a file as in stat(2), by its absolute path; links are not resolved."""
-
-    path: str
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContent:
     """A model's content.
@@ -68,7 +57,7 @@ class ModelContent:
     """
 
     digest: str
-    stamps: tuple[Stamp, ...]
+    stamps: tuple[FileState, ...]
     random: str = ""
     seeded: bool = False
     ragged: str = ""
@@ -81,7 +70,7 @@ class ModelContent:
     def unchanged(self) -> bool:
         """Whether the files still are those that were read, by their stamps."""
         try:
-            return self.stamps == tuple(_stamp(stamp.path) for stamp in self.stamps)
+            return self.stamps == file_states(stamp.path for stamp in self.stamps)
         except OSError as exc:
             if raised_by_handler(exc):
                 raise
@@ -134,19 +123,14 @@ def read_content(
     return source
 
 
-def _stamp(path: str) -> Stamp:
-    info = os.stat(path)
-    return Stamp(path, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
-
-
-def _settled_stamp(path: str) -> Stamp:
+def _settled_stamp(path: str) -> FileState:
     """The stamp of a file, after a sync: each later write changes it."""
     with suppressed(OSError), open_regular(path) as (descriptor, _):
         os.fsync(descriptor)
-    return _stamp(path)
+    return file_states([path])[0]
 
 
-def _lies_in_memory(stamps: Sequence[Stamp]) -> bool:
+def _lies_in_memory(stamps: Sequence[FileState]) -> bool:
     """Whether any of the files is on a file system in memory (proc_pid_mountinfo(5))."""
     devices = {f"{os.major(stamp.device)}:{os.minor(stamp.device)}" for stamp in stamps}
     with (
@@ -204,7 +188,7 @@ def _recall(notes: Path, model: Path) -> ModelContent | None:
     try:
         found = json.loads(notes.read_bytes())
         version, digest = found["version"], found["digest"]
-        stamps = tuple(Stamp(*stamp) for stamp in found["stamps"])
+        stamps = tuple(FileState(*stamp) for stamp in found["stamps"])
         source = ModelContent(
             digest=digest,
             stamps=stamps,

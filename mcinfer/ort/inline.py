@@ -11,7 +11,8 @@ while the native session lives.
 
 The threads of a session are gone in a process that was forked. ONNX Runtime 1.32 then runs on one core, and
 hangs in runs of the parallel mode or at the process's end. So a session with threads is left there as it is,
-and opened again when it is first used.
+and opened again when it is first used: from the entry that this process holds as well, or, if it is plain,
+from its files as long as they are unchanged.
 """
 
 import ctypes
@@ -19,13 +20,20 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer.errors import ClosedError
-from mcinfer.model_cache import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
+from mcinfer.errors import ClosedError, suppressed
+from mcinfer.model_cache import (
+    FOLDER_KEY,
+    LEAST_PREPARED_BYTES,
+    FileState,
+    file_states,
+    has_external_data,
+    is_large,
+)
 from mcinfer.ort import options as noted
 from mcinfer.ort.errors import Unsupported
 from mcinfer.ort.providers import CPU, NOTHING_HERE
@@ -150,7 +158,82 @@ def _other_providers(providers: Sequence[Any] | None, options: Any) -> list[str]
 WITH_THREADS: noted.ByIdentity[None] = noted.ByIdentity()
 """The sessions of this process that have threads, which a process that is forked opens again."""
 
-_reopening = threading.Lock()
+_reopening = (
+    threading.RLock()
+)  # of a signal's handler, too, which may run another session meanwhile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """What a session with threads was opened from, for a process that is forked.
+
+    Attributes:
+        held: The entry, which the session closes; None if it is plain.
+        files: A plain session's, before it was opened; None if they could not be looked at.
+    """
+
+    held: "Held | None" = None
+    files: tuple[FileState, ...] | None = None
+
+    def again(self, left_by: int) -> "Held | None":
+        """The entry to open again; None for a plain session whose files are unchanged.
+
+        Raises:
+            ClosedError: There is no such entry any more, or the files have changed.
+        """
+        if self.held is None:
+            self.check_files(left_by)
+            return None
+        if self.held.is_unchanged():
+            return self.held
+        from mcinfer.errors import McinferError
+        from mcinfer.model_cache.cache import Cache
+
+        with suppressed(McinferError):  # this process may have closed its descriptors
+            held = Cache(self.held.folder.parent, 0).open(self.held.key)
+            if held is not None:
+                return held
+        raise ClosedError(_changed(left_by, str(self.held.folder)))
+
+    def check_files(self, left_by: int) -> None:
+        """Raise ClosedError if a plain session's files are not those that it was opened from."""
+        paths = [file.path for file in self.files or ()]
+        with suppressed(OSError):
+            if self.files is not None and self.files == file_states(paths):
+                return
+        raise ClosedError(_changed(left_by, ", ".join(paths) or "the model"))
+
+
+def _changed(left_by: int, what: str) -> str:
+    return (
+        f"the session was opened by process {left_by}, and {what} was changed or removed since: process "
+        f"{os.getpid()}, which was forked from it, has to open a session of its own"
+    )
+
+
+def files_of(model: str | bytes, folder: str, options: Any) -> tuple[FileState, ...] | None:
+    """The state of the files that a plain session reads; the arguments are those of `prepared`."""
+    own = [model] if isinstance(model, str) else []
+    if not all(map(os.path.isfile, own)):
+        return None
+    with suppressed(OSError), ExitStack() as opened:
+        if not has_external_data(model):
+            return file_states(own)
+        from pathlib import Path
+
+        from mcinfer.errors import BuildError
+        from mcinfer.model_cache.onnx_files import model_files
+        from mcinfer.private import ModelInMemory
+
+        data = noted.config_entries(options).get(FOLDER_KEY)
+        place = Path(folder, data or "") if data or not own else None
+        if isinstance(model, bytes):
+            model = opened.enter_context(closing(ModelInMemory(model))).path
+        others: list[Path] = []
+        with suppressed(BuildError):  # a format of the runtime's own
+            _, *others = model_files(Path(model), place)
+        return file_states([*own, *map(str, others)])
+    return None
 
 
 def has_threads(options: Any) -> bool:
@@ -162,7 +245,7 @@ def has_threads(options: Any) -> bool:
 
 def _leave_sessions() -> None:
     global _reopening
-    _reopening = threading.Lock()  # another thread may have held it
+    _reopening = threading.RLock()  # another thread may have held it
     for session in WITH_THREADS.objects():
         WITH_THREADS.discard(session)
         left = session.__dict__.pop("_sess", None)
@@ -179,7 +262,8 @@ def reopen(session: "InferenceSession") -> None:
     """Open a session again that was left.
 
     Raises:
-        ClosedError: A session on a device, whose driver does not work in a forked process.
+        ClosedError: A session on a device, whose driver does not work in a forked process; or what it was
+            opened from is not there any more.
     """
     with _reopening:
         if "_sess" in session.__dict__:  # another thread was first
@@ -190,4 +274,8 @@ def reopen(session: "InferenceSession") -> None:
                 f"the session on {first} belongs to process {session.left_by}; process {os.getpid()} was "
                 "forked from it, and has to open one of its own"
             )
-        session._open_again()
+        try:
+            session._open_again()
+        except BaseException:
+            session.__dict__.pop("_sess", None)  # opened, and found to be of other files
+            raise

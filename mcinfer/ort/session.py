@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -119,6 +118,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         self._given = given
         self._wants_fallback = int(given.pop("enable_fallback", 1)) == 1
         self._was_open = self._is_closed = False
+        self._opened: inline.Opened | None = None
         self.prepared = self.why_plain = ""
         kept: dict[str, Any] = {}
         if self._inline:
@@ -179,7 +179,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
                 self._sess.close()
             return
         inline.WITH_THREADS.discard(self)
-        self._is_closed = True
+        self._is_closed, self._opened = True, None
         for name in _OF_NATIVE:
             self.__dict__.pop(name, None)
 
@@ -278,10 +278,12 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         absolute = None if path is None else os.path.join(self._folder, os.fsdecode(path))
         if options is not None and not isinstance(options, native.SessionOptions):
             super()._create_inference_session(*asked)  # whose error it is
-        held, failure = None, False
+        held, failure, left = None, False, self._left()
+        model = self._model_bytes if absolute is None else absolute
         why = "disabled_optimizers or read_config_from_model was given"
-        if not (disabled_optimizers or self._read_config_from_model):
-            model = self._model_bytes if absolute is None else absolute
+        if left is not None:
+            why, held = self.why_plain, left.again(self.left_by)
+        elif not (disabled_optimizers or self._read_config_from_model):
             try:
                 why, held = inline.prepared(model, self._folder, options, providers, self._prepare)
             except (McinferError, OSError, ValueError, TypeError) as exc:
@@ -296,27 +298,38 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
                 changed = noted.copied(options, without=FOLDER_KEY)
                 changed.graph_optimization_level = native.GraphOptimizationLevel.ORT_DISABLE_ALL
                 self._open_native(str(held.opened / MODEL_FILE), changed, asked)
+                if not held.is_unchanged():
+                    raise ClosedError(f"{held.folder} was changed meanwhile")
             except Exception as exc:  # of any class: it is the runtime's, or a handler's
-                held.close()
-                if raised_by_handler(exc):
+                if left is not None or raised_by_handler(exc):
                     raise
+                held.close()
                 held, failure, why = None, True, f"the prepared model cannot be opened: {exc}"
+        opened = left
+        if left is None and inline.has_threads(options):
+            files = None if held else inline.files_of(model, self._folder, options)
+            opened = inline.Opened(held=held, files=files)
         if held is None:
             # Later on, the program's working folder may be another one.
             self._open_native(absolute if self._was_open else path, options, asked)
+            if left is not None:
+                left.check_files(self.left_by)
             level = logging.WARNING if failure else logging.INFO
             _log.log(level, "%s: its weights are its own: %s", _name(absolute), why)
             self.prepared, self.why_plain = "", why
         else:
             self._sess_options = noted.copied(options)
-            # Held as long as the native session lives: bindings have it too.
-            weakref.finalize(self._sess, held.close).atexit = False
+            held.keep_for(self._sess)  # bindings have the native session too
             give_back_freed_memory()
             _log.info("%s: its weights are those of the entry %s", _name(absolute), held.folder)
             self.prepared, self.why_plain = held.key, ""
-        self._was_open = True
+        self._was_open, self._opened = True, opened
         if inline.has_threads(options):
             inline.WITH_THREADS.setdefault(self, None)
+
+    def _left(self) -> "inline.Opened | None":
+        """What is to be opened again, in a process that was forked."""
+        return self._opened if "left_by" in self.__dict__ and "_sess" not in self.__dict__ else None
 
     def _open_native(self, path: str | None, options: Any, asked: tuple[Any, Any, Any]) -> None:
         """Have the plain class open a file, or the bytes; `_model_path` stays what the program gave."""
@@ -404,7 +417,7 @@ def _inline_option(given: dict[str, Any]) -> str:
 # In the place of ONNX Runtime's session, for programs that cannot be edited.
 
 _NAME = "InferenceSession"
-_CHANGING = threading.Lock()
+_CHANGING = threading.RLock()  # of a signal's handler, too
 
 
 def install(**defaults: Any) -> None:

@@ -1,5 +1,6 @@
 """Tests of inline sessions: ONNX Runtime's own in this process, on a prepared model that processes share."""
 
+import _thread
 import copy
 import gc
 import logging
@@ -12,8 +13,10 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from operator import methodcaller
 from pathlib import Path
-from subprocess import PIPE, Popen
+from subprocess import PIPE, Popen, run
 from typing import Any
 from weakref import ref
 
@@ -32,12 +35,15 @@ from mcinfer.model_cache.cache import Cache, lock_path
 from mcinfer.ort import inline
 from mcinfer.ort.session import PlainSession
 from mcinfer.private import take_lock
+from tests.open_descriptors import descriptors
 from tests.process.waiting import wait_until
 
 CPU = ["CPUExecutionProvider"]
 PATIENCE = 60.0
 WIDTH = 2100  # its square has more bytes than the least size of a model that is prepared
 ALWAYS = EngineOptions(prepare="always")
+
+NEVER = EngineOptions(prepare="never")
 
 Level = onnxruntime.GraphOptimizationLevel
 
@@ -68,6 +74,25 @@ def write_model(path: Path, value: float) -> Path:
     helper.set_model_props(model, {"classes": "a b"})
     onnx.save(model, path)
     return path
+
+
+def write_small(path: Path, factor: float) -> Path:
+    """x · factor, whose weights are external data of an entry."""
+    weights = np.eye(64, dtype=np.float32) * factor
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 64])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 64])],
+        [numpy_helper.from_array(weights, "w")],
+    )
+    opset = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, ir_version=8, opset_imports=opset), path)
+    return path
+
+
+def factor_of(session: Any) -> float:
+    return float(session.run(None, {"x": np.ones((1, 64), np.float32)})[0][0, 0])
 
 
 @pytest.fixture(scope="module")
@@ -408,6 +433,65 @@ def test_entry_that_another_process_makes_for_too_long_is_not_waited_for(
         session.why_plain
     )
     assert_same(session, PlainSession(model, providers=CPU))
+
+
+def test_file_of_an_entry_that_is_replaced_while_it_is_opened_gives_no_answers(
+    tmp_path: Path, empty_cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = write_small(tmp_path / "a.onnx", 1), write_small(tmp_path / "b.onnx", 100)
+    keys = [ort.InferenceSession(m, providers=CPU, options=ALWAYS).prepared for m in models]
+    weights, others = (empty_cache.folder / key / "weights.bin" for key in keys)
+    create = PlainSession._create_inference_session
+
+    def replace_first(self: Any, *arguments: Any) -> None:
+        if others.exists():
+            others.replace(weights)
+        create(self, *arguments)
+
+    monkeypatch.setattr(PlainSession, "_create_inference_session", replace_first)
+    session = ort.InferenceSession(models[0], providers=CPU, options=ALWAYS)
+    assert session.why_plain.endswith("was changed meanwhile")
+    assert factor_of(session) == 1
+
+
+class Interruption(ref[Any]):
+    """Ctrl-C at the end of an object, before ends that were noted earlier."""
+
+    run = staticmethod(_thread.interrupt_main)
+
+
+def test_ctrl_c_while_a_session_is_destroyed_is_raised_and_the_entry_is_let_go(
+    tmp_path: Path, empty_cache: Cache
+) -> None:
+    path = write_small(tmp_path / "model.onnx", 1)
+    sessions = [ort.InferenceSession(path, providers=CPU, options=ALWAYS) for _ in range(3)]
+    interruptions = [Interruption(one._sess, methodcaller("run")) for one in sessions]
+    for interruption in interruptions:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 it comes after the end
+            sessions.pop(0)
+            assert interruption() is None
+    assert empty_cache.clear()[1] == 0
+
+
+def test_program_that_closed_all_descriptors_keeps_those_that_it_opens_later(
+    tmp_path: Path,
+) -> None:
+    code = """
+import os, sys
+from mcinfer import EngineOptions, ort
+sessions = [
+    ort.InferenceSession(sys.argv[1], options=EngineOptions(prepare="always")) for _ in range(2)
+]
+assert all(one.prepared for one in sessions)
+os.closerange(3, 256)
+own = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
+sessions[0].close()
+del sessions
+print([fd for fd in own if not os.path.exists(f"/proc/self/fd/{fd}")])
+"""
+    path = write_small(tmp_path / "model.onnx", 1)
+    ended = run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert (ended.stdout, ended.returncode) == ("[]\n", 0), ended.stderr
 
 
 OPEN = """
@@ -771,6 +855,100 @@ def test_forked_process_leaves_out_the_optimisers_that_its_parent_did(
     assert in_child(operators) == operators() == ["Identity", "Relu"]
     session.set_providers(CPU)  # which leaves none out, in the plain class as well
     assert in_child(operators) == operators() == ["Relu"]
+
+
+@pytest.mark.parametrize("change", ["replaced", "link moved", "removed", "none"])
+@pytest.mark.parametrize("prepare", [ALWAYS, NEVER])
+def test_forked_process_never_runs_another_model_than_its_parent(
+    tmp_path: Path, in_child: Callable[[Callable[[], Any]], Any], prepare: Any, change: str
+) -> None:
+    model, other = write_small(tmp_path / "a.onnx", 1), write_small(tmp_path / "b.onnx", 100)
+    link = tmp_path / "link.onnx"
+    link.symlink_to(model)
+    session = ort.InferenceSession(link, providers=CPU, options=prepare)
+    if change == "replaced":
+        other.replace(model)
+    elif change == "link moved":
+        link.unlink()
+        link.symlink_to(other)
+    elif change == "removed":
+        model.unlink()
+
+    def child() -> Any:
+        with suppress(ClosedError):
+            factor_of(session)
+        return factor_of(session)  # again
+
+    answer = in_child(child)
+    if prepare is ALWAYS or change == "none":
+        assert answer == 1
+    else:
+        assert answer.startswith("ClosedError(")
+        assert f"{link} was changed or removed" in answer
+    assert factor_of(session) == 1
+
+
+@pytest.mark.parametrize("given", ["path", "bytes"])
+def test_forked_process_sees_that_external_data_were_changed(
+    tmp_path: Path,
+    in_child: Callable[[Callable[[], Any]], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    given: str,
+) -> None:
+    path = write_small(tmp_path / "model.onnx", 2)
+    loaded = onnx.load(path)
+    onnx.save(loaded, path, save_as_external_data=True, location="data", size_threshold=0)
+    monkeypatch.chdir(tmp_path)
+    model: Any = path if given == "path" else path.read_bytes()
+    session = ort.InferenceSession(model, providers=CPU, options=NEVER)
+    assert in_child(lambda: factor_of(session)) == 2
+    (tmp_path / "data").write_bytes(np.ones((64, 64), np.float32).tobytes())
+    assert f"{tmp_path / 'data'} was changed" in in_child(lambda: factor_of(session))
+
+
+def test_forked_process_that_closes_all_descriptors_opens_the_same_entry(
+    tmp_path: Path, empty_cache: Cache, in_child: Callable[[Callable[[], Any]], Any]
+) -> None:
+    path = write_small(tmp_path / "model.onnx", 3)
+    session = ort.InferenceSession(path, providers=CPU, options=ALWAYS)
+    write_small(path, 4)
+
+    def close_all() -> Any:
+        for fd in {*descriptors()} - {0, 1, 2} - {*answer_pipes()}:
+            with suppress(OSError):
+                os.close(fd)
+        return factor_of(session)
+
+    def answer_pipes() -> list[int]:
+        return [fd for fd, link in descriptors().items() if link.startswith("pipe:")]
+
+    assert in_child(close_all) == 3
+    shutil.rmtree(empty_cache.folder)
+    assert "ClosedError(" in in_child(lambda: factor_of(session))
+
+
+def test_signal_handler_runs_another_session_while_one_is_opened_again(
+    tmp_path: Path,
+    in_child: Callable[[Callable[[], Any]], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = write_small(tmp_path / "model.onnx", 3)
+    first, second = (ort.InferenceSession(path, providers=CPU, options=ALWAYS) for _ in range(2))
+    seen: list[float] = []
+    create = PlainSession._create_inference_session
+
+    def interrupted(self: Any, *arguments: Any) -> None:
+        if self is first:
+            signal.raise_signal(signal.SIGUSR1)
+        create(self, *arguments)
+
+    def child() -> Any:
+        signal.signal(signal.SIGUSR1, lambda *_: seen.append(factor_of(second)))
+        signal.alarm(int(PATIENCE))
+        return factor_of(first), seen
+
+    monkeypatch.setattr(PlainSession, "_create_inference_session", interrupted)
+    assert in_child(child) == (3, [3])
 
 
 def test_binding_that_was_made_before_a_fork_is_refused_after_it(
