@@ -21,6 +21,8 @@ What OpenVINO (2026.4) does, found by trying:
 * Strings crash some operators (Reshape), complex numbers are unknown: `BuildError`.
 """
 
+import hashlib
+import json
 import re
 import sys
 import threading
@@ -59,8 +61,9 @@ from mcinfer.errors import (
     requires,
     shortened,
 )
-from mcinfer.model_cache import is_large
+from mcinfer.model_cache import FileState, file_states, is_large
 from mcinfer.model_cache.cache import Cache, CacheUnusableError
+from mcinfer.model_cache.keys import write_atomically
 from mcinfer.model_cache.onnx_files import Shapes, openvino_shapes, scan
 from mcinfer.private import alone_in
 from mcinfer.specs import STRING, ModelDescription, ModelSpec, TensorSpec, numpy_dtype
@@ -471,25 +474,40 @@ def _compiled(request: EngineRequest, inputs: Shapes) -> Any:
         )
     device = _device(core, request)
     properties = _properties(request, device)
-    folder = _cache_folder(request, core, device)
-    is_built = folder is not None and _is_built(folder)
-    if folder is not None:
-        properties["CACHE_DIR"] = str(folder)
-    with ExitStack() as alone:
-        if folder is not None and not is_built:
-            # Workers that start together build it once; each does if one stands still, or the folder goes.
-            with suppress(OSError):
-                alone.enter_context(alone_in(folder, _STUCK_SECONDS))
+
+    def compile_model() -> Any:
         try:
-            compiled = core.compile_model(model, device, properties)
+            return core.compile_model(model, device, properties)
         except RuntimeError as exc:
             if raised_by_handler(exc):
                 raise
             lacking = _lacking(core, request.model, device)
             raise _mapped(exc, BuildError, f"{request.model}: ", lacking) from quotable(exc)
-    if folder is not None and not is_built:
-        with suppress(CacheUnusableError):
-            Cache.default().evict()
+
+    folder = _cache_folder(request, core, device)
+    if folder is None:
+        return compile_model()
+    properties["CACHE_DIR"] = str(folder)
+    with ExitStack() as alone:
+        checked = _checked(folder)
+        if not checked:
+            try:
+                # Workers that start together build it once.
+                alone.enter_context(alone_in(folder, _STUCK_SECONDS))
+                checked = _checked(folder) or _emptied(folder)
+            except OSError:  # another one stands still, or the folder is gone
+                del properties["CACHE_DIR"]
+        compiled = compile_model()
+        if "CACHE_DIR" in properties and compiled.get_property("LOADED_FROM_CACHE"):
+            if _kept(folder) != checked:
+                del properties["CACHE_DIR"]
+                compiled = compile_model()
+            return compiled
+        with suppress(OSError):
+            for state in {*_kept(folder)} - {*checked}:
+                _record(state, _digest(state.path))
+    with suppress(CacheUnusableError):
+        Cache.default().evict()
     return compiled
 
 
@@ -548,11 +566,53 @@ def _cache_folder(request: EngineRequest, core: Any, device: str) -> Path | None
     return None if folder is None else Path(folder)
 
 
-def _is_built(folder: Path) -> bool:
-    """Whether it has a compiled model: OpenVINO takes the right to write to a file once it is complete."""
-    with suppress(OSError):  # another process removes it
-        return any(not file.stat().st_mode & 0o222 for file in folder.glob("*.blob"))
-    return False
+# Beside each compiled model in its folder lies a record: its state when it was written, and its SHA-256.
+# OpenVINO itself would take one that was damaged since, and compute something else.
+
+_RECORD = ".json"
+"""What the name of a record has after its model's."""
+
+
+def _kept(folder: Path) -> tuple[FileState, ...]:
+    """The compiled models in a folder."""
+    with suppress(OSError):  # another process removes one
+        return file_states(map(str, sorted(folder.glob("*.blob"))))
+    return ()
+
+
+def _checked(folder: Path) -> tuple[FileState, ...]:
+    """The compiled models in a folder; none if one of them is not what its record says, or has none yet."""
+    found = _kept(folder)
+    return found if all(map(_is_sound, found)) else ()
+
+
+def _is_sound(state: FileState) -> bool:
+    try:
+        known = json.loads(Path(state.path + _RECORD).read_bytes())
+        if known["state"] == [*state]:
+            return True
+        if _digest(state.path) != known["sha256"]:
+            return False
+        _record(state, known["sha256"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False
+    return True
+
+
+def _record(state: FileState, sha256: str) -> None:
+    write_atomically(Path(state.path + _RECORD), json.dumps({"state": state, "sha256": sha256}))
+
+
+def _digest(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _emptied(folder: Path) -> tuple[FileState, ...]:
+    """None: what is not as it was written is removed, and built again."""
+    for path in folder.glob("*.blob"):
+        path.unlink(missing_ok=True)
+    return ()
 
 
 def _lacking(core: Any, model: str, device: str) -> str:

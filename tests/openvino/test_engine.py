@@ -1034,6 +1034,38 @@ def test_blob_that_was_cut_short_is_made_again(cache: Cache, save: SaveModel) ->
     assert is_from_cache(loaded(model, prepare="always"))
 
 
+@pytest.mark.parametrize("mode", [0o400, 0o600])
+@pytest.mark.parametrize("has_record", [True, False])
+def test_build_that_was_damaged_is_made_again(
+    cache: Cache, save: SaveModel, mode: int, has_record: bool
+) -> None:
+    text = "(float[n, 512] x) => (float[n, 512] y) { y = MatMul(x, w) }"
+    model = save(text, weights={"w": np.eye(512, dtype=np.float32)})
+    loaded(model, prepare="always")
+    (blob,) = blobs(cache)
+    blob.chmod(0o600)
+    with blob.open("r+b") as file:  # in the middle of the weights
+        file.seek(blob.stat().st_size // 2)
+        file.write(np.ones(16384, np.float32).tobytes())
+    blob.chmod(mode)
+    if not has_record:
+        Path(f"{blob}.json").unlink()
+    x = np.ones((1, 512), np.float32)
+    for is_known in (False, True):
+        engine = loaded(model, prepare="always")
+        assert is_from_cache(engine) is is_known
+        np.testing.assert_array_equal(run(engine, x)["y"], x)
+
+
+def test_build_that_was_copied_is_known_by_its_content(cache: Cache, save: SaveModel) -> None:
+    model = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }")
+    loaded(model, prepare="always")
+    (blob,) = blobs(cache)
+    shutil.copy(blob, f"{blob}.copy")
+    os.replace(f"{blob}.copy", blob)
+    assert is_from_cache(loaded(model, prepare="always"))
+
+
 @pytest.mark.parametrize("gone", ["build", "folder"])
 def test_build_that_another_process_removes_is_made_again(
     cache: Cache, save: SaveModel, gone: str
@@ -1046,7 +1078,7 @@ def test_build_that_another_process_removes_is_made_again(
     if gone == "build":
         blob.symlink_to("none")  # it is listed, and not there
     else:
-        blob.parent.rmdir()
+        shutil.rmtree(blob.parent)
     np.testing.assert_array_equal(run(loaded(model, prepare="always"), rows(2))["y"], -rows(2))
 
 
