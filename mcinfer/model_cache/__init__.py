@@ -5,6 +5,7 @@ Which models are worth it is said here, where nothing else is imported: each ses
 
 import os
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 LEAST_PREPARED_BYTES = 16 << 20
@@ -50,9 +51,15 @@ def has_external_data(model: str | bytes | os.PathLike[str]) -> bool:
     """Whether a model, by its path or as its bytes, may have external data: a large one always may."""
     if isinstance(model, bytes):
         return _LOCATION in model
-    with open(model, "rb") as file:
-        content = file.read(LEAST_PREPARED_BYTES)
-    return len(content) == LEAST_PREPARED_BYTES or _LOCATION in content
+    return _names_a_location(*file_states([os.fspath(model)]))
+
+
+@lru_cache(64)  # each session of a small model asks twice
+def _names_a_location(model: "FileState") -> bool:
+    if model.size >= LEAST_PREPARED_BYTES:
+        return True
+    with open(model.path, "rb") as file:
+        return _LOCATION in file.read(LEAST_PREPARED_BYTES)
 
 
 class FileState(NamedTuple):
