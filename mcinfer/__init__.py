@@ -3,6 +3,7 @@
 Names are imported when they are first used: a worker imports this package too, and needs few of them.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -100,3 +101,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of the modul
 
 def __dir__() -> list[str]:
     return sorted(["__version__", *__all__])
+
+
+if getattr(sys, "frozen", False):
+    import_module("mcinfer.process").run_as_frozen_child()

@@ -85,7 +85,7 @@ class Subject:
         self._connection, theirs = Pipe()
         try:
             self._process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
-                command("mcinfer.bench.driver", str(theirs.fileno())),
+                command("-m", "mcinfer.bench.driver", str(theirs.fileno())),
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -38,7 +38,7 @@ from mcinfer.config import (
 )
 from mcinfer.errors import EngineError, InvalidInputError, McinferError
 from mcinfer.machine import Gpu
-from mcinfer.process import environment, import_path
+from mcinfer.process import command, environment, import_path
 
 _TASKS_OF_A_MASTER = 8
 _TASKS_OF_A_WORKER = 8
@@ -275,12 +275,12 @@ def look_at_limits(workers: int, cpus: int) -> Iterator[Finding]:
         "ulimit -n",
         "Docker: --ulimit nofile={0}, systemd: LimitNOFILE={0}",
     )
-    for name, limits, count, command, others in (
+    for name, limits, count, raising, others in (
         ("user", users, used, "ulimit -u", "systemd: LimitNPROC={0}"),
         ("container", (most,) * 2, running, "", "Docker: --pids-limit {0}, systemd: TasksMax={0}"),
     ):
         what = f"a pool of {pool}"
-        yield judge_limit(f"threads of the {name}", limits, count, tasks, what, command, others)
+        yield judge_limit(f"threads of the {name}", limits, count, tasks, what, raising, others)
 
 
 def judge_limit(
@@ -499,7 +499,7 @@ def _answer(code: str, failed: str, *arguments: str) -> list[Any]:
     """
     try:
         ran = subprocess.run(  # noqa: S603 nothing in it comes from outside
-            [sys.executable, "-P", "-c", code, json.dumps(import_path()), *arguments],
+            command("-c", code, json.dumps(import_path()), *arguments),
             env=environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,

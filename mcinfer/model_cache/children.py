@@ -75,8 +75,6 @@ def run_child(
     """
     import subprocess  # not at every worker's start
 
-    if getattr(sys, "frozen", False):
-        raise ChildFailedError("this program is frozen, and has no Python to start a process with")
     if not hasattr(select, "poll"):
         raise ChildFailedError("select.poll was taken away (monkey patching), as eventlet does")
     if not isinstance(function, str):
@@ -87,7 +85,7 @@ def run_child(
     with ours:
         try:
             process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
-                command("mcinfer.model_cache.children", str(theirs.fileno())),
+                command("-m", "mcinfer.model_cache.children", str(theirs.fileno())),
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -22,6 +22,7 @@ from typing import TypeVar
 from mcinfer.errors import ClosedError, McinferError, ReadyTimeoutError
 from mcinfer.machine import oom_kills, usable_memory
 from mcinfer.private import model_name
+from mcinfer.process import STRAY, STRAY_REASON
 from mcinfer.protocol import MAX_NOTES, BuildFinish, Error, Message, Preparing
 from mcinfer.requests.request import Promise
 from mcinfer.runtime.connections import Connections
@@ -96,9 +97,7 @@ class Supervision:
             process = self._connections.start(worker)
             for child in process.ranks:
                 self.poll.register(child.pidfd, select.EPOLLIN)
-        except (
-            Exception
-        ) as exc:  # /proc/sys/fs/epoll/max_user_watches; `sys.executable` may be None
+        except Exception as exc:  # /proc/sys/fs/epoll/max_user_watches, no `sys.executable`, …
             if process is not None:
                 process.kill()
                 self._connections.remove(worker)
@@ -213,6 +212,8 @@ class Supervision:
         how, statuses = process.reap()
         if not process.peers and self._limits.worker_memory_bytes is not None:
             how += f" (it may have {self._limits.worker_memory_bytes} bytes of memory of its own)"
+        if STRAY in statuses:
+            how += f" ({STRAY_REASON})"
         killed = statuses == {-signal.SIGKILL}
         if killed and oom_kills() > self._oom_kills.get(index, 0):
             how += (

@@ -126,7 +126,7 @@ class WorkerProcess:
         with contextlib.ExitStack() as opened:
             pipes = [*_pipe(opened), *_pipe(opened)]
             self._process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
-                command("mcinfer.worker", str(given[0]), str(index), device),
+                command("-m", "mcinfer.worker", str(given[0]), str(index), device),
                 cwd=inherited.folder_now(),
                 env=environment(),
                 stdin=subprocess.DEVNULL,
