@@ -299,6 +299,33 @@ def test_worn_worker_is_replaced(answers: int, own_bytes: int) -> None:
     assert w.answers == 0
 
 
+def test_worn_worker_serves_on_while_the_fresh_process_of_another_does_not_start() -> None:
+    lives = ready_lives(2, restart=replace(RESTART, budget=0, max_memory_bytes=1000))
+    first, second = lives.workers
+    for w in lives.workers:
+        lives.retire_if_worn(w, 1001)
+    assert lives.advance(1.0) == [Send(worker=0, message=Exit())]
+    end(lives, first, 1.0)
+    lives.handle_time(first, 1.0)
+    assert end(lives, first, 1.0, "exited with status 1") == []
+    assert first.is_given_up
+    assert lives.advance(1.5) == []
+    assert second.serves
+    assert come_back(lives, first, 1.0 + RESTART.backoff_limit) == [Send(worker=1, message=Exit())]
+
+
+def test_worker_past_its_budget_is_replaced_before_those_that_serve() -> None:
+    lives = ready_lives(2, restart=replace(RESTART, budget=0))
+    first, second = lives.workers
+    lives.bury(second, "killed by SIGKILL", 1.0)
+    lives.replace(lives.workers, asked_for=True)
+    assert lives.advance(1.0) == [StartWorker(worker=1)]
+    assert first.serves
+    connect(second, 200)
+    assert finish(lives, second, 2.0) == []
+    assert lives.advance(2.0) == [Send(worker=0, message=Exit())]
+
+
 @pytest.mark.parametrize("answers", [0, 1])
 def test_worker_that_does_not_end_to_be_replaced_is_killed_and_says_so(answers: int) -> None:
     lives = ready_lives(1, restart=replace(RESTART, budget=0))

@@ -9,7 +9,7 @@
   back-off from then on, the next is a probe again.
 * While every worker is past its budget, the pool's circuit is open: requests fail at once, with the cause.
 * The master asks a worker that hangs for its stacks and kills it a moment later.
-* Workers are replaced one at a time, while all others serve or are past their budget.
+* Workers are replaced one at a time, those past their budget first; one that serves, while all others serve.
 
 Workers of one card may hold its weights once. The first of them is their *leader*: it makes the slab, a block
 of the card's memory, and the others, its followers, open it.
@@ -740,10 +740,11 @@ class WorkerLives:
             if not self._replacing:
                 if not self._to_replace:
                     return
-                first = self._to_replace[0]
+                first = next((w for w in self._to_replace if w.is_given_up), self._to_replace[0])
                 together = (first, *first.followers)
                 others = [o for o in self.workers if o not in together]
-                if not all(o.serves or o.is_given_up for o in others):
+                # Another one's failure must not leave the pool without a worker.
+                if not all(o.serves or (o.is_given_up and not first.serves) for o in others):
                     return
                 self._replacing = together
                 self._to_replace = deque(w for w in self._to_replace if w not in together)
