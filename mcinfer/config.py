@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Literal, get_args
@@ -121,12 +121,41 @@ class CoreShare:
         shared: Whether another worker of the pool is pinned to one of these cores too.
         threads: Threads of one run, if a CPU quota allows fewer than there are cores; None is one per core.
         pool: The cores of all workers on the CPU, if more threads can run there; empty if not.
+        usable: The cores of which this is an equal share; empty if they were chosen, or lie beside a card.
     """
 
     cores: tuple[int, ...] = ()
     shared: bool = False
     threads: int | None = None
     pool: tuple[int, ...] = ()
+    usable: tuple[int, ...] = ()
+
+    def of_allowed(self, allowed: Collection[int]) -> "CoreShare":
+        """The share that a worker has if these cores are allowed: itself, if none of its pool's is missing.
+
+        An equal share becomes the same part of the cores that are allowed. Of others, those stay that are
+        allowed; without any, the worker is not pinned.
+        """
+        if {*self.cores, *self.usable} <= {*allowed}:
+            return self
+        now, parts, shared = sorted(allowed), len(self.usable), self.shared
+        if parts:
+            first, last = self.usable.index(self.cores[0]), self.usable.index(self.cores[-1])
+            start, stop = (at * len(now) // parts for at in (first, last + 1))
+            cores = tuple(now[start : max(stop, start + 1)])
+            shared |= (last - first) * len(
+                now
+            ) < parts  # it, or one with a core less, has no whole one
+        else:
+            cores = tuple(core for core in self.cores if core in allowed)
+        threads = self.threads if cores else self.threads or len(self.cores)
+        return CoreShare(
+            cores=cores,
+            shared=shared or not cores,
+            threads=None if threads is None else min(threads, len(cores or now)),
+            pool=tuple(now) if self.pool and len(now) > len(cores) else (),
+            usable=tuple(now) if parts else (),
+        )
 
 
 NOT_PINNED = CoreShare()
@@ -204,9 +233,13 @@ def share_cores(
             threads = min(len(own), max(1, stop - start))
         shared = any(pinned[core] > 1 for core in own)
         most = len(pool) if cpus is None else min(cpus, len(pool))
-        gains = chosen is None and devices[worker].kind == "cpu" and most > (threads or len(own))
+        equal = chosen is None and devices[worker].kind == "cpu"
         shares[worker] = CoreShare(
-            cores=own, shared=shared, threads=threads, pool=pool if gains else ()
+            cores=own,
+            shared=shared,
+            threads=threads,
+            pool=pool if equal and most > (threads or len(own)) else (),
+            usable=tuple(cores) if equal else (),
         )
     return dict(sorted(shares.items()))
 

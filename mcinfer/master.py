@@ -244,6 +244,7 @@ class Master:
                     shared=share.shared,
                     threads=share.threads,
                     pool=share.pool if may_be_wide else (),
+                    usable=share.usable,
                     options=options,
                     card_workers=on_cards[device.index] if device.kind in CARD_KINDS else 1,
                     shares_weights=may_share and device.kind == "cuda" and chosen.count(device) > 1,
@@ -452,7 +453,8 @@ class Master:
 
         A worker gets no new requests, answers those that it has, ends, and is started again; then the next
         one. The other workers serve meanwhile; with only one worker, requests wait for it. A worker past
-        its restart budget gets a new budget, and its start does not wait.
+        its restart budget is the first, gets a new budget, and its start does not wait. Where cores were
+        taken away meanwhile, the new processes share out those that are left.
 
         Args:
             timeout: Seconds for all workers together; None is `Timeouts.start` for each worker.

@@ -314,6 +314,7 @@ class Build(Message):
     shared: _Flag = False
     threads: Annotated[int | None, or_none(is_count)] = None
     pool: Annotated[tuple[int, ...], is_tuple_of(is_count)] = ()
+    usable: Annotated[tuple[int, ...], is_tuple_of(is_count)] = ()
     options: Annotated[EngineOptions, lambda value: isinstance(value, EngineOptions)] = (
         EngineOptions()
     )
@@ -327,7 +328,13 @@ class Build(Message):
 
     @property
     def share(self) -> CoreShare:
-        return CoreShare(cores=self.cores, shared=self.shared, threads=self.threads, pool=self.pool)
+        return CoreShare(
+            cores=self.cores,
+            shared=self.shared,
+            threads=self.threads,
+            pool=self.pool,
+            usable=self.usable,
+        )
 
     @property
     def ranks(self) -> int:

@@ -1,5 +1,6 @@
 """Tests of mcinfer/mslite/model.py: models in this process, on ONNX Runtime."""
 
+import errno
 import gc
 import os
 import re
@@ -492,6 +493,23 @@ def test_core_list_binds_the_callers_thread_during_a_run_and_not_after(
     model.predict([floats(1, 4)])
     assert bound == [{max(cores)}]
     assert os.sched_getaffinity(0) == cores
+
+
+def test_run_is_not_bound_if_none_of_the_listed_cores_is_allowed_any_more(
+    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = Context()
+    context.cpu.thread_num = 1
+    context.cpu.thread_affinity_core_list = [min(os.sched_getaffinity(0))]
+    model = built(onnx_model(AFFINE), context)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")  # as the kernel does
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    for _ in range(2):
+        assert arrays(model.predict([floats(1, 4)]))
+    assert caplog.text.count("threads are not bound: none of the cores") == 1
 
 
 def test_what_is_said_of_a_model_reaches_mindspore_lites_own_package(

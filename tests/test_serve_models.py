@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from google.protobuf import descriptor_pb2
 from grpc_tools import protoc
 
 import mcinfer.serve
-from mcinfer import InvalidInputError, Limits, Master, Timeouts
+from mcinfer import EngineOptions, InvalidInputError, Limits, Master, Timeouts
 from mcinfer.serve import models
 from mcinfer.serve.inference import public
 from mcinfer.serve.messages import message
@@ -158,6 +159,20 @@ def test_load_that_fails_leaves_what_was_served(repository: Write) -> None:
             assert "fake" in models.index()[0]["reason"]
 
     asyncio.run(load())
+
+
+def test_load_without_the_cores_that_the_server_gave_the_model_shares_what_is_left(
+    repository: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    absent = max(os.sched_getaffinity(0)) + 1
+    options = {"engine": "fake", "devices": 1, "options": EngineOptions(cores=[[absent]])}
+
+    async def load() -> None:
+        async with Models({}, repository("m", "1"), lambda _: options) as models:
+            assert models.instance("m").ready
+
+    asyncio.run(load())
+    assert f"gave it the cores (({absent},),), and" in caplog.text
 
 
 def test_repository_that_is_gone_leaves_what_was_served(repository: Write) -> None:

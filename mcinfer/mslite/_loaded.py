@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
@@ -56,16 +56,27 @@ Dims = Mapping[str, Sequence[int]]
 
 @contextmanager
 def _pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Bind the calling thread to these cores, if any; threads that it starts inherit them."""
+    """Bind the calling thread to these cores, if any is allowed; threads that it starts inherit them."""
     if not cores:
         yield
         return
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError:
+        _warn_of_lost(tuple(cores), tuple(sorted(before)))
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        with suppress(OSError):  # they were taken meanwhile
+            os.sched_setaffinity(0, before)
+
+
+@lru_cache  # once
+def _warn_of_lost(cores: tuple[int, ...], allowed: tuple[int, ...]) -> None:
+    _log.warning(
+        "threads are not bound: none of the cores %s is allowed now, %s are", cores, allowed
+    )
 
 
 class LoadedModel:

@@ -110,6 +110,7 @@ class WorkerProcess:
                 "most_memory": most_memory,
                 "path": inherited.path,
                 "pythonpath": inherited.pythonpath,
+                "cores_taken": inherited.cores_taken(),
                 "log_level": _worker_log.getEffectiveLevel(),
             }
             with theirs, contextlib.closing(listening):

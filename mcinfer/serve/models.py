@@ -8,6 +8,8 @@ Ownership: `Models` owns the masters of its instances. One task at a time change
 """
 
 import asyncio
+import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,12 +19,14 @@ from typing import Any
 
 from google.protobuf import json_format, text_format
 
-from mcinfer.config import CARD_KINDS, Device, Limits, Timeouts
+from mcinfer.config import CARD_KINDS, Device, EngineOptions, Limits, Timeouts
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.master import Master
 from mcinfer.serve.messages import message
 from mcinfer.serve.tensors import DATATYPES, shape_of
 from mcinfer.specs import STRING
+
+_log = logging.getLogger("mcinfer.serve")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 _VERSION = re.compile(r"[1-9][0-9]{0,18}")
@@ -241,6 +245,12 @@ class Models:
                 raise InvalidInputError(f"default_model_filename: got {own!r}, expected a name")
             place = place / version / own
         options["engine"] = engine or ("openvino" if place.suffix == ".xml" else "onnxruntime")
+        chosen, allowed = options.get("options", EngineOptions()), os.sched_getaffinity(0)
+        if any(not allowed.issuperset(cores) for cores in chosen.cores or ()):
+            # They were taken after the server's start: the workers share out what is left.
+            text = "%s: the server gave it the cores %s, and %s are allowed now"
+            _log.warning(text, name, chosen.cores, sorted(allowed))
+            options["options"] = replace(chosen, cores=None)
         master = Master(place, **options)
         await master.__aenter__()
         try:

@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+from contextlib import suppress
 
 from mcinfer.process import LOG_FORMAT, ORPHANED, end, watch_parent, write_stacks_to
 from mcinfer.shm.lifeline import Lifeline
@@ -33,6 +34,7 @@ def main() -> int:
     write_stacks_to(start["stacks"])
     if start["most_memory"] is not None:
         _limit_memory(start["most_memory"])
+    _leave_cores(start["cores_taken"])
     sys.path[:] = start["path"]
     if start["pythonpath"] is None:
         os.environ.pop("PYTHONPATH", None)
@@ -55,6 +57,17 @@ def main() -> int:
         sys.stdout.flush()
         os._exit(status)
     return status
+
+
+def _leave_cores(taken: list[int]) -> None:
+    """Do not use these cores, if there are others: the master's process was moved off them.
+
+    This process has what the master's thread that started it had, which such a move need not reach.
+    """
+    left = os.sched_getaffinity(0).difference(taken)
+    if taken and left:
+        with suppress(OSError):  # these were taken in between
+            os.sched_setaffinity(0, left)
 
 
 def _limit_memory(size: int) -> None:

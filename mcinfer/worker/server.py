@@ -25,7 +25,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate, count
 from typing import Any
@@ -54,6 +54,7 @@ from mcinfer.errors import (
     ProtocolError,
     RankDiedError,
 )
+from mcinfer.machine import format_core_list
 from mcinfer.private import in_words
 from mcinfer.process import ORPHANED
 from mcinfer.protocol import (
@@ -161,6 +162,7 @@ class Server:
         self._wide: WideEngine | None = None
         self.threads: list[threading.Thread] = []
         self._cores: Sequence[int] = ()
+        self._notes: tuple[str, ...] = ()  # of this worker's own
         self._shared: SharedTransport | None = None  # by the threads of several lanes
         self._is_shared = False
         self._ended = False
@@ -368,9 +370,7 @@ class Server:
         start = time.perf_counter()
         slab = None if message.slab is None else self._blocks.take(message.slab)
         try:
-            if message.cores:
-                os.sched_setaffinity(0, message.cores)
-                self._cores = () if message.shared else message.cores
+            message = self._pin_to_allowed(message)
             device = Device.parse(message.device)
             request = EngineRequest(
                 model=message.model,
@@ -418,14 +418,14 @@ class Server:
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
             return _error(kind, exc, model=message.model)
         engine, described = self._engine, self._engine.description
-        notes = (in_words(note, message.model)[:MAX_NOTE] for note in engine.notes[:MAX_NOTES])
+        notes = [*self._notes, *(in_words(note, message.model) for note in engine.notes)]
         options = described.provider_options.items()
         try:
             return BuildFinish(
                 inputs=_fields(engine.spec.inputs),
                 outputs=_fields(engine.spec.outputs),
                 weights=_fields(engine.weights),
-                notes=tuple(notes),
+                notes=tuple(note[:MAX_NOTE] for note in notes[:MAX_NOTES]),
                 **known,
                 providers=engine.providers,
                 seconds=time.perf_counter() - start,
@@ -440,6 +440,23 @@ class Server:
         except ProtocolError as exc:
             text = f"what is to be said of the model does not fit a message (at most {MAX_SPECS}"
             return _error("build", BuildError(f"{text} inputs, outputs, …): {exc}"))
+
+    def _pin_to_allowed(self, message: Build) -> Build:
+        """Pin this process to its share of the cores that it may use now; the message with that share."""
+        planned, allowed = message.share, sorted(os.sched_getaffinity(0))
+        share = planned.of_allowed(allowed)
+        if share is not planned:
+            before, now = map(format_core_list, (planned.usable or planned.cores, allowed))
+            what = "a worker that starts has its part of these"
+            if not share.usable:
+                what = f"{format_core_list(share.cores)} are left" if share.cores else "not pinned"
+            self._notes = (f"planned for cores {before}, and {now} are allowed now: {what}",)
+        if share.cores:
+            with suppress(OSError):  # they were taken in between: it is not pinned
+                os.sched_setaffinity(0, share.cores)
+                self._cores = () if share.shared else share.cores
+        names = (field.name for field in fields(share))
+        return replace(message, **{name: getattr(share, name) for name in names})
 
     def _hand_over(self, slab: SharedBlock | None) -> tuple[int, int] | None:
         """Give the master a block of weights that this worker made; its number and bytes."""

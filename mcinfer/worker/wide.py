@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from mcinfer.config import CoreShare
 from mcinfer.engines.base import Engine
 from mcinfer.errors import BuildError
-from mcinfer.machine import whole_cpus
+from mcinfer.machine import format_core_list, whole_cpus
 from mcinfer.model_cache import LEAST_PREPARED_BYTES
 from mcinfer.model_cache.keys import ModelContent
 
@@ -148,7 +148,11 @@ class WideEngine:
 
     def _open(self) -> None:
         try:
-            os.sched_setaffinity(0, self._pool)  # of this thread, and of those that it starts
+            try:
+                os.sched_setaffinity(0, self._pool)  # of this thread, and of those that it starts
+            except OSError as exc:
+                own = format_core_list(self._pool)
+                raise BuildError(f"none of the pool's cores {own} is allowed now") from exc
             threads = min(len(self._pool), whole_cpus())
             engine = self._open_wide(CoreShare(cores=self._pool, threads=threads))
             if engine.prepared != self._narrow.prepared or not self._content.unchanged():

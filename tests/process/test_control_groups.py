@@ -121,6 +121,79 @@ print(json.dumps([look(EngineOptions(threads=threads)) for threads in (None, 1, 
 """
 
 
+# Cores that are taken away from a running program, as `docker update --cpuset-cpus` does.
+
+NARROWED = """
+import logging
+from pathlib import Path
+logging.basicConfig(format="%(levelname)s %(message)s")
+
+group, model, first, second = Path(sys.argv[1]), *sys.argv[2:]
+(group / "cgroup.procs").write_text(str(os.getpid()))
+options = mcinfer.EngineOptions(cores=[[int(first)], [int(second)]])
+plan = {"equal": mcinfer.EngineOptions(), "chosen": options}
+
+def cores(master):
+    return [sorted(os.sched_getaffinity(worker.pid)) for worker in master.statistics().workers]
+
+for name, options in plan.items():
+    (group / "cpuset.cpus").write_text(f"{first},{second}")
+    with mcinfer.Master(model, 2, engine="fake", options=options) as master:
+        say(name, cores(master))
+        (group / "cpuset.cpus").write_text(first)
+        master.restart_workers()
+        say(name, cores(master), master.health().state)
+"""
+
+
+def set_cores(group: Path) -> None:
+    memory = group / "cpuset.mems"
+    if (
+        memory.exists() and not memory.read_text(encoding="ascii").strip()
+    ):  # version 1 takes no task then
+        memory.write_text((group.parent / "cpuset.mems").read_text(encoding="ascii"))
+    (group / "cpuset.cpus").write_text(f"{CORES[0]},{CORES[1]}", encoding="ascii")
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="there is one core")
+def test_workers_start_again_on_the_cores_that_the_container_has_left(
+    fake_model: FakeModel,
+) -> None:
+    first, second, *_ = CORES
+    with limited_group("cpuset", set_cores) as group:
+        words = [str(group), str(fake_model()), str(first), str(second)]
+        command = [sys.executable, "-c", PREAMBLE + NARROWED, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = []
+    for name in ("equal", "chosen"):
+        expected += [f"{name} [[{first}], [{second}]]", f"{name} [[{first}], [{first}]] ready"]
+    assert done.stdout.splitlines() == expected
+    both = format_core_list(CORES[:2])
+    text = f"planned for cores {{}}, and {first} are allowed now: {{}}"
+    told = [text.format(both, "a worker that starts has its part of these")]
+    told += [text.format(second, "not pinned")]
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
+    assert [line.split(": ", 1)[1] for line in warnings] == told
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="there is one core")
+def test_workers_start_again_on_the_cores_that_their_program_has_kept(
+    fake_model: FakeModel,
+) -> None:
+    done = run(
+        """
+with mcinfer.Master(sys.argv[1], 2, engine="fake") as master:
+    own = min(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {own})
+    master.restart_workers()
+    say(*(os.sched_getaffinity(w.pid) == {own} for w in master.statistics().workers))
+""",
+        fake_model(),
+    )
+    assert done.out.split() == ["True", "True"], done.err
+
+
 def set_quota(group: Path) -> None:
     if (group / "cpu.max").exists():
         (group / "cpu.max").write_text(f"{QUOTA_US} {PERIOD_US}", encoding="ascii")
