@@ -1,8 +1,12 @@
 """The thread that runs user code: callbacks of futures, trace hooks, handlers of log records.
 
 The loop never runs user code, since such code may wait for its own locks, or for ever. The loop puts its
-calls into a queue (`queue.SimpleQueue`, whose `put` is safe anywhere, also in a finalizer). A callback that
-does not return delays other callbacks, and nothing else.
+calls into a queue, and wakes the thread (by `queue.SimpleQueue`, whose `put` is safe anywhere, also in a
+finalizer). A callback that does not return delays other callbacks, and nothing else.
+
+An exception that another thread raises in this one (`PyThreadState_SetAsyncExc`), or a user's trace function,
+may end the thread between two calls. It then starts another one in its place; if it does not come to that,
+the next `put` or `trouble` does. A call leaves the queue once it was made, so none is lost.
 """
 
 import logging
@@ -30,6 +34,8 @@ _GATHER_SECONDS = 0.02  # seconds that calls of `trace` wait for others
 
 _REPEAT_SECONDS = 0.01  # seconds between two calls of `repeat`
 
+_TROUBLE_SECONDS = 60.0  # seconds that `trouble` reports a thread that was replaced
+
 _log = logging.getLogger("mcinfer.master")
 
 
@@ -42,20 +48,27 @@ class Delivery:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._calls: deque[Callable[[], object]] = deque()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._asleep = False
         self._traces: deque[Callable[[], object]] = deque()
         self._repeated: deque[Callable[[], bool]] = deque()
         self._traces_due = math.inf
         self._next_repeat = 0.0
-        self._thread: threading.Thread | None = None
+        self._threads: list[
+            threading.Thread
+        ] = []  # one; who takes it out when it is dead replaces it
+        self._trouble = ""
+        self._trouble_until = -math.inf
         self._ended = WakeUp()
-        self._done = False
+        self._closing = self._done = False
         self.ident = 0
         self._pid = os.getpid()
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="mcinfer-delivery", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="mcinfer-delivery", daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     @property
     def is_current(self) -> bool:
@@ -67,9 +80,13 @@ class Delivery:
         if os.getpid() != self._pid:
             _make(call)  # what else waits is to be called in the process that this was forked from
             return
-        self._calls.put(call)
+        self._calls.append(call)
+        if self._asleep:
+            self._bell.put(None)
         if self._done:
             self._drain()
+        else:
+            self._look()
 
     def repeat(self, call: Callable[[], bool]) -> None:
         """Have a call made again and again, with others in between, until it returns True or raises.
@@ -91,44 +108,85 @@ class Delivery:
     ) -> None:
         self.put(partial(_log.log, level, f"%s: {text}", self._name, *values, exc_info=failure))
 
+    def trouble(self) -> tuple[str, bool]:
+        """What ended the thread lately, and whether there is none now; no text if nothing did."""
+        self._look()
+        missing = not self._done and not all(thread.is_alive() for thread in self._threads)
+        return self._trouble if missing or monotonic() < self._trouble_until else "", missing
+
     def close(self) -> None:
         """End the thread, after the calls that are queued."""
-        self._calls.put(None)
+        self._closing = True
+        self.put(_nothing)
 
     def wait(self, seconds: float) -> None:
         """After `close`: wait for the thread's end, for at most so many seconds."""
-        if self._thread is None or self.is_current:
+        if not self._threads or self.is_current:
             return
         ended = select.poll()
         ended.register(self._ended.fd, select.POLLIN)
         if ended.poll(seconds * 1000):
-            self._thread.join(seconds)
+            for thread in self._threads:
+                thread.join(seconds)
+
+    def _look(self) -> None:
+        """Replace the thread if it has ended before its time."""
+        for thread in self._threads:
+            if not thread.is_alive():
+                self._replace(thread, None)
+
+    def _replace(self, thread: threading.Thread, why: BaseException | None) -> None:
+        """Start another thread in the place of one that has ended, or is about to; only once."""
+        try:
+            self._threads.remove(thread)
+        except ValueError:
+            return  # another one does it
+        if self._done:
+            self._drain()
+            return
+        cause = "" if why is None else f" ({why!r})"
+        self._trouble = f"the thread of callbacks and log handlers ended{cause}"
+        self._trouble_until = monotonic() + _TROUBLE_SECONDS
+        try:
+            self.start()
+        except RuntimeError as exc:  # the system gives no thread now
+            self._trouble += f", and cannot be started again: {exc}"
+            self._threads.append(thread)
+            return
+        self._trouble += ", and was started again"
+        self.log(logging.ERROR, "%s", self._trouble)  # a traceback would hold this
 
     def _run(self) -> None:
-        self.ident = threading.get_ident()
-        call: Callable[[], object] | None = _nothing
-        while call is not None:
-            _make(call)
-            call = None  # it holds what it was about
-            call = self._next()
-        while self._repeated:
-            _make(self._next() or _nothing)
-        self._done = True
-        self._drain()
-        self.ident = 0  # another thread may have it from now on
-        self._ended.set()
+        try:
+            self.ident = threading.get_ident()
+            self._serve()
+            self._done = True
+            self._drain()
+            self.ident = 0  # another thread may have it from now on
+            self._ended.set()
+        except BaseException as exc:
+            self.ident = 0
+            self._replace(threading.current_thread(), exc)
 
-    def _next(self) -> Callable[[], object] | None:
-        """Wait for the next call, or until those of `trace`, or of `repeat`, are to be made."""
-        repeat = self._next_repeat if self._repeated else math.inf
-        due = min(self._traces_due, repeat)
-        if due == math.inf:
-            return self._calls.get()
-        left = due - monotonic()
-        with suppress(queue.Empty):
-            if left > 0:
-                return self._calls.get(timeout=left)
-        return self._make_repeated if due == repeat else self._make_traces
+    def _serve(self) -> None:
+        """Make calls until `close`."""
+        while True:
+            repeat = self._next_repeat if self._repeated else math.inf
+            due = min(self._traces_due, repeat)
+            left = due - monotonic()
+            if left <= 0:
+                _make(self._make_repeated if due == repeat else self._make_traces)
+            elif self._calls:
+                _make(self._calls[0])
+                self._calls.popleft()
+            elif self._closing and not self._repeated:
+                return
+            else:
+                self._asleep = True
+                if not self._calls:
+                    with suppress(queue.Empty):
+                        self._bell.get(timeout=None if left == math.inf else left)
+                self._asleep = False
 
     def _make_repeated(self) -> None:
         for _ in range(len(self._repeated)):
@@ -145,12 +203,11 @@ class Delivery:
     def _drain(self) -> None:
         while True:
             try:
-                call = self._calls.get_nowait()
-            except queue.Empty:
+                call = self._calls.popleft()
+            except IndexError:
                 self._make_traces()
                 return
-            if call is not None:
-                _make(call)
+            _make(call)
 
 
 def _nothing() -> None:
