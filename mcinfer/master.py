@@ -56,7 +56,7 @@ from mcinfer.private import IN_MEMORY, ModelInMemory, fill_streams
 from mcinfer.protocol import Build, TensorFields, encode
 from mcinfer.requests.learning import Learner
 from mcinfer.requests.planner import HostPlace, Planner, cards
-from mcinfer.requests.request import NO_WEIGHTS, Call, Inputs
+from mcinfer.requests.request import NO_WEIGHTS, Call, Inputs, OutcomeFuture
 from mcinfer.requests.splitting import Verify
 from mcinfer.requests.tensors import Arrays
 from mcinfer.requests.waiting_threads import WaitingThreads
@@ -697,13 +697,11 @@ class Master:
         The event loop's thread checks and copies the inputs before the first wait, to ordinary memory if no
         shared memory is free. Arrays from `allocate`, and tensors on cards, are borrowed until it is done.
         """
-        import asyncio
-
         call = self._call(
             inputs, timeout, (batch_axes, output_axes), shards, priority, outputs, outputs_on
         )
         call.keeps = True
-        future: Future[Arrays] | None = None
+        future: OutcomeFuture[Arrays] | None = None
         try:
             if call.known.open and self._learner.may_look(call):
                 return await self._in_thread(call, partial(self._answer, call))
@@ -716,7 +714,7 @@ class Master:
                 call.inputs = self._planner.copies(inputs)
                 submit = partial(self._learner.submit, call)
                 future = await self._waiting.wait_for_room(submit, call.start + call.timeout)
-            return await asyncio.wrap_future(future)
+            return await future.answer()
         except PredictError as exc:
             if not self._learner.may_rescue(call):
                 raise

@@ -15,9 +15,10 @@ from concurrent.futures import (
     wait,
 )
 from contextlib import contextmanager
+from contextvars import Context
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar, TypeVarTuple
 
 import pytest
 
@@ -26,6 +27,8 @@ from mcinfer.runtime.delivery import Delivery
 from tests.process.waiting import wait_until
 
 PATIENCE = 20.0
+
+Ts = TypeVarTuple("Ts")
 
 Settle = Callable[[Outcome[int]], None]
 
@@ -59,6 +62,12 @@ class Owner:
             return False
         outcome.settle(cancelled=True)
         return True
+
+    def forget(self, outcome: Outcome[Any]) -> None:
+        self.cancel(outcome)
+
+    def check_process(self) -> None:
+        pass
 
     def check_wait(self) -> None:
         pass
@@ -323,6 +332,86 @@ def test_task_that_is_cancelled_cancels_the_request(owner: Owner) -> None:
         asyncio.run(give_up())
     owner.finish()
     assert future.cancelled()
+
+
+def new_event_loop(kind: str) -> asyncio.AbstractEventLoop:
+    if kind == "uvloop":
+        loop: asyncio.AbstractEventLoop = pytest.importorskip("uvloop").new_event_loop()
+        return loop
+    return Own() if kind == "a user's" else asyncio.new_event_loop()
+
+
+class Own(asyncio.SelectorEventLoop):
+    """A user's event loop, which runs code of its own in the thread that wakes it."""
+
+    wakers: ClassVar[list[str]] = []
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        self.wakers.append(threading.current_thread().name)
+        return super().call_soon_threadsafe(callback, *args, context=context)
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("settle", [succeed, fail])
+def test_task_goes_on_while_a_callback_does_not_return(
+    owner: Owner, kind: str, settle: Settle
+) -> None:
+    (future,), go = futures(owner, 1), threading.Event()
+
+    async def ask() -> Any:
+        owner.deliver(go.wait)
+        asyncio.get_running_loop().call_soon(
+            threading.Thread(target=settle, args=(future.outcome,)).start
+        )
+        async with asyncio.timeout(PATIENCE):
+            return await future.answer()
+
+    with asyncio.Runner(loop_factory=partial(new_event_loop, kind)) as runner:
+        try:
+            if settle is fail:
+                with pytest.raises(ValueError, match="no"):
+                    runner.run(ask())
+            else:
+                assert runner.run(ask()) == 0
+        finally:
+            go.set()
+        assert runner.run(future_of(owner).answer()) == 7
+
+
+def future_of(owner: Owner) -> OutcomeFuture[int]:
+    """A future that is done before anything asks for it."""
+    future = OutcomeFuture(Number(), owner)
+    future.outcome.settle()
+    return future
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_event_loop_that_was_closed_does_not_hurt_who_settles(owner: Owner, kind: str) -> None:
+    (future,) = futures(owner, 1)
+    events = new_event_loop(kind)
+    answer = future.answer()
+    events.call_soon(answer.send, None)
+    events.call_soon(events.stop)
+    events.run_forever()
+    events.close()
+    future.outcome.settle()
+    answer.close()
+    assert future.result(timeout=0) == 0
+
+
+def test_event_loop_of_a_users_own_is_called_by_the_delivery_thread(owner: Owner) -> None:
+    (future,) = futures(owner, 1)
+    Own.wakers.clear()
+
+    async def ask() -> int:
+        asyncio.get_running_loop().call_soon(future.outcome.settle)
+        return await future.answer()
+
+    with asyncio.Runner(loop_factory=partial(new_event_loop, "a user's")) as runner:
+        assert runner.run(ask()) == 0
+    assert Own.wakers[0] == "mcinfer-delivery"
 
 
 # Memory.

@@ -102,9 +102,6 @@ class Queue(Owner, Protocol):
     def await_answer(self, request: Request) -> None:
         """Wait until a request is settled."""
 
-    def forget(self, request: Request) -> None:
-        """Cancel a request without waiting for that."""
-
     def card(self, device: Device) -> Any:
         """A card's memory."""
 

@@ -21,6 +21,7 @@ from concurrent.futures import _base as states
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -186,6 +187,12 @@ class Owner(Protocol):
     def cancel(self, outcome: Outcome[Any]) -> bool:
         """Cancel a request; False if it was settled before."""
 
+    def forget(self, outcome: Outcome[Any]) -> None:
+        """Cancel a request without waiting for that."""
+
+    def check_process(self) -> None:
+        """Raise `ClosedError` in a process that was forked from the master's: nothing is settled there."""
+
     def check_wait(self) -> None:
         """Raise an error where the calling thread would wait in vain."""
 
@@ -198,11 +205,13 @@ class _Gate:
 
     They count the futures that are done and add a waiter to each, and must see the same state in both steps.
     But the loop may settle the outcome in between, and takes no lock. So the holder of the gate keeps seeing
-    the state of the moment when it took the gate.
+    the state of the moment when it took the gate. What is settled does not change any more, and has no lock:
+    at a fork, another thread may hold it.
     """
 
-    def __init__(self, outcome: Outcome[Any]) -> None:
+    def __init__(self, outcome: Outcome[Any], owner: Owner) -> None:
         self._outcome = outcome
+        self._owner = owner
         self._lock: Any = threading.RLock()
         self._seen = False
 
@@ -211,12 +220,15 @@ class _Gate:
         return self._seen if self._lock._is_owned() else self._outcome.settled
 
     def acquire(self) -> None:
-        seen = self.settled
+        if self.settled:
+            return
+        self._owner.check_wait()
         self._lock.acquire()
-        self._seen = seen
+        self._seen = False
 
     def release(self) -> None:
-        self._lock.release()
+        if self._lock._is_owned():
+            self._lock.release()
 
     def __enter__(self) -> None:
         self.acquire()
@@ -266,12 +278,13 @@ class OutcomeFuture(Future[T]):
         self.owner = owner
         self._callbacks: list[Callable[[Future[T]], object]] = []
         self._waiting: _Waiters | None = None
+        self._resume: Callable[[], object] | None = None
         if not outcome.settled:
             outcome.future = self
 
     @property
     def _condition(self) -> Any:  # type: ignore[override]
-        return self.__dict__.setdefault("_gate", _Gate(self.outcome))
+        return self.__dict__.setdefault("_gate", _Gate(self.outcome, self.owner))
 
     @property
     def _state(self) -> str:  # type: ignore[override]
@@ -309,6 +322,8 @@ class OutcomeFuture(Future[T]):
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         """As that of every future; a thread of mcinfer's calls the callbacks, one after another."""
+        if not self.outcome.settled:
+            self.owner.check_process()
         self._callbacks.append(fn)
         if self.outcome.settled:
             self.owner.deliver(self.notify)
@@ -324,6 +339,33 @@ class OutcomeFuture(Future[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._await(timeout)
         return self._failure()
+
+    async def answer(self) -> T:
+        """The result, for a task of asyncio; cancelling the task cancels the request.
+
+        The loop resumes the task by `call_soon_threadsafe`, which is short and takes no lock of a user's
+        with the event loops of asyncio and uvloop; the delivery thread does so for others, which may.
+        """
+        import asyncio  # `mcinfer.master` says why not above
+
+        events = asyncio.get_running_loop()
+        resumed = events.create_future()
+        resume = partial(_resume, events, resumed)
+        if type(events).__module__.partition(".")[0] not in ("asyncio", "uvloop"):
+            resume = partial(self.owner.deliver, resume)
+        self._resume = resume
+        try:
+            if not self.outcome.settled:  # else the loop may not have seen what resumes
+                await resumed
+            return self.outcome.result()
+        except BaseException:
+            if not self.outcome.settled:
+                self.owner.forget(self.outcome)
+            raise
+        finally:
+            self._resume = None
+            # The error that this may raise must not hold what holds it.
+            self = resume = resumed = events = None  # type: ignore[assignment]
 
     def _await(self, timeout: float | None) -> None:
         outcome = self.outcome
@@ -352,6 +394,9 @@ class OutcomeFuture(Future[T]):
 
     def announce(self) -> None:
         """The outcome is set; for the loop."""
+        resume = self._resume
+        if resume is not None:
+            resume()
         if self._callbacks or (self._waiting is not None and self._waiting.to_call):
             self.owner.deliver(self.notify)
 
@@ -379,6 +424,17 @@ class OutcomeFuture(Future[T]):
                 waiter.add_exception(self)
             else:
                 waiter.add_result(self)
+
+
+def _resume(events: Any, resumed: Any) -> None:
+    """Resume the task that awaits this future of its event loop; in any thread."""
+    with suppress(RuntimeError):  # the event loop is closed
+        events.call_soon_threadsafe(_set, resumed)
+
+
+def _set(resumed: Any) -> None:
+    if not resumed.done():  # the task may be cancelled
+        resumed.set_result(None)
 
 
 def _next(calls: list[T]) -> T | None:

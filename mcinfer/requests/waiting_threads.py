@@ -14,6 +14,7 @@ from time import monotonic
 from typing import TypeVar
 
 from mcinfer.errors import McinferError, PredictError, QueueFullError, raised_by_handler
+from mcinfer.requests.request import OutcomeFuture
 
 _MAX_THREADS = 8  # calls beyond these wait for a thread, first come first served
 
@@ -64,7 +65,9 @@ class WaitingThreads:
             run()
         return future
 
-    async def wait_for_room(self, submit: Callable[[], Future[_T]], deadline: float) -> Future[_T]:
+    async def wait_for_room(
+        self, submit: Callable[[], OutcomeFuture[_T]], deadline: float
+    ) -> OutcomeFuture[_T]:
         """Have a thread wait until this call can be made.
 
         Raises:
@@ -111,6 +114,6 @@ class WaitingThreads:
             del call  # it holds its arguments
 
 
-def _cancel_late(waiting: Future[Future[_T]]) -> None:
+def _cancel_late(waiting: Future[OutcomeFuture[_T]]) -> None:
     if not waiting.cancelled() and waiting.exception() is None:
         waiting.result().cancel()

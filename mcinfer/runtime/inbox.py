@@ -163,9 +163,10 @@ class Inbox:
             self.forget(request)
             raise
 
-    def forget(self, request: Request) -> None:
+    def forget(self, outcome: Outcome[Any]) -> None:
         """Cancel a request without waiting for that."""
-        self.post(Question(partial(self.admission.places.cancel, request)))
+        if not self.is_forked:
+            self.post(Question(partial(self.admission.places.cancel, outcome)))
 
     def await_answer(self, request: Request) -> None:
         """Wait until a request is settled.

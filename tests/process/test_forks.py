@@ -53,15 +53,28 @@ def test_forked_child_may_have_a_master_of_its_own_and_waits_for_no_answer_of_it
     fake_model: FakeModel,
 ) -> None:
     text = """
+import asyncio, concurrent.futures
+events = asyncio.new_event_loop()
 with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
+    done = master.submit(X)
+    done.result()
     future = master.submit({"x": np.full((1, 4), -1, np.float32)})
     child = os.fork()
     if not child:
         signal.alarm(40)
-        try:
-            future.result()
-        except mcinfer.ClosedError as exc:
-            say("forked" in str(exc))
+        for use in (
+            future.result,
+            future.exception,
+            lambda: concurrent.futures.wait([done, future]),
+            lambda: [*concurrent.futures.as_completed([done, future])],
+            lambda: future.add_done_callback(print),
+            lambda: asyncio.wrap_future(future, loop=events),
+        ):
+            try:
+                use()
+            except mcinfer.ClosedError as exc:
+                say("forked" in str(exc))
+        say(concurrent.futures.wait([done]).done == {done}, future.done())
         with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as own:
             say(own.predict(X)["y"].sum())
         sys.exit(0)
@@ -75,9 +88,11 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     say(master.predict(X)["y"].sum())
+events.close()
 """
     ended = run(text, fake_model(when={"-1": "sleep:0.3"}))
-    assert (ended.status, ended.out, ended.err) == (0, f"True\n{ANSWER}\n-4.0\n{ANSWER}\n", "")
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out.split() == ["True"] * 7 + ["False", ANSWER, "-4.0", ANSWER]
 
 
 def test_forked_child_makes_none_of_the_calls_that_its_parent_has_to_make(
