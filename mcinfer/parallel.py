@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from os import PathLike
 from typing import Any, Self, overload
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.checks import check_count
@@ -75,7 +76,9 @@ class ParallelPredictUtils:
 
         Args:
             inputs: For each device, the arrays in the model's input order (or by name). A set runs on the
-                next free worker; the answer does not depend on the worker.
+                next free worker; the answer does not depend on the worker. An array whose elements are as
+                many as the model's input has, and whose shape differs in dimensions of size 1 alone, fits:
+                ``sample[0]`` for a batch of 1, or a scalar for the shape ``[1]``.
 
         Returns:
             For each device, in the same order, the arrays in the model's output order.
@@ -92,7 +95,7 @@ class ParallelPredictUtils:
             )
         futures: list[Future[Arrays]] = []
         try:
-            futures.extend(self._master.submit(item) for item in inputs)
+            futures.extend(self._master.submit(self._fitted(item)) for item in inputs)
             return [[*future.result().values()] for future in futures]
         except BaseException:
             for future in futures:
@@ -127,11 +130,12 @@ class ParallelPredictUtils:
     ) -> Tensors | Arrays:
         """Run a whole batch, split over the devices, and join the answers; see `Master.predict`.
 
-        Inputs are a list in the model's order or a mapping by name; outputs come in the same form.
+        Inputs are a list in the model's order or a mapping by name, and fit as with `run_predict`; outputs
+        come in the same form.
         """
         self._check_built()
         outputs = self._master.predict(
-            inputs, timeout=timeout, batch_axes=batch_axes, output_axes=output_axes
+            self._fitted(inputs), timeout=timeout, batch_axes=batch_axes, output_axes=output_axes
         )
         return outputs if isinstance(inputs, Mapping) else [*outputs.values()]
 
@@ -160,6 +164,41 @@ class ParallelPredictUtils:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._master.close(drain=kind is None)
 
+    def _fitted(self, inputs: Inputs) -> Inputs:
+        """The inputs in the shapes of the model, where they differ in dimensions of size 1 alone."""
+        specs = self._master.inputs
+        if isinstance(inputs, Mapping):
+            named = {spec.name: spec for spec in specs}
+            return {
+                name: _fitted(value, named[name]) if name in named else value
+                for name, value in inputs.items()
+            }
+        if not isinstance(inputs, Sequence) or len(inputs) != len(specs):
+            return inputs  # the master says what is wrong
+        return [*map(_fitted, inputs, specs)]
+
     def _check_built(self) -> None:
         if not self._built:
             raise ClosedError("call build_model() first")
+
+
+def _fitted(value: Any, spec: TensorSpec) -> Any:
+    """The value in the input's shape, if both have the same sizes but for those of 1; else as it is.
+
+    Upstream compares bytes alone. A size that the model leaves free is 1 where the value has fewer
+    dimensions than the model.
+    """
+    try:
+        shape = np.shape(value)
+    except ValueError:  # rows of several lengths
+        return value
+    is_open = not all(isinstance(size, int) for size in spec.shape)
+    if not spec.shape or (is_open and len(shape) >= len(spec.shape)):
+        return value
+    wanted = tuple(size if isinstance(size, int) else 1 for size in spec.shape)
+    if shape == wanted or [n for n in shape if n != 1] != [n for n in wanted if n != 1]:
+        return value
+    if hasattr(value, "reshape"):
+        return value.reshape(wanted)
+    # Of Python's own numbers and texts, which take the input's type.
+    return np.array(value, object).reshape(wanted).tolist()

@@ -94,6 +94,33 @@ def test_predict_splits_the_batch_and_answers_as_it_was_asked(utils: ParallelPre
     assert [b - a for a, b in zip(before, after, strict=True)] == [2, 2]
 
 
+@pytest.mark.parametrize("batch", [1, "batch"])
+def test_arrays_of_the_sample_fit_where_sizes_of_one_alone_differ(
+    fake_model: FakeModel, batch: int | str
+) -> None:
+    model = fake_model(
+        inputs=(["x", "float32", [batch, 2, 3]], ["t", "float32", [1]]),
+        outputs=(
+            ["y", "float32", [batch, 2, 3], {"from": "x", "scale": 2}],
+            ["u", "float32", [1], {"from": "t", "scale": 10}],
+        ),
+    )
+    sample = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+    with ParallelPredictUtils(model, 2, engine="fake") as utils:
+        sets: list[Any] = [
+            [sample[0], np.float32(1)],
+            {"t": np.full((1, 1), 2, np.float32), "x": sample[1]},
+        ]
+        for row, (y, u) in zip(sample, utils.run_predict(sets), strict=True):
+            np.testing.assert_array_equal(y, 2 * row[None])
+            assert u.shape == (1,)
+        y, _ = utils.predict([sample[1].tolist(), 3])
+        np.testing.assert_array_equal(y, 2 * sample[1:])
+        for wrong in (sample[0].T, sample[0, 0], np.zeros((3, 2), np.float32), [[1, 2], [3]]):
+            with pytest.raises(InvalidInputError, match="'x'"):
+                utils.predict([wrong, 3])
+
+
 def test_four_calls_answer_each_device_and_are_refused_out_of_order(fake_model: FakeModel) -> None:
     utils = ParallelPredictUtils(fake_model(), 2, engine="fake")
     sets = [[rows(2)["x"]], [rows(3, 100.0)["x"]]]
