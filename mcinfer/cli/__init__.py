@@ -9,6 +9,7 @@ so that help and completion come at once.
 import io
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -22,6 +23,8 @@ from mcinfer.private import fill_streams, naming_limit
 from mcinfer.process import LOG_FORMAT
 
 _INTERRUPTED = 128 + signal.SIGINT
+_READER_SECONDS = 1.0  # that a last word waits for the reader of a full pipe
+
 _ENDS = {
     _INTERRUPTED: "interrupted",
     128 + signal.SIGTERM: "terminated",
@@ -135,5 +138,11 @@ def _signals_as_interrupts(came: list[int]) -> Iterator[None]:
 
 
 def _say(text: str) -> None:
+    """Say it on standard error, unless that is a pipe that is full, and its reader stands still."""
     with suppress(OSError):  # the terminal may be gone
+        taken = select.poll()
+        if sys.stderr is not None and sys.stderr is sys.__stderr__:
+            taken.register(sys.stderr, select.POLLOUT)
+            if not taken.poll(_READER_SECONDS * 1000):
+                return
         print(f"mcinfer: {printable(' '.join(text.split()))}", file=sys.stderr)

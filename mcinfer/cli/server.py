@@ -5,11 +5,14 @@ import logging
 import os
 import socket
 import stat
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import ceil, inf
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import uvicorn
@@ -28,6 +31,9 @@ _HEAD_BYTES, _HEAD_SECONDS = 64 << 10, 20.0
 
 _LAST_SECONDS = 1.0
 """How long an idle connection stays when the server ends: its client may be about to ask."""
+
+_MOST_TEXTS = 10_000
+"""Records of the log that wait to be written."""
 
 _UNREAD_SECONDS, _LEAST_READ = 60.0, 1 << 20
 """A client that reads fewer bytes of an answer in so many seconds is let go; the answer holds memory."""
@@ -91,6 +97,53 @@ class Endpoint:
         finally:
             os.umask(before)
         return listening
+
+
+class _Errors:
+    """Standard error as a stream that never waits: a thread writes, and what is too much is dropped.
+
+    The event loop logs, too. A pipe that is full, since its reader stands still, would stop the server.
+    """
+
+    def __init__(self) -> None:
+        self._texts: SimpleQueue[str | None] = SimpleQueue()
+        self._dropped = 0
+        self._writer = threading.Thread(target=self._write, name="mcinfer-log", daemon=True)
+
+    @contextmanager
+    def taking_logs(self, *more: logging.StreamHandler[Any]) -> Iterator[None]:
+        """Have the records of the log that no other handler takes, and those of some handlers."""
+        last = logging.lastResort
+        handlers = [*more, last] if type(last) is logging.StreamHandler else more
+        self._writer.start()
+        before = [handler.setStream(self) for handler in handlers]
+        try:
+            yield
+        finally:
+            for handler, stream in zip(handlers, before, strict=True):
+                handler.setStream(stream or sys.stderr)
+            self._texts.put(None)
+            self._writer.join(_LAST_SECONDS)
+
+    def write(self, text: str) -> None:
+        if self._texts.qsize() < _MOST_TEXTS:
+            self._texts.put(text)
+        else:
+            self._dropped += 1
+
+    def flush(self) -> None:
+        """Nothing: the thread does."""
+
+    def _write(self) -> None:
+        for text in iter(self._texts.get, None):
+            if dropped := self._dropped:
+                self._dropped = 0
+                text = f"{text}{dropped} records were dropped, since nothing read this\n"
+            data = text.encode(errors="backslashreplace")
+            with suppress(OSError):  # its reader is gone
+                while data:
+                    # Not by `sys.stderr`: its lock, in a thread that waits, would stop the end of Python.
+                    data = data[os.write(sys.stderr.fileno(), data) :]
 
 
 class _Protocol(HttpToolsProtocol):
@@ -202,7 +255,8 @@ async def run(
         RefusedError: A model cannot be loaded.
         MissingDependencyError: gRPC is asked for, and not installed.
     """
-    with endpoint.listening() as listening:
+    access = logging.StreamHandler()
+    with endpoint.listening() as listening, _Errors().taking_logs(access):
         async with models:
             service = Service(models, options)
             is_open = endpoint.uds or options.keys or endpoint.host not in LOOPBACK
@@ -223,7 +277,7 @@ async def run(
             )
             if endpoint.access_log:
                 logger = logging.getLogger("uvicorn.access")
-                logger.addHandler(logging.StreamHandler())
+                logger.addHandler(access)
                 logger.setLevel(logging.INFO)
             try:
                 config.load()

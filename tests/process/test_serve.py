@@ -635,6 +635,33 @@ def test_sigterm_answers_what_was_accepted_and_leaves_no_worker(fake_model: Fake
         wait_until(lambda: not any(map(is_alive, workers)))
 
 
+def test_log_that_nothing_reads_holds_up_neither_answers_nor_the_end(fake_model: FakeModel) -> None:
+    fill = """
+import os, signal
+def fill(*_):
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    try:
+        while True:
+            os.write(writing, bytes(4096))
+    except BlockingIOError:
+        os.set_blocking(writing, True)
+    os.dup2(writing, 2)
+signal.signal(signal.SIGUSR1, fill)
+"""
+    model = fake_model(when={"-1": "fail"})
+    log = ("--access-log", "--drain", 5)
+    with Server(
+        model, "--name", "model", "--engine", "fake", "--devices", 1, *log, before=fill
+    ) as server:
+        server.send_signal(signal.SIGUSR1)
+        wait_until(lambda: os.readlink(f"/proc/{server.pid}/fd/2").startswith("pipe"))
+        for _ in range(2):
+            assert server.infer(np.full((1, 4), -1, np.float32)).status == 500
+            np.testing.assert_array_equal(server.infer(X).values, 2 * X + 1)
+        assert server.end() == 143
+
+
 def test_request_that_comes_as_the_server_ends_is_answered(fake_model: FakeModel) -> None:
     model = fake_model(when={f"{SLOW:g}": "sleep:1"})
     with Server(model, "--name", "model", "--engine", "fake", "--devices", 2) as server:
