@@ -142,7 +142,7 @@ def _say(text: str) -> None:
     with suppress(OSError):  # the terminal may be gone
         taken = select.poll()
         if sys.stderr is not None and sys.stderr is sys.__stderr__:
-            taken.register(sys.stderr, select.POLLOUT)
+            taken.register(sys.stderr.fileno(), select.POLLOUT)
             if not taken.poll(_READER_SECONDS * 1000):
                 return
         print(f"mcinfer: {printable(' '.join(text.split()))}", file=sys.stderr)

@@ -39,18 +39,17 @@ class SharedTransport(WorkerTransport):
         self._transport = transport
         self._lock = lock
         self._rings = False
-        self._turn = threading.Lock()
-        self._holder: int | None = None  # the thread that has the turn
+        # One that knows its holder from the moment when it is taken: an exception may come right after.
+        self._turn: Any = threading.RLock()
 
     def take_turn(self) -> None:
         """Wait for the turn."""
-        self._turn.acquire()
-        self._holder = threading.get_ident()
+        if not self._turn._is_owned():
+            self._turn.acquire()
 
     def pass_turn_on(self) -> None:
         """Let another thread have the turn; nothing if the calling thread has passed it on before."""
-        if self._holder == threading.get_ident():
-            self._holder = None
+        if self._turn._is_owned():
             self._turn.release()
 
     def send(self, data: bytes) -> None:
