@@ -728,22 +728,17 @@ class Master:
 
     async def _in_thread(self, call: Call, answer: Callable[[], _T]) -> _T:
         """Answer a call in a thread, by copies of its inputs; cancelling the task cancels the call."""
-        import asyncio
-
         if not call.rows:  # else it has run in pieces, and has copies
             call.inputs = [*map(np.array, self._planner.host_arrays(call.inputs, call.timeout))]
         ends: list[Callable[[], object]] = []
         call.offer = ends.append
-        answered = self._waiting.submit(answer)
         try:
-            return await asyncio.wrap_future(answered)
+            return await self._waiting.answer(answer, call.start + call.timeout)
         except BaseException:
             call.cancelled = True  # before it looks: the thread first offers, and then reads this
             for end in ends:
                 end()
             raise
-        finally:
-            del answered
 
     # How a batch is split.
 

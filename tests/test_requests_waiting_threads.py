@@ -1,13 +1,17 @@
 """Tests of threads that wait in the place of others."""
 
+import asyncio
+import math
 import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from functools import partial
+from time import monotonic
 
 import pytest
 
+from mcinfer.errors import PredictTimeoutError
 from mcinfer.requests.waiting_threads import WaitingThreads
 from tests.process.waiting import wait_until
 
@@ -29,6 +33,16 @@ def test_call_is_answered_by_its_result_or_its_exception(threads: WaitingThreads
     assert threads.submit(lambda: 5).result(PATIENCE) == 5
     with pytest.raises(ZeroDivisionError):
         threads.submit(lambda: 1 // 0).result(PATIENCE)
+
+
+def test_task_does_not_wait_for_a_thread_that_is_held_up(threads: WaitingThreads) -> None:
+    go = threading.Event()
+    with pytest.raises(PredictTimeoutError, match="held up"):
+        asyncio.run(threads.answer(go.wait, monotonic()))
+    go.set()
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(threads.answer(lambda: 1 // 0, math.inf))
+    assert asyncio.run(threads.answer(lambda: 5, monotonic() + PATIENCE)) == 5
 
 
 def test_threads_end_with_their_calls_and_hold_nothing(threads: WaitingThreads) -> None:

@@ -141,8 +141,8 @@ def _say(text: str) -> None:
     """Say it on standard error, unless that is a pipe that is full, and its reader stands still."""
     with suppress(OSError):  # the terminal may be gone
         taken = select.poll()
-        if sys.stderr is not None and sys.stderr is sys.__stderr__:
-            taken.register(sys.stderr.fileno(), select.POLLOUT)
+        if sys.stderr is sys.__stderr__:
+            taken.register(2, select.POLLOUT)
             if not taken.poll(_READER_SECONDS * 1000):
                 return
         print(f"mcinfer: {printable(' '.join(text.split()))}", file=sys.stderr)

@@ -13,10 +13,18 @@ from concurrent.futures import Future
 from time import monotonic
 from typing import TypeVar
 
-from mcinfer.errors import McinferError, PredictError, QueueFullError, raised_by_handler
+from mcinfer.errors import (
+    McinferError,
+    PredictError,
+    PredictTimeoutError,
+    QueueFullError,
+    raised_by_handler,
+)
 from mcinfer.requests.request import OutcomeFuture
 
 _MAX_THREADS = 8  # calls beyond these wait for a thread, first come first served
+
+_LATE_SECONDS = 1.0  # that a task waits past a deadline for a thread that keeps it
 
 _T = TypeVar("_T")
 
@@ -65,6 +73,27 @@ class WaitingThreads:
             run()
         return future
 
+    async def answer(self, call: Callable[[], _T], deadline: float) -> _T:
+        """The result of a call that keeps a deadline, of `time.monotonic`, by itself.
+
+        Raises:
+            PredictTimeoutError: Its thread is held up past the deadline, as by a handler of the log.
+        """
+        import asyncio  # `mcinfer.master` says why not above
+
+        waiting = self.submit(call)
+        try:
+            async with asyncio.timeout(_left(deadline + _LATE_SECONDS)):
+                return await asyncio.wrap_future(waiting)
+        except TimeoutError as exc:
+            if isinstance(exc, McinferError) or raised_by_handler(exc):
+                raise
+            raise PredictTimeoutError(
+                "no answer in time: the thread that compares answers is held up"
+            ) from exc
+        finally:
+            del waiting  # an error that the user keeps must not hold what came of it
+
     async def wait_for_room(
         self, submit: Callable[[], OutcomeFuture[_T]], deadline: float
     ) -> OutcomeFuture[_T]:
@@ -76,9 +105,8 @@ class WaitingThreads:
         import asyncio  # `mcinfer.master` says why not above
 
         waiting = self.submit(submit)
-        left = deadline - monotonic()
         try:
-            async with asyncio.timeout(None if left == math.inf else max(0.0, left)):
+            async with asyncio.timeout(_left(deadline)):
                 return await asyncio.wrap_future(waiting)
         except BaseException as exc:
             # A thread cannot be cancelled: what it still queues is to be cancelled then.
@@ -112,6 +140,11 @@ class WaitingThreads:
                 call = self._calls.popleft()
             call()
             del call  # it holds its arguments
+
+
+def _left(deadline: float) -> float | None:
+    """Seconds until then; None is no limit."""
+    return None if deadline == math.inf else max(0.0, deadline - monotonic())
 
 
 def _cancel_late(waiting: Future[OutcomeFuture[_T]]) -> None:
