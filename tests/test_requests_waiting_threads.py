@@ -35,11 +35,18 @@ def test_call_is_answered_by_its_result_or_its_exception(threads: WaitingThreads
         threads.submit(lambda: 1 // 0).result(PATIENCE)
 
 
-def test_task_does_not_wait_for_a_thread_that_is_held_up(threads: WaitingThreads) -> None:
+def test_neither_a_task_nor_the_end_waits_for_a_thread_that_is_held_up(
+    threads: WaitingThreads,
+) -> None:
     go = threading.Event()
     with pytest.raises(PredictTimeoutError, match="held up"):
         asyncio.run(threads.answer(go.wait, monotonic()))
+    held = WaitingThreads()
+    blocked = held.submit(go.wait)
+    held.close(wait=True)
+    assert not blocked.done()
     go.set()
+    assert blocked.result(PATIENCE)
     with pytest.raises(ZeroDivisionError):
         asyncio.run(threads.answer(lambda: 1 // 0, math.inf))
     assert asyncio.run(threads.answer(lambda: 5, monotonic() + PATIENCE)) == 5

@@ -24,7 +24,7 @@ from mcinfer.requests.request import OutcomeFuture
 
 _MAX_THREADS = 8  # calls beyond these wait for a thread, first come first served
 
-_LATE_SECONDS = 1.0  # that a task waits past a deadline for a thread that keeps it
+_LATE_SECONDS = 1.0  # that a task, or `close`, waits for a thread that should be done
 
 _T = TypeVar("_T")
 
@@ -121,15 +121,19 @@ class WaitingThreads:
             del waiting  # an error that the user keeps must not hold what came of it
 
     def close(self, *, wait: bool) -> None:
-        """Let the threads end after their calls; with `wait`, wait for their ends."""
+        """Let the threads end after their calls; with `wait`, wait a second for that.
+
+        A call that has its answer may be in a handler of the log, which does not return.
+        """
         if os.getpid() != self._pid:
             return  # a fork has no such threads, and one of the parent's may have held the lock
         with self._lock:
             self._closed = True
             threads = [*self._threads]
+        end = monotonic() + _LATE_SECONDS
         for thread in threads if wait else ():
             if thread is not threading.current_thread():  # a finalizer may close, in any thread
-                thread.join()
+                thread.join(max(0.0, end - monotonic()))
 
     def _run(self) -> None:
         while True:
