@@ -349,8 +349,9 @@ class Held:
                 os.set_inheritable(lock_fd, False)
                 stamps = _stamps(link)
                 facts, _ = check(place)
+            led_to = _place(folder_fd, lock_fd)
             unless_held.pop_all()
-            return cls(folder, _shared(folder_fd, lock_fd), facts, stamps)
+            return cls(folder, _shared(led_to, folder_fd, lock_fd), facts, stamps)
 
     def is_unchanged(self) -> bool:
         """Whether its files still are those that were checked.
@@ -385,10 +386,14 @@ _OPEN: "dict[tuple[int, ...], weakref.ref[Descriptors]]" = {}
 """The descriptors of this process by what they lead to."""
 
 
-def _shared(folder_fd: int, lock_fd: int) -> Descriptors:
-    """The descriptors by which this process holds an entry: those that it has, else these."""
+def _place(folder_fd: int, lock_fd: int) -> tuple[int, ...]:
+    """What the descriptors of an entry lead to."""
     infos = os.fstat(folder_fd), os.fstat(lock_fd)
-    place = tuple(number for info in infos for number in (info.st_dev, info.st_ino))
+    return tuple(number for info in infos for number in (info.st_dev, info.st_ino))
+
+
+def _shared(place: tuple[int, ...], folder_fd: int, lock_fd: int) -> Descriptors:
+    """The descriptors by which this process holds what is at this `_place`: those that it has, else these."""
     known = _OPEN.get(place)
     there = None if known is None else known()
     if there is not None and there.are_ours():
@@ -538,8 +543,9 @@ class Root:
             if moved is not None:
                 self._record_again(folder, facts, moved)
             os.utime(lock)
+            led_to = _place(opened, lock)
             unless_held.pop_all()
-            return Held(self.visible / key, _shared(opened, lock), facts, stamps)
+            return Held(self.visible / key, _shared(led_to, opened, lock), facts, stamps)
 
     def _record_again(
         self, folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]
