@@ -228,6 +228,7 @@ class Planner:
                 return split
             if rows == most:
                 break
+            others.add(rows)  # a second size may show more
         return replace(
             split,
             reason=f"its first {rows} rows are equal, or do not show in all outputs how they are joined "

@@ -107,20 +107,16 @@ def test_worker_that_takes_no_block_is_replaced_and_its_request_answered(
 
 
 @pytest.mark.usefixtures("_memory_stays")
-def test_part_of_another_shape_fails_its_request_and_nothing_is_joined_after_it(
+def test_part_of_another_shape_is_answered_by_a_whole_run_and_nothing_is_joined_after_it(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reply is allowed: ONNX Runtime only warns of outputs that are not as declared."""
     become(tmp_path, monkeypatch, "", "open_rank")
     with fake_master(fake_model(outputs=OPEN), 2, output_axes={"y": 0}) as master:
-
-        def ask_until_it_has_a_shard() -> None:
-            for _ in range(10):
-                master.predict(rows(4), timeout=PATIENCE, shards=2)
-
-        with pytest.raises(PredictError, match=r"output 'y' joins along axis 0.*worker \d.*got \["):
-            ask_until_it_has_a_shard()
+        for _ in range(10):
+            master.predict(rows(4), timeout=PATIENCE, shards=2)
         assert not master.split.splits
+        assert "output 'y' joins along axis 0" in master.split.reason
         assert "worker" in master.split.reason
 
 
