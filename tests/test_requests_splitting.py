@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mcinfer.errors import McinferError, PredictError, PredictTimeoutError, WorkerDiedError
+from mcinfer.errors import (
+    ClosedError,
+    McinferError,
+    PredictError,
+    PredictTimeoutError,
+    WorkerDiedError,
+)
 from mcinfer.requests.comparing import Batch, judge, made_rows
 from mcinfer.requests.splitting import as_record, of_record
 from mcinfer.sharding import Axes
@@ -277,6 +283,38 @@ def test_inputs_without_symbols_are_cut_together_when_a_second_size_agrees() -> 
     model = Model(declared, lambda x, z: {"y": x + z})
     model.ask(random(4, 3), random(4, 3, seed=1))
     assert model.split.inputs == {"x": 0, "z": 0}
+
+
+def test_example_replaces_what_was_known_and_is_not_refuted_by_it() -> None:
+    def turned(x: Array, z: Array) -> Arrays:
+        return {"y": x + z if x.shape == z.shape else x + z.sum()}
+
+    free = (None, 3)
+    model = Model(spec_of({"x": free, "z": free}, {"y": free}), turned)
+    for rows in (4, 5):
+        model.ask(random(rows, 3), random(rows, 3, seed=1))
+    assert model.split.inputs == {"x": 0, "z": 0}
+    example = [random(4, 3), random(7, 3, seed=1)]
+    split = model.splitter.relearn(False, example, model.run_all, 1.0)
+    assert split.inputs == {"x": 0, "z": None}
+    assert split.settled
+
+
+def test_look_that_its_caller_cancels_costs_no_try(warnings: Warned) -> None:
+    model = Model(DECLARED, double)
+
+    def cancel(run: int, _: Batch) -> None:
+        if run % 4 == 2:
+            raise ClosedError("the request was cancelled")
+
+    model.before = cancel
+    for _ in range(5):
+        model.ask(random(4, 3))
+    assert not model.splitter.known.settled
+    assert not warnings()
+    model.before = lambda *_: None
+    model.ask(random(4, 3))
+    assert model.split.splits
 
 
 def test_size_that_depends_on_data_is_not_expected_of_later_pieces() -> None:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -175,9 +174,14 @@ class Learner:
     def _look_beside(self, call: Call) -> None:
         """Look at a call that is answered by itself."""
         arrays = [*map(np.array, self._planner.host_arrays(call.inputs, call.timeout))]
-        if call.splitter.begin(call.known):
-            beside = replace(call, joins=False, context=None)
-            self._threads.submit(partial(self._answer_whole, beside, arrays))
+        beside = replace(call, joins=False, context=None)
+
+        def look() -> None:
+            if call.splitter.begin(call.known):
+                self._answer_whole(beside, arrays)
+
+        with suppress(PredictError):  # no thread can be had: another call is looked at
+            self._threads.submit(look)
 
     def _answer_whole(self, call: Call, arrays: Sequence[NDArray[Any]]) -> Arrays:
         """Answer a call by a whole run, and look at it; its splitter's look has begun."""

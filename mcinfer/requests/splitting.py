@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mcinfer.errors import (
+    ClosedError,
     InvalidInputError,
     McinferError,
     PredictError,
@@ -236,7 +237,7 @@ class Splitter:
             # One more than others have: what it does not show costs nothing.
             self.known = now = replace(fresh, guess=guess, looks=_LOOKS + 1)
             self._warned = self._is_withdrawn = False
-            self._learn(arrays, whole, run, now)
+            self._learn(arrays, whole, run, now, anew=True)
             return self.known.split
         finally:
             if mine:
@@ -272,27 +273,34 @@ class Splitter:
                 reason,
             )
 
-    def _learn(self, arrays: Batch, whole: Arrays, run: Runs, now: Known) -> None:
-        """Learn from a request and its answer, if `now` is what is known until the look ends."""
+    def _learn(
+        self, arrays: Batch, whole: Arrays, run: Runs, now: Known, *, anew: bool = False
+    ) -> None:
+        """Learn from a request and its answer, if `now` is what is known until the look ends.
+
+        With `anew`, what an earlier request has shown may confirm this one, and refutes nothing.
+        """
+        reason, split = "", now.split
         try:
             split = self._show(arrays, whole, run)
         except _CannotTellError as exc:
-            if self.known is now:
-                self._leave_open(str(exc), now)
+            reason = str(exc)
+        except ClosedError:  # its caller has cancelled it
             return
         except McinferError as exc:  # the look is lost, not the request
-            if self.known is now:
-                self._leave_open(f"its pieces were not answered ({exc})", now)
-            return
-        guess = now.guess
+            reason = f"its pieces were not answered ({exc})"
         if self.known is not now:
             return  # an update came meanwhile
-        if guess is not None and guess.inputs != split.inputs:
-            reason = split.reason or "two requests show different axes"
-            split = replace(split, inputs=dict.fromkeys(self._names), reason=reason)
-        elif (guess is None or guess.rows == split.rows) and (
-            split.splits and is_guess(self._model, split.inputs, self._said)
-        ):
+        guess = now.guess
+        if reason:
+            self._leave_open(reason, now)
+            return
+        agrees = guess is not None and guess.inputs == split.inputs
+        if guess is not None and not (agrees or anew):
+            why = split.reason or "two requests show different axes"
+            split = replace(split, inputs=dict.fromkeys(self._names), reason=why)
+        confirmed = guess is not None and agrees and guess.rows != split.rows
+        if split.splits and not confirmed and is_guess(self._model, split.inputs, self._said):
             reason = "inputs of one size may have it by chance: a batch of another size shows it"
             self._leave_open(reason, replace(now, guess=split))
             return
@@ -305,6 +313,8 @@ class Splitter:
     def _leave_open(self, reason: str, now: Known) -> None:
         """A request shows nothing: others may, or the user's word counts, or all run whole from now on."""
         left = now.looks - 1
+        if now.settled:
+            return  # the symbols decide (`verify`)
         if self._said.inputs and self._first.splits:
             self._believe(reason, now)
         elif left:
@@ -353,10 +363,8 @@ class Splitter:
                 raise exc from None
         if not split.splits and self._first.known == "said":
             (again,) = answers_of(run, [arrays])
-            same = (
-                difference(again[n], whole[n])[0] for n in whole if again[n].shape == whole[n].shape
-            )
-            if not all(same):
+            pairs = [(again[name], one) for name, one in whole.items()]
+            if not all(a.shape == b.shape and difference(a, b)[0] for a, b in pairs):
                 raise _CannotTellError("two runs of the same inputs differ")
         return split
 
