@@ -143,9 +143,8 @@ class CoreShare:
             first, last = self.usable.index(self.cores[0]), self.usable.index(self.cores[-1])
             start, stop = (at * len(now) // parts for at in (first, last + 1))
             cores = tuple(now[start : max(stop, start + 1)])
-            shared |= (last - first) * len(
-                now
-            ) < parts  # it, or one with a core less, has no whole one
+            # It, or a share with a core less, has no whole core.
+            shared |= (last - first) * len(now) < parts
         else:
             cores = tuple(core for core in self.cores if core in allowed)
         threads = self.threads if cores else self.threads or len(self.cores)

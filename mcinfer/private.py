@@ -189,10 +189,8 @@ def _walk(
             info = os.fstat(found)
             if stat.S_ISLNK(info.st_mode):
                 target = os.readlink("", dir_fd=found)
-                found, link = (
-                    fd,
-                    found,
-                )  # before it is closed: a signal's handler may raise anywhere
+                # Before it is closed: a signal's handler may raise anywhere.
+                found, link = fd, found
                 _close(link)
                 if info.st_uid not in (0, os.geteuid()):
                     raise OthersError(f"{_real(fd) / name} is a link of another user")
@@ -449,10 +447,8 @@ def _claim(place: Path, made: ExitStack) -> int:
     while True:
         name = f"mcinfer-{os.urandom(8).hex()}"
         os.mkdir(name, 0o700, dir_fd=above)
-        with (
-            ExitStack() as tried,
-            suppressed(FileNotFoundError),
-        ):  # it was swept before it was locked
+        # It may be swept before it is locked.
+        with ExitStack() as tried, suppressed(FileNotFoundError):
             tried.callback(shutil.rmtree, name, ignore_errors=True, dir_fd=above)
             fd = open_private(path_of(above) / name)
             tried.callback(Descriptors(fd).close)

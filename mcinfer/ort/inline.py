@@ -158,9 +158,8 @@ def _other_providers(providers: Sequence[Any] | None, options: Any) -> list[str]
 WITH_THREADS: noted.ByIdentity[None] = noted.ByIdentity()
 """The sessions of this process that have threads, which a process that is forked opens again."""
 
-_reopening = (
-    threading.RLock()
-)  # of a signal's handler, too, which may run another session meanwhile
+# Reentrant: a signal's handler may run another session meanwhile.
+_reopening = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

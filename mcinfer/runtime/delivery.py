@@ -55,9 +55,8 @@ class Delivery:
         self._repeated: deque[Callable[[], bool]] = deque()
         self._traces_due = math.inf
         self._next_repeat = 0.0
-        self._threads: list[
-            threading.Thread
-        ] = []  # one; who takes it out when it is dead replaces it
+        # One. What takes it out when it is dead replaces it.
+        self._threads: list[threading.Thread] = []
         self._trouble = ""
         self._trouble_until = -math.inf
         self._ended = WakeUp()
