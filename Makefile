@@ -128,6 +128,7 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python benchmarks/lines.py --check
 
 # The files of deploy/: the Dockerfile's linter, the schemas of Compose and of Kubernetes from the oldest version
 # that has all fields, YAML's style.

@@ -100,9 +100,7 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         elif name.endswith("_config_entry"):
             notes[name, arguments[0]] = call
         elif name.startswith("add_free_dimension_override"):
-            notes.setdefault(
-                (name, arguments[0]), call
-            )  # the runtime, too, keeps to the first size
+            notes.setdefault((name, arguments[0]), call)
         else:
             notes[object()] = call
         return result
