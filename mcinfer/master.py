@@ -131,7 +131,6 @@ class Master:
             the package onnx (``pip install 'mcinfer[onnx]'``). None: every device has the whole model.
         balance: How many rows of a batch each worker gets. ``"even"``: all the same. ``"measured"``: by the
             moving average of its rows a second, for devices of unequal speed.
-        transport: Has left, and is refused; the next release does not have it.
 
     Raises:
         InvalidInputError: An argument is invalid.
@@ -160,12 +159,7 @@ class Master:
         verify: Verify = "first",
         parallel: Parallel | None = None,
         balance: BalanceKind = "even",
-        transport: object = None,
     ) -> None:
-        if transport is not None:
-            raise InvalidInputError(
-                f"transport: {transport!r} has left; ZeroMQ carries all messages"
-            )
         self._timeouts = timeouts
         self._limits = limits
         try:
@@ -190,11 +184,6 @@ class Master:
                 )
         if trace is not None and not callable(trace):
             raise InvalidInputError(f"trace: got {type(trace).__name__}, expected a function")
-        if str(verify) == "always":
-            raise InvalidInputError(
-                "verify: 'always' has left; 'first' compares requests whole and in pieces until the split is "
-                "known, and again with many more rows or new weights"
-            )
         ways: tuple[str, ...] = get_args(Verify)
         for name, said, choices in (("verify", verify, ways), ("balance", balance, BALANCES)):
             if not isinstance(said, str) or said not in choices:

@@ -68,8 +68,6 @@ def test_help_names_all_parameters(monkeypatch: pytest.MonkeyPatch, capsys: Capt
         assert out.startswith(f"Usage: {' '.join(['mcinfer', *names])} ")
         assert max(map(len, out.splitlines())) <= 80
         for parameter in command.params:
-            if getattr(parameter, "hidden", False):  # what has left
-                continue
             takes = parameter.opts if parameter.param_type_name == "option" else [parameter.metavar]
             assert all(f"  {word}" in out or f", {word}" in out for word in takes), names
             assert parameter.help, (names, takes)
@@ -129,7 +127,7 @@ BENCH, TUNE, SLICE = (["bench", "m.onnx"], ["tune", "m.onnx"], ["slice", __file_
         ([*SLICE, "--tensor", "0", "--output", "o"], "Invalid value for '--tensor'"),
         ([*SLICE, "--tensor", "2"], "Missing option '--output'"),
         (["bench", "compare", "a.json", "b.json"], "bench compare has left; docs/howto/compare.md"),
-        ([*BENCH, "--transport", "socketpair"], "'socketpair' has left; ZeroMQ carries all"),
+        ([*BENCH, "--transport", "socketpair"], "No such option"),
         ([*BENCH, "--input", "x=x.raw"], "expected an .npy file: raw files have left"),
         ([*BENCH, "--max-delay", "1e9"], "'--max-delay': got '1e9', expected"),
         ([*BENCH, "--duration", "0"], "'--duration': got '0', expected seconds, more than 0"),

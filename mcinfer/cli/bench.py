@@ -89,12 +89,6 @@ _EngineOption = Annotated[
 ]
 
 
-def _refuse_transport(value: str | None) -> None:
-    """Say that an option has left."""
-    if value is not None:
-        raise typer.BadParameter(f"{value!r} has left; ZeroMQ carries all messages")
-
-
 def bench(
     model: ModelArgument,
     devices: DevicesOption = None,
@@ -130,7 +124,6 @@ def bench(
         Any, parsed("SECONDS", parse_pause, "Mode batched: longest wait of a request for others.")
     ] = "0.001",
     engine: _EngineOption = None,
-    transport: Annotated[str | None, typer.Option(hidden=True, callback=_refuse_transport)] = None,
     scaling: Annotated[
         bool, typer.Option(help="Also measure pools of fewer workers.", show_default=False)
     ] = True,
@@ -151,7 +144,6 @@ def bench(
     """
     from mcinfer.bench.runner import Benchmark, BenchOptions
 
-    del transport  # refused where it is given
     if concurrency is None:
         concurrency = () if rate else (1, 4)
     ways = (*against, *modes)
