@@ -168,7 +168,6 @@ bench-memory: .venv/installed-plots
 bench-parts: .venv/installed-plots
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/runner.py
-	$(BIN)/python benchmarks/balance.py --write docs/benchmark_parts.md
 	$(BIN)/python benchmarks/alone.py --write docs/benchmark_parts.md
 	$(BIN)/python benchmarks/concurrent_runs.py --write docs/benchmark_parts.md
 	mkdir -p build

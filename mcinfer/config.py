@@ -46,9 +46,6 @@ PrecisionKind = Literal["f32", "bf16", "f16"]
 
 PrepareKind = Literal["auto", "always", "never"]
 
-BalanceKind = Literal["even", "measured"]
-BALANCES: tuple[BalanceKind, ...] = get_args(BalanceKind)
-
 
 @dataclass(frozen=True, slots=True)
 class Device:

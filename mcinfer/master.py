@@ -24,10 +24,8 @@ from numpy.typing import ArrayLike
 
 from mcinfer.checks import check_count, check_seconds
 from mcinfer.config import (
-    BALANCES,
     CARD_KINDS,
     INLINE,
-    BalanceKind,
     CoreShare,
     Device,
     EngineOptions,
@@ -62,7 +60,6 @@ from mcinfer.requests.tensors import Arrays
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.runtime.loop import Loop
 from mcinfer.runtime.worker_process import WorkerProcess
-from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.workers import PoolRules
 from mcinfer.sharding import Axes, SaidAxes, Split
 from mcinfer.specs import ModelDescription, ModelSpec, TensorSpec, numpy_dtype
@@ -129,8 +126,6 @@ class Master:
         parallel: Over how many devices to cut the model itself, for one that does not fit a device: each
             device gets a slice of its weights, and a group of devices answers a request together. It needs
             the package onnx (``pip install 'mcinfer[onnx]'``). None: every device has the whole model.
-        balance: How many rows of a batch each worker gets. ``"even"``: all the same. ``"measured"``: by the
-            moving average of its rows a second, for devices of unequal speed.
 
     Raises:
         InvalidInputError: An argument is invalid.
@@ -158,7 +153,6 @@ class Master:
         output_axes: Axes | None = None,
         verify: Verify = "first",
         parallel: Parallel | None = None,
-        balance: BalanceKind = "even",
     ) -> None:
         self._timeouts = timeouts
         self._limits = limits
@@ -185,10 +179,9 @@ class Master:
         if trace is not None and not callable(trace):
             raise InvalidInputError(f"trace: got {type(trace).__name__}, expected a function")
         ways: tuple[str, ...] = get_args(Verify)
-        for name, said, choices in (("verify", verify, ways), ("balance", balance, BALANCES)):
-            if not isinstance(said, str) or said not in choices:
-                expected = " or ".join(map(repr, choices))
-                raise InvalidInputError(f"{name}: got {said!r}, expected {expected}")
+        if not isinstance(verify, str) or verify not in ways:
+            expected = " or ".join(map(repr, ways))
+            raise InvalidInputError(f"verify: got {verify!r}, expected {expected}")
         self._said = SaidAxes.of(batch_axes, output_axes)
         check_count("max_batch_size", max_batch_size, 1)
         check_seconds("max_delay", max_delay)
@@ -246,7 +239,6 @@ class Master:
         groups = [builds[i : i + cut.ranks] for i in range(0, len(builds), cut.ranks)]
         # A pipeline is idle in part while its first and its last pieces pass, so it gets many.
         self._pieces = 1 if cut.pipeline == 1 else _PIECES_OF_A_STAGE * cut.pipeline
-        self._balance = Balance(len(groups), self._pieces) if balance == "measured" else None
         # An engine comes into the user's process in this way alone.
         inline_worker = import_module("mcinfer.worker.inline").InlineWorker if inline else None
         rules = PoolRules(
@@ -256,7 +248,6 @@ class Master:
             max_batch_size=max_batch_size,
             max_delay=max_delay,
             tracing=self._trace is not None,
-            balance=self._balance,
             seeds_on_one=not self._said.inputs,
         )
         try:
@@ -553,10 +544,9 @@ class Master:
             batch_axes: As in `Master`, for this call. It overrides the master's, name by name.
             output_axes: As in `Master`, for this call, likewise.
             shards: Most pieces to cut the batch into, evenly; None is one for each run that the workers that
-                serve execute at once, as `Master(balance=)` says; 1 runs it whole on one worker, as `submit`
-                does.
+                serve execute at once; 1 runs it whole on one worker, as `submit` does.
             priority: Among requests that wait for a worker, higher priorities go first. At most seven runs
-                in a row pass over a waiting request; with ``balance="measured"``, seven of each worker.
+                in a row pass over a waiting request.
             outputs: Names of the outputs to return; None is all. The model computes all of them in any case.
             outputs_on: ``"host"`` for NumPy arrays; ``"cuda:0"`` for CuPy arrays on that card, and
                 ``"device"`` on the pool's first card. Their memory is used again once the last view of
@@ -920,9 +910,8 @@ class Master:
             check_seconds("timeout", timeout)
         start = monotonic()
         joins = pieces == 1 and self._joins
-        balance = None
         if pieces is None:
-            pieces, balance = self._pieces * max(1, self._loop.supervision.at_once), self._balance
+            pieces = self._pieces * max(1, self._loop.supervision.at_once)
         else:
             check_count("shards", pieces, 1)
         splitter = self._learner.splitter
@@ -943,7 +932,6 @@ class Master:
             priority,
             outputs,
             place,
-            balance,
             None if self._trace is None else copy_context(),
         )
 

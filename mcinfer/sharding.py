@@ -121,9 +121,6 @@ class Split:
         return f"{how} (largest difference {self.difference:.2g})"
 
 
-MUCH_FASTER = 10.0
-"""A worker that is so many times as fast as any other is worth waiting for, even with others free."""
-
 _WHOLE = Split(inputs={}, outputs={}, known="unknown")
 
 
@@ -131,45 +128,6 @@ def _axis_text(axis: int | str | None, none: str) -> str:
     if isinstance(axis, str):
         return f"cannot be joined: {axis}"
     return none if axis is None else f"axis {axis}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """How many of a batch's rows each worker is to get.
-
-    Attributes:
-        workers: Their indices.
-        weights: By worker, its part of the rows; all together are 1.
-        pieces: Into how many pieces to cut the rows of one worker, at most.
-        probe: The place in `workers` of one that gets a row in any case, if there are two rows: its speed is
-            to be measured again.
-    """
-
-    workers: tuple[int, ...]
-    weights: tuple[float, ...]
-    pieces: int = 1
-    probe: int | None = None
-
-    def cut(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows of each shard of a batch of so many rows, and the preferred worker of each.
-
-        One piece alone has none: else all small requests would wait for the fastest worker. But a piece does
-        wait for a worker that is much faster than all others.
-        """
-        rows = [*split_by_weights(count, self.weights)]
-        if self.probe is not None and count > 1 and not rows[self.probe]:
-            # From the one with the most, and of several the slowest: a second one still has rows then.
-            giver = max(range(len(rows)), key=lambda i: (rows[i], -self.weights[i]))
-            rows[giver] -= 1
-            rows[self.probe] += 1
-        shards = [
-            (part, worker)
-            for worker, own in zip(self.workers, rows, strict=True)
-            for part in split_evenly(own, self.pieces)
-        ]
-        parts, preferred = tuple(part for part, _ in shards), tuple(worker for _, worker in shards)
-        near = sum(weight * MUCH_FASTER > max(self.weights) for weight in self.weights)
-        return parts, preferred if len(parts) > 1 or near == 1 else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,14 +164,12 @@ class Cut:
         rows: Batch rows of each shard (for a fixed batch: pieces); empty for a batch of no rows.
         rowwise: Whether rows may also be joined with those of other requests: the batch may have any size,
             and every output has the batch and a shape that is known before the run.
-        preferred: By shard, the index of the worker that is to run it; empty if any may have it.
     """
 
     rows: tuple[int, ...]
     inputs: tuple[InputCut, ...]
     outputs: tuple[OutputJoin, ...]
     rowwise: bool = False
-    preferred: tuple[int, ...] = ()
 
     @property
     def input_axes(self) -> tuple[int | None, ...]:
@@ -463,43 +419,16 @@ def split_unevenly(count: int) -> tuple[int, ...]:
     return (count - 1 - third, third, 1)
 
 
-def split_by_weights(count: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """`count` rows in as many parts as weights, in their proportion; a part may be empty.
-
-    Whole rows by the largest remainder (https://en.wikipedia.org/wiki/Quota_method): each part gets the whole
-    rows of its share, and those with the largest fractions get one more each, of equal ones those with the
-    larger weights. So each part is less than one row from its share.
-
-    Args:
-        count: Rows, 0 or more.
-        weights: Numbers above 0.
-    """
-    total = sum(weights)
-    shares = [count * weight / total for weight in weights]
-    parts = [int(share) for share in shares]
-    order = sorted(range(len(parts)), key=lambda i: (parts[i] - shares[i], -weights[i]))
-    for i in order[: count - sum(parts)]:
-        parts[i] += 1
-    return tuple(parts)
-
-
 def cut_batch(
-    model: ModelSpec, shapes: Sequence[Shape], pieces: int | Shares, split: Split | None = None
+    model: ModelSpec, shapes: Sequence[Shape], pieces: int, split: Split | None = None
 ) -> Cut:
     """Check the shapes of a request, and cut it into at most `pieces` (a fixed batch: as many as it needs).
-
-    With `Shares`, rows go by these; they do not count for a fixed batch, whose pieces any worker may have.
 
     Raises:
         InvalidInputError: A shape does not fit the model. Or the inputs to cut, as the user says, disagree in
             their rows, or need an output axis that is not known.
     """
-    shares = None if isinstance(pieces, int) else pieces
-    most = pieces if isinstance(pieces, int) else len(pieces.workers) * pieces.pieces
-    axes, rows, fixed = _shards(model, shapes, most, split)
-    preferred: tuple[int, ...] = ()
-    if shares is not None and not fixed and any(axis is not None for axis in axes):
-        rows, preferred = shares.cut(sum(rows))
+    axes, rows, fixed = _shards(model, shapes, pieces, split)
     # Check the shapes of a batch of no rows too, as one shard of 0 rows.
     parts = rows or (0,)
     cuts = [
@@ -522,7 +451,7 @@ def cut_batch(
     declared = all(join.axis is not None and join.shapes is not None for join in outputs)
     cut = any(axis is not None for axis in axes)
     rowwise = cut and declared and not fixed and bool(outputs)
-    return Cut(rows=rows, inputs=tuple(cuts), outputs=outputs, rowwise=rowwise, preferred=preferred)
+    return Cut(rows=rows, inputs=tuple(cuts), outputs=outputs, rowwise=rowwise)
 
 
 def why_apart(model: ModelSpec, cut: Cut) -> str:

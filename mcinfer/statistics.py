@@ -103,8 +103,6 @@ class WorkerStatistics:
         last_error: Why it last died or failed; empty if it never did.
         rank: Its place in its group, if the model is cut over several devices (`mcinfer.Parallel`). The
             ranks of a group run and restart together, so they have the same counts.
-        rows_per_second: With ``balance="measured"``, the moving average of the rows that it answers in a
-            second of its runs, by which it gets rows; None without, and before the first split batch.
         spare: Whether it gets no requests while another worker serves, since the model draws numbers from
             a seed.
         concurrent: How many runs it executes at once; 1 before it has loaded the model.
@@ -123,7 +121,6 @@ class WorkerStatistics:
     providers: tuple[str, ...]
     last_error: str
     rank: int = 0
-    rows_per_second: float | None = None
     spare: bool = False
     concurrent: int = 1
     wide: int = 0

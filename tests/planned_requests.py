@@ -15,7 +15,7 @@ from mcinfer.requests.planner import Allocate, HostPlace, Planner, Queue
 from mcinfer.requests.request import NO_WEIGHTS, Call, Inputs, Request
 from mcinfer.requests.splitting import Known, Splitter
 from mcinfer.requests.weights import WeightVersion
-from mcinfer.sharding import Axes, SaidAxes, Shares
+from mcinfer.sharding import Axes, SaidAxes
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
 from mcinfer.specs import (
@@ -80,7 +80,7 @@ def planner_of(
 def request_of(
     planner: Planner,
     inputs: Inputs,
-    pieces: int | Shares,
+    pieces: int,
     known: Known | None,
     timeout: float,
     *,

@@ -7,7 +7,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from mcinfer.requests import planner as planning
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Request
 from mcinfer.requests.tensors import Copier
-from mcinfer.sharding import Axes, Shares
+from mcinfer.sharding import Axes
 from mcinfer.shm.arena import Arena, Slot, align
 from mcinfer.specs import STRING, Dimension, ModelSpec, numpy_dtype
 from tests.planned_requests import (
@@ -315,30 +315,6 @@ def test_frames_that_come_back_to_a_forgotten_plan_are_no_loss_of_memory(
     planner.place.idle.release()
     assert arena.used == 64  # what is kept
     assert (kept == 2).all()
-
-
-def test_plans_by_shares_are_kept_while_shares_stay_and_few_of_earlier_ones(arena: Arena) -> None:
-    planner = planner_of(PLAIN, arena)
-
-    def asked(shares: Shares | int) -> Request:
-        request = request_of(planner, {"x": X, "w": W}, shares, DECLARED, 0.0)
-        run(request, arena, double)
-        request.settle()
-        assert (request.result()["y"] == 2).all()
-        return request
-
-    by_speed = [Shares(workers=(0, 5), weights=(1 + i / 10, 1.0)) for i in range(12)]
-    unequal = Shares(workers=(0, 5), weights=(3.0, 1.0), probe=1)
-    assert (asked(unequal).rows, asked(unequal).preferred) == ((3, 1), (0, 5))
-    assert (asked(2).rows, asked(2).preferred) == ((2, 2), ())
-    for shares in (*by_speed, *by_speed[-3:], by_speed[0], by_speed[0]):
-        asked(replace(shares))  # equal ones are the same
-    shapes = (X.shape, W.shape)
-    kept = [key[1] for key in planner._plans]
-    assert kept == [2, *by_speed[-2:], by_speed[0]]
-    assert all(key[0] == shapes for key in planner._plans)
-    planner.place.idle.release()
-    assert arena.used == 0
 
 
 def test_copy_that_was_interrupted_writes_to_no_later_request() -> None:

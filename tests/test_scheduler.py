@@ -39,10 +39,8 @@ from mcinfer.protocol import (
     Reply,
     WorkerState,
 )
-from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.dispatch import (
     LONG_RUN,
-    LONG_WAIT,
     SHORT_RUN,
     UNBOUNDED_RUN,
     WIDE_RUN,
@@ -914,33 +912,6 @@ def test_cancelled_run_that_stops_frees_its_place_and_leaves_the_others() -> Non
     assert pool.workers[0].kill_at == math.inf
 
 
-def test_batches_over_runs_at_once_show_how_fast_the_worker_is() -> None:
-    balance = Balance(2)
-    pool = ready_pool(2, concurrent=2, balance=balance)
-    pool.handle_request(0.0, 0, (4, 4, 4, 4), 100.0)
-    for shard, worker in enumerate((0, 1, 0, 1)):
-        pool.handle_answer(9.0, worker, 0, shard, (1.0, 2.0)[worker])
-    assert [balance.rows_per_second(worker) for worker in (0, 1)] == [8.0, 4.0]
-    assert balance.shares is not None
-    assert balance.shares.cut(12) == ((4, 4, 2, 2), (0, 0, 1, 1))
-
-
-def test_shard_is_not_stolen_by_a_worker_that_takes_too_long_for_it_in_one_of_its_runs() -> None:
-    balance = Balance(2)
-    pool = ready_pool(2, concurrent=2, balance=balance)
-    pool.handle_request(0.0, 0, (6, 6, 6, 6), 100.0)
-    for shard, worker in enumerate((0, 1, 0, 1)):
-        pool.handle_answer(9.0, worker, 0, shard, (1.0, 4.0)[worker])
-    assert [balance.rows_per_second(worker) for worker in (0, 1)] == [12.0, 3.0]
-    for request in (1, 2):
-        assert pool.handle_request(10.0, request, (1,), 100.0, preferred=(0,)) != []
-    assert pool.handle_request(10.0, 3, (6, 6), 100.0, preferred=(0, 0)) == []
-    # Worker 0 needs a second for both. The other one needs 4 for one, with another run beside it.
-    assert pool.next_time() == 110.0
-    assert pool.handle_time(12.0) == []
-    assert pool.handle_message(13.0, 0, reply(1))[-1] == predict(0, (3, 0))
-
-
 # Late runs: behind one that goes on for long.
 
 LATE = 1.0 + LONG_RUN
@@ -1187,96 +1158,6 @@ def test_health_says_what_a_worker_that_is_away_is_doing() -> None:
     assert reason() == "worker 0 (cpu:0, pid 200) is being ended: breaks the protocol"
 
 
-# Shards with a preferred worker.
-
-
-def balanced_pool(*seconds: float) -> tuple[Pool, Balance]:
-    """A pool whose workers take so many seconds for a row; what they have shown is known."""
-    balance = Balance(len(seconds))
-    pool = ready_pool(len(seconds), balance=balance)
-    pool.handle_request(0.0, 0, (10,) * len(seconds), 1000.0)
-    for worker, each in enumerate(seconds):
-        pool.handle_message(90.0, worker, reply(0, worker, 10 * each))
-    return pool, balance
-
-
-def test_answers_show_how_fast_workers_are() -> None:
-    pool, balance = balanced_pool(1.0, 3.0)
-    assert balance.rows_per_second(0) == pytest.approx(1.0)
-    assert balance.rows_per_second(1) == pytest.approx(1 / 3)
-    assert balance.shares is not None
-    assert balance.shares.cut(32) == ((24, 8), (0, 1))
-    # One worker alone shows nothing, not even with two shards.
-    pool.handle_request(100.0, 1, (5,), 1000.0)
-    pool.handle_message(101.0, 0, reply(1, 0, 1.0))
-    pool.handle_request(110.0, 2, (5, 5), 1000.0, preferred=(1, 1))
-    pool.handle_message(111.0, 1, reply(2, 0, 1.0))
-    pool.handle_message(112.0, 1, reply(2, 1, 1.0))
-    assert balance.rows_per_second(0) == pytest.approx(1.0)
-    assert balance.rows_per_second(1) == pytest.approx(1 / 3)
-
-
-def test_failed_request_shows_nothing() -> None:
-    balance = Balance(2)
-    pool = ready_pool(2, balance=balance)
-    pool.handle_request(0.0, 1, (1, 1), 10.0)
-    pool.handle_message(1.0, 0, reply(1, 0))
-    pool.handle_message(1.0, 1, error(1, 1))
-    assert balance.rows_per_second(0) is None
-
-
-def test_shard_waits_for_its_worker_but_not_long_while_another_is_idle() -> None:
-    pool, _ = balanced_pool(1.0, 2.0)
-    pool.handle_request(100.0, 1, (3,), 1000.0)
-    pool.handle_request(100.0, 2, (6, 3), 1000.0, preferred=(0, 1))
-    assert pool.handle_message(106.0, 1, reply(2, 1, 6.0)) == []
-    assert pool.handle_time(111.9) == []
-    assert pool.handle_time(112.0) == [predict(1, (2, 0))]
-
-
-def test_worker_does_not_steal_what_takes_it_longer_than_it_has_waited() -> None:
-    """With a card and a CPU, the CPU would take every shard that waits behind some others for the card."""
-    pool, _ = balanced_pool(1.0, 2.1)
-    pool.handle_request(100.0, 1, (3,), 1000.0)
-    pool.handle_request(100.0, 2, (6,), 1000.0, preferred=(0,))
-    assert pool.next_time() == 1100.0
-    assert pool.handle_time(150.0) == []
-    actions = pool.handle_message(160.0, 0, reply(1, 0, 60.0))
-    assert actions == [Settle(request=1), Release(request=1), predict(0, (2, 0))]
-
-
-def test_shard_never_waits_for_a_worker_that_is_gone_or_is_replaced() -> None:
-    pool, _ = balanced_pool(1.0, 1.0, 1.0)
-    pool.handle_request(100.0, 1, (1,), 1000.0)
-    pool.handle_request(100.0, 2, (1, 1, 1), 1000.0, preferred=(0, 1, 2))
-    assert pool.handle_message(101.0, 2, reply(2, 2, 1.0)) == []
-    assert pool.handle_died(101.5, 0, SIGKILL) == [predict(2, (1, 0))]
-    assert pool.handle_message(101.6, 1, reply(2, 1, 0.6)) == [predict(1, (2, 0))]
-    # Nor is it reserved for it where that is known before.
-    pool.handle_message(102.0, 1, reply(2, 0, 1.0))
-    pool.handle_message(102.0, 2, reply(1, 0, 1.0))
-    given = pool.handle_request(103.0, 3, (1, 1), 1000.0, preferred=(0, 2))
-    assert sorted(given) == [predict(1, (3, 0)), predict(2, (3, 1))]
-
-
-def test_requests_of_one_piece_run_on_all_workers_and_on_the_fastest_that_is_free() -> None:
-    pool, balance = balanced_pool(3.0, 1.0, 2.0)
-    assert balance.shares is not None
-    _, preferred = balance.shares.cut(1)
-    for number, worker in ((1, 1), (2, 2), (3, 0)):
-        actions = pool.handle_request(100.0, number, (1,), 1000.0, preferred=preferred)
-        assert actions == [predict(worker, (number, 0))]
-    pool.handle_request(100.0, 4, (1,), 1000.0, preferred=preferred)
-    actions = pool.handle_message(103.0, 0, reply(3, 0, 3.0))
-    assert actions == [Settle(request=3), Release(request=3), predict(0, (4, 0))]
-
-
-def test_worker_that_gets_no_runs_is_not_waited_for() -> None:
-    pool, _ = balanced_pool(1.0, 1.0)
-    pool.workers[0].spare = True
-    assert pool.handle_request(100.0, 1, (1,), 1000.0, preferred=(0,)) == [predict(1, (1, 0))]
-
-
 # Pipelines.
 
 
@@ -1334,10 +1215,6 @@ class _Asked:
     due: float
     called: float
     size: int
-    preferred: tuple[int, ...] = ()
-    event: int = 0  # when it came
-    until: list[float] = field(default_factory=list)
-    thieves: list[set[int]] = field(default_factory=list)
     replies: dict[int, Reply] = field(default_factory=dict)
     given: Counter[int] = field(default_factory=Counter)
     settled: bool = False
@@ -1370,7 +1247,7 @@ class Pools(RuleBasedStateMachine):
     """A shell with workers that answer, fail, die, hang, and are slow, in any order."""
 
     # What is drawn for each example.
-    joins = measured = False
+    joins = False
     pipeline, card, concurrent = 1, 0, 1
     slab: tuple[int, int] | None = SLAB
     max_delay, seconds = 0.0, 0.001
@@ -1381,11 +1258,9 @@ class Pools(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.scheduler = Pool([], timeouts=TIMEOUTS, restart=RESTART, limits=Limits())
-        self.balance: Balance | None = None
         self.processes: dict[int, _Process] = {}
         self.running: dict[int, deque[_Given]] = {}
         self.began: dict[int, float] = {}
-        self.away: dict[int, int] = {}  # by worker, the last event after which it did not serve
         self.events = 0
         self.requests: dict[int, _Asked] = {}
         self.errors: dict[int, str] = {}
@@ -1417,7 +1292,6 @@ class Pools(RuleBasedStateMachine):
                 "concurrent": st.sampled_from([1, 1, 2, 3]),
                 "card": st.sampled_from([0, 0, 0, 2, 3]),
                 "slab": st.sampled_from([SLAB, SLAB, SLAB, None]),
-                "measured": st.sampled_from([False, False, True]),
             }
         ),
     )
@@ -1427,7 +1301,6 @@ class Pools(RuleBasedStateMachine):
         vars(self).update(drawn)
         self.pipeline = 1 if self.card else self.pipeline
         self.at_once = self.concurrent if self.pipeline == 1 else 1
-        self.balance = Balance(workers) if self.measured else None
         self.scheduler = Pool(
             [build(i, self.pipeline, self.card) for i in range(workers)],
             timeouts=TIMEOUTS,
@@ -1436,7 +1309,6 @@ class Pools(RuleBasedStateMachine):
             max_batch_size=MAX_ROWS if self.joins else 1,
             max_delay=self.max_delay,
             tracing=True,
-            balance=self.balance,
         )
         self.carry_out(self.scheduler.handle_start(self.now))
         if start_at_once:
@@ -1449,9 +1321,6 @@ class Pools(RuleBasedStateMachine):
 
     def carry_out(self, actions: Sequence[Order]) -> None:
         self.events += 1
-        for w in self.scheduler.workers:
-            if not w.serves:
-                self.away[w.index] = self.events
         pending, start_failed = deque(actions), False
         while pending:
             match pending.popleft():
@@ -1585,23 +1454,12 @@ class Pools(RuleBasedStateMachine):
             assert (request, shard) not in at_work
             if len(members) > 1:
                 assert asked.runs == 0, "a shard that had its turn goes alone"
-            assert self.may_have(worker, request, shard)
             asked.given[shard] += 1
         if len(members) > 1:
             joins = [asked.join for asked in map(self.asked, members) if asked.join is not None]
             assert len(joins) == len(members)
             assert len({key for key, _ in joins}) == 1
             assert sum(rows for _, rows in joins) <= MAX_ROWS
-
-    def may_have(self, worker: int, request: int, shard: int) -> bool:
-        """Whether a worker may run a shard: it is reserved for none, or for this one, or overdue."""
-        asked = self.requests[request]
-        if not asked.preferred or asked.given[shard] or asked.preferred[shard] == worker:
-            return True
-        if self.away.get(asked.preferred[shard], -1) >= asked.event:
-            return True
-        late = asked.until[shard] <= self.now
-        return late and (worker in asked.thieves[shard] or asked.until[shard] == -math.inf)
 
     def note_cancel(self, worker: int, message: Cancel) -> None:
         """Fail unless the run is not wanted any more, or is late from now on."""
@@ -1814,25 +1672,11 @@ class Pools(RuleBasedStateMachine):
         full = len(self.open()) >= self.limits.queue or (taken and taken + size > most)
         full = full and limited
         asked = _Asked(self.now + timeout, rows, join, due, self.now, size)
-        balance = self.balance
-        if balance is not None and number % 3 and join is None:
-            count = len(self.scheduler.workers)
-            asked.preferred = tuple((number + i) % count for i in range(shards))
-            asked.event = self.events + 1
-            for worker, part in zip(asked.preferred, rows, strict=True):
-                own = [r for r, w in zip(rows, asked.preferred, strict=True) if w == worker]
-                wait = LONG_WAIT * balance.seconds(worker, sum(own))
-                each = [min(w.concurrent, len(own)) * part for w in self.scheduler.workers]
-                others = (w for w, r in enumerate(each) if balance.seconds(w, r) <= wait)
-                measured = balance.rows_per_second(worker) is not None
-                asked.until.append(self.now + wait if measured else -math.inf)
-                asked.thieves.append({*others} - {worker})
         self.requests[number] = asked
         options = {
             "size": size,
             "priority": priority,
             "join": join,
-            "preferred": asked.preferred,
             "limited": limited,
         }
         try:
@@ -1987,14 +1831,7 @@ class Pools(RuleBasedStateMachine):
             return
         due = self.scheduler.next_time()
         rows = Counter[str]()
-        for request, shard in self.scheduler.queue.items:
-            asked = self.requests[request]
-            if asked.preferred:
-                assert not any(self.may_have(w.index, request, shard) for w in ready)
-                if asked.thieves[shard] and asked.until[shard] > self.now:
-                    assert due < math.inf
-                    assert due <= asked.until[shard]
-                continue
+        for asked in map(self.asked, self.scheduler.queue.items):
             assert asked.join is not None
             assert asked.due > self.now
             assert asked.runs == 0

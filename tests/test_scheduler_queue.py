@@ -1,7 +1,7 @@
 """Tests of mcinfer/scheduler/queue.py: which shard goes next, and which go together. Time is a number."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import process_time
 
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mcinfer.scheduler.queue import PATIENCE, Affinity, Joinable, ShardId, ShardQueue
+from mcinfer.scheduler.queue import PATIENCE, Joinable, ShardId, ShardQueue
 
 LATER = 100.0
 
@@ -45,60 +45,26 @@ def test_shard_that_is_to_be_alone_goes_beside_no_run_and_others_wait_for_it() -
     assert queue.take(0.0, beside=True) == (shard(1),)
 
 
-def test_oldest_of_a_worker_is_passed_over_as_often_as_any_other() -> None:
-    queue = ShardQueue(1)
-    queue.add(shard(0), 0, affinity=Affinity(worker=0, until=LATER))
-    for number in range(1, 40):
-        queue.add(shard(number), 1, affinity=Affinity(worker=number % 2, until=LATER))
-    taken = [queue.take(0.0, worker=i % 2) for i in range(2 * PATIENCE + 2)]
-    assert taken[-2] == (shard(0),)
-
-
-def test_shards_of_a_worker_that_is_gone_go_to_any() -> None:
-    queue = ShardQueue(1)
-    queue.add(shard(1), 0, affinity=Affinity(worker=0, until=LATER))
-    queue.add(shard(2), 1, affinity=Affinity(worker=0, until=LATER))
-    queue.discard(shard(2))
-    queue.release(0)
-    queue.release(1)
-    assert queue.take(0.0, ahead=True) == (shard(1),)
-
-
 # Forgetting.
 
 
 def kept(queue: ShardQueue) -> int:
     """How much the queue remembers, over all that it has."""
-    return (
-        sum(map(len, (queue.items, queue._free, queue._dues, queue._groups)))
-        + sum(map(len, (*queue._overdue.values(), queue.reserved, *queue.reserved.values())))
-        + sum(len(group.items) for group in queue._groups.values())
-    )
+    kept = sum(map(len, (queue.items, queue._free, queue._dues, queue._groups)))
+    return kept + sum(len(group.items) for group in queue._groups.values())
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        *(None, joinable(due=LATER), joinable(due=0.0)),
-        Affinity(worker=0),
-        Affinity(worker=0, until=LATER, thieves=(1,)),
-        Affinity(worker=0, until=0.0, thieves=(1, 2)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("what", [None, joinable(due=LATER), joinable(due=0.0)], ids=str)
 @pytest.mark.parametrize(("taking", "waiting"), [(False, 10), (True, 0)])
 def test_shards_that_come_and_are_forgotten_leave_nothing_behind(
-    what: Joinable | Affinity | None, taking: bool, waiting: int
+    what: Joinable | None, taking: bool, waiting: int
 ) -> None:
     queue = ShardQueue(64)
     most = 0
     for number in range(3_000):
-        if isinstance(what, Affinity):
-            queue.add(shard(number), number % 3, affinity=what)
-        else:
-            queue.add(shard(number), number % 3, what)
+        queue.add(shard(number), number % 3, what)
         if taking:
-            queue.take(0.0, worker=number % 2, steal=True)
+            queue.take(0.0)
         queue.discard(shard(number - waiting))
         most = max(most, kept(queue)) if number % 10 == 0 else most
     assert len(queue) <= waiting
@@ -142,15 +108,16 @@ class _Waiting:
     place: int
     priority: float
     join: Joinable | None = None
-    affinity: Affinity | None = None
     seen_due: bool = False
 
-    def may_go_to(self, worker: int | None) -> bool:
-        return self.affinity is None or self.affinity.worker == worker
+    @property
+    def due(self) -> float:
+        """When it may go in any case, if it may be held until then."""
+        return math.inf if self.join is None else self.join.due
 
 
-_Coming = tuple[int, tuple[str, int, float] | None, Affinity | None]
-"""Priority, what it may be joined with, and the worker that it is reserved for, `until` seconds from now."""
+_Coming = tuple[int, tuple[str, int, float] | None]
+"""Priority, and what it may be joined with until so many seconds from now."""
 
 
 class Queues(RuleBasedStateMachine):
@@ -163,7 +130,7 @@ class Queues(RuleBasedStateMachine):
         self.waiting: dict[ShardId, _Waiting] = {}
         self.taken: list[ShardId] = []
         self.numbers = 0
-        self.passed_over: dict[int | None, tuple[ShardId | None, int]] = {}
+        self.passed_over: tuple[ShardId | None, int] = None, 0
 
     # The right answer.
 
@@ -175,26 +142,17 @@ class Queues(RuleBasedStateMachine):
         due = any(join.due <= self.now for join in group)
         return not due and sum(join.rows for join in group) < MAX_ROWS
 
-    def free(self, worker: int | None, *, steal: bool) -> dict[ShardId, _Waiting]:
-        """Those that a worker may have: others' overdue ones, if there are no others."""
-        free = {s: item for s, item in self.waiting.items() if not self.held(item)}
-        own = {s: item for s, item in free.items() if item.may_go_to(worker)}
-        late = {s: item for s, item in free.items() if self.is_overdue(item, worker)}
-        return own or (late if steal else {})
+    def free(self) -> dict[ShardId, _Waiting]:
+        return {s: item for s, item in self.waiting.items() if not self.held(item)}
 
-    def is_overdue(self, item: _Waiting, thief: int | None) -> bool:
-        a = item.affinity
-        return a is not None and a.until <= self.now and thief in a.thieves
-
-    def oldest(self, worker: int | None) -> ShardId | None:
-        """Of those that were never taken, are not held, and not reserved for another."""
-        free = {s: item for s, item in self.waiting.items() if item.place > 0}
-        free = {s: i for s, i in free.items() if not self.held(i) and i.may_go_to(worker)}
+    def oldest(self) -> ShardId | None:
+        """Of those that were never taken and are not held."""
+        free = {s: item for s, item in self.free().items() if item.place > 0}
         return min(free, key=lambda s: free[s].place, default=None)
 
-    def check(self, run: tuple[ShardId, ...], worker: int | None, *, steal: bool) -> None:
+    def check(self, run: tuple[ShardId, ...]) -> None:
         """Fail unless this is a run that may go now."""
-        free = self.free(worker, steal=steal)
+        free = self.free()
         if not run:
             assert not free, "a shard waits that is not held"
             return
@@ -202,7 +160,7 @@ class Queues(RuleBasedStateMachine):
         assert run[0] in free, "a held shard was taken"
         first = min(free, key=lambda s: (-free[s].priority, free[s].place))
         if run[0] != first:
-            assert run[0] == self.oldest(worker), "neither the first nor the oldest"
+            assert run[0] == self.oldest(), "neither the first nor the oldest"
         if head.join is None:
             assert len(run) == 1
             return
@@ -229,67 +187,39 @@ class Queues(RuleBasedStateMachine):
                     st.integers(1, MAX_ROWS + 1),
                     st.sampled_from([0.0, 1.0, 5.0]),
                 ),
-                st.none()
-                | st.builds(
-                    Affinity,
-                    worker=st.integers(0, 2),
-                    until=st.sampled_from([0.0, 1.0, 5.0]),
-                    thieves=st.sampled_from([(), (0,), (1,), (0, 2), (0, 1, 2)]),
-                ),
             ),
             min_size=1,
             max_size=6,
         )
     )
     def come(self, items: list[_Coming]) -> None:
-        for priority, join, wants in items:
+        for priority, join in items:
             self.numbers += 1
             new = shard(self.numbers)
-            fits = affinity = None
+            fits = None
             if join is not None:
                 fits = Joinable(key=join[0], rows=join[1], due=self.now + join[2])
-            elif wants is not None:
-                affinity = replace(wants, until=self.now + wants.until)
-            self.waiting[new] = _Waiting(self.numbers, priority, fits, affinity)
-            self.queue.add(new, priority, fits, affinity)
+            self.waiting[new] = _Waiting(self.numbers, priority, fits)
+            self.queue.add(new, priority, fits)
 
-    @rule(worker=st.integers(0, 2))
-    def worker_goes(self, worker: int) -> None:
-        self.queue.release(worker)
-        for item in self.waiting.values():
-            if item.may_go_to(worker):
-                item.affinity = None
-
-    @rule(
-        count=st.integers(1, 12),
-        workers=st.lists(st.integers(0, 2), min_size=1, max_size=3),
-        steal=st.booleans(),
-    )
-    def take(self, count: int, workers: list[int], steal: bool) -> None:
-        for i in range(count):
-            worker = workers[i % len(workers)] if self.queue.reserved else None
-            oldest = self.oldest(worker)
-            run = self.queue.take(self.now, worker=worker, steal=steal)
+    @rule(count=st.integers(1, 12))
+    def take(self, count: int) -> None:
+        for _ in range(count):
+            oldest = self.oldest()
+            run = self.queue.take(self.now)
             for item in self.waiting.values():
-                item.seen_due |= self.due_of(item) <= self.now
+                item.seen_due |= item.due <= self.now
             assert all(member in self.waiting for member in run), "lost before, or taken twice"
-            self.check(run, worker, steal=steal)
+            self.check(run)
             for member in run:
                 del self.waiting[member]
             self.taken += run
             # In a row, and by others than older ones that were held.
-            before, times = self.passed_over.get(worker, (None, 0))
+            before, times = self.passed_over
             times = times if oldest == before else 0
             times += oldest in self.waiting
-            self.passed_over[worker] = oldest, times
+            self.passed_over = oldest, times
             assert times <= PATIENCE
-
-    @staticmethod
-    def due_of(item: _Waiting) -> float:
-        """When it may go to more than before."""
-        if item.affinity is not None:
-            return item.affinity.until if item.affinity.thieves else math.inf
-        return math.inf if item.join is None else item.join.due
 
     @rule(which=st.lists(st.integers(0, 99), min_size=1, max_size=4))
     def come_again(self, which: list[int]) -> None:
@@ -323,8 +253,7 @@ class Queues(RuleBasedStateMachine):
 
     @invariant()
     def next_due_is_the_first_to_come(self) -> None:
-        coming = (item for item in self.waiting.values() if not item.seen_due)
-        dues = map(self.due_of, coming)
+        dues = (item.due for item in self.waiting.values() if not item.seen_due)
         assert self.queue.next_due() == min(dues, default=math.inf)
 
     @invariant()
@@ -335,7 +264,7 @@ class Queues(RuleBasedStateMachine):
         self.now = math.inf
         while self.waiting:
             before = len(self.waiting)
-            self.take(3, [0, 1, 2], True)
+            self.take(3)
             assert len(self.waiting) < before
         assert self.queue.take(self.now) == ()
         assert not self.queue._groups

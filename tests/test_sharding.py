@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import (
-    MUCH_FASTER,
     Axes,
     Cut,
     InputCut,
@@ -21,7 +20,6 @@ from mcinfer.sharding import (
     OutputJoin,
     SaidAxes,
     Shape,
-    Shares,
     Split,
     batch_symbol,
     candidates,
@@ -31,7 +29,6 @@ from mcinfer.sharding import (
     is_guess,
     offsets,
     rows_of,
-    split_by_weights,
     split_evenly,
     split_unevenly,
     why_apart,
@@ -86,95 +83,6 @@ def test_even_parts_are_full_and_alike(count: int, pieces: int) -> None:
     assert all(parts)
     assert list(parts) == sorted(parts, reverse=True)
     assert not parts or parts[0] - parts[-1] <= 1
-
-
-@given(
-    count=st.integers(0, 10_000), weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40)
-)
-def test_weighted_parts_are_less_than_a_row_off(count: int, weights: list[float]) -> None:
-    parts = split_by_weights(count, weights)
-    assert sum(parts) == count
-    assert len(parts) == len(weights)
-    for part, weight in zip(parts, weights, strict=True):
-        assert part >= 0
-        assert abs(part - count * weight / sum(weights)) < 1 + 1e-6
-
-
-def test_rows_left_over_go_to_the_largest_fractions_and_of_equal_ones_to_the_faster() -> None:
-    assert split_by_weights(32, (3, 1)) == (24, 8)
-    assert split_by_weights(10, (0.45, 0.25, 0.3)) == (5, 2, 3)
-    assert split_by_weights(2, (1, 3)) == (0, 2)
-    assert split_by_weights(1, (1, 1, 1)) == (1, 0, 0)
-
-
-@given(
-    count=st.integers(0, 500),
-    weights=st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=8),
-    pieces=st.integers(1, 9),
-    probe=st.none() | st.integers(0, 7),
-)
-def test_shares_give_every_row_to_a_shard_that_is_meant_for_a_worker(
-    count: int, weights: list[float], pieces: int, probe: int | None
-) -> None:
-    workers = tuple(range(10, 10 + len(weights)))
-    probe = None if probe is None else probe % len(weights)
-    shares = Shares(workers=workers, weights=tuple(weights), pieces=pieces, probe=probe)
-    rows, preferred = shares.cut(count)
-    assert sum(rows) == count
-    assert all(rows)
-    assert len(rows) <= len(workers) * pieces
-    if len(rows) == 1 and not preferred:
-        fast, second, *_ = sorted(weights, reverse=True)
-        assert second * MUCH_FASTER > fast, "it is worth waiting for"
-        return
-    assert len(rows) == len(preferred)
-    assert list(preferred) == sorted(preferred)
-    ideal = split_by_weights(count, weights)
-    got = [
-        sum(r for r, w in zip(rows, preferred, strict=True) if w == worker) for worker in workers
-    ]
-    if probe is None or ideal[probe] or count < 2:
-        assert tuple(got) == ideal
-    else:
-        assert got[probe] == 1
-        assert sum(map(bool, got)) >= 2, "nothing to compare it with"
-        assert sum(abs(a - b) for a, b in zip(got, ideal, strict=True)) == 2
-
-
-def test_one_piece_is_for_any_worker_unless_one_is_much_faster_than_all_others() -> None:
-    def preferred(*weights: float) -> tuple[int, ...]:
-        return Shares(workers=(4, 5, 6)[: len(weights)], weights=weights).cut(1)[1]
-
-    assert preferred(1, 1) == preferred(1, 9) == preferred(1, 9, 10) == preferred(1, 90, 100) == ()
-    assert preferred(1, 11) == preferred(1, 11, 1) == (5,)
-
-
-def test_plan_by_shares_has_the_rows_of_each_worker_and_whom_they_are_meant_for() -> None:
-    spec = model({"x": ("batch", 3)}, {"y": ("batch", 3)})
-    split = said(spec)
-    shares = Shares(workers=(0, 2, 3), weights=(0.7, 0.05, 0.25))
-    cut = cut_batch(spec, [(8, 3)], shares, split)
-    assert (cut.rows, cut.preferred) == ((6, 2), (0, 3))
-    assert cut.inputs[0].shapes == ((6, 3), (2, 3))
-    assert cut.outputs[0].shapes == ((6, 3), (2, 3))
-    assert cut_batch(spec, [(0, 3)], shares, split) == cut_batch(spec, [(0, 3)], 3, split)
-    assert cut_batch(spec, [(8, 3)], 3, split).preferred == ()
-
-
-def test_shares_do_not_count_where_a_batch_runs_whole_or_in_fixed_pieces() -> None:
-    shares = Shares(workers=(0, 1), weights=(0.9, 0.1))
-    fixed = model({"x": (1, 3)}, {"y": (1, 3)})
-    assert cut_batch(fixed, [(4, 3)], shares, said(fixed)) == cut_batch(
-        fixed, [(4, 3)], 2, said(fixed)
-    )
-    mixed = model({"x": ("n", "n")}, {"y": ("n",)})
-    assert cut_batch(mixed, [(4, 4)], shares, said(mixed)) == cut_batch(
-        mixed, [(4, 4)], 2, said(mixed)
-    )
-    declared = model({"x": ("batch", 3)}, {"y": (3,)})
-    told = said(declared, {"x": 0})
-    with pytest.raises(InvalidInputError, match="output 'y' has no axis"):
-        cut_batch(declared, [(4, 3)], shares, told)
 
 
 # The batch symbol.

@@ -12,8 +12,7 @@ file::
 An output is its input times `scale` plus `add`, in its own type; if `add` names one of the model's
 ``"weights": [["w", "float32", [4], 1.0]]``, whose values all equal that number, the weight is added.
 `build` and `run` are acts of each build and run; `when` adds acts for runs whose first input has a row that
-begins with that number (see `_act`). With ``"row_seconds": PATH``, each row of the first input takes so many
-seconds as the file PATH followed by the device's index says at that moment.
+begins with that number (see `_act`).
 """
 
 import ctypes
@@ -81,7 +80,6 @@ class FakeEngine(ArrayEngine):
         self.weights = tuple(specs[name] for name in request.options.variable_weights)
         self._run_act = content.get("run", "")
         self._when = content.get("when", {})
-        self._row_seconds = content.get("row_seconds", "")
         self._act(content.get("build", ""), BuildError)
 
     def twin(self) -> "FakeEngine":
@@ -111,9 +109,6 @@ class FakeEngine(ArrayEngine):
     def _act_on(self, first: NDArray[Any]) -> None:
         """Do the acts of every run, and those of a run with these rows."""
         self._act(self._run_act, PredictError)
-        if self._row_seconds:
-            text = Path(f"{self._row_seconds}{self._device_index}").read_text(encoding="utf-8")
-            self._act(f"sleep:{len(first) * float(text)}", PredictError)
         if self._when and first.size and first.dtype != object:
             rows = first.reshape(len(first) if first.ndim else 1, -1)
             for number in dict.fromkeys(rows[:, 0].tolist()):

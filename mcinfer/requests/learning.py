@@ -252,7 +252,7 @@ class _Runs:
 
     def _part(self) -> Call:
         """The call as a run of the look: of all rows alike, with all outputs, on the host."""
-        return replace(self._call, balance=None, outputs=None, outputs_on=None, keeps=False)
+        return replace(self._call, outputs=None, outputs_on=None, keeps=False)
 
     def _begin(self, call: Call) -> "Future[Arrays] | McinferError":
         """Begin a run that `cancel` stops."""

@@ -69,10 +69,6 @@ Texts = tuple[str | bytes, ...]
 
 _MAX_PLANS = 256
 
-_MAX_SHARES = 3
-"""Different shares of which plans for the same shapes are kept, with their memory: the present ones, these
-with a row for a worker that is measured again, and those before them."""
-
 _MAX_PLAN_BYTES = 32 << 20  # estimated, for all plans and their idle frames
 _REFERENCE_BYTES = 600  # estimate for one tensor of one shard, in a plan or in a frame
 
@@ -267,29 +263,22 @@ class Planner:
 
     def _begin(self, call: Call, *, may_wait: bool, wait: bool = True) -> Request:
         """The request of a call, with its inputs where workers can read them."""
-        limits, balance = self._limits, call.balance
+        limits = self._limits
         pieces = call.pieces if call.known.settled else 1
-        shares = None if balance is None or pieces < 2 else balance.take_shares()
         patience = 0.0
         if wait and may_wait and limits.when_full == "wait":
             patience = max(0.0, call.start + call.timeout - monotonic())
-        is_shared = False
-        try:
-            request = self.request(call, shares or pieces, patience)
-            is_shared = len(request.preferred) > 1
-        finally:
-            if balance is not None and shares is not None and not is_shared:
-                balance.give_back(shares)
+        request = self.request(call, pieces, patience)
         request.waits = may_wait and limits.when_queue_full == "wait"
         call.rows = request.rows
         return request
 
-    def request(self, call: Call, pieces: int | sharding.Shares, timeout: float) -> Request:
+    def request(self, call: Call, pieces: int, timeout: float) -> Request:
         """Check a call, cut it, and bring its inputs to where workers can read them.
 
         Inputs on a card that are cut along an inner axis, or packed, go through the host, and so do outputs
         for a card that are joined by copying, or whose shapes are not known before the run. `pieces` is the
-        most shards, or the rows of each worker; `timeout` seconds are there to wait for memory.
+        most shards; `timeout` seconds are there to wait for memory.
 
         Raises:
             InvalidInputError: It does not fit the model; names the input.
@@ -488,7 +477,7 @@ class Planner:
         self,
         key: tuple[Any, ...],
         shapes: tuple[tuple[int, ...], ...],
-        pieces: int | sharding.Shares,
+        pieces: int,
         known: Known | None,
         found: Collection[int] = (),
     ) -> Plan:
@@ -526,8 +515,6 @@ class Planner:
         )
         plans = self._plans
         plans[key] = plan
-        if isinstance(pieces, sharding.Shares):
-            self._forget_shares(shapes)
         while len(plans) > 1 and (
             len(plans) > _MAX_PLANS or sum(p.cost for p in [*plans.values()]) > _MAX_PLAN_BYTES
         ):
@@ -570,15 +557,6 @@ class Planner:
         laid = replace(plan, cut=cut, outputs=side, lays_all=lays_all, simple_outputs=simple)
         seen.laid = laid
         return laid
-
-    def _forget_shares(self, shapes: tuple[tuple[int, ...], ...]) -> None:
-        """Forget plans by earlier shares for these shapes."""
-        keys = [key for key in [*self._plans] if key[0] == shapes]
-        keys = [key for key in keys if isinstance(key[1], sharding.Shares)]
-        latest = [*dict.fromkeys(key[1] for key in reversed(keys))][:_MAX_SHARES]
-        for key in keys:
-            if key[1] not in latest:
-                self._forget(key)
 
     # Frames.
 

@@ -36,7 +36,6 @@ from mcinfer.requests.frames import Lease, Plan
 from mcinfer.requests.splitting import Known, Splitter
 from mcinfer.requests.tensors import Arrays, join_parts, unpack
 from mcinfer.requests.weights import WeightVersion
-from mcinfer.scheduler.balance import Balance
 from mcinfer.sharding import JoinError
 from mcinfer.shm.block import Block
 from mcinfer.specs import STRING, TensorSpec, tensor_bytes
@@ -69,7 +68,6 @@ class Call:
         priority: Among requests that wait for a worker.
         outputs: Names of the outputs to return; None is all.
         outputs_on: The card (`mcinfer.cards.tensors.CardMemory`) for the outputs; None is the host.
-        balance: Says what each worker is to get of it; None if all are to get the same.
         context: Of the caller, if the request is traced.
         offer: Called before the wait with a function that ends it, which any thread may call.
         apart: Whether it is a run of a look: whole, and not joined with others.
@@ -90,7 +88,6 @@ class Call:
     priority: int = 0
     outputs: Sequence[str] | None = None
     outputs_on: Any = None
-    balance: Balance | None = None
     context: Context | None = None
     offer: Callable[[Callable[[], object]], object] | None = None
     apart: bool = False
@@ -454,7 +451,6 @@ class Request(Outcome[Arrays]):
     Attributes:
         number: The loop's, once it has the request.
         rows: Rows of each shard; 1 if nothing is cut.
-        preferred: By shard, the index of the worker that is to run it; empty if any may have it.
         size: Bytes of its inputs, and of its outputs of known shapes.
         called: When the call came, of `time.monotonic`.
         timeout: Seconds from then on.
@@ -489,7 +485,6 @@ class Request(Outcome[Arrays]):
         self.error = self.future = None
         self.number = -1
         self.rows = plan.cut.rows
-        self.preferred = plan.cut.preferred
         self.size = plan.size
         self.called, self.timeout = call.start, call.timeout
         self.priority = call.priority

@@ -219,7 +219,6 @@ class Places(Line[Request]):
                 size=item.size,
                 priority=item.priority,
                 join=item.join,
-                preferred=item.preferred,
                 limited=item.limited,
                 may_be_wide=item.may_be_wide,
             )

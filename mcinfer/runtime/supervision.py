@@ -81,7 +81,6 @@ class Supervision:
         self._inbox = inbox
         self._delivery = delivery
         self._limits = rules.limits
-        self._balance = rules.balance
         self._restarted: Promise[None] | None = None
         self._pidfds: set[int] = set()
         self._notes: set[str] = set()
@@ -334,8 +333,6 @@ class Supervision:
         """One entry for each process; the ranks of a group share what the scheduler knows of the group."""
         found = []
         for w in self.scheduler.lives.statistics():
-            if self._balance is not None:
-                w = replace(w, rows_per_second=self._balance.rows_per_second(w.index))
             process = self._connections.processes.get(w.index)
             pids = [w.pid, *(child.pid for child in process.ranks[1:])] if process else []
             for rank in range(self.scheduler.workers[w.index].build.ranks):

@@ -6,23 +6,19 @@
   to be free first.
 * A worker with short runs gets more runs ahead. None waits behind a run that its worker may be killed, or
   die, for.
-* With measured speeds, a shard is reserved for its preferred worker while that one serves. If it waits long,
-  another worker that is not much slower and has nothing else to do steals it.
 """
 
 import heapq
 import math
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from mcinfer.errors import McinferError
 from mcinfer.protocol import MAX_RUNS, WorkerState
-from mcinfer.scheduler.queue import Affinity, Joinable, ShardId, ShardQueue
+from mcinfer.scheduler.queue import Joinable, ShardId, ShardQueue
 from mcinfer.scheduler.workers import MAX_DEATHS, Fate, PoolRules, Run, Worker
-from mcinfer.sharding import Shares
 from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Histogram, RequestTrace, ShardTrace
 
 SHORT_RUN = 0.01  # seconds: workers with runs up to this get runs ahead
@@ -30,9 +26,6 @@ AHEAD_SECONDS = 0.003  # seconds that the runs ahead of a worker may take, unles
 LONG_RUN = 5 * SHORT_RUN  # seconds after which the runs behind a run also go elsewhere
 WIDE_RUN = 0.0003  # seconds that a run takes on its worker's own cores, from which on others help
 UNBOUNDED_RUN = 600.0  # seconds for a cancelled run without a deadline
-LONG_WAIT = 2.0
-"""Times what a worker needs for its part of a request, after which others may steal a shard that waits for
-it; but none that would need longer than that itself."""
 
 _FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
 
@@ -79,8 +72,7 @@ class Entry:
         ending: How it was settled; None before.
         begun: Whether a worker got any shard of it.
         outstanding: How many shards workers have: they may be writing to the request's memory.
-        runs: The fields of a `ShardTrace` for each answered shard, if requests are traced or workers
-            measured.
+        runs: The fields of a `ShardTrace` for each answered shard, if requests are traced.
     """
 
     number: int
@@ -248,8 +240,8 @@ class Dispatch:
     Attributes:
         queue: The shards that wait.
         batch_sizes: Rows of each answered run.
-        due: When to look again: a shard that is held or reserved is due, or runs wait behind a long one. It
-            may be earlier than that.
+        due: When to look again: a shard that is held is due, or runs wait behind a long one. It may be
+            earlier than that.
         max_delay: Seconds that a request may wait for others to be joined with.
     """
 
@@ -267,44 +259,32 @@ class Dispatch:
         self._workers = workers
         self._table = table
         self._sink = sink
-        self._balance = rules.balance
         self._joins = rules.max_batch_size > 1
-        self._shares: Shares | None = None
-        self._order = workers  # the fastest first, as far as that is known
 
     def next_time(self) -> float:
         """When to look again; infinite if nothing waits for a time."""
         times = [w.began + LONG_RUN for w in self._workers if self.holds_back(w)]
         # Whatever the time, which only says who may have more than it works on.
-        if self.queue.items and self._next_worker(self._order, math.inf) is not None:
+        if self.queue.items and self._next_worker(math.inf) is not None:
             times.append(self.queue.next_due())
         return min(times, default=math.inf)
 
     def enter(
-        self,
-        entry: Entry,
-        now: float,
-        priority: int,
-        join: tuple[Hashable, int] | None,
-        preferred: Sequence[int],
+        self, entry: Entry, now: float, priority: int, join: tuple[Hashable, int] | None
     ) -> None:
         """Give the shards of a new request to workers, or have them wait; see `Scheduler.handle_request`."""
         queue, request, given = self.queue, entry.number, []
         waits = self._joins or bool(queue.items)
         for shard in range(len(entry.rows)):
-            w = None
-            if not waits:
-                among = self._preferred(preferred[shard]) if preferred else self._order
-                w = self._next_worker(among, now)
+            w = None if waits else self._next_worker(now)
             if w is not None:
                 given.append((w, self._give(w, ((request, shard),), now)))
                 continue
-            waits = waits or not preferred  # nor is there one for the next shard
+            waits = True  # nor is there one for the next shard
             # Waiting for company takes no more than half of the time that there is.
             due = entry.called + min(self.max_delay, entry.timeout / 2)
             joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
-            affinity = self._affinity(shard, entry.rows, preferred, now) if preferred else None
-            queue.add((request, shard), priority, joinable, affinity)
+            queue.add((request, shard), priority, joinable)
         for w, run in given:
             self._sink.send_run(w.index, run)
         if queue.items:
@@ -312,28 +292,15 @@ class Dispatch:
 
     def go_on(self, now: float) -> None:
         """Give queued shards to workers, as far as these have room."""
-        queue = self.queue
-        if not queue.items:
-            return
-        given = self._give_reserved(now) if queue.reserved else []
-        idle: set[int] = set()  # those for which nothing waits
+        queue, given = self.queue, []
         while queue.items:
-            w = self._next_worker(self._order, now, idle)
+            w = self._next_worker(now)
             if w is None:
                 break
-            reserved = bool(queue.reserved)
-            members = queue.take(
-                now,
-                beside=bool(w.runs),
-                ahead=len(w.runs) >= w.concurrent,
-                worker=w.index if reserved else None,
-            )
-            if members:
-                given.append((w, self._give(w, members, now)))
-            elif reserved:
-                idle.add(w.index)
-            else:
+            members = queue.take(now, beside=bool(w.runs), ahead=len(w.runs) >= w.concurrent)
+            if not members:
                 break
+            given.append((w, self._give(w, members, now)))
         for w, run in given:
             self._sink.send_run(w.index, run)
         if queue.items:
@@ -372,16 +339,14 @@ class Dispatch:
 
     # Choosing a worker.
 
-    def _next_worker(
-        self, among: Iterable[Worker], now: float, but: Container[int] = ()
-    ) -> Worker | None:
+    def _next_worker(self, now: float) -> Worker | None:
         """The worker that gets the next run; None if none has room."""
         best, least, began = None, MAX_RUNS, math.inf
-        for w in among:
+        for w in self._workers:
             runs = len(w.runs)
             if runs > least or (runs == least and w.began >= began) or runs >= w.capacity:
                 continue
-            if w.fate is not Fate.STAYS or w.spare or w.index in but:
+            if w.fate is not Fate.STAYS or w.spare:
                 continue
             # Beside a run that is to stop others may begin; none waits for it.
             if w.kill_at < math.inf and not 0 < runs < w.concurrent:
@@ -398,50 +363,7 @@ class Dispatch:
                 best, least, began = w, runs, w.began
         return best
 
-    def _preferred(self, worker: int) -> tuple[Worker, ...]:
-        """A shard's preferred worker, if it was measured."""
-        balance = self._balance
-        is_known = balance is not None and balance.rows_per_second(worker) is not None
-        return (self._workers[worker],) if is_known else ()
-
-    def _affinity(
-        self, shard: int, rows: Sequence[int], preferred: Sequence[int], now: float
-    ) -> Affinity | None:
-        """That a shard is reserved for its preferred worker; None if that one is away or never measured."""
-        balance, worker = self._balance, preferred[shard]
-        serving = [w for w in self._preferred(worker) if w.serves and not w.spare]
-        if balance is None or not serving:
-            return None
-        # The worker may run others of the request before this one.
-        own = [part for part, other in zip(rows, preferred, strict=True) if other == worker]
-        wait = LONG_WAIT * balance.seconds(worker, sum(own))
-        # Speeds are those of several runs at once, where requests have as many for each worker.
-        thieves = tuple(
-            w.index
-            for w in self._workers
-            if w.index != worker
-            and balance.seconds(w.index, rows[shard] * min(w.concurrent, len(own))) <= wait
-        )
-        return Affinity(worker=worker, until=now + wait, thieves=thieves)
-
     # Giving it a run.
-
-    def _give_reserved(self, now: float) -> list[tuple[Worker, Run]]:
-        """Give queued shards to idle workers while some are reserved for one worker."""
-        given: list[tuple[Worker, Run]] = []
-        queue = self.queue
-        for index in [*queue.reserved]:
-            if not self._workers[index].serves:
-                queue.release(index)
-        # Workers without reserved shards go first, so that others have time for theirs. Stealing is the last.
-        order = sorted(self._order, key=lambda w: w.index in queue.reserved)
-        for steal in (False, True):
-            for w in order:
-                if w.serves and not (w.spare or w.runs):
-                    members = queue.take(now, worker=w.index, steal=steal)
-                    if members:
-                        given.append((w, self._give(w, members, now)))
-        return given
 
     def _give(self, w: Worker, members: tuple[ShardId, ...], now: float) -> Run:
         """Note that a worker gets these shards as its next run, which is to be sent."""
@@ -502,22 +424,6 @@ class Dispatch:
         else:
             ahead = w.concurrent + int(AHEAD_SECONDS / usual)
             w.capacity = min(max(w.depth + 1, ahead), MAX_RUNS)
-
-    def learn_speeds(self, entry: Entry, now: float) -> None:
-        """Learn from an answered request how fast its workers are; one worker alone shows nothing."""
-        found: dict[int, tuple[int, float]] = {}
-        runs = Counter(worker for _, worker, *_ in entry.runs)
-        for _, worker, *_, seconds, rows in entry.runs:
-            before = found.get(worker, (0, 0.0))
-            at_once = min(runs[worker], self._workers[worker].concurrent)
-            found[worker] = before[0] + rows, before[1] + seconds / at_once
-        if self._balance is not None and len(found) > 1:
-            self._balance.learn(found, now)
-            shares = self._balance.shares
-            if shares is not None and shares is not self._shares:
-                self._shares = shares
-                weights = dict(zip(shares.workers, shares.weights, strict=True))
-                self._order = sorted(self._workers, key=lambda w: -weights.get(w.index, 0.0))
 
 
 def trace_of(

@@ -7,10 +7,6 @@ come, first served. To keep any priority from starving, the oldest shard that is
 Joining: shards that are *joinable* carry a key; those with the same key may go as one run, up to a limit of
 rows. A group of them is *ripe* once it has all the rows that a run may have or one of its members is due; a
 ripe group goes when its turn comes. Until then it is *held*, and does not block others.
-
-Affinity: a shard may be reserved for its preferred worker. It has the same place in the order as others, and
-does not block them. Once it is overdue, some other workers may *steal* it, if they have nothing else to do.
-If the preferred worker is gone, `release` makes what is reserved for it free for any.
 """
 
 import math
@@ -36,23 +32,13 @@ class Joinable:
     due: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Affinity:
-    """The worker that a shard is reserved for, by its index, and those that may steal it from `until` on."""
-
-    worker: int
-    until: float = math.inf
-    thieves: tuple[int, ...] = ()
-
-
 @dataclass(slots=True, eq=False)
 class _Item:
     shard: ShardId
     priority: float
     place: int
     join: Joinable | None = None
-    affinity: Affinity | None = None
-    due: float = math.inf  # when it may go to more than before, until then
+    due: float = math.inf  # until then
     overdue: bool = False
     alone: bool = False
 
@@ -75,40 +61,26 @@ class _Group:
 
 
 class ShardQueue:
-    """The queue; `len` is the number of waiting shards, `items` has them by shard.
-
-    `reserved` has those that are reserved for a worker, by its index, while there are any.
-    """
+    """The queue; `len` is the number of waiting shards, `items` has them by shard."""
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
         self.items: OrderedDict[ShardId, _Item] = OrderedDict()
-        self.reserved: dict[int, _Line] = {}
         self._free: _Line = []
-        self._overdue: dict[int, _Line] = {}  # by thief
         self._groups: dict[Hashable, _Group] = {}
         self._dues: _Line = []  # by time
         self._next_place = 0
         self._first_place = 0
-        self._passed_over: dict[int | None, int] = {}  # by worker, where it matters which one
+        self._passed_over = 0
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def add(
-        self,
-        shard: ShardId,
-        priority: int,
-        join: Joinable | None = None,
-        affinity: Affinity | None = None,
-    ) -> None:
-        """Put a shard behind those of its priority; one with an affinity is not joined."""
+    def add(self, shard: ShardId, priority: int, join: Joinable | None = None) -> None:
+        """Put a shard behind those of its priority."""
         self._next_place += 1
-        item = self.items[shard] = _Item(shard, priority, self._next_place, join, affinity)
-        if affinity is not None:
-            insort(self.reserved.setdefault(affinity.worker, []), item.entry)
-            item.due = affinity.until if affinity.thieves else math.inf
-        elif join is not None:
+        item = self.items[shard] = _Item(shard, priority, self._next_place, join)
+        if join is not None:
             group = self._groups.setdefault(join.key, _Group())
             group.items[item.place] = item
             group.rows += join.rows
@@ -116,10 +88,10 @@ class ShardQueue:
             if not group.is_held:
                 insort(self._free, item.entry)
             self._hold_or_free(group)
+            if item.due < math.inf:
+                insort(self._dues, (item.due, item.place, item))
         else:
             insort(self._free, item.entry)
-        if item.due < math.inf:
-            insort(self._dues, (item.due, item.place, item))
 
     def add_first(self, shard: ShardId, *, alone: bool = False) -> None:
         """Put a shard that was taken before in front of all others; it is not joined with any.
@@ -135,57 +107,33 @@ class ShardQueue:
         if item is not None:
             self._remove(item)
 
-    def release(self, worker: int) -> None:
-        """Any worker may have what is reserved for this one: it is gone."""
-        for entry in self.reserved.pop(worker, []):
-            self._forget_due(entry[2])
-            entry[2].affinity = None
-            insort(self._free, entry)
-
-    def take(
-        self,
-        now: float,
-        *,
-        beside: bool = False,
-        ahead: bool = False,
-        worker: int | None = None,
-        steal: bool = False,
-    ) -> tuple[ShardId, ...]:
-        """Take the shards of the next run; none while all that wait are held, or reserved for others.
+    def take(self, now: float, *, beside: bool = False, ahead: bool = False) -> tuple[ShardId, ...]:
+        """Take the shards of the next run; none while all that wait are held.
 
         Args:
             now: The time.
             beside: Whether the worker has others.
             ahead: Whether the run would wait behind another: shards that were taken before do not.
-            worker: The index of the worker that is to run it, which gets what is reserved for it, too; None
-                while `reserved` is empty.
-            steal: Whether it may steal, if it may have nothing else.
         """
         while self._dues and self._dues[0][0] <= now:
             due = self._dues.pop(0)[2]
             due.due, due.overdue = math.inf, True
-            for thief in due.affinity.thieves if due.affinity is not None else ():
-                insort(self._overdue.setdefault(thief, []), due.entry)
             if due.join is not None:
                 group = self._groups[due.join.key]
                 group.overdue += 1
                 self._hold_or_free(group)
-        item = self._first(worker, steal=steal)
-        if item is None:
+        if not self._free:
             return ()
-        oldest = self._oldest(worker)
-        passed_over = self._passed_over.get(worker, 0)
-        if oldest is not None and passed_over >= PATIENCE:
+        item, oldest = self._free[0][2], self._oldest()
+        if oldest is not None and self._passed_over >= PATIENCE:
             item = oldest
         if (ahead and item.place < 0) or (beside and item.alone):
             return ()
         members = self._members(item)
         for member in members:
             self._remove(member)
-        if oldest is not None and oldest not in members:
-            self._passed_over[worker] = passed_over + 1
-        elif passed_over:
-            self._passed_over.pop(worker, None)
+        is_passed_over = oldest is not None and oldest not in members
+        self._passed_over = self._passed_over + 1 if is_passed_over else 0
         return tuple(member.shard for member in members)
 
     def end_holding(self, now: float) -> None:
@@ -198,7 +146,7 @@ class ShardQueue:
                     insort(self._dues, (now, item.place, item))
 
     def next_due(self) -> float:
-        """When a held shard becomes due, or a reserved one overdue; infinite without one."""
+        """When a held shard becomes due; infinite without one."""
         return self._dues[0][0] if self._dues else math.inf
 
     def _is_held(self, item: _Item) -> bool:
@@ -216,23 +164,10 @@ class ShardQueue:
             else:
                 insort(self._free, item.entry)
 
-    def _first(self, worker: int | None, *, steal: bool) -> _Item | None:
-        """The first by priority that is not held, of what a worker may have."""
-        first = self._free[0] if self._free else None
-        if worker is None or not self.reserved:
-            return first and first[2]
-        own = self.reserved.get(worker)
-        if own and (first is None or own[0] < first):
-            first = own[0]
-        elif first is None and steal and self._overdue.get(worker):
-            first = self._overdue[worker][0]
-        return first and first[2]
-
-    def _oldest(self, worker: int | None) -> _Item | None:
-        """The first by age that is not held, nor reserved for another worker."""
+    def _oldest(self) -> _Item | None:
+        """The first by age that is not held."""
         for item in self.items.values():
-            is_free = item.affinity is None or item.affinity.worker == worker
-            if is_free and item.place > 0 and not self._is_held(item):
+            if item.place > 0 and not self._is_held(item):
                 return item
         return None
 
@@ -254,14 +189,9 @@ class ShardQueue:
     def _remove(self, item: _Item) -> None:
         del self.items[item.shard]
         if not self.items:
-            self._passed_over.clear()
+            self._passed_over = 0
         self._forget_due(item)
-        if item.affinity is not None:
-            line = self.reserved[item.affinity.worker]
-            _delete(line, item)
-            if not line:
-                del self.reserved[item.affinity.worker]
-        elif not self._is_held(item):
+        if not self._is_held(item):
             _delete(self._free, item)
         if item.join is not None:
             group = self._groups[item.join.key]
@@ -273,13 +203,9 @@ class ShardQueue:
                 del self._groups[item.join.key]
 
     def _forget_due(self, item: _Item) -> None:
-        """It has gone, or is free for all."""
         if item.due < math.inf:
             del self._dues[bisect_left(self._dues, (item.due, item.place, item))]
             item.due = math.inf
-        elif item.overdue and item.affinity is not None:
-            for thief in item.affinity.thieves:
-                _delete(self._overdue[thief], item)
 
 
 def _delete(line: _Line, item: _Item) -> None:

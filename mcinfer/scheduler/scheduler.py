@@ -120,8 +120,7 @@ class Scheduler:
         self._draining: float | None = None
         self._closing: float | None = None
         self._closed = False
-        self._balance = rules.balance
-        self._keeps_runs = rules.tracing or rules.balance is not None
+        self._traces = rules.tracing
         self._wears = rules.restart.max_requests is not None
         self.table = RequestTable()
         self._dispatch = Dispatch(self.workers, self.table, requests, rules)
@@ -174,7 +173,6 @@ class Scheduler:
         size: int = 0,
         priority: int = 0,
         join: tuple[Hashable, int] | None = None,
-        preferred: Sequence[int] = (),
         limited: bool = True,
         may_be_wide: bool = False,
     ) -> None:
@@ -190,7 +188,6 @@ class Scheduler:
             priority: Higher ones go first.
             join: For one shard that may be joined with others of the same key: the key, and its weight (see
                 `Joinable`).
-            preferred: By shard, the index of its preferred worker; empty if there is none.
             limited: Whether there must be room for it (`check_room`), and the pool may not be draining; not
                 for a part of a request that was accepted.
             may_be_wide: Whether it may have the whole CPU if it is alone.
@@ -213,7 +210,7 @@ class Scheduler:
         if not self.lives.calm and self.lives.circuit_open:
             self._fail(entry, self.lives.outage(now), now)
             return
-        self._dispatch.enter(entry, now, priority, join, preferred)
+        self._dispatch.enter(entry, now, priority, join)
         if self._dispatch.due < self.due:
             self.due = self._dispatch.due
 
@@ -354,13 +351,11 @@ class Scheduler:
                 if entry.ending is None:
                     entry.answered[part] = True
                     entry.unanswered -= 1
-                    if self._keeps_runs:
+                    if self._traces:
                         place = w.index, w.device, w.pid, entry.attempts[part]
                         times = run.sent, now, seconds
                         entry.runs.append((part, *place, *times, entry.rows[part]))
                     if not entry.unanswered:
-                        if self._balance is not None:
-                            self._dispatch.learn_speeds(entry, now)
                         self.table.close(entry, "succeeded", now)
                         self._sink.settle(entry, None)
                 if entry.ending is not None and not entry.outstanding:
@@ -457,10 +452,6 @@ class Scheduler:
         self.lives.advance(now)
         self._dispatch.go_on(now)
         self.lives.announce(now)
-        if self._balance is not None:
-            serving = [w for w in self.workers if w.serves]
-            at_once = max((w.concurrent for w in serving), default=1)
-            self._balance.serve([w.index for w in serving], at_once)
         if self._draining is not None and not self.table.in_flight:
             self._close(now, self._timeouts.close)
         if self._closing is not None and not self._closed:

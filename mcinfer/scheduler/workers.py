@@ -54,7 +54,6 @@ from mcinfer.protocol import (
     WorkerState,
     state_after,
 )
-from mcinfer.scheduler.balance import Balance
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.statistics import Health, HealthState, WorkerStatistics
 
@@ -81,7 +80,6 @@ class PoolRules:
 
     Attributes:
         tracing: Whether the entries of settled requests say what became of their shards.
-        balance: Learns how fast workers are, if that is wanted.
         seeds_on_one: See `WorkerLives`.
     """
 
@@ -91,7 +89,6 @@ class PoolRules:
     max_batch_size: int = 1
     max_delay: float = 0.0
     tracing: bool = False
-    balance: Balance | None = None
     seeds_on_one: bool = False
 
 

@@ -299,7 +299,7 @@ def many_callers(master: Master, model: Callable[[Any], Any] = lambda x: x * 2 +
 
 
 @EITHER
-@pytest.mark.parametrize("kind", ["plain", "joined", "unknown shape", "measured"])
+@pytest.mark.parametrize("kind", ["plain", "joined", "unknown shape"])
 def test_many_callers_get_each_its_own_answers(
     fake_model: FakeModel, devices: int | str, kind: str
 ) -> None:
@@ -310,9 +310,6 @@ def test_many_callers_get_each_its_own_answers(
         more["output_axes"] = {"y": 0}
     elif kind == "joined":
         more |= {"max_batch_size": 8}
-    elif kind == "measured":
-        more |= {"balance": "measured"}
-        devices = 2 if devices == 1 else devices
     options = EngineOptions(concurrent_runs=4)
     with fake_master(fake_model(outputs=outputs), devices, options=options, **more) as master:
         many_callers(master)
