@@ -248,7 +248,6 @@ class Master:
             max_batch_size=max_batch_size,
             max_delay=max_delay,
             tracing=self._trace is not None,
-            seeds_on_one=not self._said.inputs,
         )
         try:
             self._loop = Loop(
@@ -356,14 +355,15 @@ class Master:
                 provider_options=built.provider_options,
             )
             whole = f"{built.random} draws random numbers" if built.random else ""
+            if whole and self._workers > 1:
+                whole += ", and each worker draws for itself"
             ragged = built.ragged
             planner = self._new_planner(model, weights=_specs(built.weights), ragged=ragged)
             self._learner = self._new_learner(
                 model, planner, self._waiting, identity=built.model, whole=whole, ragged=ragged
             )
-            if built.seeded and not self._said.inputs:
-                seeds = "from a seed with which each worker would draw the same ones"
-                self._learner.splitter.warn(f"{whole}, {seeds}")
+            if whole and self._workers > 1 and not self._said.inputs:
+                self._learner.splitter.warn(whole)
             self._planner = planner
             self._model = model
         except BaseException:
@@ -765,8 +765,7 @@ class Master:
         """Run an example on every worker, so that the first real request of its shapes is not slower.
 
         A runtime allocates and tunes in its first runs, and the first request that shows how its batch is
-        split runs twice (see `split`). Workers that do not serve now are left out, and those that get no
-        requests (`WorkerStatistics.spare`).
+        split runs twice (see `split`). Workers that do not serve now are left out.
 
         Args:
             example: Inputs as for `predict`; at least two different rows also show the split.
@@ -789,7 +788,7 @@ class Master:
             for future in [self._learner.submit(call) for _ in before]:
                 future.result()
             workers = self.statistics().workers
-            serving = [w for w in workers if w.state in ("ready", "busy") and not w.spare]
+            serving = [w for w in workers if w.state in ("ready", "busy")]
             cold = [w.index for w in serving if w.runs == before[w.index]]
             if not cold:
                 return

@@ -246,9 +246,9 @@ class BuildFinish(Message):
     """Worker to master: the model is loaded.
 
     `model` names what the model computes, by its content and options, and is the same for all workers; empty
-    if it cannot be read. `random` is a node that draws random numbers, `seeded` says that such a node has a
-    seed. `ragged` is a node whose result's size depends on its data. `notes` are remarks for the user.
-    `concurrent` is how many runs it executes at once, and answers in any order.
+    if it cannot be read. `random` is a node that draws random numbers, `ragged` one whose result's size
+    depends on its data. `notes` are remarks for the user. `concurrent` is how many runs it executes at once,
+    and answers in any order.
     `slab` is the block with the weights on its card, which it made for the card's other workers and has
     handed over: number and bytes. `reaches` are the cards whose memory it reads and writes in place.
 
@@ -261,7 +261,6 @@ class BuildFinish(Message):
     weights: _Specs = ()
     model: Annotated[str, is_text_to(_MAX_NAME)] = ""
     random: Annotated[str, is_text_to(_MAX_NAME)] = ""
-    seeded: _Flag = False
     ragged: Annotated[str, is_text_to(_MAX_NAME)] = ""
     providers: Annotated[tuple[str, ...], is_tuple_of(is_text_to(_MAX_NAME), _MAX_PROVIDERS)]
     notes: Annotated[tuple[str, ...], is_tuple_of(is_text_to(MAX_NOTE), MAX_NOTES)] = ()

@@ -103,8 +103,6 @@ class WorkerStatistics:
         last_error: Why it last died or failed; empty if it never did.
         rank: Its place in its group, if the model is cut over several devices (`mcinfer.Parallel`). The
             ranks of a group run and restart together, so they have the same counts.
-        spare: Whether it gets no requests while another worker serves, since the model draws numbers from
-            a seed.
         concurrent: How many runs it executes at once; 1 before it has loaded the model.
         wide: Of the `runs`, those that had the cores of all workers, since their request came alone.
     """
@@ -121,7 +119,6 @@ class WorkerStatistics:
     providers: tuple[str, ...]
     last_error: str
     rank: int = 0
-    spare: bool = False
     concurrent: int = 1
     wide: int = 0
 

@@ -134,7 +134,6 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         weights=SPECS,
         model=st.text(max_size=200),
         random=st.text(max_size=200),
-        seeded=st.booleans(),
         providers=st.lists(st.text(max_size=200), max_size=3).map(tuple),
         notes=TEXTS,
         seconds=SECONDS,

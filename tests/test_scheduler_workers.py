@@ -630,37 +630,3 @@ def test_workers_of_different_cards_have_leaders_of_their_own() -> None:
     builds = [replace(build(i), device=f"cuda:{i % 2}", shares_weights=True) for i in range(4)]
     lives = Lives(builds, timeouts=TIMEOUTS, restart=RESTART)
     assert [w.leader and w.leader.index for w in lives.workers] == [None, None, 0, 1]
-
-
-# Models with seeds.
-
-
-def test_one_worker_runs_a_model_with_seeds_and_another_takes_its_place() -> None:
-    lives = new_lives(3, seeds_on_one=True)
-    seeded = replace(BUILT, random="node 'n' (RandomNormal)", seeded=True)
-
-    def busy() -> list[int]:
-        return [w.index for w in lives.workers if w.serves and not w.spare]
-
-    for w in lives.workers:
-        finish(lives, w, message=seeded)
-        assert busy() == [0]
-    assert all(w.serves for w in lives.workers)
-    assert [w.spare for w in lives.statistics()] == [False, True, True]
-    lives.bury(lives.workers[0], "killed", 1.0)
-    assert busy() == [1]
-    lives.start(lives.workers[0], 1.0)
-    connect(lives.workers[0], 200)
-    finish(lives, lives.workers[0], message=seeded)
-    assert busy() == [1]
-    lives.replace([lives.workers[1]])
-    lives.advance(2.0)
-    assert busy() == [0]
-
-
-@pytest.mark.parametrize(("on_one", "seeded"), [(True, False), (False, True)])
-def test_other_models_run_on_all_workers(on_one: bool, seeded: bool) -> None:
-    lives = new_lives(2, seeds_on_one=on_one)
-    for w in lives.workers:
-        finish(lives, w, message=replace(BUILT, random="node 'n' (RandomNormal)", seeded=seeded))
-    assert all(w.serves and not w.spare for w in lives.workers)

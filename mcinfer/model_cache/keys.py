@@ -31,7 +31,7 @@ from mcinfer.model_cache.onnx_files import (
 
 _VERSION = 1  # version of the digest: increase it when the digest of the same files changes
 
-_RECORD_VERSION = 3
+_RECORD_VERSION = 4
 """Version of the records: increase it when their form, or what `scan` finds, changes."""
 
 _FRESH_NS = 2_000_000_000
@@ -52,14 +52,12 @@ class ModelContent:
         stamps: Of the files when they were read: the model, then its external data, in the order and as often
             as the model names it.
         random: A node that draws random numbers; empty if there is none, or the format is not ONNX.
-        seeded: Whether such a node has a seed.
         ragged: A node whose result's size depends on its data, likewise.
     """
 
     digest: str
     stamps: tuple[FileState, ...]
     random: str = ""
-    seeded: bool = False
     ragged: str = ""
 
     @property
@@ -169,12 +167,10 @@ def _read(model: Path, folder: Path | None, *, any_format: bool) -> ModelContent
         if raised_by_handler(exc):
             raise
         raise BuildError(f"{model}: {exc.filename} cannot be read: {exc}") from exc
-    random, seeded = found.random
     source = ModelContent(
         digest=total.hexdigest(),
         stamps=tuple(stamps),
-        random=random,
-        seeded=seeded,
+        random=found.random,
         ragged=found.ragged,
     )
     if not source.unchanged():
@@ -193,7 +189,6 @@ def _recall(notes: Path, model: Path) -> ModelContent | None:
             digest=digest,
             stamps=stamps,
             random=str(found["random"]),
-            seeded=bool(found["seeded"]),
             ragged=str(found["ragged"]),
         )
         usable = (

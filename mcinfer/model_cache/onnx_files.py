@@ -298,8 +298,8 @@ class OnnxFile:
             functions too.
         operators: Number of nodes by domain and type. A subgraph or function counts once, however often it
             runs.
-        draws: The nodes that may draw random numbers: their label, the name of the input that says whether
-            they do (empty if they always do), and whether they have a seed.
+        draws: The nodes that may draw random numbers: their label, and the name of the input that says
+            whether they do (empty if they always do).
         ragged: The label of a node whose result's size depends on its data; empty if there is none.
         false: Names of constants that are a single False.
     """
@@ -317,15 +317,14 @@ class OnnxFile:
     external_bytes: int = 0
     places: set[str] = field(default_factory=set)
     operators: Counter[tuple[str, str]] = field(default_factory=Counter)
-    draws: list[tuple[str, str, bool]] = field(default_factory=list)
+    draws: list[tuple[str, str]] = field(default_factory=list)
     ragged: str = ""
     false: set[str] = field(default_factory=set)
 
     @property
-    def random(self) -> tuple[str, bool]:
-        """The first node that draws random numbers, empty if none does; whether one has a seed."""
-        draws = [(label, seeded) for label, says, seeded in self.draws if says not in self.false]
-        return (draws[0][0] if draws else "", any(seeded for _, seeded in draws))
+    def random(self) -> str:
+        """The first node that draws random numbers; empty if none does."""
+        return next((label for label, says in self.draws if says not in self.false), "")
 
     @property
     def external(self) -> tuple[str, ...]:
@@ -516,8 +515,7 @@ def _note_node(node: ProtoMessage, operator: tuple[str, str], found: OnnxFile) -
     if ragged:
         found.ragged = found.ragged or label
         return
-    seeded = any(attribute.text(1, "replace") == "seed" for attribute in node.messages(5))
-    found.draws.append((label, says, seeded))
+    found.draws.append((label, says))
 
 
 def _is_false(tensor: ProtoMessage, initializer: Initializer) -> bool:

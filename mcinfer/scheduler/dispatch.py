@@ -346,7 +346,7 @@ class Dispatch:
             runs = len(w.runs)
             if runs > least or (runs == least and w.began >= began) or runs >= w.capacity:
                 continue
-            if w.fate is not Fate.STAYS or w.spare:
+            if w.fate is not Fate.STAYS:
                 continue
             # Beside a run that is to stop others may begin; none waits for it.
             if w.kill_at < math.inf and not 0 < runs < w.concurrent:

@@ -80,7 +80,6 @@ class PoolRules:
 
     Attributes:
         tracing: Whether the entries of settled requests say what became of their shards.
-        seeds_on_one: See `WorkerLives`.
     """
 
     timeouts: Timeouts
@@ -89,7 +88,6 @@ class PoolRules:
     max_batch_size: int = 1
     max_delay: float = 0.0
     tracing: bool = False
-    seeds_on_one: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -240,7 +238,6 @@ class Worker:
         depth: How many runs it works on at a time; only those above that number wait behind others.
         concurrent: How many runs it executes at once, each of which it may answer first. A pipeline has one,
             and a larger depth: its ranks answer in the order of the runs.
-        spare: It serves, and gets no runs as long as another worker does: see `WorkerLives`.
         last_error: What went wrong last.
     """
 
@@ -264,7 +261,6 @@ class Worker:
     began: float = 0.0
     usual_seconds: float = math.inf
     wide_deaths: int = 0
-    spare: bool = False
     concurrent: int = 1
     start: Start = field(default_factory=Start)
     counts: Counts = field(default_factory=Counts)
@@ -383,9 +379,6 @@ class WorkerSink(Protocol):
 class WorkerLives:
     """All workers of a pool.
 
-    Each process draws the numbers of a seed from the first on. So with `seeds_on_one`, one worker runs a
-    model that has such nodes, as a single session would, and another takes its place if it ends.
-
     Attributes:
         calm: Whether an answer changes nothing here: all workers were well in the last report, and none is
             being replaced.
@@ -396,7 +389,6 @@ class WorkerLives:
 
     def __init__(self, builds: Sequence[Build], sink: WorkerSink, rules: PoolRules) -> None:
         self._sink = sink
-        self._seeds_on_one = rules.seeds_on_one
         self.workers = [
             Worker(i, build, Budget(rules.restart), capacity=build.depth, depth=build.depth)
             for i, build in enumerate(builds)
@@ -448,7 +440,6 @@ class WorkerLives:
                 state=str(w.state),
                 providers=w.providers,
                 last_error=w.last_error,
-                spare=w.spare,
                 concurrent=w.concurrent,
                 **asdict(w.counts),
             )
@@ -559,8 +550,6 @@ class WorkerLives:
         if w.budget.spent:
             w.budget.begin_trial(now)
         w.start.succeeded = True
-        w.spare = self._seeds_on_one and message.seeded
-        self._fill_in()
         followers = w.followers
         if w.leader is None:
             w.slab = message.slab
@@ -660,12 +649,10 @@ class WorkerLives:
         w.usual_seconds, w.capacity = math.inf, w.depth
         w.pid = w.slab = None
         w.start.due = w.kill_at = w.end_by = math.inf
-        w.spare = False
         if w.fate is Fate.RETIRES:
             w.fate = Fate.STAYS  # there is nothing left to replace
         if self.closing:
             return story
-        self._fill_in()
         if planned:
             w.restart_at = now
             return story
@@ -753,7 +740,6 @@ class WorkerLives:
                         self.start(w, now)
                     elif w.fate is Fate.STAYS:
                         w.fate = Fate.RETIRES
-                self._fill_in()
             for w in self._replacing:
                 if w.fate is Fate.RETIRES and w.state is WorkerState.READY and not w.borrowers:
                     self.end_when_idle(w, now, self._timeouts.close)
@@ -773,12 +759,6 @@ class WorkerLives:
                     self._sink.workers_restarted(WorkerDiedError(say_once(failures)))
                 elif not self._asked_for:
                     self._sink.workers_restarted(None)
-
-    def _fill_in(self) -> None:
-        """If no other worker gets runs, have a spare one get them."""
-        if not any(w.serves and not w.spare for w in self.workers):
-            for w in [w for w in self.workers if w.serves][:1]:
-                w.spare = False
 
     def hasten_close(self, now: float, seconds: float) -> None:
         """Shorten the time that `close` gave the workers to at most so many seconds."""

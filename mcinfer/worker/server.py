@@ -408,7 +408,7 @@ class Server:
                 raise BuildError(f"{message.model} was changed while it was loaded")
             known: dict[str, Any] = {}
             if content is not None:
-                known = {name: getattr(content, name) for name in ("random", "seeded", "ragged")}
+                known = {name: getattr(content, name) for name in ("random", "ragged")}
                 known["model"] = identity(request, content, self._engine.version)
         except CardLostError:  # no fault of the model: as if this process had died
             raise

@@ -5,8 +5,6 @@ Each request is compared with one session of ONNX Runtime that has the whole bat
 
 import asyncio
 import logging
-import os
-import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +26,7 @@ from mcinfer import (
 )
 from tests.process.models import AFFINE, FakeModel, OnnxModel, rows
 from tests.process.scripts import ROOT, run_documented
-from tests.process.waiting import pids, wait_until
+from tests.process.waiting import wait_until
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -317,26 +315,23 @@ def noise(seed: str) -> str:
     }}""")
 
 
-def test_seeded_model_draws_the_numbers_of_one_session(
+def test_random_model_runs_whole_on_any_worker_which_draws_for_itself(
     onnx_model: OnnxModel, warnings: Callable[[], list[str]]
 ) -> None:
     path, zero = onnx_model(noise("seed = 1.0")), np.zeros((4, 4), np.float32)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    want = [session.run(None, {"x": zero})[0] for _ in range(8)]
-    with Master(path, 2, verify="never") as master:
-        got = [master.predict({"x": zero})["y"] for _ in range(4)]
-        got += [future.result()["y"] for future in [master.submit({"x": zero}) for _ in range(4)]]
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-        assert sorted(runs(master)) == [0, 8]
-        master.warm_up({"x": zero}, timeout=10.0)  # without the worker that gets no runs
-        none, some = sorted(runs(master))
-        assert none == 0
-        os.kill(pids(master)[runs(master).index(some)], signal.SIGKILL)
-        master.predict({"x": zero})
-        assert sorted(runs(master)) == [1, some]
-    assert len(warnings()) == 1
-    assert "node" in warnings()[0]
-    assert "RandomNormalLike" in warnings()[0]
+    draws = [session.run(None, {"x": zero})[0] for _ in range(20)]
+    with Master(path, 2) as master:
+        [warning] = warnings()
+        assert "RandomNormalLike draws random numbers, and each worker draws for itself" in warning
+        answers = [
+            future.result()["y"] for future in [master.submit({"x": zero}) for _ in range(8)]
+        ]
+        master.warm_up({"x": zero}, timeout=10.0)
+        assert min(runs(master)) >= 1
+    for answer in answers:
+        assert any(np.allclose(answer, draw, rtol=1e-5, atol=1e-6) for draw in draws)
+    assert warnings() == [warning]
 
 
 def test_task_that_is_cancelled_stops_its_runs_whether_or_not_its_thread_has_its_request(

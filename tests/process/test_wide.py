@@ -146,7 +146,7 @@ def test_weights_that_are_replaced_are_those_of_wide_runs_too(products: Path) ->
         assert wide_runs(master) == count + 1
 
 
-def test_model_with_a_seed_draws_as_one_session_does(tmp_path: Path) -> None:
+def test_model_that_draws_numbers_has_no_wide_runs(tmp_path: Path) -> None:
     text = (
         f"(float[batch, {SIDE}] x) => (float[batch, {SIDE}] y) "
         "{n = RandomNormalLike <seed = 7.0> (x) h = MatMul(x, w) h2 = MatMul(h, w) y = Add(h2, n)}"

@@ -73,7 +73,7 @@ def cut_segments(model_path: str | Path, folder: str | Path) -> RankPlan:
     try:
         model = onnx.load(str(model_path), load_external_data=False)
         place = _read(model)
-        random, _ = scan(model_path).random
+        random = scan(model_path).random
         if random and any(map(_is_collective, model.graph.node)):
             # With a seed, too, ranks would differ once one missed a run.
             raise BuildError(

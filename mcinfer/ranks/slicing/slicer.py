@@ -215,7 +215,7 @@ def write_slices(
     path, target = Path(model), Path(folder)
     if not path.exists():
         raise ModelNotFoundError(f"{path}: there is no such file")
-    random, _ = scan(path).random
+    random = scan(path).random
     if random and tensor > 1:
         raise InvalidInputError(
             f"model: {random} draws random numbers, which would differ between the ranks of tensor; expected "
