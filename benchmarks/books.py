@@ -5,7 +5,6 @@ it (`Master`'s trace hook, in the context of the call). What does not fit is a *
 nothing done to the request explains, an end that comes twice or too late, an answer that is not bit-right.
 """
 
-import re
 import threading
 from bisect import bisect_left
 from collections import Counter
@@ -34,7 +33,7 @@ SLACK = 3.0
 _SPARE_ROWS = 4096
 _CHECKED_ROWS = 4096
 _MAX_FINDINGS = 50
-_DEATHS = re.compile(r"given up after [2-5] workers died on it")
+_DEATHS = "given up after 3 workers died on it"
 
 Harm = Literal["none", "cancel", "time-out", "bad", "fail", "crash", "hang"]
 """What is done to a request: nothing; it is cancelled; it has next to no time; it does not fit the model;
@@ -43,7 +42,7 @@ its run raises; its run ends the worker; its run does not end."""
 _MISFORTUNE = frozenset(
     {"WorkerDiedError", "RankDiedError", "PredictTimeoutError", "QueueFullError"}
 )
-"""What may happen to any request: two workers killed, no answer until its deadline, no room."""
+"""What may happen to any request: three workers killed, no answer until its deadline, no room."""
 
 ALLOWED: dict[Harm, frozenset[str]] = {
     "none": _MISFORTUNE | {"ok"},
@@ -210,8 +209,8 @@ class Books:
                 self._find(f"{request} ended {late:.1f} s after its time-out, with {outcome}")
             if isinstance(error, PredictTimeoutError) and late < 0:
                 self._find(f"{request} timed out {-late:.3f} s before its deadline")
-            if isinstance(error, WorkerDiedError) and not _DEATHS.search(str(error)):
-                self._find(f"{request} failed though no two workers had died on it: {error}")
+            if isinstance(error, WorkerDiedError) and _DEATHS not in str(error):
+                self._find(f"{request} failed though no three workers had died on it: {error}")
             if request.traces:
                 self._compare(request)
             elif outcome not in _REFUSED and request.rows:

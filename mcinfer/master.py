@@ -562,7 +562,7 @@ class Master:
             InvalidInputError: The inputs do not fit the model, or nothing says how to join an output although
                 the call says how to cut inputs. Nothing was sent.
             PredictError: A run raised, or the shards' answers contradict the split.
-            WorkerDiedError: Two workers died on one shard, or no worker is left.
+            WorkerDiedError: Three workers died on one shard, or no worker is left.
             PredictTimeoutError: The time-out passed.
             QueueFullError: A limit was reached.
             MissingDependencyError: The package cuda-bindings or CuPy is needed, and not installed.

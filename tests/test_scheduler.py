@@ -49,12 +49,11 @@ from mcinfer.scheduler.dispatch import (
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import (
     KILLED_ENDS,
-    KILLS_SECONDS,
     MAX_ATTEMPTS,
-    MAX_KILLS,
+    MAX_TRIES,
     Scheduler,
 )
-from mcinfer.scheduler.workers import MAX_DEATHS, STACKS_SECONDS, Fate, PoolRules, describe_exit
+from mcinfer.scheduler.workers import STACKS_SECONDS, Fate, PoolRules, describe_exit
 from mcinfer.statistics import Health, RequestTrace
 from tests.conversations import Conversation
 from tests.orders import (
@@ -296,7 +295,7 @@ def test_worker_that_dies_of_wide_runs_has_no_more_of_them() -> None:
     for request in range(2, 12, 2):  # of each two, its process dies in the first
         now = float(request)
         widths += is_wide(pool.handle_request(now, request, (1,), 10.0, may_be_wide=True))
-        pool.handle_died(now, 0, SIGKILL, killed=True)
+        pool.handle_died(now, 0, SIGKILL)
         pool.handle_message(now, 1, reply(request))
         restarted(pool, 0, now)
         assert not any(is_wide(pool.handle_request(now, request + 1, (1,), 10.0, may_be_wide=True)))
@@ -335,82 +334,36 @@ def test_failed_shard_cancels_the_others_and_memory_waits_for_them() -> None:
 # Deaths.
 
 
-def test_shard_that_killed_two_workers_is_given_up() -> None:
-    pool = ready_pool(3)
+def test_shard_is_given_up_after_three_workers_died_on_it() -> None:
+    pool = ready_pool(4)
     pool.handle_request(0.0, 1, (1, 1), 10.0)
     assert pool.handle_died(1.0, 1, SIGSEGV) == [predict(2, (1, 1))]
-    actions = pool.handle_died(2.0, 2, describe_exit(3))
+    assert pool.handle_died(1.5, 2, SIGKILL) == [predict(3, (1, 1))]
+    actions = pool.handle_died(2.0, 3, describe_exit(3))
     assert outline(actions) == [
         Failed(1, WorkerDiedError),
         Send(worker=0, message=Cancel(request=1, shard=0)),
     ]
     assert text(actions) == (
-        "shard 1 of 2 was given up after 2 workers died on it: "
+        "shard 1 of 2 was given up after 3 workers died on it: "
         "worker 1 (cpu:1, pid 101) killed by SIGSEGV; "
-        "worker 2 (cpu:2, pid 102) exited with status 3"
+        "worker 2 (cpu:2, pid 102) killed by SIGKILL; "
+        "worker 3 (cpu:3, pid 103) exited with status 3"
     )
     assert pool.handle_message(3.0, 0, reply(1, 0)) == [Release(request=1)]
 
 
-@pytest.mark.parametrize("idle_death", [SIGKILL, SIGSEGV, None])
-def test_shard_is_not_to_blame_for_kills_that_hit_idle_workers_too(idle_death: str | None) -> None:
-    """As it would be for two, which it meets alone where runs take long."""
-    pool = ready_pool(2)
-    if idle_death is not None:
-        pool.handle_died(1.0, 1, idle_death, killed=idle_death == SIGKILL)
-        restarted(pool, 1, 1.0)
-    pool.handle_request(2.0, 1, (1,), 1000.0)
-    deaths, now = 0, 2.0
-    while 1 in pool.table.entries:
-        now += 1.0
-        [w] = [w for w in pool.workers if w.runs]
-        pool.handle_died(now, w.index, SIGKILL, killed=True)
-        deaths += 1
-        if w.restart_at < math.inf:
-            restarted(pool, w.index, max(now, w.restart_at))
-    assert deaths == (MAX_KILLS if idle_death == SIGKILL else MAX_DEATHS)
-
-
-def test_shard_on_which_a_worker_crashed_is_given_up_after_two_amid_kills_from_outside() -> None:
-    pool = ready_pool(3)
-    pool.handle_died(0.5, 2, SIGKILL, killed=True)
-    pool.handle_request(1.0, 1, (1,), 10.0)
-    assert pool.handle_died(1.5, 0, SIGKILL, killed=True) == [predict(1, (1, 0))]
-    assert outline(pool.handle_died(2.0, 1, SIGSEGV))[0] == Failed(1, WorkerDiedError)
-
-
-@pytest.mark.parametrize(
-    ("other", "pause", "is_given_up"), [(2, 1.0, False), (1, 1.0, True), (2, KILLS_SECONDS, True)]
-)
-def test_kills_of_several_requests_are_from_outside(
-    other: int, pause: float, is_given_up: bool
-) -> None:
-    pool = ready_pool(3)
-    pool.handle_request(0.0, 1, (1, 1) if other == 1 else (1,), 1000.0)
-    if other == 2:
-        pool.handle_request(0.0, 2, (1,), 1000.0)
-    pool.handle_died(1.0, 1, SIGKILL, killed=True)  # the other shard of request 1, or request 2
-    assert pool.workers[2].runs
-    pool.handle_died(1.0 + pause, 0, SIGKILL, killed=True)
-    pool.handle_time(1.0 + pause)
-    for worker in (0, 1):
-        pool.handle_started(worker, 200 + worker)
-        finish_build(pool, worker, 1.0 + pause)
-    [w] = [w for w in pool.workers if w.runs and (1, 0) in w.runs[0].members]
-    actions = pool.handle_died(2.0 + pause, w.index, SIGKILL, killed=True)
-    assert (Failed(1, WorkerDiedError) in outline(actions)) == is_given_up
-
-
-def test_worker_that_is_killed_while_it_loads_the_model_was_not_idle() -> None:
-    pool = ready_pool(2)
-    pool.handle_died(1.0, 1, SIGSEGV)
-    pool.handle_time(1.0)
-    pool.handle_message(1.0, 1, hello(1))
-    pool.handle_died(1.5, 1, SIGKILL, killed=True)
-    pool.handle_request(1.6, 1, (1,), 10.0)
-    pool.handle_died(1.6, 0, SIGKILL, killed=True)
-    restarted(pool, 0, 1.6)
-    assert outline(pool.handle_died(1.7, 0, SIGKILL, killed=True))[0] == Failed(1, WorkerDiedError)
+def test_run_that_had_not_begun_is_not_tried_by_the_death_of_its_worker() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, (1,), 10.0)
+    pool.handle_message(0.1, 0, reply(1, seconds=0.0001))
+    for request in (2, 3):
+        assert pool.handle_request(1.0, request, (1,), 10.0) == [predict(0, (request, 0))]
+    pool.handle_died(1.0, 0, SIGSEGV)
+    assert [pool.table[request].deaths.get(0, []) for request in (2, 3)] == [
+        ["worker 0 (cpu:0, pid 100) killed by SIGSEGV"],
+        [],
+    ]
 
 
 # Deadlines.
@@ -613,8 +566,8 @@ def test_runs_of_a_pipeline_that_died_run_again_one_at_a_time() -> None:
     pool.handle_request(0.0, 0, (1, 1), 60.0)
     assert pool.handle_died(1.0, 0, SIGKILL) == []
     assert restarted(pool, 0, 1.0) == [predict(0, (0, 0))]
-    assert pool.handle_request(1.5, 1, (1,), 60.0) == []  # it would die with them
-    assert pool.handle_message(2.0, 0, reply(0, 0)) == [predict(0, (0, 1))]
+    assert pool.handle_request(1.5, 1, (1,), 60.0) == []  # it is not its turn
+    assert pool.handle_message(2.0, 0, reply(0, 0)) == [predict(0, (0, 1)), predict(0, (1, 0))]
 
 
 def joined_pool(workers: int = 1) -> Pool:
@@ -655,18 +608,16 @@ def test_run_goes_on_while_any_of_its_requests_is_wanted_and_is_cancelled_with_t
     assert pool.lives.statistics()[0].failed == 0
 
 
-def test_worker_that_dies_in_a_joined_run_is_blamed_on_nobody() -> None:
+def test_requests_whose_worker_died_in_a_joined_run_have_two_more_tries_apart() -> None:
     pool = joined_pool(3)
     pool.handle_message(0.5, 1, reply(91))
     assert pool.handle_died(1.0, 0, SIGSEGV) == [predict(1, (1, 0))]
     assert pool.lives.statistics()[0].failed == 3
-    # The first death of its own is not its last.
     assert pool.handle_died(1.1, 1, SIGSEGV) == []
     assert pool.handle_message(1.2, 2, reply(92))[-1] == predict(2, (1, 0))
     actions = pool.handle_died(1.3, 2, SIGSEGV)
     assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
     assert "worker 1 (cpu:1, pid 101) killed by SIGSEGV; worker 2" in text(actions)
-    assert "worker 0" not in text(actions)
     assert pool.handle_time(1.1) == [StartWorker(worker=0), StartWorker(worker=1)]
     pool.handle_started(0, 200)
     assert finish_build(pool, 0, 1.4) == [predict(0, (2, 0))]
@@ -797,16 +748,15 @@ def test_worker_that_starts_again_has_the_runs_at_once_that_it_then_says() -> No
     assert ask(pool, 2.0, 1, 2) == [predict(0, (1, 0))]
 
 
-def test_death_under_several_runs_blames_none_and_each_runs_alone_after_it() -> None:
+def test_death_under_several_runs_counts_for_each_and_they_meet_no_more() -> None:
     pool = ready_pool(1, concurrent=3)
     ask(pool, 0.0, 1, 2, 3, timeout=1000.0)
     now, failed = 1.0, []
-    assert pool.handle_died(now, 0, SIGSEGV) == []
+    pool.handle_died(now, 0, SIGSEGV)
     given = restarted(pool, 0, now, concurrent=3)
     while given:  # 2 is poison
         [run] = [order for order in given if isinstance(order, SendRun)]
         request, now = run.members[0][0], now + 1.0
-        assert ask(pool, now, 100 + int(now), timeout=1000.0) == []  # nothing beside it
         if request == 2:
             given = pool.handle_died(now, 0, SIGSEGV)
             failed += [a.request for a in outline(given) if isinstance(a, Failed)]
@@ -815,22 +765,7 @@ def test_death_under_several_runs_blames_none_and_each_runs_alone_after_it() -> 
             given = pool.handle_message(now, 0, reply(request))
         given = [] if request == 3 else given
     assert failed == [2]
-    assert counts(pool)[:3] == (2, 1, 0)
-
-
-def test_late_run_that_may_have_begun_is_no_proof_against_the_one_beside_it() -> None:
-    pool = ready_pool(2, concurrent=2)
-    ask(pool, 0.0, 0, 1)
-    for worker in (0, 1):
-        pool.handle_message(0.0, worker, reply(worker, seconds=SHORT_RUN))
-    ask(pool, 1.0, *range(10, 16))
-    assert [len(w.runs) for w in pool.workers] == [3, 3]
-    pool.handle_message(1.001, 1, reply(11, seconds=0.001))
-    late = [run for run in pool.handle_time(LATE) if isinstance(run, Send)]
-    assert late == [Send(worker=0, message=Cancel(request=14, shard=0))]
-    pool.handle_message(LATE, 0, reply(10))
-    pool.handle_died(LATE, 0, SIGSEGV)
-    assert pool.table[12].deaths == {0: []}
+    assert counts(pool) == (2, 1, 0, 0)
 
 
 def test_runs_that_waited_behind_long_ones_go_to_free_places_beside_others() -> None:
@@ -892,7 +827,7 @@ def test_run_that_does_not_stop_in_time_is_alone_to_blame_for_the_end_of_its_wor
     end_hung(pool, 6.0, 0)
     if stops:
         pool.handle_message(6.25, 0, error(1, kind="cancelled"))
-    pool.handle_died(6.3, 0, SIGKILL, killed=True)
+    pool.handle_died(6.3, 0, SIGKILL)
     assert restarted(pool, 0, 6.3, concurrent=3) == given  # beside each other
     assert pool.table[2].deaths == {}
 
@@ -1265,7 +1200,7 @@ class Pools(RuleBasedStateMachine):
         self.requests: dict[int, _Asked] = {}
         self.errors: dict[int, str] = {}
         self.poison: set[int] = set()
-        self.suspects: set[ShardId] = set()
+        self.deaths = Counter[ShardId]()  # of workers that had begun it
         self.started: bool | None = None
         self.is_draining = self.is_closing = self.is_closed = self.deaf_next = False
         self.to_replace: dict[int, _Process] | None = None
@@ -1437,8 +1372,9 @@ class Pools(RuleBasedStateMachine):
             if len(ahead) >= self.depth:
                 assert not self.joins
                 assert self.now - self.began[worker] <= SHORT_RUN
-            near = {*members}.union(*(run.members for run in ahead))
-            assert not near & self.suspects, "a suspect goes alone"
+            assert not any(map(self.deaths.get, members)), (
+                "beside others, where a worker died on it"
+            )
             assert not any(run.late for run in ahead)
         assert not self.processes[worker].killed
         assert not self.processes[worker].asked
@@ -1507,7 +1443,6 @@ class Pools(RuleBasedStateMachine):
             if isinstance(message, Reply) and not run.late:
                 for request, shard in run.members:
                     self.requests[request].replies[shard] = message
-                    self.suspects.discard((request, shard))
         before = self.open()
         self.carry_out(self.scheduler.handle_message(self.now, worker, message))
         settled = before - self.open()
@@ -1526,16 +1461,13 @@ class Pools(RuleBasedStateMachine):
         self.died_at[worker] = self.now
         runs, before = self.running.pop(worker, deque()), self.open()
         blamed: set[int] = set()
-        wanted = {member for run in runs if not run.late for member in run.members}
         for other in self.processes.values():
             other.bereft |= other.slab_of is process and not (other.killed or other.asked)
-        if process.bereft or process.asked:
-            pass  # the one whose memory it had is to blame, and its run; or the run that did not stop
-        elif sum(not run.late for run in runs) > 1 or (self.at_once > 1 and len(runs) > 1):
-            self.suspects |= wanted
-        elif runs and not runs[0].late and len(runs[0].members) == 1:
-            self.suspects |= wanted
-            blamed = {request for request, _ in wanted}
+        if not (process.bereft or process.asked):
+            # Else the one whose memory it had is to blame, and its run; or the run that did not stop.
+            for run in [*runs][: self.at_once]:
+                self.deaths.update(() if run.late else run.members)
+                blamed |= {member[0] for member in run.members if self.deaths[member] == MAX_TRIES}
         how = SIGKILL if process.killed else SIGSEGV
         self.carry_out(self.scheduler.handle_died(self.now, worker, how))
         for other in self.processes.values():
@@ -1824,8 +1756,8 @@ class Pools(RuleBasedStateMachine):
         # A leader that is to be replaced waits until its followers have ended.
         ready = [w for w in self.scheduler.workers if w.state is WorkerState.READY]
         free = [self.processes[w.index] for w in ready if w.fate is not Fate.RETIRES]
-        # Or it has a place beside other runs, unless one that goes alone comes first.
-        alone = self.suspects & self.scheduler.queue.items.keys()
+        # Or it has a place beside other runs, unless one that goes beside none comes first.
+        alone = any(map(self.deaths.get, self.scheduler.queue.items))
         is_free = any(not (process.killed or process.asked) for process in free)
         if not (is_free or (self.has_place() and not alone)):
             return
@@ -1841,16 +1773,16 @@ class Pools(RuleBasedStateMachine):
         assert all(count < MAX_ROWS for count in rows.values())
 
     def has_place(self) -> bool:
-        """Whether a worker executes fewer runs than it could, and none of these is to be alone."""
+        """Whether a worker executes fewer runs than it could."""
         busy = [w for w in self.scheduler.workers if w.state is WorkerState.BUSY and w.serves]
         last = [w.runs[-1] for w in busy if len(w.runs) < w.concurrent]
-        return any(not (run.late or run.suspect) for run in last)
+        return not all(run.late for run in last)
 
     @invariant()
     def held_shards_go_in_time_to_workers_that_work_on_several_runs(self) -> None:
         busy = [w for w in self.scheduler.workers if w.state is WorkerState.BUSY and w.serves]
         free = [w for w in busy if len(w.runs) < w.depth and w.kill_at == math.inf]
-        if any(not (w.runs[-1].late or w.runs[-1].suspect) for w in free):
+        if not all(w.runs[-1].late for w in free):
             for asked in map(self.asked, self.scheduler.queue.items):
                 if asked.join is not None and not asked.runs and asked.due > self.now:
                     assert self.scheduler.due <= asked.due

@@ -213,8 +213,7 @@ class Supervision:
             how += f" (it may have {self._limits.worker_memory_bytes} bytes of memory of its own)"
         if STRAY in statuses:
             how += f" ({STRAY_REASON})"
-        killed = statuses == {-signal.SIGKILL}
-        if killed and oom_kills() > self._oom_kills.get(index, 0):
+        if statuses == {-signal.SIGKILL} and oom_kills() > self._oom_kills.get(index, 0):
             how += (
                 "; the out-of-memory killer ended a process of this container (control group) meanwhile, "
                 f"which may have {usable_memory()} bytes of memory"
@@ -223,7 +222,7 @@ class Supervision:
         level = logging.INFO if expected and not stacks else logging.WARNING
         where = f"; where it was:\n{stacks}" if stacks else ""
         self._delivery.log(level, "%s %s%s", self.scheduler.workers[index].name, how, where)
-        self.scheduler.handle_died(now, index, how, killed=killed)
+        self.scheduler.handle_died(now, index, how)
 
     def outlaw(self, worker: int, reason: str) -> None:
         """End a worker that broke the protocol or cannot be reached; its death is reported as any other."""

@@ -4,8 +4,7 @@
   has the shards that must wait.
 * Idle workers come first, always in the same order, so that their pages stay warm; then those that are likely
   to be free first.
-* A worker with short runs gets more runs ahead. None waits behind a run that its worker may be killed, or
-  die, for.
+* A worker with short runs gets more runs ahead. None waits behind a run that its worker may be killed for.
 """
 
 import heapq
@@ -66,7 +65,6 @@ class Entry:
         unanswered: How many shards have no reply yet.
         may_be_wide: Whether its one shard may have the whole CPU if it is alone.
         deaths: By shard, how each worker ended that died on it, or may have; in words.
-        crashes: By shard, how many of these were not killed by SIGKILL.
         late: By shard, how many workers still have it although it was queued again.
         closed: When it was settled.
         ending: How it was settled; None before.
@@ -87,7 +85,6 @@ class Entry:
     unanswered: int
     may_be_wide: bool
     deaths: dict[int, list[str]] = field(default_factory=dict)
-    crashes: dict[int, int] = field(default_factory=dict)
     late: dict[int, int] = field(default_factory=dict)
     closed: float = 0.0
     ending: Ending | None = None
@@ -356,7 +353,7 @@ class Dispatch:
                     return w
                 continue
             last = w.runs[-1]
-            if last.late or last.suspect or w.state is not WorkerState.BUSY:
+            if last.late or w.state is not WorkerState.BUSY:
                 continue
             # None waits behind one that takes long, or that may be joined.
             if runs < w.depth or not (self._joins or now - w.began > SHORT_RUN):
@@ -377,8 +374,6 @@ class Dispatch:
                 self._table.not_begun -= 1
             elif entry.late.get(shard):
                 run.fresh = True
-            if shard in entry.deaths:
-                run.suspect = True
         if not w.runs:
             w.began = now
             # So short a run gains nothing from more threads.

@@ -10,11 +10,11 @@ The rules:
 
 * Every request settles exactly once.
 * Shards go to workers as `Dispatch` says: at once where nothing waits.
-* A shard whose worker died goes to another; one that has killed two workers fails, or five while kills come
-  from outside: they hit idle workers, too, or workers that run different requests. The death of a worker that
-  was ended because it shared memory with one that died, or for a run that did not stop, does not count.
+* A shard whose worker died goes to another; one that has begun on three workers that died fails. The death of
+  a worker that was ended because it shared memory with one that died, or for a run that did not stop, does
+  not count.
 * A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
-  again apart.
+  again apart; those that were executed at once by a worker that died do not run beside each other again.
 * If a run takes long, the runs behind it also go to other workers, with other memory for their outputs; late
   answers are ignored.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
@@ -50,9 +50,10 @@ from mcinfer.protocol import (
     state_after,
 )
 from mcinfer.scheduler.dispatch import LONG_RUN, Dispatch, Ending, Entry, RequestSink, RequestTable
+from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.workers import (
-    MAX_DEATHS,
     MAX_TEXT,
+    Fate,
     PoolRules,
     Run,
     Worker,
@@ -64,33 +65,7 @@ from mcinfer.statistics import Health
 KILLED_ENDS = 10.0  # seconds that a killed process may take to end
 MAX_ATTEMPTS = 8  # runs of a shard that are answered as cancelled, though they were not
 
-MAX_KILLS = 5
-"""Workers killed by SIGKILL that a shard may meet while kills come from outside."""
-
-KILLS_SECONDS = 60.0
-"""Seconds after a kill that came from outside in which others are taken to come from there as well; and
-between two kills that hit different requests, so that no single one can be to blame."""
-
-
-class Kills:
-    """Whether workers are killed from outside, by no request's fault."""
-
-    def __init__(self) -> None:
-        self._outside = -math.inf  # when one was last
-        self._last = -math.inf, set[int]()  # when, and the requests that it hit
-
-    def note(self, now: float, hit: set[int]) -> None:
-        """A worker was killed that had these requests.
-
-        Kills come from outside if they hit idle workers, or different requests within a short time.
-        """
-        before, hit_before = self._last
-        self._last = now, hit
-        if not hit or (now < before + KILLS_SECONDS and hit.isdisjoint(hit_before)):
-            self._outside = now
-
-    def come_from_outside(self, now: float) -> bool:
-        return now < self._outside + KILLS_SECONDS
+MAX_TRIES = 3  # workers that may die on a shard
 
 
 class Scheduler:
@@ -116,7 +91,6 @@ class Scheduler:
         self.due = math.inf
         self._timeouts = rules.timeouts
         self._limits = rules.limits
-        self._kills = Kills()
         self._draining: float | None = None
         self._closing: float | None = None
         self._closed = False
@@ -367,28 +341,19 @@ class Scheduler:
             self._dispatch.go_on(now)
             self.due = min(self.due, self._dispatch.due)
 
-    def handle_died(self, now: float, worker: int, how: str, *, killed: bool = False) -> None:
-        """The worker's process ended, or could not be started; `how`, in words; `killed`: by SIGKILL."""
+    def handle_died(self, now: float, worker: int, how: str) -> None:
+        """The worker's process ended, or could not be started; `how`, in words."""
         w = self.workers[worker]
+        begun = [] if w.fate in (Fate.HANGS, Fate.BEREFT) else w.begun()
         runs, w.runs = w.runs, deque()
         w.wide_deaths += bool(runs and runs[0].wide)
-        if killed and not w.doomed and w.state in (WorkerState.READY, WorkerState.BUSY):
-            self._kills.note(now, {request for run in runs for request, _ in run.members})
         story = self.lives.bury(w, how, now)
-        wanted = [run for run in runs if not run.late]
-        # A late run may have begun beside the wanted one.
-        begun = 1 if w.concurrent == 1 else len(runs)
-        if not w.spares_runs and wanted == [*runs][:begun] and len(wanted) == 1:
-            w.counts.failed += len(runs.popleft().members)
-            for run in runs:
-                self._forget_late(run)
-            self._handle_lost_run(w, wanted[0], story, now, killed=killed)
-        else:
-            # It is not known which it was at, since an answer may have been lost with it: none is blamed, and
-            # each runs apart from the others.
-            for run in reversed(runs):
-                w.counts.failed += len(run.members)
-                self._run_again(run, suspect=not w.spares_runs)
+        for run in reversed(runs):
+            w.counts.failed += len(run.members)
+            if run in begun and not run.late:
+                for member in run.members:
+                    self._note_death(w, member, story, now)
+            self._run_again(run)
         self.lives.part(w, now)
         self.lives.finish_start()
         if self._closing is None and self.lives.circuit_open:
@@ -504,21 +469,15 @@ class Scheduler:
         kind = InvalidInputError if message.kind == "invalid" else PredictError
         self._fail(entry, kind(f"{w.name}: {message.text}"), now)
 
-    def _run_again(self, run: Run, *, suspect: bool = False) -> None:
-        """Queue the members of an unanswered run again, each by itself and before others.
-
-        With `suspect`, a worker may have died of the run: nothing may wait behind it.
-        """
+    def _run_again(self, run: Run) -> None:
+        """Queue the members of an unanswered run again, each by itself and before others."""
         if run.late:
             self._forget_late(run)
             return
         for request, shard in reversed(run.members):
             entry = self._give_back(request)
-            if entry is None:
-                continue
-            if suspect:
-                entry.deaths.setdefault(shard, [])
-            self.queue.add_first((request, shard), alone=shard in entry.deaths)
+            if entry is not None:
+                self.queue.add_first((request, shard), alone=shard in entry.deaths)
 
     def _fail(
         self, entry: Entry, error: McinferError, now: float, ending: Ending = "failed"
@@ -557,34 +516,17 @@ class Scheduler:
             del self.table.entries[entry.number]
             self._sink.release(entry.number)
 
-    def _handle_lost_run(
-        self, w: Worker, run: Run, story: str, now: float, *, killed: bool
-    ) -> None:
-        """A worker died in a run: give it to another, or give up a shard that has killed two workers.
-
-        Joined shards run again apart, and none of them is blamed yet. While kills come from outside, a shard
-        that has met nothing else is given up only after more of them.
-        """
-        if len(run.members) != 1:
-            self._run_again(run)
-            return
-        [(request, shard)] = run.members
-        entry = self._give_back(request)
+    def _note_death(self, w: Worker, member: ShardId, story: str, now: float) -> None:
+        """A worker died on a shard, or on another that it had begun: give it up after the last try."""
+        request, shard = member
+        entry = self.table.find_open(request)
         if entry is None:
             return
         stories = entry.deaths.setdefault(shard, [])
         stories.append(story)
-        crashes = entry.crashes[shard] = entry.crashes.get(shard, 0) + (not killed)
-        from_outside = not crashes and self._kills.come_from_outside(now)
-        if len(stories) < (MAX_KILLS if from_outside else MAX_DEATHS):
-            self.queue.add_first((request, shard), alone=True)
-            return
-        deaths = "; ".join(stories)
-        error = w.death_error(
-            f"shard {shard} of {len(entry.answered)} was given up after {len(stories)} workers died "
-            f"on it: {deaths}"
-        )
-        self._fail(entry, error, now)
+        if len(stories) == MAX_TRIES:
+            text = f"shard {shard} of {len(entry.answered)} was given up after {MAX_TRIES} workers died on it"
+            self._fail(entry, w.death_error(f"{text}: {'; '.join(stories)}"), now)
 
     def _handle_deadline(self, entry: Entry, now: float) -> None:
         """Its time is over. Requests that were joined with it run again apart: this one may be what hangs."""

@@ -57,7 +57,7 @@ from mcinfer.protocol import (
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.statistics import Health, HealthState, WorkerStatistics
 
-MAX_DEATHS = 2  # workers that a shard, or a first build, may kill
+MAX_DEATHS = 2  # processes that may die in a first build, or in a row in wide runs
 
 LONGEST_START = 4 * 3600.0
 """Seconds that a start may take in all, however much progress a worker reports."""
@@ -99,7 +99,6 @@ class Run:
         sent: When it got them.
         fresh: Whether the outputs go to memory of the worker's own.
         late: Whether other workers got the members, too: its answer is ignored.
-        suspect: Whether the worker may die of it: nothing is put behind, or beside.
         wide: Whether it may use the cores of all workers.
         stop_by: When it must have ended, since no caller waits for it any more; infinite before.
     """
@@ -108,7 +107,6 @@ class Run:
     sent: float
     fresh: bool = False
     late: bool = False
-    suspect: bool = False
     wide: bool = False
     stop_by: float = math.inf
 
@@ -280,11 +278,6 @@ class Worker:
     def doomed(self) -> bool:
         """Whether the process will be killed, or was."""
         return self.fate in (Fate.DOOMED, Fate.HANGS, Fate.BEREFT)
-
-    @property
-    def spares_runs(self) -> bool:
-        """Whether the process ends by no fault of the runs that callers wait for."""
-        return self.fate is Fate.HANGS or self.fate is Fate.BEREFT
 
     @property
     def death_error(self) -> type[WorkerDiedError]:

@@ -174,7 +174,7 @@ def test_worker_that_is_killed_in_two_runs_loses_neither(
 
 def test_request_that_crashes_its_worker_fails_alone(acting_model: Path, held: HeldPipe) -> None:
     with holding(acting_model, held) as (master, future):
-        with pytest.raises(WorkerDiedError, match="given up after 2 workers died"):
+        with pytest.raises(WorkerDiedError, match="given up after 3 workers died"):
             master.predict(act(BAD), timeout=60.0)
         assert_answers(future.result(timeout=60.0), act(HELD))
 

@@ -169,14 +169,14 @@ def test_master_that_is_to_be_pickled_says_what_to_do_instead(fake_model: FakeMo
 def test_what_workers_print_comes_out_line_by_line_with_their_mark(
     fake_model: FakeModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also the last words of one that crashes: twice, since it is tried once more."""
+    """Also the last words of one that crashes: its run is tried three times."""
     model = fake_model(build="print:hello", run="print:a run", when={"-1": "segfault"})
     with fake_master(model, 1) as master:
         assert master.submit(act(-1.0)).exception(timeout=20.0) is not None
         master.wait_ready(20.0)
     out, err = capsys.readouterr()
     mark = f"[{model.name} worker 0 cpu:0]"
-    assert out.splitlines() == [f"{mark} hello", f"{mark} a run"] * 2 + [f"{mark} hello"]
+    assert out.splitlines() == [f"{mark} hello", f"{mark} a run"] * 3 + [f"{mark} hello"]
     assert err == ""
 
 

@@ -352,12 +352,12 @@ def test_rank_killed_in_a_run_restarts_its_group_and_the_request_is_answered(
         assert all(w.restarts == 1 for w in master.statistics().workers)
 
 
-def test_request_that_loses_two_groups_names_the_rank_that_died(tmp_path: Path) -> None:
+def test_request_that_loses_three_groups_names_the_rank_that_died(tmp_path: Path) -> None:
     wide = write_mlp(tmp_path / "wide.onnx", width=512)
     with Master(wide, parallel=Parallel(tensor=2)) as master:
         with running(lambda: master.predict({"x": rows(LONG_ROWS, 512)}, timeout=300.0)) as answer:
             wait_until(lambda: "busy" in states(master))
-            for _ in range(2):
+            for _ in range(3):
                 killed = pids(master)
                 os.kill(killed[1], signal.SIGKILL)
                 wait_until(lambda killed=killed: not {*killed} & {*pids(master)})  # type: ignore[misc]

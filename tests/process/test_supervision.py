@@ -226,12 +226,13 @@ def test_log_has_the_stacks_of_runs_that_hang_and_crash(
 # Requests of workers that die or stop.
 
 
-def test_request_that_kills_two_workers_is_given_up_and_named(fake_model: FakeModel) -> None:
+def test_request_that_kills_three_workers_is_given_up_and_names_them(fake_model: FakeModel) -> None:
     with fake_master(fake_model(when={"-1": "segfault"}), 2) as master:
         first, second = pids(master)
         with pytest.raises(WorkerDiedError) as caught:
             master.submit(act(SLOW)).result(timeout=20.0)
         text = str(caught.value)
+        assert "given up after 3 workers died on it" in text
         assert f"worker 0 (cpu:0, pid {first}) killed by SIGSEGV" in text
         assert f"worker 1 (cpu:1, pid {second}) killed by SIGSEGV" in text
         # The pool still serves, at first without a worker, then with those that were started again.
