@@ -20,7 +20,7 @@ from math import prod
 from typing import Literal, TypeVar
 
 from mcinfer.errors import InvalidInputError, PredictError
-from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec, symbol_sizes
+from mcinfer.specs import STRING, ModelSpec, TensorSpec, symbol_sizes
 
 Shape = tuple[int, ...]
 Axes = Mapping[str, int | None]
@@ -462,8 +462,6 @@ def why_apart(model: ModelSpec, cut: Cut) -> str:
     for spec in (*model.inputs, *model.outputs):
         if spec.element_type == STRING:  # they do not lie in memory
             return f"{spec.name!r} holds strings"
-        if ELEMENT_TYPES[spec.element_type].bits % 8:  # rows may end within a byte
-            return f"{spec.name!r} has elements of less than a byte"
     sides = zip(model.inputs, cut.inputs, strict=True)
     symbols = {_symbol(s, part.axis) for s, part in sides if part.axis is not None}
     for spec, join in zip(model.outputs, cut.outputs, strict=True):

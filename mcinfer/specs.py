@@ -126,6 +126,16 @@ class TensorSpec:
         return f"{self.name}: {self.element_type}[{dimensions}]"
 
 
+def check_whole_bytes(specs: Sequence[TensorSpec]) -> None:
+    """Raise `BuildError` if elements of one have less than a byte, which no array holds as they lie."""
+    for spec in specs:
+        if ELEMENT_TYPES[spec.element_type].bits % 8:
+            raise BuildError(
+                f"model: {spec} has elements of less than a byte, which only weights may have: expected an "
+                "input or output that the model casts to int8 or uint8"
+            )
+
+
 def declared_shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
     """The shape of an output by these sizes of the model's symbols; None if they do not give all of it."""
     shape = []

@@ -20,7 +20,6 @@ from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
 from mcinfer.specs import (
     ELEMENT_TYPES,
-    STRING,
     Dimension,
     ModelSpec,
     TensorSpec,
@@ -30,8 +29,7 @@ from mcinfer.specs import (
 
 MIB = 1 << 20
 LIMIT = 64 * MIB
-FOUR_BITS = ("int4", "uint4")
-FIXED_SIZE = [name for name in ELEMENT_TYPES if name != STRING]
+FIXED_SIZE = [name for name, kind in ELEMENT_TYPES.items() if kind.bits >= 8]
 
 Array = NDArray[Any]
 Value = tuple[str, Sequence[Dimension]]
@@ -124,9 +122,6 @@ def random_array(element_type: str, shape: Sequence[int], seed: int = 0) -> Arra
     """Any bits; NaNs and infinities are among them."""
     generator = np.random.default_rng(seed)
     dtype = numpy_dtype(element_type)
-    if element_type in FOUR_BITS:
-        low = -8 if element_type == "int4" else 0
-        return generator.integers(low, low + 16, shape).astype(dtype)
     raw = generator.integers(0, 2 if element_type == "bool" else 256, prod(shape) * dtype.itemsize)
     return raw.astype(np.uint8).view(dtype).reshape(shape)
 
@@ -153,11 +148,7 @@ def in_order(array: Array, order: str) -> Array:
 
 
 def raw_bytes(array: Array) -> bytes:
-    """An array as it lies in a tensor: the machine's byte order, four-bit elements two to a byte."""
-    if array.dtype.name in FOUR_BITS:
-        halves = array.astype(np.int8).ravel() & 0x0F
-        halves = np.append(halves, [0] * (halves.size % 2)).astype(np.uint8)
-        return bytes(halves[::2] | halves[1::2] << 4)
+    """An array as it lies in a tensor: in the machine's byte order."""
     return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))).tobytes()
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcinfer.errors import InvalidInputError, QueueFullError
+from mcinfer.errors import BuildError, InvalidInputError, QueueFullError
 from mcinfer.protocol import Predict, decode
 from mcinfer.requests import planner as planning
 from mcinfer.requests.planner import Planner
@@ -27,7 +27,6 @@ from mcinfer.specs import STRING, Dimension, ModelSpec, numpy_dtype
 from tests.planned_requests import (
     DECLARED,
     FIXED_SIZE,
-    FOUR_BITS,
     LIMIT,
     MIB,
     PLAIN,
@@ -123,7 +122,7 @@ def test_shards_read_their_part_of_each_input_and_their_outputs_join(case: Case)
     planner = planner_of(case.model, arena)
     inputs = {"x": in_order(case.x, case.order), "w": in_order(case.w, case.order)}
     for name, array in inputs.items():
-        if case.order == "in the arena" and array.dtype.name not in FOUR_BITS:
+        if case.order == "in the arena":
             inputs[name] = planner.allocate({name: array.shape}, 0.0)[name]
             inputs[name][...] = array
     request = request_of(planner, inputs, case.pieces, known(case.model, None, {"z": None}), 0.0)
@@ -373,9 +372,21 @@ def test_planner_that_is_short_of_one_frame_does_not_wait_with_the_other_in_hand
 
 # What is taken, and what is refused.
 
+
+@pytest.mark.parametrize("types", [("int4", "float32"), ("float32", "uint4")], ids=str)
+def test_model_with_four_bit_tensors_is_refused_by_their_name(
+    arena: Arena, types: tuple[str, str]
+) -> None:
+    spec = model({"x": (types[0], ["batch"])}, {"y": (types[1], ["batch"])})
+    with pytest.raises(
+        BuildError, match=r"model: (x: int4|y: uint4)\[batch\] has elements of less"
+    ):
+        planner_of(spec, arena)
+
+
 TYPED = {
     name: model({"x": (name, ["batch"])}, {"y": (name, ["batch"])})
-    for name in ("float32", "float64", "int64", "int8", "uint8", "bool", "bfloat16", "int4", STRING)
+    for name in ("float32", "float64", "int64", "int8", "uint8", "bool", "bfloat16", STRING)
 }
 
 
@@ -385,7 +396,6 @@ TYPED = {
         ("float32", [1, 2]),
         ("float32", []),
         ("int64", [1, -(2**63), 2**63 - 1]),
-        ("int4", [-8, 7]),
         ("bool", [True, False]),
         ("float32", [np.ones(()), 2]),
     ],
@@ -475,12 +485,11 @@ def test_inputs_that_do_not_fit_are_refused(arena: Arena, inputs: Any, text: str
 @pytest.mark.parametrize(
     ("shapes", "text"),
     [
-        ({"q": (1,)}, r"shapes: unknown input 'q', expected some of \['x', 's', 'h'\]"),
+        ({"q": (1,)}, r"shapes: unknown input 'q', expected some of \['x', 's'\]"),
         ({"x": (1, 2)}, r"shapes: got \[1, 2\] for 'x', expected x: float32\[batch\]"),
         ({"x": 3}, r"shapes: got 3 for 'x', expected x: float32\[batch\]"),
         ({"x": ("batch",)}, r"shapes: got \('batch',\) for 'x'"),
         ({"s": (1,)}, r"shapes: input s: string\[batch\] cannot lie in shared memory"),
-        ({"h": (1,)}, r"shapes: input h: int4\[batch\] cannot lie in shared memory"),
         ({"x": (2**40,)}, r"Limits.memory_bytes"),
     ],
     ids=repr,
@@ -489,7 +498,6 @@ def test_allocation_that_does_not_fit_is_refused(arena: Arena, shapes: Any, text
     inputs: dict[str, Value] = {
         "x": ("float32", ["batch"]),
         "s": (STRING, ["batch"]),
-        "h": ("int4", ["batch"]),
     }
     with pytest.raises(InvalidInputError, match=text):
         planner_of(model(inputs, {"y": ("float32", ["batch"])}), arena).allocate(shapes, 0.0)
@@ -577,7 +585,6 @@ def test_other_sizes_or_common_values_are_another_key(arena: Arena, other: dict[
     [
         ({"x": ("float32", ["batch"]), "s": (STRING, [1])}, {"y": ("float32", ["batch"])}),
         ({"x": ("float32", ["batch"])}, {"y": (STRING, ["batch"])}),
-        ({"x": ("int4", ["batch"])}, {"y": ("float32", ["batch"])}),
         ({"x": ("float32", [1])}, {"y": ("float32", [1])}),
         ({"x": ("float32", ["batch"])}, {"y": ("float32", ["found"])}),
     ],

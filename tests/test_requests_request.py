@@ -60,7 +60,7 @@ OPEN = model(
     {
         "y": ("float32", ["batch", 2]),
         "u": ("int32", ["found", 3]),
-        "h": ("uint4", ["found"]),
+        "h": ("uint8", ["found"]),
         "t": (STRING, ["found"]),
     },
 )
@@ -70,7 +70,7 @@ FOUND: Axes = {"u": 0, "h": 0, "t": 0}
 def found(count: int, seed: int) -> tuple[Array, Array, tuple[str, ...]]:
     """What a shard found: u, h and t of so many rows."""
     texts = tuple(f"{seed}-{row}" for row in range(count))
-    return random_array("int32", (count, 3), seed), random_array("uint4", (count,), seed), texts
+    return random_array("int32", (count, 3), seed), random_array("uint8", (count,), seed), texts
 
 
 def answer(request: Request, worker: Worker, shard: int, count: int) -> tuple[TensorRef, ...]:

@@ -16,17 +16,14 @@ from mcinfer.requests.tensors import (
     TOLERANCES,
     Copier,
     as_input,
-    copy_in,
     difference,
     join_parts,
-    lay_input,
     lay_output,
     string_rows,
-    unpack,
 )
 from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
 from mcinfer.specs import STRING, TensorSpec, numpy_dtype, tensor_bytes
-from tests.planned_requests import FIXED_SIZE, FOUR_BITS, in_order, random_array
+from tests.planned_requests import FIXED_SIZE, in_order, random_array
 
 Array = NDArray[Any]
 
@@ -39,33 +36,15 @@ def spec(element_type: str, name: str = "x") -> TensorSpec:
     return TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=(None,))
 
 
-@pytest.mark.parametrize("element_type", ["float32", "int4"])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_output_that_is_not_cut_has_a_place_for_each_shard(element_type: str, shards: int) -> None:
+def test_output_that_is_not_cut_has_a_place_for_each_shard(shards: int) -> None:
     shape = (3, 5)
     join = OutputJoin(axis=None, shapes=(shape,) * shards, shape=shape)
-    layout = lay_output(spec(element_type), join)
+    layout = lay_output(spec("float32"), join)
     assert layout is not None
     assert len(set(layout.offsets)) == shards
-    assert layout.size - max(layout.offsets) >= tensor_bytes(element_type, 15)
-    assert layout.contiguous == (shards == 1 and element_type not in FOUR_BITS)
-
-
-@pytest.mark.parametrize("element_type", FOUR_BITS)
-def test_four_bit_elements_lie_low_half_first(element_type: str) -> None:
-    # onnx.proto, TensorProto.int32_data and raw_data: "the first element is in the 4 LSB".
-    x = spec(element_type)
-    array = np.array([1, 2, 7]).astype(x.dtype)
-    cut = InputCut(axis=None, shapes=((3,),))
-    layout = lay_input(x, (3,), cut)
-    assert layout is not None
-    memory = bytearray(2)
-    copy_in(array, x, cut, layout, memoryview(memory), COPIER)
-    assert bytes(memory) == b"\x21\x07"
-    expected = [-1, -8, 1] if element_type == "int4" else [15, 8, 1]
-    seen = unpack(memoryview(b"\x8f\xf1"), x, (3,))
-    assert seen.dtype == x.dtype
-    assert seen.astype(int).tolist() == expected
+    assert layout.size - max(layout.offsets) >= tensor_bytes("float32", 15)
+    assert layout.contiguous == (shards == 1)
 
 
 @pytest.mark.parametrize("dtype", [object, "U3", "S3"])
@@ -98,7 +77,7 @@ def joined(
     return join_parts(spec(element_type, "z"), join, parts, workers)
 
 
-@pytest.mark.parametrize("element_type", ["float32", "bool", "int4"])
+@pytest.mark.parametrize("element_type", ["float32", "bool"])
 def test_output_that_differs_is_an_error_that_names_it_and_the_worker(element_type: str) -> None:
     zeros = np.zeros((2, 2)).astype(numpy_dtype(element_type))
     other = zeros.copy()

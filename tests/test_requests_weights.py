@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError, QueueFullError
-from mcinfer.requests.tensors import Copier, unpack
+from mcinfer.requests.tensors import Copier
 from mcinfer.requests.weights import WeightStore, WeightVersion
 from mcinfer.shm.arena import Arena, Slot, align
 from mcinfer.specs import STRING, TensorSpec, numpy_dtype, tensor_bytes
@@ -73,7 +73,7 @@ def values(arena: Arena, version: WeightVersion, specs: Sequence[TensorSpec] = S
         block = arena.block(number)
         assert block is not None
         memory = block.memory(offset, tensor_bytes(element_type, prod(shape)))
-        found[name] = unpack(memoryview(bytes(memory)), weight, shape)
+        found[name] = np.ndarray(shape, weight.dtype, bytes(memory))
     assert found.keys() == version.tensors.keys()
     return found
 
@@ -83,6 +83,17 @@ def assert_values(arena: Arena, version: WeightVersion, expected: Mapping[str, A
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value)
+
+
+def test_four_bit_weights_lie_two_to_a_byte_low_half_first(arena: Arena) -> None:
+    # onnx.proto, TensorProto.int32_data and raw_data: "the first element is in the 4 LSB".
+    store = new_store(arena, [spec("q", "int4", (3,))])
+    store.update({"q": [1, -2, 7]}, 0.0)
+    *_, number, offset = store.current.tensors["q"]
+    assert number is not None
+    block = arena.block(number)
+    assert block is not None
+    assert bytes(block.memory(offset, 2)) == b"\xe1\x07"
 
 
 # What does not fit.

@@ -27,8 +27,8 @@ from mcinfer.serve.tensors import (
 )
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, numpy_dtype
 
-FIXED = [kind for kind in ELEMENT_TYPES if kind != STRING]
-IN_JSON = [kind for kind in ELEMENT_TYPES if "complex" not in kind]
+FIXED = [kind for kind, element in ELEMENT_TYPES.items() if element.bits >= 8]
+IN_JSON = [kind for kind in (*FIXED, STRING) if "complex" not in kind]
 
 
 def head_of(kind: str, shape: tuple[int, ...], data: Any = None) -> TensorHead:

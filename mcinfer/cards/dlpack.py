@@ -31,8 +31,8 @@ _HOST, _CUDA, _PINNED, _MANAGED = 1, 2, 3, 13
 _MAJOR, _MINOR = 1, 1
 """The version of DLPack that is spoken; where the other side is older, the one before 1.0."""
 
-_READ_ONLY, _PADDED = 1 << 0, 1 << 2
-"""`DLPACK_FLAG_BITMASK_READ_ONLY`, `DLPACK_FLAG_BITMASK_IS_SUBBYTE_TYPE_PADDED`."""
+_READ_ONLY = 1 << 0
+"""`DLPACK_FLAG_BITMASK_READ_ONLY`."""
 
 _CODES = {
     **{f"int{bits}": (0, bits) for bits in (4, 8, 16, 32, 64)},
@@ -235,8 +235,6 @@ def read(value: Any, stream: int | None = None) -> DlpackTensor:
             f"got elements of DLPack's type {dtype.code} with {dtype.bits} bits and {dtype.lanes} lanes, "
             f"expected one of {[*_CODES]}"
         )
-    if dtype.bits < 8 and flags & _PADDED:
-        raise InvalidInputError(f"got {element_type} with one element to a byte, expected two")
     expected = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))  # elements, in C order
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else expected
     moved = (s != e for size, s, e in zip(shape, strides, expected, strict=True) if size != 1)

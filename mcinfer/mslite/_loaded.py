@@ -44,7 +44,7 @@ from mcinfer.requests.tensors import as_input
 from mcinfer.requests.weights import check_weights
 from mcinfer.sharding import Shape
 from mcinfer.shm.weights import WeightOwner, open_weights
-from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec
+from mcinfer.specs import STRING, ModelSpec, check_whole_bytes
 
 _log = logging.getLogger("mcinfer.mslite")
 
@@ -101,12 +101,7 @@ class LoadedModel:
         self.output_shapes = lru_cache(_MAX_SHAPES)(partial(_output_shapes, engine.spec))
         self._cores = cores
         self._updating = threading.Lock()
-        for spec in (*engine.spec.inputs, *engine.spec.outputs, *engine.weights):
-            if ELEMENT_TYPES[spec.element_type].bits % 8:
-                raise BuildError(
-                    f"{spec}: elements of less than a byte cannot be bound to arrays; "
-                    "ModelParallelRunner takes them"
-                )
+        check_whole_bytes((*engine.spec.inputs, *engine.spec.outputs, *engine.weights))
         weakref.finalize(self, engine.close)
 
     def update_weights(self, weights: Mapping[str, Any]) -> None:

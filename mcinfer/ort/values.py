@@ -173,7 +173,7 @@ def _tensor_at(
     address: int, shape: tuple[int, ...], spec: TensorSpec, card: Device | None, owner: object
 ) -> Tensor:
     """A tensor over memory of the host or of a card; it keeps the memory's owner, if there is one."""
-    if spec.element_type == STRING or ELEMENT_TYPES[spec.element_type].bits % 8:
+    if spec.element_type == STRING:
         raise Unsupported(
             f"{spec.element_type} elements of {spec.name!r} in bound memory: expected bytes"
         )
@@ -208,10 +208,6 @@ def value_of(array: Any, spec: TensorSpec) -> Any:
     if isinstance(tensor, np.ndarray):
         if spec.element_type == STRING:
             return _string_value(tensor)
-        if ELEMENT_TYPES[spec.element_type].bits % 8:
-            raise Unsupported(
-                f"an OrtValue of {spec.element_type} for {spec.name!r}: call run() for it"
-            )
         if not tensor.size:
             return native.OrtValue.ortvalue_from_shape_and_onnx_type(
                 tensor.shape, ELEMENT_TYPES[spec.element_type].onnx, _HOST

@@ -29,7 +29,7 @@ from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.children import Progress
 from mcinfer.ranks.slicing.plans import Exchange, RankPlan, Segment, rank_folder
 from mcinfer.ranks.slicing.segments import cut_segments, rounding
-from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec
+from mcinfer.specs import STRING, ModelSpec, TensorSpec, check_whole_bytes
 
 _SIZES = ((2, 8), (2, 16), (2, 64), (1, 8), (1, 64), (1, 1))
 """What free dimensions are tried with: the first of a tensor, and others."""
@@ -47,8 +47,6 @@ _STEPS = 4
 
 _MOST_OFF = 0.1
 """However large the steps are; relative to the largest magnitude."""
-
-_PACKED_BITS = 4
 
 _WORDS = ("red", "green", "blue", "one", "two", "three")
 
@@ -83,9 +81,7 @@ def check(_: Progress, model: str, folder: str) -> dict[str, Any]:
         options = {} if rounded is None else {"graph_optimization_level": "ORT_DISABLE_ALL"}
         whole = open_engine("onnxruntime", _request(model, options))
         spec = whole.spec
-        for tensor in spec.inputs:
-            if ELEMENT_TYPES[tensor.element_type].bits == _PACKED_BITS:
-                return {"reason": f"no elements are made up for input {tensor}"}
+        check_whole_bytes((*spec.inputs, *spec.outputs))
         refusals: list[str] = []
         taken: list[tuple[list[Array], list[Array]]] = []  # inputs and outputs
         for batch, size in _SIZES:

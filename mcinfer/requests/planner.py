@@ -53,7 +53,7 @@ from mcinfer.requests.tensors import (
 from mcinfer.requests.weights import WeightStore, WeightVersion
 from mcinfer.sharding import JoinError
 from mcinfer.shm.arena import Arena, Slot, align
-from mcinfer.specs import ELEMENT_TYPES, MOST_COPIED, STRING, ModelSpec, TensorSpec
+from mcinfer.specs import MOST_COPIED, STRING, ModelSpec, TensorSpec, check_whole_bytes
 
 _shape = attrgetter("shape")
 
@@ -182,6 +182,9 @@ class Planner:
         place: The host's memory.
         weights: The replaceable weights of the model.
         apart: Why a request could not join one run with others; empty until there is such a request.
+
+    Raises:
+        BuildError: An input or output has elements of less than a byte; names it.
     """
 
     def __init__(
@@ -196,6 +199,7 @@ class Planner:
         remembers: bool = False,
         ragged: str = "",
     ) -> None:
+        check_whole_bytes((*model.inputs, *model.outputs))
         self.place = place
         self._queue = queue
         self._limits = limits
@@ -276,9 +280,9 @@ class Planner:
     def request(self, call: Call, pieces: int, timeout: float) -> Request:
         """Check a call, cut it, and bring its inputs to where workers can read them.
 
-        Inputs on a card that are cut along an inner axis, or packed, go through the host, and so do outputs
-        for a card that are joined by copying, or whose shapes are not known before the run. `pieces` is the
-        most shards; `timeout` seconds are there to wait for memory.
+        Inputs on a card that are cut along an inner axis go through the host, and so do outputs for a card
+        that are joined by copying, or whose shapes are not known before the run. `pieces` is the most shards;
+        `timeout` seconds are there to wait for memory.
 
         Raises:
             InvalidInputError: It does not fit the model; names the input.
@@ -397,8 +401,7 @@ class Planner:
                 raise InvalidInputError(
                     f"shapes: got {given!r} for {name!r}, expected {spec}"
                 ) from exc
-            bits = ELEMENT_TYPES[spec.element_type].bits
-            if bits % 8 or not bits:
+            if spec.element_type == STRING:
                 raise InvalidInputError(
                     f"shapes: input {spec} cannot lie in shared memory as an array"
                 )

@@ -34,7 +34,7 @@ from mcinfer.errors import PredictError, ProtocolError, raised_by_handler
 from mcinfer.protocol import PREDICT, PREDICT_HEAD, TensorRef, encode_references
 from mcinfer.requests.frames import Lease, Plan
 from mcinfer.requests.splitting import Known, Splitter
-from mcinfer.requests.tensors import Arrays, join_parts, unpack
+from mcinfer.requests.tensors import Arrays, join_parts
 from mcinfer.requests.weights import WeightVersion
 from mcinfer.sharding import JoinError
 from mcinfer.shm.block import Block
@@ -712,7 +712,7 @@ class Request(Outcome[Arrays]):
                 layout = None if memory is None else layout
                 elsewhere = any((shard, spec.name) in parts for shard in shards)
                 if layout is not None and layout.contiguous and not elsewhere:
-                    array = unpack(memory[start : start + layout.size], spec, join.shape or ())
+                    array = np.ndarray(join.shape or (), spec.dtype, memory, start)
                 else:
                     pieces = []
                     for shard in shards:
@@ -725,8 +725,8 @@ class Request(Outcome[Arrays]):
                                 f"output {spec.name!r} did not come from worker {worker}"
                             )
                         else:
-                            place = memory[start + layout.offsets[shard] : start + layout.size]
-                            pieces.append(unpack(place, spec, join.shapes[shard]))
+                            place = start + layout.offsets[shard]
+                            pieces.append(np.ndarray(join.shapes[shard], spec.dtype, memory, place))
                     workers = [f"worker {self.workers[shard]}" for shard in shards]
                     array = join_parts(spec, join, pieces, workers)
                 value[spec.name] = array.copy() if layout is not None and self.copies else array
@@ -794,7 +794,7 @@ def _copy(spec: TensorSpec, part: Part) -> NDArray[Any]:
     except (OSError, MemoryError) as exc:
         text = f"output {spec.name!r} cannot be taken from its worker: {exc}"
         raise PredictError(text) from exc.with_traceback(None)
-    return _shaped(unpack(copy.data, spec, (prod(shape),)), reference)
+    return _shaped(copy.view(spec.dtype), reference)
 
 
 def _shaped(array: NDArray[Any], reference: TensorRef) -> NDArray[Any]:

@@ -1,8 +1,7 @@
 """Where the parts of a tensor lie in memory, and how data is copied in and out.
 
 A part along the first axis (or one that only axes of size one precede) is an offset into the whole tensor:
-cutting and joining copy nothing. Parts along another axis, and those of four-bit elements, whose rows may
-end within a byte, lie one after another instead, and are copied.
+cutting and joining copy nothing. Parts along another axis lie one after another instead, and are copied.
 """
 
 from collections.abc import Sequence
@@ -179,7 +178,7 @@ def lay_input(spec: TensorSpec, shape: Shape, cut: InputCut) -> Layout | None:
         return None
     if cut.axis is None:
         size = tensor_bytes(spec.element_type, prod(shape))
-        return Layout(size=size, offsets=(0,) * len(cut.shapes), contiguous=not _packed(spec))
+        return Layout(size=size, offsets=(0,) * len(cut.shapes), contiguous=True)
     return _lay_parts(spec, shape, cut.axis, cut.shapes)
 
 
@@ -192,19 +191,14 @@ def lay_output(spec: TensorSpec, join: OutputJoin) -> Layout | None:
         size = tensor_bytes(spec.element_type, prod(join.shape))
         shards = len(join.shapes)
         offsets = tuple(i * align(size) for i in range(shards))
-        whole = shards == 1 and not _packed(spec)
-        return Layout(size=shards * align(size), offsets=offsets, contiguous=whole)
+        return Layout(size=shards * align(size), offsets=offsets, contiguous=shards == 1)
     return _lay_parts(spec, join.shape, join.axis, join.shapes)
-
-
-def _packed(spec: TensorSpec) -> bool:
-    return ELEMENT_TYPES[spec.element_type].bits % 8 != 0
 
 
 def _lay_parts(spec: TensorSpec, shape: Shape, axis: int, parts: Sequence[Shape]) -> Layout:
     starts = sharding.offsets(shape, axis, [part[axis] for part in parts])
-    if starts is not None and not _packed(spec):
-        itemsize = ELEMENT_TYPES[spec.element_type].bits // 8
+    if starts is not None:
+        itemsize = spec.dtype.itemsize
         offsets = tuple(start * itemsize for start in starts)
         return Layout(size=prod(shape) * itemsize, offsets=offsets, contiguous=True)
     sizes = (align(tensor_bytes(spec.element_type, prod(part))) for part in parts)
@@ -226,32 +220,7 @@ def copy_in(
         return
     parts = _parts_of(array, cut)
     for offset, shape, part in zip(layout.offsets, cut.shapes, parts, strict=True):
-        size = tensor_bytes(spec.element_type, prod(shape))
-        place = memory[offset : offset + size]
-        if _packed(spec):
-            np.ndarray((size,), np.uint8, place)[...] = _pack(part)
-        else:
-            np.copyto(np.ndarray(shape, spec.dtype, place), part, casting="equiv")
-
-
-def _pack(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """Four-bit elements two to a byte, low half first (onnx.proto, TensorProto.raw_data)."""
-    halves = np.zeros(array.size + array.size % 2, np.uint8)
-    halves[: array.size] = array.astype(np.int8).view(np.uint8).ravel() & 0x0F
-    halves[0::2] |= halves[1::2] << 4
-    return halves[0::2]
-
-
-def unpack(memory: memoryview, spec: TensorSpec, shape: Shape) -> NDArray[Any]:
-    """An array over memory; a four-bit type takes a copy, with a byte for each element."""
-    if not _packed(spec):
-        return np.ndarray(shape, spec.dtype, memory)
-    packed = np.ndarray(tensor_bytes(spec.element_type, prod(shape)), np.uint8, memory)
-    low_first = np.stack([packed & 0x0F, packed >> 4], axis=1).ravel()[: prod(shape)]
-    halves: NDArray[Any] = low_first.astype(np.int8)
-    if spec.element_type == "int4":
-        halves[halves > 7] -= 16
-    return halves.astype(spec.dtype).reshape(shape)
+        np.copyto(np.ndarray(shape, spec.dtype, memory, offset), part, casting="equiv")
 
 
 def string_rows(array: NDArray[Any], cut: InputCut, shard: int) -> tuple[str | bytes, ...]:
@@ -306,7 +275,7 @@ def difference(got: NDArray[Any], want: NDArray[Any]) -> tuple[bool, float]:
         equal = bool(np.all(got == want))
         return equal, 0.0 if equal else np.inf
     name = element_type_name(want.dtype)
-    exact = want.dtype.kind in "biu" or name in ("int4", "uint4")
+    exact = want.dtype.kind in "biu"
     if exact and np.array_equal(got, want):
         return True, 0.0
     if exact:

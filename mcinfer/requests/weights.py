@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError, ProtocolError
 from mcinfer.protocol import TensorRef, UpdateWeights, encode
-from mcinfer.requests.tensors import Copier, Layout, as_input, copy_in, lay_input
-from mcinfer.sharding import InputCut
+from mcinfer.requests.tensors import Copier, as_input
 from mcinfer.shm.arena import Slot
-from mcinfer.specs import TensorSpec
+from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -71,22 +71,23 @@ class WeightStore:
             QueueFullError: No shared memory was free in time; likewise.
         """
         arrays = check_weights(weights, self._by_name)
-        wholes = {n: InputCut(axis=None, shapes=(array.shape,)) for n, array in arrays.items()}
-        layouts: dict[str, Layout] = {}
-        for name, array in arrays.items():
-            layout = lay_input(self._by_name[name], array.shape, wholes[name])
-            if layout is None:
+        for name in arrays:
+            if self._by_name[name].element_type == STRING:
                 raise InvalidInputError(
                     f"weights: {name!r} holds strings, which cannot be replaced"
                 )
-            layouts[name] = layout
         # Not under the lock: an update that waits for memory must not hold up another one.
-        sizes = [layout.size for layout in layouts.values()]
+        sizes = [tensor_bytes(self._by_name[n].element_type, a.size) for n, a in arrays.items()]
         slots = dict(zip(arrays, self._allocate(sizes, timeout), strict=True))
         tensors: dict[str, TensorRef] = {}
         for name, array in arrays.items():
-            spec, slot, memory = self._by_name[name], slots[name], memoryview(slots[name].memory)
-            copy_in(array, spec, wholes[name], layouts[name], memory, self._copier)
+            spec, slot = self._by_name[name], slots[name]
+            memory: Any = memoryview(slot.memory)
+            if ELEMENT_TYPES[spec.element_type].bits % 8:
+                halves = _pack(array)
+                np.ndarray(halves.shape, np.uint8, memory)[...] = halves
+            else:
+                self._copier.copy(np.ndarray(array.shape, spec.dtype, memory), array)
             tensors[name] = (name, spec.element_type, array.shape, slot.block, slot.offset)
         with self._updating:
             return self._commit(slots, tensors)
@@ -121,6 +122,14 @@ class WeightStore:
         # Not under the lock: a signal's handler, or a finalizer, may come while its own thread holds it.
         now = self.current
         self.current = WeightVersion(number=now.number)
+
+
+def _pack(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """Four-bit elements two to a byte, low half first (onnx.proto, TensorProto.raw_data)."""
+    halves = np.zeros(array.size + array.size % 2, np.uint8)
+    halves[: array.size] = array.astype(np.int8).view(np.uint8).ravel() & 0x0F
+    halves[0::2] |= halves[1::2] << 4
+    return halves[0::2]
 
 
 def check_weights(

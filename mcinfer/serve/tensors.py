@@ -21,7 +21,7 @@ from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec
 _FLOATS = {"float16": "FP16", "float32": "FP32", "float64": "FP64", "bfloat16": "BF16"}
 
 DATATYPES = {kind: _FLOATS.get(kind, kind.upper()) for kind in ELEMENT_TYPES} | {STRING: "BYTES"}
-"""By element type, the protocol's name, or our own where it has none: ``FLOAT8_E4M3FN``, ``INT4``."""
+"""By element type, the protocol's name, or our own where it has none: ``FLOAT8_E4M3FN``."""
 
 MAX_DEPTH = 100
 """How deep the JSON of a tensor may be nested; Triton has the same limit."""
@@ -66,9 +66,8 @@ class TensorHead:
 
     @property
     def shareable(self) -> bool:
-        """Whether it can lie in shared memory: strings and elements of four bits cannot."""
-        bits = ELEMENT_TYPES[self.spec.element_type].bits
-        return bits > 0 and bits % 8 == 0
+        """Whether it can lie in shared memory: strings cannot."""
+        return self.spec.element_type != STRING
 
 
 def shape_of(spec: TensorSpec) -> list[int]:
@@ -175,7 +174,7 @@ def json_of(name: str, array: NDArray[Any]) -> Any:
     if array.dtype.kind == "c":
         raise InvalidInputError(f"output {name!r} is complex: ask for it as binary data")
     if array.dtype.isbuiltin != 1 or array.dtype == np.float16:  # of ml_dtypes
-        array = array.astype(np.int8 if "int4" in array.dtype.name else np.float32)
+        array = array.astype(np.float32)
     return np.ascontiguousarray(array).reshape(-1)
 
 

@@ -11,7 +11,7 @@ ROWS = 4
 OUTPUTS = (
     ("y", "float32", ("batch", 4)),
     ("u", "float32", ("found", 4)),
-    ("q", "int4", ("found",)),
+    ("q", "int8", ("found",)),
     ("s", STRING, ("found",)),
 )
 KNOWN_OUTPUTS = OUTPUTS[:1]
