@@ -58,9 +58,9 @@ BY_DESCRIPTOR = re.compile(r"/proc/self/fd/(\d+)")
 def fill_streams() -> None:
     """Open ``/dev/null`` where a standard stream is closed, so that no other file gets its number.
 
-    A daemon, or ``program <&- >&- 2>&-``, has such streams. What C libraries print would go into the file
-    that has the number, and a child that gets streams of its own would lose the file. Call it before this
-    process gets descriptors that stay, or that it passes on; ZeroMQ and the runtimes open some themselves.
+    A daemon, or ``program <&- >&- 2>&-``, has such streams. What C libraries print, here or in a worker that
+    inherits the streams, would go into the file that has the number. Call it before this process gets
+    descriptors that stay, or that it passes on; ZeroMQ and the runtimes open some themselves.
 
     Raises:
         OSError: No descriptor is left.

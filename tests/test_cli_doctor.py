@@ -216,7 +216,7 @@ def test_doctor_says_what_to_do_where_no_pool_can_start(tmp_path: Path) -> None:
     assert files.startswith("problem  open files: limit 30, ")
     assert " -> a higher limit" in files
     assert "MCINFER_CACHE_LIMIT: got 'lots', expected bytes" in cache_limit
-    assert "38 descriptors are needed" in pool
+    assert "34 descriptors are needed" in pool
 
 
 def test_model_is_said_to_share_its_weights_or_why_not(

@@ -32,7 +32,7 @@ from mcinfer.protocol import (
 from mcinfer.requests.request import Request
 from mcinfer.runtime.gang import Gang
 from mcinfer.runtime.transport import MasterTransport, UnreachableError
-from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
+from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.shm.arena import OfferedBlock, SharedBlock
 from mcinfer.shm.block import Block
 
@@ -44,8 +44,8 @@ _STANDINGS = {
 }
 
 
-DESCRIPTORS_TO_OPEN = 24  # free descriptors of this process that a pool needs for itself
-_TASKS_TO_OPEN = 6  # threads of a pool itself: the loop's, of calls, of output (2), ZeroMQ's (2)
+DESCRIPTORS_TO_OPEN = 22  # free descriptors of this process that a pool needs for itself
+_TASKS_TO_OPEN = 4  # threads of a pool itself: the loop's, of calls, ZeroMQ's (2)
 
 
 class Connections:
@@ -74,7 +74,7 @@ class Connections:
         self.peers: dict[bytes, tuple[Gang, int]] = {}
 
     def open(self) -> None:
-        """Make the transport, and the threads that forward output.
+        """Make the transport.
 
         Raises:
             OSError: The system has no descriptor, thread or folder left; nothing stays open.
@@ -83,23 +83,15 @@ class Connections:
         _check_descriptors(DESCRIPTORS_TO_OPEN + self._worker.descriptors * processes)
         # libzmq ends the process if it cannot start a thread (src/thread.cpp).
         check_tasks(_TASKS_TO_OPEN + sum(map(self._tasks, self._builds)))
-        with ExitStack() as opened:
-            self.transport = MasterTransport()
-            opened.callback(self.transport.close)
-            self.output = OutputForwarder(model_name(self._builds[0][0].model))
-            opened.pop_all()
+        self.transport = MasterTransport()
 
-    def close_socket(self) -> None:
+    def close(self) -> None:
         """End all messages; processes that are left lose their lifelines."""
         for process in self.processes.values():
             process.abandon()
         self.processes.clear()
         self.peers.clear()
         self.transport.close()
-
-    def close(self, seconds: float) -> None:
-        """After `close_socket`: forward the last output, for at most so many seconds."""
-        self.output.close(seconds)
 
     # Processes.
 
@@ -128,7 +120,7 @@ class Connections:
                     connection=self.transport.handle,
                     group=group,
                     model=inherited(build.model),
-                    output=self.output,
+                    name=model_name(build.model),
                     inherited=self._inherited,
                     most_memory=self._limit(build),
                 )

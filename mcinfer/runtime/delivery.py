@@ -14,6 +14,7 @@ import math
 import os
 import queue
 import select
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, TextIO
 from weakref import ref
 
 from mcinfer.errors import McinferError, PredictError
@@ -35,6 +36,8 @@ _GATHER_SECONDS = 0.02  # seconds that calls of `trace` wait for others
 _REPEAT_SECONDS = 0.01  # seconds between two calls of `repeat`
 
 _TROUBLE_SECONDS = 60.0  # seconds that `trouble` reports a thread that was replaced
+
+_ERASE = "\r\x1b[K"  # ECMA-48: from the line's begin, erase to its end
 
 _log = logging.getLogger("mcinfer.master")
 
@@ -57,6 +60,7 @@ class Delivery:
         self._next_repeat = 0.0
         # One. What takes it out when it is dead replaces it.
         self._threads: list[threading.Thread] = []
+        self._status = ""  # the line that the terminal ends with
         self._trouble = ""
         self._trouble_until = -math.inf
         self._ended = WakeUp()
@@ -106,6 +110,20 @@ class Delivery:
         self, level: int, text: str, *values: object, failure: BaseException | None = None
     ) -> None:
         self.put(partial(_log.log, level, f"%s: {text}", self._name, *values, exc_info=failure))
+
+    def show(self, status: str) -> None:
+        """Show a line at the end of a terminal that the next one replaces; "" removes it.
+
+        Where standard error is no terminal, nothing is shown.
+        """
+        self.put(partial(self._show, status))
+
+    def _show(self, status: str) -> None:
+        with suppress(Exception):  # whatever a stream of the user's raises
+            if status != self._status and _is_free_terminal(sys.stderr):
+                self._status = status
+                sys.stderr.write(f"{_ERASE}{status}")
+                sys.stderr.flush()
 
     def trouble(self) -> tuple[str, bool]:
         """What ended the thread lately, and whether there is none now; no text if nothing did."""
@@ -250,3 +268,12 @@ def call_trace_hook(
     except BaseException:
         # Also SystemExit and its like: others wait behind it.
         _log.exception("the trace hook failed")
+
+
+def _is_free_terminal(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal that can be written to now."""
+    if stream is None or not stream.isatty():
+        return False
+    poll = select.poll()
+    poll.register(stream.fileno(), select.POLLOUT)
+    return bool(poll.poll(0))

@@ -49,7 +49,7 @@ from mcinfer.statistics import Statistics, TraceHook
 
 _MAX_MESSAGES = 256  # in one turn: one worker must not delay the others
 _LONGEST_WAIT = 86400.0  # seconds of one wait: epoll takes no more than 24 days
-_LAST_OUTPUT = 1.0  # seconds for workers' last output, and for callbacks, at the close
+_LAST_SECONDS = 1.0  # for workers' ends after a fault, and for callbacks at the close
 
 
 class Loop:
@@ -141,8 +141,7 @@ class Loop:
         with ExitStack() as opened:
             self._connections.open()
             self._transport = self._connections.transport
-            opened.callback(self._connections.close, 0.0)
-            opened.callback(self._connections.close_socket)
+            opened.callback(self._connections.close)
             self._poll = self.supervision.poll = select.epoll()
             opened.callback(self._poll.close)
             self._poll.register(self.inbox.bell.fd, select.EPOLLIN)
@@ -198,7 +197,7 @@ class Loop:
         ended.register(self._ended.fd, select.POLLIN)
         ended.poll()
         thread.join()
-        self._delivery.wait(_LAST_OUTPUT)
+        self._delivery.wait(_LAST_SECONDS)
 
     def abandon(self) -> None:
         """Ask the loop to close everything, without waiting: for finalizers."""
@@ -328,7 +327,7 @@ class Loop:
         self.inbox.finished = True
         self.admission.places.fail_all(failure)
         self._scheduler.table.give_up()
-        self.supervision.end_all(_LAST_OUTPUT)
+        self.supervision.end_all(_LAST_SECONDS)
 
     def _tear_down(self) -> None:
         """Close sockets and descriptors at the end, even if one of these fails."""
@@ -343,11 +342,10 @@ class Loop:
             if self.model is not None:
                 last.callback(self.model.close)
             last.callback(self._refuse_all)
-            last.callback(self._connections.close, _LAST_OUTPUT)
             for arena in self.admission.arenas:
                 last.callback(arena.close)
             last.callback(self._poll.close)
-            last.callback(self._connections.close_socket)
+            last.callback(self._connections.close)
 
     def _refuse_all(self) -> None:
         """Answer all callers that still wait."""

@@ -262,7 +262,7 @@ class Supervision:
 
     def report(self, index: int, message: Message) -> None:
         """Show and log what a worker says of its start, or of a failure; each note once."""
-        w, show = self.scheduler.workers[index], self._connections.output.show
+        w, show = self.scheduler.workers[index], self._delivery.show
         match message:
             case Preparing():
                 size = f"{message.written / 1e6:.0f} MB"

@@ -25,6 +25,8 @@ from mcinfer.shm.lifeline import Lifeline
 def main() -> int:
     # The master decides what Ctrl-C means, if it reaches this process group at all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal that lets no background process write (`stty tostop`) would stop this one.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     lifeline = Lifeline.inherited(int(sys.argv[1]))
     greeting = lifeline.greeting()
     if not greeting:
@@ -40,7 +42,8 @@ def main() -> int:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = start["pythonpath"]
-    logging.basicConfig(level=start["log_level"], format=LOG_FORMAT)
+    mark = start["mark"].replace("%", "%%")
+    logging.basicConfig(level=start["log_level"], format=mark + LOG_FORMAT)
     gc.disable()  # a look for garbage in what is imported, again and again, is a tenth of a start
     from mcinfer.runtime.cancels import Cancels
     from mcinfer.runtime.transport import WorkerTransport

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from mcinfer.process import Inherited
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import WorkerTransport
-from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
+from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.worker.server import Server
 
@@ -34,8 +34,8 @@ class InlineWorker(WorkerProcess):
     descriptors = WorkerProcess.descriptors + 24  # both ends of all channels, and a ZeroMQ context
     tasks = 4  # it does not watch over its own process
 
-    def _launch(self, given: Sequence[int], output: OutputForwarder, inherited: Inherited) -> None:
-        del output, inherited  # the thread has this process's
+    def _launch(self, given: Sequence[int], inherited: Inherited) -> None:
+        del inherited  # the thread has this process's
         self._status = 0
         self._killed = False
         self._stacks_text = ""

@@ -41,7 +41,7 @@ from mcinfer.runtime.gang import Gang
 from mcinfer.runtime.loop import Loop
 from mcinfer.runtime.supervision import Supervision
 from mcinfer.runtime.transport import MasterTransport
-from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
+from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.scheduler.dispatch import LONG_RUN
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import Scheduler
@@ -180,7 +180,6 @@ class MasterTarget:
         self._connections = loop._connections
         self._router = FedTransport()
         self._connections.transport = loop._transport = self._router
-        self._connections.output = OutputForwarder("a model")
         self._processes = [FedProcess(index, 100 + index) for index in range(_WORKERS)]
         self._planners = {spec: planner_of(spec, loop.arena) for spec in (SPEC, KNOWN_SPEC)}
         self._spec = SPEC
@@ -502,7 +501,6 @@ class MasterTarget:
         for process in self._processes:
             process.abandon()
         self._connections.processes.clear()
-        self._connections.output.close(1.0)
         self._own.close()
         self._big.close()
         for planner in self._planners.values():

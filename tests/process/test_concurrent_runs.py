@@ -157,7 +157,9 @@ def test_worker_that_cannot_take_a_block_says_why_and_its_runs_run_again(
         assert answer["y"].tolist() == ["next"]
         assert neighbour.result(timeout=60.0)["y"].tolist() == ["slow"]
     assert "exited with status 1" in caplog.text
-    assert "block 0 cannot be attached: [Errno 24] Too many open files" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "block 0 cannot be attached: [Errno 24] Too many open files" in err
+    assert err.startswith(f"[{model.name} worker 0 cpu:0] 2")  # the mark, then the time
 
 
 def test_worker_that_is_killed_in_two_runs_loses_neither(

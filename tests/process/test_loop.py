@@ -111,9 +111,7 @@ def test_start_that_the_system_refuses_in_another_way_than_an_os_error_fails(
         ("loop", True, KeyboardInterrupt(), None),
         ("loop", False, KeyboardInterrupt(), None),
         ("delivery", True, KeyboardInterrupt(), None),
-        ("output", False, KeyboardInterrupt(), None),
         ("loop", False, RuntimeError("can't start new thread"), "new thread"),
-        ("print", False, RuntimeError("can't start new thread"), "new thread"),
     ],
 )
 def test_start_leaves_nothing_if_a_thread_fails_to_start_or_is_interrupted(
