@@ -295,7 +295,7 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build(Message):
-    """Master to worker: load this model; the token proves that this master started the worker.
+    """Master to worker: load this model.
 
     `cores`, `shared` and `threads` are the worker's share of the cores. `options` travels as a map of its
     fields. With `tensor` times `pipeline` above 1, the worker is this `rank` of a group of so many, and loads
@@ -323,7 +323,6 @@ class Build(Message):
     tensor: Annotated[int, is_ranks] = 1
     pipeline: Annotated[int, is_ranks] = 1
     rank: _Count = 0
-    token: _Text = ""
 
     @property
     def share(self) -> CoreShare:

@@ -159,7 +159,6 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         card_workers=COUNTS,
         shares_weights=st.booleans(),
         slab=st.none() | BLOCKS,
-        token=st.text(),
     ),
     Cancel: st.builds(Cancel, request=COUNTS, shard=SHARDS),
     Attach: st.builds(Attach, block=BLOCKS, size=COUNTS, device=st.text()),

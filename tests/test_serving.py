@@ -49,13 +49,13 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
 from mcinfer.worker import runs, server
-from mcinfer.worker.server import CARD_LOST, STRANGER, Server
+from mcinfer.worker.server import CARD_LOST, Server
 from tests.emulated_cards import emulated_cards
 from tests.process.waiting import wait_until
 
 PATIENCE = 20.0
 BLOCK_BYTES = 1 << 16
-HELLO_TOKEN, BUILD_TOKEN = TOKENS = ("shown in HELLO", "shown in BUILD")
+SHOWN = "the token that the worker shows in HELLO"
 
 Array = NDArray[Any]
 Answer = TypeVar("Answer", Reply, Error)
@@ -74,7 +74,7 @@ class Peer:
 
         def work() -> None:
             try:
-                self.status = Server(connection, TOKENS, worker, listening).serve()
+                self.status = Server(connection, SHOWN, worker, listening).serve()
             except SystemExit as exc:
                 self.status = exc.code
             worker.close()
@@ -117,10 +117,9 @@ class Peer:
         model: str,
         engine: str = "fake",
         variable_weights: tuple[str, ...] = (),
-        token: str = BUILD_TOKEN,
         device: str = "cpu:0",
         concurrent_runs: int = 1,
-    ) -> BuildFinish | None:
+    ) -> BuildFinish:
         self.send(
             Build(
                 model=model,
@@ -133,11 +132,8 @@ class Peer:
                     variable_weights=variable_weights,
                     concurrent_runs=concurrent_runs,
                 ),
-                token=token,
             )
         )
-        if token != BUILD_TOKEN:
-            return None
         built = self.receive()
         assert isinstance(built, BuildFinish)
         return built
@@ -145,9 +141,7 @@ class Peer:
     def fail_build(self, model: str, concurrent_runs: int = 1) -> Error:
         """Have it load a model, and expect an error."""
         options = EngineOptions(concurrent_runs=concurrent_runs)
-        self.send(
-            Build(model=model, engine="fake", device="cpu:0", options=options, token=BUILD_TOKEN)
-        )
+        self.send(Build(model=model, engine="fake", device="cpu:0", options=options))
         error = self.receive()
         assert isinstance(error, Error)
         return error
@@ -267,7 +261,7 @@ x_at, y_at, u_at = partial(at, "x"), partial(at, "y"), partial(at, "u")
 
 
 def test_worker_says_hello_builds_serves_and_ends(peer: Peer, tmp_path: Path) -> None:
-    assert peer.hello == Hello(version=VERSION, pid=os.getpid(), token=HELLO_TOKEN)
+    assert peer.hello == Hello(version=VERSION, pid=os.getpid(), token=SHOWN)
     built = peer.build(fake(tmp_path))
     assert built is not None
     assert built.inputs == (("x", "float32", ("batch",)),)
@@ -284,17 +278,6 @@ def test_worker_says_hello_builds_serves_and_ends(peer: Peer, tmp_path: Path) ->
     assert peer.finish() == 0
 
 
-@pytest.mark.parametrize("token", ["", HELLO_TOKEN])
-def test_master_that_does_not_show_its_token_is_not_served(
-    peer: Peer, tmp_path: Path, caplog: pytest.LogCaptureFixture, token: str
-) -> None:
-    peer.build(fake(tmp_path), token=token)
-    assert peer.finish() == STRANGER
-    (record,) = [record for record in caplog.records if record.name == "mcinfer.worker"]
-    assert "BUILD does not show the token of the master that started this" in record.getMessage()
-    assert not peer.last_words()
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -305,7 +288,7 @@ def test_master_that_does_not_show_its_token_is_not_served(
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_message_before_the_token_ends_the_worker(peer: Peer, message: Message) -> None:
+def test_message_before_build_ends_the_worker(peer: Peer, message: Message) -> None:
     peer.send(message)
     assert peer.finish() == 1
     assert not peer.last_words()
@@ -315,7 +298,7 @@ def test_message_before_the_token_ends_the_worker(peer: Peer, message: Message) 
 
 
 def test_slab_that_was_not_attached_ends_the_worker_with_status_1(peer: Peer) -> None:
-    peer.send(Build(model="/m", engine="fake", device="cuda:0", slab=-1, token=BUILD_TOKEN))
+    peer.send(Build(model="/m", engine="fake", device="cuda:0", slab=-1))
     assert peer.finish() == 1
 
 

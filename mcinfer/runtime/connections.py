@@ -1,15 +1,12 @@
 """The processes of a pool and their channels: messages, blocks, versions of the weights.
 
-The loop decides which workers to start, send to and kill, and judges their messages. Each start has two
-random tokens, which the worker gets over its lifeline. The worker shows one in HELLO and the master shows
-the other in BUILD, so neither side serves a stranger. One thread calls the methods.
+The loop decides which workers to start, send to and kill, and judges their messages. Each start has a random
+token, which the worker gets over its lifeline and shows in HELLO. One thread calls the methods.
 """
 
-import hmac
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
 
 from mcinfer.config import Limits
 from mcinfer.errors import ProtocolError
@@ -194,11 +191,10 @@ class Connections:
     def _greet(self, peer: bytes, message: Message) -> tuple[Gang | None, int]:
         """The worker whose HELLO this is, and the rank."""
         if isinstance(message, Hello) and message.version == VERSION:
-            token = message.token.encode(errors="surrogatepass")  # whatever text it may be
             for gang in self.processes.values():
                 for rank, process in enumerate(gang.ranks):
                     known = process.peer is None and message.pid == process.pid
-                    if known and hmac.compare_digest(token, process.hello_token.encode()):
+                    if known and message.token == process.token:
                         process.peer = peer
                         gang.note_peers()
                         self.peers[peer] = gang, rank
@@ -253,8 +249,7 @@ class Connections:
         elif isinstance(message, Build) and gang.peers:
             builds = [message] if not gang.is_group else self._builds[index]
             for process, build in zip(gang.ranks, builds, strict=True):
-                data = encode(replace(build, token=process.build_token))
-                self.transport.send([process.peer or b""], data)
+                self.transport.send([process.peer or b""], encode(build))
         else:
             self.transport.send(gang.peers, encode(message))
 

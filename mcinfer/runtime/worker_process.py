@@ -31,8 +31,7 @@ class WorkerProcess:
         pidfd: Readable once the process has ended.
         lifeline: The master's end.
         cancels: The channel for CANCEL.
-        hello_token: The worker must show it in HELLO.
-        build_token: The master must show it in BUILD.
+        token: The worker must show it in HELLO.
         peer: The transport's name for it, after its HELLO.
         slab: The weights on its card that it has made for others; closed with it.
         descriptors: Free descriptors of this process for its start. More of them are free again after it than
@@ -72,8 +71,7 @@ class WorkerProcess:
             OSError: The system cannot start a process.
         """
         self.label = label
-        self.hello_token = secrets.token_hex(16)
-        self.build_token = secrets.token_hex(16)
+        self.token = secrets.token_hex(16)
         self.peer: bytes | None = None
         self.slab: OfferedBlock | None = None  # the descriptor is this object's
         with contextlib.ExitStack() as opened:
@@ -85,8 +83,7 @@ class WorkerProcess:
             opened.callback(self.cancels.close)
             whole = {
                 "connection": connection,
-                "hello_token": self.hello_token,
-                "build_token": self.build_token,
+                "token": self.token,
                 "cancels": listening.fd,
                 "group": [*group],
                 "master": os.getpid(),

@@ -53,8 +53,7 @@ def main() -> int:
     gc.enable()
     cancels = Cancels.inherited(start["cancels"])
     connection = WorkerTransport(start["connection"])
-    tokens = (start["hello_token"], start["build_token"])
-    server = Server(connection, tokens, lifeline, cancels, start["group"])
+    server = Server(connection, start["token"], lifeline, cancels, start["group"])
     status = server.serve()
     if server.is_opening:  # a thread is in the runtime, where the interpreter's end would abort it
         sys.stdout.flush()

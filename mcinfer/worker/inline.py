@@ -60,7 +60,7 @@ class InlineWorker(WorkerProcess):
             start = json.loads(lifeline.greeting())
             self._server = Server(
                 WorkerTransport(connection),
-                (start["hello_token"], start["build_token"]),
+                start["token"],
                 lifeline,
                 Cancels.inherited(cancels),
                 in_thread=True,

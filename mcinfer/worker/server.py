@@ -15,7 +15,6 @@ that has the turn, owns the rest.
 """
 
 import ctypes
-import hmac
 import logging
 import os
 import select
@@ -97,9 +96,6 @@ from mcinfer.worker.runs import Runs
 from mcinfer.worker.turns import SharedTransport
 from mcinfer.worker.wide import WideEngine
 
-STRANGER = 77
-"""Exit status of a worker that got BUILD without its master's token: EX_NOPERM of sysexits.h."""
-
 _MAX_CANCELLED = 4096
 """Most cancellations that are kept: one that comes after its answer is never used."""
 
@@ -117,17 +113,12 @@ CARD_LOST = 74
 _log = logging.getLogger("mcinfer.worker")
 
 
-class _StrangerError(ProtocolError):
-    """The process that sent BUILD is not the master that started this worker."""
-
-
 class Server:
     """A worker's side of its conversation with the master.
 
     Args:
         connection: Carries the messages.
-        tokens: The worker shows the first one in HELLO, the master the second in BUILD; both came over the
-            lifeline.
+        token: Shown in HELLO; it came over the lifeline.
         lifeline: Brings the blocks.
         cancels: Brings CANCEL.
         group: Descriptors of the group that it is a rank of, if any.
@@ -140,7 +131,7 @@ class Server:
     def __init__(
         self,
         connection: WorkerTransport,
-        tokens: tuple[str, str],
+        token: str,
         lifeline: Lifeline,
         cancels: Cancels,
         group: Sequence[int] = (),
@@ -149,7 +140,7 @@ class Server:
     ) -> None:
         self._connection = connection
         self._in_thread = in_thread
-        self._tokens = tokens
+        self._token = token
         self._cancels = cancels
         self._lifeline = lifeline
         self._group = [*group]
@@ -182,11 +173,8 @@ class Server:
     def serve(self) -> int:
         """Serve the master until EXIT or a hang-up, and close all that was opened; the exit status."""
         try:
-            self.send(Hello(version=VERSION, pid=os.getpid(), token=self._tokens[0]))
+            self.send(Hello(version=VERSION, pid=os.getpid(), token=self._token))
             self._loop()
-        except _StrangerError as exc:
-            _log.error("%s; this worker does nothing for it, and ends", exc)
-            return STRANGER
         except CardLostError as exc:
             _log.error("%s; this worker ends, and is started again", exc)
             return CARD_LOST
@@ -330,7 +318,6 @@ class Server:
                 for runs in self._lanes:
                     runs.take_weights(message)
             case Build():
-                self._check_master(message)
                 self.send(self._build(message))
         return not isinstance(message, Exit)
 
@@ -358,13 +345,6 @@ class Server:
         self._canceller.join(_BLOCK_TIMEOUT)
         self._cancels.close()
         self._lifeline.close()
-
-    def _check_master(self, message: Build) -> None:
-        shown, expected = (
-            token.encode(errors="surrogatepass") for token in (message.token, self._tokens[1])
-        )
-        if not hmac.compare_digest(shown, expected):
-            raise _StrangerError("BUILD does not show the token of the master that started this")
 
     def _build(self, message: Build) -> Message:
         start = time.perf_counter()

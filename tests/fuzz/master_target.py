@@ -122,8 +122,7 @@ class FedProcess(WorkerProcess):
     def __init__(self, index: int, pid: int) -> None:
         self.index = index
         self.pid = pid
-        self.hello_token = f"{pid:032}"
-        self.build_token = f"{-pid:032}"
+        self.token = f"{pid:032}"
         self.renew()
 
     def renew(self) -> None:
@@ -296,7 +295,7 @@ class MasterTarget:
             for kind in ("predict", "invalid", "cancelled")
         ]
         wrong = Hello(version=VERSION, pid=process.pid, token=rng.choice(("", "0" * 32)))
-        other = Hello(version=VERSION, pid=process.pid + 1, token=process.hello_token)
+        other = Hello(version=VERSION, pid=process.pid + 1, token=process.token)
         said = [hello(process), wrong, other, _built(self._spec)]
         more = [Preparing(seconds=0.5, written=1), Error(kind="build", text="bad")]
         return [*replies * 2, *errors, *said, *more]
@@ -393,7 +392,7 @@ class MasterTarget:
         """A peer is taken for a worker by its token alone, and one is outlawed for its own bytes."""
         for process, peer in zip(self._processes, before, strict=True):
             if process.peer != peer:
-                message, known = decode(data), (process.pid, process.hello_token)
+                message, known = decode(data), (process.pid, process.token)
                 if not isinstance(message, Hello) or (message.pid, message.token) != known:
                     raise Violation(f"{message} was taken for that of {process.pid}")
             elif process.gang.outlawed and (

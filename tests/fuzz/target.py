@@ -36,7 +36,7 @@ def build(path: str, variable_weights: tuple[str, ...] = ()) -> Build:
 
 
 def hello(process: WorkerProcess) -> Hello:
-    return Hello(version=VERSION, pid=process.pid, token=process.hello_token)
+    return Hello(version=VERSION, pid=process.pid, token=process.token)
 
 
 class Violation(Exception):  # noqa: N818 what it is called

@@ -73,7 +73,7 @@ class WorkerTarget:
         self._answers = KeptAnswers()
         self._cancels, self._listening = Cancels.pair()
         self._connect()
-        self._server = Server(self._answers, ("", ""), self._worker_end, self._listening)
+        self._server = Server(self._answers, "", self._worker_end, self._listening)
         self._blocks = [Block.create(number, BLOCK_BYTES) for number in range(2)]
         self._server.send(Hello(version=VERSION, pid=100, token=""))
         self._server.handle(build(self._model, ("w",)))
