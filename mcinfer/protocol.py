@@ -53,16 +53,8 @@ VERSION = 12  # raised with each change that an older peer would misread; HELLO 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message. Tensors lie in shared memory, so only strings make a message large."""
 
-MAX_VALUES = 1 << 20
-"""Most values in all arrays and maps of one message, since a byte of MessagePack can be 88 of Python's."""
-
-MAX_STRINGS = MAX_VALUES - (1 << 16)
-"""Most strings in the tensors of one message; the rest is for the other values."""
-
 MAX_RUNS = MAX_CONCURRENT_RUNS
 """Runs that a worker has at most: those that are going on, and those that wait for their end."""
-
-_MAX_KEYS = 1 << 16  # most keys of one map
 
 _MAX_ERROR = (1 << 20) + (1 << 10)
 """Characters of what an engine said, which a worker cuts at 2²⁰, and of what is put before it."""
@@ -74,12 +66,6 @@ MAX_NOTES = 16
 _MAX_CARDS = 1024
 
 MAX_HELLO_BYTES = 512  # largest HELLO: from an unknown peer, nothing larger is read
-
-_PLAIN_BYTES = 1 << 10
-"""Decoding a message up to this size takes at most 1.4 MB and half a millisecond, with any content."""
-
-_UNCOUNTED_BYTES = 16 << 10
-"""A message of no more than that holds few values, if as many follow as its lengths say."""
 
 PREDICT_HEAD = struct.Struct("<BQIQI?")
 """Id, request, shard, version of the weights, bytes of the inputs' references, whether it may be wide."""
@@ -428,7 +414,6 @@ def encode(message: Message) -> bytes:
         ProtocolError: The message holds more than `decode` takes.
     """
     if isinstance(message, Predict):
-        parts: tuple[Any, ...] = (message.inputs, message.outputs)
         inputs, outputs = _pack(message.inputs), _pack(message.outputs)
         head = (
             *(PREDICT, message.request, message.shard, message.weights, len(inputs)),
@@ -436,7 +421,6 @@ def encode(message: Message) -> bytes:
         )
         data = PREDICT_HEAD.pack(*head) + inputs + outputs
     elif isinstance(message, Reply):
-        parts = (message.outputs,)
         answer = (message.request, message.shard, message.seconds, message.wide)
         data = REPLY_HEAD.pack(REPLY, *answer)
         data += _pack(message.outputs) if message.outputs else b""
@@ -444,30 +428,11 @@ def encode(message: Message) -> bytes:
         content = {"id": message.ID, **{name: getattr(message, name) for name in message.CHECKS}}
         if isinstance(message, Build):
             content["options"] = as_map(message.options)
-        parts = (content,)
         data = _pack(content)
-    if len(data) > _UNCOUNTED_BYTES:
-        values, keys = map(max, zip(*map(_count, parts), strict=True))
-        for what, count, most in (
-            ("bytes", len(data), MAX_MESSAGE_BYTES),
-            ("keys of a map", keys, _MAX_KEYS),
-            ("values", values, MAX_VALUES),
-        ):
-            if count > most:
-                name = type(message).__name__
-                raise ProtocolError(f"{name}: got {count} {what}, expected at most {most}")
+    if len(data) > MAX_MESSAGE_BYTES:
+        name = type(message).__name__
+        raise ProtocolError(f"{name}: got {len(data)} bytes, expected at most {MAX_MESSAGE_BYTES}")
     return data
-
-
-def _count(value: Any) -> tuple[int, int]:
-    """The values in all arrays and maps, as `decode` counts them, and the keys of the largest map."""
-    is_map = type(value) is dict
-    values, keys = len(value) + 1, len(value) if is_map else 0
-    for item in value.values() if is_map else value:
-        if type(item) is tuple or type(item) is dict:
-            more, most = _count(item)
-            values, keys = values + more, max(keys, most)
-    return values, keys
 
 
 def _pack(value: object) -> bytes:
@@ -490,16 +455,13 @@ def encode_references(references: tuple[TensorRef, ...]) -> bytes:
     if not is_references(references):
         raise ProtocolError(f"references do not fit: got {reprlib.repr(references)}")
     data = _pack(references)
-    if len(data) > _UNCOUNTED_BYTES:
+    most = (MAX_MESSAGE_BYTES - PREDICT_HEAD.size) // 2
+    if len(data) > most:
         strings = sum(len(reference[4]) for reference in references if reference[1] == STRING)
-        most = (MAX_MESSAGE_BYTES - PREDICT_HEAD.size) // 2
-        too_many = strings > MAX_STRINGS or _count(references)[0] > MAX_VALUES
-        if len(data) > most or too_many:
-            raise InvalidInputError(
-                f"got {strings} strings in {len(references)} tensors in {len(data)} bytes of a message "
-                f"for a worker, expected at most {MAX_STRINGS} strings in {most} bytes, and {MAX_VALUES} "
-                "values in all; a batch of fewer rows has fewer"
-            )
+        raise InvalidInputError(
+            f"got {strings} strings in {len(references)} tensors in {len(data)} bytes of a message "
+            f"for a worker, expected at most {most} bytes; a batch of fewer rows has fewer"
+        )
     return data
 
 
@@ -511,13 +473,12 @@ def part_of_joined(inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...]
     ]
     member = {"inputs": far[0], "outputs": far[1]}
     rest = len(inputs) + len(outputs) + _HEAD  # the axes, and the head
-    values = _count((member,))[0]
-    return max(len(_pack(member)) / (MAX_MESSAGE_BYTES - rest), values / (MAX_VALUES - rest))
+    return len(_pack(member)) / (MAX_MESSAGE_BYTES - rest)
 
 
 _FARTHEST = 2**63 - 1  # the number of a block, or the offset, with the most bytes
 _HEAD = 256
-"""Bytes, and values, of a PREDICT_JOINED beside its members and axes, at most."""
+"""Bytes of a PREDICT_JOINED beside its members and axes, at most."""
 
 
 def decode_body(body: bytes, inputs: int) -> tuple[tuple[TensorRef, ...], tuple[TensorRef, ...]]:
@@ -607,55 +568,15 @@ def _head(kind: type[Message], head: struct.Struct, data: bytes) -> tuple[tuple[
     return head.unpack_from(data)[1:], data[head.size :]
 
 
-_UNPACKING: dict[str, Any] = {
-    "use_list": False,
-    "strict_map_key": True,
-    "unicode_errors": "surrogatepass",
-}
-
-
 def _unpack(data: bytes) -> Any:
     try:
-        if len(data) <= _PLAIN_BYTES:
-            return msgpack.unpackb(data, **_UNPACKING)
-        return _unpack_large(data, counted=len(data) > _UNCOUNTED_BYTES)
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"got {len(data)} bytes, expected at most {MAX_MESSAGE_BYTES}")
+        return msgpack.unpackb(
+            data, use_list=False, strict_map_key=True, unicode_errors="surrogatepass"
+        )
     except Exception as exc:  # msgpack raises ValueError, TypeError, its own, and more on bad data
         raise ProtocolError(f"not a MessagePack message: {type(exc).__name__}: {exc}") from exc
-
-
-def _unpack_large(data: bytes, *, counted: bool) -> Any:
-    """Unpack data that is large enough to promise much memory.
-
-    Raises:
-        ValueError: It is too large, is cut off, or holds too much.
-    """
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"got {len(data)} bytes, expected at most {MAX_MESSAGE_BYTES}")
-    # An array's memory is taken when its length is read: first see, without making anything, that
-    # as many values follow as the lengths say, or arrays within arrays could promise them all anew.
-    walk = msgpack.Unpacker(max_buffer_size=len(data))
-    walk.feed(data)
-    walk.skip()
-    if not counted:
-        return msgpack.unpackb(data, **_UNPACKING)
-    left = MAX_VALUES
-
-    def count(values: Any) -> Any:
-        nonlocal left
-        left -= len(values) + 1
-        if left < 0:
-            raise ValueError(f"got more than {MAX_VALUES} values")
-        return values
-
-    return msgpack.unpackb(
-        data,
-        **_UNPACKING,
-        object_hook=count,
-        list_hook=count,
-        max_array_len=MAX_VALUES,
-        max_map_len=_MAX_KEYS,
-        max_ext_len=0,
-    )
 
 
 class WorkerState(StrEnum):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import tracemalloc
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -21,8 +20,6 @@ from mcinfer.errors import InvalidInputError, ProtocolError
 from mcinfer.protocol import (
     MAX_MESSAGE_BYTES,
     MAX_RUNS,
-    MAX_STRINGS,
-    MAX_VALUES,
     MESSAGES,
     PREDICT,
     PREDICT_HEAD,
@@ -288,47 +285,9 @@ def test_value_nested_deep_is_refused(start: bytes) -> None:
             decode(start + b"\x91" * depth + b"\xc0")
 
 
-def array_header(length: int) -> bytes:
-    return b"\xdd" + length.to_bytes(4, "big")
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (bytes(MAX_MESSAGE_BYTES + 1), "bytes, expected at most"),
-        (array_header(MAX_VALUES) * 400 + b"\xc0" * 20_000, "No more data"),
-        (array_header(MAX_VALUES + 1) + b"\xc0" * (MAX_VALUES + 1), "max_array_len"),
-        (array_header(350_000) + b"\x81\xa0\xc0" * 350_000, "more than 1048576 values"),
-        (array_header(9000) + b"\xd4\x01a" * 9000, "max_ext_len"),
-    ],
-    ids=["too large", "promises", "long", "maps", "extensions"],
-)
-def test_message_that_would_take_memory_is_refused_before_it_does(data: bytes, reason: str) -> None:
-    head = REPLY_HEAD.pack(REPLY, 1, 0, 0.5, False)
-    tracemalloc.start()
-    try:
-        with pytest.raises(ProtocolError, match=reason):
-            decode(head + data)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 150 << 20
-
-
-@pytest.mark.parametrize("size", [1024, 1025, 17_000])
-def test_small_message_of_nested_promises_takes_little_memory(size: int) -> None:
-    header, depth = b"\xdc", min(1000, size // 4)
-    promises = b"".join(header + (size - 3 * i - 3).to_bytes(2, "big") for i in range(depth))
-    data = promises + b"\xc0" * (size - len(promises))
-    assert len(data) == size
-    tracemalloc.start()
-    try:
-        with pytest.raises(ProtocolError):
-            decode(data)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 2 << 20
+def test_message_of_more_bytes_than_one_may_have_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="bytes, expected at most"):
+        decode(REPLY_HEAD.pack(REPLY, 1, 0, 0.5, False) + bytes(MAX_MESSAGE_BYTES + 1))
 
 
 SPEC = ("x", "float32", ("batch", 4))
@@ -365,14 +324,14 @@ def strings(count: int, length: int) -> tuple[TensorRef, ...]:
 
 
 def test_strings_up_to_the_limits_come_through() -> None:
-    for inputs in (strings(MAX_STRINGS, 2), strings(1000, 8_000)):
+    for inputs in (strings(2_000_000, 2), strings(1000, 8_000)):
         body, nothing = encode_references(inputs), encode_references(())
         message = decode(PREDICT_HEAD.pack(PREDICT, 1, 0, 0, len(body), False) + body + nothing)
         assert isinstance(message, Predict)
         assert message.inputs == inputs
 
 
-@pytest.mark.parametrize(("count", "length"), [(MAX_STRINGS + 1, 2), (1000, 8_400)])
+@pytest.mark.parametrize(("count", "length"), [(3_000_000, 2), (1000, 8_400)])
 def test_strings_past_a_limit_are_the_callers_mistake(count: int, length: int) -> None:
     with pytest.raises(InvalidInputError, match=r"^got \d+ strings in 1 tensors"):
         encode_references(strings(count, length))
@@ -394,28 +353,27 @@ thousand_strings = partial(strings, 1000)
 
 
 @pytest.mark.parametrize(
-    ("kind", "field", "make", "most", "more", "what"),
+    ("kind", "field", "make", "most", "more"),
     [
-        (Reply, "outputs", thousand_strings, 16_000, 17_000, "bytes"),
-        (Reply, "outputs", many_tensors, 65_000, 66_000, "values"),
-        (Predict, "inputs", many_tensors, 65_000, 66_000, "values"),
-        (UpdateWeights, "tensors", many_tensors, 65_000, 66_000, "values"),
-        (Build, "options", many_settings, 1 << 16, (1 << 16) + 1, "keys of a map"),
-        (BuildFinish, "properties", many_texts, 1 << 16, (1 << 16) + 1, "keys of a map"),
+        (Reply, "outputs", thousand_strings, 16_000, 17_000),
+        (Predict, "inputs", thousand_strings, 16_000, 17_000),
+        (UpdateWeights, "tensors", many_tensors, 400_000, 800_000),
+        (Build, "options", many_settings, 1 << 16, 1 << 21),
+        (BuildFinish, "properties", many_texts, 1 << 16, 1 << 21),
     ],
 )
 def test_sender_refuses_what_the_receiver_would(
-    kind: type[Message], field: str, make: Callable[[int], Any], most: int, more: int, what: str
+    kind: type[Message], field: str, make: Callable[[int], Any], most: int, more: int
 ) -> None:
     message = dataclasses.replace(SAMPLES[kind], **{field: make(most)})
     assert decode(encode(message)) == message
     too_much = dataclasses.replace(SAMPLES[kind], **{field: make(more)})
-    with pytest.raises(ProtocolError, match=rf"{kind.__name__}: got \d+ {what}, expected at most"):
+    with pytest.raises(ProtocolError, match=rf"{kind.__name__}: got \d+ bytes, expected at most"):
         encode(too_much)
 
 
 @pytest.mark.parametrize(
-    ("make", "count"), [(many_tensors, 70_000), (lambda length: strings(1, length), 9 << 20)]
+    ("make", "count"), [(many_tensors, 500_000), (lambda length: strings(1, length), 9 << 20)]
 )
 def test_references_that_no_message_can_carry_are_the_callers_mistake(
     make: Callable[[int], tuple[TensorRef, ...]], count: int
@@ -424,7 +382,7 @@ def test_references_that_no_message_can_carry_are_the_callers_mistake(
         encode_references(make(count))
 
 
-@pytest.mark.parametrize(("tensors", "length"), [(400, 4), (10, 4000), (2, 1)])
+@pytest.mark.parametrize(("tensors", "length"), [(400, 4), (10, 4000)])
 def test_as_many_members_as_fit_make_a_joined_run_that_is_read(tensors: int, length: int) -> None:
     def references(block: int) -> tuple[TensorRef, ...]:
         return tuple((f"{i:0{length}}", "int8", (1, 4), block, block) for i in range(tensors))

@@ -142,8 +142,7 @@ def test_update_whose_places_no_message_can_carry_is_refused_and_changes_nothing
     arena: Arena, store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, used = store.current, arena.used
-    for name in ("MAX_MESSAGE_BYTES", "_UNCOUNTED_BYTES"):
-        monkeypatch.setattr(f"mcinfer.protocol.{name}", 40)
+    monkeypatch.setattr("mcinfer.protocol.MAX_MESSAGE_BYTES", 40)
     with pytest.raises(InvalidInputError, match=r"^weights: .* got \d+ bytes, expected at most 40"):
         store.update(GOOD, 0.0)
     assert store.current is before

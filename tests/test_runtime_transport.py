@@ -226,17 +226,6 @@ def test_socket_has_no_address_that_a_stranger_could_connect_to(
     assert master.receive() is None
 
 
-def test_worker_gives_the_handle_up_when_it_is_connected(master: MasterTransport) -> None:
-    handle = os.dup(master.handle)
-    worker = WorkerTransport(handle)
-    peer = greet(master, worker)
-    master.send([peer], b"connected")
-    assert worker.wait() == b"connected"
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(handle)
-    worker.close()
-
-
 # The place where the socket is made.
 
 

@@ -90,35 +90,6 @@ def test_descriptor_of_no_block_is_refused_and_closed(make: Callable[[], int], s
         Block.attach(5, size, make())
 
 
-def test_block_of_huge_pages_is_refused_and_closed() -> None:
-    try:
-        fd = os.memfd_create("test", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
-        os.ftruncate(fd, 2 << 20)
-    except OSError as exc:
-        pytest.skip(f"no huge pages here: {exc}")
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    with pytest.raises(ProtocolError, match=r"got pages of \d+ bytes"):
-        Block.attach(5, 2 << 20, fd)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-
-
-def test_block_is_read_as_it_is_though_its_pages_were_taken_away() -> None:
-    theirs = Block.create(-1, 1 << 20)
-    memoryview(theirs.memory(0, 1 << 20)).cast("B")[:] = b"x" * (1 << 20)
-    ours = Block.attach(-1, 1 << 20, os.dup(theirs.fd))
-    copy = bytearray(8)
-    ours.read_into(memoryview(copy), 1000)
-    assert copy == b"x" * 8
-    punch = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
-    size = ctypes.c_long(1 << 20)
-    assert ctypes.CDLL(None).fallocate(theirs.fd, punch, ctypes.c_long(0), size) == 0
-    ours.read_into(memoryview(copy), 1000)
-    assert copy == bytes(8)
-    for block in (ours, theirs):
-        block.close()
-
-
 def test_places_outside_of_a_block_are_refused() -> None:
     block = Block.create(0, 100)
     for offset, size in [(0, 101), (101, 0), (100, 1), (-1, 1), (2**60, 1)]:

@@ -770,11 +770,6 @@ def _find(
             f"output {spec.name!r} has {size} bytes, expected at most {most} of outputs whose shapes "
             "are not known before the run (Limits.memory_bytes)",
         )
-    if place + size > (written := blocks[number].written):
-        # Nor may it say so where it has none itself, in the holes of a file.
-        raise ProtocolError(
-            f"reply with {reprlib.repr(reference)} in a block of which {written} bytes were written"
-        )
     return reference, blocks[number]
 
 

@@ -158,8 +158,8 @@ class MasterTransport:
 class WorkerTransport:
     """A worker's side, a DEALER, which connects in the background.
 
-    `handle` is the master's `MasterTransport.handle`, which the worker inherited and owns. `fd` becomes
-    readable with a message; `receive` all before polling it.
+    `handle` is the master's `MasterTransport.handle`, which the worker inherited and owns until `close`. `fd`
+    becomes readable with a message; `receive` all before polling it.
     """
 
     def __init__(self, handle: int) -> None:
@@ -179,8 +179,6 @@ class WorkerTransport:
     def wait(self) -> bytes:
         """The next message, without a time limit."""
         data: bytes = self._socket.recv()
-        if self._handle >= 0:
-            self._give_up_handle()
         return data
 
     def receive(self) -> bytes | None:
@@ -197,10 +195,4 @@ class WorkerTransport:
         """Close; sent messages get a second to leave."""
         self._socket.close()
         self._context.term()
-        self._give_up_handle()
-
-    def _give_up_handle(self) -> None:
-        """Close the handle after the connection, so that no code in this process can connect again."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        os.close(self._handle)

@@ -9,7 +9,6 @@ Ownership: the `Block` owns the descriptor until `close`. The mapping lives as l
 """
 
 import ctypes
-import errno
 import fcntl
 import functools
 import mmap
@@ -64,7 +63,7 @@ class Block:
         """Map a block that another process made; the descriptor is this object's from now on.
 
         Raises:
-            ProtocolError: It has another size, no ordinary pages, cannot be written, or could be shrunk.
+            ProtocolError: It has another size, cannot be written, or could be shrunk.
             OSError: This process has no memory or descriptor left.
         """
         try:
@@ -81,25 +80,14 @@ class Block:
         """Bytes of the block as a ctypes array, whose views keep the mapping alive."""
         return _bytes_type(size).from_buffer(self._map, offset)
 
-    @property
-    def written(self) -> int:
-        """Bytes of the pages that were written to."""
-        return os.fstat(self.fd).st_blocks * 512
-
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill `memory` with the block's bytes from `offset` on, whatever another process does to the block.
-
-        Not through the mapping: if another process has punched out pages and the kernel finds no memory for
-        new ones, the reader of a mapping gets SIGBUS, and this an OSError.
-        """
+        """Fill `memory` with the block's bytes from `offset` on, without a touch of the mapping's pages."""
         if not 0 <= offset <= offset + memory.nbytes <= self.size:
             raise ValueError(
                 f"got bytes {offset} to {offset + memory.nbytes} of a block of {self.size}"
             )
         while memory:
             count = os.preadv(self.fd, [memory], offset)
-            if not count:
-                raise OSError(errno.EIO, f"block {self.number} ends at byte {offset}")
             memory, offset = memory[count:], offset + count
 
     def __del__(self) -> None:
@@ -127,7 +115,3 @@ def _check(number: int, size: int, fd: int) -> None:
             f"block {number}: got {actual} bytes with seals {seals:#x}, expected {size} bytes "
             "sealed against shrinking"
         )
-    # Huge pages are few: none may be left when the block is read.
-    page = os.fstatvfs(fd).f_bsize
-    if page != mmap.PAGESIZE:
-        raise ProtocolError(f"block {number}: got pages of {page} bytes, expected {mmap.PAGESIZE}")

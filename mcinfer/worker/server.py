@@ -49,7 +49,6 @@ from mcinfer.errors import (
     InvalidInputError,
     McinferError,
     MissingDependencyError,
-    PredictError,
     ProtocolError,
     RankDiedError,
 )
@@ -60,7 +59,6 @@ from mcinfer.protocol import (
     MAX_NOTE,
     MAX_NOTES,
     MAX_SPECS,
-    MAX_STRINGS,
     PREDICT,
     PREDICT_HEAD,
     REPLY,
@@ -605,12 +603,6 @@ class Server:
             return ()
         gives = self._engine.gives
         references = {ref[0]: ref for ref in bound if gives is None or ref[0] in gives}
-        strings = sum(len(item.values) for item in produced if isinstance(item, Strings))
-        if strings > MAX_STRINGS:
-            raise PredictError(
-                f"got {strings} strings in outputs, expected at most {MAX_STRINGS}; a batch of fewer "
-                "rows has fewer"
-            )
         for item in produced:
             if isinstance(item, Strings):
                 references[item.name] = (item.name, STRING, item.shape, None, item.values)

@@ -65,7 +65,7 @@ from tests.planned_requests import planner_of, request_of
 
 ARENA_BYTES = 1 << 18
 OWN_BYTES = 16_000
-"""Of a worker's own block: no whole pages, so that more can be written than it has."""
+"""Of a worker's own block: no whole pages."""
 
 BIG_BYTES = 1 << 20
 """Of a block that is larger than all of the shared memory may be."""

@@ -289,7 +289,7 @@ FAULTS = {
     ),
     "worker: answers twice": _hostile("sends every answer twice", "twice", thorough=("busy",)),
     "worker: answers late": _hostile("holds back each answer until the next one", "late", _HANGS),
-    "worker: wrong place": _hostile("answers with a wrong place in memory", "forged_block:overlap"),
+    "worker: wrong place": _hostile("answers with a wrong place in memory", "wrong place"),
     "worker: garbage": _hostile(
         "sends random bytes instead of an answer",
         "garbage",

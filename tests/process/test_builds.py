@@ -62,10 +62,9 @@ def test_parallel_utils_pass_the_build_error_on(tmp_path: Path) -> None:
 def test_options_that_no_message_can_carry_are_refused_by_their_name(
     fake_model: FakeModel,
 ) -> None:
-    for given in (dict.fromkeys(map(str, range(70_000)), ""), {"key": "x" * (17 << 20)}):
-        options = EngineOptions(session_config=given)
-        with pytest.raises(InvalidInputError, match=r"^options: they do not fit a message to a w"):
-            Master(fake_model(), 1, engine="fake", options=options)
+    options = EngineOptions(session_config={"key": "x" * (17 << 20)})
+    with pytest.raises(InvalidInputError, match=r"^options: they do not fit a message to a worker"):
+        Master(fake_model(), 1, engine="fake", options=options)
 
 
 def test_model_with_thousands_of_properties_and_initialisers_is_described() -> None:
