@@ -266,7 +266,7 @@ def first_split(model: ModelSpec, said: SaidAxes) -> Split:
     symbols = {size for size, _ in cut if isinstance(size, str)}
     outputs: dict[str, int | str | None] = {}
     for spec in model.outputs:
-        places = [i for i, _ in enumerate(spec.shape) if _times(_symbol(spec, i))[1] in symbols]
+        places = [i for i, size in enumerate(spec.shape) if size in symbols]
         if spec.name in said.outputs:
             outputs[spec.name] = said.outputs[spec.name]
         elif len(places) == 1:
@@ -318,7 +318,7 @@ def _by_size(
         (axis, name, shapes[name][axis], _symbol(spec, axis))
         for name, spec in specs.items()
         for axis in range(len(shapes[name]))
-        if _is_free(spec, axis)
+        if is_free(spec, axis)
     ]
     places.sort(key=lambda place: place[0])
     rows = rows_of(shapes, said.inputs)
@@ -391,11 +391,11 @@ def candidates(
 
 def has_single_rows(model: ModelSpec, shapes: Mapping[str, Shape]) -> bool:
     """Whether an input has size 0 or 1 along a leading axis that is free in the model."""
-    leads = [spec for spec in model.inputs if shapes[spec.name] and _is_free(spec, 0)]
+    leads = [spec for spec in model.inputs if shapes[spec.name] and is_free(spec, 0)]
     return any(shapes[spec.name][0] <= 1 for spec in leads)
 
 
-def _is_free(spec: TensorSpec, axis: int) -> bool:
+def is_free(spec: TensorSpec, axis: int) -> bool:
     return not spec.shape or not isinstance(spec.shape[axis], int)
 
 
@@ -454,10 +454,11 @@ def cut_batch(
     return Cut(rows=rows, inputs=tuple(cuts), outputs=outputs, rowwise=rowwise)
 
 
-def why_apart(model: ModelSpec, cut: Cut) -> str:
+def why_apart(model: ModelSpec, cut: Cut, *, checked: bool) -> str:
     """Why requests that are cut so cannot share a run with others; empty if they can.
 
-    Only the model's declaration says which rows of an output are whose: counts that fit prove nothing.
+    Only the model's declaration says which rows of an output are whose: counts that fit prove nothing. A
+    multiple of the batch says how many, so the split must be `checked`.
     """
     for spec in (*model.inputs, *model.outputs):
         if spec.element_type == STRING:  # they do not lie in memory
@@ -472,7 +473,8 @@ def why_apart(model: ModelSpec, cut: Cut) -> str:
     if not cut.rowwise:
         return "each run takes a fixed number of rows"
     for spec, join in zip(model.outputs, cut.outputs, strict=True):
-        if {_times(_symbol(spec, join.axis or 0))[1]} != symbols - {None}:
+        times, symbol = _times(_symbol(spec, join.axis or 0))
+        if {symbol} != symbols - {None} or (times > 1 and not checked):
             return f"output {spec} does not declare the batch of the inputs along axis {join.axis}"
     return ""
 

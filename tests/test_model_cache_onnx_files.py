@@ -474,3 +474,34 @@ def test_large_weights_are_left_out_and_their_places_are_named() -> None:
     assert content[first : first + int(place["length"])] == np.ones(256, np.float32).tobytes()
     stub.CopyFrom(tensor("large", 16, 16))
     assert stripped == model
+
+
+@pytest.mark.parametrize(
+    ("body", "node"),
+    [
+        ("where = NonZero(x) y = Transpose(where)", "NonZero"),
+        ("k = Cast <to = 7> (x) first = Slice(k, zero, one) y, at = TopK(x, first)", "TopK"),
+        (
+            "top = ReduceMax <keepdims = 0> (x) end = Cast <to = 7> (top) y = Range(none, end, step)",
+            "Range",
+        ),
+        ("n = Cast <to = 7> (x) y = Expand(one, n)", "Expand"),
+        ("y = other.Own(x)", "Own"),
+        ("n = Shape(x) more = Add(n, one) wide = Expand(x, n) y = Slice(wide, zero, more)", ""),
+        ("y = Reshape(x, shape)", ""),
+        ("n = Shape(x) ones = ConstantOfShape(n) y = NonZero(ones)", ""),
+    ],
+)
+def test_node_whose_result_is_as_large_as_its_data_say_is_found(
+    tmp_path: Path, body: str, node: str
+) -> None:
+    text = (
+        '<ir_version: 8, opset_import: ["": 17, "other": 1]> g (float[n] x) => (float[m] y)'
+        " <int64[1] zero = {0}, int64[1] one = {1}, int64[1] shape = {-1},"
+        " int64 none = {0}, int64 step = {1}>"
+        f"{{ {body} }}"
+    )
+    path = tmp_path / "m.onnx"
+    path.write_bytes(onnx.parser.parse_model(text).SerializeToString())
+    found = scan(path).ragged
+    assert (f"({node})" in found or found == f"a node {node}") if node else not found

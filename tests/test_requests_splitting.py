@@ -256,11 +256,11 @@ def ragged(tokens: Array, lengths: Array) -> Arrays:
     }
 
 
-LENGTHS = ([1] * 16, [2] * 8 + [0] * 8, [3, 1], [1] * 20)
+LENGTHS = ([1] * 16, [2] * 8 + [0] * 8, [3, 1], [1] * 20, [2, 2, 0, 0], [3, 0, 0, 0, 0, 0], [3, 0])
 
 
 @pytest.mark.parametrize("names", [("n", "b"), ("n", None), (None, None)], ids=str)
-@pytest.mark.parametrize("first", [0, 2, 3])
+@pytest.mark.parametrize("first", range(len(LENGTHS)))
 def test_inputs_that_have_one_size_by_chance_are_not_cut_together(
     names: tuple[Dimension, Dimension], first: int
 ) -> None:
@@ -283,6 +283,18 @@ def test_inputs_without_symbols_are_cut_together_when_a_second_size_agrees() -> 
     model = Model(declared, lambda x, z: {"y": x + z})
     model.ask(random(4, 3), random(4, 3, seed=1))
     assert model.split.inputs == {"x": 0, "z": 0}
+
+
+@pytest.mark.parametrize("first", [[1, 2, 3, 4], [4, 3, 2, 1], [1, 2, 2, 5]])
+def test_values_that_are_each_given_once_are_not_split(first: list[int]) -> None:
+    model = Model(
+        spec_of({"x": ("n",)}, {"y": (None,)}),
+        lambda x: {"y": np.unique(x)},
+        ragged="node 'u' (Unique)",
+    )
+    for values in (first, [1, 1, 1, 1], [2, 1, 2, 1]):
+        x = np.array(values, np.float32)
+        assert np.array_equal(model.ask(x)["y"], np.unique(x))
 
 
 def test_example_replaces_what_was_known_and_is_not_refuted_by_it() -> None:

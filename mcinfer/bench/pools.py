@@ -87,7 +87,9 @@ class Batched(Concurrent):
             why = f"each run takes {setup.fixed_batch} of the rows, no more"
         else:
             shapes = [tuple(n if isinstance(n, int) else 1 for n in s.shape) for s in model.inputs]
-            why = why_apart(model, cut_batch(model, shapes, 1, self._split))
+            why = why_apart(
+                model, cut_batch(model, shapes, 1, self._split), checked=self._split.checked
+            )
             if not why and setup.batches and 2 * min(setup.batches) > setup.max_batch_size:
                 why = f"two requests have more than {setup.max_batch_size} rows"
         if why:

@@ -207,17 +207,32 @@ RANDOM_OPERATORS = frozenset(
 )
 """Operators that draw random numbers, by domain and type."""
 
-RAGGED_OPERATORS = frozenset(
-    {
-        *(("ai.onnx", name) for name in ("Compress", "NonMaxSuppression", "NonZero", "Unique")),
-        *(
-            ("ai.onnx", f"Sequence{n}")
-            for n in ("At", "Construct", "Empty", "Erase", "Insert", "Map")
-        ),
-        *(("ai.onnx", name) for name in ("ConcatFromSequence", "SplitToSequence", "StringSplit")),
-    }
+_ALL = range(1 << 10)
+
+SIZED_BY = {
+    ("ai.onnx", name): operands
+    for names, operands in (
+        ("Compress NonMaxSuppression NonZero Unique StringSplit ImageDecoder", _ALL),
+        ("SequenceAt SequenceConstruct SequenceErase SequenceInsert SequenceMap", _ALL),
+        ("ConcatFromSequence SplitToSequence Range", _ALL),
+        ("ConstantOfShape HammingWindow HannWindow BlackmanWindow", range(1)),
+        ("CenterCropPad Expand OneHot Pad Reshape Split Tile TopK Upsample", range(1, 2)),
+        ("Resize", range(2, 4)),
+        ("Slice", range(1, 5)),
+    )
+    for name in names.split()
+} | {
+    ("com.microsoft", name): _ALL
+    for name in ("BeamSearch", "GreedySearch", "RemovePadding", "Sampling", "Unique")
+}
+"""By domain and type, the inputs of an operator whose values say how large its results are."""
+
+_OF_SHAPE = frozenset({("ai.onnx", "Shape"), ("ai.onnx", "Size")})
+
+_KNOWN_DOMAINS = frozenset(
+    {"ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft"}
 )
-"""Operators whose results have as many elements as their data say, by domain and type."""
+"""Others' operators may give results of any size."""
 
 TRAINING_INPUT = {
     ("ai.onnx", "Dropout"): 2,
@@ -301,6 +316,9 @@ class OnnxFile:
         draws: The nodes that may draw random numbers: their label, and the name of the input that says
             whether they do (empty if they always do).
         ragged: The label of a node whose result's size depends on its data; empty if there is none.
+        fixed: Names of values that do not depend on the inputs' data: constants, and what follows from
+            shapes.
+        functions: Domains and names of the model's own functions.
         false: Names of constants that are a single False.
     """
 
@@ -319,6 +337,8 @@ class OnnxFile:
     operators: Counter[tuple[str, str]] = field(default_factory=Counter)
     draws: list[tuple[str, str]] = field(default_factory=list)
     ragged: str = ""
+    fixed: set[str] = field(default_factory=set)
+    functions: set[tuple[str, str]] = field(default_factory=set)
     false: set[str] = field(default_factory=set)
 
     @property
@@ -448,6 +468,9 @@ def _scan(model: ProtoMessage) -> OnnxFile:
     found = OnnxFile(
         ir_version=model.number(1), producer=f"{model.text(2)} {model.text(3)}".strip()
     )
+    found.functions = {
+        (f.text(10, "replace") or _MAIN_DOMAIN, f.text(1, "replace")) for f in model.messages(25)
+    }
     found.metadata = {entry.text(1): entry.text(2) for entry in model.messages(14)}
     for opset in model.messages(8):
         found.opsets[opset.text(1) or _MAIN_DOMAIN] = opset.number(2)
@@ -472,6 +495,11 @@ def _walk(message: ProtoMessage, kind: str, found: OnnxFile, depth: int) -> None
         operator = message.text(7, "replace") or _MAIN_DOMAIN, message.text(4, "replace")
         found.operators[operator] += 1
         _note_node(message, operator, found)
+        _note_sizes(message, operator, found)
+    elif kind == _GRAPH:  # its nodes come first
+        found.fixed.update(tensor.text(8) for tensor in message.messages(_INITIALIZER))
+    elif kind == _FUNCTION:  # it has names of its own
+        found.fixed.clear()
     for number, held in _HOLDS[kind].items():
         for inner in message.messages(number):
             if held != _TENSOR:
@@ -493,11 +521,7 @@ def _walk(message: ProtoMessage, kind: str, found: OnnxFile, depth: int) -> None
 
 
 def _note_node(node: ProtoMessage, operator: tuple[str, str], found: OnnxFile) -> None:
-    """Note whether a node draws random numbers, or is a constant that says that others do not.
-
-    And whether the size of its result depends on its data. That of a loop's scanned outputs, which are those
-    past its carried values, may: its condition ends it.
-    """
+    """Note whether a node draws random numbers, or is a constant that says that others do not."""
     if operator == (_MAIN_DOMAIN, "Constant"):
         if any(_is_false(tensor, _tensor(tensor)) for tensor in node.messages(5, 5)):
             found.false.update(node.texts(2))
@@ -505,17 +529,33 @@ def _note_node(node: ProtoMessage, operator: tuple[str, str], found: OnnxFile) -
     says = ""
     if operator in TRAINING_INPUT:
         says = "".join(node.texts(1)[TRAINING_INPUT[operator] :][:1])
-    is_loop = operator == (_MAIN_DOMAIN, "Loop")
-    ragged = is_loop and len(node.parts(2)) > len(node.parts(1)) - 2
-    ragged = ragged or operator in RAGGED_OPERATORS
-    if not (says or ragged) and operator not in RANDOM_OPERATORS:
+    if not says and operator not in RANDOM_OPERATORS:
         return
-    name = node.text(3, "replace")
-    label = f"node {name[:_MAX_LABEL]!r} ({operator[1]})" if name else f"a node {operator[1]}"
-    if ragged:
-        found.ragged = found.ragged or label
-        return
+    label = _label(node, operator)
     found.draws.append((label, says))
+
+
+def _note_sizes(node: ProtoMessage, operator: tuple[str, str], found: OnnxFile) -> None:
+    """Note whether the size of a node's result depends on data, and what depends on none."""
+    inputs, outputs = node.texts(1), [name for name in node.texts(2) if name]
+    given = [name for name in inputs if name]
+    holds = any(True for attribute in node.messages(5) for _ in attribute.messages(6))
+    is_fixed = all(name in found.fixed for name in given) and not holds
+    sized = SIZED_BY.get(operator, ())
+    if operator[0] not in _KNOWN_DOMAINS and operator not in found.functions:
+        sized = _ALL
+    depends = any(i in sized and name not in found.fixed for i, name in enumerate(inputs) if name)
+    if depends or operator == (_MAIN_DOMAIN, "Loop"):  # whose condition ends it
+        found.ragged = found.ragged or _label(node, operator)
+    if operator in _OF_SHAPE or (is_fixed and operator not in RANDOM_OPERATORS):
+        found.fixed.update(outputs)
+    else:
+        found.fixed.difference_update(outputs)
+
+
+def _label(node: ProtoMessage, operator: tuple[str, str]) -> str:
+    name = node.text(3, "replace")
+    return f"node {name[:_MAX_LABEL]!r} ({operator[1]})" if name else f"a node {operator[1]}"
 
 
 def _is_false(tensor: ProtoMessage, initializer: Initializer) -> bool:

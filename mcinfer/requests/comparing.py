@@ -142,7 +142,8 @@ def tells(parts: Sequence[NDArray[Any]], axis: int) -> bool:
 def made_rows(arrays: Batch, axes: Sequence[int | None]) -> list[NDArray[Any]]:
     """Four rows made out of a request's: floats with noise of their own scale, others moved.
 
-    Integers, booleans and texts are drawn from the values of the same input. Inputs that are not cut stay.
+    Integers, booleans and texts are values of the same input, each of them in turn from row to row, so that
+    rows differ wherever there are two values. Inputs that are not cut stay.
     """
     random = np.random.default_rng(0)
     made = []
@@ -150,7 +151,8 @@ def made_rows(arrays: Batch, axes: Sequence[int | None]) -> list[NDArray[Any]]:
         if axis is None:
             made.append(array)
             continue
-        rows = np.take(array, np.arange(MADE_ROWS) % array.shape[axis], axis)
+        # Not in the order that was seen, which may be that of the model's results.
+        rows = np.take(array, np.arange(1, MADE_ROWS + 1) % array.shape[axis], axis)
         if array.dtype.kind == "f" or (array.dtype.isbuiltin != 1 and "float" in array.dtype.name):
             values = rows.astype(np.float64)
             values = np.where(np.isfinite(values), values, 0.0)
@@ -158,7 +160,10 @@ def made_rows(arrays: Batch, axes: Sequence[int | None]) -> list[NDArray[Any]]:
             with np.errstate(all="ignore"):
                 rows = (values + scale * random.normal(size=rows.shape)).astype(array.dtype)
         else:
-            rows = array.reshape(-1)[random.integers(0, array.size, rows.shape)]
+            values = np.unique(array)
+            turns = np.arange(MADE_ROWS).reshape(-1, *[1] * (array.ndim - axis - 1))
+            begin = random.integers(0, values.size, np.take(rows, [0], axis).shape)
+            rows = values[(begin + turns) % values.size]
         made.append(rows)
     return made
 

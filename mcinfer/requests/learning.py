@@ -33,7 +33,7 @@ from mcinfer.specs import ModelSpec
 
 _MAX_SPLITTERS = 64  # sets of axes that calls say, of which it is remembered what was learned
 
-_LOOK_SECONDS = 10.0
+_LOOK_SECONDS = 3.0
 _LOOK_FACTOR = 10.0
 """Each further run of a look has so many seconds, and so many times what the first took."""
 

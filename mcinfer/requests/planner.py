@@ -326,7 +326,7 @@ class Planner:
                 plan = replace(plan, simple_outputs=None)
         join = None
         if call.joins and known is not None and known.splits and not (on_card or self._is_ragged):
-            join = self._join(arrays, plan, call.weights)
+            join = self._join(arrays, plan, call.weights, checked=known.split.checked)
         laid = plan
         if plan.seen is None or call.outputs_on is not None:
             held, written = self.place.lease(plan, timeout, with_outputs=outputs is None)
@@ -622,7 +622,12 @@ class Planner:
         return part_of_joined(inputs, outputs)
 
     def _join(
-        self, arrays: Sequence[NDArray[Any]], plan: Plan, weights: WeightVersion
+        self,
+        arrays: Sequence[NDArray[Any]],
+        plan: Plan,
+        weights: WeightVersion,
+        *,
+        checked: bool,
     ) -> tuple[Hashable, int] | None:
         """The key of requests that one run can answer together, and what this one counts for.
 
@@ -631,7 +636,7 @@ class Planner:
         """
         cut = plan.cut
         opened = [s.name for s in self._model.outputs if s.name in self._opened]
-        why = sharding.why_apart(self._model, cut)
+        why = sharding.why_apart(self._model, cut, checked=checked)
         if opened:
             why = f"the shape of output {opened[0]!r} is not known before the run"
         if why:

@@ -52,6 +52,7 @@ from mcinfer.sharding import (
     first_split,
     has_single_rows,
     is_fixed,
+    is_free,
     is_guess,
     rows_of,
     split_unevenly,
@@ -280,9 +281,9 @@ class Splitter:
 
         With `anew`, what an earlier request has shown may confirm this one, and refutes nothing.
         """
-        reason, split = "", now.split
+        reason, split, sure = "", now.split, True
         try:
-            split = self._show(arrays, whole, run)
+            split, sure = self._show(arrays, whole, run)
         except _CannotTellError as exc:
             reason = str(exc)
         except ClosedError:  # its caller has cancelled it
@@ -300,8 +301,9 @@ class Splitter:
             why = split.reason or "two requests show different axes"
             split = replace(split, inputs=dict.fromkeys(self._names), reason=why)
         confirmed = guess is not None and agrees and guess.rows != split.rows
-        if split.splits and not confirmed and is_guess(self._model, split.inputs, self._said):
-            reason = "inputs of one size may have it by chance: a batch of another size shows it"
+        sure = sure and not is_guess(self._model, split.inputs, self._said)
+        if split.splits and not (confirmed or sure):
+            reason = "these rows may join by chance: a batch of another size shows it"
             self._leave_open(reason, replace(now, guess=split))
             return
         self.known = self._new(split, settled=True, updated=now.updated)
@@ -347,26 +349,45 @@ class Splitter:
 
     # What a request shows.
 
-    def _show(self, arrays: Batch, whole: Arrays, run: Runs) -> Split:
-        """How a batch splits, by its own rows, or by rows made out of them.
+    def _show(self, arrays: Batch, whole: Arrays, run: Runs) -> tuple[Split, bool]:
+        """How a batch splits, by its own rows, or by rows made out of them; and whether that is sure.
 
         Raises:
             _CannotTellError: Neither show anything.
             McinferError: They could not be run.
         """
+        sure = True
         try:
             split = self._decide(arrays, whole, run)
         except _CannotTellError as exc:
             try:
                 split = self._decide(arrays, None, run)
-            except _CannotTellError:
-                raise exc from None
+            except _CannotTellError as made:
+                raise _CannotTellError(f"{exc}; of rows made out of it: {made}") from None
+        else:
+            if split.splits and self._may_be_chance(arrays, split):
+                try:
+                    joints = self._try(arrays, None, split.inputs, MADE_ROWS, run)
+                    if refuted := _mixed(joints):
+                        split = self._refuted(refuted, MADE_ROWS)
+                except _CannotTellError:
+                    sure = False
         if not split.splits and self._first.known == "said":
             (again,) = answers_of(run, [arrays])
             pairs = [(again[name], one) for name, one in whole.items()]
             if not all(a.shape == b.shape and difference(a, b)[0] for a, b in pairs):
                 raise _CannotTellError("two runs of the same inputs differ")
-        return split
+        return split, sure
+
+    def _may_be_chance(self, arrays: Batch, split: Split) -> bool:
+        """Whether these values alone may join: where an input goes whole, or sizes vary."""
+        pairs = zip(self._model.inputs, arrays, strict=True)
+        return bool(self._ragged) or any(
+            is_free(spec, axis) and size > 1
+            for spec, array in pairs
+            if split.inputs[spec.name] is None and spec.name not in self._said.inputs
+            for axis, size in enumerate(array.shape)
+        )
 
     def _decide(self, arrays: Batch, whole: Arrays | None, run: Runs) -> Split:
         """What rows show: those of a request, with its answer, or, without one, rows made out of them."""
@@ -387,7 +408,7 @@ class Splitter:
                 if not refuted and unclear is None:
                     unclear = axes, exc
                 continue  # where the likeliest is wrong, this one may never show
-            mixed = {name: joint for name, joint in joints.items() if joint.kind == "mixed"}
+            mixed = _mixed(joints)
             if not mixed:
                 return self._shown(shapes, axes, joints, count)
             most, refuted = max(most, count), refuted or mixed
@@ -401,6 +422,9 @@ class Splitter:
             and has_single_rows(self._model, shapes)
         ):
             raise _CannotTellError("an input of a single row may be the batch")
+        return self._refuted(refuted, most)
+
+    def _refuted(self, refuted: Mapping[str, Joint], rows: int) -> Split:
         return Split(
             inputs=dict.fromkeys(self._names),
             outputs={
@@ -409,7 +433,7 @@ class Splitter:
             },
             known="learned",
             checked=True,
-            rows=most,
+            rows=rows,
             difference=max(joint.difference for joint in refuted.values()),
             reason=in_words(refuted),
         )
@@ -517,6 +541,10 @@ class Splitter:
                 kind: Literal["axis", "same"] = "same" if said is None else "axis"
                 joints[name] = Joint(kind=kind, axis=said, rank=whole[name].ndim)
         return joints
+
+
+def _mixed(joints: Mapping[str, Joint]) -> dict[str, Joint]:
+    return {name: joint for name, joint in joints.items() if joint.kind == "mixed"}
 
 
 def answers_of(run: Runs, requests: Sequence[Batch]) -> list[Arrays]:
