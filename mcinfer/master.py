@@ -109,8 +109,8 @@ class Master:
         restart: When a worker that died is started again.
         limits: Limits on requests and memory.
         max_batch_size: Most rows of one run that joins requests of `submit` (dynamic batching); 1 is off.
-            Requests can be joined if they differ only in the batch's size, the model's batch is symbolic
-            and every output has it. A request that fails never spoils the others.
+            Requests can be joined if they differ only in the batch's size, the split is known, every output
+            declares the batch's symbol, and no size depends on data. One that fails never spoils others.
         max_delay: Seconds that a request may wait for others to join while a worker is free.
         trace: Called with a `RequestTrace` after each queued request, in a thread of mcinfer's own, one
             call at a time. It should be quick. It does not keep the master alive, whatever it holds.
@@ -118,8 +118,8 @@ class Master:
             every worker whole. The model's symbols and `verify` decide about inputs that are not named.
         output_axes: By output name, the axis along which to join its parts, or None for an output that is
             the same from every worker.
-        verify: How much of the split to check. ``"first"``: the first request that can show the split runs
-            whole on one worker, which gives its answer, and also in pieces; the cache records the result
+        verify: ``"first"``: unless the arguments say all axes, or the cache knows them, the first request
+            runs whole on one worker, which gives its answer, and also in pieces; the cache records the result
             (see `split`). ``"never"``: nothing is checked or learned; the arguments and the model's symbols
             decide.
         parallel: Over how many devices to cut the model itself, for one that does not fit a device: each
@@ -529,8 +529,8 @@ class Master:
     ) -> Arrays:
         """Run a whole batch, split over all workers, and wait for the joined answer.
 
-        The first request that can show how its batch splits runs whole on one worker, and again in pieces;
-        both answers are compared (see `split`). Later requests are split.
+        The first request runs whole on one worker, and again in pieces, unless the split is known; both
+        answers are compared (see `split`). Later requests are split.
 
         Args:
             inputs: Arrays by input name, or in the model's input order. Any layout and byte order; arrays
@@ -601,8 +601,8 @@ class Master:
 
         For many small requests: each runs whole on the next free worker. (With a model of a fixed batch, a
         multiple of the batch runs as that many pieces.) With `max_batch_size`, several requests may go as
-        one run, once two of them have run, apart and as one, with the same result; one with tensors on a card
-        runs by itself. The arguments are those of `predict`.
+        one run, once the split is known; one with tensors on a card runs by itself. The arguments are those
+        of `predict`.
 
         Returns:
             A future of what `predict` returns and raises. ``cancel()`` works until the future is done, and
@@ -739,11 +739,11 @@ class Master:
     ) -> Split:
         """Learn from an example how a batch is split, replace what was known, and record the result.
 
-        The example runs whole on one worker, and in pieces. An example with equal rows, or with a single
-        row, shows nothing.
+        The example runs whole on one worker, and in pieces. Where its rows show nothing (a single one, equal
+        ones), rows that are made out of them do the same.
 
         Args:
-            example: Inputs as for `predict`, with at least two different rows.
+            example: Inputs as for `predict`.
             timeout: Seconds for the runs; None is `Timeouts.predict`.
             batch_axes: As in `predict`.
             output_axes: As in `predict`.
@@ -767,7 +767,7 @@ class Master:
         split runs twice (see `split`). Workers that do not serve now are left out.
 
         Args:
-            example: Inputs as for `predict`; at least two different rows also show the split.
+            example: Inputs as for `predict`.
             timeout: Seconds for all runs together; None is `Timeouts.predict`.
 
         Raises:

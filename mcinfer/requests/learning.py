@@ -151,7 +151,7 @@ class Learner:
         """Answer a call whose pieces failed by a whole run, and split no more; None if that fails, too."""
         if not self.may_rescue(call):
             return None
-        runs = self._runs(replace(call, limited=False, context=None))  # its trace is told already
+        runs = self._runs(replace(call, limited=False, context=None))  # its trace was announced
         try:
             (answer,) = answers_of(runs, [self._planner.host_arrays(call.inputs, call.timeout)])
         except McinferError:
