@@ -939,13 +939,12 @@ class Master:
             if call.known.open and (answer := self._learner.try_answer(call)) is not None:
                 return answer
             try:
-                answer = self._planner.answer_call(call)
+                return self._planner.answer_call(call)
             except PredictError as exc:
                 answer = self._learner.rescue(call, exc)
                 if answer is None:
                     raise
                 return answer
-            return answer
         finally:
             call.weights = NO_WEIGHTS
 
