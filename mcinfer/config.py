@@ -2,8 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Literal, get_args
 
@@ -484,3 +484,167 @@ class Limits(Options):
     memory_bytes: Annotated[int | None, optional(count(4096))] = None
     when_full: Annotated[Literal["wait", "raise"], choice("wait", "raise")] = "wait"
     worker_memory_bytes: Annotated[int | None, optional(count(1 << 20))] = None
+
+
+# The plan of a pool.
+
+
+_PIECES_OF_A_STAGE = 4
+"""Into how many pieces per stage a batch is cut for a pipeline: p stages work for m of m + p - 1 steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessPlan:
+    """One process of a pool.
+
+    Attributes:
+        device: What it runs on.
+        share: Its cores.
+        missing: Why it has none; empty if it has.
+        rank: Its rank in its group; 0 if the model is not cut.
+        card_workers: How many workers of the pool its card has; 1 on other devices.
+        shares_weights: Whether it may hold the weights on its card once with the card's other workers.
+    """
+
+    device: Device
+    share: CoreShare = NOT_PINNED
+    missing: str = ""
+    rank: int = 0
+    card_workers: int = 1
+    shares_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """What the options of a pool come to.
+
+    Attributes:
+        groups: By worker, its processes: one, or the ranks of a model that is cut.
+        parallel: How the model is cut.
+        pieces: Into how many pieces a batch is cut for each run that the workers execute at once.
+        warning: What the user should know of the choice of cores; empty if nothing.
+    """
+
+    groups: tuple[tuple[ProcessPlan, ...], ...]
+    parallel: Parallel
+    pieces: int
+    warning: str
+
+    @property
+    def processes(self) -> tuple[ProcessPlan, ...]:
+        return tuple(process for group in self.groups for process in group)
+
+    @property
+    def inline(self) -> bool:
+        """Whether the session runs in the user's own process."""
+        return self.processes[0].device.kind == INLINE
+
+    @property
+    def on_host(self) -> bool:
+        """Whether no device has memory of its own."""
+        return all(process.device.kind in ("cpu", INLINE) for process in self.processes)
+
+
+def plan_pool(
+    devices: int | str | Sequence[int | str] | None,
+    *,
+    engine: str,
+    options: EngineOptions,
+    restart: RestartPolicy,
+    limits: Limits,
+    parallel: Parallel | None,
+    cores: Sequence[int],
+    cpus: int,
+    near: Callable[[Sequence[Device]], Mapping[int, Sequence[int]]],
+) -> PoolPlan:
+    """The processes of a pool with these options; the first six arguments are those of `mcinfer.Master`.
+
+    `cores` are those that this process may use, and `cpus` is how many threads can run there
+    (`mcinfer.machine.whole_cpus`). `near` finds the cores beside each card among devices, by its index
+    (`mcinfer.machine.cores_near`).
+
+    Raises:
+        InvalidInputError: The options do not fit the devices, or each other.
+    """
+    cut = Parallel() if parallel is None else parallel
+    if parallel is not None and devices is None:
+        devices = cut.devices
+    chosen = parse_devices(devices, cpus)
+    if chosen[0].kind == INLINE:
+        _check_inline(options, restart, limits, parallel)
+    if parallel is not None and len(chosen) != cut.devices:
+        raise InvalidInputError(
+            f"devices: got {len(chosen)}, expected {cut.devices}, one for each rank of {cut}"
+        )
+    if cut.ranks > 1:
+        _check_cut(cut, engine, options)
+    shares = share_cores(chosen, cores, options.cores, cpus, {} if options.cores else near(chosen))
+    nowhere = CoreShare(threads=cpus if cpus < len(cores) else None)
+    may_be_wide = (
+        not options.threads
+        and options.runs_at_once == 1
+        and restart.max_memory_bytes is None
+        and cut.ranks == 1
+    )
+    may_share = (
+        engine == "onnxruntime"
+        and options.prepare != "never"
+        and options.provider in (None, "cuda")
+        and cut.ranks == 1
+    )
+    on_cards = Counter(device.index for device in chosen if device.kind in CARD_KINDS)
+    processes = []
+    for index, device in enumerate(chosen):
+        found = shares.get(index, nowhere)
+        share = found if isinstance(found, CoreShare) else nowhere
+        process = ProcessPlan(
+            device=device,
+            share=share if may_be_wide else replace(share, pool=()),
+            missing="" if isinstance(found, CoreShare) else str(found),
+            rank=index % cut.ranks,
+            card_workers=on_cards[device.index] if device.kind in CARD_KINDS else 1,
+            shares_weights=may_share and device.kind == "cuda" and chosen.count(device) > 1,
+        )
+        processes.append(process)
+    return PoolPlan(
+        groups=tuple(
+            tuple(processes[i : i + cut.ranks]) for i in range(0, len(processes), cut.ranks)
+        ),
+        parallel=cut,
+        # A pipeline is idle in part while its first and its last pieces pass, so it gets many.
+        pieces=1 if cut.pipeline == 1 else _PIECES_OF_A_STAGE * cut.pipeline,
+        warning=check_cores(chosen, shares, cpus),
+    )
+
+
+def _check_cut(cut: Parallel, engine: str, options: EngineOptions) -> None:
+    """Raise `InvalidInputError` for what a model that is cut cannot have."""
+    if engine != "onnxruntime":
+        raise InvalidInputError(f"parallel: got {cut} with engine {engine!r}, expected onnxruntime")
+    if options.variable_weights:
+        raise InvalidInputError(
+            f"variable_weights: got {[*options.variable_weights]}, but the weights of a model that is cut "
+            f"over devices ({cut}) cannot be replaced"
+        )
+    if options.runs_at_once > 1:
+        name = "streams" if options.streams else "concurrent_runs"
+        raise InvalidInputError(
+            f"{name}: got {options.runs_at_once} with parallel={cut}, expected 1: the ranks of a group "
+            "execute one run together"
+        )
+
+
+def _check_inline(
+    options: EngineOptions, restart: RestartPolicy, limits: Limits, parallel: Parallel | None
+) -> None:
+    """Raise `InvalidInputError` for what a session in this process cannot have."""
+    for name, value, why in (
+        ("cores", options.cores, "threads of this process are not pinned"),
+        ("parallel", parallel, "one session has the whole model"),
+        ("worker_memory_bytes", limits.worker_memory_bytes, "that is a limit of a process"),
+        ("max_memory_bytes", restart.max_memory_bytes, "that is the memory of a process"),
+    ):
+        if value is not None:
+            raise InvalidInputError(
+                f"{name}: got {value!r} with devices={INLINE!r}, expected None: {why}"
+            )

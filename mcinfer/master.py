@@ -6,35 +6,30 @@ none.
 
 import logging
 import os
-import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
+from dataclasses import asdict
 from functools import partial
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from time import monotonic
 from typing import Any, NoReturn, Protocol, Self, TypeVar, get_args, runtime_checkable
+from weakref import finalize, ref
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from mcinfer.checks import check_count, check_seconds
 from mcinfer.config import (
-    CARD_KINDS,
-    INLINE,
-    CoreShare,
-    Device,
     EngineOptions,
     Limits,
     Parallel,
+    PoolPlan,
     RestartPolicy,
     Timeouts,
-    check_cores,
-    parse_devices,
-    share_cores,
+    plan_pool,
 )
 from mcinfer.errors import (
     BuildError,
@@ -67,9 +62,6 @@ from mcinfer.statistics import Health, Statistics, TraceHook
 _log = logging.getLogger("mcinfer.master")
 
 _NO_AXES = (None, None)
-
-_PIECES_OF_A_STAGE = 4
-"""Into how many pieces per stage a batch is cut for a pipeline: p stages work for m of m + p - 1 steps."""
 
 _T = TypeVar("_T")
 
@@ -153,23 +145,13 @@ class Master:
         verify: Verify = "first",
         parallel: Parallel | None = None,
     ) -> None:
-        self._timeouts = timeouts
-        self._limits = limits
-        try:
-            fill_streams()
-        except OSError as exc:  # no descriptor is left
-            raise BuildError(f"no pool can be opened: {exc}") from exc
-        self._given = b""
-        self._in_memory: ModelInMemory | None = None
-        self._path = self._path_of(model)
-        cut = Parallel() if parallel is None else parallel
         for name, value, kind in (
             ("engine", engine, str),
             ("options", options, EngineOptions),
             ("timeouts", timeouts, Timeouts),
             ("restart", restart, RestartPolicy),
             ("limits", limits, Limits),
-            ("parallel", cut, Parallel),
+            ("parallel", Parallel() if parallel is None else parallel, Parallel),
         ):
             if not isinstance(value, kind):
                 raise InvalidInputError(
@@ -181,136 +163,61 @@ class Master:
         if not isinstance(verify, str) or verify not in ways:
             expected = " or ".join(map(repr, ways))
             raise InvalidInputError(f"verify: got {verify!r}, expected {expected}")
-        self._said = SaidAxes.of(batch_axes, output_axes)
         check_count("max_batch_size", max_batch_size, 1)
         check_seconds("max_delay", max_delay)
-        self._joins = max_batch_size > 1
+        self._said = SaidAxes.of(batch_axes, output_axes)
+        self._plan = plan_pool(
+            devices,
+            engine=engine,
+            options=options,
+            restart=restart,
+            limits=limits,
+            parallel=parallel,
+            cores=sorted(os.sched_getaffinity(0)),
+            cpus=whole_cpus(),
+            near=cores_near,
+        )
+        if self._plan.warning:
+            _log.warning("%s", self._plan.warning)
+        self._engine = engine
+        self._timeouts = timeouts
+        self._limits = limits
+        self._verify: Verify = verify
+        self._max_rows = max_batch_size
         # The loop holds this weakly: what the hook holds may hold the master.
         self._trace = None if trace is None else partial(trace)
-        cores = sorted(os.sched_getaffinity(0))
-        cpus = whole_cpus()
-        if parallel is not None and devices is None:
-            devices = cut.devices
-        chosen = parse_devices(devices, cpus)
-        inline = chosen[0].kind == INLINE
-        if inline:
-            _check_inline(options, restart, limits, parallel)
-        if parallel is not None and len(chosen) != cut.devices:
-            raise InvalidInputError(
-                f"devices: got {len(chosen)}, expected {cut.devices}, one for each rank of {cut}"
-            )
-        if cut.ranks > 1:
-            _check_cut(cut, engine, options)
-        near = {} if options.cores else cores_near(chosen)
-        shares = share_cores(chosen, cores, options.cores, cpus, near)
-        if crowded := check_cores(chosen, shares, cpus):
-            _log.warning("%s", crowded)
-        self._absent = {i: why for i, why in shares.items() if not isinstance(why, CoreShare)}
-        pinned = {i: share for i, share in shares.items() if isinstance(share, CoreShare)}
-        nowhere = CoreShare(cores=(), shared=False, threads=cpus if cpus < len(cores) else None)
-        may_share = engine == "onnxruntime" and cut.ranks == 1
-        may_share &= options.prepare != "never" and options.provider in (None, "cuda")
-        may_be_wide = not options.threads and restart.max_memory_bytes is None and cut.ranks == 1
-        may_be_wide &= options.runs_at_once == 1
-        on_cards = Counter(device.index for device in chosen if device.kind in CARD_KINDS)
-        builds = []
-        for index, device in enumerate(chosen):
-            share = pinned.get(index, nowhere)
-            builds.append(
-                Build(
-                    model=self._path,
-                    engine=engine,
-                    device=str(device),
-                    cores=share.cores,
-                    shared=share.shared,
-                    threads=share.threads,
-                    pool=share.pool if may_be_wide else (),
-                    usable=share.usable,
-                    options=options,
-                    card_workers=on_cards[device.index] if device.kind in CARD_KINDS else 1,
-                    shares_weights=may_share and device.kind == "cuda" and chosen.count(device) > 1,
-                    tensor=cut.tensor,
-                    pipeline=cut.pipeline,
-                    rank=index % cut.ranks,
-                )
-            )
-        _check_build(builds[0])
-        groups = [builds[i : i + cut.ranks] for i in range(0, len(builds), cut.ranks)]
-        # A pipeline is idle in part while its first and its last pieces pass, so it gets many.
-        self._pieces = 1 if cut.pipeline == 1 else _PIECES_OF_A_STAGE * cut.pipeline
-        # An engine comes into the user's process in this way alone.
-        inline_worker = import_module("mcinfer.worker.inline").InlineWorker if inline else None
         rules = PoolRules(
-            timeouts=self._timeouts,
+            timeouts=timeouts,
             restart=restart,
-            limits=self._limits,
+            limits=limits,
             max_batch_size=max_batch_size,
             max_delay=max_delay,
-            tracing=self._trace is not None,
+            tracing=trace is not None,
         )
         try:
+            fill_streams()
+            self._path, self._in_memory = _model_file(model)
             self._loop = Loop(
-                groups,
+                _builds(self._plan, self._path, engine, options),
                 rules,
-                self._limits.memory_bytes or usable_memory() // 2,
-                trace=None if self._trace is None else weakref.ref(self._trace),
-                worker=inline_worker or WorkerProcess,
+                limits.memory_bytes or usable_memory() // 2,
+                trace=None if self._trace is None else ref(self._trace),
+                worker=_inline_worker() if self._plan.inline else WorkerProcess,
             )
         except OSError as exc:  # no descriptor is left
             raise BuildError(f"no pool can be opened: {exc}") from exc
         self._loop.model = self._in_memory  # for as long as workers may be started
-        self._devices = [build.device for build in builds]
-        self._workers = len(groups)
-        # At the start, when the model is known.
-        on_host = all(device.kind in ("cpu", INLINE) for device in chosen)
-        self._new_planner = partial(
-            Planner,
-            place=HostPlace(self._loop.arena, self._loop.inbox.allocate, self._loop.frames),
-            queue=self._loop.inbox,
-            limits=limits,
-            max_rows=max_batch_size,
-            remembers=cut.ranks == 1 and on_host,
-        )
-        self._new_learner = partial(
-            Learner,
-            said=self._said,
-            verify=verify,
-            engine=engine,
-            joins=self._joins,
-        )
         self._model: ModelSpec | None = None
         self._description = ModelDescription()
-        # At interpreter exit the loop closes itself; this is for a master that becomes garbage.
         self._waiting = WaitingThreads()
-        self._finalizer = weakref.finalize(self, _abandon, self._loop, self._waiting)
+        # At interpreter exit the loop closes itself; this is for a master that becomes garbage.
+        self._finalizer = finalize(self, _abandon, self._loop, self._waiting)
         self._finalizer.atexit = False
-
-    def _path_of(self, model: "str | os.PathLike[str] | bytes | SerializableModel") -> str:
-        """The path of the model, which may not be written yet."""
-        if isinstance(model, (str, os.PathLike)):
-            try:
-                return str(Path(model).absolute())
-            except OSError as exc:
-                raise InvalidInputError(
-                    f"model: got {os.fspath(model)!r}, expected an absolute path: the working folder is gone"
-                ) from exc
-        if isinstance(model, (bytes, bytearray, memoryview)):
-            self._given = bytes(model)
-        elif isinstance(model, SerializableModel):
-            self._given = model.SerializeToString()
-        else:
-            raise InvalidInputError(
-                f"model: got {type(model).__name__}, expected a path, bytes or an onnx.ModelProto"
-            )
-        try:
-            self._in_memory = ModelInMemory()
-        except OSError as exc:  # no descriptor is left
-            raise BuildError(f"{IN_MEMORY} cannot be kept: {exc}") from exc
-        return self._in_memory.path
 
     def __repr__(self) -> str:
         model = "given as bytes" if self._in_memory else os.path.basename(self._path)
-        return f"<Master {model} on {', '.join(self._devices)}: {self._loop.state}>"
+        devices = ", ".join(str(process.device) for process in self._plan.processes)
+        return f"<Master {model} on {devices}: {self._loop.state}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -330,20 +237,15 @@ class Master:
             ClosedError: The master is closed, or was started before.
         """
         self._loop.claim_start()
-        if self._absent:
+        missing = [(i, one.missing) for i, one in enumerate(self._plan.processes) if one.missing]
+        failure: McinferError | None = None
+        if missing:
+            failure = BuildError(say_once(f"worker {i}: {reason}" for i, reason in missing))
+        elif self._in_memory is None and not os.path.lexists(self._path):
+            failure = ModelNotFoundError(f"model: there is no file {self._path!r}")
+        if failure is not None:
             self._finalizer.detach()  # it would hold the error, whose traceback holds this
-            reasons = (f"worker {i}: {reason}" for i, reason in self._absent.items())
-            self._loop.refuse_start(BuildError(say_once(reasons)))
-        if self._in_memory is not None:
-            try:  # to where all workers find it, those that are restarted too
-                self._in_memory.write([self._given])
-                self._given = b""
-            except OSError as exc:
-                self._finalizer.detach()
-                self._loop.refuse_start(BuildError(f"{IN_MEMORY} cannot be kept: {exc}"))
-        elif not os.path.lexists(self._path):
-            self._finalizer.detach()
-            self._loop.refuse_start(ModelNotFoundError(f"model: there is no file {self._path!r}"))
+            self._loop.refuse_start(failure)
         try:
             built = self._loop.start()
             model = ModelSpec(inputs=_specs(built.inputs), outputs=_specs(built.outputs))
@@ -353,17 +255,34 @@ class Master:
                 overridable=_specs(built.overridable),
                 provider_options=built.provider_options,
             )
+            on_one = len(self._plan.groups) == 1
             whole = f"{built.random} draws random numbers" if built.random else ""
-            if whole and self._workers > 1:
+            if whole and not on_one:
                 whole += ", and each worker draws for itself"
-            ragged = built.ragged
-            planner = self._new_planner(model, weights=_specs(built.weights), ragged=ragged)
-            self._learner = self._new_learner(
-                model, planner, self._waiting, identity=built.model, whole=whole, ragged=ragged
+            self._planner = Planner(
+                model,
+                place=HostPlace(self._loop.arena, self._loop.inbox.allocate, self._loop.frames),
+                queue=self._loop.inbox,
+                limits=self._limits,
+                max_rows=self._max_rows,
+                weights=_specs(built.weights),
+                remembers=self._plan.parallel.ranks == 1 and self._plan.on_host,
+                ragged=built.ragged,
             )
-            if whole and self._workers > 1 and not self._said.inputs:
+            self._learner = Learner(
+                model,
+                self._planner,
+                self._waiting,
+                said=self._said,
+                verify=self._verify,
+                engine=self._engine,
+                identity=built.model,
+                whole=whole,
+                ragged=built.ragged,
+                joins=self._max_rows > 1,
+            )
+            if whole and not (on_one or self._said.inputs):
                 self._learner.splitter.warn(whole)
-            self._planner = planner
             self._model = model
         except BaseException:
             self.close()
@@ -447,7 +366,7 @@ class Master:
         """
         self._ready()
         self._loop.supervision.restart_workers(
-            self._patience("restart_workers", timeout, self._workers)
+            self._patience("restart_workers", timeout, len(self._plan.groups))
         )
 
     def _patience(self, call: str, timeout: float | None, workers: int) -> float:
@@ -650,7 +569,8 @@ class Master:
             InvalidInputError: As `predict`; for a request, when the iterator takes it.
         """
         if ahead is None:
-            ahead = 4 * self._pieces * max(self._workers, self._loop.supervision.at_once)
+            ahead = max(len(self._plan.groups), self._loop.supervision.at_once)
+            ahead *= 4 * self._plan.pieces
         check_count("ahead", ahead, 1)
         self._ready()
         submit = partial(
@@ -907,9 +827,9 @@ class Master:
         else:
             check_seconds("timeout", timeout)
         start = monotonic()
-        joins = pieces == 1 and self._joins
+        joins = pieces == 1 and self._max_rows > 1
         if pieces is None:
-            pieces = self._pieces * max(1, self._loop.supervision.at_once)
+            pieces = self._plan.pieces * max(1, self._loop.supervision.at_once)
         else:
             check_count("shards", pieces, 1)
         splitter = self._learner.splitter
@@ -951,7 +871,7 @@ class Master:
     def _place(self, text: str, name: str, specs: Sequence[TensorSpec] = ()) -> Any:
         """The card that an argument of this name says, for tensors like these."""
         self._ready()
-        pool = [Device.parse(device) for device in self._devices]
+        pool = [process.device for process in self._plan.processes]
         return cards().open_place(text, name, specs, pool, self._loop.inbox)
 
     def _check_outputs(self, outputs: Sequence[str]) -> None:
@@ -977,45 +897,68 @@ def _in_order(futures: "Iterator[Future[Arrays]]", ahead: int) -> Iterator[Array
             future.cancel()
 
 
-def _check_cut(cut: Parallel, engine: str, options: EngineOptions) -> None:
-    """Raise `InvalidInputError` for what a model that is cut cannot have."""
-    if engine != "onnxruntime":
-        raise InvalidInputError(f"parallel: got {cut} with engine {engine!r}, expected onnxruntime")
-    if options.variable_weights:
-        raise InvalidInputError(
-            f"variable_weights: got {[*options.variable_weights]}, but the weights of a model that is cut "
-            f"over devices ({cut}) cannot be replaced"
-        )
-    if options.runs_at_once > 1:
-        name = "streams" if options.streams else "concurrent_runs"
-        raise InvalidInputError(
-            f"{name}: got {options.runs_at_once} with parallel={cut}, expected 1: the ranks of a group "
-            "execute one run together"
-        )
-
-
-def _check_inline(
-    options: EngineOptions, restart: RestartPolicy, limits: Limits, parallel: Parallel | None
-) -> None:
-    """Raise `InvalidInputError` for what a session in this process cannot have."""
-    for name, value, why in (
-        ("cores", options.cores, "threads of this process are not pinned"),
-        ("parallel", parallel, "one session has the whole model"),
-        ("worker_memory_bytes", limits.worker_memory_bytes, "that is a limit of a process"),
-        ("max_memory_bytes", restart.max_memory_bytes, "that is the memory of a process"),
-    ):
-        if value is not None:
+def _model_file(
+    model: "str | os.PathLike[str] | bytes | SerializableModel",
+) -> tuple[str, ModelInMemory | None]:
+    """The path of a model, and the file in memory of one that is given as it is."""
+    if isinstance(model, (str, os.PathLike)):
+        try:
+            return str(Path(model).absolute()), None
+        except OSError as exc:
             raise InvalidInputError(
-                f"{name}: got {value!r} with devices={INLINE!r}, expected None: {why}"
-            )
-
-
-def _check_build(build: Build) -> None:
-    """Raise `InvalidInputError` for options that do not fit the message to a worker."""
+                f"model: got {os.fspath(model)!r}, expected an absolute path: the working folder is gone"
+            ) from exc
+    if isinstance(model, (bytes, bytearray, memoryview)):
+        content = bytes(model)
+    elif isinstance(model, SerializableModel):
+        content = model.SerializeToString()
+    else:
+        raise InvalidInputError(
+            f"model: got {type(model).__name__}, expected a path, bytes or an onnx.ModelProto"
+        )
     try:
-        encode(build)
+        file = ModelInMemory(content)
+    except OSError as exc:  # no descriptor, or no memory, is left
+        raise BuildError(f"{IN_MEMORY} cannot be kept: {exc}") from exc
+    return file.path, file
+
+
+def _builds(plan: PoolPlan, model: str, engine: str, options: EngineOptions) -> list[list[Build]]:
+    """By worker, the messages that have its processes load the model.
+
+    Raises:
+        InvalidInputError: The options do not fit a message.
+    """
+    builds = [
+        [
+            Build(
+                model=model,
+                engine=engine,
+                options=options,
+                device=str(process.device),
+                **asdict(process.share),
+                card_workers=process.card_workers,
+                shares_weights=process.shares_weights,
+                tensor=plan.parallel.tensor,
+                pipeline=plan.parallel.pipeline,
+                rank=process.rank,
+            )
+            for process in group
+        ]
+        for group in plan.groups
+    ]
+    try:
+        encode(builds[0][0])
     except ProtocolError as exc:
         raise InvalidInputError(f"options: they do not fit a message to a worker: {exc}") from exc
+    return builds
+
+
+def _inline_worker() -> type[WorkerProcess]:
+    """What runs a session in this process: an engine comes into the user's process in this way alone."""
+    from mcinfer.worker.inline import InlineWorker
+
+    return InlineWorker
 
 
 def _abandon(loop: Loop, waiting: WaitingThreads) -> None:

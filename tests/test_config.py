@@ -19,11 +19,14 @@ from mcinfer.config import (
     Device,
     EngineOptions,
     Limits,
+    Parallel,
+    PoolPlan,
     RestartPolicy,
     Timeouts,
     automatic_workers,
     check_cores,
     parse_devices,
+    plan_pool,
     share_cores,
 )
 from mcinfer.errors import InvalidInputError
@@ -106,6 +109,89 @@ def test_devices_of_openvino_have_names_of_their_own() -> None:
 def test_devices_that_make_no_sense_are_refused(devices: Any) -> None:
     with pytest.raises(InvalidInputError, match="devices: got"):
         parse_devices(devices, cores=4)
+
+
+# Pools.
+
+
+def plan(devices: Any = None, cores: int = 4, cpus: int | None = None, **given: Any) -> PoolPlan:
+    """The plan of a pool on a machine whose card 0 is beside the last two cores."""
+    options: dict[str, Any] = {
+        "engine": "onnxruntime",
+        "options": EngineOptions(),
+        "restart": RestartPolicy(),
+        "limits": Limits(),
+        "parallel": None,
+    }
+    return plan_pool(
+        devices,
+        **(options | given),
+        cores=range(cores),
+        cpus=cpus or cores,
+        near=lambda devices: {0: (cores - 2, cores - 1)} if Device("cuda", 0) in devices else {},
+    )
+
+
+def test_a_pool_on_the_cpu_has_a_share_of_the_cores_for_each_worker() -> None:
+    pool = plan(2)
+    assert [[str(one.device) for one in group] for group in pool.groups] == [["cpu:0"], ["cpu:1"]]
+    assert [one.share.cores for one in pool.processes] == [(0, 1), (2, 3)]
+    assert [one.share.pool for one in pool.processes] == [
+        (0, 1, 2, 3)
+    ] * 2  # a lone request is wide
+    assert (pool.pieces, pool.warning, pool.inline, pool.on_host) == (1, "", False, True)
+    assert plan(5).warning.startswith("devices: 5 workers share 4")
+    assert plan("cpu:9").processes[0].missing.startswith("device cpu:9 does not exist")
+    for some in (
+        {"options": EngineOptions(threads=1)},
+        {"options": EngineOptions(concurrent_runs=2)},
+        {"restart": RestartPolicy(max_memory_bytes=1 << 30)},
+        {"parallel": Parallel(tensor=2)},
+    ):
+        assert not any(one.share.pool for one in plan(2, **some).processes), some
+
+
+def test_a_model_that_is_cut_has_groups_of_ranks() -> None:
+    pool = plan(parallel=Parallel(tensor=2, pipeline=2, replicas=2), cores=8)
+    assert [[one.rank for one in group] for group in pool.groups] == [[0, 1, 2, 3]] * 2
+    assert pool.pieces == 8  # four for each stage
+    default: dict[str, Any] = {"devices": 2, "parallel": Parallel(tensor=2)}
+    for some in (
+        {"engine": "openvino"},
+        {"options": EngineOptions(variable_weights=["w"])},
+        {"options": EngineOptions(concurrent_runs=2)},
+        {"devices": 3},
+        {"devices": "inline"},
+    ):
+        with pytest.raises(InvalidInputError, match=": got "):
+            plan(**default | some)
+
+
+def test_workers_of_one_card_share_its_weights_and_the_cores_beside_it() -> None:
+    pool = plan(["cuda:0", "cuda:0", "cuda:1", "cpu:0"])
+    assert [one.shares_weights for one in pool.processes] == [True, True, False, False]
+    assert [one.card_workers for one in pool.processes] == [2, 2, 1, 1]
+    assert [one.share.cores for one in pool.processes] == [(2,), (3,), (), (0, 1, 2, 3)]
+    assert not pool.on_host
+    for some in ({"engine": "fake"}, {"options": EngineOptions(prepare="never")}):
+        assert not any(one.shares_weights for one in plan(["cuda:0", "cuda:0"], **some).processes)
+
+
+def test_under_a_quota_a_worker_without_cores_has_the_quota_as_threads() -> None:
+    assert plan("npu:0", cpus=3).processes[0].share == CoreShare(threads=3)
+    assert plan("npu:0").processes[0].share == CoreShare()
+
+
+def test_a_session_inline_takes_no_option_of_a_process() -> None:
+    assert plan("inline").inline
+    for name, some in (
+        ("cores", {"options": EngineOptions(cores=[[0]])}),
+        ("parallel", {"parallel": Parallel()}),
+        ("worker_memory_bytes", {"limits": Limits(worker_memory_bytes=1 << 20)}),
+        ("max_memory_bytes", {"restart": RestartPolicy(max_memory_bytes=1)}),
+    ):
+        with pytest.raises(InvalidInputError, match=f"^{name}: got .* with devices='inline'"):
+            plan("inline", **some)
 
 
 # Cores.
