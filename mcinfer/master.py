@@ -601,7 +601,7 @@ class Master:
         call.keeps = True
         future: OutcomeFuture[Arrays] | None = None
         try:
-            if call.known.open and self._learner.may_look(call):
+            if not call.known.splits and self._learner.may_look(call):
                 return await self._in_thread(call, partial(self._answer, call))
             try:
                 future = self._learner.submit(call, wait=False)
@@ -647,7 +647,8 @@ class Master:
         Axes that a single call gives do not count here. `ClosedError` before `start`.
         """
         self._spec()
-        return self._learner.splitter.known_for(self._planner.weights.current.number > 0).split
+        updated = self._planner.weights.current.number > 0
+        return self._learner.splitter_for(*_NO_AXES, updated).known.split
 
     def learn(
         self,
@@ -832,16 +833,14 @@ class Master:
             pieces = self._plan.pieces * max(1, self._loop.supervision.at_once)
         else:
             check_count("shards", pieces, 1)
-        splitter = self._learner.splitter
-        if axes != _NO_AXES:
-            splitter = self._learner.splitter_for(*axes)
-        weights, known = self._planner.weights.current, splitter.known
-        if known.updated != (weights.number > 0):
-            known = splitter.known_for(weights.number > 0)
+        weights, splitter = self._planner.weights.current, self._learner.splitter
+        updated = weights.number > 0
+        if axes != _NO_AXES or splitter.updated != updated:
+            splitter = self._learner.splitter_for(*axes, updated)
         return Call(
             inputs,
             splitter,
-            known,
+            splitter.known,
             weights,
             pieces,
             joins,
@@ -856,7 +855,7 @@ class Master:
     def _answer(self, call: Call) -> Arrays:
         """Answer a call: learn from it, or hand it on."""
         try:
-            if call.known.open and (answer := self._learner.try_answer(call)) is not None:
+            if not call.known.splits and (answer := self._learner.try_answer(call)) is not None:
                 return answer
             try:
                 return self._planner.answer_call(call)

@@ -58,7 +58,7 @@ class Model:
         **options: Any,
     ) -> None:
         said = SaidAxes(inputs=inputs or {}, outputs=outputs or {})
-        self.records: list[dict[str, Any] | None] = []
+        self.records: list[Split | None] = []
         self.splitter = Splitter(spec, said, record=self.records.append, **options)
         self.runs = self.split_runs = 0
         self.before: Callable[[int, Inputs], None] = lambda *_: None
@@ -70,12 +70,12 @@ class Model:
         """What is known now."""
         return self.splitter.known.split
 
-    def ask(self, *arrays: NDArray[Any], pieces: int = 2, updated: bool = False) -> Arrays:
-        """Answer a request that is cut in so many pieces at most, with replaced weights or without."""
-        known = self.splitter.known_for(updated)
-        if pieces > 1 and self.splitter.begin(known):
+    def ask(self, *arrays: NDArray[Any], pieces: int = 2) -> Arrays:
+        """Answer a request that is cut in so many pieces at most."""
+        known = self.splitter.known
+        if pieces > 1 and self.splitter.begin():
             return self.splitter.look(
-                arrays, self.run_all, lambda known: self._run_split(arrays, known, pieces)
+                arrays, self.run, lambda known: self._run_split(arrays, known, pieces)
             )
         if not known.settled:
             return self.run(arrays)
@@ -97,16 +97,6 @@ class Model:
         except ValueError as exc:  # shapes that do not go together
             raise PredictError(str(exc)) from exc
         return {name: np.asarray(array) for name, array in answer.items()}
-
-    def run_all(self, requests: Sequence[Inputs]) -> list[Arrays | McinferError]:
-        """What a splitter has run."""
-        outcomes: list[Arrays | McinferError] = []
-        for arrays in requests:
-            try:
-                outcomes.append(self.run(arrays))
-            except McinferError as exc:
-                outcomes.append(exc)
-        return outcomes
 
     def _run_split(self, arrays: Inputs, known: Known, pieces: int) -> Arrays:
         cut = cut_batch(self.spec, [array.shape for array in arrays], pieces, known.split)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from mcinfer.errors import McinferError
 from mcinfer.model_cache.cache import Cache
 from mcinfer.model_cache.keys import write_atomically
 from mcinfer.private import opened_folder
+from mcinfer.sharding import SaidAxes, Split
+from mcinfer.specs import ModelSpec
 
 _VERSION = 3  # version of the record's form and of the learning: increase it when either changes
 
@@ -43,8 +45,8 @@ class SplitRecord:
         text = json.dumps(facts, sort_keys=True)
         self._name = f"{hashlib.sha256(text.encode()).hexdigest()}.json" if identity else ""
 
-    def read(self) -> Any:
-        """The content that was kept last, if any."""
+    def read(self, model: ModelSpec) -> Split | None:
+        """The split of this model that was kept last, if any."""
         if not self._name:
             return None
         try:
@@ -52,22 +54,57 @@ class SplitRecord:
             if _FOLDER not in os.environ and not own.exists():
                 return None  # a look makes no folder
             with _folder() as folder, open(folder / self._name, "rb") as file:
-                return json.loads(file.read(_MAX_BYTES))
+                return of_record(json.loads(file.read(_MAX_BYTES)), model)
         except (McinferError, OSError, ValueError, RecursionError):
             return None
 
-    def write(self, content: Mapping[str, Any] | None) -> None:
+    def write(self, split: Split | None) -> None:
         """Replace the record; None removes it."""
         if not self._name:
             return
         try:
             with _folder() as folder:
-                if content is None:
+                if split is None:
                     (folder / self._name).unlink(missing_ok=True)
                     return
-                write_atomically(folder / self._name, json.dumps(content))
+                write_atomically(folder / self._name, json.dumps(as_record(split)))
         except (McinferError, OSError) as exc:
             _log.debug("how the batch is split is not kept: %s", exc)
+
+
+def _integers(values: Mapping[str, Any]) -> dict[str, int]:
+    return {str(name): int(value) for name, value in values.items()}
+
+
+_FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    "inputs": dict,
+    "outputs": dict,
+    "rows": int,
+    "difference": float,
+    "reason": str,
+    "sizes": _integers,
+    "ranks": _integers,
+}
+"""What is kept of a split, and how it is read."""
+
+
+def as_record(split: Split) -> dict[str, Any]:
+    """What is kept of a split, as JSON."""
+    return {name: getattr(split, name) for name in _FIELDS}
+
+
+def of_record(content: Any, model: ModelSpec) -> Split | None:
+    """The split that `as_record` wrote; None if it does not fit the model."""
+    try:
+        read = {name: kind(content[name]) for name, kind in _FIELDS.items()}
+        split = Split(**read, known="recorded", checked=True)
+        joined = {n: axis for n, axis in split.outputs.items() if not isinstance(axis, str)}
+        SaidAxes(inputs=split.inputs, outputs=joined).check(model)
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
+        return None
+    sides = ((split.inputs, model.inputs), (split.outputs, model.outputs))
+    fits = all([*axes] == [spec.name for spec in specs] for axes, specs in sides)
+    return split if fits and (split.splits or split.reason) else None
 
 
 def _folder() -> AbstractContextManager[Path]:

@@ -12,8 +12,7 @@ replaced by four that are made out of them. After the look nothing is learned: a
 answered by a whole run, and ends the split for this master. The comparison is evidence, not proof: a model
 that mixes its rows only for some values passes until these values come.
 
-A `Splitter` has no thread. One caller looks at a time; other requests run whole meanwhile. What is known may
-be withdrawn, or belong to older weights, by the time that a look ends: then its outcome is dropped.
+A `Splitter` has no thread. One caller looks at a time; other requests run whole meanwhile.
 """
 
 import itertools
@@ -21,14 +20,13 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from mcinfer.errors import (
     ClosedError,
     InvalidInputError,
     McinferError,
     PredictError,
-    PredictTimeoutError,
     WorkerDiedError,
 )
 from mcinfer.requests.comparing import (
@@ -41,9 +39,8 @@ from mcinfer.requests.comparing import (
     made_rows,
     tells,
 )
-from mcinfer.requests.tensors import Arrays, difference
+from mcinfer.requests.tensors import Arrays
 from mcinfer.sharding import (
-    MAX_RANK,
     Axes,
     SaidAxes,
     Shape,
@@ -66,11 +63,8 @@ Verify = Literal["first", "never"]
 _LOOKS = 3
 """Requests that may show the split; if none does, all run whole."""
 
-Runs = Callable[[Sequence[Batch]], "Sequence[Arrays | McinferError]"]
-"""Runs each of these requests whole, on one worker; all at once."""
-
-
-# Looking.
+Run = Callable[[Batch], Arrays]
+"""Runs a request whole, on one worker; raises `McinferError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +75,6 @@ class Known:
         settled: Whether it is final.
         splits: Whether requests are split: it is settled, and `Split.splits`.
         rescues: Whether a split request that fails may be answered by a whole run.
-        open: Whether calls go through the learner: it is not settled, or it was not said yet that requests
-            run whole.
-        looks: Requests that may still show it.
-        guess: What a request has shown that a second one, of another number of rows, is to confirm.
-        updated: Whether it holds for replaced weights.
         number: Another one for each, to keep plans apart.
     """
 
@@ -93,10 +82,6 @@ class Known:
     settled: bool
     splits: bool
     rescues: bool
-    open: bool
-    looks: int
-    guess: Split | None
-    updated: bool
     number: int
 
 
@@ -117,8 +102,15 @@ class Splitter:
             model's symbols decide, and nothing is learned.
         whole: Why requests run whole unless the user says what to split; empty if nothing speaks against it.
         ragged: A node whose result's size depends on data: rows of outputs are not counted then.
-        recorded: What was learned of this model before, as `as_record` made it.
+        updated: Whether it is for replaced weights.
+        recorded: What was learned of this model before.
         record: Stores what is learned; None deletes the record.
+
+    Attributes:
+        known: What is known now.
+        is_decided: Whether there is nothing to look for.
+        shown: What a request has shown that another one, of another number of rows, may confirm.
+        withdrawn: Why a split was wrong; empty if none was.
 
     Raises:
         InvalidInputError: The model has no such input, output or axis.
@@ -132,74 +124,58 @@ class Splitter:
         verify: Verify = "first",
         whole: str = "",
         ragged: str = "",
-        recorded: object = None,
-        record: Callable[[dict[str, Any] | None], None] = lambda _: None,
+        updated: bool = False,
+        recorded: Split | None = None,
+        record: Callable[[Split | None], None] = lambda _: None,
     ) -> None:
         self._model = model
-        self._said = said
+        self.said = said
+        self.updated = updated
         self._ragged = ragged
         self._record = record
         self._names = tuple(spec.name for spec in model.inputs)
         self._first = first = first_split(model, said)
+        # Runs that take one number of rows show nothing.
         self._is_fixed = is_fixed(model, first)
-        """Whether runs take one number of rows, of which nothing is learned."""
         if whole and not said.inputs and not self._is_fixed:
             self._first = replace(first, reason=whole)
         self._is_said_whole = first.known == "said" and bool(first.reason)
         is_said = set(said.inputs) == set(self._names) and not first.unjoined
-        self._is_known = bool(whole) or self._is_fixed or self._is_said_whole or is_said
-        """Whether there is nothing to look for."""
-        self._is_never = verify == "never"
+        self.is_decided = bool(whole) or self._is_fixed or self._is_said_whole or is_said
+        self._looks_left = _LOOKS
         self._looking = threading.Lock()
-        self._is_withdrawn = self._warned = False
-        split, settled = self._first, self._is_never or self._is_known
-        if not settled and (found := of_record(recorded, model)) is not None:
-            split, settled = found, True
-        self.known = self._new(split, settled=settled)
+        self._warned = False
+        self.shown: Split | None = None
+        self.withdrawn = ""
+        if verify == "never" or self.is_decided:
+            self._settle(self._first)
+        else:
+            self._settle(recorded or self._first, settled=recorded is not None)
         if whole and self.known.splits and said.inputs:
             _log.warning("requests are split as batch_axes says, without a check: %s", whole)
 
-    def _new(self, split: Split, *, settled: bool, updated: bool = False) -> Known:
-        split = replace(split, settled=settled)
+    def _settle(self, split: Split, settled: bool = True) -> None:
         splits = settled and split.splits
-        return Known(
-            split=split,
+        self.known = Known(
+            split=replace(split, settled=settled),
             settled=settled,
             splits=splits,
             rescues=splits and not self._is_fixed,
-            open=not splits,
-            looks=_LOOKS,
-            guess=None,
-            updated=updated,
             number=next(_numbers),
         )
-
-    def known_for(self, updated: bool) -> Known:
-        """What is known for the model's own weights, or for replaced ones."""
-        known = self.known
-        if known.updated and not updated:
-            # A request from before the first update runs whole, and shows nothing.
-            return replace(known, settled=False, splits=False, open=False, updated=False)
-        if updated and not known.updated:
-            if self._is_withdrawn or self._is_never or self._is_known:
-                self.known = known = replace(known, updated=True)
-            else:
-                self.known = known = self._new(self._first, settled=False, updated=True)
-        return known
+        if split.checked and split.splits:
+            self.shown = split
 
     @property
     def busy(self) -> bool:
         return self._looking.locked()
 
-    def begin(self, known: Known) -> bool:
-        """Claim the look, for a request that came when this was known; True is to be followed by `look`."""
-        now = self.known
-        if now.settled or now.updated != known.updated:
-            return False
-        return self._looking.acquire(blocking=False)
+    def begin(self) -> bool:
+        """Claim the look, if it is due; True is to be followed by `look`."""
+        return not self.known.settled and self._looking.acquire(blocking=False)
 
     def look(
-        self, arrays: Batch, run: Runs, split_run: Callable[[Known], Arrays] | None = None
+        self, arrays: Batch, run: Run, split_run: Callable[[Known], Arrays] | None = None
     ) -> Arrays:
         """Answer a request by a whole run, and look how its batch splits; after `begin`.
 
@@ -207,61 +183,40 @@ class Splitter:
             McinferError: The whole run failed, and so did `split_run`, which runs it as the user or the
                 model's symbols say.
         """
-        now = self.known
         try:
-            (whole,) = run([arrays])
-            if isinstance(whole, McinferError):
-                return self._without_whole(whole, now, split_run)
-            self._learn(arrays, whole, run, now)
+            try:
+                whole = run(arrays)
+            except (PredictError, WorkerDiedError) as exc:
+                if split_run is None or not self._first.splits:
+                    raise
+                return self._without_whole(exc, split_run)
+            self._learn(arrays, whole, run)
             return whole
         finally:
             self._looking.release()
 
-    def relearn(self, updated: bool, arrays: Batch, run: Runs, timeout: float) -> Split:
-        """Forget what was learned, and look at this request, unless there is nothing to look for.
+    def learn(self, arrays: Batch, run: Run, before: Split | None) -> None:
+        """Look at an example alone; what was shown before may confirm it, and refutes nothing.
 
         Raises:
             McinferError: The whole run failed.
-            PredictTimeoutError: Another thread looks for longer than the time-out.
         """
-        if self._is_known:
-            return self.known.split
-        mine = False
-        try:
-            mine = self._looking.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
-            if not mine:
-                raise PredictTimeoutError(f"others were learning the split for {timeout:g} s")
-            (whole,) = answers_of(run, [arrays])
-            before = self.known.split
-            guess = before if before.checked and before.splits else self.known.guess
-            fresh = self._new(self._first, settled=self._is_never, updated=updated)
-            # One more than others have: what it does not show costs nothing.
-            self.known = now = replace(fresh, guess=guess, looks=_LOOKS + 1)
-            self._warned = self._is_withdrawn = False
-            self._learn(arrays, whole, run, now, anew=True)
-            return self.known.split
-        finally:
-            if mine:
-                self._looking.release()
+        self.shown = before
+        self._looks_left += 1  # what an example does not show costs nothing
+        self._learn(arrays, run(arrays), run, refutes=False)
 
     def withdraw(self, reason: str) -> None:
         """A split request has shown that the split is wrong: from now on requests run whole."""
-        known = self.known
-        if known.split.splits:
-            self._is_withdrawn = True
-            split = replace(known.split, reason=reason, checked=False)
-            self.known = self._new(split, settled=True, updated=known.updated)
-            self._record(None)  # it may be by the model's own weights, whatever the version is now
+        if self.known.splits:
+            self.withdrawn = reason
+            self._settle(replace(self.known.split, reason=reason, checked=False))
+            self._record(None)
             self.warn_if_whole()
 
     def warn_if_whole(self) -> None:
         """Say once why a request that may have rows is not split."""
         known, split = self.known, self.known.split
-        if not known.settled or known.splits:
-            return
-        if known.open:
-            self.known = replace(known, open=False)  # with its number: plans hold
-        if not (self._is_fixed or self._is_said_whole):
+        if known.settled and not (known.splits or self._is_fixed or self._is_said_whole):
             self.warn(split.reason or f"output {split.unjoined[0]!r}: its axis is not known")
 
     def warn(self, reason: str) -> None:
@@ -274,110 +229,86 @@ class Splitter:
                 reason,
             )
 
-    def _learn(
-        self, arrays: Batch, whole: Arrays, run: Runs, now: Known, *, anew: bool = False
-    ) -> None:
-        """Learn from a request and its answer, if `now` is what is known until the look ends.
-
-        With `anew`, what an earlier request has shown may confirm this one, and refutes nothing.
-        """
-        reason, split, sure = "", now.split, True
+    def _learn(self, arrays: Batch, whole: Arrays, run: Run, *, refutes: bool = True) -> None:
+        """Learn from a request and its answer, and from what another one has shown."""
         try:
             split, sure = self._show(arrays, whole, run)
         except _CannotTellError as exc:
-            reason = str(exc)
-        except ClosedError:  # its caller has cancelled it
+            self._leave_open(str(exc))
+            return
+        except ClosedError:
             return
         except McinferError as exc:  # the look is lost, not the request
-            reason = f"its pieces were not answered ({exc})"
-        if self.known is not now:
-            return  # an update came meanwhile
-        guess = now.guess
-        if reason:
-            self._leave_open(reason, now)
+            self._leave_open(f"its pieces were not answered ({exc})")
             return
-        agrees = guess is not None and guess.inputs == split.inputs
-        if guess is not None and not (agrees or anew):
+        other = self.shown
+        agrees = other is not None and other.inputs == split.inputs
+        if other is not None and refutes and not agrees:
             why = split.reason or "two requests show different axes"
             split = replace(split, inputs=dict.fromkeys(self._names), reason=why)
-        confirmed = guess is not None and agrees and guess.rows != split.rows
-        sure = sure and not is_guess(self._model, split.inputs, self._said)
+        confirmed = other is not None and agrees and other.rows != split.rows
+        sure = sure and not is_guess(self._model, split.inputs, self.said)
         if split.splits and not (confirmed or sure):
-            reason = "these rows may join by chance: a batch of another size shows it"
-            self._leave_open(reason, replace(now, guess=split))
+            self.shown = split
+            self._leave_open("these rows may join by chance: a batch of another size shows it")
             return
-        self.known = self._new(split, settled=True, updated=now.updated)
+        self._settle(split)
         self._warned = False  # what is decided is said all the same
-        if not now.updated:
-            self._record(as_record(split))
+        self._record(split)
         self.warn_if_whole()
 
-    def _leave_open(self, reason: str, now: Known) -> None:
+    def _leave_open(self, reason: str) -> None:
         """A request shows nothing: others may, or the user's word counts, or all run whole from now on."""
-        left = now.looks - 1
-        if now.settled:
+        if self.known.settled:
             return  # the symbols decide (`verify`)
-        if self._said.inputs and self._first.splits:
-            self._believe(reason, now)
-        elif left:
-            self.known = replace(now, looks=left)
+        self._looks_left -= 1
+        if self.said.inputs and self._first.splits:
+            self._believe(reason)
+        elif self._looks_left:
             self.warn(reason)
         else:
-            split = replace(self._first, reason=reason)
-            self.known = self._new(split, settled=True, updated=now.updated)
+            self._settle(replace(self._first, reason=reason))
             self.warn_if_whole()
 
-    def _without_whole(
-        self, failure: McinferError, now: Known, split_run: Callable[[Known], Arrays] | None
-    ) -> Arrays:
+    def _without_whole(self, failure: McinferError, run: Callable[[Known], Arrays]) -> Arrays:
         """The whole run failed, but pieces may fit into the devices' memory."""
-        broke = isinstance(failure, (PredictError, WorkerDiedError))
-        if split_run is None or not (broke and self._first.splits):
-            raise failure
+        split = replace(self._first, settled=True)
         try:
-            answer = split_run(self._new(self._first, settled=True, updated=now.updated))
+            answer = run(replace(self.known, split=split, settled=True, splits=True))
         except McinferError:
             raise failure from None
-        if self.known is now:
-            self._believe(f"a run of the whole batch failed, its pieces did not ({failure})", now)
+        self._believe(f"a run of the whole batch failed, its pieces did not ({failure})")
         return answer
 
-    def _believe(self, reason: str, now: Known) -> None:
+    def _believe(self, reason: str) -> None:
         """Nothing can be compared: trust the user's axes or the model's symbols."""
-        self.known = self._new(self._first, settled=True, updated=now.updated)
+        self._settle(self._first)
         _log.warning("requests are split without a check: %s", reason)
 
     # What a request shows.
 
-    def _show(self, arrays: Batch, whole: Arrays, run: Runs) -> tuple[Split, bool]:
+    def _show(self, arrays: Batch, whole: Arrays, run: Run) -> tuple[Split, bool]:
         """How a batch splits, by its own rows, or by rows made out of them; and whether that is sure.
 
         Raises:
             _CannotTellError: Neither show anything.
             McinferError: They could not be run.
         """
-        sure = True
         try:
             split = self._decide(arrays, whole, run)
         except _CannotTellError as exc:
             try:
-                split = self._decide(arrays, None, run)
+                return self._decide(arrays, None, run), True
             except _CannotTellError as made:
                 raise _CannotTellError(f"{exc}; of rows made out of it: {made}") from None
-        else:
-            if split.splits and self._may_be_chance(arrays, split):
-                try:
-                    joints = self._try(arrays, None, split.inputs, MADE_ROWS, run)
-                    if refuted := _mixed(joints):
-                        split = self._refuted(refuted, MADE_ROWS)
-                except _CannotTellError:
-                    sure = False
-        if not split.splits and self._first.known == "said":
-            (again,) = answers_of(run, [arrays])
-            pairs = [(again[name], one) for name, one in whole.items()]
-            if not all(a.shape == b.shape and difference(a, b)[0] for a, b in pairs):
-                raise _CannotTellError("two runs of the same inputs differ")
-        return split, sure
+        if split.splits and self._may_be_chance(arrays, split):
+            try:
+                joints = self._try(arrays, None, split.inputs, MADE_ROWS, run)
+            except _CannotTellError:
+                return split, False
+            if refuted := _mixed(joints):
+                split = self._refuted(refuted, MADE_ROWS)
+        return split, True
 
     def _may_be_chance(self, arrays: Batch, split: Split) -> bool:
         """Whether these values alone may join: where an input goes whole, or sizes vary."""
@@ -385,18 +316,18 @@ class Splitter:
         return bool(self._ragged) or any(
             is_free(spec, axis) and size > 1
             for spec, array in pairs
-            if split.inputs[spec.name] is None and spec.name not in self._said.inputs
+            if split.inputs[spec.name] is None and spec.name not in self.said.inputs
             for axis, size in enumerate(array.shape)
         )
 
-    def _decide(self, arrays: Batch, whole: Arrays | None, run: Runs) -> Split:
+    def _decide(self, arrays: Batch, whole: Arrays | None, run: Run) -> Split:
         """What rows show: those of a request, with its answer, or, without one, rows made out of them."""
         shapes = {n: array.shape for n, array in zip(self._names, arrays, strict=True)}
         refuted: dict[str, Joint] = {}
         most = 0
         unclear: tuple[Axes, _CannotTellError] | None = None
         least = 1 if whole is None else 2
-        for axes in candidates(self._model, shapes, self._first, self._said, least):
+        for axes in candidates(self._model, shapes, self._first, self.said, least):
             # Where the likeliest shows nothing, one that cuts more may; any other is only less likely.
             cut = {} if unclear is None else unclear[0]
             if any(axis is not None and axes[name] != axis for name, axis in cut.items()):
@@ -416,11 +347,8 @@ class Splitter:
             raise unclear[1]
         if not refuted:
             raise _CannotTellError("it has no two rows")
-        if (
-            whole is not None
-            and self._first.known == "unknown"
-            and has_single_rows(self._model, shapes)
-        ):
+        is_unknown = whole is not None and self._first.known == "unknown"
+        if is_unknown and has_single_rows(self._model, shapes):
             raise _CannotTellError("an input of a single row may be the batch")
         return self._refuted(refuted, most)
 
@@ -444,9 +372,8 @@ class Splitter:
         outputs: dict[str, int | str | None] = {name: joint.axis for name, joint in joints.items()}
         said = axes == self._first.inputs and outputs == self._first.outputs
         sizes = {name: joint.size for name, joint in joints.items() if joint.size}
-        ranks = {name: joint.rank for name, joint in joints.items()}
-        if any(len(shapes[spec.name]) != len(spec.shape) for spec in self._model.inputs):
-            ranks = {}  # inputs of any rank may change those of outputs
+        # Inputs of any rank may change those of outputs.
+        is_any = any(len(shapes[spec.name]) != len(spec.shape) for spec in self._model.inputs)
         return Split(
             inputs=dict(axes),
             outputs=outputs,
@@ -455,11 +382,11 @@ class Splitter:
             rows=rows,
             difference=max((joint.difference for joint in joints.values()), default=0.0),
             sizes={} if self._ragged else sizes,
-            ranks=ranks,
+            ranks={} if is_any else {name: joint.rank for name, joint in joints.items()},
         )
 
     def _try(
-        self, arrays: Batch, whole: Arrays | None, axes: Axes, count: int, run: Runs
+        self, arrays: Batch, whole: Arrays | None, axes: Axes, count: int, run: Run
     ) -> dict[str, Joint]:
         """Compare the pieces of one hypothesis with the whole.
 
@@ -469,12 +396,10 @@ class Splitter:
         """
         if whole is None:
             arrays = made_rows(arrays, [axes[name] for name in self._names])
-            answer = run([arrays])[0]
-            if isinstance(answer, (PredictError, InvalidInputError)):
-                raise _CannotTellError(f"made rows do not run ({answer})")
-            if isinstance(answer, McinferError):
-                raise answer
-            whole = answer
+            try:
+                whole = run(arrays)
+            except (PredictError, InvalidInputError) as exc:
+                raise _CannotTellError(f"made rows do not run ({exc})") from None
         rows = split_unevenly(count)
         pieces = cut_rows(arrays, [axes[name] for name in self._names], rows)
         parts = [*zip(*pieces, strict=True)]
@@ -483,14 +408,13 @@ class Splitter:
         if len(alike) == len(cut):
             raise _CannotTellError("its rows are equal")
         joints = self._compare(whole, pieces, rows, run)
-        if any(joint.kind == "mixed" for joint in joints.values()):
+        if _mixed(joints):
             return joints
         for name in self._unsure(axes, alike):
             # Its pieces are equal, so that it may be right to cut it, or to send it whole.
             i = self._names.index(name)
             other = [[*piece[:i], arrays[i], *piece[i + 1 :]] for piece in pieces]
-            found = self._compare(whole, other, rows, run)
-            if all(joint.kind != "mixed" for joint in found.values()):
+            if not _mixed(self._compare(whole, other, rows, run)):
                 raise _CannotTellError(f"the rows of input {name!r} are equal")
         for name, joint in joints.items():
             if joint.kind == "unclear":
@@ -514,13 +438,13 @@ class Splitter:
             if (axis := axes[spec.name]) is not None and spec.shape
         }
         shown = {size for name, size in sizes.items() if name not in alike} - {None}
-        return [n for n in alike if n not in self._said.inputs and sizes.get(n) not in shown]
+        return [n for n in alike if n not in self.said.inputs and sizes.get(n) not in shown]
 
     def _compare(
-        self, whole: Arrays, pieces: Sequence[Batch], rows: Sequence[int], run: Runs
+        self, whole: Arrays, pieces: Sequence[Batch], rows: Sequence[int], run: Run
     ) -> dict[str, Joint]:
         try:
-            answers = answers_of(run, pieces)
+            answers = [*map(run, pieces)]
         except (PredictError, InvalidInputError) as exc:
             text = f"cannot be had from pieces ({exc})"
             return {spec.name: Joint(kind="mixed", text=text) for spec in self._model.outputs}
@@ -528,13 +452,11 @@ class Splitter:
             name: judge(output, [answer[name] for answer in answers], rows)
             for name, output in whole.items()
         }
-        for name, said in self._said.outputs.items():
+        for name, said in self.said.outputs.items():
             joint = joints[name]
             if joint.kind in ("axis", "same") and joint.axis != said:
-                is_same = joint.axis is None
-                how = (
-                    "is the same from every piece" if is_same else f"joins along axis {joint.axis}"
-                )
+                found = f"joins along axis {joint.axis}"
+                how = "is the same from every piece" if joint.axis is None else found
                 text = f"{how}, output_axes says {said}"
                 joints[name] = Joint(kind="mixed", joins=True, text=text)
             elif joint.kind == "unclear":
@@ -545,58 +467,3 @@ class Splitter:
 
 def _mixed(joints: Mapping[str, Joint]) -> dict[str, Joint]:
     return {name: joint for name, joint in joints.items() if joint.kind == "mixed"}
-
-
-def answers_of(run: Runs, requests: Sequence[Batch]) -> list[Arrays]:
-    """The answers to requests; raises the first failure."""
-    answers = []
-    for outcome in run(requests):
-        if isinstance(outcome, McinferError):
-            raise outcome
-        answers.append(outcome)
-    return answers
-
-
-# Records.
-
-
-def _integers(values: Mapping[str, Any]) -> dict[str, int]:
-    return {str(name): int(value) for name, value in values.items()}
-
-
-_RECORDED: Mapping[str, Callable[[Any], Any]] = {
-    "inputs": dict,
-    "outputs": dict,
-    "rows": int,
-    "difference": float,
-    "reason": str,
-    "sizes": _integers,
-    "ranks": _integers,
-}
-"""What the cache keeps of a split, and how it is read."""
-
-
-def as_record(split: Split) -> dict[str, Any]:
-    """What the cache keeps of a split, as JSON."""
-    return {name: getattr(split, name) for name in _RECORDED}
-
-
-def of_record(content: Any, model: ModelSpec) -> Split | None:
-    """The split that `as_record` wrote; None if it does not fit the model."""
-    try:
-        read = {name: kind(content[name]) for name, kind in _RECORDED.items()}
-        split = Split(**read, known="recorded", checked=True)
-        SaidAxes(inputs=split.inputs).check(model)
-    except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
-        return None
-    sides = ((split.inputs, model.inputs), (split.outputs, model.outputs))
-    fits = (
-        all(
-            axis is None or isinstance(axis, str) or (type(axis) is int and axis >= 0)
-            for axis in split.outputs.values()
-        )
-        and all(size >= 1 for size in split.sizes.values())
-        and all(0 <= rank <= MAX_RANK for rank in split.ranks.values())
-        and all([*axes] == [spec.name for spec in specs] for axes, specs in sides)
-    )
-    return split if fits and (split.splits or split.reason) else None

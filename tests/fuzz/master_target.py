@@ -81,10 +81,6 @@ _SPLIT = Known(
     settled=True,
     splits=True,
     rescues=False,
-    open=False,
-    looks=0,
-    guess=None,
-    updated=False,
     number=1,
 )
 """How requests of the model with known outputs are cut in two."""
