@@ -38,7 +38,6 @@ from mcinfer.errors import (
     InvalidInputError,
     MissingDependencyError,
     quotable,
-    raised_by_handler,
     requires,
     shortened,
 )
@@ -586,8 +585,6 @@ def _seen_calls(
     except _Reached:
         pass
     except Exception as exc:
-        if raised_by_handler(exc):
-            raise
         raise InvalidInputError(
             f"call: the pipeline needs other arguments than {[*given]}: {exc}"
         ) from exc
@@ -709,8 +706,6 @@ def _write(traced: _Traced, module: Any, folder: Path) -> Path:
         except MissingDependencyError:
             raise
         except Exception as exc:
-            if raised_by_handler(exc):
-                raise
             raise EngineError(
                 f"PyTorch cannot export {folder.name}: {shortened(str(exc))}"
             ) from quotable(exc)

@@ -25,9 +25,7 @@
 
 import collections.abc
 import contextlib
-import functools
 import re
-import signal
 
 _ABOUT_ONE = re.compile(
     r"(worker|group) (\d+)((?: of \d+ ranks)?)((?: \([^()]*\))?)(:? )(.*)", re.DOTALL
@@ -160,38 +158,6 @@ def shortened(text: str) -> str:
 def quotable(exc: Exception) -> Exception | None:
     """The exception as a cause for another one; None if its text is too long for a traceback."""
     return exc if len(str(exc)) <= _MAX_CHARACTERS else None
-
-
-def raised_by_handler(exc: BaseException) -> bool:
-    """Whether a signal's handler raised this exception, in the middle of what the main thread was at.
-
-    Such an exception says nothing of what it came out of, and must not be turned into an error about it.
-    """
-    codes = []
-    for number in signal.valid_signals():
-        handler: object = signal.getsignal(number)
-        while isinstance(handler, functools.partial):
-            handler = handler.func
-        handler = getattr(handler, "__func__", handler)  # of a method
-        if callable(handler) and not hasattr(handler, "__code__"):
-            handler = type(handler).__call__
-        codes.append(getattr(handler, "__code__", None))
-    trace = exc.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code in codes:
-            return True
-        trace = trace.tb_next
-    return False
-
-
-@contextlib.contextmanager
-def suppressed(*kinds: type[Exception]) -> collections.abc.Iterator[None]:
-    """As `contextlib.suppress`; what a signal's handler raises comes out."""
-    try:
-        yield
-    except kinds as exc:
-        if raised_by_handler(exc):
-            raise
 
 
 def say_once(sentences: collections.abc.Iterable[str]) -> str:

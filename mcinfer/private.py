@@ -31,14 +31,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from itertools import chain, compress
 from operator import attrgetter, itemgetter, methodcaller
 from pathlib import Path
 from typing import Any, ClassVar, Self
-
-from mcinfer.errors import raised_by_handler, suppressed
 
 IN_MEMORY = "the model given as bytes"
 """What messages call a model that has no path."""
@@ -65,7 +63,7 @@ def fill_streams() -> None:
     Raises:
         OSError: No descriptor is left.
     """
-    with suppressed(OSError):
+    with suppress(OSError):
         for stream in range(3):
             os.fstat(stream)
         return
@@ -182,7 +180,7 @@ def _walk(
                     break
                 if make is None:
                     raise
-                with suppressed(FileExistsError):
+                with suppress(FileExistsError):
                     os.mkdir(name, make, dir_fd=fd)
                 rest.append(name)
                 continue
@@ -247,9 +245,7 @@ def _is_private(fd: int, gid: int) -> bool:
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
         lists = [name for name in os.listxattr(path_of(fd)) if "acl" in name]
-    except (KeyError, OSError) as exc:
-        if raised_by_handler(exc):
-            raise
+    except (KeyError, OSError):
         return False
     return (
         not lists
@@ -284,7 +280,7 @@ def temporary_places(*first: str | None) -> list[str]:
     import tempfile  # not at every worker's start
 
     places = [*first]
-    with suppressed(FileNotFoundError):  # it finds no folder to write to
+    with suppress(FileNotFoundError):  # it finds no folder to write to
         places.append(tempfile.gettempdir())
     places.append("/tmp")  # noqa: S108 the last resort; its owner and mode are checked
     return [*dict.fromkeys(filter(None, places))]
@@ -411,8 +407,6 @@ class PrivateFolder:
                 try:
                     fd = _claim(Path(place), made)
                 except OSError as exc:
-                    if raised_by_handler(exc):
-                        raise
                     failure = exc
                     faults.append(f"{place}: {exc.strerror}")
                     continue
@@ -448,7 +442,7 @@ def _claim(place: Path, made: ExitStack) -> int:
         name = f"mcinfer-{os.urandom(8).hex()}"
         os.mkdir(name, 0o700, dir_fd=above)
         # It may be swept before it is locked.
-        with ExitStack() as tried, suppressed(FileNotFoundError):
+        with ExitStack() as tried, suppress(FileNotFoundError):
             tried.callback(shutil.rmtree, name, ignore_errors=True, dir_fd=above)
             fd = open_private(path_of(above) / name)
             tried.callback(Descriptors(fd).close)
@@ -476,9 +470,9 @@ def _sweep(place: int) -> None:
     """Remove the private folders in a place whose owners are gone."""
     import shutil
 
-    with suppressed(OSError):  # it cannot be listed
+    with suppress(OSError):  # it cannot be listed
         for name in filter(_NAME.fullmatch, os.listdir(path_of(place))):
-            with suppressed(OSError), ExitStack() as opened:  # its owner lives, or is another user
+            with suppress(OSError), ExitStack() as opened:  # its owner lives, or is another user
                 fd = open_private(path_of(place) / name)
                 opened.callback(os.close, fd)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -530,7 +524,7 @@ def take_lock(
         A descriptor that holds the lock, for the caller to close; None if another process has the lock.
     """
     lock = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with ExitStack() as unless_taken, suppressed(BlockingIOError):
+    with ExitStack() as unless_taken, suppress(BlockingIOError):
         unless_taken.callback(os.close, lock)
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
         if leads_to(path, lock):  # its last holder may have removed it
@@ -543,9 +537,7 @@ def leads_to(path: Path, fd: int) -> bool:
     """Whether a path leads to an open file or folder."""
     try:
         return os.path.samestat(path.stat(), os.fstat(fd))
-    except OSError as exc:
-        if raised_by_handler(exc):
-            raise
+    except OSError:
         return False
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from mcinfer.errors import BuildError, raised_by_handler
+from mcinfer.errors import BuildError
 from mcinfer.private import new_memory
 
 # Starting a module of this package as a process, which gets its import path over its own channel.
@@ -212,9 +212,7 @@ _INFO_EXIT = 1 << 3
 def _field(pid: int, number: int) -> str | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except (FileNotFoundError, ProcessLookupError, PermissionError) as exc:
-        if raised_by_handler(exc):
-            raise
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         # PermissionError: /proc hides other users' processes (hidepid).
         return None
     return text.rpartition(")")[2].split()[number - _FIRST_AFTER_NAME]

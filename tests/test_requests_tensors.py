@@ -1,10 +1,8 @@
 """Tests of mcinfer/requests/tensors.py: where parts of tensors lie, and how data gets in and out of there."""
 
-import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -194,55 +192,29 @@ def test_copy_is_whole_also_without_help(copier: Copier, order: str) -> None:
     assert np.array_equal(target, source)
 
 
-# What an object's own conversion raises, and what a signal's handler raises meanwhile.
+# What an object's own conversion raises.
 
 
 class Converting:
-    """Converts itself by this function."""
+    """Raises this where it is converted."""
 
-    def __init__(self, convert: Callable[[], object]) -> None:
-        self.convert = convert
+    def __init__(self, exc: BaseException) -> None:
+        self.exc = exc
 
     def __array__(self, *_: object, **__: object) -> object:
-        return self.convert()
+        raise self.exc
 
 
-class Handler:
-    """Raises an exception where a signal comes: as a function, a method, an object or in part."""
-
-    def __init__(self, exc: Exception) -> None:
-        def handle(*_: object) -> None:
-            raise exc
-
-        self.forms = (handle, self.__call__, self, partial(handle, 1))
-        self._handle = handle
-
-    def __call__(self, *_: object) -> None:
-        self._handle()
+@pytest.mark.parametrize("exc", [TimeoutError("late"), RuntimeError("needs grad"), KeyError("x")])
+def test_what_is_no_error_of_numpy_comes_out_of_a_conversion_as_it_is(exc: Exception) -> None:
+    """An object's own error, or what a signal's handler raises meanwhile."""
+    with pytest.raises(type(exc)) as caught:
+        as_input(Converting(exc), spec("float32"), "float32")
+    assert caught.value is exc
 
 
-@pytest.mark.parametrize("exc", [Exception("late"), TimeoutError("late"), RuntimeError("late")])
-def test_exception_of_a_signals_handler_comes_out_as_it_is(exc: Exception) -> None:
-    def convert() -> object:
-        os.kill(os.getpid(), NUMBER)
-        return [1.0] * 3
-
-    before = signal.getsignal(NUMBER)
-    try:
-        for form in Handler(exc).forms:
-            signal.signal(NUMBER, form)
-            with pytest.raises(type(exc)) as caught:
-                as_input(Converting(convert), spec("float32"), "float32")
-            assert caught.value is exc
-    finally:
-        signal.signal(NUMBER, before)
-
-
-@pytest.mark.parametrize("exc", [TypeError("on a card"), RuntimeError("needs grad"), KeyError("x")])
-def test_exception_of_an_objects_own_conversion_names_the_input(exc: Exception) -> None:
-    def convert() -> object:
-        raise exc
-
+@pytest.mark.parametrize("exc", [TypeError("on a card"), ValueError("x"), OverflowError("x")])
+def test_error_of_numpy_in_a_conversion_names_the_input(exc: Exception) -> None:
     with pytest.raises(InvalidInputError, match=r"^input 'x' is not an array") as caught:
-        as_input(Converting(convert), spec("float32"), "float32")
+        as_input(Converting(exc), spec("float32"), "float32")
     assert caught.value.__cause__ is exc

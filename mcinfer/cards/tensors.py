@@ -41,7 +41,6 @@ from mcinfer.errors import (
     InvalidInputError,
     PredictTimeoutError,
     QueueFullError,
-    raised_by_handler,
     requires,
 )
 from mcinfer.requests.frames import Lease, Plan
@@ -367,8 +366,6 @@ def read_input(value: Any, spec: TensorSpec, cards: Queue) -> CardTensor:
         with memory.card.current():  # PyTorch gives tensors of the current card alone
             tensor = dlpack.read(value, memory.card.stream)
     except Exception as exc:  # a producer raises what it likes
-        if raised_by_handler(exc):
-            raise
         raise InvalidInputError(f"input {spec.name!r}: {exc}") from exc
     if tensor.element_type != spec.element_type:
         raise InvalidInputError(

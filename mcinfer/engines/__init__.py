@@ -1,6 +1,7 @@
 """Adapters to inference runtimes, one file each; a runtime is imported only when it is opened."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -10,9 +11,7 @@ from mcinfer.errors import (
     EngineError,
     MissingDependencyError,
     quotable,
-    raised_by_handler,
     shortened,
-    suppressed,
 )
 from mcinfer.model_cache.children import Progress
 from mcinfer.model_cache.onnx_files import check_regular
@@ -36,8 +35,6 @@ def _adapter(name: str) -> Any:
     except MissingDependencyError:
         raise
     except (ImportError, AttributeError) as exc:  # the runtime is there, and broken
-        if raised_by_handler(exc):
-            raise
         raise BuildError(f"engine {name} cannot be imported: {exc}") from exc
 
 
@@ -57,7 +54,7 @@ def open_engine(name: str, request: EngineRequest, progress: Progress | None = N
     for option, lack in _OF_OPENVINO.items():
         if (got := getattr(request.options, option)) and name != "openvino":
             raise BuildError(f"{option}: got {got!r}, but the engine {name} {lack}")
-    with suppressed(OSError):  # the engine names a file that does not exist or cannot be read
+    with suppress(OSError):  # the engine names a file that does not exist or cannot be read
         check_regular(request.model)
 
     def load() -> Engine:
@@ -77,8 +74,6 @@ def checked(model: str, load: Callable[[], Engine]) -> Engine:
             raise
         raise type(exc)(shortened(str(exc))) from None
     except MemoryError as exc:
-        if raised_by_handler(exc):
-            raise
         text = str(exc) or "out of memory"
         raise BuildError(f"{model}: {text}{memory_limit()}") from exc
     _check_names(engine)
@@ -109,6 +104,4 @@ def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
         facts: dict[str, Any] = module.facts(request)
         return facts
     except OSError as exc:
-        if raised_by_handler(exc):
-            raise
         raise BuildError(f"{request.model}: {exc}") from exc

@@ -37,7 +37,6 @@ from mcinfer.errors import (
     McinferError,
     MissingDependencyError,
     PredictError,
-    raised_by_handler,
 )
 from mcinfer.private import PrivateFolder
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
@@ -75,8 +74,6 @@ def load(request: EngineRequest) -> "MindSporeEngine":
     except McinferError:
         raise
     except Exception as exc:  # MindSpore has no exceptions of its own, it raises any of Python's
-        if raised_by_handler(exc):
-            raise
         raise BuildError(f"mindspore: {request.model}: {_message(exc)}") from exc
 
 
@@ -114,8 +111,6 @@ class MindSporeEngine(ArrayEngine):
         except Exception as exc:  # see `load`
             # After a run that failed, MindSpore (2.10) refuses all others of what it had compiled.
             self._cell = None
-            if raised_by_handler(exc):
-                raise
             raise PredictError(f"mindspore: {_message(exc)}") from exc
         for spec, output in zip(self.spec.outputs, outputs, strict=True):
             if output.dtype != spec.dtype or output.ndim != len(spec.shape):

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -68,10 +68,8 @@ from mcinfer.errors import (
     McinferError,
     PredictError,
     quotable,
-    raised_by_handler,
     requires,
     shortened,
-    suppressed,
 )
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.cache import MODEL_FILE
@@ -121,7 +119,7 @@ _BLAMES_BOUND_OUTPUT = re.compile(
 )
 """Its message if an output has another shape than was bound (1.31)."""
 
-_FAILED: tuple[type[Exception], ...] = (
+FAILED: tuple[type[Exception], ...] = (
     *(
         value
         for value in vars(ort_state).values()
@@ -206,8 +204,6 @@ def prepared(
         try:
             added_inputs(scan(request.model), request.options.variable_weights)
         except OSError as exc:
-            if raised_by_handler(exc):
-                raise
             raise BuildError(f"{request.model}: {exc}") from exc
     return find_or_make(request, RUNTIME, fill, progress, patience)
 
@@ -231,8 +227,6 @@ def load(request: EngineRequest, preparation: Preparation | None = None) -> "Onn
         if preparation.held is not None:
             preparation.held.close()
         start = bytes_at(request.model, 0, LOOK_BYTES)
-        if raised_by_handler(exc):
-            raise
         if isinstance(exc, BuildError) and start is not None and (got := looks_like(start)):
             raise BuildError(f"{request.model}: got {got}, expected a model: {exc}") from exc
         raise
@@ -345,9 +339,7 @@ class OnnxRuntimeEngine(Engine):
         """Call one of the session's methods that run the model; see `BoundRun.execute` for the errors."""
         try:
             return run(*arguments, self._run_options)
-        except _FAILED as exc:
-            if raised_by_handler(exc):
-                raise
+        except FAILED as exc:
             if self._cancelled:
                 raise RunCancelledError("the run was cancelled") from quotable(exc)
             if _BLAMES_BOUND_OUTPUT.search(str(exc)):
@@ -522,7 +514,7 @@ def _spec(arg: Any, role: _Role, model: str) -> TensorSpec:
 def _no_tensor(arg: Any, role: _Role, model: str) -> str:
     """Why a model cannot be run whose input or output is a sequence, a map or optional, and what to do."""
     side, verb, by = ("outputs", "makes", "") if role == "output" else ("inputs", "reads", "")
-    with suppressed(OSError, BuildError):  # the runtime has formats of its own
+    with suppress(OSError, BuildError):  # the runtime has formats of its own
         near = (node.operator for node in nodes(model) if arg.name in getattr(node, side))
         by = next((f", which operator {operator} {verb}" for operator in near if operator), "")
     cure = next(cure for begin, cure in _CURES[side] if arg.type.startswith(begin))
@@ -737,9 +729,7 @@ def _mapped_errors(base: type[EngineError] = BuildError) -> Iterator[None]:
         yield
     except McinferError:
         raise
-    except _FAILED as exc:
-        if raised_by_handler(exc):
-            raise
+    except FAILED as exc:
         raise _map_error(exc, base) from quotable(exc)
 
 
@@ -803,8 +793,6 @@ def _set_attribute(options: Any, name: str, text: str) -> None:
             names = [*_ATTRIBUTES, *_DEFAULT_LOGGER]
             raise BuildError(f"session_options: got the name {name!r}, expected some of {names}")
     except (ValueError, KeyError, TypeError, OverflowError) as exc:
-        if raised_by_handler(exc):
-            raise
         raise BuildError(
             f"session_options: got {text!r} for {name}, which the runtime does not take: {exc!r}"
         ) from exc

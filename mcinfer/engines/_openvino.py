@@ -57,7 +57,6 @@ from mcinfer.errors import (
     McinferError,
     PredictError,
     quotable,
-    raised_by_handler,
     requires,
     shortened,
 )
@@ -122,12 +121,8 @@ def load(request: EngineRequest) -> "OpenVinoEngine":
     except McinferError:
         raise
     except OSError as exc:
-        if raised_by_handler(exc):
-            raise
         raise BuildError(f"{request.model}: {exc}") from exc
     except (MemoryError, RuntimeError, TypeError, ValueError) as exc:
-        if raised_by_handler(exc):
-            raise
         # OpenVINO has no exceptions of its own.
         raise _mapped(exc, BuildError, f"{request.model}: ") from quotable(exc)
 
@@ -220,7 +215,7 @@ class OpenVinoEngine(Engine):
             with suppress(MemoryError, RuntimeError):
                 native.wait()
             ended, own = model.end(request, failed=True), isinstance(exc, RuntimeError)
-            if ended or not own or raised_by_handler(exc):
+            if ended or not own:
                 raise
             return False
         return model.end(request)
@@ -405,8 +400,6 @@ class _OpenVinoRun(BoundRun):
         except PredictError:
             raise
         except (MemoryError, OSError, RuntimeError) as exc:  # of OpenVINO, whichever step it was
-            if raised_by_handler(exc):
-                raise
             if _CANCELLED in str(exc):
                 raise RunCancelledError("the run was cancelled") from None
             raise _mapped(exc, PredictError) from quotable(exc)
@@ -479,8 +472,6 @@ def _compiled(request: EngineRequest, inputs: Shapes) -> Any:
         try:
             return core.compile_model(model, device, properties)
         except RuntimeError as exc:
-            if raised_by_handler(exc):
-                raise
             lacking = _lacking(core, request.model, device)
             raise _mapped(exc, BuildError, f"{request.model}: ", lacking) from quotable(exc)
 

@@ -19,7 +19,7 @@ import platform
 import re
 import resource
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -39,9 +39,7 @@ from mcinfer.errors import (
     BuildError,
     InvalidInputError,
     MissingDependencyError,
-    raised_by_handler,
     shortened,
-    suppressed,
 )
 from mcinfer.model_cache import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
 from mcinfer.model_cache.cache import (
@@ -165,14 +163,10 @@ def find_or_make(
         )
         held = open_or_make(facts_of(request, runtime, content), making, patience)
     except BuildError as exc:
-        if raised_by_handler(exc):
-            raise
         # The runtime refuses a file that is not a model, in better words; it takes a format of its own.
         notes = (shortened(f"{OWN_COPY}: {exc}"),) if prepare == "always" else ()
         return Preparation(notes=notes)
     except (CacheUnusableError, ChildFailedError, MissingDependencyError, OSError) as exc:
-        if raised_by_handler(exc):
-            raise
         # Without random names: all workers then have the same note.
         return Preparation(notes=(f"{OWN_COPY}: {DRAFT.sub('…', shortened(str(exc)))}",))
     failure = held.opened / FAILURE_FILE
@@ -204,7 +198,7 @@ def content_of(request: EngineRequest, *, any_format: bool = False) -> ModelCont
     with ExitStack() as opened:
         memory = None
         if is_large(request.model, folder):  # small ones are read as fast
-            with suppressed(CacheUnusableError):
+            with suppress(CacheUnusableError):
                 memory = opened.enter_context(Cache.default().notes("sources"))
         return read_content(request.model, folder=folder, memory=memory, any_format=any_format)
 
@@ -213,9 +207,7 @@ def readable_content(request: EngineRequest) -> ModelContent | None:
     """What the model's files hold, of any format; None if they cannot be read, which the engine reports."""
     try:
         return content_of(request, any_format=True)
-    except (BuildError, OSError) as exc:
-        if raised_by_handler(exc):
-            raise
+    except (BuildError, OSError):
         return None
 
 
@@ -245,8 +237,6 @@ def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:
         facts = facts_of(request, runtime, content_of(request, any_format=True))
         return str(Cache.default().engine_folder(entry_key(facts)))
     except (BuildError, CacheUnusableError, MissingDependencyError, OSError) as exc:
-        if raised_by_handler(exc):
-            raise
         name = runtime.version.partition(" ")[0]
         _log.warning("%s: what %s builds is not kept: %s", request.model, name, exc)
         return None
@@ -419,8 +409,6 @@ class Making:
                 most_seconds=_LEAST_SECONDS + content.size / _LEAST_BYTES_PER_SECOND,
             )
         except BuildError as exc:
-            if raised_by_handler(exc):
-                raise
             error = str(exc)
         finally:
             os.close(opened)
@@ -480,8 +468,6 @@ def _check_space(folder: Path, size: int) -> None:
             with naming_limit():
                 os.posix_fallocate(file.fileno(), 0, size)
         except OSError as exc:
-            if raised_by_handler(exc):
-                raise
             raise ChildFailedError(
                 f"there is no room in {os.path.realpath(folder.parent)}: {exc}"
             ) from exc

@@ -5,6 +5,7 @@ Which models are worth it is said here, where nothing else is imported: each ses
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -37,12 +38,12 @@ def is_large(model: str | os.PathLike[str], folder: str | None) -> bool:
             return False
     from pathlib import Path
 
-    from mcinfer.errors import BuildError, suppressed
+    from mcinfer.errors import BuildError
     from mcinfer.model_cache.onnx_files import check_regular, model_files
 
     size = check_regular(model).st_size
     place = Path(folder).absolute() if folder else None
-    with suppressed(BuildError):  # a format of the runtime's own, or data that it refuses too
+    with suppress(BuildError):  # a format of the runtime's own, or data that it refuses too
         size = sum(file.stat().st_size for file in model_files(Path(model).absolute(), place))
     return size >= LEAST_PREPARED_BYTES
 

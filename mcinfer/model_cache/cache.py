@@ -41,12 +41,12 @@ import stat
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcinfer.errors import InvalidInputError, McinferError, raised_by_handler, suppressed
+from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.private import (
     BY_DESCRIPTOR,
     Descriptors,
@@ -201,8 +201,6 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, _Record]]:
             name, size, sha256 = str(one["name"]), one["size_bytes"], one["sha256"]
             records[name] = {**one, "name": name, "size_bytes": size, "sha256": sha256}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
-        if raised_by_handler(exc):
-            raise
         raise UnsoundEntryError(f"{MANIFEST} is not a manifest: {exc}") from exc
     if version != _FORMAT:
         raise UnsoundEntryError(f"its format is {version!r}, expected {_FORMAT}")
@@ -230,9 +228,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
     """The facts of an entry, whose files are not checked; empty if its manifest cannot be read."""
     try:
         return _read_manifest(folder)[0]
-    except (OSError, UnsoundEntryError) as exc:
-        if raised_by_handler(exc):
-            raise
+    except (OSError, UnsoundEntryError):
         return {}
 
 
@@ -240,9 +236,7 @@ def about(entry: Path) -> Mapping[str, Any]:
     """The content of an entry's `ABOUT_FILE`; empty if it is damaged or missing."""
     try:
         content = json.loads((entry / ABOUT_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError) as exc:
-        if raised_by_handler(exc):
-            raise
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -253,7 +247,7 @@ def disk_bytes(folder: Path) -> int:
     # A folder that is gone, or is none, has no files.
     for path, _, names in os.walk(folder):
         for name in names:
-            with suppressed(FileNotFoundError):  # removed meanwhile
+            with suppress(FileNotFoundError):  # removed meanwhile
                 # st_blocks counts 512 bytes, whatever the file system's blocks are (stat(2)).
                 total += os.lstat(os.path.join(path, name)).st_blocks * 512
     return total
@@ -268,8 +262,6 @@ def unusable(place: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, UnsoundEntryError) as exc:
-        if raised_by_handler(exc):
-            raise
         reason = BY_DESCRIPTOR.sub(lambda _: str(place), str(exc))
         if isinstance(exc, OSError) and exc.errno in (errno.EACCES, errno.EROFS):
             reason += "; MCINFER_CACHE can name another cache"
@@ -415,9 +407,7 @@ def is_locked(folder: Path) -> bool:
     """Whether a process uses, makes or removes an entry; writes nothing."""
     try:
         lock = take_lock(lock_path(folder), flags=os.O_RDONLY)
-    except FileNotFoundError as exc:
-        if raised_by_handler(exc):
-            raise
+    except FileNotFoundError:
         return False
     if lock is not None:
         os.close(lock)
@@ -461,8 +451,6 @@ def _remove(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as exc:
-        if raised_by_handler(exc):
-            raise
         _log.warning("%s cannot be removed: %s", os.path.realpath(folder), exc)
 
 
@@ -499,9 +487,7 @@ class Root:
         """The identity of the present entry, if there is one."""
         try:
             info = (self.path / key).lstat()
-        except FileNotFoundError as exc:
-            if raised_by_handler(exc):
-                raise
+        except FileNotFoundError:
             return None
         return info.st_ino, info.st_ctime_ns
 
@@ -517,7 +503,7 @@ class Root:
         found = []
         for name in names:
             folder = self.path / name
-            with suppressed(FileNotFoundError):  # removed meanwhile
+            with suppress(FileNotFoundError):  # removed meanwhile
                 lock = lock_path(folder)
                 used_at = (lock if lock.exists() else folder).lstat().st_mtime
                 found.append((used_at, name, disk_bytes(folder)))
@@ -551,7 +537,7 @@ class Root:
         self, folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]
     ) -> None:
         """Record new stamps, so that the files are not read each time; several processes may do it."""
-        with suppressed(OSError):  # it is sound all the same
+        with suppress(OSError):  # it is sound all the same
             draft = self.new_draft(folder.name)
             try:
                 _write_manifest(draft, facts, records)
@@ -680,7 +666,7 @@ class Cache:
         """ROOT, if it exists; errors of the system inside become a `CacheUnusableError`."""
         with unusable(self.folder), ExitStack() as opened:
             root: Root | None = None
-            with suppressed(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 root = Root(opened.enter_context(opened_folder(self.folder, own=True)), self.folder)
             yield root
 
@@ -858,7 +844,7 @@ class Cache:
                 # A child that the user has forked meanwhile has the descriptor as well.
                 fcntl.flock(lock, fcntl.LOCK_UN)
                 raise
-            with suppressed(BlockingIOError):
+            with suppress(BlockingIOError):
                 # For those who inherited it too. Not atomic: in between, another may remove the entry.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return root.take(key)

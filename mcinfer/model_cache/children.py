@@ -20,7 +20,7 @@ from importlib import import_module
 from time import monotonic
 from typing import Any
 
-from mcinfer.errors import BuildError, McinferError, raised_by_handler, shortened
+from mcinfer.errors import BuildError, McinferError, shortened
 from mcinfer.private import fill_streams
 from mcinfer.process import (
     ORPHANED,
@@ -93,8 +93,6 @@ def run_child(
                 process_group=0,  # Ctrl-C reaches the parent only
             )
         except OSError as exc:
-            if raised_by_handler(exc):
-                raise
             raise ChildFailedError(f"a process for it could not be started: {exc}") from exc
         finally:
             theirs.close()
@@ -102,8 +100,6 @@ def run_child(
             ours.sendall(json.dumps({**task, "path": import_path()}).encode() + b"\n")
             answer = _answer(ours, process.pid, tick, most_seconds)
         except (OSError, ValueError, EOFError) as exc:
-            if raised_by_handler(exc):
-                raise
             process.kill()
             status = process.wait()
             raise ChildFailedError(f"the process that did it ended with status {status}") from exc

@@ -15,10 +15,11 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mcinfer.errors import BuildError, raised_by_handler, suppressed
+from mcinfer.errors import BuildError
 from mcinfer.model_cache import FileState, file_states
 from mcinfer.model_cache.onnx_files import (
     OnnxFile,
@@ -69,9 +70,7 @@ class ModelContent:
         """Whether the files still are those that were read, by their stamps."""
         try:
             return self.stamps == file_states(stamp.path for stamp in self.stamps)
-        except OSError as exc:
-            if raised_by_handler(exc):
-                raise
+        except OSError:
             return False
 
     def is_still_there(self) -> bool:
@@ -116,14 +115,14 @@ def read_content(
     last_ns = max(max(stamp.mtime_ns, stamp.ctime_ns) for stamp in source.stamps)
     fresh = last_ns >= started_ns - _FRESH_NS
     if notes is not None and not fresh and not _lies_in_memory(source.stamps):
-        with suppressed(OSError):
+        with suppress(OSError):
             write_atomically(notes, json.dumps({"version": _RECORD_VERSION, **asdict(source)}))
     return source
 
 
 def _settled_stamp(path: str) -> FileState:
     """The stamp of a file, after a sync: each later write changes it."""
-    with suppressed(OSError), open_regular(path) as (descriptor, _):
+    with suppress(OSError), open_regular(path) as (descriptor, _):
         os.fsync(descriptor)
     return file_states([path])[0]
 
@@ -132,7 +131,7 @@ def _lies_in_memory(stamps: Sequence[FileState]) -> bool:
     """Whether any of the files is on a file system in memory (proc_pid_mountinfo(5))."""
     devices = {f"{os.major(stamp.device)}:{os.minor(stamp.device)}" for stamp in stamps}
     with (
-        suppressed(OSError),
+        suppress(OSError),
         open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file,
     ):
         for line in file:  # `splitlines` would also cut a folder's name in two
@@ -164,8 +163,6 @@ def _read(model: Path, folder: Path | None, *, any_format: bool) -> ModelContent
                 total.update(len(fact).to_bytes(8, "little"))
                 total.update(fact)
     except OSError as exc:
-        if raised_by_handler(exc):
-            raise
         raise BuildError(f"{model}: {exc.filename} cannot be read: {exc}") from exc
     source = ModelContent(
         digest=total.hexdigest(),
@@ -197,9 +194,7 @@ def _recall(notes: Path, model: Path) -> ModelContent | None:
             and source.stamps[0].path == str(model)
             and source.unchanged()
         )
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as exc:
-        if raised_by_handler(exc):
-            raise
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return source if usable else None
 
@@ -214,6 +209,6 @@ def write_atomically(path: Path, text: str) -> None:
             file.write(text)
         os.replace(draft, path)
     except BaseException:
-        with suppressed(OSError):
+        with suppress(OSError):
             os.unlink(draft)
         raise

@@ -17,13 +17,13 @@ import reprlib
 import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mcinfer.errors import BuildError, InvalidInputError, raised_by_handler, suppressed
+from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.protobuf import MalformedError, ProtoMessage, encode_field
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
 
@@ -51,8 +51,6 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
     try:
         info = os.stat(path)
     except ValueError as exc:  # a zero in the path
-        if raised_by_handler(exc):
-            raise
         raise BuildError(f"{os.fspath(path)!r}: {exc}, expected the path of a file") from exc
     _check_kind(os.fspath(path), info)
     return info
@@ -80,7 +78,7 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[tuple[int, os.stat_re
 
 def bytes_at(path: str | os.PathLike[str], at: int, count: int) -> bytes | None:
     """Some of a file's bytes; None for what cannot be read, or is no regular file."""
-    with suppressed(OSError, BuildError), open_regular(path) as (descriptor, _):
+    with suppress(OSError, BuildError), open_regular(path) as (descriptor, _):
         return os.pread(descriptor, count, at)
     return None
 
@@ -94,7 +92,7 @@ def looks_like(start: bytes) -> str:
             return what
     if len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 1 << 32:
         return "safetensors, which are weights without a graph"
-    with suppressed(UnicodeDecodeError):  # the end of the text may be cut within a character
+    with suppress(UnicodeDecodeError):  # the end of the text may be cut within a character
         text = start[:-3].decode() if len(start) == LOOK_BYTES else start.decode()
         return "text" if all(c.isprintable() or c in "\t\n\r" for c in text) else ""
     return ""
@@ -131,8 +129,6 @@ def read_small(what: str, path: str, most_bytes: int) -> bytes:
                 )
             return b"".join(bytes(chunk) for chunk in chunks(descriptor, info.st_size))
     except (OSError, BuildError) as exc:
-        if raised_by_handler(exc):
-            raise
         raise InvalidInputError(f"{what}: {exc}") from exc
 
 
@@ -169,8 +165,6 @@ def external_files(model: Path, folder: Path | None, locations: Sequence[str]) -
                 )
             _check_kind(f"{model}: external data {path}", os.stat(path))
         except (OSError, ValueError) as exc:  # a zero in the path is a ValueError
-            if raised_by_handler(exc):
-                raise
             reason = exc.strerror if isinstance(exc, OSError) else exc  # not the path once more
             raise BuildError(f"{model}: external data {path} cannot be read: {reason}") from exc
         paths.append(path)

@@ -11,7 +11,7 @@ from copy import copy
 from functools import cache
 from typing import Any, Generic, TypeVar
 
-from mcinfer.errors import McinferError, raised_by_handler
+from mcinfer.errors import McinferError
 
 T = TypeVar("T")
 
@@ -127,6 +127,4 @@ def failures(what: str) -> Iterator[None]:
     try:
         yield
     except (McinferError, OSError, ValueError) as exc:
-        if raised_by_handler(exc):
-            raise
         raise failure(what, exc) from exc

@@ -29,7 +29,6 @@ from mcinfer.errors import (
     BuildError,
     EngineError,
     InvalidInputError,
-    raised_by_handler,
     requires,
 )
 from mcinfer.machine import whole_cpus
@@ -331,8 +330,6 @@ def _with_dims(source: str | bytes, dims: Dims) -> bytes:
         model = onnx.shape_inference.infer_shapes(model)
         content = bytes(model.SerializeToString())
     except Exception as exc:  # protobuf and onnx raise many kinds
-        if raised_by_handler(exc):
-            raise
         raise BuildError(f"onnx: {type(exc).__name__}: {exc}") from exc
     graph = model.graph
     known = {

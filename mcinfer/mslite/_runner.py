@@ -21,7 +21,6 @@ from mcinfer.errors import (
     ClosedError,
     InvalidInputError,
     PredictError,
-    raised_by_handler,
 )
 from mcinfer.master import Master
 from mcinfer.mslite._checks import (
@@ -386,8 +385,6 @@ def _call(name: str, callback: CallBack | None, *arguments: Any) -> None:
     try:
         answer = callback(*arguments)
     except Exception as exc:
-        if raised_by_handler(exc):
-            raise
         raise PredictError(f"the callback {name!r} raised {type(exc).__name__}: {exc}") from exc
     if answer is False:
         raise PredictError(f"the callback {name!r} returned False")

@@ -19,13 +19,13 @@ import ctypes
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer.errors import ClosedError, suppressed
+from mcinfer.errors import ClosedError
 from mcinfer.model_cache import (
     FOLDER_KEY,
     LEAST_PREPARED_BYTES,
@@ -188,7 +188,7 @@ class Opened:
         from mcinfer.errors import McinferError
         from mcinfer.model_cache.cache import Cache
 
-        with suppressed(McinferError):  # this process may have closed its descriptors
+        with suppress(McinferError):  # this process may have closed its descriptors
             held = Cache(self.held.folder.parent, 0).open(self.held.key)
             if held is not None:
                 return held
@@ -197,7 +197,7 @@ class Opened:
     def check_files(self, left_by: int) -> None:
         """Raise ClosedError if a plain session's files are not those that it was opened from."""
         paths = [file.path for file in self.files or ()]
-        with suppressed(OSError):
+        with suppress(OSError):
             if self.files is not None and self.files == file_states(paths):
                 return
         raise ClosedError(_changed(left_by, ", ".join(paths) or "the model"))
@@ -215,7 +215,7 @@ def files_of(model: str | bytes, folder: str, options: Any) -> tuple[FileState, 
     own = [model] if isinstance(model, str) else []
     if not all(map(os.path.isfile, own)):
         return None
-    with suppressed(OSError), ExitStack() as opened:
+    with suppress(OSError), ExitStack() as opened:
         if not has_external_data(model):
             return file_states(own)
         from pathlib import Path
@@ -229,7 +229,7 @@ def files_of(model: str | bytes, folder: str, options: Any) -> tuple[FileState, 
         if isinstance(model, bytes):
             model = opened.enter_context(closing(ModelInMemory(model))).path
         others: list[Path] = []
-        with suppressed(BuildError):  # a format of the runtime's own
+        with suppress(BuildError):  # a format of the runtime's own
             _, *others = model_files(Path(model), place)
         return file_states([*own, *map(str, others)])
     return None

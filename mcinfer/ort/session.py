@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer.errors import ClosedError, InvalidInputError, McinferError, raised_by_handler
+from mcinfer.errors import ClosedError, InvalidInputError, McinferError
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.ort import inline
 from mcinfer.ort import options as noted
@@ -133,9 +133,8 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             super().__init__(path_or_bytes, sess_options, providers, provider_options, **kept)
             self._enable_fallback = self._wants_fallback
         except (ValueError, RuntimeError) as exc:
-            # As the plain class, which would take an exception of a signal's handler for one of these, too.
             falls_back = self._inline or isinstance(exc, UnknownProviderError)
-            if not (self._wants_fallback and falls_back) or raised_by_handler(exc):
+            if not (self._wants_fallback and falls_back):
                 raise
             print("*************** EP Error ***************")
             print(f"EP Error {exc} when using {providers}")
@@ -287,12 +286,12 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             try:
                 why, held = inline.prepared(model, self._folder, options, providers, self._prepare)
             except (McinferError, OSError, ValueError, TypeError) as exc:
-                if raised_by_handler(exc):
-                    raise
                 why = str(exc)  # what is wrong with the model, the plain class says in its words
         if held is not None:
+            from mcinfer.engines._onnxruntime import FAILED
             from mcinfer.model_cache.cache import MODEL_FILE
 
+            failed: tuple[type[Exception], ...] = (*FAILED, McinferError)
             try:
                 # It is optimised and lies beside its weights.
                 changed = noted.copied(options, without=FOLDER_KEY)
@@ -300,8 +299,8 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
                 self._open_native(str(held.opened / MODEL_FILE), changed, asked)
                 if not held.is_unchanged():
                     raise ClosedError(f"{held.folder} was changed meanwhile")
-            except Exception as exc:  # of any class: it is the runtime's, or a handler's
-                if left is not None or raised_by_handler(exc):
+            except failed as exc:
+                if left is not None:
                     raise
                 held.close()
                 held, failure, why = None, True, f"the prepared model cannot be opened: {exc}"

@@ -470,7 +470,7 @@ class Planner:
         return [self._input(v, s, t) for v, (s, t) in zip(values, self._types, strict=True)]
 
     def _input(self, value: Any, spec: TensorSpec, element_type: str) -> Any:
-        if is_on_card(value, spec):
+        if is_on_card(value):
             return cards().read_input(value, spec, self._queue)
         return as_input(value, spec, element_type)
 

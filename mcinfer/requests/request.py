@@ -30,7 +30,7 @@ from weakref import ref
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.errors import PredictError, ProtocolError, raised_by_handler
+from mcinfer.errors import McinferError, PredictError, ProtocolError
 from mcinfer.protocol import PREDICT, PREDICT_HEAD, TensorRef, encode_references
 from mcinfer.requests.frames import Lease, Plan
 from mcinfer.requests.splitting import Known, Splitter
@@ -47,6 +47,9 @@ Inputs = Mapping[str, Any] | Sequence[Any]
 NO_WEIGHTS = WeightVersion(number=0)
 
 _NO_REFERENCES = encode_references(())
+
+_FAILURES = (McinferError, MemoryError, OSError, TypeError, ValueError)
+"""What making a result may raise; anything else, as of a signal's handler, is no error of the request."""
 
 Part = tuple[NDArray[Any] | TensorRef, Block | None]
 """A shard's part of an output: an array, or its place in a block of the worker's."""
@@ -383,9 +386,7 @@ class OutcomeFuture(Future[T]):
         if outcome.settled and outcome.error is None and not outcome.was_cancelled:
             try:
                 outcome.result()  # joining the parts may fail
-            except Exception as exc:
-                if raised_by_handler(exc):
-                    raise
+            except _FAILURES as exc:
                 return exc.with_traceback(None)  # which would hold this, and the outcome
         return outcome.error
 
@@ -687,9 +688,7 @@ class Request(Outcome[Arrays]):
                 if self.error is not None:
                     raise self.error
                 value = self._join(parts or {}, outputs)
-            except Exception as exc:
-                if raised_by_handler(exc):  # which is not the request's
-                    raise
+            except _FAILURES as exc:
                 self.error, self._outputs, self._parts = exc, None, {}
                 # The frames of its traceback hold memory, and this, which holds the error.
                 exc.__traceback__ = self = outputs = parts = None  # type: ignore[assignment]

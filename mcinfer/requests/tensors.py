@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import sharding
-from mcinfer.errors import InvalidInputError, raised_by_handler
+from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
 from mcinfer.shm.arena import align
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, element_type_name, tensor_bytes
@@ -109,7 +109,7 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
     (numbers, lists) take it if no kind of value is lost.
 
     Raises:
-        InvalidInputError: It is no such array; names the input. What a signal's handler raises meanwhile
+        InvalidInputError: It is no such array; names the input. What else an object's own conversion raises
             comes out as it is.
     """
     if type(value) is np.ndarray and value.dtype is spec.dtype and element_type != STRING:
@@ -121,9 +121,7 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
             value = np.from_dlpack(value)
         # NumPy's own types of text take zeros off the end.
         array = np.asarray(value, object if element_type == STRING and not typed else None)
-    except Exception as exc:  # an object's own conversion raises what it likes
-        if raised_by_handler(exc):
-            raise
+    except (TypeError, ValueError, OverflowError) as exc:
         raise InvalidInputError(f"{role} {spec.name!r} is not an array: {exc}") from exc
     if element_type == STRING:
         if array.dtype.kind in "US" or all(isinstance(v, (str, bytes)) for v in array.flat):
@@ -144,19 +142,10 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
     )
 
 
-def is_on_card(value: object, spec: TensorSpec) -> bool:
-    """Whether the value for an input lies on an NVIDIA card, as DLPack says.
-
-    Raises:
-        InvalidInputError: It does not say where it lies; names the input.
-    """
+def is_on_card(value: object) -> bool:
+    """Whether the value for an input lies on an NVIDIA card, as DLPack says."""
     where = getattr(value, "__dlpack_device__", None)
-    try:
-        return where is not None and where()[0] in _ON_CARD
-    except Exception as exc:  # an object raises what it likes
-        if raised_by_handler(exc):
-            raise
-        raise InvalidInputError(f"input {spec.name!r} is not an array: {exc}") from exc
+    return where is not None and where()[0] in _ON_CARD
 
 
 def _check_range(array: NDArray[Any], spec: TensorSpec, element_type: str, role: str) -> None:

@@ -14,11 +14,9 @@ from time import monotonic
 from typing import TypeVar
 
 from mcinfer.errors import (
-    McinferError,
     PredictError,
     PredictTimeoutError,
     QueueFullError,
-    raised_by_handler,
 )
 from mcinfer.requests.request import OutcomeFuture
 
@@ -83,10 +81,10 @@ class WaitingThreads:
 
         waiting = self.submit(call)
         try:
-            async with asyncio.timeout(_left(deadline + _LATE_SECONDS)):
+            async with asyncio.timeout(_left(deadline + _LATE_SECONDS)) as limit:
                 return await asyncio.wrap_future(waiting)
         except TimeoutError as exc:
-            if isinstance(exc, McinferError) or raised_by_handler(exc):
+            if not limit.expired():
                 raise
             raise PredictTimeoutError(
                 "no answer in time: the thread that compares answers is held up"
@@ -106,13 +104,12 @@ class WaitingThreads:
 
         waiting = self.submit(submit)
         try:
-            async with asyncio.timeout(_left(deadline)):
+            async with asyncio.timeout(_left(deadline)) as limit:
                 return await asyncio.wrap_future(waiting)
         except BaseException as exc:
             # A thread cannot be cancelled: what it still queues is to be cancelled then.
             waiting.add_done_callback(_cancel_late)
-            is_over = isinstance(exc, TimeoutError) and not isinstance(exc, McinferError)
-            if is_over and not raised_by_handler(exc):
+            if isinstance(exc, TimeoutError) and limit.expired():
                 raise QueueFullError(
                     "the queue or the memory was full until the time was over"
                 ) from exc
