@@ -185,18 +185,25 @@ class ParallelPredictUtils:
 def _fitted(value: Any, spec: TensorSpec) -> Any:
     """The value in the input's shape, if both have the same sizes but for those of 1; else as it is.
 
-    Upstream compares bytes alone. A size that the model leaves free is 1 where the value has fewer
-    dimensions than the model.
+    Upstream compares bytes alone. Where the value has fewer dimensions than the model, the sizes that the
+    model leaves free are the value's, or all 1.
     """
     try:
         shape = np.shape(value)
     except ValueError:  # rows of several lengths
         return value
-    is_open = not all(isinstance(size, int) for size in spec.shape)
-    if not spec.shape or (is_open and len(shape) >= len(spec.shape)):
+    free = sum(not isinstance(size, int) for size in spec.shape)
+    if not spec.shape or (free and len(shape) >= len(spec.shape)):
         return value
-    wanted = tuple(size if isinstance(size, int) else 1 for size in spec.shape)
-    if shape == wanted or [n for n in shape if n != 1] != [n for n in wanted if n != 1]:
+    sizes = [size for size in shape if size != 1]
+    taken = len(sizes) - sum(isinstance(size, int) and size != 1 for size in spec.shape)
+    if taken not in (0, free):
+        return value
+    left = iter(sizes)
+    wanted = tuple(
+        next(left) if size != 1 and (taken or isinstance(size, int)) else 1 for size in spec.shape
+    )
+    if shape == wanted or not spec.admits(wanted):
         return value
     if hasattr(value, "reshape"):
         return value.reshape(wanted)

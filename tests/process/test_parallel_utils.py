@@ -121,6 +121,20 @@ def test_arrays_of_the_sample_fit_where_sizes_of_one_alone_differ(
                 utils.predict([wrong, 3])
 
 
+def test_free_sizes_of_the_model_are_those_of_the_array_without_its_sizes_of_one(
+    fake_model: FakeModel,
+) -> None:
+    model = fake_model(
+        inputs=(["x", "float32", [1, "h", 2, 3]],),
+        outputs=(["y", "float32", [1, "h", 2, 3], {"from": "x", "scale": 2}],),
+    )
+    sample = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+    with ParallelPredictUtils(model, 1, engine="fake") as utils:
+        for given in (sample, sample[0]):
+            (y,) = utils.predict([given])
+            np.testing.assert_array_equal(y, 2 * given.reshape(1, -1, 2, 3))
+
+
 def test_four_calls_answer_each_device_and_are_refused_out_of_order(fake_model: FakeModel) -> None:
     utils = ParallelPredictUtils(fake_model(), 2, engine="fake")
     sets = [[rows(2)["x"]], [rows(3, 100.0)["x"]]]
