@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import select
 import socket
 import stat
 import sys
@@ -143,7 +144,14 @@ class _Errors:
             with suppress(OSError):  # its reader is gone
                 while data:
                     # Not by `sys.stderr`: its lock, in a thread that waits, would stop the end of Python.
-                    data = data[os.write(sys.stderr.fileno(), data) :]
+                    file = sys.stderr.fileno()
+                    ready = (
+                        select.poll()
+                    )  # another program that has this file may have it never block
+                    ready.register(file, select.POLLOUT)
+                    ready.poll()
+                    with suppress(BlockingIOError):
+                        data = data[os.write(file, data) :]
 
 
 class _Protocol(HttpToolsProtocol):
