@@ -99,7 +99,11 @@ def test_session_gets_the_devices_providers_with_their_own_options(
             r"got \['user_compute_stream', 'gpu_external_alloc'\], whose values are addresses",
         ),
         *(
-            (device, {"provider_options": {name: value}}, f"provider_options: '{name}' has left")
+            (
+                device,
+                {"provider_options": {name: value}},
+                f"provider_options: got '{name}', expected it left out",
+            )
             for device, name, value in (
                 ("cuda:0", "enable_cuda_graph", "1"),
                 ("cuda:0", "enable_cuda_graph", "True"),

@@ -74,15 +74,10 @@ def parse_input_options(
                 raise InvalidInputError(f"--input: got {archive} and {text}, expected one archive")
             archive = Path(text)
             continue
-        if not name or not path or path.endswith(".npz"):
+        if not name or not path.endswith(".npy"):
             raise InvalidInputError(
                 f"--input: got {text!r}, expected an archive (x.npz), or an input's name and its "
                 f"file (x=x.npy)"
-            )
-        if not path.endswith(".npy"):
-            raise InvalidInputError(
-                f"--input: got {text!r}, expected an .npy file: raw files have left; "
-                f"numpy.save writes what numpy.fromfile reads of one"
             )
         if name in files:
             raise InvalidInputError(f"--input: got {name!r} twice: {files[name]} and {path}")

@@ -14,13 +14,7 @@ from mcinfer.cli.slice import slice_model
 
 
 class _Commands(TyperGroup):
-    # Any: typer does not make public of what types contexts and commands are.
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        if args[:2] == ["bench", "compare"]:
-            ctx.fail("bench compare has left; docs/howto/compare.md has it as a short program")
-        return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> Any:  # typer does not make a context's type public
         try:
             return super().invoke(ctx)
         except typer.Abort as exc:

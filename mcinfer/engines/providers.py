@@ -41,7 +41,7 @@ _POINTERS = (
 _OF_TENSORRT = "trt_"  # how the names of options begin that TensorRT's provider alone has
 
 _GRAPHS = ("enable_cuda_graph", "trt_cuda_graph_enable")
-"""Options that capture runs as CUDA graphs, which has left until a card has run it."""
+"""Options that capture a run as a CUDA graph, with the addresses of its tensors."""
 
 _ENGINE_CACHE = ("trt_engine_cache_enable", "trt_engine_cache_path")
 _OF_RUNS = frozenset(
@@ -127,7 +127,8 @@ def _check_options(provider: str, device: Device, options: Mapping[str, str]) ->
     for key in _GRAPHS:
         if options.get(key) in _TRUE:
             raise BuildError(
-                f"provider_options: {key!r} has left; runs are not captured as CUDA graphs"
+                f"provider_options: got {key!r}, expected it left out: each run has its tensors at other "
+                "addresses"
             )
     if options.get("device_id", str(device.index)) != str(device.index):
         raise BuildError(

@@ -37,10 +37,6 @@ def join(
         raise InvalidInputError(f"rank: got {rank}, expected one below the size, {size}")
     if not isinstance(key, str) or not key:
         raise InvalidInputError(f"key: got {key!r}, expected a text")
-    if backend == "nccl":
-        raise InvalidInputError(
-            "backend: 'nccl' has left; 'shm' joins ranks with CUDA devices, too"
-        )
     if backend not in BACKENDS:
         raise InvalidInputError(f"backend: got {backend!r}, expected one of {[*BACKENDS]}")
     check_seconds("timeout", timeout)
