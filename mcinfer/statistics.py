@@ -30,9 +30,7 @@ class Health:
             Starts go on, and the first worker that is ready ends this state. ``"starting"``: before
             `Master.start` has returned. ``"closing"``: new requests are refused, accepted ones are still
             answered. ``"closed"``.
-        reasons: One sentence for each worker that does not serve, and for any other problem. That the thread
-            of callbacks and log handlers ended and was started again stays for a minute; the state does not
-            change.
+        reasons: One sentence for each worker that does not serve, and for any other problem.
         serving: Number of workers that accept requests.
         workers: Number of all workers.
     """

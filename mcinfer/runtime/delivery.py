@@ -4,9 +4,8 @@ The loop never runs user code, since such code may wait for its own locks, or fo
 calls into a queue, and wakes the thread (by `queue.SimpleQueue`, whose `put` is safe anywhere, also in a
 finalizer). A callback that does not return delays other callbacks, and nothing else.
 
-An exception that another thread raises in this one (`PyThreadState_SetAsyncExc`), or a user's trace function,
-may end the thread between two calls. It then starts another one in its place; if it does not come to that,
-the next `put` or `trouble` does. A call leaves the queue once it was made, so none is lost.
+Another thread (`PyThreadState_SetAsyncExc`), or a user's trace function, may raise an exception in this one
+between two calls. A call leaves the queue once it was made, so none is lost.
 """
 
 import logging
@@ -35,8 +34,6 @@ _GATHER_SECONDS = 0.02  # seconds that calls of `trace` wait for others
 
 _REPEAT_SECONDS = 0.01  # seconds between two calls of `repeat`
 
-_TROUBLE_SECONDS = 60.0  # seconds that `trouble` reports a thread that was replaced
-
 _ERASE = "\r\x1b[K"  # ECMA-48: from the line's begin, erase to its end
 
 _log = logging.getLogger("mcinfer.master")
@@ -58,11 +55,8 @@ class Delivery:
         self._repeated: deque[Callable[[], bool]] = deque()
         self._traces_due = math.inf
         self._next_repeat = 0.0
-        # One. What takes it out when it is dead replaces it.
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         self._status = ""  # the line that the terminal ends with
-        self._trouble = ""
-        self._trouble_until = -math.inf
         self._ended = WakeUp()
         self._closing = self._done = False
         self.ident = 0
@@ -71,7 +65,7 @@ class Delivery:
     def start(self) -> None:
         thread = threading.Thread(target=self._run, name="mcinfer-delivery", daemon=True)
         thread.start()
-        self._threads.append(thread)
+        self._thread = thread
 
     @property
     def is_current(self) -> bool:
@@ -88,8 +82,6 @@ class Delivery:
             self._bell.put(None)
         if self._done:
             self._drain()
-        else:
-            self._look()
 
     def repeat(self, call: Callable[[], bool]) -> None:
         """Have a call made again and again, with others in between, until it returns True or raises.
@@ -125,12 +117,6 @@ class Delivery:
                 sys.stderr.write(f"{_ERASE}{status}")
                 sys.stderr.flush()
 
-    def trouble(self) -> tuple[str, bool]:
-        """What ended the thread lately, and whether there is none now; no text if nothing did."""
-        self._look()
-        missing = not self._done and not all(thread.is_alive() for thread in self._threads)
-        return self._trouble if missing or monotonic() < self._trouble_until else "", missing
-
     def close(self) -> None:
         """End the thread, after the calls that are queued."""
         self._closing = True
@@ -138,52 +124,24 @@ class Delivery:
 
     def wait(self, seconds: float) -> None:
         """After `close`: wait for the thread's end, for at most so many seconds."""
-        if not self._threads or self.is_current:
+        if self._thread is None or self.is_current:
             return
         ended = select.poll()
         ended.register(self._ended.fd, select.POLLIN)
         if ended.poll(seconds * 1000):
-            for thread in self._threads:
-                thread.join(seconds)
-
-    def _look(self) -> None:
-        """Replace the thread if it has ended before its time."""
-        for thread in self._threads:
-            if not thread.is_alive():
-                self._replace(thread, None)
-
-    def _replace(self, thread: threading.Thread, why: BaseException | None) -> None:
-        """Start another thread in the place of one that has ended, or is about to; only once."""
-        try:
-            self._threads.remove(thread)
-        except ValueError:
-            return  # another one does it
-        if self._done:
-            self._drain()
-            return
-        cause = "" if why is None else f" ({why!r})"
-        self._trouble = f"the thread of callbacks and log handlers ended{cause}"
-        self._trouble_until = monotonic() + _TROUBLE_SECONDS
-        try:
-            self.start()
-        except RuntimeError as exc:  # the system gives no thread now
-            self._trouble += f", and cannot be started again: {exc}"
-            self._threads.append(thread)
-            return
-        self._trouble += ", and was started again"
-        self.log(logging.ERROR, "%s", self._trouble)  # a traceback would hold this
+            self._thread.join(seconds)
 
     def _run(self) -> None:
-        try:
-            self.ident = threading.get_ident()
-            self._serve()
-            self._done = True
-            self._drain()
-            self.ident = 0  # another thread may have it from now on
-            self._ended.set()
-        except BaseException as exc:
-            self.ident = 0
-            self._replace(threading.current_thread(), exc)
+        self.ident = threading.get_ident()
+        while not self._done:
+            try:
+                self._serve()
+                self._done = True
+            except BaseException:  # raised from outside; without a traceback, which would hold this
+                self.log(logging.ERROR, "an exception was raised in the thread of callbacks")
+        self._drain()
+        self.ident = 0  # another thread may have it from now on
+        self._ended.set()
 
     def _serve(self) -> None:
         """Make calls until `close`."""

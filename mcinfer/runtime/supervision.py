@@ -315,15 +315,12 @@ class Supervision:
             for index, text in self._connections.standings().items()
             if self.scheduler.workers[index].serves
         }
-        trouble, undelivered = self._delivery.trouble()
-        if not wrong and not trouble:
+        if not wrong:
             return health
         reasons = [f"{self.scheduler.workers[index].name} {text}" for index, text in wrong.items()]
-        reasons += [trouble] if trouble else []
-        degraded = health.state == "ready" and (wrong or undelivered)
         return replace(
             health,
-            state="degraded" if degraded else health.state,
+            state="degraded" if health.state == "ready" else health.state,
             reasons=(*health.reasons, *reasons),
             serving=health.serving - len(wrong),
         )

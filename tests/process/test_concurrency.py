@@ -1,7 +1,6 @@
 """Many callers at once: threads, asyncio, and futures' callbacks."""
 
 import asyncio
-import ctypes
 import inspect
 import random
 import threading
@@ -110,25 +109,6 @@ def test_tasks_have_answers_and_time_outs_while_a_callback_does_not_return(
     finally:
         go.set()
     wait_for_states(master, "ready", "ready")
-
-
-def test_delivery_thread_that_ends_is_reported_and_replaced(fake_model: FakeModel) -> None:
-    others = threading.enumerate()
-    with fake_master(fake_model(), 1) as master:
-        (thread,) = (t for t in threading.enumerate() if "delivery" in t.name and t not in others)
-        ident, exit_ = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
-
-        def is_gone() -> bool:  # in a callback, the exception is the callback's
-            called = threading.Event()
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, exit_)
-            master.submit(rows(1)).add_done_callback(lambda _: called.set())
-            assert called.wait(20.0)
-            return not thread.is_alive()
-
-        wait_until(is_gone)
-        assert master.health().state == "ready"
-        (reason,) = master.health().reasons
-        assert "callbacks and log handlers ended (SystemExit()), and was started again" in reason
 
 
 def test_close_in_a_callback_ends_the_pool(fake_model: FakeModel) -> None:
