@@ -408,8 +408,8 @@ class Timeouts(Options):
         start: For a worker to start, import its runtime and load the model. While the model is being
             prepared, each sign of progress starts this time again.
         predict: For the answer to a request, from the call on, unless the call gives its own time-out.
-        cancel_grace: For a worker to stop a run whose request timed out, or to skip a run that went to
-            another worker. After that the worker is killed and started again.
+        cancel_grace: For a worker to stop a run whose request timed out. After that the worker is killed and
+            started again.
         close: For workers to end by themselves in `Master.close`. After that they are killed.
     """
 

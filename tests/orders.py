@@ -58,7 +58,6 @@ class ShareSlab(NamedTuple):
 class SendRun(NamedTuple):
     worker: int
     members: tuple[ShardId, ...]
-    fresh: bool = False
     wide: bool = False
 
 
@@ -117,7 +116,7 @@ class Recorder:
         self.traces: dict[int, RequestTrace] = {}
 
     def send_run(self, worker: int, run: Run) -> None:
-        self.orders.append(SendRun(worker, run.members, run.fresh, run.wide))
+        self.orders.append(SendRun(worker, run.members, run.wide))
 
     def settle(self, entry: Entry, error: McinferError | None) -> None:
         self.traces[entry.number] = trace_of(entry, error)

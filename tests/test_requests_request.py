@@ -30,7 +30,6 @@ from tests.planned_requests import (
     in_use,
     known,
     model,
-    never,
     planner_of,
     random_array,
     references,
@@ -228,46 +227,6 @@ def test_output_of_more_than_the_shared_memory_may_have_is_an_os_error_and_keeps
 
 
 # Results.
-
-
-def test_fresh_run_must_not_answer_with_the_late_runs_memory(arena: Arena, worker: Worker) -> None:
-    request = request_of(planner_of(PLAIN, arena), [X, W], 1, None, 0.0)
-    asked = references(request, 0)[1]
-    request.message(0, fresh=True)
-    assert request.fresh == {0}
-    for outputs in (asked, ()):
-        with pytest.raises(ProtocolError):
-            request.take(0, outputs, never, 0, LIMIT)
-    opened(request, worker, 0, 3 * X)
-    assert (request.value()["y"] == 3).all()
-
-
-def test_memory_of_a_late_run_is_not_the_next_requests(arena: Arena, worker: Worker) -> None:
-    planner = planner_of(PLAIN, arena)
-    request = request_of(planner, [X, W], 1, None, 0.0)
-    [asked] = references(request, 0)[1]  # one worker has it
-    request.message(0, fresh=True)  # and another one
-    opened(request, worker, 0, 3 * X)
-    request.settle()
-    assert (request.result()["y"] == 3).all()
-    gc.collect()
-    following = request_of(planner, [X, W], 1, None, 0.0)
-    assert references(following, 0)[1] != (asked,)
-    del following
-    request.release()
-    gc.collect()
-    assert references(request_of(planner, [X, W], 1, None, 0.0), 0)[1] == (asked,)
-
-
-def test_shard_that_is_sent_without_fresh_memory_again_is_answered_in_place(arena: Arena) -> None:
-    request = request_of(planner_of(PLAIN, arena), [X, W], 1, None, 0.0)
-    request.number = 7
-    request.message(0, fresh=True)
-    request.message(0)  # the late run has ended meanwhile, and the worker with fresh memory died
-    assert request.is_laid_out
-    assert not request.fresh
-    request.take(0, (), never, 2, 0)
-    assert request.value()["y"].shape == X.shape
 
 
 def test_answer_to_a_settled_request_is_checked_not_kept(arena: Arena, worker: Worker) -> None:

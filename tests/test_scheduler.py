@@ -40,7 +40,7 @@ from mcinfer.protocol import (
     WorkerState,
 )
 from mcinfer.scheduler.dispatch import (
-    LONG_RUN,
+    AHEAD_SECONDS,
     SHORT_RUN,
     UNBOUNDED_RUN,
     WIDE_RUN,
@@ -49,7 +49,6 @@ from mcinfer.scheduler.dispatch import (
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import (
     KILLED_ENDS,
-    MAX_ATTEMPTS,
     MAX_TRIES,
     Scheduler,
 )
@@ -768,26 +767,6 @@ def test_death_under_several_runs_counts_for_each_and_they_meet_no_more() -> Non
     assert counts(pool) == (2, 1, 0, 0)
 
 
-def test_runs_that_waited_behind_long_ones_go_to_free_places_beside_others() -> None:
-    pool = ready_pool(2, concurrent=2)
-    ask(pool, 0.0, 0, 1)
-    for worker in (0, 1):
-        pool.handle_message(0.0, worker, reply(worker, seconds=SHORT_RUN))
-    ask(pool, 1.0, *range(10, 16))
-    assert [len(w.runs) for w in pool.workers] == [3, 3]
-    for request in (11, 13):
-        pool.handle_message(1.001, 1, reply(request, seconds=0.001))
-    # Beside 15, which goes on for long, too.
-    assert pool.handle_time(LATE) == [
-        Send(worker=0, message=Cancel(request=14, shard=0)),
-        SendRun(worker=1, members=((14, 0),), fresh=True),
-    ]
-    pool.handle_message(LATE, 0, reply(12))
-    # And in the place of the one that was late.
-    assert ask(pool, LATE, 20) == []
-    assert pool.handle_message(LATE, 0, error(14, kind="cancelled")) == [predict(0, (20, 0))]
-
-
 def test_requests_that_failed_together_run_apart_beside_others() -> None:
     pool = ready_pool(1, concurrent=3, max_batch_size=2, max_delay=5.0)
     ask(pool, 0.0, 10)
@@ -847,54 +826,6 @@ def test_cancelled_run_that_stops_frees_its_place_and_leaves_the_others() -> Non
     assert pool.workers[0].kill_at == math.inf
 
 
-# Late runs: behind one that goes on for long.
-
-LATE = 1.0 + LONG_RUN
-
-
-@pytest.mark.parametrize("end", ["reply", "predict", "cancelled", "death"])
-def test_late_answer_is_ignored_whatever_it_is_and_memory_is_held_until_then(end: str) -> None:
-    pool = pool_of_short_runs(2)
-    ask(pool, 1.0, 10, 11, 12)
-    pool.handle_message(1.001, 1, reply(11, seconds=0.001))
-    assert pool.next_time() == pool.due == LATE
-    assert pool.handle_time(LATE) == [
-        Send(worker=0, message=Cancel(request=12, shard=0)),
-        SendRun(worker=1, members=((12, 0),), fresh=True),
-    ]
-    assert pool.next_time() == pool.due == 11.0
-    assert not pool.workers[0].runs[0].late
-    assert pool.handle_message(1.2, 1, reply(12)) == [Settle(request=12)]
-    assert pool.handle_message(3.0, 0, reply(10)) == [Settle(request=10), Release(request=10)]
-    assert pool.workers[0].runs[0].late
-    if end == "death":
-        actions = pool.handle_died(3.0, 0, SIGKILL)
-    else:
-        answer = reply(12) if end == "reply" else error(12, kind=end)
-        actions = pool.handle_message(3.0, 0, answer)
-        assert pool.lives.statistics()[0].failed == 0
-    assert actions == [Release(request=12)]
-    assert pool.lives.statistics()[0].completed == 2
-    assert len(pool.table) == 0
-
-
-def test_request_is_held_for_a_late_run_when_its_other_shard_is_answered_last() -> None:
-    pool = pool_of_short_runs(3, seconds=0.001)
-    for worker in range(3):
-        assert ask(pool, 1.0, 10 + worker, timeout=60.0) == [predict(worker, (10 + worker, 0))]
-    behind = [predict(0, (13, 0)), predict(1, (13, 1))]
-    assert pool.handle_request(1.0, 13, (1, 1), 60.0) == behind
-    for worker in (1, 2):
-        pool.handle_message(1.0, worker, reply(10 + worker, seconds=0.001))
-    fresh = SendRun(worker=2, members=((13, 0),), fresh=True)
-    assert fresh in pool.handle_time(LATE)
-    pool.handle_message(LATE, 2, reply(13))
-    # Worker 0 may write to it.
-    assert pool.handle_message(LATE, 1, reply(13, 1)) == [Settle(request=13)]
-    pool.handle_message(LATE, 0, reply(10))
-    assert pool.handle_message(LATE, 0, error(13, kind="cancelled")) == [Release(request=13)]
-
-
 def test_of_workers_with_as_many_runs_the_one_that_began_first_is_given_the_next() -> None:
     """It is likely to be free first: requests wait as they would in one line for both."""
     pool = ready_pool(2)
@@ -907,50 +838,6 @@ def test_of_workers_with_as_many_runs_the_one_that_began_first_is_given_the_next
     pool.handle_message(1.001, 0, reply(10, seconds=0.001))
     assert ask(pool, 1.0015, 12) == [predict(0, (12, 0))]
     assert ask(pool, 1.0016, 13) == [predict(1, (13, 0))]
-
-
-def test_worker_that_only_ever_says_cancelled_does_not_keep_a_request() -> None:
-    pool = pool_of_short_runs()
-    ask(pool, 1.0, 10, 11, timeout=math.inf)
-    pool.handle_time(LATE)
-    pool.handle_message(3.0, 0, reply(10))
-    failed: list[Order | Failed] = []
-    for _ in range(MAX_ATTEMPTS + 1):
-        if not failed:
-            actions = pool.handle_message(3.0, 0, error(11, kind="cancelled"))
-            failed = [item for item in outline(actions) if isinstance(item, Failed)]
-    assert failed == [Failed(11, PredictError)]
-
-
-def test_worker_that_does_not_skip_what_is_late_is_killed() -> None:
-    pool = pool_of_short_runs()
-    ask(pool, 1.0, 10, 11)
-    pool.handle_time(LATE)
-    pool.handle_message(2.0, 0, reply(10))
-    assert pool.due == 2.0 + TIMEOUTS.cancel_grace
-    end_hung(pool, 2.0 + TIMEOUTS.cancel_grace, 0)
-    assert pool.handle_died(3.5, 0, SIGKILL) == []
-    assert restarted(pool, 0, 3.5) == [predict(0, (11, 0))]
-
-
-def test_group_alone_runs_nothing_twice_since_it_skips_nothing() -> None:
-    pool = pool_of_short_runs(tensor=2)
-    assert ask(pool, 1.0, 10, 11) == [predict(0, (10, 0)), predict(0, (11, 0))]
-    assert pool.handle_time(LATE) == []
-    assert pool.next_time() == pool.due == 11.0
-    assert pool.handle_message(3.0, 0, reply(10)) == [Settle(request=10), Release(request=10)]
-    assert pool.handle_message(6.0, 0, reply(11)) == [Settle(request=11), Release(request=11)]
-
-
-def test_group_that_does_not_skip_what_is_late_is_not_killed_for_it() -> None:
-    pool = pool_of_short_runs(2, tensor=2)
-    ask(pool, 1.0, 10, 11, 12)
-    pool.handle_message(1.001, 1, reply(11, seconds=0.001))
-    assert SendRun(worker=1, members=((12, 0),), fresh=True) in pool.handle_time(LATE)
-    pool.handle_message(1.2, 1, reply(12))
-    pool.handle_message(3.0, 0, reply(10))
-    assert pool.handle_time(3.0 + TIMEOUTS.cancel_grace) == []
-    assert pool.handle_message(6.0, 0, reply(12)) == [Release(request=12)]
 
 
 # Draining.
@@ -1100,7 +987,6 @@ def test_pipeline_gets_a_run_for_each_stage_and_one_more_however_long_they_take(
     scheduler = ready_pool(1, pipeline=2)
     rows = (1,) * 5
     assert scheduler.handle_request(0.0, 0, rows, 60.0) == [predict(0, (0, i)) for i in range(3)]
-    assert scheduler.handle_time(1.0 + LONG_RUN) == []  # no run waits behind others
     assert scheduler.handle_message(2.0, 0, reply(0, 0, 2.0)) == [predict(0, (0, 3))]
     assert scheduler.handle_message(3.0, 0, reply(0, 1, 2.0)) == [predict(0, (0, 4))]
 
@@ -1170,7 +1056,6 @@ class _Given:  # compared by identity
     """A run that a worker was given and has not answered."""
 
     members: tuple[ShardId, ...]
-    late: bool = False
 
 
 JOINS = st.tuples(st.sampled_from("aaab"), st.integers(1, MAX_ROWS - 1))
@@ -1270,8 +1155,8 @@ class Pools(RuleBasedStateMachine):
                     self.processes[worker] = process
                     self.scheduler.handle_started(worker, 100 + worker)
                     process.say(hello(worker))
-                case SendRun(worker=worker, members=members, fresh=fresh):
-                    self.check_run(worker, members, fresh=fresh)
+                case SendRun(worker=worker, members=members):
+                    self.check_run(worker, members)
                     runs = self.running.setdefault(worker, deque())
                     if not runs:
                         self.began[worker] = self.now
@@ -1364,25 +1249,23 @@ class Pools(RuleBasedStateMachine):
         elif isinstance(message, Exit) and not self.is_closing:
             assert all(other.slab_of is not process for other in self.processes.values())
 
-    def check_run(self, worker: int, members: tuple[ShardId, ...], *, fresh: bool) -> None:
+    def check_run(self, worker: int, members: tuple[ShardId, ...]) -> None:
         """Fail unless these may go now, and together."""
         ahead = [*self.running.get(worker, ())]
         if ahead:
             assert len(ahead) < min(MAX_RUNS, self.scheduler.workers[worker].capacity)
             if len(ahead) >= self.depth:
                 assert not self.joins
-                assert self.now - self.began[worker] <= SHORT_RUN
+                usual = self.scheduler.workers[worker].usual_seconds
+                assert self.now - self.began[worker] <= usual + AHEAD_SECONDS
             assert not any(map(self.deaths.get, members)), (
                 "beside others, where a worker died on it"
             )
-            assert not any(run.late for run in ahead)
         assert not self.processes[worker].killed
         assert not self.processes[worker].asked
         assert len({*members}) == len(members)
         others = [run for runs in self.running.values() for run in runs]
-        at_work = {member for run in others if not run.late for member in run.members}
-        late = {member for run in others if run.late for member in run.members}
-        assert fresh == any(member in late for member in members)
+        at_work = {member for run in others for member in run.members}
         for request, shard in members:
             asked = self.requests[request]
             assert not asked.settled
@@ -1398,18 +1281,12 @@ class Pools(RuleBasedStateMachine):
             assert sum(rows for _, rows in joins) <= MAX_ROWS
 
     def note_cancel(self, worker: int, message: Cancel) -> None:
-        """Fail unless the run is not wanted any more, or is late from now on."""
+        """Fail unless the run is not wanted any more, or a request that was joined in it is out of time."""
         key = (message.request, message.shard)
         [run] = [run for run in self.running[worker] if run.members[0] == key]
         settled = [asked for asked in map(self.asked, run.members) if asked.settled]
-        if len(settled) == len(run.members) or run.late:
-            return
-        if self.joins:
+        if len(settled) < len(run.members):
             assert any(asked.deadline <= self.now for asked in settled), "others want this run"
-            return
-        assert run not in [*self.running[worker]][: self.depth]
-        assert self.now - self.began[worker] >= LONG_RUN * 0.99
-        run.late = True
 
     @property
     def depth(self) -> int:
@@ -1440,13 +1317,13 @@ class Pools(RuleBasedStateMachine):
             [run] = [run for run in begun if run.members[0] == key]
             self.running[worker].remove(run)
             self.began[worker] = self.now
-            if isinstance(message, Reply) and not run.late:
+            if isinstance(message, Reply):
                 for request, shard in run.members:
                     self.requests[request].replies[shard] = message
         before = self.open()
         self.carry_out(self.scheduler.handle_message(self.now, worker, message))
         settled = before - self.open()
-        if run.late or getattr(message, "kind", "") == "cancelled":
+        if getattr(message, "kind", "") == "cancelled":
             assert not settled
         elif run.members:
             # All that were joined are answered, or none: it is not known which of them was to blame.
@@ -1465,8 +1342,8 @@ class Pools(RuleBasedStateMachine):
             other.bereft |= other.slab_of is process and not (other.killed or other.asked)
         if not (process.bereft or process.asked):
             # Else the one whose memory it had is to blame, and its run; or the run that did not stop.
-            for run in [*runs][: self.at_once]:
-                self.deaths.update(() if run.late else run.members)
+            for run in [*runs][: self.depth]:
+                self.deaths.update(run.members)
                 blamed |= {member[0] for member in run.members if self.deaths[member] == MAX_TRIES}
         how = SIGKILL if process.killed else SIGSEGV
         self.carry_out(self.scheduler.handle_died(self.now, worker, how))
@@ -1517,14 +1394,6 @@ class Pools(RuleBasedStateMachine):
         due = self.scheduler.next_time()
         assert due > self.now, "something that was due was not done"
         assert self.scheduler.due == due
-        for worker, runs in self.running.items():
-            # A group of ranks skips no run: it would run these twice if no other worker takes them.
-            others = [w for w in self.scheduler.workers if w.serves and w.index != worker]
-            if self.pipeline > 1 and not others:
-                continue
-            if len(runs) > self.depth and self.now - self.began[worker] > LONG_RUN * 1.01:
-                held = [run for run in [*runs][self.depth :] if not run.late]
-                assert all(self.asked(member).settled for run in held for member in run.members)
         health = self.scheduler.health(self.now)
         if health.state not in ("starting", "closing", "closed"):
             told = self.scheduler.told[-1]
@@ -1630,15 +1499,16 @@ class Pools(RuleBasedStateMachine):
     @precondition(lambda self: self.started)
     @rule(
         shards=st.lists(st.sampled_from([1, 1, 1, 2, 3]), min_size=1, max_size=6),
-        late=st.booleans(),
+        is_slow=st.booleans(),
         order=st.lists(st.integers(0, 5), max_size=12),
     )
-    def all_is_well(self, shards: list[int], late: bool, order: list[int]) -> None:
+    def all_is_well(self, shards: list[int], is_slow: bool, order: list[int]) -> None:
         """Requests come, runs may take long, and workers answer."""
         for count in shards:
             self.request(count)
-        if late:
-            self.pass_time(1.1 * LONG_RUN)
+        if is_slow:
+            self.pass_time(2 * SHORT_RUN)
+            self.request(1)  # which is put behind none of them
         for choice in order:
             steps = [w for w, p in self.processes.items() if p.outbox or not self.idle(w)]
             if steps:
@@ -1747,7 +1617,7 @@ class Pools(RuleBasedStateMachine):
     def every_open_shard_is_answered_running_or_queued(self) -> None:
         open_requests = {n: self.requests[n] for n in self.open()}
         shards = sum(asked.shards - len(asked.replies) for asked in open_requests.values())
-        given = [run for runs in self.running.values() for run in runs if not run.late]
+        given = [run for runs in self.running.values() for run in runs]
         running = sum(request in open_requests for run in given for request, _ in run.members)
         assert len(self.scheduler.queue) == shards - running
 
@@ -1775,14 +1645,13 @@ class Pools(RuleBasedStateMachine):
     def has_place(self) -> bool:
         """Whether a worker executes fewer runs than it could."""
         busy = [w for w in self.scheduler.workers if w.state is WorkerState.BUSY and w.serves]
-        last = [w.runs[-1] for w in busy if len(w.runs) < w.concurrent]
-        return not all(run.late for run in last)
+        return any(len(w.runs) < w.concurrent for w in busy)
 
     @invariant()
     def held_shards_go_in_time_to_workers_that_work_on_several_runs(self) -> None:
         busy = [w for w in self.scheduler.workers if w.state is WorkerState.BUSY and w.serves]
         free = [w for w in busy if len(w.runs) < w.depth and w.kill_at == math.inf]
-        if not all(w.runs[-1].late for w in free):
+        if free:
             for asked in map(self.asked, self.scheduler.queue.items):
                 if asked.join is not None and not asked.runs and asked.due > self.now:
                     assert self.scheduler.due <= asked.due
@@ -1826,8 +1695,8 @@ class Pools(RuleBasedStateMachine):
             assert health.state == "starting"
         else:
             soon = self.now + TIMEOUTS.cancel_grace / 2
-            late = {w.index for w in fit if w.kill_at <= soon}
-            wrong = [w for w in workers if not w.serves or w.index in late]
+            slow = {w.index for w in fit if w.kill_at <= soon}
+            wrong = [w for w in workers if not w.serves or w.index in slow]
             assert len(health.reasons) == len(wrong)
             for w, reason in zip(wrong, health.reasons, strict=True):
                 what = "worker" if self.pipeline == 1 else "group"

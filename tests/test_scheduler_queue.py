@@ -25,17 +25,6 @@ def joinable(rows: int = 1, key: str = "k", due: float = 0.0) -> Joinable:
 # Retried shards.
 
 
-def test_shard_that_had_its_turn_goes_behind_no_run() -> None:
-    queue = ShardQueue(1)
-    queue.add(shard(1), 0)
-    queue.add_first(shard(2))
-    assert queue.take(0.0, ahead=True) == ()
-    assert len(queue) == 2
-    assert queue.take(0.0) == (shard(2),)
-    assert queue.take(0.0, ahead=True) == (shard(1),)
-    assert queue.take(0.0, ahead=True) == ()
-
-
 def test_shard_that_is_to_be_alone_goes_beside_no_run_and_others_wait_for_it() -> None:
     queue = ShardQueue(1)
     queue.add_first(shard(1))

@@ -463,9 +463,7 @@ class Request(Outcome[Arrays]):
         context: Context of the call, if the request is traced.
         weights: The version of the weights that it runs with.
         blocks: Numbers of the blocks of its references.
-        is_laid_out: Whether PREDICT gives the place of every output, but for fresh shards: then a reply may
-            have no outputs.
-        fresh: Shards whose outputs go to memory of the worker's own.
+        is_laid_out: Whether PREDICT gives the place of every output: then a reply may have no outputs.
         copies: Whether to copy its value to ordinary memory, since shared memory is short.
         contradicted: Called with the reason if its parts do not join.
         workers: By shard, the index of the worker that answered it.
@@ -510,9 +508,6 @@ class Request(Outcome[Arrays]):
             frame = outputs.ticket.frame
             self._asked, self._output_bodies = frame.references, frame.bodies
         self.copies = False
-        self.fresh: set[int] = set()
-        # The outputs, where a late run may write after the answer.
-        self._shared: Lease | None = None
         self._parts: dict[tuple[int, str], Part] | None = None
         self.workers: dict[int, int] = {}
         self._value: Arrays | None = None
@@ -538,19 +533,9 @@ class Request(Outcome[Arrays]):
         cut = self._plan.cut
         return cut.input_axes, tuple(join.axis or 0 for join in cut.outputs)
 
-    def message(self, shard: int, *, fresh: bool = False, wide: bool = False) -> bytes:
-        """The PREDICT of a shard.
-
-        With `fresh`, the outputs go to memory of the worker's own: another worker may still write to the
-        request's.
-        """
+    def message(self, shard: int, *, wide: bool = False) -> bytes:
+        """The PREDICT of a shard."""
         inputs, outputs = self._input_bodies[shard], self._output_bodies[shard]
-        if fresh:
-            self.fresh.add(shard)
-            self._shared = self._outputs
-            outputs = _NO_REFERENCES
-        elif self.fresh:
-            self.fresh.discard(shard)
         head = (PREDICT, self.number, shard, self.weights.number, len(inputs), wide)
         return PREDICT_HEAD.pack(*head) + inputs + outputs
 
@@ -581,9 +566,9 @@ class Request(Outcome[Arrays]):
                 descriptor left. The request is as before.
         """
         self.workers[shard] = worker
-        if not outputs and self.is_laid_out and shard not in self.fresh:
+        if not outputs and self.is_laid_out:
             return
-        asked = () if shard in self.fresh else self._asked[shard]
+        asked = self._asked[shard]
         if len(asked) == len(self._model.outputs) and outputs == asked:
             return
         expected = {reference[0]: reference for reference in asked}
@@ -635,7 +620,6 @@ class Request(Outcome[Arrays]):
     def release(self) -> None:
         """No worker can read or write its memory any more."""
         self._inputs = ()
-        self._shared = None
         self.weights = NO_WEIGHTS
         if self.error is not None or self.was_cancelled:
             self._outputs = None

@@ -258,7 +258,6 @@ class Connections:
         index: int,
         members: Sequence[tuple[Request, int]],
         *,
-        fresh: bool = False,
         wide: bool = False,
     ) -> None:
         """Send shards as one run, after the blocks and the version of the weights that they need.
@@ -280,7 +279,7 @@ class Connections:
             given = {n for n in gang.weights if n >= weights.oldest}
             gang.weights = given | {weights.number}
         if len(members) == 1:
-            data = first.message(shard, fresh=fresh, wide=wide)
+            data = first.message(shard, wide=wide)
         else:
             tensors = [request.tensors(shard) for request, shard in members]
             data = encode_predict_joined(first.number, shard, weights.number, tensors, first.axes)

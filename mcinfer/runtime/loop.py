@@ -19,7 +19,7 @@ import os
 import select
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from time import monotonic
@@ -403,7 +403,7 @@ class Loop:
         now = monotonic()
         request = self.admission.places.requests.get(number)
         try:
-            if request is None or not request.is_laid_out or shard in request.fresh:
+            if request is None or not request.is_laid_out:
                 reply = Reply(request=number, shard=shard, outputs=(), seconds=seconds, wide=wide)
                 self._handle_message(index, reply, now)
                 return
@@ -441,13 +441,6 @@ class Loop:
         if run is None:
             return reply  # the scheduler will say what is wrong with it
         members = run.members
-        if run.late:
-            for number in {reference[3] for reference in reply.outputs}:
-                if number is not None and number < 0:
-                    with suppress(OSError):  # which the worker cannot help
-                        # It is the next on the lifeline, and in the way of others.
-                        self._connections.fetch(index, number).close()
-            return reply
         if len(members) > 1 and reply.outputs:
             raise ProtocolError(
                 "reply with outputs to a joined run, whose outputs all have a place"
@@ -472,7 +465,7 @@ class Loop:
             request.workers[shard] = worker
             given.append((request, shard))
         try:
-            self._connections.send_run(worker, given, fresh=run.fresh, wide=run.wide)
+            self._connections.send_run(worker, given, wide=run.wide)
         except UnreachableError as exc:
             self.supervision.note_unreachable(worker, exc)
 

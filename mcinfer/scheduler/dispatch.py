@@ -4,7 +4,8 @@
   has the shards that must wait.
 * Idle workers come first, always in the same order, so that their pages stay warm; then those that are likely
   to be free first.
-* A worker with short runs gets more runs ahead. None waits behind a run that its worker may be killed for.
+* A worker with short runs gets more runs ahead, which wait there. None is put behind a run that its worker
+  may be killed for, or that has gone on for longer than is usual there.
 """
 
 import heapq
@@ -22,7 +23,6 @@ from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Histogram, RequestTra
 
 SHORT_RUN = 0.01  # seconds: workers with runs up to this get runs ahead
 AHEAD_SECONDS = 0.003  # seconds that the runs ahead of a worker may take, unless it is one run
-LONG_RUN = 5 * SHORT_RUN  # seconds after which the runs behind a run also go elsewhere
 WIDE_RUN = 0.0003  # seconds that a run takes on its worker's own cores, from which on others help
 UNBOUNDED_RUN = 600.0  # seconds for a cancelled run without a deadline
 
@@ -65,7 +65,6 @@ class Entry:
         unanswered: How many shards have no reply yet.
         may_be_wide: Whether its one shard may have the whole CPU if it is alone.
         deaths: By shard, how each worker ended that died on it, or may have; in words.
-        late: By shard, how many workers still have it although it was queued again.
         closed: When it was settled.
         ending: How it was settled; None before.
         begun: Whether a worker got any shard of it.
@@ -85,7 +84,6 @@ class Entry:
     unanswered: int
     may_be_wide: bool
     deaths: dict[int, list[str]] = field(default_factory=dict)
-    late: dict[int, int] = field(default_factory=dict)
     closed: float = 0.0
     ending: Ending | None = None
     begun: bool = False
@@ -188,9 +186,7 @@ class RequestTable:
 
     def is_over(self, run: Run) -> bool:
         """Whether no request needs this run any more."""
-        return run.late or all(
-            self.entries[request].ending is not None for request, _ in run.members
-        )
+        return all(self.entries[request].ending is not None for request, _ in run.members)
 
     def close(self, entry: Entry, ending: Ending, now: float) -> None:
         """Settle a request."""
@@ -218,11 +214,7 @@ class RequestSink(Protocol):
     """What the scheduler orders about requests; see the rules of orders in `scheduler.py`."""
 
     def send_run(self, worker: int, run: Run, /) -> None:
-        """Send the worker a run; the first of its members stands for it in messages.
-
-        With `fresh`, the outputs go to memory of the worker's own: another worker may still write to the
-        request's.
-        """
+        """Send the worker a run; the first of its members stands for it in messages."""
 
     def settle(self, entry: Entry, error: McinferError | None, /) -> None:
         """Answer the request with the outputs of its shards, or with an error; see `Entry.ending`."""
@@ -237,8 +229,7 @@ class Dispatch:
     Attributes:
         queue: The shards that wait.
         batch_sizes: Rows of each answered run.
-        due: When to look again: a shard that is held is due, or runs wait behind a long one. It may be
-            earlier than that.
+        due: When to look again, since a shard that is held is due, or earlier.
         max_delay: Seconds that a request may wait for others to be joined with.
     """
 
@@ -260,11 +251,10 @@ class Dispatch:
 
     def next_time(self) -> float:
         """When to look again; infinite if nothing waits for a time."""
-        times = [w.began + LONG_RUN for w in self._workers if self.holds_back(w)]
         # Whatever the time, which only says who may have more than it works on.
         if self.queue.items and self._next_worker(math.inf) is not None:
-            times.append(self.queue.next_due())
-        return min(times, default=math.inf)
+            return self.queue.next_due()
+        return math.inf
 
     def enter(
         self, entry: Entry, now: float, priority: int, join: tuple[Hashable, int] | None
@@ -294,7 +284,7 @@ class Dispatch:
             w = self._next_worker(now)
             if w is None:
                 break
-            members = queue.take(now, beside=bool(w.runs), ahead=len(w.runs) >= w.concurrent)
+            members = queue.take(now, beside=bool(w.runs))
             if not members:
                 break
             given.append((w, self._give(w, members, now)))
@@ -311,28 +301,6 @@ class Dispatch:
             for run in w.runs
             if any(request == entry.number for request, _ in run.members)
         ]
-
-    def holds_back(self, w: Worker) -> bool:
-        """Whether shards wait behind its current runs that no other worker has.
-
-        A group of ranks skips no run, so it would run them twice where no other one takes them.
-        """
-        if len(w.runs) <= w.depth or w.runs[-1].late or w.state is not WorkerState.BUSY:
-            return False
-        return w.build.ranks == 1 or any(o.serves for o in self._workers if o is not w)
-
-    def send_elsewhere(self, w: Worker) -> list[Run]:
-        """Queue the runs again that wait behind a long one; these, which the worker is to skip."""
-        w.usual_seconds, w.capacity = math.inf, w.depth
-        late = [run for run in [*w.runs][: w.depth - 1 : -1] if not run.late]
-        for run in late:
-            run.late = True
-            for request, shard in run.members:
-                entry = self._table.entries[request]
-                if entry.ending is None:
-                    entry.late[shard] = entry.late.get(shard, 0) + 1
-                    self.queue.add_first((request, shard))
-        return late
 
     # Choosing a worker.
 
@@ -352,11 +320,12 @@ class Dispatch:
                 if w.state is WorkerState.READY:
                     return w
                 continue
-            last = w.runs[-1]
-            if last.late or w.state is not WorkerState.BUSY:
+            if w.state is not WorkerState.BUSY:
                 continue
-            # None waits behind one that takes long, or that may be joined.
-            if runs < w.depth or not (self._joins or now - w.began > SHORT_RUN):
+            # None waits behind one that takes longer than usual, or that may be joined.
+            if runs < w.depth or not (
+                self._joins or now - w.began > w.usual_seconds + AHEAD_SECONDS
+            ):
                 best, least, began = w, runs, w.began
         return best
 
@@ -372,8 +341,6 @@ class Dispatch:
             if not entry.begun:
                 entry.begun = True
                 self._table.not_begun -= 1
-            elif entry.late.get(shard):
-                run.fresh = True
         if not w.runs:
             w.began = now
             # So short a run gains nothing from more threads.
@@ -381,8 +348,6 @@ class Dispatch:
                 run.wide = self._is_alone(w, members)
         w.runs.append(run)
         w.state = WorkerState.BUSY
-        if len(w.runs) > w.depth:
-            self.due = min(self.due, w.began + LONG_RUN)
         return run
 
     def _is_alone(self, w: Worker, members: tuple[ShardId, ...]) -> bool:

@@ -107,13 +107,10 @@ class ShardQueue:
         if item is not None:
             self._remove(item)
 
-    def take(self, now: float, *, beside: bool = False, ahead: bool = False) -> tuple[ShardId, ...]:
+    def take(self, now: float, *, beside: bool = False) -> tuple[ShardId, ...]:
         """Take the shards of the next run; none while all that wait are held.
 
-        Args:
-            now: The time.
-            beside: Whether the worker has others.
-            ahead: Whether the run would wait behind another: shards that were taken before do not.
+        `beside`: the worker has others.
         """
         while self._dues and self._dues[0][0] <= now:
             due = self._dues.pop(0)[2]
@@ -127,7 +124,7 @@ class ShardQueue:
         item, oldest = self._free[0][2], self._oldest()
         if oldest is not None and self._passed_over >= PATIENCE:
             item = oldest
-        if (ahead and item.place < 0) or (beside and item.alone):
+        if beside and item.alone:
             return ()
         members = self._members(item)
         for member in members:

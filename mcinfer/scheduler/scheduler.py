@@ -15,8 +15,6 @@ The rules:
   not count.
 * A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
   again apart; those that were executed at once by a worker that died do not run beside each other again.
-* If a run takes long, the runs behind it also go to other workers, with other memory for their outputs; late
-  answers are ignored.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
 * A request's memory is released when no worker can write to it: each worker that got a shard of it has
   answered or is dead.
@@ -26,6 +24,7 @@ import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import NoReturn
 
 from mcinfer.errors import (
@@ -49,7 +48,7 @@ from mcinfer.protocol import (
     WorkerState,
     state_after,
 )
-from mcinfer.scheduler.dispatch import LONG_RUN, Dispatch, Ending, Entry, RequestSink, RequestTable
+from mcinfer.scheduler.dispatch import Dispatch, Ending, Entry, RequestSink, RequestTable
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.workers import (
     MAX_TEXT,
@@ -297,15 +296,13 @@ class Scheduler:
             w.kill_at = min([w.end_by, *(left.stop_by for left in runs)])
         if not runs and w.state is WorkerState.BUSY:
             w.state = WorkerState.READY
-        elif len(runs) >= concurrent and self.table.is_over(runs[concurrent - 1]):
-            self._await_skip(w, runs[concurrent - 1], now)
+        elif len(runs) >= concurrent:
+            self._limit_unwanted(w, runs[concurrent - 1], now)
         members, w.began = run.members, now
         w.answers += len(members)
         if self._wears:
             self.lives.retire_if_worn(w)
-        if run.late:
-            self._forget_late(run)
-        elif error is not None:
+        if error is not None:
             self._handle_failed_run(w, run, error, now)
         else:
             if run.wide:
@@ -344,13 +341,14 @@ class Scheduler:
     def handle_died(self, now: float, worker: int, how: str) -> None:
         """The worker's process ended, or could not be started; `how`, in words."""
         w = self.workers[worker]
-        begun = [] if w.fate in (Fate.HANGS, Fate.BEREFT) else w.begun()
+        # A pipeline has begun as many as it works on.
+        begun = [] if w.fate in (Fate.HANGS, Fate.BEREFT) else [*islice(w.runs, w.depth)]
         runs, w.runs = w.runs, deque()
         w.wide_deaths += bool(runs and runs[0].wide)
         story = self.lives.bury(w, how, now)
         for run in reversed(runs):
             w.counts.failed += len(run.members)
-            if run in begun and not run.late:
+            if run in begun:
                 for member in run.members:
                     self._note_death(w, member, story, now)
             self._run_again(run)
@@ -366,9 +364,6 @@ class Scheduler:
         for entry in self.table.overdue(now):
             self._handle_deadline(entry, now)
         for w in self.workers:
-            if self._dispatch.holds_back(w) and w.began + LONG_RUN <= now:
-                for run in self._dispatch.send_elsewhere(w):
-                    self._cancel_run(w, run)
             self.lives.handle_time(w, now)
         if self._draining is not None and self._draining <= now:
             self._close(now, self._timeouts.close)
@@ -430,24 +425,13 @@ class Scheduler:
 
     # Answers.
 
-    def _await_skip(self, w: Worker, run: Run, now: float) -> None:
-        """The worker is to skip the run that it begins now, which was cancelled; it has the run's time.
-
-        A group of ranks skips none, so that one is no sign of a fault before its request's time is over.
-        """
-        if w.doomed or w.state is not WorkerState.BUSY:
+    def _limit_unwanted(self, w: Worker, run: Run, now: float) -> None:
+        """If no request needs this run, which has begun, it has the time of those that did, and a grace."""
+        if run.stop_by < math.inf or not self.table.is_over(run):
             return
         ends = [self.table[request].end(now) for request, _ in run.members]
-        skips = run.late and w.build.ranks == 1
-        w.expect_end(run, (now if skips else max([now, *ends])) + self._timeouts.cancel_grace)
+        w.expect_end(run, max([now, *ends]) + self._timeouts.cancel_grace)
         self.due = min(self.due, w.kill_at)
-
-    def _forget_late(self, run: Run) -> None:
-        """A late run has ended, with or without an answer."""
-        for request, shard in run.members:
-            entry = self._give_back(request)
-            if entry is not None:
-                entry.late[shard] -= 1
 
     def _handle_failed_run(self, w: Worker, run: Run, message: Error, now: float) -> None:
         """A run failed or was cancelled; joined shards run again apart, so that only the bad one fails."""
@@ -461,7 +445,7 @@ class Scheduler:
         [(request, shard)] = members
         entry = self.table[request]
         if message.kind == "cancelled" and 1 < entry.attempts[shard] <= MAX_ATTEMPTS:
-            # Of an earlier run that it was late or joined in: the CANCEL came after the answer.
+            # Of an earlier run that it was joined in: the CANCEL came after the answer.
             self._run_again(run)
             return
         if self._give_back(request) is None:
@@ -471,9 +455,6 @@ class Scheduler:
 
     def _run_again(self, run: Run) -> None:
         """Queue the members of an unanswered run again, each by itself and before others."""
-        if run.late:
-            self._forget_late(run)
-            return
         for request, shard in reversed(run.members):
             entry = self._give_back(request)
             if entry is not None:
@@ -490,10 +471,8 @@ class Scheduler:
         for w, run in self._dispatch.runs_for(entry):
             if self.table.is_over(run):
                 self._cancel_run(w, run)
-                # A run that does not stop may not keep its worker past the request's deadline.
-                if run.stop_by == math.inf and run in w.begun():
-                    w.expect_end(run, entry.end(now) + self._timeouts.cancel_grace)
-                    self.due = min(self.due, w.kill_at)
+                if run in w.begun():
+                    self._limit_unwanted(w, run, now)
         self._release_if_done(entry)
 
     def _cancel_run(self, w: Worker, run: Run) -> None:

@@ -97,16 +97,12 @@ class Run:
     Attributes:
         members: Request and shard of each.
         sent: When it got them.
-        fresh: Whether the outputs go to memory of the worker's own.
-        late: Whether other workers got the members, too: its answer is ignored.
         wide: Whether it may use the cores of all workers.
         stop_by: When it must have ended, since no caller waits for it any more; infinite before.
     """
 
     members: tuple[ShardId, ...]
     sent: float
-    fresh: bool = False
-    late: bool = False
     wide: bool = False
     stop_by: float = math.inf
 

@@ -42,7 +42,6 @@ from mcinfer.runtime.loop import Loop
 from mcinfer.runtime.supervision import Supervision
 from mcinfer.runtime.transport import MasterTransport
 from mcinfer.runtime.worker_process import WorkerProcess
-from mcinfer.scheduler.dispatch import LONG_RUN
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.scheduler.workers import PoolRules
@@ -215,9 +214,6 @@ class MasterTarget:
             self._requests.append(request)
         if rng.random() < 0.3:
             self._answer_of_the_other()
-        if rng.random() < 0.2:
-            # What waits behind a run is sent elsewhere.
-            self._scheduler.handle_time(monotonic() + 1.1 * LONG_RUN)
         if rng.random() < 0.05:
             self._loop._end(5.0)
         self._speaker = b"worker 0" if rng.random() < 0.9 else _STRANGER
