@@ -4,6 +4,7 @@ Tensors are bound by address and ONNX element type; this allows types that ``ses
 (bfloat16, float8, int4). Strings cannot be bound: a model with string inputs runs by value instead.
 """
 
+import logging
 import math
 import mmap
 import os
@@ -40,6 +41,7 @@ from mcinfer.engines.base import (
 from mcinfer.engines.preparation import (
     FELL_BACK,
     OWN_COPY,
+    SLOW,
     Preparation,
     Runtime,
     content_of,
@@ -715,8 +717,25 @@ def fill(_: Progress, request: Mapping[str, Any], folder: str, most_file_bytes: 
     prepare(request_of(request), folder)
 
 
-def save(request: EngineRequest, target: str) -> None:
-    """Write the optimised form of a model where the user wants it; `BuildError` if the runtime cannot."""
+def ensure(progress: Progress, request: Mapping[str, Any], shown: bool) -> str:
+    """Find or make the prepared model, in a child; its key.
+
+    Without `shown`, one line on standard error says what is done.
+    """
+    wanted = request_of(request).with_options(prepare="always")
+    if shown:
+        logging.getLogger("mcinfer.model_cache").addFilter(lambda record: record.msg != SLOW)
+    preparation = prepared(wanted, progress)
+    if preparation.held is None:
+        load(wanted.with_options(prepare="never"))  # it may not be a model at all
+        raise BuildError(f"{wanted.model}: {'; '.join(preparation.notes)}")
+    preparation.held.close()
+    return preparation.held.key
+
+
+def save(_: Progress, plain: Mapping[str, Any], target: str) -> None:
+    """Write the optimised form of a model where the user wants it, in a child; `BuildError` if it cannot."""
+    request = request_of(plain)
     options = _session_options(request)
     options.optimized_model_filepath = target
     with _mapped_errors(), _model_file(request, options) as model:

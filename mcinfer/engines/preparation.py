@@ -85,7 +85,7 @@ _STUCK_SECONDS = 120.0
 
 _WARN_SECONDS = 4.0  # time until one warning says why the start is slow
 
-_SLOW = "preparing %s once for this machine; later starts are quick"
+SLOW = "preparing %s once for this machine; later starts are quick"
 
 _log = logging.getLogger("mcinfer.model_cache")
 
@@ -157,7 +157,7 @@ def find_or_make(
             function=fill,
             request=request,
             content=content,
-            slow=_SLOW,
+            slow=SLOW,
             progress=progress,
             keeps_failure=True,
         )
@@ -527,7 +527,7 @@ def ensure_prepared(
             progress(state)
 
     try:
-        key = _in_child(_ensure, path, options, device, progress is not None, tick)
+        key = _in_child("ensure", path, options, device, progress is not None, tick)
         held = Cache.default().open(key)
     except ChildFailedError as exc:
         raise BuildError(f"{path}: it could not be prepared: {exc}") from exc
@@ -536,24 +536,6 @@ def ensure_prepared(
     if held is None:  # its limit is too small, or it has just been cleared
         raise BuildError(f"{path}: it was prepared, and is not in the cache any more")
     return held
-
-
-def _ensure(progress: Progress, request: Mapping[str, Any], shown: bool) -> str:
-    """Find or make the prepared model, in a child; its key.
-
-    Without `shown`, one line on standard error says what is done.
-    """
-    from mcinfer.engines import _onnxruntime  # the runtime is imported in the child alone
-
-    wanted = request_of(request).with_options(prepare="always")
-    if shown:
-        _log.addFilter(lambda record: record.msg != _SLOW)
-    preparation = _onnxruntime.prepared(wanted, progress)
-    if preparation.held is None:
-        _onnxruntime.load(wanted.with_options(prepare="never"))  # it may not be a model at all
-        raise BuildError(f"{wanted.model}: {'; '.join(preparation.notes)}")
-    preparation.held.close()
-    return preparation.held.key
 
 
 def save_optimised(
@@ -575,26 +557,24 @@ def save_optimised(
     """
     path = Path(model).absolute()
     try:
-        _in_child(_save, path, options, device, str(Path(target).absolute()))
+        _in_child("save", path, options, device, str(Path(target).absolute()))
     except ChildFailedError as exc:
         raise BuildError(f"{path}: its optimised form could not be saved: {exc}") from exc
 
 
-def _save(_: Progress, request: Mapping[str, Any], target: str) -> None:
-    from mcinfer.engines import _onnxruntime  # as above
-
-    _onnxruntime.save(request_of(request), target)
-
-
 def _in_child(
-    function: Callable[..., Any],
+    name: str,
     model: Path,
     options: EngineOptions,
     device: str,
     argument: object,
     tick: Progress = lambda _: None,
 ) -> Any:
-    """Call a function in a child with the request of a process that runs nothing, and an argument."""
+    """Call this function of the adapter in a child, which alone imports the runtime.
+
+    Its arguments are the request of a process that runs nothing, and `argument`.
+    """
     alone = replace(options, threads=1, inter_op_threads=None)
     request = EngineRequest(model=str(model), device=Device.parse(device), options=alone)
+    function = f"mcinfer.engines._onnxruntime:{name}"
     return run_child(function, [_plain(request), argument], tick, pass_fds=inherited(request.model))

@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mcinfer import EngineOptions, Master
-from mcinfer.engines import open_engine, preparation
+from mcinfer.engines import open_engine
 from mcinfer.model_cache import children
 from mcinfer.model_cache.cache import Cache
 from mcinfer.model_cache.children import ChildFailedError, run_child
@@ -143,7 +143,7 @@ def test_program_that_is_no_python_is_not_waited_for(
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setattr(children, "_HELLO_SECONDS", 0.5)
     with pytest.raises(ChildFailedError, match=r"the process did not begin within 0\.5 s"):
-        run_child(preparation._ensure, [], lambda _: None)
+        run_child("mcinfer.engines._onnxruntime:ensure", [], lambda _: None)
 
 
 def test_worker_that_is_killed_while_it_prepares_takes_the_child_along(
