@@ -49,7 +49,7 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
 from mcinfer.worker import runs, server
-from mcinfer.worker.server import CARD_LOST, Server
+from mcinfer.worker.server import CARD_LOST, WorkerLoop
 from tests.emulated_cards import emulated_cards
 from tests.process.waiting import wait_until
 
@@ -74,7 +74,7 @@ class Peer:
 
         def work() -> None:
             try:
-                self.status = Server(connection, SHOWN, worker, listening).serve()
+                self.status = WorkerLoop(connection, SHOWN, worker, listening).serve()
             except SystemExit as exc:
                 self.status = exc.code
             worker.close()

@@ -35,6 +35,7 @@ from mcinfer.engines.base import (
     BoundRun,
     Buffer,
     Engine,
+    EngineAround,
     EngineRequest,
     OutOfDeviceMemoryError,
     Produced,
@@ -242,7 +243,7 @@ class _Staging:
             block.close()
 
 
-class CardEngine(Engine):
+class CardEngine(EngineAround):
     """An engine of a worker on a card, which takes tensors of the host and of any card that it reaches.
 
     Attributes:
@@ -261,7 +262,8 @@ class CardEngine(Engine):
         blocks: AttachedBlocks | None = None,
     ) -> None:
         """Wrap an engine on the card's stream, or on the CPU, and the weights that it was given."""
-        self.engine = engine
+        super().__init__(engine)
+        self.concurrent = 1  # runs share the staging memory
         self.card = card
         block = None if weights is None else weights.block
         if block is not None and not (engine.on_card or card.host_address(block.address)):
@@ -269,10 +271,6 @@ class CardEngine(Engine):
             block = None
         self._weights = block
         self.slab = block if block is not None and block.token else None  # else another one made it
-        self.spec, self.providers, self.weights = engine.spec, engine.providers, engine.weights
-        self.notes, self.prepared, self.version = engine.notes, engine.prepared, engine.version
-        self.description = engine.description
-        self.on_card = engine.on_card
         # TensorRT wants bound addresses "aligned to at least 256 bytes" (setTensorAddress).
         is_tensorrt = self.providers[:1] == (NAMES["tensorrt"],)
         self.alignment = ALIGNMENT if is_tensorrt else _KERNELS
@@ -357,14 +355,8 @@ class CardEngine(Engine):
         with _short_of_memory(self.card, "the tensors of a run"):
             return _CardRun(self, inputs, outputs)
 
-    def arm(self) -> None:
-        self.engine.arm()
-
-    def cancel(self) -> None:
-        self.engine.cancel()
-
     def close(self) -> None:
-        self.engine.close()
+        super().close()
         with suppress(CardLostError):  # then nothing is pinned any more
             self.staging[True].close()
         self.staging[False].close()

@@ -220,7 +220,13 @@ def check_cpu(engine: str, request: EngineRequest) -> None:
 
 
 class BoundRun(ABC):
-    """One layout of inputs and outputs, bound once and executed many times."""
+    """One layout of inputs and outputs, bound once and executed many times.
+
+    Attributes:
+        wide: Whether the last execution had the cores of all workers.
+    """
+
+    wide: bool = False
 
     @abstractmethod
     def execute(self) -> Sequence[Produced | Strings]:
@@ -239,6 +245,10 @@ class BoundRun(ABC):
             OutOfMemoryError: The process has.
             CardLostError: Neither this run nor another one can succeed in this process.
         """
+
+    def execute_alone(self) -> Sequence[Produced | Strings]:
+        """Execute, as the one run under way on all workers; raises as `execute` does."""
+        return self.execute()
 
 
 class StagedRun(BoundRun):
@@ -286,6 +296,8 @@ class Engine(ABC):
         pins: Whether it runs them in threads of its own, each kept to its part of the worker's cores.
         widens: Whether a second engine on the same model, with more cores, may take some of its runs.
         broken: Why it cannot run any more; empty if it can.
+        lingers: Whether a thread of it may still be in the runtime after `close`; the end of the interpreter
+            would abort that.
         gives: Names of the outputs that its runs give; None if they give all. A rank of a group gives some.
         on_card: Whether it runs on a card, on `EngineRequest.stream`; then it takes tensors of that card.
         description: What the runtime says of the model, if the request asks for it.
@@ -304,6 +316,7 @@ class Engine(ABC):
     prepared: str = ""
     turn: AbstractContextManager[Any]
     broken: str = ""
+    lingers: bool = False
     gives: frozenset[str] | None = None
     concurrent: int = 1
     pins: bool = False
@@ -357,6 +370,38 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027 most engines end with their process
         """End what runs in other processes; the engine and its runs are not used afterwards."""
+
+
+class EngineAround(Engine):
+    """An engine that is as another one, but for what a subclass changes.
+
+    Attributes:
+        engine: The other one; closed with this one.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        for name in Engine.__annotations__:
+            if hasattr(engine, name):
+                setattr(self, name, getattr(engine, name))
+
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
+        return self.engine.bind(inputs, outputs)
+
+    def arm(self) -> None:
+        self.engine.arm()
+
+    def cancel(self) -> None:
+        self.engine.cancel()
+
+    def placed(self, version: int, weights: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
+        return self.engine.placed(version, weights)
+
+    def forget(self, oldest: int) -> None:
+        self.engine.forget(oldest)
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 def run_on_arrays(

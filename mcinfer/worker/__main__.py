@@ -47,15 +47,15 @@ def main() -> int:
     gc.disable()  # a look for garbage in what is imported, again and again, is a tenth of a start
     from mcinfer.runtime.cancels import Cancels
     from mcinfer.runtime.transport import WorkerTransport
-    from mcinfer.worker.server import Server
+    from mcinfer.worker.server import WorkerLoop
 
     gc.freeze()
     gc.enable()
     cancels = Cancels.inherited(start["cancels"])
     connection = WorkerTransport(start["connection"])
-    server = Server(connection, start["token"], lifeline, cancels, start["group"])
-    status = server.serve()
-    if server.is_opening:  # a thread is in the runtime, where the interpreter's end would abort it
+    loop = WorkerLoop(connection, start["token"], lifeline, cancels, start["group"])
+    status = loop.serve()
+    if loop.lingers:
         sys.stdout.flush()
         os._exit(status)
     return status

@@ -2,7 +2,7 @@
 
 ::
 
-    the loop ◄══ messages, lifeline, CANCEL, as with a process ══► thread: Server ──► Engine, in this process
+    the loop ◄══ messages, lifeline, CANCEL, as with a process ══► thread: WorkerLoop ──► Engine, here
 
 Ownership: the thread has descriptors and mappings of its own, so nothing that the master closes is taken from
 a run that goes on. A thread cannot be killed: `kill` ends its run through the engine, and then it. A thread
@@ -23,7 +23,8 @@ from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.shm.lifeline import Lifeline
-from mcinfer.worker.server import Server
+from mcinfer.worker.server import WorkerLoop
+from mcinfer.worker.turns import PolledTransport
 
 _log = logging.getLogger("mcinfer.worker")
 
@@ -39,7 +40,7 @@ class InlineWorker(WorkerProcess):
         self._status = 0
         self._killed = False
         self._stacks_text = ""
-        self._server: Server | None = None
+        self._loop: WorkerLoop | None = None
         self.pid = os.getpid()
         with ExitStack() as opened:
             self.pidfd = os.eventfd(0)
@@ -58,19 +59,15 @@ class InlineWorker(WorkerProcess):
         try:
             lifeline = Lifeline.inherited(channel)
             start = json.loads(lifeline.greeting())
-            self._server = Server(
-                WorkerTransport(connection),
-                start["token"],
-                lifeline,
-                Cancels.inherited(cancels),
-                in_thread=True,
-            )
-            self._status = self._server.serve()
+            # No watcher ends this process when the master hangs up.
+            transport = PolledTransport(WorkerTransport(connection), lifeline.fd)
+            self._loop = WorkerLoop(transport, start["token"], lifeline, Cancels.inherited(cancels))
+            self._status = self._loop.serve()
         except BaseException:  # also SystemExit, which ends this thread alone
             self._status = 1
             _log.exception("the thread of a worker failed")
         finally:
-            self._server = None
+            self._loop = None
             os.eventfd_write(ended, 1)
             os.close(ended)
 
@@ -81,8 +78,8 @@ class InlineWorker(WorkerProcess):
 
     def ask_for_stacks(self) -> None:
         """Note where it is now, and the threads of its other runs."""
-        server, frames = self._server, sys._current_frames()
-        threads = [self._thread, *(server.threads if server is not None else ())]
+        loop, frames = self._loop, sys._current_frames()
+        threads = [self._thread, *(loop.threads if loop is not None else ())]
         found = [frames[thread.ident] for thread in threads if thread.ident in frames]
         self._stacks_text = "\n".join("".join(traceback.format_stack(frame)) for frame in found)
 

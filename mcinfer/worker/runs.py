@@ -42,8 +42,8 @@ _Tensor = tuple[str, str, tuple[int, ...]]
 """Name, element type and shape."""
 
 
-_Layout = tuple[int, int, bytes, bool]
-"""The version of the weights, bytes of the inputs' references, the body of PREDICT, and if it is wide."""
+_Layout = tuple[int, int, bytes]
+"""The version of the weights, bytes of the inputs' references, and the body of PREDICT."""
 
 
 class Runs:
@@ -66,7 +66,7 @@ class Runs:
         self._weights: dict[int, tuple[Buffer, ...]] = {0: ()}
 
     def single(
-        self, version: int, size: int, body: bytes, wide: Engine | None = None
+        self, version: int, size: int, body: bytes
     ) -> tuple[BoundRun, tuple[TensorRef, ...]]:
         """The run of a PREDICT, and the places of its outputs.
 
@@ -74,13 +74,12 @@ class Runs:
             version: Of the weights.
             size: Bytes of the inputs' references, with which the body begins.
             body: Of PREDICT.
-            wide: The engine that takes it in the place of the worker's own.
 
         Raises:
             ProtocolError: The body is no references, or they name what is not there.
             InvalidInputError, PredictError: The engine does not take them.
         """
-        key = (version, size, body, wide is not None)
+        key = (version, size, body)
         found = self._bound.get(key)
         if found is not None:
             self._bound.move_to_end(key)
@@ -93,13 +92,13 @@ class Runs:
             else self._buffer(reference)
             for reference in inputs
         ]
-        run = (wide or self.engine).bind([*resolved, *weights], [*map(self._buffer, outputs)])
+        run = self.engine.bind([*resolved, *weights], [*map(self._buffer, outputs)])
         if not any(isinstance(item, Strings) for item in resolved):
             blocks = frozenset(reference[3] for part in (inputs, outputs) for reference in part)
             self._bound[key] = (run, blocks, outputs)
             self._bound_bytes += len(body)
             while len(self._bound) > _MAX_LAYOUTS or self._bound_bytes > _MAX_LAYOUT_BYTES:
-                (_, _, oldest, _), _ = self._bound.popitem(last=False)
+                (_, _, oldest), _ = self._bound.popitem(last=False)
                 self._bound_bytes -= len(oldest)
         return run, outputs
 
@@ -151,11 +150,6 @@ class Runs:
         for layout, (_, blocks, _) in [*self._bound.items()]:
             if number in blocks:
                 self._drop(layout)
-
-    def drop_wide(self) -> None:
-        """Drop the runs of the engine with all cores."""
-        for layout in [layout for layout in self._bound if layout[3]]:
-            self._drop(layout)
 
     def _drop(self, layout: _Layout) -> None:
         del self._bound[layout]

@@ -5,9 +5,8 @@
     main thread     wait ──► PREDICT ──► bind (cached by the body's bytes) ──► engine run ──► REPLY ──► wait
     canceller thread         waits at a socket of its own: CANCEL ──► engine.cancel
 
-Where the engine executes several runs at once, as many threads take turns in the place of the main thread:
-see `turns`. If the model is cut over several ranks, each is a worker like any other, with an engine that runs
-its slice.
+The loop knows one engine, whatever is around it (`opening`). If that executes several runs at once, as many
+threads take turns in the place of the main thread (`turns`).
 
 Ownership: the blocks belong to the master and are mapped until DETACH. Bound runs hold addresses in the
 blocks, so they are dropped before the blocks. A lock guards the cancellations; the main thread, or the one
@@ -17,31 +16,25 @@ that has the turn, owns the rest.
 import ctypes
 import logging
 import os
-import select
 import threading
 import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, count
 from typing import Any
 
-from mcinfer.config import CARD_KINDS, INLINE, CoreShare, Device
-from mcinfer.engines import open_engine
+from mcinfer.config import Device
 from mcinfer.engines.base import (
     BoundRun,
     Engine,
-    EngineRequest,
-    OutOfMemoryError,
     Produced,
     RunCancelledError,
     Strings,
     memory_limit,
 )
-from mcinfer.engines.preparation import identity, readable_content
 from mcinfer.errors import (
     BuildError,
     CardLostError,
@@ -52,7 +45,6 @@ from mcinfer.errors import (
     ProtocolError,
     RankDiedError,
 )
-from mcinfer.machine import format_core_list
 from mcinfer.private import in_words
 from mcinfer.process import ORPHANED
 from mcinfer.protocol import (
@@ -90,9 +82,9 @@ from mcinfer.shm.arena import AttachedBlocks, OfferedBlock, SharedBlock, align
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec
+from mcinfer.worker.opening import open_worker_engine, pin_to_allowed
 from mcinfer.worker.runs import Runs
-from mcinfer.worker.turns import SharedTransport
-from mcinfer.worker.wide import WideEngine
+from mcinfer.worker.turns import LaneRuns, Turns, pin_to_part
 
 _MAX_CANCELLED = 4096
 """Most cancellations that are kept: one that comes after its answer is never used."""
@@ -111,7 +103,7 @@ CARD_LOST = 74
 _log = logging.getLogger("mcinfer.worker")
 
 
-class Server:
+class WorkerLoop:
     """A worker's side of its conversation with the master.
 
     Args:
@@ -120,10 +112,6 @@ class Server:
         lifeline: Brings the blocks.
         cancels: Brings CANCEL.
         group: Descriptors of the group that it is a rank of, if any.
-        in_thread: No watcher ends this process when the master hangs up, since the master is in it.
-
-    Attributes:
-        threads: Those that execute runs beside the one that serves.
     """
 
     def __init__(
@@ -133,29 +121,17 @@ class Server:
         lifeline: Lifeline,
         cancels: Cancels,
         group: Sequence[int] = (),
-        *,
-        in_thread: bool = False,
     ) -> None:
         self._connection = connection
-        self._in_thread = in_thread
         self._token = token
         self._cancels = cancels
         self._lifeline = lifeline
         self._group = [*group]
-        self._poll = select.poll()
         self._state = WorkerState.SPAWNED
-        # From BUILD on; `TRANSITIONS` allow no run before it.
-        self._engine: Engine
+        self._engine: Engine | None = None  # from BUILD on; `TRANSITIONS` allow no run before it
         self._lanes: list[Runs] = []  # of each thread that executes runs
-        self._is_built = False
-        self._wide: WideEngine | None = None
-        self.threads: list[threading.Thread] = []
-        self._cores: Sequence[int] = ()
-        self._notes: tuple[str, ...] = ()  # of this worker's own
-        self._shared: SharedTransport | None = None  # by the threads of several lanes
-        self._is_shared = False
-        self._ended = False
-        self._failures: list[BaseException] = []  # of threads
+        self._turns: Turns | None = None  # of several threads
+        self._cores: Sequence[int] = ()  # of which each has a part
         self._blocks = AttachedBlocks()
         self._block_numbers = count(1)
         self._lock = threading.Lock()
@@ -168,11 +144,28 @@ class Server:
         )
         self._canceller.start()
 
+    @property
+    def threads(self) -> Sequence[threading.Thread]:
+        """Those that execute runs beside the one that serves."""
+        return () if self._turns is None else self._turns.threads
+
+    @property
+    def lingers(self) -> bool:
+        """See `Engine.lingers`."""
+        return self._engine is not None and self._engine.lingers
+
     def serve(self) -> int:
         """Serve the master until EXIT or a hang-up, and close all that was opened; the exit status."""
         try:
             self.send(Hello(version=VERSION, pid=os.getpid(), token=self._token))
-            self._loop()
+            while self._state is not WorkerState.READY:
+                if not self.handle(decode(self._connection.wait())):
+                    return 0
+            first = partial(self._serve_lane, 0)
+            if self._turns is None:
+                first()
+            else:
+                self._turns.serve(first)
         except CardLostError as exc:
             _log.error("%s; this worker ends, and is started again", exc)
             return CARD_LOST
@@ -185,159 +178,63 @@ class Server:
             self.close()
         return 0
 
-    def _loop(self) -> None:
-        """Serve until EXIT; raises `ProtocolError` at a message that does not fit."""
-        wait = self._connection.wait
-        if self._in_thread:
-            wait = self._wait
-            self._watch(self._connection.fd)
-        while True:
-            data = wait()
-            if data and data[0] == PREDICT:
-                self.predict(data)
-            elif not self.handle(decode(data)):
-                return
-            elif self._shared is not None and self._state is WorkerState.READY:
-                self._take_turns(self._shared)
-                return
-
-    def _watch(self, *fds: int) -> None:
-        """Have `_wait` wait for these, and for a hang-up."""
-        for fd in fds:
-            self._poll.register(fd, select.POLLIN)
-        self._poll.register(self._lifeline.fd, 0)  # a hang-up is always reported
-
-    def _wait(self) -> bytes:
-        """The next message; `ConnectionResetError` once the master has hung up."""
-        while not self._stopped:
-            data = self._connection.receive()
-            if data is not None:
-                return data
-            self._poll.poll()
-        raise ConnectionResetError("the master has hung up")
-
-    def _start_lanes(self) -> None:
-        """Have a thread for each run at once; all wait for the turn, which this thread has."""
-        engines = [self._engine, *(self._engine.twin() for _ in range(1, self._engine.concurrent))]
-        self._lanes = [Runs(engine, self._blocks) for engine in engines]
-        self._connection = self._shared = shared = SharedTransport(self._connection, self._sending)
-        self._watch(shared.fd, shared.bell)
-        shared.take_turn()
-        for lane in range(1, len(engines)):
-            thread = threading.Thread(
-                target=self._serve_lane, args=(shared, lane), name="mcinfer-run", daemon=True
-            )
-            thread.start()
-            self.threads.append(thread)
-
-    def _take_turns(self, shared: SharedTransport) -> None:
-        """Serve in the threads of all lanes; this one has the first."""
-        # Until EXIT. In READY the same messages may come, and an answer would need to know of other runs.
-        self._state, self._is_shared = WorkerState.BUSY, True
-        shared.pass_turn_on()
-        self._serve_lane(shared, 0)
-        if self._failures:
-            raise self._failures[0]
-
-    def _serve_lane(self, shared: SharedTransport, lane: int) -> None:
-        """Take the turn, again and again, until EXIT, or an error of any lane that ends this worker."""
+    def _serve_lane(self, lane: int) -> None:
+        """Follow messages until EXIT; raises `ProtocolError` at one that does not fit."""
+        wait, runs = self._connection.wait, self._lanes[lane]
         try:
-            self._pin(lane)
+            pin_to_part(self._cores, lane, len(self._lanes))
             while True:
-                shared.take_turn()
-                ran = False  # and passed the turn on before
-                while not (ran or self._ended):
-                    data = self._wait()
-                    if data and data[0] == PREDICT:
-                        self.predict(data, lane)
-                        ran = True
-                    else:
-                        message = decode(data)
-                        ran = isinstance(message, PredictJoined)
-                        if not self.handle(message, lane):
-                            self._ended = True  # and never False again: lanes end side by side
-                if not ran:
+                data = wait()
+                if data and data[0] == PREDICT:
+                    self.predict(data, runs)
+                elif not self.handle(decode(data), runs):
                     return
-        except BaseException as exc:  # the main thread raises it
-            self._failures.append(exc)
-            self._ended = True
-            self._stop_runs()
-            shared.wake()
-        finally:
-            shared.pass_turn_on()
-
-    def _pin(self, lane: int) -> None:
-        """Keep the calling thread to its part of this worker's cores, where there are enough.
-
-        Else the system may put two runs on one core for a while, with another one idle. A thread that only
-        waits for its run would be kept to a core on which another run computes.
-        """
-        cores, lanes = self._cores, len(self._lanes)
-        if lanes <= len(cores) and not self._engine.pins:
-            start, stop = (part * len(cores) // lanes for part in (lane, lane + 1))
-            with suppress(OSError):  # this process may not use them any more
-                os.sched_setaffinity(0, cores[start:stop])
+        except BaseException:
+            self._stop_runs()  # of other lanes
+            raise
 
     def send(self, message: Message) -> None:
-        """Send a message, or an error if it is the result of a build or a run that no message can hold."""
-        try:
-            data = encode(message)
-        except ProtocolError as exc:
-            build = isinstance(message, BuildFinish)
-            message = Error(
-                request=getattr(message, "request", None),
-                shard=getattr(message, "shard", None),
-                kind="build" if build else "predict",
-                text=f"the answer does not fit a message to the master: {exc}",
-            )
-            data = encode(message)
-        if not self._is_shared:
-            self._state = state_after(self._state, type(message))
+        """Send a message that changes the state of this worker."""
+        message, data = _encoded(message)
+        self._state = state_after(self._state, type(message))
         self._connection.send(data)
 
-    def handle(self, message: Message, lane: int = 0) -> bool:
-        """Follow a message other than PREDICT, in the thread of a lane; whether more may come.
+    def handle(self, message: Message, runs: Runs | None = None) -> bool:
+        """Follow a message other than PREDICT; whether more may come.
+
+        Args:
+            message: The message.
+            runs: Of the calling thread, once the model is loaded.
 
         Raises:
             ProtocolError: The message may not come now, or cannot be followed.
         """
+        if self._stopped:
+            raise ConnectionResetError("the master has hung up")
         self._state = state_after(self._state, type(message))
         match message:
-            case PredictJoined():
-                runs = self._lanes[lane]
+            case PredictJoined() if runs is not None:
                 self._run(message.request, message.shard, runs, False, runs.joined, message)
             case Attach():
                 self._attach(message)
             case Detach():
-                for runs in self._lanes:
-                    runs.drop_block(message.block)
+                for lane in self._lanes:
+                    lane.drop_block(message.block)
                 self._blocks.drop(message.block)
             case UpdateWeights():
-                for runs in self._lanes:
-                    runs.take_weights(message)
+                for lane in self._lanes:
+                    lane.take_weights(message)
             case Build():
                 self.send(self._build(message))
         return not isinstance(message, Exit)
 
-    @property
-    def is_opening(self) -> bool:
-        """Whether a thread still opens the model with all cores: no one waits for it."""
-        return self._wide is not None and self._wide.is_opening
-
     def close(self) -> None:
-        self._ended = True
-        if self._shared is not None:
-            self._shared.pass_turn_on()  # if the build failed, this thread has it
-        for thread in self.threads:
-            thread.join()
-        if self._is_built:
+        self._connection.close()  # and the threads of all lanes
+        if self._engine is not None:
             self._engine.close()
-            for runs in self._lanes:
-                runs.close()
-            if self._wide is not None:
-                self._wide.close()
+        for runs in self._lanes:
+            runs.close()
         self._blocks.close()
-        self._connection.close()
         self._stopped = True
         self._cancels.hang_up()
         self._canceller.join(_BLOCK_TIMEOUT)
@@ -346,57 +243,22 @@ class Server:
 
     def _build(self, message: Build) -> Message:
         start = time.perf_counter()
-        slab = None if message.slab is None else self._blocks.take(message.slab)
         try:
-            message = self._pin_to_allowed(message)
-            device = Device.parse(message.device)
-            request = EngineRequest(
-                model=message.model,
-                device=Device("cpu", 0) if device.kind == INLINE else device,
-                options=message.options,
-                share=message.share,
+            share, notes = pin_to_allowed(message.share)
+            engine, known = open_worker_engine(
+                message, share, self._blocks, self._group, self._report_progress
             )
-            content = readable_content(request)
-            request = replace(request, content=content)
-            if message.ranks > 1:
-                from mcinfer.ranks import open_rank
-
-                cut, group = (message.tensor, message.pipeline), self._group
-                self._engine = open_rank(request, message.rank, cut, group, self._report_progress)
-            elif request.device.kind in CARD_KINDS:
-                from mcinfer.cards.staging import open_on_card
-
-                self._engine = open_on_card(
-                    message, request, slab, self._blocks, self._report_progress
-                )
-            else:
-                self._engine = open_engine(message.engine, request, self._report_progress)
-            self._is_built = True
-            if several := self._engine.concurrent > 1:
-                self._start_lanes()
-            else:
-                self._lanes = [Runs(self._engine, self._blocks)]
-            # A model that draws random numbers has one state of them.
-            widens = self._engine.widens and not several
-            if message.pool and content is not None and not content.random and widens:
-                self._wide = WideEngine(
-                    message.share, self._engine, partial(_open_wide, message, request), content
-                )
-            if content is not None and not content.unchanged():
-                raise BuildError(f"{message.model} was changed while it was loaded")
-            known: dict[str, Any] = {}
-            if content is not None:
-                known = {name: getattr(content, name) for name in ("random", "ragged")}
-                known["model"] = identity(request, content, self._engine.version)
-        except CardLostError:  # no fault of the model: as if this process had died
+            self._engine = engine
+            self._open_lanes(engine, () if share.shared or engine.pins else share.cores)
+        except (CardLostError, ProtocolError):  # no fault of the model: as if this process had died
             raise
         except (RankDiedError, CollectiveTimeoutError) as exc:  # nor of this rank
             return _error("broken", exc)
         except Exception as exc:  # of any class: it is the runtime's
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
             return _error(kind, exc, model=message.model)
-        engine, described = self._engine, self._engine.description
-        notes = [*self._notes, *(in_words(note, message.model) for note in engine.notes)]
+        described = engine.description
+        notes += tuple(in_words(note, message.model) for note in engine.notes)
         options = described.provider_options.items()
         try:
             return BuildFinish(
@@ -419,22 +281,18 @@ class Server:
             text = f"what is to be said of the model does not fit a message (at most {MAX_SPECS}"
             return _error("build", BuildError(f"{text} inputs, outputs, …): {exc}"))
 
-    def _pin_to_allowed(self, message: Build) -> Build:
-        """Pin this process to its share of the cores that it may use now; the message with that share."""
-        planned, allowed = message.share, sorted(os.sched_getaffinity(0))
-        share = planned.of_allowed(allowed)
-        if share is not planned:
-            before, now = map(format_core_list, (planned.usable or planned.cores, allowed))
-            what = "a worker that starts has its part of these"
-            if not share.usable:
-                what = f"{format_core_list(share.cores)} are left" if share.cores else "not pinned"
-            self._notes = (f"planned for cores {before}, and {now} are allowed now: {what}",)
-        if share.cores:
-            with suppress(OSError):  # they were taken in between: it is not pinned
-                os.sched_setaffinity(0, share.cores)
-                self._cores = () if share.shared else share.cores
-        names = (field.name for field in fields(share))
-        return replace(message, **{name: getattr(share, name) for name in names})
+    def _open_lanes(self, engine: Engine, cores: Sequence[int]) -> None:
+        """Make the runs of each thread, and those threads; each is kept to its part of the cores."""
+        if engine.concurrent == 1:
+            self._lanes = [Runs(engine, self._blocks)]
+            return
+        twins = [engine.twin() for _ in range(1, engine.concurrent)]
+        turns = Turns(self._connection, self._lifeline.fd, self._sending)
+        self._connection = self._turns = turns
+        self._lanes = [LaneRuns(each, self._blocks, turns) for each in (engine, *twins)]
+        self._cores = cores
+        for lane in range(1, len(self._lanes)):
+            turns.start(partial(self._serve_lane, lane))
 
     def _hand_over(self, slab: SharedBlock | None) -> tuple[int, int] | None:
         """Give the master a block of weights that this worker made; its number and bytes."""
@@ -449,82 +307,34 @@ class Server:
             raise RunCancelledError("the master has hung up")
         self.send(Preparing(seconds=float(state["seconds"]), written=state["written"]))
 
-    def predict(self, data: bytes, lane: int = 0) -> None:
-        """Follow a PREDICT in the thread of a lane, and answer it; `ProtocolError` if it may not come now."""
+    def predict(self, data: bytes, runs: Runs) -> None:
+        """Follow a PREDICT, and answer it; `ProtocolError` if it may not come now."""
         if len(data) < PREDICT_HEAD.size:
             raise ProtocolError(f"Predict: got {len(data)} bytes, expected a head")
-        _, request, shard, version, size, wide = PREDICT_HEAD.unpack_from(data)
+        _, request, shard, version, size, alone = PREDICT_HEAD.unpack_from(data)
         body = data[PREDICT_HEAD.size :]
-        self._state = state_after(self._state, Predict)
-        runs = self._lanes[lane]
-        self._run(request, shard, runs, wide, runs.single, version, size, body)
+        if self._state is not WorkerState.BUSY:  # which it stays: other runs may be under way
+            self._state = state_after(self._state, Predict)
+        self._run(request, shard, runs, alone, runs.single, version, size, body)
 
     def _run(
         self,
         request: int,
         shard: int,
         runs: Runs,
-        wide: bool,
+        alone: bool,
         bind: Callable[..., _Bound],
         *what: Any,
     ) -> None:
         """Run and answer; `bind` makes the run out of what the message says.
 
-        `bind` is a method of `runs`, those of the calling thread. A wide run that fails runs again narrow; if
-        that succeeds, the wide engine is to blame, and closed. If any run lacks memory, the wide engine gives
-        back what it has, and the run is tried again.
+        `bind` is a method of `runs`, those of the calling thread. Whatever the kind of run, its `execute`
+        copies in, executes and copies out.
         """
-        answer, lacks_memory = self._attempt(request, shard, runs.engine, wide, bind, what)
-        if isinstance(answer, Error) and answer.kind == "predict":
-            opened = self._wide if self._wide is not None and self._wide.is_open else None
-            if opened is not None and (wide or lacks_memory):
-                why = answer.text
-                if lacks_memory:
-                    self._close_wide(opened, why)
-                answer, _ = self._attempt(request, shard, runs.engine, False, bind, what)
-                if opened.is_open and not isinstance(answer, Error):
-                    self._close_wide(opened, why)
-        if isinstance(answer, bytes):
-            if not self._is_shared:
-                self._state = WorkerState.READY
-            self._connection.send(answer)
-        elif answer is not None:
-            self.send(answer)
-
-    def _close_wide(self, wide: WideEngine, why: str) -> None:
-        _log.warning("runs use this worker's cores alone from now on: %s", why)
-        for runs in self._lanes:
-            runs.drop_wide()
-        wide.close()
-
-    def _attempt(
-        self,
-        request: int,
-        shard: int,
-        engine: Engine,
-        wide: bool,
-        bind: Callable[..., _Bound],
-        what: Sequence[Any],
-    ) -> tuple[bytes | Error | None, bool]:
-        """Run; the answer that is to be sent, and whether memory was short.
-
-        It is encoded if all outputs are at the master's places. It is None if it was sent, since a block of
-        this worker's is the next on the lifeline when the answer that names it comes; or if there is none.
-        Whatever the kind of run, `BoundRun.execute` copies in, executes and copies out.
-        """
-        key, widened = (request, shard), None
-        if self._wide is not None:
-            widened = self._wide.engine(what[-1]) if wide else None
-            if widened is None and self._wide.on_pool:
-                self._wide.return_cores()
-        engine = widened or engine
+        key, engine = (request, shard), runs.engine
         run: BoundRun | None = None
         try:
-            try:
-                run, references = bind(*what) if widened is None else bind(*what, widened)
-            finally:
-                if self._shared is not None:
-                    self._shared.pass_turn_on()
+            run, references = bind(*what)
             engine.arm()
             with self._lock:
                 if self._stopped or (self._cancelled and key in self._cancelled):
@@ -533,37 +343,40 @@ class Server:
                 self._running[engine] = key
             start = time.perf_counter()
             try:
-                produced = run.execute()
+                produced = run.execute_alone() if alone else run.execute()
                 seconds = time.perf_counter() - start
             finally:
                 with self._lock:
                     del self._running[engine]
-            is_wide = widened is not None
-            if wide and self._wide is not None:
-                self._wide.learn(what[-1], seconds, wide=is_wide)
             if not produced:
-                return REPLY_HEAD.pack(REPLY, request, shard, seconds, is_wide), False
-            with self._sending:
-                outputs = self._place(produced, references)
-                reply = Reply(
-                    request=request, shard=shard, outputs=outputs, seconds=seconds, wide=is_wide
-                )
-                self.send(reply)
-            return None, False
+                data = REPLY_HEAD.pack(REPLY, request, shard, seconds, run.wide)
+            else:
+                with self._sending:  # the block is the next on the lifeline when its message comes
+                    outputs = self._place(engine, produced, references)
+                    reply = Reply(
+                        request=request,
+                        shard=shard,
+                        outputs=outputs,
+                        seconds=seconds,
+                        wide=run.wide,
+                    )
+                    self._connection.send(_encoded(reply)[1])
+                return
         except CardLostError:
             raise
         except Exception as exc:  # of any class: a run that raises fails its request only
             if self._stopped and isinstance(exc, RunCancelledError):
-                return None, False  # this worker ends, so its master has the run from another one
+                return  # this worker ends, so its master has the run from another one
             if run is None:
                 engine.skip(exc)
             kind = "predict"
             if isinstance(exc, (RunCancelledError, InvalidInputError)):
                 kind = "cancelled" if isinstance(exc, RunCancelledError) else "invalid"
             error = _error(kind, exc, request, shard)
-            if self._engine.broken:
-                error = replace(error, kind="broken", text=self._engine.broken[:_MAX_TEXT])
-            return error, isinstance(exc, (OutOfMemoryError, MemoryError))
+            if engine.broken:
+                error = replace(error, kind="broken", text=engine.broken[:_MAX_TEXT])
+            data = _encoded(error)[1]
+        self._connection.send(data)
 
     def _cancel_runs(self) -> None:
         """The canceller's loop, until a hang-up, which also ends the run in progress and the main thread."""
@@ -592,16 +405,17 @@ class Server:
                 engine.cancel()
 
     def _place(
-        self, produced: Sequence[Produced | Strings], bound: tuple[TensorRef, ...]
+        self,
+        engine: Engine,
+        produced: Sequence[Produced | Strings],
+        bound: tuple[TensorRef, ...],
     ) -> tuple[TensorRef, ...]:
         """References to all outputs, in the model's order; of a rank, to those that it gives, or all.
 
         Outputs that the engine produced by itself go to a block of this worker's: those without a bound
         place, and those with another shape than the model declares.
         """
-        if not produced:
-            return ()
-        gives = self._engine.gives
+        gives = engine.gives
         references = {ref[0]: ref for ref in bound if gives is None or ref[0] in gives}
         for item in produced:
             if isinstance(item, Strings):
@@ -618,7 +432,7 @@ class Server:
             block.close()
         for item, offset in zip(tensors, offsets, strict=False):
             references[item.name] = (item.name, item.element_type, item.shape, number, offset)
-        names = [spec.name for spec in self._engine.spec.outputs]
+        names = [spec.name for spec in engine.spec.outputs]
         return tuple(references[name] for name in names if name in references)
 
     def _attach(self, message: Attach) -> None:
@@ -641,13 +455,18 @@ class Server:
             raise ProtocolError(f"block {number} cannot be attached: {exc}") from exc
 
 
-def _open_wide(message: Build, request: EngineRequest, share: CoreShare) -> Engine:
-    """The model as it is: prepared once more, its weights would be in memory twice."""
-
-    def refuse(_: Mapping[str, Any]) -> None:
-        raise McinferError("the prepared model is not in the cache any more")
-
-    return open_engine(message.engine, replace(request, share=share), refuse)
+def _encoded(message: Message) -> tuple[Message, bytes]:
+    """A message in bytes; in the place of a result that no message can hold, an error."""
+    try:
+        return message, encode(message)
+    except ProtocolError as exc:
+        error = Error(
+            request=getattr(message, "request", None),
+            shard=getattr(message, "shard", None),
+            kind="build" if isinstance(message, BuildFinish) else "predict",
+            text=f"the answer does not fit a message to the master: {exc}",
+        )
+        return error, encode(error)
 
 
 def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:

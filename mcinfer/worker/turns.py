@@ -1,4 +1,4 @@
-"""What a worker needs beside its loop to execute several runs at once: threads that take turns.
+"""Several runs at once in one worker: threads that take turns.
 
 ::
 
@@ -10,44 +10,129 @@ versions of weights and bound runs need no other lock. Then it passes the turn o
 run goes from one thread to another. Each thread has a *lane*: a twin of the engine, with runs bound by it, so
 the same tensors may be under way twice.
 
-Ownership: the worker's `Server` owns the lanes, the transport, and the threads.
+Ownership: a transport here owns the one that it takes over; `Turns` owns the threads.
 """
 
 import os
+import select
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
+from mcinfer.engines.base import BoundRun, Engine
+from mcinfer.protocol import Exit, PredictJoined, TensorRef, encode
 from mcinfer.runtime.transport import WorkerTransport
+from mcinfer.shm.arena import AttachedBlocks
+from mcinfer.worker.runs import Runs
+
+_EXIT = encode(Exit())
 
 
-class SharedTransport(WorkerTransport):
-    """A worker's transport, of whose threads the one that has the turn waits for messages while others send.
-
-    ZeroMQ lets one thread at a time use a socket, so a lock is held for each call of it, and none while a
-    thread waits: for `fd`, or for `bell`. The descriptor of a socket becomes readable once for what has come
-    (zmq_getsockopt(3), ZMQ_FD), and a send may use that up; then the bell rings.
+class PolledTransport(WorkerTransport):
+    """A worker's transport whose `wait` ends when the master hangs up, by `ConnectionResetError`.
 
     Args:
         transport: What it takes over.
-        lock: Held for each call; one that a thread may take again.
+        lifeline: The descriptor that shows the hang-up.
     """
 
-    def __init__(self, transport: WorkerTransport, lock: AbstractContextManager[Any]) -> None:
-        self.bell = os.eventfd(0)
+    def __init__(self, transport: WorkerTransport, lifeline: int) -> None:
         self.fd = transport.fd
         self._transport = transport
+        self._lifeline = lifeline
+        self._poll = select.poll()
+        self._poll.register(self.fd, select.POLLIN)
+        self._poll.register(lifeline, 0)  # a hang-up is always reported
+
+    def wait(self) -> bytes:
+        while (data := self.receive()) is None:
+            self._sleep()
+        return data
+
+    def _sleep(self) -> None:
+        """Until there may be a message."""
+        if self._lifeline in dict(self._poll.poll()):
+            raise ConnectionResetError("the master has hung up")
+
+    def send(self, data: bytes) -> None:
+        self._transport.send(data)
+
+    def receive(self) -> bytes | None:
+        return self._transport.receive()
+
+    def may_receive(self) -> bool:
+        return self._transport.may_receive()
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+class Turns(PolledTransport):
+    """A transport of several threads: the one that has the turn waits for messages while others send.
+
+    ZeroMQ lets one thread at a time use a socket, so a lock is held for each call of it, and none while a
+    thread waits: for `fd`, or for the bell. The descriptor of a socket becomes readable once for what has
+    come (zmq_getsockopt(3), ZMQ_FD), and a send may use that up; then the bell rings.
+
+    The thread that makes it has the turn. Once one lane has ended, the others get EXIT.
+
+    Args:
+        transport: What it takes over.
+        lifeline: The descriptor that shows the master's hang-up.
+        lock: Held for each call; one that a thread may take again.
+
+    Attributes:
+        threads: Those of all lanes but the first.
+    """
+
+    def __init__(
+        self, transport: WorkerTransport, lifeline: int, lock: AbstractContextManager[Any]
+    ) -> None:
+        super().__init__(transport, lifeline)
+        self.threads: list[threading.Thread] = []
         self._lock = lock
+        self._bell = os.eventfd(0)
+        self._poll.register(self._bell, select.POLLIN)
         self._rings = False
+        self._ended = False
+        self._failures: list[BaseException] = []
         # One that knows its holder from the moment when it is taken: an exception may come right after.
         self._turn: Any = threading.RLock()
+        self._turn.acquire()
 
-    def take_turn(self) -> None:
-        """Wait for the turn."""
+    def start(self, lane: Callable[[], None]) -> None:
+        """Have a thread serve a lane, once it gets the turn; `RuntimeError` if the system has none left."""
+        thread = threading.Thread(target=self._serve, args=(lane,), name="mcinfer-run", daemon=True)
+        thread.start()
+        self.threads.append(thread)
+
+    def serve(self, lane: Callable[[], None]) -> None:
+        """Serve the first lane in this thread; raises what ended any lane, once that one has ended."""
+        self._serve(lane)
+        if self._failures:
+            raise self._failures[0]
+
+    def _serve(self, lane: Callable[[], None]) -> None:
+        try:
+            lane()
+        except BaseException as exc:  # the first lane's thread raises it
+            self._failures.append(exc)
+        finally:
+            self._end()
+
+    def wait(self) -> bytes:
+        """The next message, once the calling thread has the turn; EXIT if a lane has ended."""
         if not self._turn._is_owned():
             self._turn.acquire()
+        while not self._ended:
+            data = self.receive()
+            if data is not None:
+                return data
+            self._sleep()
+        return _EXIT
 
-    def pass_turn_on(self) -> None:
+    def pass_on(self) -> None:
         """Let another thread have the turn; nothing if the calling thread has passed it on before."""
         if self._turn._is_owned():
             self._turn.release()
@@ -57,19 +142,57 @@ class SharedTransport(WorkerTransport):
             self._transport.send(data)
             if not self._rings and self._transport.may_receive():
                 self._rings = True
-                os.eventfd_write(self.bell, 1)
+                os.eventfd_write(self._bell, 1)
 
     def receive(self) -> bytes | None:
         with self._lock:
             if self._rings:
                 self._rings = False
-                os.eventfd_read(self.bell)
+                os.eventfd_read(self._bell)
             return self._transport.receive()
 
-    def wake(self) -> None:
-        """End the wait of the thread that has the turn, and every other one from then on."""
-        os.eventfd_write(self.bell, 1)
+    def _end(self) -> None:
+        self._ended = True
+        os.eventfd_write(self._bell, 1)  # the thread that has the turn waits
+        self.pass_on()
 
     def close(self) -> None:
-        self._transport.close()
-        os.close(self.bell)
+        """End the lanes, whose threads end after their runs, and close."""
+        self._end()
+        for thread in self.threads:
+            thread.join()
+        super().close()
+        os.close(self._bell)
+
+
+class LaneRuns(Runs):
+    """The runs of one lane: once one is bound, another lane has the turn."""
+
+    def __init__(self, engine: Engine, blocks: AttachedBlocks, turns: Turns) -> None:
+        super().__init__(engine, blocks)
+        self._turns = turns
+
+    def single(
+        self, version: int, size: int, body: bytes
+    ) -> tuple[BoundRun, tuple[TensorRef, ...]]:
+        try:
+            return super().single(version, size, body)
+        finally:
+            self._turns.pass_on()
+
+    def joined(self, message: PredictJoined) -> tuple[BoundRun, tuple[TensorRef, ...]]:
+        try:
+            return super().joined(message)
+        finally:
+            self._turns.pass_on()
+
+
+def pin_to_part(cores: Sequence[int], part: int, parts: int) -> None:
+    """Keep the calling thread to its part of these cores, if there are enough.
+
+    Else the system may put two runs on one core for a while, with another one idle.
+    """
+    if parts <= len(cores):
+        start, stop = (number * len(cores) // parts for number in (part, part + 1))
+        with suppress(OSError):  # this process may not use them any more
+            os.sched_setaffinity(0, cores[start:stop])

@@ -1,17 +1,22 @@
-"""The model of a worker once more, with the cores of all workers on the CPU, for a run that comes alone.
+"""A model once more, with the cores of all workers on the CPU, for a run that comes alone.
+
+::
+
+    run, one of many ──► WideEngine ──► the narrow engine, on the worker's own cores
+    run that is alone ──► WideEngine ──► the wide engine, on the pool's cores, if it is open and was faster
 
 A worker on the CPU is pinned to its share of the cores, so many requests at once are fast, and one that comes
 alone would have a part of the CPU. Weights are mapped, so a second engine on the same model takes little more
 than its activations.
 
-* It is opened when the first run comes that may be wide, by a thread of its own. Runs are narrow until then.
-* The main thread is pinned to the cores of what it runs. The engine's own threads keep those that the opening
-  thread had.
+* It is opened when the first run comes alone, by a thread of its own. Runs are narrow until then.
+* The thread that runs is pinned to the cores of what it runs. The engine's own threads keep those that the
+  opening thread had.
 * What fails wide runs narrow. If that succeeds, or if memory was short, all others do from then on.
 * Models of many small operators take longer with more threads. So runs of one layout are narrow again if wide
   ones were slower than those before the engine was there, or than one after the first wide ones.
 
-Ownership: the main thread uses the engine; the opening thread only hands it over.
+Ownership: the thread that runs uses both engines; the opening thread only hands the wide one over.
 """
 
 import logging
@@ -19,13 +24,23 @@ import math
 import os
 import resource
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from weakref import WeakSet
 
 from mcinfer.config import CoreShare
-from mcinfer.engines.base import Engine
-from mcinfer.errors import BuildError
+from mcinfer.engines.base import (
+    BoundRun,
+    Buffer,
+    Engine,
+    EngineAround,
+    OutOfMemoryError,
+    Produced,
+    RunCancelledError,
+    Strings,
+)
+from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.machine import format_core_list, whole_cpus
 from mcinfer.model_cache import LEAST_PREPARED_BYTES
 from mcinfer.model_cache.keys import ModelContent
@@ -34,112 +49,110 @@ _TRIALS = 8
 _TRIED_AGAIN = 1024
 """Wide runs of a layout before the fastest is compared, and runs after which that is done again."""
 
-_MAX_LAYOUTS, _MAX_LAYOUT_BYTES = 256, 1 << 12
-"""That are compared. Those with strings, which may have any length, never come again."""
-
 _log = logging.getLogger("mcinfer.worker")
 
 
-@dataclass(slots=True)
-class _Seconds:
-    """Of the fastest narrow and wide run of a layout; `runs` since the wide engine was there."""
-
-    narrow: float = math.inf
-    wide: float = math.inf
-    runs: int = 0
-
-
-class WideEngine:
-    """Opens an engine with more cores, and pins the main thread to them while it runs.
+class WideEngine(EngineAround):
+    """An engine, and another one with more cores, which is opened when it is first of use.
 
     Args:
-        share: The worker's own cores, and those of the pool.
         narrow: The worker's own engine.
+        share: The worker's own cores, and those of the pool.
         open_wide: Opens another one for these cores.
         content: Of the model's files.
+
+    Attributes:
+        alone: Of runs that come alone: the other engine, once it is open; until then the worker's own.
+        begun: Whether the other one was asked for.
+        on_pool: Whether the thread that runs is pinned to the pool's cores.
     """
 
     def __init__(
         self,
-        share: CoreShare,
         narrow: Engine,
+        share: CoreShare,
         open_wide: Callable[[CoreShare], Engine],
         content: ModelContent,
     ) -> None:
+        super().__init__(narrow)
         self._own, self._pool = share.cores, share.pool
-        self._narrow = narrow
         self._open_wide = open_wide
         self._content = content
-        self._engine: Engine | None = None
-        self._begun = False
-        self._seconds: dict[bytes, _Seconds] = {}
         self._opening = threading.Thread(target=self._open, name="mcinfer-wide", daemon=True)
-        self.on_pool = False
+        self._bound: WeakSet[_Run] = WeakSet()  # to the wide engine too
+        self._opened = self.alone = narrow
+        self.begun = self.on_pool = False
 
     @property
     def is_open(self) -> bool:
-        return self._engine is not None
+        return self.alone is not self.engine
 
-    @property
-    def is_opening(self) -> bool:
-        return self._opening.is_alive()
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
+        return _Run(self, inputs, outputs)
 
-    def engine(self, layout: bytes) -> Engine | None:
-        """The engine, with the main thread on its cores; None if it is not there, not yet, or too slow."""
-        engine = self._engine
-        if engine is None:
-            if not self._begun:
-                self._begun = True
-                try:
-                    why = self._why_not()
-                    if not why:
-                        self._opening.start()
-                except (OSError, RuntimeError) as exc:  # there is no descriptor or no thread left
-                    why = str(exc)
-                if why:
-                    _log.debug("runs use this worker's cores alone: %s", why)
-            return None
-        known = self._seconds.get(layout)
-        if known and known.runs >= _TRIALS and not known.wide < known.narrow < math.inf:
-            return None
-        if not self.on_pool:
-            try:
-                os.sched_setaffinity(0, self._pool)
-            except OSError:  # this process may not use these cores any more
-                return None
-            self.on_pool = True
-        return engine
+    def bind_wide(self, run: "_Run") -> BoundRun:
+        """Bind what a run is bound to once more, until the wide engine is closed."""
+        self._bound.add(run)
+        return self.alone.bind(*run.tensors)
 
-    def learn(self, layout: bytes, seconds: float, *, wide: bool) -> None:
-        """Learn from a run that might be wide, and of this layout, how long it took."""
-        if len(layout) > _MAX_LAYOUT_BYTES:
-            return
-        known = self._seconds[layout] = self._seconds.pop(layout, _Seconds())
-        if len(self._seconds) > _MAX_LAYOUTS:  # the least recently used goes
-            del self._seconds[next(iter(self._seconds))]
-        if wide:
-            known.wide = min(known.wide, seconds)
-        else:
-            known.narrow = min(known.narrow, seconds)
-        known.runs += self.is_open
-        if known.runs >= _TRIED_AGAIN:
-            known.wide, known.runs = math.inf, 0
+    def arm(self) -> None:
+        self.alone = self._opened  # here, so that the run and `cancel` see the same
+        self.engine.arm()
+        if self.alone is not self.engine:
+            self.alone.arm()
 
-    def return_cores(self) -> None:
-        """Pin the main thread to the worker's own cores again."""
+    def cancel(self) -> None:
+        self.engine.cancel()
+        self.alone.cancel()
+
+    def close(self) -> None:
+        self._close_wide()
+        super().close()
+        self.lingers = self._opening.is_alive()
+
+    def give_up(self, why: str) -> None:
+        """Run on the worker's own cores alone from now on; nothing if that was so before."""
+        if self.is_open:
+            _log.warning("runs use this worker's cores alone from now on: %s", why)
+            self._close_wide()
+
+    def _close_wide(self) -> None:
+        self.begun = True
+        for run in self._bound:
+            run.unbind_wide()
+        opened, self._opened, self.alone = self._opened, self.engine, self.engine
+        if opened is not self.engine:
+            opened.close()
+
+    def take_pool(self) -> bool:
+        """Pin the calling thread to the pool's cores; whether that is possible."""
+        try:
+            os.sched_setaffinity(0, self._pool)
+        except OSError:  # this process may not use these cores any more
+            return False
+        self.on_pool = True
+        return True
+
+    def return_pool(self) -> None:
+        """Pin the calling thread to the worker's own cores again."""
         with suppress(OSError):
             os.sched_setaffinity(0, self._own)
         self.on_pool = False
 
-    def close(self) -> None:
-        """Let go of the engine, whose runs are dropped; there will be no other one."""
-        self._begun = True
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+    def begin(self) -> None:
+        """Open the wide engine, unless it would be of no use."""
+        self.begun = True
+        try:
+            why = self._why_not()
+            if not why:
+                self._opening.start()
+        except (OSError, RuntimeError) as exc:  # there is no descriptor or no thread left
+            why = str(exc)
+        if why:
+            _log.debug("runs use this worker's cores alone: %s", why)
 
     def _why_not(self) -> str:
-        if not self._narrow.prepared and self._content.size >= LEAST_PREPARED_BYTES:
+        if not self.prepared and self._content.size >= LEAST_PREPARED_BYTES:
             return "a second copy of the weights would be as large as the first"
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
         if limit != resource.RLIM_INFINITY and 2 * _memory_bytes() > limit:
@@ -155,12 +168,87 @@ class WideEngine:
                 raise BuildError(f"none of the pool's cores {own} is allowed now") from exc
             threads = min(len(self._pool), whole_cpus())
             engine = self._open_wide(CoreShare(cores=self._pool, threads=threads))
-            if engine.prepared != self._narrow.prepared or not self._content.unchanged():
+            if engine.prepared != self.prepared or not self._content.unchanged():
                 engine.close()
                 raise BuildError("the model is not what it was")
-            self._engine = engine
+            self._opened = engine
         except Exception as exc:  # of any class: it is the runtime's
             _log.warning("runs use this worker's cores alone: %s", exc)
+
+
+class _Run(BoundRun):
+    """A layout, bound to the narrow engine, and to the wide one once it runs there.
+
+    Attributes:
+        tensors: Inputs and outputs.
+    """
+
+    def __init__(
+        self, engine: WideEngine, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]
+    ) -> None:
+        self._engine = engine
+        self.tensors = inputs, outputs
+        self._narrow = engine.engine.bind(inputs, outputs)
+        self._wide: BoundRun | None = None
+        # Seconds of the fastest run of each kind, and runs since the wide engine was there.
+        self._narrow_seconds = self._wide_seconds = math.inf
+        self._runs = 0
+
+    def unbind_wide(self) -> None:
+        self._wide = None
+
+    def execute(self) -> Sequence[Produced | Strings]:
+        self.wide = False
+        if self._engine.on_pool:
+            self._engine.return_pool()
+        try:
+            return self._narrow.execute()
+        except (OutOfMemoryError, MemoryError) as exc:
+            if not self._engine.is_open:
+                raise
+            why = str(exc)
+        # Outside of the handler: the error would keep what the run had.
+        self._engine.give_up(why)
+        return self._narrow.execute()
+
+    def execute_alone(self) -> Sequence[Produced | Strings]:
+        engine = self._engine
+        if not engine.begun:
+            engine.begin()
+        is_open = engine.alone is not engine.engine
+        was_faster = self._wide_seconds < self._narrow_seconds < math.inf
+        takes_wide = is_open and (was_faster or self._runs < _TRIALS)
+        start = time.perf_counter()
+        if takes_wide and (engine.on_pool or engine.take_pool()):
+            produced = self._execute_wide()
+        else:
+            produced = self.execute()
+        seconds = time.perf_counter() - start
+        if self.wide:
+            self._wide_seconds = min(self._wide_seconds, seconds)
+        else:
+            self._narrow_seconds = min(self._narrow_seconds, seconds)
+        self._runs += is_open
+        if self._runs >= _TRIED_AGAIN:
+            self._wide_seconds, self._runs = math.inf, 0
+        return produced
+
+    def _execute_wide(self) -> Sequence[Produced | Strings]:
+        self.wide = True
+        try:
+            if self._wide is None:
+                self._wide = self._engine.bind_wide(self)
+            return self._wide.execute()
+        except (RunCancelledError, InvalidInputError):
+            raise
+        except Exception as exc:  # of any class: it is the runtime's
+            why, is_memory = str(exc), isinstance(exc, (OutOfMemoryError, MemoryError))
+        # Outside of the handler, as above.
+        if is_memory:
+            self._engine.give_up(why)
+        produced = self.execute()
+        self._engine.give_up(why)  # it was the wide engine's fault
+        return produced
 
 
 def _memory_bytes() -> int:

@@ -33,7 +33,7 @@ from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import tensor_bytes
-from mcinfer.worker.server import Server
+from mcinfer.worker.server import WorkerLoop
 from tests.fuzz.target import BLOCK_BYTES, INPUTS, ROWS, Violation, build
 
 _PREDICT_ID = bytes([PREDICT])
@@ -73,10 +73,10 @@ class WorkerTarget:
         self._answers = KeptAnswers()
         self._cancels, self._listening = Cancels.pair()
         self._connect()
-        self._server = Server(self._answers, "", self._worker_end, self._listening)
+        self._loop = WorkerLoop(self._answers, "", self._worker_end, self._listening)
         self._blocks = [Block.create(number, BLOCK_BYTES) for number in range(2)]
-        self._server.send(Hello(version=VERSION, pid=100, token=""))
-        self._server.handle(build(self._model, ("w",)))
+        self._loop.send(Hello(version=VERSION, pid=100, token=""))
+        self._loop.handle(build(self._model, ("w",)))
         self._restore()
         self._answers.sent.clear()  # they are no answers to inputs
 
@@ -86,18 +86,18 @@ class WorkerTarget:
 
     def _restore(self) -> None:
         """Bring the worker back to one model and two blocks."""
-        server = self._server
-        server._state = WorkerState.READY
-        for number in {*server._blocks} - {0, 1}:
-            server.handle(Detach(block=number))
+        loop = self._loop
+        loop._state = WorkerState.READY
+        for number in {*loop._blocks} - {0, 1}:
+            loop.handle(Detach(block=number))
         for number, block in enumerate(self._blocks):
-            if number not in server._blocks:
+            if number not in loop._blocks:
                 self._ours.send_block(number, block.size, block.fd)
-                server.handle(Attach(block=number, size=block.size))
-        server.handle(UpdateWeights(version=1, oldest=1, tensors=(_tensor("w", (4,), 1, 0),)))
-        [runs] = server._lanes
+                loop.handle(Attach(block=number, size=block.size))
+        loop.handle(UpdateWeights(version=1, oldest=1, tensors=(_tensor("w", (4,), 1, 0),)))
+        [runs] = loop._lanes
         runs._weights = {0: (), 1: runs._weights[1]}
-        if server._engine is None:
+        if loop._engine is None:
             raise Violation("the worker has lost its model")
 
     def prepare(self, rng: random.Random) -> list[bytes]:
@@ -105,11 +105,11 @@ class WorkerTarget:
         self._ours.close()
         self._worker_end.close()
         self._connect()
-        self._server._lifeline = self._worker_end
-        if rng.random() < 0.01 or {0, 1} != {*self._server._blocks}:
+        self._loop._lifeline = self._worker_end
+        if rng.random() < 0.01 or {0, 1} != {*self._loop._blocks}:
             self._restore()
         state = rng.choice((WorkerState.READY,) * 6 + (WorkerState.CONNECTED, WorkerState.EXITING))
-        self._server._state = state
+        self._loop._state = state
         number, block = rng.choice((5, 5, 5, 0, 6, 2**62)), self._blocks[0]
         self._ours.send_block(number, rng.choice((block.size,) * 4 + (1, 2**64 - 1)), block.fd)
         # So that the worker does not wait for a descriptor that does not come.
@@ -130,7 +130,7 @@ class WorkerTarget:
 
     def take(self, data: bytes) -> str:
         """Take a message; in a word, what came of it. Raises `Violation` where a promise was broken."""
-        lanes = self._server._lanes
+        lanes = self._loop._lanes
         message = None
         outcome = "refused"
         with suppress(ProtocolError):
@@ -139,9 +139,9 @@ class WorkerTarget:
                 raise Violation(f"{message} does not come back")
         with suppress(ProtocolError):
             if data[:1] == _PREDICT_ID:
-                self._server.predict(data)
+                self._loop.predict(data, self._loop._lanes[0])
             else:
-                self._server.handle(decode(data))
+                self._loop.handle(decode(data), self._loop._lanes[0])
             outcome = "refused" if message is None else type(message).__name__
         while self._answers.sent:
             answer = decode(self._answers.sent.popleft())  # every answer must be a message
@@ -149,12 +149,12 @@ class WorkerTarget:
                 raise Violation(f"{answer} is the answer to what is no message")
         if outcome == "Build":
             os.sched_setaffinity(0, self._cores)
-            if lanes is not self._server._lanes:
+            if lanes is not self._loop._lanes:
                 lanes[0].close()  # a real worker builds once
         return outcome
 
     def close(self) -> None:
-        self._server.close()
+        self._loop.close()
         self._ours.close()
         self._worker_end.close()
         for block in self._blocks:

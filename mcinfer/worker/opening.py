@@ -1,0 +1,118 @@
+"""How a worker opens its model: one engine, around the adapter's where the worker is more than its cores.
+
+::
+
+    a rank  ──► open_rank: its slice               a CPU worker of a pool ──► WideEngine ──► the adapter's
+    a card  ──► CardEngine ──► the adapter's       another one            ──► the adapter's
+
+The loop knows an `Engine`, and not which of these it is.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any
+
+from mcinfer.config import CARD_KINDS, INLINE, CoreShare, Device
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import Engine, EngineRequest
+from mcinfer.engines.preparation import identity, readable_content
+from mcinfer.errors import BuildError, McinferError
+from mcinfer.machine import format_core_list
+from mcinfer.model_cache.children import Progress
+from mcinfer.protocol import Build
+from mcinfer.shm.arena import AttachedBlocks
+from mcinfer.worker.wide import WideEngine
+
+
+def open_worker_engine(
+    message: Build,
+    share: CoreShare,
+    blocks: AttachedBlocks,
+    group: Sequence[int],
+    progress: Progress,
+) -> tuple[Engine, dict[str, Any]]:
+    """Load the model that BUILD names.
+
+    Args:
+        message: The build.
+        share: The cores of this process.
+        blocks: The master's, which an engine on a card opens and pins.
+        group: Descriptors of the group that this worker is a rank of, if any; the engine's from now on.
+        progress: Called while the model is prepared.
+
+    Returns:
+        The engine, and the fields of BUILD_FINISH that say what the model's files hold.
+
+    Raises:
+        ProtocolError: The block that BUILD names was not attached.
+        See `mcinfer.engines.open_engine`, `mcinfer.cards.staging.open_on_card`, `mcinfer.ranks.open_rank`.
+    """
+    device = Device.parse(message.device)
+    request = EngineRequest(
+        model=message.model,
+        device=Device("cpu", 0) if device.kind == INLINE else device,
+        options=message.options,
+        share=share,
+    )
+    content = readable_content(request)
+    request = replace(request, content=content)
+    if message.ranks > 1:
+        from mcinfer.ranks import open_rank
+
+        cut = (message.tensor, message.pipeline)
+        engine = open_rank(request, message.rank, cut, group, progress)
+    elif request.device.kind in CARD_KINDS:
+        from mcinfer.cards.staging import open_on_card
+
+        slab = None if message.slab is None else blocks.take(message.slab)
+        engine = open_on_card(message, request, slab, blocks, progress)
+    else:
+        engine = open_engine(message.engine, request, progress)
+    if content is None:
+        return engine, {}
+    with ExitStack() as opened:
+        opened.callback(engine.close)
+        if not content.unchanged():
+            raise BuildError(f"{message.model} was changed while it was loaded")
+        known = {
+            "model": identity(request, content, engine.version),
+            "random": content.random,
+            "ragged": content.ragged,
+        }
+        opened.pop_all()
+    # A model that draws random numbers has one state of them.
+    if share.pool and engine.widens and engine.concurrent == 1 and not content.random:
+
+        def open_wide(share: CoreShare) -> Engine:
+            return open_engine(message.engine, replace(request, share=share), _refuse)
+
+        engine = WideEngine(engine, share, open_wide, content)
+    return engine, known
+
+
+def _refuse(_: Mapping[str, Any]) -> None:
+    """Prepared once more, the model's weights would be in memory twice."""
+    raise McinferError("the prepared model is not in the cache any more")
+
+
+def pin_to_allowed(planned: CoreShare) -> tuple[CoreShare, tuple[str, ...]]:
+    """Pin this process to its share of the cores that it may use now.
+
+    Returns:
+        The share, and a note for the user if it is not as planned.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    share = planned.of_allowed(allowed)
+    notes: tuple[str, ...] = ()
+    if share is not planned:
+        before, now = map(format_core_list, (planned.usable or planned.cores, allowed))
+        what = "a worker that starts has its part of these"
+        if not share.usable:
+            what = f"{format_core_list(share.cores)} are left" if share.cores else "not pinned"
+        notes = (f"planned for cores {before}, and {now} are allowed now: {what}",)
+    if share.cores:
+        with suppress(OSError):  # they were taken in between: it is not pinned
+            os.sched_setaffinity(0, share.cores)
+    return share, notes
