@@ -24,7 +24,7 @@ from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.worker.server import WorkerLoop
-from mcinfer.worker.turns import PolledTransport
+from mcinfer.worker.turns import Turns
 
 _log = logging.getLogger("mcinfer.worker")
 
@@ -60,7 +60,7 @@ class InlineWorker(WorkerProcess):
             lifeline = Lifeline.inherited(channel)
             start = json.loads(lifeline.greeting())
             # No watcher ends this process when the master hangs up.
-            transport = PolledTransport(WorkerTransport(connection), lifeline.fd)
+            transport = Turns(WorkerTransport(connection), lifeline.fd)
             self._loop = WorkerLoop(transport, start["token"], lifeline, Cancels.inherited(cancels))
             self._status = self._loop.serve()
         except BaseException:  # also SystemExit, which ends this thread alone

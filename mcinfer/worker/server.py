@@ -84,7 +84,7 @@ from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec
 from mcinfer.worker.opening import open_worker_engine, pin_to_allowed
 from mcinfer.worker.runs import Runs
-from mcinfer.worker.turns import LaneRuns, Turns, pin_to_part
+from mcinfer.worker.turns import Turns, pin_to_part
 
 _MAX_CANCELLED = 4096
 """Most cancellations that are kept: one that comes after its answer is never used."""
@@ -135,7 +135,7 @@ class WorkerLoop:
         self._blocks = AttachedBlocks()
         self._block_numbers = count(1)
         self._lock = threading.Lock()
-        self._sending = threading.RLock()
+        self._placing = threading.Lock()
         self._running: dict[Engine, tuple[int, int]] = {}
         self._cancelled: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._stopped = False
@@ -287,12 +287,11 @@ class WorkerLoop:
             self._lanes = [Runs(engine, self._blocks)]
             return
         twins = [engine.twin() for _ in range(1, engine.concurrent)]
-        turns = Turns(self._connection, self._lifeline.fd, self._sending)
-        self._connection = self._turns = turns
-        self._lanes = [LaneRuns(each, self._blocks, turns) for each in (engine, *twins)]
+        self._lanes = [Runs(each, self._blocks) for each in (engine, *twins)]
         self._cores = cores
+        self._connection = self._turns = Turns(self._connection, self._lifeline.fd)
         for lane in range(1, len(self._lanes)):
-            turns.start(partial(self._serve_lane, lane))
+            self._turns.start(partial(self._serve_lane, lane))
 
     def _hand_over(self, slab: SharedBlock | None) -> tuple[int, int] | None:
         """Give the master a block of weights that this worker made; its number and bytes."""
@@ -334,7 +333,11 @@ class WorkerLoop:
         key, engine = (request, shard), runs.engine
         run: BoundRun | None = None
         try:
-            run, references = bind(*what)
+            try:
+                run, references = bind(*what)
+            finally:
+                if self._turns is not None:
+                    self._turns.pass_on()
             engine.arm()
             with self._lock:
                 if self._stopped or (self._cancelled and key in self._cancelled):
@@ -351,7 +354,7 @@ class WorkerLoop:
             if not produced:
                 data = REPLY_HEAD.pack(REPLY, request, shard, seconds, run.wide)
             else:
-                with self._sending:  # the block is the next on the lifeline when its message comes
+                with self._placing:  # its block is the next on the lifeline when the reply comes
                     outputs = self._place(engine, produced, references)
                     reply = Reply(
                         request=request,

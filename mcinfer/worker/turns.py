@@ -10,91 +10,52 @@ versions of weights and bound runs need no other lock. Then it passes the turn o
 run goes from one thread to another. Each thread has a *lane*: a twin of the engine, with runs bound by it, so
 the same tensors may be under way twice.
 
-Ownership: a transport here owns the one that it takes over; `Turns` owns the threads.
+Ownership: `Turns` owns the transport that it takes over, and the threads.
 """
 
 import os
 import select
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any
 
-from mcinfer.engines.base import BoundRun, Engine
-from mcinfer.protocol import Exit, PredictJoined, TensorRef, encode
+from mcinfer.protocol import Exit, encode
 from mcinfer.runtime.transport import WorkerTransport
-from mcinfer.shm.arena import AttachedBlocks
-from mcinfer.worker.runs import Runs
 
 _EXIT = encode(Exit())
 
 
-class PolledTransport(WorkerTransport):
-    """A worker's transport whose `wait` ends when the master hangs up, by `ConnectionResetError`.
-
-    Args:
-        transport: What it takes over.
-        lifeline: The descriptor that shows the hang-up.
-    """
-
-    def __init__(self, transport: WorkerTransport, lifeline: int) -> None:
-        self.fd = transport.fd
-        self._transport = transport
-        self._lifeline = lifeline
-        self._poll = select.poll()
-        self._poll.register(self.fd, select.POLLIN)
-        self._poll.register(lifeline, 0)  # a hang-up is always reported
-
-    def wait(self) -> bytes:
-        while (data := self.receive()) is None:
-            self._sleep()
-        return data
-
-    def _sleep(self) -> None:
-        """Until there may be a message."""
-        if self._lifeline in dict(self._poll.poll()):
-            raise ConnectionResetError("the master has hung up")
-
-    def send(self, data: bytes) -> None:
-        self._transport.send(data)
-
-    def receive(self) -> bytes | None:
-        return self._transport.receive()
-
-    def may_receive(self) -> bool:
-        return self._transport.may_receive()
-
-    def close(self) -> None:
-        self._transport.close()
-
-
-class Turns(PolledTransport):
-    """A transport of several threads: the one that has the turn waits for messages while others send.
+class Turns(WorkerTransport):
+    """A transport for threads of which the one that has the turn waits for messages, while others send.
 
     ZeroMQ lets one thread at a time use a socket, so a lock is held for each call of it, and none while a
     thread waits: for `fd`, or for the bell. The descriptor of a socket becomes readable once for what has
     come (zmq_getsockopt(3), ZMQ_FD), and a send may use that up; then the bell rings.
 
-    The thread that makes it has the turn. Once one lane has ended, the others get EXIT.
+    The thread that makes it has the turn. Once one lane has ended, the others get EXIT. A wait also ends when
+    the master hangs up.
 
     Args:
         transport: What it takes over.
-        lifeline: The descriptor that shows the master's hang-up.
-        lock: Held for each call; one that a thread may take again.
+        lifeline: The descriptor that shows the hang-up.
 
     Attributes:
         threads: Those of all lanes but the first.
     """
 
-    def __init__(
-        self, transport: WorkerTransport, lifeline: int, lock: AbstractContextManager[Any]
-    ) -> None:
-        super().__init__(transport, lifeline)
+    def __init__(self, transport: WorkerTransport, lifeline: int) -> None:
+        self.fd = transport.fd
         self.threads: list[threading.Thread] = []
-        self._lock = lock
+        self._transport = transport
+        self._lock = threading.Lock()
         self._bell = os.eventfd(0)
-        self._poll.register(self._bell, select.POLLIN)
         self._rings = False
+        self._lifeline = lifeline
+        self._poll = select.poll()
+        for descriptor in (self.fd, self._bell):
+            self._poll.register(descriptor, select.POLLIN)
+        self._poll.register(lifeline, 0)  # a hang-up is always reported
         self._ended = False
         self._failures: list[BaseException] = []
         # One that knows its holder from the moment when it is taken: an exception may come right after.
@@ -122,14 +83,19 @@ class Turns(PolledTransport):
             self._end()
 
     def wait(self) -> bytes:
-        """The next message, once the calling thread has the turn; EXIT if a lane has ended."""
+        """The next message, once the calling thread has the turn; EXIT if a lane has ended.
+
+        Raises:
+            ConnectionResetError: The master has hung up.
+        """
         if not self._turn._is_owned():
             self._turn.acquire()
         while not self._ended:
             data = self.receive()
             if data is not None:
                 return data
-            self._sleep()
+            if self._lifeline in dict(self._poll.poll()):
+                raise ConnectionResetError("the master has hung up")
         return _EXIT
 
     def pass_on(self) -> None:
@@ -140,7 +106,7 @@ class Turns(PolledTransport):
     def send(self, data: bytes) -> None:
         with self._lock:
             self._transport.send(data)
-            if not self._rings and self._transport.may_receive():
+            if self.threads and not self._rings and self._transport.may_receive():
                 self._rings = True
                 os.eventfd_write(self._bell, 1)
 
@@ -150,6 +116,9 @@ class Turns(PolledTransport):
                 self._rings = False
                 os.eventfd_read(self._bell)
             return self._transport.receive()
+
+    def may_receive(self) -> bool:
+        return self._transport.may_receive()
 
     def _end(self) -> None:
         self._ended = True
@@ -161,30 +130,8 @@ class Turns(PolledTransport):
         self._end()
         for thread in self.threads:
             thread.join()
-        super().close()
+        self._transport.close()
         os.close(self._bell)
-
-
-class LaneRuns(Runs):
-    """The runs of one lane: once one is bound, another lane has the turn."""
-
-    def __init__(self, engine: Engine, blocks: AttachedBlocks, turns: Turns) -> None:
-        super().__init__(engine, blocks)
-        self._turns = turns
-
-    def single(
-        self, version: int, size: int, body: bytes
-    ) -> tuple[BoundRun, tuple[TensorRef, ...]]:
-        try:
-            return super().single(version, size, body)
-        finally:
-            self._turns.pass_on()
-
-    def joined(self, message: PredictJoined) -> tuple[BoundRun, tuple[TensorRef, ...]]:
-        try:
-            return super().joined(message)
-        finally:
-            self._turns.pass_on()
 
 
 def pin_to_part(cores: Sequence[int], part: int, parts: int) -> None:
