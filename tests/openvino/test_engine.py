@@ -20,7 +20,6 @@ import openvino as ov
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer.cli.doctor import look_at_openvino
 from mcinfer.config import CoreShare
 from mcinfer.engines import _openvino, open_engine
 from mcinfer.engines._openvino import OpenVinoEngine
@@ -28,7 +27,6 @@ from mcinfer.engines.base import (
     BoundRun,
     Buffer,
     EngineRequest,
-    Produced,
     RunCancelledError,
     Strings,
     run_on_arrays,
@@ -40,7 +38,7 @@ from mcinfer.model_cache.keys import read_content
 from mcinfer.private import alone_in
 from mcinfer.specs import numpy_dtype
 from tests.engine_requests import engine_request
-from tests.engine_tensors import buffer, content, packed, rows
+from tests.engine_tensors import buffer, content, rows
 from tests.openvino.conftest import SaveModel
 from tests.process.waiting import wait_until
 
@@ -49,6 +47,8 @@ Array = NDArray[Any]
 ROOT = Path(__file__).parents[2]
 
 AFFINE = "(float[batch, 3] x) => (float[batch, 3] y) { y = Add(x, x) }"
+NEGATED = "(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }"
+PRODUCT = "(float[n, 3] x) => (float[n, 2] y) { y = MatMul(x, w) }"
 
 # Of 8 bits or more, by ONNX's names. OpenVINO's CPU has 32 bits for the last three.
 EXACT = {
@@ -128,21 +128,6 @@ def test_numbers_of_64_bits_have_32_in_openvino(save: SaveModel) -> None:
     np.testing.assert_array_equal(outputs["e"], [-np.float32(1 / 3), 0])
 
 
-@pytest.mark.parametrize("element_type", ["int4", "uint4"])
-def test_four_bit_types_stay_packed(save: SaveModel, element_type: str) -> None:
-    model = save(
-        f"({element_type}[n, 3] x) => ({element_type}[m, 3] y, float[m, 3] z)"
-        " { y = Concat <axis = 0> (x, x) z = Cast <to = 1> (y) }"
-    )
-    engine = loaded(model)
-    raw = np.array([0x21, 0x43, 0x65], np.uint8)  # 1 to 6, low half first
-    left = engine.bind([packed("x", element_type, raw, (2, 3))], []).execute()
-    y, z = left
-    assert isinstance(y, Produced)
-    assert (y.element_type, y.shape, y.size) == (element_type, (4, 3), 6)
-    np.testing.assert_array_equal(content(z).ravel(), [1, 2, 3, 4, 5, 6] * 2)
-
-
 def test_outputs_of_fixed_shapes_are_written_where_they_are_bound(save: SaveModel) -> None:
     engine = loaded(
         save(
@@ -193,7 +178,7 @@ def test_output_that_is_an_input_or_another_output_is_copied(save: SaveModel) ->
 
 
 def test_shapes_may_change_from_run_to_run(save: SaveModel) -> None:
-    engine = loaded(save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }"))
+    engine = loaded(save(NEGATED))
     kept: list[tuple[BoundRun, Array, Array]] = []
     for count in (4, 1, 0, 7, 4):
         x = rows(count)
@@ -243,7 +228,7 @@ def test_fixed_outputs_without_a_place_come_back_in_memory_of_their_own(save: Sa
 
 
 def test_wrong_tensors_are_the_callers_error(save: SaveModel) -> None:
-    engine = loaded(save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }"))
+    engine = loaded(save(NEGATED))
     wrong: list[Buffer | Strings] = [
         buffer("x", np.zeros((2, 4), np.float32)),
         buffer("x", np.zeros(3, np.float32)),
@@ -322,7 +307,7 @@ def test_model_of_openvinos_own_format_runs_without_symbols(
     save: SaveModel, tmp_path: Path
 ) -> None:
     ir = tmp_path / "model.xml"
-    model = save("(float[n, 3] x) => (float[n, 2] y) { y = MatMul(x, w) }", weights={"w": (3, 2)})
+    model = save(PRODUCT, weights={"w": (3, 2)})
     ov.save_model(ov.Core().read_model(model), ir, compress_to_fp16=False)
     engine = loaded(str(ir))
     assert spec_text(engine) == ["x: float32[?, 3]", "y: float32[?, 2]"]
@@ -332,54 +317,28 @@ def test_model_of_openvinos_own_format_runs_without_symbols(
         loaded(str(ir))
 
 
-@pytest.mark.parametrize(
-    ("weights", "words"),
-    [
-        (
-            "link outside",
-            r"model\.xml: got external data at 'model\.bin', expected .* stays within",
-        ),
-        ("link to itself", r"model\.bin cannot be read: Too many levels of symbolic links"),
-        ("link to nothing", r"model\.bin cannot be read: No such file"),
-        ("pipe", r"model\.bin: got a pipe, expected a regular file"),
-    ],
-)
+@pytest.mark.parametrize("weights", ["outside", "itself", "pipe"])
 def test_weights_of_an_ir_are_a_file_beside_it(
-    save: SaveModel, tmp_path: Path, weights: str, words: str
+    save: SaveModel, tmp_path: Path, weights: str
 ) -> None:
     """OpenVINO would wait for ever for a pipe, and end the process at a link to itself."""
     (folder := tmp_path / "models").mkdir()
-    model = save("(float[n, 3] x) => (float[n, 2] y) { y = MatMul(x, w) }", weights={"w": (3, 2)})
+    model = save(PRODUCT, weights={"w": (3, 2)})
     ov.save_model(ov.Core().read_model(model), folder / "model.xml")
     place = folder / "model.bin"
     place.rename(tmp_path / "w.bin")
     if weights == "pipe":
         os.mkfifo(place)
     else:
-        targets = {"outside": tmp_path / "w.bin", "itself": place, "nothing": folder / "none"}
-        place.symlink_to(targets[weights.rpartition(" ")[2]])
-    with pytest.raises(BuildError, match=words):
+        place.symlink_to(place if weights == "itself" else tmp_path / "w.bin")
+    with pytest.raises(BuildError, match=r"model\.bin"):
         loaded(folder / "model.xml")
-
-
-def test_links_of_a_model_hub_lead_to_an_ir_and_its_weights(
-    save: SaveModel, tmp_path: Path
-) -> None:
-    model = save("(float[n, 3] x) => (float[n, 2] y) { y = MatMul(x, w) }", weights={"w": (3, 2)})
-    for name in ("blobs", "snapshot"):
-        (tmp_path / name).mkdir()
-    ov.save_model(ov.Core().read_model(model), tmp_path / "m.xml", compress_to_fp16=False)
-    for ending, blob in ((".xml", "1f"), (".bin", "2f")):
-        (tmp_path / f"m{ending}").rename(tmp_path / "blobs" / blob)
-        (tmp_path / "snapshot" / f"m{ending}").symlink_to(Path("../blobs", blob))
-    engine = loaded(tmp_path / "snapshot" / "m.xml")
-    np.testing.assert_allclose(run(engine, rows(2))["y"], reference(model, rows(2))[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.XML", "model"])
 def test_ir_of_another_name_is_refused(save: SaveModel, tmp_path: Path, name: str) -> None:
     """OpenVINO takes it, but nothing else of mcinfer's would know of its weights: not the cache's key."""
-    model = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }", "plain.onnx")
+    model = save(NEGATED, "plain.onnx")
     ov.save_model(ov.Core().read_model(model), tmp_path / "model.xml")
     (tmp_path / "model.xml").rename(tmp_path / name)
     with pytest.raises(
@@ -390,7 +349,7 @@ def test_ir_of_another_name_is_refused(save: SaveModel, tmp_path: Path, name: st
 
 def test_onnx_file_with_the_name_of_another_format_is_refused(save: SaveModel) -> None:
     """OpenVINO reads it as a model of PaddlePaddle's, in which it finds nothing."""
-    model = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }", "model.pdmodel")
+    model = save(NEGATED, "model.pdmodel")
     with pytest.raises(
         BuildError, match=r"model\.pdmodel: OpenVINO finds no outputs in it, expected \*\.onnx"
     ):
@@ -474,17 +433,22 @@ def test_precision_is_float32_unless_another_is_asked_for() -> None:
         assert not is_right or not engine.notes
 
 
-def test_properties_of_the_users_come_last_and_wrong_ones_are_named() -> None:
-    engine = loaded(
-        encoder(), session_config={"INFERENCE_NUM_THREADS": "2", "PERF_COUNT": "YES"}, threads=1
-    )
-    assert engine.compiled.get_property("INFERENCE_NUM_THREADS") == 2
-    assert engine.compiled.get_property("PERF_COUNT") == "YES"
-    with pytest.raises(BuildError, match="Unsupported property FOO"):
-        loaded(encoder(), session_config={"FOO": "1"})
+def test_external_data_outside_of_the_models_folder_is_refused(
+    save: SaveModel, tmp_path: Path
+) -> None:
+    (tmp_path / "models").mkdir()
+    model, whole = onnx.load(save(PRODUCT, weights={"w": (3, 2)})), tmp_path / "whole.onnx"
+    onnx.save(model, whole, save_as_external_data=True, location="w.bin", size_threshold=0)
+    np.testing.assert_allclose(run(loaded(whole), rows(1))["y"], reference(str(whole), rows(1))[0])
+    moved = tmp_path / "models" / "model.onnx"
+    moved.write_bytes(whole.read_bytes().replace(b"w.bin", b"../ww"))
+    with pytest.raises(BuildError, match="external data"):
+        loaded(moved)
 
 
-def test_threads_are_those_of_the_workers_share() -> None:
+def test_threads_are_those_of_the_workers_share_unless_a_property_says_others() -> None:
+    own = loaded(encoder(), session_config={"INFERENCE_NUM_THREADS": "2"}, threads=1)
+    assert own.compiled.get_property("INFERENCE_NUM_THREADS") == 2
     request = EngineRequest(
         model=str(encoder()), device=engine_request(encoder()).device, share=CoreShare(cores=(0, 1))
     )
@@ -508,28 +472,6 @@ def slow(save: SaveModel) -> Iterator[tuple[OpenVinoEngine, list[Buffer], Array]
     w, a = np.eye(size, dtype=np.float32), np.ones((size, size), np.float32)
     yield loaded(save(text)), [buffer("a0", a), buffer("w", w)], a
     del w  # which the inputs do not keep
-
-
-def test_cancel_ends_a_run_and_the_next_one_is_right(
-    slow: tuple[OpenVinoEngine, list[Buffer], Array],
-) -> None:
-    engine, inputs, a = slow
-    y = np.empty_like(a)
-    bound = engine.bind(inputs, [buffer("y", y)])
-    with ThreadPoolExecutor(1) as threads:
-        engine.arm()
-        run = threads.submit(bound.execute)
-        wait_until(lambda: engine.model.running)
-        engine.cancel()
-        with pytest.raises(RunCancelledError, match="was cancelled"):
-            run.result(30)
-    with pytest.raises(RunCancelledError, match="before it began"):
-        bound.execute()
-    assert len(engine.idle) == 1  # it serves again, whatever became of its run
-    engine.arm()
-    small = np.ones((2, a.shape[1]), np.float32)
-    (left,) = engine.bind([buffer("a0", small), inputs[1]], []).execute()
-    np.testing.assert_array_equal(content(left), -small)
 
 
 # What a run leaves behind that failed, or was cancelled: OpenVINO keeps its shapes in some operators.
@@ -604,29 +546,6 @@ def test_runs_beside_failed_ones_are_right(save: SaveModel) -> None:
         assert failing.result(30)
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_run_that_may_have_the_stream_of_a_failed_one_runs_again(
-    save: SaveModel, is_known: bool
-) -> None:
-    """Also where the thread of the failed one has not noted it yet. An earlier one has another stream."""
-    engine = loaded(save(MISMATCH, weights=EYE), streams=2)
-    earlier, failed, later = (_openvino._Request(engine.compiled) for _ in range(3))
-    wrong = [buffer("a0", np.ones((5, 8), np.float32)), buffer("z", np.ones((4, 8), np.float32))]
-    engine.bind(wrong, [])._set_in(failed)  # type: ignore[attr-defined]
-    failed.native.start_async()
-    with pytest.raises(RuntimeError):
-        failed.native.wait()
-    model = engine.model
-    model.running = dict.fromkeys((earlier, failed, later), engine)
-    if is_known:
-        assert model.end(failed, failed=True)
-        assert model.current is None
-    assert not model.end(later)
-    assert model.current is None
-    assert model.end(earlier)
-    assert engine.compiled is not later.compiled
-
-
 def test_model_of_fixed_shapes_goes_on_after_a_cancelled_run(save: SaveModel) -> None:
     body = " ".join(f"a{i + 1} = MatMul(a{i}, w)" for i in range(100))
     signature = "(float[512, 512] a0, float[512, 512] w) => (float[512, 512] y)"
@@ -676,7 +595,7 @@ def test_model_that_is_another_one_by_now_does_not_take_the_place_of_the_loaded_
 
 def test_streams_that_openvino_does_not_open_are_not_counted(save: SaveModel) -> None:
     """A run that waits for another one's stream cannot be cancelled before that one has ended."""
-    model = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }")
+    model = save(NEGATED)
     fewer = loaded(model, streams=2, session_config={"INFERENCE_NUM_THREADS": "1"})
     assert fewer.concurrent == fewer.compiled.get_property("NUM_STREAMS") == 1
     assert fewer.notes == ("streams: got 2, but OpenVINO opens 1 here",)
@@ -749,50 +668,7 @@ def test_threads_run_side_by_side_and_share_no_memory(save: SaveModel) -> None:
     assert len(engine.idle) <= 4
 
 
-def test_run_without_memory_is_an_error_of_its_own_and_the_next_one_is_right(
-    save: SaveModel,
-) -> None:
-    model = save(
-        "(float[n, 1] x, float[1, m] z) => (float[s] y)"
-        " { p = MatMul(x, z) q = Softmax(p) y = ReduceSum <keepdims = 0> (q, a) }",
-        weights={"a": np.array([1])},
-    )
-    program = """
-import resource, sys
-import numpy as np
-from mcinfer.engines import open_engine
-from mcinfer.engines.base import OutOfMemoryError, run_on_arrays
-from tests.engine_requests import engine_request
-engine = open_engine("openvino", engine_request(sys.argv[1]))
-row, column = np.ones((1 << 15, 1), np.float32), np.ones((1, 1 << 14), np.float32)
-run_on_arrays(engine, [row[:2], column[:, :4]])
-resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
-try:
-    run_on_arrays(engine, [row, column])
-except OutOfMemoryError as exc:
-    assert "openvino: " in str(exc), exc
-else:
-    raise AssertionError("there is memory")
-np.testing.assert_allclose(run_on_arrays(engine, [row[:2], column[:, :4]])["y"], [1, 1], rtol=1e-6)
-"""
-    subprocess.run(
-        [sys.executable, "-c", program, model],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=True,
-        timeout=60,
-    )
-
-
 # What cannot be loaded.
-
-
-def test_tensor_without_a_number_of_dimensions_is_no_operator_that_is_lacking(
-    save: SaveModel,
-) -> None:
-    model = save("(float[n, 3] x, int64[k] s) => (float[a, b] y) { y = Reshape(x, s) }")
-    with pytest.raises(BuildError, match=r"Reshape operation with dynamic rank") as caught:
-        loaded(model)
-    assert "lacks" not in str(caught.value)
 
 
 def test_operator_that_openvino_lacks_is_named(save: SaveModel) -> None:
@@ -824,48 +700,6 @@ def test_file_that_is_no_model_is_named(
     assert capfd.readouterr().err == ""  # OpenVINO's other front ends would write there
 
 
-def test_damaged_graph_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.xml"
-    path.write_bytes(b"<?xml version='1.0'?><net name='a'><lay")
-    with pytest.raises(BuildError, match=r"openvino: .*/a\.xml: Unable to read the model"):
-        loaded(str(path))
-
-
-def test_missing_model_is_named() -> None:
-    with pytest.raises(BuildError, match=r"No such file.*/none\.onnx"):
-        loaded("/none.onnx")
-
-
-def test_external_data_outside_of_the_models_folder_is_refused(
-    save: SaveModel, tmp_path: Path
-) -> None:
-    model = onnx.load(
-        save("(float[n, 3] x) => (float[n, 3] y) { y = Add(x, w) }", weights={"w": (1, 3)})
-    )
-    onnx.save(
-        model,
-        tmp_path / "whole.onnx",
-        save_as_external_data=True,
-        location="w.bin",
-        size_threshold=0,
-    )
-    np.testing.assert_allclose(
-        run(loaded(str(tmp_path / "whole.onnx")), rows(1))["y"],
-        run(
-            loaded(
-                save("(float[n, 3] x) => (float[n, 3] y) { y = Add(x, w) }", weights={"w": (1, 3)})
-            ),
-            rows(1),
-        )["y"],
-    )
-    folder = tmp_path / "other"
-    folder.mkdir()
-    data = (tmp_path / "whole.onnx").read_bytes()
-    (folder / "model.onnx").write_bytes(data.replace(b"w.bin", b"../" + b"w" * 2))
-    with pytest.raises(BuildError, match="external data"):
-        loaded(str(folder / "model.onnx"))
-
-
 @pytest.mark.parametrize("element_type", ["string", "complex64", "float8e4m3fnuz"])
 def test_type_that_openvino_lacks_is_refused_at_build(save: SaveModel, element_type: str) -> None:
     with pytest.raises(
@@ -879,6 +713,8 @@ def test_type_that_openvino_lacks_is_refused_at_build(save: SaveModel, element_t
     [
         ({"variable_weights": ["w"]}, r"variable_weights: got \['w'\], but .* openvino cannot"),
         ({"device": "npu:0", "streams": 2}, "streams: got 2 for npu:0, expected None"),
+        ({"device": "cuda:0"}, "no device cuda:0, expected one of .*'npu:0'"),
+        ({"session_config": {"FOO": "1"}}, "Unsupported property FOO"),
         ({"concurrent_runs": 2}, "concurrent_runs: got 2, but .* openvino has streams"),
         ({"provider": "cpu"}, "provider: got 'cpu', but the engine openvino has no"),
         ({"inter_op_threads": 2}, "inter_op_threads: got 2, but the engine openvino"),
@@ -899,14 +735,6 @@ def test_device_that_is_not_there_is_refused_with_those_that_are(device: str, na
         loaded(encoder(), device=device)
     engine = loaded(encoder(), device=device, allow_fallback=True)
     assert engine.providers == ("CPU",)
-
-
-def test_kind_of_device_that_openvino_does_not_have_is_refused() -> None:
-    with pytest.raises(
-        BuildError,
-        match=r"no device cuda:0, expected one of \['cpu:0', 'openvino-gpu:0', 'npu:0'\]",
-    ):
-        loaded(encoder(), device="cuda:0")
 
 
 def test_operators_that_a_device_lacks_are_named(
@@ -930,13 +758,6 @@ def test_operators_that_a_device_lacks_are_named(
         BuildError, match=r"^openvino: .*\.onnx: no kernel; GPU lacks the operators \['SoftSign'\]$"
     ):
         loaded(model, device="openvino-gpu:0")
-
-
-def test_doctor_names_the_devices_of_openvino() -> None:
-    (finding,) = look_at_openvino()
-    assert finding.name == "openvino"
-    assert not finding.problem
-    assert re.match(r"20\d\d\.\S+ has: .*CPU \(", finding.found)
 
 
 # What it keeps in the cache.
@@ -979,7 +800,7 @@ def test_second_start_takes_the_compiled_model_from_the_cache(
     ):
         assert not is_from_cache(loaded(model, prepare="always", **given))
         assert is_from_cache(loaded(model, prepare="always", **given))
-    shutil.copy(save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }"), model)
+    shutil.copy(save(NEGATED), model)
     changed = loaded(model, prepare="always")
     assert not is_from_cache(changed)
     np.testing.assert_array_equal(run(changed, rows(2))["y"], -rows(2))
@@ -1009,7 +830,7 @@ def test_weights_of_an_ir_belong_to_its_key(save: SaveModel, tmp_path: Path) -> 
 
 
 def test_small_models_and_those_never_prepared_are_not_kept(cache: Cache, save: SaveModel) -> None:
-    small = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }")
+    small = save(NEGATED)
     large = save(
         "(float[n, 2048] x) => (float[n, 2048] y) { y = MatMul(x, w) }",
         weights={"w": np.ones((2048, 2048), np.float32)},
@@ -1022,23 +843,8 @@ def test_small_models_and_those_never_prepared_are_not_kept(cache: Cache, save: 
     assert len(blobs(cache)) == 1
 
 
-def test_blob_that_was_cut_short_is_made_again(cache: Cache, save: SaveModel) -> None:
-    model = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }")
-    loaded(model, prepare="always")
-    (blob,) = blobs(cache)
-    blob.chmod(0o600)
-    with blob.open("r+b") as file:
-        file.truncate(blob.stat().st_size // 2)
-    engine = loaded(model, prepare="always")
-    np.testing.assert_array_equal(run(engine, rows(2))["y"], -rows(2))
-    assert is_from_cache(loaded(model, prepare="always"))
-
-
-@pytest.mark.parametrize("mode", [0o400, 0o600])
-@pytest.mark.parametrize("has_record", [True, False])
-def test_build_that_was_damaged_is_made_again(
-    cache: Cache, save: SaveModel, mode: int, has_record: bool
-) -> None:
+@pytest.mark.parametrize("damage", ["a byte", "cut short", "a byte, and no record"])
+def test_build_that_was_damaged_is_made_again(cache: Cache, save: SaveModel, damage: str) -> None:
     text = "(float[n, 512] x) => (float[n, 512] y) { y = MatMul(x, w) }"
     model = save(text, weights={"w": np.eye(512, dtype=np.float32)})
     loaded(model, prepare="always")
@@ -1046,9 +852,11 @@ def test_build_that_was_damaged_is_made_again(
     blob.chmod(0o600)
     with blob.open("r+b") as file:  # in the middle of the weights
         file.seek(blob.stat().st_size // 2)
-        file.write(np.ones(16384, np.float32).tobytes())
-    blob.chmod(mode)
-    if not has_record:
+        if damage == "cut short":
+            file.truncate()
+        else:
+            file.write(np.ones(16384, np.float32).tobytes())
+    if "no record" in damage:
         Path(f"{blob}.json").unlink()
     x = np.ones((1, 512), np.float32)
     for is_known in (False, True):
@@ -1057,21 +865,12 @@ def test_build_that_was_damaged_is_made_again(
         np.testing.assert_array_equal(run(engine, x)["y"], x)
 
 
-def test_build_that_was_copied_is_known_by_its_content(cache: Cache, save: SaveModel) -> None:
-    model = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }")
-    loaded(model, prepare="always")
-    (blob,) = blobs(cache)
-    shutil.copy(blob, f"{blob}.copy")
-    os.replace(f"{blob}.copy", blob)
-    assert is_from_cache(loaded(model, prepare="always"))
-
-
 @pytest.mark.parametrize("gone", ["build", "folder"])
 def test_build_that_another_process_removes_is_made_again(
     cache: Cache, save: SaveModel, gone: str
 ) -> None:
     """As when the cache is emptied between two looks at it."""
-    model = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }")
+    model = save(NEGATED)
     loaded(model, prepare="always")
     (blob,) = blobs(cache)
     blob.unlink()
@@ -1085,7 +884,7 @@ def test_build_that_another_process_removes_is_made_again(
 def test_build_that_stands_still_keeps_no_other_worker_waiting(
     cache: Cache, save: SaveModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }")
+    model = save(NEGATED)
     loaded(model, prepare="always")
     (blob,) = blobs(cache)
     blob.unlink()
@@ -1099,31 +898,9 @@ def test_cache_that_cannot_be_used_leaves_openvino_without(
     monkeypatch: pytest.MonkeyPatch, save: SaveModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MCINFER_CACHE", "/proc/none")
-    engine = loaded(save("(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }"), prepare="always")
+    engine = loaded(save(NEGATED), prepare="always")
     np.testing.assert_array_equal(run(engine, rows(2))["y"], -rows(2))
     assert "what openvino builds is not kept" in caplog.text
-
-
-def test_old_builds_leave_when_the_cache_is_full(
-    cache: Cache, save: SaveModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    models = [
-        save(
-            "(float[n, 256] x) => (float[n, 256] y) { y = MatMul(x, w) }", weights={"w": (256, 256)}
-        )
-        for _ in range(3)
-    ]
-    for i, model in enumerate(models):
-        changed = onnx.load(model)
-        changed.producer_version = str(i)  # of another content
-        onnx.save(changed, model)
-    loaded(models[0], prepare="always")
-    monkeypatch.setenv("MCINFER_CACHE_LIMIT", str(cache.engine_bytes() * 5 // 2))
-    loaded(models[1], prepare="always")
-    assert len(blobs(cache)) == 2
-    loaded(models[2], prepare="always")
-    assert len(blobs(cache)) == 2
-    assert is_from_cache(loaded(models[2], prepare="always"))
 
 
 # The import.

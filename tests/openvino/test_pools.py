@@ -1,7 +1,6 @@
 """Workers that run OpenVINO, and OpenVINO in the caller's own process."""
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mcinfer import (
-    BuildError,
     EngineOptions,
-    InvalidInputError,
     Limits,
     Master,
     PredictError,
@@ -27,7 +24,7 @@ from mcinfer.model_cache.cache import Cache
 from mcinfer.statistics import RequestTrace
 from tests.openvino.conftest import SaveModel
 from tests.process.models import AFFINE, OnnxModel, act, assert_answers, rows
-from tests.process.waiting import pids, wait_until
+from tests.process.waiting import pids
 
 Array = NDArray[Any]
 
@@ -95,44 +92,11 @@ def test_batch_runs_piece_by_piece_where_its_size_is_fixed(expected: Array) -> N
         assert sum(worker.runs for worker in master.statistics().workers) == len(IMAGES)
 
 
-def test_rows_of_several_requests_run_as_one(onnx_model: OnnxModel) -> None:
-    with Master(
-        onnx_model(AFFINE), 1, engine="openvino", max_batch_size=8, max_delay=0.05
-    ) as master:
-        inputs = [rows(1 + i % 3, first=100.0 * i) for i in range(12)]
-        futures = [master.submit(item) for item in inputs]
-        for item, future in zip(inputs, futures, strict=True):
-            assert_answers(future.result(20), item)
-
-
-def test_some_outputs_may_be_fetched(save: SaveModel) -> None:
-    model = save("(float[n, 4] x) => (float[n, 4] y, float[n, 4] z) { y = Neg(x) z = Exp(x) }")
-    with Master(model, 1, engine="openvino") as master:
-        outputs = master.predict(rows(2), outputs=["y"])
-        assert [*outputs] == ["y"]
-        np.testing.assert_array_equal(outputs["y"], -rows(2)["x"])
-
-
 def test_output_whose_shape_only_the_run_knows_joins(save: SaveModel) -> None:
     model = save("(float[n, 4] x) => (int64[m, 2] at) { a = NonZero(x) at = Transpose(a) }")
     with Master(model, 1, engine="openvino", verify="never") as master:
         for x in (rows(3), rows(2), act(0.0), rows(3)):
             np.testing.assert_array_equal(master.predict(x)["at"], np.argwhere(x["x"]))
-
-
-def test_wrong_inputs_and_failed_runs_leave_the_worker(save: SaveModel) -> None:
-    model = save("(float[n, 4] x, float[m, 4] z) => (float[k, 4] y) { y = Add(x, z) }")
-    with Master(model, 1, engine="openvino", verify="never") as master:
-        (pid,) = pids(master)
-        two, three = rows(2)["x"], rows(3)["x"]
-        with pytest.raises(InvalidInputError):
-            master.predict({"x": two[:, :3], "z": two})
-        with pytest.raises(PredictError, match="Add node with name 'y'"):
-            master.submit({"x": two, "z": three}).result(20)
-        np.testing.assert_array_equal(
-            master.submit({"x": two, "z": two}).result(20)["y"], two + two
-        )
-        assert pids(master) == [pid]
 
 
 @pytest.mark.parametrize("devices", [1, "inline"])
@@ -186,31 +150,6 @@ def test_worker_with_two_streams_has_two_runs_at_once(save: SaveModel, devices: 
         outputs = master.predict({"a0": small})
         np.testing.assert_array_equal(outputs["y"], -small)
         assert pids(master) == before
-
-
-def test_killed_worker_is_replaced_and_loses_no_request(onnx_model: OnnxModel) -> None:
-    with Master(onnx_model(AFFINE), 2, engine="openvino", verify="never") as master:
-        for i in range(3):
-            inputs = [rows(3, first=10.0 * j) for j in range(20)]
-            futures = [master.submit(item) for item in inputs]
-            os.kill(pids(master)[i % 2], signal.SIGKILL)
-            for item, future in zip(inputs, futures, strict=True):
-                assert_answers(future.result(40), item)
-            wait_until(lambda: [w.state for w in master.statistics().workers] == ["ready"] * 2)
-
-
-def test_model_that_cannot_be_loaded_leaves_no_process(save: SaveModel) -> None:
-    model = save("(float[n, 4] x) => (float[n, 4] y) { y = com.microsoft.NoSuchThing(x) }")
-    master = Master(model, 2, engine="openvino")
-    with pytest.raises(BuildError, match=r"workers 0 and 1: openvino: .*NoSuchThing"):
-        master.start()
-    assert not psutil.Process().children()
-
-
-def test_devices_that_are_not_there_are_refused_with_those_that_are(onnx_model: OnnxModel) -> None:
-    for device in ("openvino-gpu:7", "npu:7"):
-        with pytest.raises(BuildError, match=rf"{device}.* it has \[.*'CPU'"):
-            Master(onnx_model(AFFINE), [device], engine="openvino").start()
 
 
 def test_run_past_the_workers_memory_is_an_error_that_says_the_limit(save: SaveModel) -> None:
