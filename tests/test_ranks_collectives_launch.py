@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.ranks.collectives.launch import Ranks, find_ranks, from_launcher, read_rank_table
+from mcinfer.ranks.collectives.launch import find_ranks, from_launcher, read_rank_table
 
 Fields = dict[str, Any]
 Written = Callable[[object], str]
@@ -88,7 +88,6 @@ TORCHRUN = {
         (OPEN_MPI, (1, 4, 1, True), "PMIX_NAMESPACE=prterun-host-11718@1"),
         (OPEN_MPI | SLURM | TORCHRUN, (1, 4, 1, True), "PMIX_NAMESPACE=prterun-host-11718@1"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (1, 4, 2, True), None),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, (1, 4, 2, True), None),
         (SLURM | {"PMIX_RANK": "2", "PMIX_NAMESPACE": "n"}, (2, 4, 1, True), "PMIX_NAMESPACE=n"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_JOBID": "j"}, (0, 2, 1, True), "PMI_JOBID=j"),
         (
@@ -97,11 +96,9 @@ TORCHRUN = {
             "SLURM_JOB_ID=77 SLURM_STEP_ID=0",
         ),
         (SLURM, (3, 4, 1, False), "SLURM_JOB_ID=77 SLURM_STEP_ID=0"),
-        (SLURM | {"SLURM_NNODES": "2"}, (3, 4, 2, False), None),
         (SLURM | {"SLURM_NTASKS": "9", "SLURM_STEP_NUM_TASKS": "4"}, (3, 4, 1, False), None),
         (TORCHRUN, (2, 4, 1, False), "MASTER_ADDR=localhost MASTER_PORT=29500"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, (2, 4, 4, False), None),
-        (TORCHRUN | {"GROUP_WORLD_SIZE": "2"}, (2, 4, 2, False), None),
         (
             {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "r"},
             (0, 1, 1, False),
@@ -139,16 +136,11 @@ def test_process_that_no_launcher_made_a_rank_has_no_place(environment: dict[str
     ("environment", "text"),
     [
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "one"}, "variable OMPI_COMM_WORLD_RANK: got 'one'"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "-4"}, "variable OMPI_COMM_WORLD_SIZE: got '-4'"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "²"}, "expected a number, as text"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "9" * 5000}, "expected a number, as text"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "x"}, "OMPI_COMM_WORLD_LOCAL_SIZE: got 'x'"),
         (
             OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "4"},
             "^environment variables OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE: got rank 4, "
             "expected 0 to 3: there are 4 ranks",
         ),
-        (SLURM | {"SLURM_PROCID": "x"}, "environment variable SLURM_PROCID: got 'x'"),
         (TORCHRUN | {"WORLD_SIZE": "0"}, "got 0 ranks, expected 1 to 1024"),
         (
             {"PMI_RANK": "0", "PMI_SIZE": "2"},
@@ -232,49 +224,21 @@ TWO = (device(0), device(1))
     [
         ("", "is not JSON: "),
         ("{}", r"version: is missing; got \[\]"),
-        ("[" * 100000, "is not JSON: "),
-        ('{"version": ' + "9" * 5000 + "}", "is not JSON: "),
-        ('{"version": "1.0" // yes\n}', "is not JSON: "),
         ([], "expected an object"),
         (table([*TWO], version="2.0"), "version: got '2.0', expected '1.0' or '1.2'"),
-        (table([*TWO], version=1.0), "version: got 1.0, expected"),
         (table([*TWO], status="initializing"), "status: got 'initializing', expected 'completed'"),
         (without(table([*TWO]), "status"), "status: is missing"),
-        (without(table([*TWO]), "server_list"), "server_list: is missing; got .'server_count', "),
         (table(), r"server_list: got \[\], expected a list of objects"),
-        (table([*TWO], server_list="0"), "server_list: got '0', expected a list of objects"),
-        (table([*TWO], server_list=["0"]), r"server_list\[0\]: got '0', expected an object"),
         (table([*TWO], server_count="2"), "server_count: got '2', expected 1, the length of serv"),
-        (table([*TWO], server_count="two"), "server_count: got 'two', expected a number, as text"),
-        (
-            without(table([*TWO]), "server_list", 0, "server_id"),
-            r"server_list\[0\]\.server_id: is missing; got \['device', 'host_nic_ip'\]",
-        ),
-        (
-            table([*TWO], server_list=[{"server_id": "", "device": [*TWO]}]),
-            r"server_list\[0\]\.server_id: got '', expected a text",
-        ),
-        (
-            table([*TWO], server_list=[{"server_id": "a", "device": [device(i)]} for i in (0, 1)]),
-            r"server_list\[1\]\.server_id: got 'a' again, expected different servers",
-        ),
-        (table([]), r"server_list\[0\]\.device: got \[\], expected a list of objects"),
         (table([{"rank_id": "0"}]), r"server_list\[0\]\.device\[0\]\.device_id: is missing"),
         (table([{"device_id": "0"}]), r"server_list\[0\]\.device\[0\]\.rank_id: is missing"),
-        (table([{"device_id": "0", "rank_id": 0}]), r"rank_id: got 0, expected a number, as text"),
-        (table([{"device_id": "x", "rank_id": "0"}]), r"device_id: got 'x', expected a number"),
         (
             table([device(0)], [device(0, 1)]),
             r"server_list\[1\]\.device\[0\]\.rank_id: got 0, which is server_list\[0\]\.device\[0\]"
             r"\.rank_id as well; expected different ranks",
         ),
-        (table([device(0), device(1, 0)]), r"device\[1\]\.device_id: got 0 again, expected differ"),
         (table([device(0), device(2)]), r"rank_id: got \[0, 2\], expected 0 to 1"),
         (table([device(i) for i in range(1025)]), "got 1025 ranks, expected 1 to 1024"),
-        (
-            without(superpod([*TWO]), "super_pod_list", 0, "super_pod_id"),
-            r"super_pod_list\[0\]\.super_pod_id: is missing",
-        ),
         (
             superpod([*TWO])
             | {"super_pod_list": [{"super_pod_id": "0", "server_list": [{"server_id": "b"}]}]},
@@ -311,8 +275,3 @@ def test_file_that_cannot_be_a_table_is_not_read(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidInputError, match=f"^rank table {path}: .*{text}"):
             read_rank_table(str(path))
-
-
-def test_place_says_where_it_came_from() -> None:
-    with pytest.raises(InvalidInputError, match="the user: got rank 5, expected 0 to 1"):
-        Ranks(rank=5, size=2, key="k", hosts=1, source="the user")

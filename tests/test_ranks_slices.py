@@ -174,12 +174,6 @@ def dist(operation: str, reduce_op: str = "", **numbers: Any) -> str:
     return f"DistCollective<{', '.join(values + [f'{k}={n}' for k, n in numbers.items()])}>"
 
 
-def test_collectives_in_tensorrts_form_run(tmp_path: Path) -> None:
-    model = mlp(tmp_path, 2, collective=dist("all_reduce", "sum", nb_rank=2))
-    inputs = [{"x": normal(1, 4, 16)}]
-    assert_whole(model, inputs, run_all(model, inputs, [{"y": (4, 16)}]))
-
-
 def test_attention_with_several_collectives_in_a_phase(tmp_path: Path) -> None:
     """Outputs have a place, none, or one of another shape."""
     model = attention(tmp_path, 2)
@@ -479,14 +473,14 @@ def failure(run: Bound, given: Arrays) -> PredictError | None:
     return None
 
 
-STAGES = pytest.mark.parametrize(("stages", "tensor"), [(1, 3), (2, 1), (2, 2), (3, 2)])
+STAGES = pytest.mark.parametrize(("stages", "tensor"), [(1, 3), (2, 1), (3, 2)])
 
 
 @STAGES
 def test_failure_anywhere_ends_the_group_in_all_ranks(
     tmp_path: Path, stages: int, tensor: int
 ) -> None:
-    """Each segment of each rank fails: in the first run, which finds the shapes, or in a later one."""
+    """A segment of each rank fails: in the first run, which finds the shapes, or in a later one."""
     slices = fragile(tmp_path, stages, tensor)
     size = stages * tensor
 
@@ -507,7 +501,8 @@ def test_failure_anywhere_ends_the_group_in_all_ranks(
         assert engine.broken.startswith(f"rank {failing} (pid {os.getpid()}) failed: ")
         return str(failed)
 
-    for bad in range(FRAGILE_PLACES * size):
+    for number in range(size):
+        bad = FRAGILE_PLACES * number + number % FRAGILE_PLACES
         assert all("out of data bounds" in text for text in run_ranks(size, partial(rank, bad=bad)))
 
 
@@ -634,22 +629,6 @@ def test_slices_that_do_not_fit_the_group_are_refused(tmp_path: Path) -> None:
     )
     slices = mlp(tmp_path, 2).slices
     failing_loads(slices, ["weights of a sliced model"] * 2, variable_weights=("up0",))
-
-
-def test_open_slice_loads_a_slice_in_a_group(tmp_path: Path) -> None:
-    model = mlp(tmp_path, 2)
-
-    def rank(group: Group, stack: ExitStack) -> Arrays:
-        asked = request(model.slices[group.rank], threads=2)
-        engine = open_slice("onnxruntime", asked, group)
-        assert isinstance(engine, RankEngine)
-        assert engine.providers == ("CPUExecutionProvider",)
-        stack.callback(engine.close)
-        given = {"x": normal(1, 4, 16)}
-        return Bound(engine, given, {"y": (4, 16)})(given)
-
-    found = run_ranks(2, rank)
-    assert_whole(model, [{"x": normal(1, 4, 16)}], [[outputs] for outputs in found])
 
 
 def test_only_onnxruntime_runs_slices(tmp_path: Path) -> None:

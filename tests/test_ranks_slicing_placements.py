@@ -1,7 +1,6 @@
 from math import prod
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,27 +63,3 @@ def test_cut_that_a_reshape_keeps_has_the_same_elements(data: st.DataObject) -> 
         expected = part(whole.reshape(target), moved, 2, rank)
         assert expected.shape == local_dims(tuple(target), moved, 2)
         assert np.array_equal(own.reshape(expected.shape), expected)
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "cut", "moved"),
-    [
-        (("b", "s", 64), ("b", "s", 4, 16), Sharded(2, (64,)), Sharded(2, (4,))),
-        (("b", "s", 4, 16), ("b", "s", 64), Sharded(2, (4,)), Sharded(2, (64,))),
-        (("b", "s", 192), ("b", "s", 3, 4, 16), Sharded(2, (64,) * 3), Sharded(3, (4,))),
-        (("b", "s", 192), ("b", "s", 3, 4, 16), Sharded(2, (192,)), None),
-        (("b", "s", 64), (None, 64), Sharded(2, (64,)), Sharded(1, (64,))),
-        (("b", "s", 64), ("b", "s", 1, 64), Sharded(2, (64,)), Sharded(3, (64,))),
-        (("b", 32, "h", "w"), ("b", 8, None), Sharded(1, (32,)), Sharded(1, (8,))),
-        (("b", 32, "h", "w"), ("b", 8, None), Sharded(1, (8, 24)), Sharded(1, (2, 6))),
-        (("b", 32, "h", "w"), ("b", 8, None), Sharded(1, (4, 28)), None),
-        (("b", 8, None), ("b", 32, "h", "w"), Sharded(1, (8,)), Sharded(1, (32,))),
-        (("b", 4, "s", 16), (None, "s", 16), Sharded(1, (4,)), None),
-        (("b", 64), ("b", 1, 64), Sharded(1, (64,)), Sharded(2, (64,))),
-        (("b", "s", 60), ("b", "s", 3, 20), Sharded(2, (60,)), None),
-    ],
-)
-def test_reshapes_of_models(
-    source: Dims, target: Dims, cut: Sharded, moved: Sharded | None
-) -> None:
-    assert reshaped(source, target, cut, 2) == moved

@@ -28,7 +28,7 @@ DATA = {"Gather", "Where"}
 """Operators whose inputs of integers are data, not shapes and axes."""
 
 NOT_SHOWN = {"Cast", "Conv", "Pad", "Resize", "SimplifiedLayerNormalization", "Tile"}
-"""ONNX has no example of these whose axes the ranks divide; tests/test_ranks_slicing_tensor.py has some."""
+"""ONNX has no example of these whose axes the ranks divide; other tests of slicing have some."""
 
 SAMPLE = {
     name.lower(): name

@@ -93,12 +93,6 @@ def test_collectives_that_are_ready_in_one_phase_follow_one_segment(tmp_path: Pa
             assert_close(found, expected)
 
 
-def test_operator_of_another_domain_is_no_collective(tmp_path: Path) -> None:
-    """A library of the user's own may run it."""
-    text = "(float[2] x) => (float[2] y) { y = own.AllReduce(x) }"
-    assert kinds(cut_segments(save(tmp_path / "model.onnx", text), tmp_path)) == ["Segment"]
-
-
 def test_outputs_that_no_segment_makes_are_delivered_too(tmp_path: Path) -> None:
     """A collective's result, a constant; and collectives of an input and of constants."""
     names = ("total", "gathered", "negative", "constant")
@@ -120,15 +114,6 @@ def test_constants_are_copied_and_not_carried(tmp_path: Path) -> None:
     segments = [step for step in cut_segments(path, tmp_path).steps if isinstance(step, Segment)]
     assert [step.outputs for step in segments] == [("part",), ("y",)]
     assert [step.inputs for step in segments] == [("x",), ("sum",)]
-
-
-def test_collective_that_gives_a_constant_again_is_in_no_segment(tmp_path: Path) -> None:
-    text = "(float[4] x) => (float[4] y) { w = AllReduce(x)  y = Add(x, w) }"
-    path = save(tmp_path / "model0.onnx", text, {"w": np.ones(4, np.float32)})
-    for step in cut_segments(path, tmp_path).steps:
-        if isinstance(step, Segment):
-            segment = onnx.load(tmp_path / step.file)
-            assert [node.op_type for node in segment.graph.node] == ["Add"]
 
 
 def test_random_numbers_beside_collectives_are_refused_with_the_node(tmp_path: Path) -> None:
