@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
 
 import onnxruntime as ort
 import pytest
@@ -220,19 +219,6 @@ def test_unchanged_model_is_recalled_and_not_read(tmp_path: Path, memory: Path) 
     assert recalled.digest == FALSE
     assert recalled.stamps == source.stamps
     assert read_content(path).digest == source.digest
-
-
-def test_folder_that_a_disk_is_mounted_on_may_have_any_name(
-    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text("36 1 8:1 / /a\x85b\u2028c rw - ext4 /dev/sda rw\n", encoding="utf-8")
-
-    def opened(path: str | int, *how: str, **more: str) -> IO[Any]:
-        return open(mounts if path == "/proc/self/mountinfo" else path, *how, **more)  # type: ignore[call-overload,no-any-return]
-
-    monkeypatch.setattr(keys, "open", opened, raising=False)
-    remembered(make(tmp_path), memory)
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "b.bin"])

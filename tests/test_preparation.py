@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from onnx import helper, numpy_helper, parser
 from mcinfer.config import EngineOptions
 from mcinfer.engines import _onnxruntime, preparation
 from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
-from mcinfer.engines.base import Engine, EngineRequest
-from mcinfer.engines.preparation import Preparation, ensure_prepared
+from mcinfer.engines.base import Engine
+from mcinfer.engines.preparation import ensure_prepared
 from mcinfer.errors import BuildError
-from mcinfer.model_cache import FOLDER_KEY, children
+from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.cache import Cache, Held, entry_key
 from mcinfer.model_cache.children import ChildFailedError, run_child
 from tests.engine_requests import engine_request
@@ -367,12 +366,6 @@ def test_full_or_lost_card_is_a_failure_of_the_moment() -> None:
     assert not preparation.is_transient("no kernel for com.microsoft:Nothing")
 
 
-def test_model_is_prepared_without_the_limit_of_a_workers_share() -> None:
-    request = engine_request("/m.onnx", "cuda:0", memory_limit=1, stream=2)
-    there = preparation.request_of(json.loads(json.dumps(preparation._plain(request))))
-    assert there == replace(request, memory_limit=None, stream=None)
-
-
 def test_unusable_cache_is_noted_if_it_was_needed(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,17 +386,6 @@ def test_what_is_no_model_is_refused_in_the_runtimes_words(tmp_path: Path, cache
                 load(str(path))
         path.write_bytes(b"hello")
     assert cache.entries() == []
-
-
-def test_slow_preparation_is_said_in_one_line_at_the_default_level(
-    model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preparation, "_WARN_SECONDS", 0.0)
-    monkeypatch.setattr(children, "_TICK", 0.01)
-    for _ in range(2):
-        assert entry(open_ort(model, prepare="always"))
-    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert line.startswith(f"preparing {model} (0 MB) once")
 
 
 def test_child_that_ends_before_it_reads_its_task_or_takes_too_long_is_a_failure_of_the_moment(
@@ -576,46 +558,6 @@ def test_external_data_that_must_not_be_read_is_refused_however_a_model_is_loade
     with pytest.raises(BuildError, match=hostile.error):
         open_ort(str(model), prepare=prepare, variable_weights=weights)
     assert [*cache.folder.glob("tmp-*")] == []
-
-
-def test_session_has_the_prepared_model_that_was_checked_and_maps_it(
-    tmp_path: Path, model: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = open_ort(model)
-    weights = entry(open_ort(model, prepare="always")) / "weights.bin"
-    load = _onnxruntime.load
-
-    def load_late(request: EngineRequest, found: Preparation) -> Engine:
-        shutil.copytree(cache.folder, tmp_path / "other")
-        cache.folder.rename(tmp_path / "aside")
-        (tmp_path / "other").rename(cache.folder)
-        weights.chmod(0o600)
-        weights.write_bytes(bytes(weights.stat().st_size))
-        return load(request, found)
-
-    monkeypatch.setattr(_onnxruntime, "load", load_late)
-    engine = open_ort(model, prepare="always")
-    assert_same(engine, plain)
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    assert str(tmp_path / "aside") in maps
-    assert f" {cache.folder}/" not in maps
-
-
-def test_child_writes_to_the_folder_that_was_checked(
-    tmp_path: Path, model: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache.folder.mkdir(0o700)
-
-    def run_late(*arguments: Any, **options: Any) -> Any:
-        cache.folder.rename(tmp_path / "aside")
-        cache.folder.mkdir()
-        return run_child(*arguments, **options)
-
-    monkeypatch.setattr(preparation, "run_child", run_late)
-    engine = open_ort(model, prepare="always")
-    assert_same(engine, open_ort(model))
-    assert {path.name for path in (tmp_path / "aside").glob("*/*.onnx")} == {"model.onnx"}
-    assert [*cache.folder.iterdir()] == []
 
 
 def test_model_that_would_fill_the_disk_is_not_prepared(tmp_path: Path) -> None:

@@ -812,23 +812,6 @@ def test_second_start_takes_the_compiled_model_from_the_cache(
     assert blob not in blobs(cache)
 
 
-@pytest.mark.usefixtures("cache")
-def test_weights_of_an_ir_belong_to_its_key(save: SaveModel, tmp_path: Path) -> None:
-    core, ir = ov.Core(), tmp_path / "ir.xml"
-    results = []
-    for scale in (1, 2):
-        weights = {"w": scale * np.ones((3, 3), np.float32)}
-        model = save("(float[n, 3] x) => (float[n, 3] y) { y = MatMul(x, w) }", weights=weights)
-        ov.save_model(core.read_model(model), ir, compress_to_fp16=False)
-        for is_known in (False, True):
-            engine = loaded(str(ir), prepare="always")
-            assert is_from_cache(engine) is is_known
-            results.append(run(engine, rows(1))["y"])
-    np.testing.assert_array_equal(results[0], results[1])
-    np.testing.assert_array_equal(results[2], 2 * results[0])
-    np.testing.assert_array_equal(results[3], 2 * results[0])
-
-
 def test_small_models_and_those_never_prepared_are_not_kept(cache: Cache, save: SaveModel) -> None:
     small = save(NEGATED)
     large = save(
