@@ -73,7 +73,6 @@ def constant(name: str, *values: int) -> TensorProto:
     return numpy_helper.from_array(np.array(values, np.int64), name)
 
 
-GOOD = adding(numpy_helper.from_array(np.ones(4, np.float32), "w"))
 """y = x + 1."""
 
 

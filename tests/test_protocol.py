@@ -264,6 +264,8 @@ def test_message_with_more_behind_it_is_refused(message: Message, more: bytes) -
 @example(b"\xc6\xff\xff\xff\xff")
 @example(b"\x91" * 100_000)
 @example(b"\x82\xa2id\x04\xa2id\x04")
+@example(b"\xdd\x00\x00@\x00" * 460)  # each promises as much as there is
+@example(b"\x84\xa2id\x05\xa7version\x03\xa3pidd\xa5token\xa3\xed\xa0\x80")  # a surrogate
 @example(b"\xd6\xff\x00\x00\x00\x01")
 def test_bytes_from_anyone_are_refused_or_a_message(data: bytes) -> None:
     _refused_or_sound(data)

@@ -211,13 +211,6 @@ def _set_clock_back(pool: Pool) -> None:
     pool.tell("")
 
 
-def _hostile(words: str, kind: str, row: _Row = _DIES, **more: Any) -> Fault:
-    """A worker of a kind of `hostile_worker.KINDS`."""
-    cells = {"busy": row, **more.pop("cells", {})}
-    inflict = partial(_tell, "")
-    return Fault(words=words, cells=cells, inflict=inflict, setting={"hostile": kind}, **more)
-
-
 FAULTS = {
     "worker: SIGKILL": Fault(
         words="an outside process kills the worker",
@@ -286,15 +279,6 @@ FAULTS = {
         cells={"building": _DIES, "idle": _DIES, "busy": _KEPT},
         thorough=("building", "idle", "busy"),
         inflict=_take_workers_descriptors,
-    ),
-    "worker: answers twice": _hostile("sends every answer twice", "twice", thorough=("busy",)),
-    "worker: answers late": _hostile("holds back each answer until the next one", "late", _HANGS),
-    "worker: wrong place": _hostile("answers with a wrong place in memory", "wrong place"),
-    "worker: garbage": _hostile(
-        "sends random bytes instead of an answer",
-        "garbage",
-        cells={"exiting": _CLOSING},
-        thorough=("busy", "exiting"),
     ),
     "master: SIGKILL": Fault(
         words="killed",

@@ -17,7 +17,6 @@ from typing import Any, Self
 import pytest
 
 from mcinfer import Limits, Master, McinferError, RestartPolicy, Timeouts
-from tests.process.hostile_worker import become
 from tests.process.models import FakeModel, Inputs, assert_answers, fake_master, rows
 from tests.process.waiting import HeldPipe, pids, states, wait_for_states, wait_until
 
@@ -98,12 +97,10 @@ class Pool:
         grace: float = 0.1,
         hit_timeout: float = 20.0,
         limits: Limits | None = None,
-        hostile: str = "",
     ) -> None:
         """Start nothing yet.
 
-        `start` and `grace` are of `Timeouts`; the request that the fault hits has `hit_timeout` seconds. One
-        worker is of the kind `hostile` of `hostile_worker.KINDS`.
+        `start` and `grace` are of `Timeouts`; the request that the fault hits has `hit_timeout` seconds.
         """
         self.moment = moment
         self.hit_timeout = hit_timeout
@@ -113,8 +110,6 @@ class Pool:
         self.undo: Callable[[], None] = lambda: None
         self.pid = 0
         self._folder = folder
-        self._hostile = hostile
-        self._victim = 0
         self._held: HeldPipe | None = None
         self._beside: HeldPipe | None = None
         self._asked = 0
@@ -196,8 +191,8 @@ class Pool:
         """Wait until its pipe holds the victim, which is in this state."""
         assert self._held is not None
         self._held.wait()
-        self.pid = pids(self.master)[self._victim]
-        assert states(self.master)[self._victim] == state
+        self.pid = pids(self.master)[0]
+        assert states(self.master)[0] == state
 
     # The moments.
 
@@ -223,7 +218,7 @@ class Pool:
             case "exiting":
                 self._reach_busy()
                 self.closing = self._threads.submit(self.master.close)
-                wait_until(lambda: states(self.master)[self._victim] == "exiting")
+                wait_until(lambda: states(self.master)[0] == "exiting")
             case "being restarted":
                 self._start()
                 assert self.predict().outcome() is None
@@ -232,18 +227,12 @@ class Pool:
                 self._hold("building")
 
     def _begin(self) -> None:
-        if self._hostile:
-            patch = self._stack.enter_context(pytest.MonkeyPatch.context())
-            become(self._folder, patch, self._hostile)
         self.hit = [Caller(self._threads.submit(self.master.start))]
 
     def _start(self) -> None:
         self._begin()
         self.hit.pop().future.result(timeout=40.0)
-        for index, pid in enumerate(pids(self.master)):
-            if self._hostile and b"hostile" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                self._victim = index
-        self.pid = pids(self.master)[self._victim]
+        self.pid = pids(self.master)[0]
 
     def _reach_busy(self) -> None:
         """Both workers are in a run; more requests are queued."""
@@ -251,11 +240,8 @@ class Pool:
         pipes = [self._pipe("run", index) for index in range(2)]
         callers = []
         for index, pipe in enumerate(pipes):
-            callers.append(self.submit(self.hit_timeout if index == self._victim else 20.0))
+            callers.append(self.submit(20.0 if index else self.hit_timeout))
             pipe.wait()
-        self._held, self._beside = pipes[self._victim], pipes[1 - self._victim]
-        self.hit = [callers.pop(self._victim)]
-        self.others = callers
-        # A worker with room for more runs them at once: a hostile one would err before it is told to.
-        if not (self._hostile and self.concurrent_runs > 1):
-            self.others += [self.submit(), self.submit()]
+        self._held, self._beside = pipes
+        self.hit = callers[:1]
+        self.others = [*callers[1:], self.submit(), self.submit()]

@@ -226,6 +226,41 @@ def test_log_has_the_stacks_of_runs_that_hang_and_crash(
 # Requests of workers that die or stop.
 
 
+_GARBAGE = """
+import os, sys
+folder = os.path.dirname(__file__)
+sys.path.remove(folder)
+del sys.modules[__name__]
+import msgpack
+
+class Packer(msgpack.Packer):
+    def pack(self, value):
+        if type(value) is dict and "providers" in value:  # BUILD_FINISH
+            os.mkdir(os.path.join(folder, "sent"))
+            return b"\\xc1" * 300
+        return super().pack(value)
+
+if not os.path.exists(os.path.join(folder, "sent")):
+    msgpack.Packer = Packer
+"""
+"""In the place of msgpack, in a worker: the first of them sends bytes that are no message."""
+
+
+def test_worker_that_breaks_the_protocol_is_replaced_and_its_request_answered(
+    fake_model: FakeModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "shim").mkdir()
+    (tmp_path / "shim" / "msgpack.py").write_text(_GARBAGE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path / "shim"))
+    with fake_master(fake_model(), 1, restart=QUICK_PROBES) as master:
+        assert_answers(master.predict(rows(2), timeout=20.0), rows(2))
+        assert master.statistics().workers[0].restarts == 1
+    assert "breaks the protocol: not a MessagePack message" in caplog.text
+
+
 def test_request_that_kills_three_workers_is_given_up_and_names_them(fake_model: FakeModel) -> None:
     with fake_master(fake_model(when={"-1": "segfault"}), 2) as master:
         first, second = pids(master)
