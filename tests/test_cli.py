@@ -75,35 +75,11 @@ def test_help_names_all_parameters(monkeypatch: pytest.MonkeyPatch, capsys: Capt
     assert {"", "run", "inspect", "devices", "doctor", "cache list", "bench"} < {*called}
 
 
-def test_help_of_the_command_that_runs_programs_is_its_own() -> None:
-    done = python("-m", "mcinfer", "ort", "--help")
-    assert (done.stderr, done.returncode) == ("", 0)
-    assert done.stdout.startswith("usage: mcinfer ort [--devices DEVICES] (PROGRAM | -m MODULE)")
-
-
 def test_help_imports_nothing_heavy() -> None:
     code = "import sys; from mcinfer.cli import main; main(['--help']); print(*sys.modules)"
     given = {*python("-c", code).stdout.split("\n")[-2].split()}
     assert "mcinfer.cli.app" in given
     assert not HEAVY & given
-
-
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("mcinfer cache ", ["list", "clear", "prepare"]),
-        ("mcinfer bench ", []),  # files, which the shell knows
-    ],
-)
-def test_bash_completes_commands_and_options(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, typed: str, offered: list[str]
-) -> None:
-    monkeypatch.setenv("_MCINFER_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", typed)
-    monkeypatch.setenv("COMP_CWORD", str(len(typed.split(" ")) - 1))
-    assert main([]) == 0
-    out, err = capsys.readouterr()
-    assert (out.split(), err) == (offered, "")
 
 
 RUN = ["run", "m.onnx", "--input", "x.npz", "--output", "y.npz"]

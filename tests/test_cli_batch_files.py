@@ -1,7 +1,6 @@
 """Tests of mcinfer/cli/batch_files.py: mapped inputs, and results that are kept and joined."""
 
 import io
-import json
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -259,17 +258,6 @@ def test_parts_that_do_not_go_together_are_an_error_that_names_the_output(
         assert making.done == len(parts) - 1
 
 
-def test_names_cannot_command_a_terminal_and_missing_space_is_predicted(tmp_path: Path) -> None:
-    name = "y\x1b[2J\n"
-    with closing(PartialResults(tmp_path / "out.npz", WORK)) as making:
-        making.begin({}, {name: 0})
-        making.add({name: np.zeros(1024, np.int8)})
-        disk = os.statvfs(tmp_path)
-        missing = 2 * (1 << 50) - disk.f_bavail * disk.f_frsize
-        assert making.missing_bytes(2**-40) == pytest.approx(missing, rel=0.2)
-        assert making.finish(model(name, dtype=np.int8)) == ["y?[2J?: int8[1024]"]
-
-
 # The folder.
 
 
@@ -323,23 +311,6 @@ def test_what_lies_behind_the_answers_is_overwritten(tmp_path: Path) -> None:
         making.add({"y": np.array([2])})
         making.finish(model("y", dtype=int))
     assert loaded(target)["y"].tolist() == [1, 2]
-
-
-def test_what_is_kept_stays_if_it_cannot_be_read_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "out.npz"
-    parts = begun(target)
-    before = parts.read_bytes()
-
-    def interrupted(_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(json, "loads", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            PartialResults(target, WORK)
-    assert parts.read_bytes() == before
 
 
 def test_what_would_stop_the_output_is_an_error_before_the_work(tmp_path: Path) -> None:

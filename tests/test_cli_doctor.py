@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import metadata
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -33,10 +32,8 @@ from mcinfer.cli.doctor import (
     look_at_memory,
     look_at_model,
     look_at_packages,
-    look_at_runtime,
     quota_text,
 )
-from mcinfer.errors import EngineError
 from mcinfer.machine import Gpu, cpu_quota, format_core_list
 from tests.command_line import FLOAT, Capture, only_line, save
 
@@ -160,17 +157,6 @@ def test_gpus_that_cannot_be_used_or_shared_are_a_warning(monkeypatch: pytest.Mo
         check(judge_gpus([first, second], Driver("580.65", cuda, mps), runtime), state, *words)
 
 
-def test_runtime_is_described_and_a_failed_import_quoted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "built with CUDA 13.0, offers: CUDA" in str(CUDA)
-    assert "CPUExecutionProvider" in installed_runtime().providers
-    (tmp_path / "onnxruntime.py").write_text("raise OSError('no libfoo')\n", encoding="ascii")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(EngineError, match="cannot be imported: OSError: no libfoo"):
-        installed_runtime()
-
-
 def doctor(tmp_path: Path, prefix: str = "", **variables: str) -> tuple[int, list[str], str]:
     """The status, the lines and the standard error of the command in a process of its own."""
     folders = dict.fromkeys(("XDG_RUNTIME_DIR", "TMPDIR"), str(tmp_path))
@@ -183,15 +169,6 @@ def doctor(tmp_path: Path, prefix: str = "", **variables: str) -> tuple[int, lis
         check=False,
     )
     return done.returncode, done.stdout.splitlines(), done.stderr
-
-
-def test_another_engine_does_in_the_place_of_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = ModuleType("openvino")
-    other.__spec__ = ModuleSpec("openvino", None)
-    monkeypatch.setitem(sys.modules, "openvino", other)
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    finding = next(look_at_runtime())
-    assert (finding.state, finding.found) == ("ok", "not installed; the engine openvino is")
 
 
 def test_doctor_finds_no_problem_where_tests_run(tmp_path: Path) -> None:
@@ -332,14 +309,3 @@ def test_gpus_are_those_of_the_driver(
     assert "unless CUDA_DEVICE_ORDER=PCI_BUS_ID" in shown[3]
     unusable = bool(installed_runtime().without_cuda)
     assert ["has no CUDAExecutionProvider" in line for line in shown[4:]] == [True] * unusable
-
-
-def test_gpus_are_listed_if_the_driver_does_not_say_what_it_serves(
-    nvidia_smi: Callable[[str], None], capsys: Capture
-) -> None:
-    nvidia_smi(f"[ $1 = --query ] && exit 2\n{TWO_GPUS}")
-    assert main(["devices", "--devices", "cuda:1"]) == 0
-    out = capsys.readouterr().out
-    assert "cuda:1: A1" in out
-    assert "  driver 580.65; no MPS" in out
-    assert "no GPU was found" not in out

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from mcinfer.cli import batch, main, run
+from mcinfer.cli import batch, main
 from mcinfer.cli.batch import Requests, plan_requests
 from mcinfer.sharding import Axes, SaidAxes, first_split
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
@@ -66,14 +65,6 @@ CONSTANT = """
 constant (float[batch, 4] x) => (float[batch, 4] y) <float none = {0.0}> { y = Mul(x, none) }
 """
 
-NOISY = """
-<ir_version: 8, opset_import: ["": 17]>
-noisy (float[batch, 4] x) => (float[batch, 4] y) {
-    noise = RandomUniformLike(x)
-    y = Add(x, noise)
-}
-"""
-
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -106,7 +97,6 @@ def random_rows(count: int) -> Arrays:
     return {"x": np.random.default_rng(2).normal(0, 1, (count, 4)).astype(np.float32)}
 
 
-GATHER = [helper.make_node("Gather", ["table", "i"], ["y"])]
 WHOLE = "mcinfer: the whole file runs as one request, on one worker: "
 
 
@@ -138,69 +128,9 @@ def test_split_that_no_row_shows_is_not_used(case: Case) -> None:
     assert case.run(DOUBLE, inputs, "--batch", "20") == ""  # rows made out of these show it
 
 
-def test_random_model_is_split_where_the_user_says_so_alone(case: Case) -> None:
-    x = np.arange(400, dtype=np.float32).reshape(100, 4)
-    line = case.fail(NOISY, {"x": x}, "--batch", "10")
-    assert "--batch: got 10, but the file cannot be cut: a node RandomUniformLike draws" in line
-    assert "--batch-axis and --output-axis say" in line
-    axes = ["--batch-axis", "x=0", "--output-axis", "y=0"]
-    assert case.run(NOISY, {"x": x}, "--batch", "10", *axes, equal=False) == ""
-    np.testing.assert_allclose(loaded(case.output)["y"], x + 0.5, atol=0.5)
-
-
-def test_input_that_is_as_long_as_the_batch_by_chance_goes_whole(case: Case) -> None:
-    inputs: list[Value] = [("i", TensorProto.INT64, ["rows"]), ("table", FLOAT, ["size", 2])]
-    model = save(case.folder / "model.onnx", GATHER, inputs, [("y", FLOAT, ["found", 2])])
-    arrays: Arrays = {  # the first rows of both do not run together
-        "i": np.arange(9)[::-1].copy(),
-        "table": np.arange(18, dtype=np.float32).reshape(9, 2),
-    }
-    assert case.run(model, arrays, "--batch", "4") == ""
-
-
-def test_error_about_bad_first_rows_quotes_the_runtime(case: Case) -> None:
-    table = {"table": np.arange(3, dtype=np.float32)}
-    inputs, outputs = [("i", TensorProto.INT64, ["batch"])], [("y", FLOAT, ["batch"])]
-    model = save(case.folder / "model.onnx", GATHER, inputs, outputs, table)
-    line = case.fail(model, {"i": np.array([99, 0, 1, 2])}, "--batch", "2")
-    assert "--batch: got 2, but the file cannot be cut: its first 2 rows do not run by them" in line
-    assert "Gather" in line
-    assert files(case.folder) == ["in.npz", "model.onnx"]
-
-
-def test_requests_that_contradict_the_first_rows_are_an_error(case: Case) -> None:
-    # One output is the same for all rows except the last ones.
-    nodes = [
-        helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
-        helper.make_node("Max", ["most", "ten"], ["bound"]),
-        helper.make_node("Add", ["x", "x"], ["y"]),
-    ]
-    outputs: list[Value] = [("bound", FLOAT, []), ("y", FLOAT, ["batch"])]
-    ten = {"ten": np.array(10, np.float32)}
-    model = save(case.folder / "model.onnx", nodes, [("x", FLOAT, ["batch"])], outputs, ten)
-    inputs: Arrays = {"x": np.arange(20, dtype=np.float32)}
-    line = case.fail(model, inputs, "--batch", "12")
-    assert "output 'bound' is to be the same in all requests: " in line
-    assert files(case.folder) == ["in.npz", "model.onnx"]
-    case.run(model, inputs, "--batch-axis", "x=none")  # as the error advises
-
-
 # Files.
 
 FIVE: Arrays = {"x": np.arange(15, dtype=np.float32).reshape(5, 3)}
-
-
-def test_output_follows_a_link_and_has_the_mode_of_new_files(double: Path, case: Case) -> None:
-    (case.folder / "folder").mkdir()
-    case.output.symlink_to(case.folder / "folder" / "real.npz")
-    mask = os.umask(0o027)
-    try:
-        assert case.run(double, FIVE) == ""
-    finally:
-        os.umask(mask)
-    assert case.output.is_symlink()
-    assert stat.S_IMODE(case.output.stat().st_mode) == 0o640
-    assert files(case.folder / "folder") == ["real.npz"]
 
 
 def test_only_output_is_written_as_an_npy_file(double: Path, case: Case, capsys: Capture) -> None:
@@ -220,28 +150,6 @@ def test_only_output_is_written_as_an_npy_file(double: Path, case: Case, capsys:
     line = only_line(capsys.readouterr().err)
     assert line.endswith("in.npy holds one array, expected an .npz file with ['a', 'b']")
     np.testing.assert_array_equal(np.load(target), 2 * FIVE["x"])
-
-
-def test_strings_and_what_goes_whole_are_in_each_request(case: Case) -> None:
-    pairs = [("s", "text"), ("scale", "same")]
-    inputs: list[Value] = [
-        ("x", FLOAT, [2, "batch"]),
-        ("s", TensorProto.STRING, ["batch"]),
-        ("scale", FLOAT, []),
-    ]
-    outputs: list[Value] = [
-        ("file", FLOAT, [2, "batch"]),  # a parameter of NumPy's function that saves
-        ("text", TensorProto.STRING, ["batch"]),
-        ("same", FLOAT, []),
-    ]
-    nodes = [helper.make_node("Identity", [source], [target]) for source, target in pairs]
-    nodes.append(helper.make_node("Mul", ["x", "scale"], ["file"]))
-    x = np.arange(10, dtype=np.float32).reshape(2, 5)
-    words = np.array(["a", "", "c", "longer", "ü"])
-    arrays: Arrays = {"x": x, "s": words, "scale": np.array(3, np.float32)}
-    err = case.run(save(case.folder / "model.onnx", nodes, inputs, outputs), arrays, "--batch", "2")
-    assert "output 'same' has no batch dimension" in only_line(err)
-    assert loaded(case.output)["text"].dtype == np.dtype("<U6")
 
 
 def test_batch_of_no_rows_gives_none(double: Path, case: Case) -> None:
@@ -359,50 +267,6 @@ def test_run_is_resumed_with_its_own_split_and_request_size(
     assert (status, resumed) == (1, RESUMED)
     assert failed.endswith("; 4 of 6 rows are kept; run the same command again to resume")
     assert progress(case.output) == before
-
-
-def test_damaged_answers_are_not_said_to_be_kept(
-    half: Path, case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(batch, "_REQUEST_BYTES", 32)
-    case.fail(half, HALF)
-    parts = case.output.with_name(f".{case.output.name}.partial")
-    head, line, answers = parts.read_bytes().partition(b"}\n")
-    parts.write_bytes(head + line + b"X" + answers[1:])
-    status, err = case.end(half, HALF)
-    assert (status, err.splitlines()[0]) == (1, RESUMED)
-    assert err.splitlines()[1].endswith("--restart discards it")
-
-
-def test_resumed_run_keeps_its_number_of_shards(half: Path, case: Case, capsys: Capture) -> None:
-    cores = os.sched_getaffinity(0)
-    if len(cores) < 2:
-        pytest.skip("one core has one worker")
-    np.savez(case.folder / "in.npz", allow_pickle=False, **HALF)
-    where = ["--input", str(case.folder / "in.npz"), "--output", str(case.output)]
-    words = ["run", str(half), *where, "--batch", "2"]
-    assert main(words) == 1
-    before = progress(case.output)
-    assert before["plan"]["shards"] > 1
-    capsys.readouterr()
-    try:
-        os.sched_setaffinity(0, {min(cores)})
-        assert main(words) == 1
-    finally:
-        os.sched_setaffinity(0, cores)
-    assert capsys.readouterr().err.splitlines()[0] == RESUMED
-    assert progress(case.output) == before
-
-
-def test_next_run_writes_finished_results(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    case.output.mkdir()  # something takes its place before the end
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "_output_place", lambda *_: case.output)
-        line = case.fail(DOUBLE, random_rows(5), "--devices", "2")
-    case.output.rmdir()
-    assert line.endswith("; 5 of 5 rows are kept; run the same command again to resume")
-    err = case.run(DOUBLE, random_rows(5), "--devices", "2")
-    assert only_line(err) == "mcinfer: resuming at row 5 of 5"
 
 
 def test_results_are_kept_after_a_failure_and_for_the_same_work_alone(

@@ -60,38 +60,6 @@ def test_slices_of_each_layer_are_reported(model: Path, tmp_path: Path, capsys: 
     assert {"model0.onnx", "model1.onnx", "slices.json"} < {*files(output)}
 
 
-def test_stages_are_reported(model: Path, tmp_path: Path, capsys: Capture) -> None:
-    arguments = ["slice", str(model), "--pipeline", "2", "--output", str(tmp_path / "out")]
-    assert main([*arguments, "--no-check"]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.splitlines() == [
-        f"{tmp_path / 'out'}: layers.onnx cut for 2 ranks, 2 stages",
-        "rank  stage  file         weights  share  receives         collectives",
-        "0     0      model0.onnx  0.5 MB   50%    -                -",
-        "1     1      model1.onnx  0.5 MB   50%    1 value, 0.0 MB  -",
-        "bytes that are sent: of one run with batch 1, and 64 for other symbols",
-        "not checked: not asked for",
-    ]
-
-
-def test_reasons_why_weights_are_whole_are_listed(tmp_path: Path, capsys: Capture) -> None:
-    shape: list[int | str] = ["batch", WIDTH]
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["m"]),
-        helper.make_node("LayerNormalization", ["m", "scale"], ["n"], "norm"),
-        helper.make_node("MatMul", ["n", "w"], ["y"]),
-    ]
-    weights = {"w": np.eye(WIDTH, dtype=np.float32), "scale": np.ones(WIDTH, np.float32)}
-    ends = [("x", FLOAT, shape)], [("y", FLOAT, shape)]
-    model = save(tmp_path / "norm.onnx", nodes, *ends, weights)
-    arguments = ["slice", str(model), "--tensor", "2", "--pipeline", "2"]
-    assert main([*arguments, "--output", str(tmp_path / "out"), "--no-check"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "  1 weight, 0.0 MB: norm (LayerNormalization) runs on whole values" in lines
-    assert lines[0].endswith("norm.onnx cut for 4 ranks, 2 stages, each layer over 2")
-
-
 def test_json_is_the_whole_report(model: Path, tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "out"
     arguments = ["slice", str(model), "--tensor", "2", "--pipeline", "2", "--output", str(output)]
@@ -128,15 +96,6 @@ def test_slices_are_replaced_only_with_force(model: Path, tmp_path: Path, capsys
     assert "has slices already, expected a new folder, or force (--force)" in line
     assert main([*arguments, "--pipeline", "3", "--force"]) == 0
     assert len(files(tmp_path / "out")) == 7
-
-
-def test_package_onnx_that_is_missing_is_named(model: Path, tmp_path: Path) -> None:
-    code = f"import sys; sys.modules['onnx'] = None; {COMMAND}"
-    arguments = ["slice", str(model), "--tensor", "2", "--output", str(tmp_path / "out")]
-    with Program(code, *arguments) as program:
-        ended = program.wait()
-    assert ended.status == 1
-    assert only_line(ended.err).endswith("pip install 'mcinfer[onnx]'")
 
 
 def save_large(folder: Path) -> Path:

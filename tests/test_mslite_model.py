@@ -20,7 +20,6 @@ from onnx import numpy_helper, parser
 import mcinfer
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import Engine, EngineRequest, run_on_arrays
-from mcinfer.errors import CardMemoryError, ModelNotFoundError
 from mcinfer.mslite import (
     Context,
     DataType,
@@ -132,22 +131,6 @@ def test_arguments_of_a_build_are_checked_in_upstreams_order(
 ARRAY = np.ones((1, 4), np.float32)
 
 
-def test_argument_of_another_type_is_a_type_error(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(AFFINE))
-    for name, arguments, text in (
-        ("build_from_buffer", ("x",), "model_bytes must be bytes, but got <class 'str'>"),
-        ("get_model_info", (), "key must be str, but got <class 'NoneType'>"),
-        ("predict", (None,), "inputs must be list, but got <class 'NoneType'>"),
-        ("predict", ([None],), "inputs element must be Tensor or numpy.ndarray, but got <class"),
-        ("predict", ([ARRAY], ()), "outputs must be list, but got <class 'tuple'>"),
-        ("predict", ([ARRAY], [ARRAY]), "outputs element must be Tensor, but got <class 'numpy"),
-        ("resize", ([1], 1), "inputs element must be Tensor, but got <class 'int'> at index 0"),
-        ("update_weights", ([[1]],), "weights element element must be Tensor, but got <class"),
-    ):
-        with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
-            getattr(model, name)(*arguments)
-
-
 def test_resize_refuses_other_inputs_and_another_number_of_shapes(onnx_model: OnnxModel) -> None:
     model = built(onnx_model(AFFINE))
     with pytest.raises(ValueError, match=r"^inputs' size does not match dims' size: got 1 and 0$"):
@@ -159,14 +142,6 @@ def test_resize_refuses_other_inputs_and_another_number_of_shapes(onnx_model: On
         RuntimeError, match=rf"inputs: unknown 'z', expected some of \['{other.name}'\]"
     ):
         model.resize([stranger], [[1, 4]])
-
-
-def test_process_and_unknown_keys_are_known_before_and_after_the_build(
-    onnx_model: OnnxModel,
-) -> None:
-    for model in (Model(), built(onnx_model(AFFINE))):
-        assert model.get_model_info("current_pid") == str(os.getpid())
-        assert model.get_model_info("nothing") == ""
 
 
 def test_build_that_fails_can_be_followed_by_one_that_succeeds_and_by_no_other(
@@ -463,19 +438,6 @@ def test_resize_that_fails_leaves_the_model_as_it_was(
     assert arrays(model.predict([works])) == expected
 
 
-def test_changing_a_model_says_what_to_install(
-    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = onnx_model(FIXED)
-    model = built(path)
-    monkeypatch.setitem(sys.modules, "onnx", None)
-    text = r"failed! Error is .*pip install 'mcinfer\[onnx\]'$"
-    with pytest.raises(RuntimeError, match=f"^resize {text}") as caught:
-        model.resize(model.get_inputs(), [[4, 3]])
-    assert isinstance(caught.value, mcinfer.MissingDependencyError)
-    assert arrays(model.predict([floats(2, 3)])) == [(-floats(2, 3)).tolist()]
-
-
 def test_core_list_binds_the_callers_thread_during_a_run_and_not_after(
     onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -614,47 +576,3 @@ def test_models_of_a_groups_paths_share_the_workspace_and_no_others_do(
     gc.collect()
     built(late)
     assert shared[3:] == [False]
-
-
-@pytest.mark.parametrize(
-    ("error", "attribute"),
-    [
-        (CardMemoryError("{}: no memory", "CUDA_ERROR_OUT_OF_MEMORY"), "status"),
-        (ModelNotFoundError("{}: there is none"), "errno"),
-    ],
-    ids=["card", "file"],
-)
-def test_error_about_a_model_in_memory_keeps_what_it_has(
-    onnx_model: OnnxModel,
-    monkeypatch: pytest.MonkeyPatch,
-    error: mcinfer.EngineError,
-    attribute: str,
-) -> None:
-    def refuse(_name: str, request: EngineRequest) -> Engine:
-        error.args = (str(error).format(request.model),)
-        raise error
-
-    expected = getattr(error, attribute)
-    monkeypatch.setattr(_loaded, "open_engine", refuse)
-    text = r"^build_from_buffer failed! Error is the model given as bytes: "
-    with pytest.raises(RuntimeError, match=text) as raised:
-        Model().build_from_buffer(onnx_model(FIXED).read_bytes())
-    assert raised.value.__cause__ is error
-    assert getattr(error, attribute) == expected
-
-
-def test_flags_and_the_use_of_a_group_are_checked() -> None:
-    for flags in (1, None, ModelGroupFlag(0)):
-        with pytest.raises(RuntimeError, match=r"^Parameter flags should be ModelGroupFlag\."):
-            ModelGroup(flags)  # type: ignore[arg-type]
-    group = ModelGroup(ModelGroupFlag.SHARE_WEIGHT_WORKSPACE)
-    with pytest.raises(TypeError, match="model_type must be ModelType"):
-        group.cal_max_size_of_workspace(0)  # type: ignore[arg-type]
-    weights = ModelGroup(ModelGroupFlag.SHARE_WEIGHT)
-    weights.add_model([Model()])
-    for lacking in (group, weights):
-        text = "cal_max_size_of_workspace failed! Error is the group has no models"
-        with pytest.raises(RuntimeError, match=text):
-            lacking.cal_max_size_of_workspace(ModelType.ONNX, Context())
-    group.add_model([Model()])
-    group.cal_max_size_of_workspace(ModelType.ONNX, Context())

@@ -24,7 +24,7 @@ from mcinfer.config import Device, EngineOptions
 from mcinfer.ort import errors, options, values
 from mcinfer.ort import providers as chosen
 from mcinfer.ort.__main__ import main
-from mcinfer.ort.face import NOT_RUNNABLE, face
+from mcinfer.ort.face import face
 from mcinfer.ort.session import PlainSession
 from mcinfer.specs import ELEMENT_TYPES, ModelDescription, TensorSpec, numpy_dtype
 
@@ -85,24 +85,6 @@ def test_face_says_of_itself_what_the_model_says() -> None:
     meta = opened(face([spec("x")], [spec("y")], described)).get_modelmeta()
     assert {name: str(getattr(meta, name)) for name in about} == about
     assert meta.custom_metadata_map == {"names": "{0: 'ü'}"}
-
-
-def test_face_without_a_version_has_none_as_a_model_without_one(plain: Any) -> None:
-    version = plain.get_modelmeta().version
-    described = ModelDescription(about={"version": str(version)})
-    assert opened(face([spec("x")], [spec("y")], described)).get_modelmeta().version == version
-
-
-@pytest.mark.parametrize("element_type", ["float32", "string", "bfloat16"])
-def test_face_that_is_run_fails_and_says_what_to_run(element_type: str) -> None:
-    session = opened(face([spec("x")], [spec("y", element_type)]))
-    with pytest.raises(native.InvalidArgument, match=NOT_RUNNABLE):
-        session.run(["y"], {"x": np.zeros((1, 3), np.float32)})
-
-
-def test_input_that_is_an_output_is_both_in_a_face() -> None:
-    session = opened(face([spec("x")], [spec("y"), spec("x")]))
-    assert [arg.name for arg in session.get_outputs()] == ["y", "x"]
 
 
 # What was set in options.
@@ -287,16 +269,6 @@ def test_first_size_of_a_free_dimension_counts_as_in_the_runtime() -> None:
         session = PlainSession(model, given, providers=[CPU])
         size = session.get_inputs()[0].shape[0]
         assert options.passed(given, EngineOptions(), "/", 1).engine.free_dimensions == {"n": size}
-
-
-def test_entries_that_are_set_again_keep_nothing_of_the_earlier_ones() -> None:
-    made: list[Any] = [ort.RunOptions(), ort.SessionOptions()]
-    of_a_run, of_a_session = made
-    for number in range(100):
-        of_a_run.add_run_config_entry("gpu_graph_id", str(number))
-        of_a_session.add_session_config_entry("a", str(number))
-    assert options.calls(of_a_run) == [("add_run_config_entry", ("gpu_graph_id", "99"))]
-    assert options.calls(of_a_session) == [("add_session_config_entry", ("a", "99"))]
 
 
 def test_noted_call_is_as_it_was_whatever_its_arguments_become() -> None:
@@ -527,16 +499,6 @@ def test_inline_session_takes_arrays_that_a_plain_one_misreads_by_their_values()
         assert sorted(joined.tolist()) == [0, 1, 1, 2]
 
 
-def test_refused_array_has_the_runtimes_words(plain: Any) -> None:
-    rest = {"i": np.array([1]), "s": np.array(["s"])}
-    for value in (np.ones((1, 3)), np.ones(3, np.float32), np.ones((1, 4), np.float32)):
-        with pytest.raises(native.InvalidArgument) as wanted:
-            plain.run(None, {**rest, "x": value})
-        with pytest.raises(errors.InvalidArgument) as got:
-            values.fed(value, SPECS["x"])
-        assert str(got.value) == str(wanted.value)
-
-
 # The runtime's values.
 
 
@@ -666,21 +628,6 @@ def test_installed_session_is_in_the_place_of_the_plain_one_until_it_is_uninstal
         ort.uninstall()
     assert onnxruntime.InferenceSession is PlainSession
     assert collection.InferenceSession is PlainSession
-
-
-def test_mcinfers_own_engine_stays_plain_where_the_other_is_installed(tmp_path: Path) -> None:
-    from mcinfer.bench.baselines import open_session
-    from mcinfer.engines import _onnxruntime
-
-    model = tmp_path / "model.onnx"
-    model.write_bytes(parser.parse_model(MODEL).SerializeToString())
-    ort.install(devices=1)
-    try:
-        plain = _onnxruntime._new_session(str(model), onnxruntime.SessionOptions(), [CPU])
-        assert type(plain) is PlainSession
-        assert type(open_session(str(model), 1, [CPU])) is PlainSession
-    finally:
-        ort.uninstall()
 
 
 @pytest.mark.parametrize(

@@ -187,17 +187,6 @@ def test_request_of_a_higher_priority_overtakes_all_that_wait(batching: Master) 
 # What else may be said.
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("max_batch_size", 0), ("max_batch_size", None), ("max_delay", float("nan"))],
-)
-def test_batch_or_delay_that_makes_no_sense_is_refused(
-    fake_model: FakeModel, option: str, value: Any
-) -> None:
-    with pytest.raises(InvalidInputError, match=rf"^{option}: got"):
-        fake_master(fake_model(), 1, **{option: value})
-
-
 def test_workers_are_pinned_to_the_cores_that_were_chosen(fake_model: FakeModel) -> None:
     cores = sorted(os.sched_getaffinity(0))
     chosen = [[cores[-1]], cores]

@@ -3,28 +3,23 @@
 import os
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
 from mcinfer.bench import BASELINES
-from mcinfer.bench.inputs import InputOptions, look_at
+from mcinfer.bench.inputs import InputOptions
 from mcinfer.bench.load import write_request
-from mcinfer.bench.pools import Batched, SplitBatches
+from mcinfer.bench.pools import SplitBatches
 from mcinfer.bench.report import OTHERS, Load, Report, dump, load
 from mcinfer.bench.runner import Benchmark, BenchOptions
 from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.way import Setup
-from mcinfer.cli import main
 from mcinfer.errors import InvalidInputError
-from mcinfer.master import Master
 from mcinfer.sharding import Split
 from tests.command_line import COMMAND
-from tests.process.models import AFFINE, Inputs, OnnxModel, rows
+from tests.process.models import AFFINE, OnnxModel, rows
 from tests.process.scripts import Program
 from tests.process.waiting import is_alive, wait_until
 
@@ -33,18 +28,6 @@ pytestmark = pytest.mark.timeout(60)
 ONE = Load(batch=2, clients=1)
 RANDOM = InputOptions(files={}, archive=None, dims={})
 
-NAMED = """
-<ir_version: 8, opset_import: ["": 17]>
-named (float[n, 4] x, int64[n] ids) => (float[n, 4] y) <int64[1] one = {1}> {
-    numbers = Cast <to: int = 1> (ids)
-    column = Unsqueeze(numbers, one)
-    y = Add(x, column)
-}
-"""
-TURNED = """
-<ir_version: 8, opset_import: ["": 17]>
-turned (float[n, 4] x) => (float[4, m] y) { y = Transpose(x) }
-"""
 
 MY_WAYS = """
 import os, signal, sys, time
@@ -237,48 +220,6 @@ def test_fixed_batch_is_measured_in_pieces_if_the_axes_are_given(onnx_model: Onn
     )
     with pytest.raises(InvalidInputError, match=r"expected 1: .* is not known: .*--batch-axis"):
         measure(fixed, *ways, batches=(2,))
-
-
-def test_requests_of_equal_rows_are_split_and_joined(onnx_model: OnnxModel) -> None:
-    model = onnx_model(NAMED)
-    with Master(model, 1) as master:
-        _, split = look_at(master, [4], RANDOM, {}, {})
-    setup = Setup(
-        model=str(model),
-        cores=2,
-        devices=("cpu:0", "cpu:1"),
-        threads=1,
-        split=split,
-        max_batch_size=8,
-        max_delay=2.0,
-        batches=(4,),
-    )
-    request: Inputs = {"x": np.ones((4, 4), np.float32), "ids": np.ones(4, np.int64)}
-    with closing(SplitBatches(setup)) as way:
-        for _ in range(3):
-            way.run(request)
-        assert way.run_seconds()[0] == 3 * 2
-    with closing(Batched(setup)) as way, ThreadPoolExecutor(8) as pool:
-        assert len([*pool.map(way.run, [request] * 8)]) == 8
-        assert way.run_seconds()[0] < 8
-
-
-def test_axes_of_the_command_line_are_those_of_every_way(
-    onnx_model: OnnxModel,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("mcinfer.cli.progress._LINE_SECONDS", 60.0)  # none of a slow machine's
-    model, written = onnx_model(TURNED), tmp_path / "x.json"
-    axes = ["--batch-axis", "x=0", "--output-axis"]
-    ways = ["--against", "session", "--modes", "sharded", "--batch", "4", "--json", str(written)]
-    short = ["--count", "2", "--repeat", "1", "--concurrency", "1", "--devices", "2"]
-    assert main(["bench", str(model), *axes, "y=1", *ways, *short]) == 0
-    shown = capsys.readouterr()
-    assert shown.err == ""
-    assert f"sharded: {SplitBatches.text}\n" in shown.out
-    assert load(written).way("sharded").error == ""
 
 
 def test_killed_benchmark_leaves_no_process(onnx_model: OnnxModel, runtime_dir: Path) -> None:

@@ -1,13 +1,9 @@
 """Tensors on cards between a master and real workers, over the emulated driver; the tests share one pool."""
 
-import asyncio
 import gc
 import os
 import signal
-import sys
-import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,7 +16,6 @@ from mcinfer import (
     InvalidInputError,
     Limits,
     Master,
-    MissingDependencyError,
     QueueFullError,
     ort,
 )
@@ -168,23 +163,6 @@ def test_request_whose_worker_is_killed_is_answered_from_the_same_memory(
     check(pool.predict([*arrays.values()]))  # the new worker gets the same blocks
 
 
-def test_map_and_asyncio_take_cards_too(pool: Master, cupy: Any) -> None:
-    requests = [[on(cupy, 0, X + i), Z] for i in range(3)]
-    for i, outputs in enumerate(pool.map(requests, outputs_on="cuda:1")):
-        check(outputs, X + i)
-
-    async def call() -> Any:
-        return await pool.predict_async([X, on(cupy, 1, Z)], outputs_on="device")
-
-    check(asyncio.run(call()))
-
-
-def test_some_outputs_are_wanted_on_a_card(pool: Master) -> None:
-    outputs: Any = pool.predict([X, Z], outputs=["v"], outputs_on="cuda:0")
-    assert [*outputs] == ["v"]
-    np.testing.assert_array_equal(outputs["v"].get(), 2 * Z + 1)
-
-
 def test_full_card_is_waited_for_until_the_time_is_over(pool: Master) -> None:
     held: Any = pool.allocate({"x": (LIMIT // 16 - 1024, 4)}, device="cuda:1")
     big = np.zeros((2048, 4), np.float32)
@@ -197,34 +175,6 @@ def test_full_card_is_waited_for_until_the_time_is_over(pool: Master) -> None:
     held.clear()
     gc.collect()
     check(pool.predict([big, big], outputs_on="cuda:1"), big, big)
-
-
-@pytest.mark.usefixtures("checked")
-def test_outputs_that_come_through_the_host_wait_for_the_cards_first_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    making, go_on = threading.Event(), threading.Event()
-    create = Card.create
-
-    def slowly(card: Card, number: int, size: int) -> Any:
-        making.set()
-        assert go_on.wait(30.0)
-        return create(card, number, size)
-
-    options, limits = EngineOptions(allow_fallback=True), Limits(memory_bytes=LIMIT)
-    with (
-        Master(UNKNOWN, "cuda:0", options=options, limits=limits) as master,
-        ThreadPoolExecutor() as threads,
-    ):
-        master.predict([X])
-        monkeypatch.setattr(Card, "create", slowly)
-        threads.submit(master.allocate, {"x": (6, 4)}, device="cuda:0")
-        assert making.wait(30.0)
-        answer = threads.submit(master.predict, [X], outputs_on="cuda:0")
-        wait_until(lambda: answer.done() or any(a.wanted for a in master._loop.admission.arenas))
-        go_on.set()
-        found: Any = answer.result()["found"]
-        np.testing.assert_array_equal(found.get(), np.nonzero(X))
 
 
 @pytest.mark.parametrize(
@@ -243,41 +193,12 @@ def test_argument_that_names_no_card_is_refused(device: Any, text: str, pool: Ma
             pool.allocate({"x": (6, 4)}, device=device)
 
 
-def test_missing_cupy_is_named_before_anything_runs(
-    pool: Master, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(MissingDependencyError, match=r"mcinfer\[cupy\]"):
-        pool.predict([X, Z], outputs_on="device")
-    with pytest.raises(MissingDependencyError, match=r"mcinfer\[cupy\]"):
-        pool.allocate({"x": (6, 4)}, device="device")
-
-
 def test_results_outlive_the_pool(pool: Master) -> None:
     outputs: Any = pool.predict([X, Z], outputs_on="device")
     pool.close()
     check(outputs)
     outputs["y"].fill(1)
     assert outputs["y"].get().min() == 1
-
-
-@pytest.mark.usefixtures("cupy")
-def test_loop_and_its_deadlines_go_on_while_a_card_is_busy(stream: Any) -> None:
-    options, limits = EngineOptions(allow_fallback=True), Limits(memory_bytes=96 << 20)
-    with Master(AFFINE, ["cuda:0"], options=options, limits=limits) as pool:
-        first: Any = pool.allocate({"x": (6, 4)}, device="cuda:0")
-        first.clear()
-        gc.collect()
-        card = Card.open(Device("cuda", 0))
-        with ThreadPoolExecutor(1) as callers, busy(stream) as go_on:
-            # It takes the place of the first block, whose memory is freed once the card is idle.
-            growing = callers.submit(pool.allocate, {"x": (5 << 20, 4)}, device="cuda:0")
-            wait_until(lambda: card._reclaiming.locked() or growing.done())
-            check(pool.predict([X, Z], timeout=20))
-            assert pool.statistics().accepted
-            assert not growing.done()
-            go_on()
-            growing.result(30).clear()
 
 
 @pytest.mark.usefixtures("cupy")
@@ -365,25 +286,6 @@ def test_outputs_are_left_on_the_card_that_is_bound_alone_and_go_in_again(
     assert came(session.master, before) == {"in_place": 1}
 
 
-def test_memory_on_the_host_and_two_cards_in_one_binding(session: Any, cupy: Any) -> None:
-    binding = session.io_binding()
-    x, y, v = on(cupy, 1, X), on(cupy, 0, np.zeros_like(X)), np.zeros_like(X)
-    binding.bind_input("x", "cuda", 1, np.float32, X.shape, x.data.ptr)
-    binding.bind_cpu_input("z", Z)
-    binding.bind_output("y", "cuda", 0, np.float32, X.shape, y.data.ptr)
-    binding.bind_output("v", "cpu", 0, np.float32, X.shape, v.ctypes.data)
-    session.run_with_iobinding(binding)
-    check({"y": y, "v": v})
-    z = on(cupy, 1, np.zeros_like(X))
-    binding.bind_output("v", "cuda", 1, np.float32, X.shape, z.data.ptr)
-    session.run_with_iobinding(binding)
-    check({"y": y, "v": z})
-    binding.bind_output("y", "cuda", 0)
-    binding.bind_output("v", "cuda", 1)
-    with pytest.raises(NotImplementedError, match="v: bound to cuda:1 without an address"):
-        session.run_with_iobinding(binding)
-
-
 def test_card_memory_that_does_not_fit_is_refused(session: Any, cupy: Any) -> None:
     array = on(cupy, 0, X)
     with pytest.raises(RuntimeError, match="other"):
@@ -403,17 +305,6 @@ def test_card_memory_that_does_not_fit_is_refused(session: Any, cupy: Any) -> No
     binding.bind_input("x", "cuda", 7, np.float32, X.shape, array.data.ptr)
     with pytest.raises(InvalidInputError, match="cuda:7, which cannot be used"):
         session.run_with_iobinding(binding)
-
-
-def test_empty_batch_on_a_card(session: Any, cupy: Any) -> None:
-    binding = session.io_binding()
-    empty = on(cupy, 0, X[:0])
-    for name in "xz":
-        binding.bind_input(name, "cuda", 0, np.float32, (0, 4), empty.data.ptr)
-    binding.bind_output("y", "cuda", 0, np.float32, (0, 4), empty.data.ptr)
-    binding.bind_output("v", "cuda", 0)
-    session.run_with_iobinding(binding)
-    assert [array.shape for array in binding.copy_outputs_to_cpu()] == [(0, 4)] * 2
 
 
 @pytest.mark.usefixtures("checked")

@@ -32,8 +32,6 @@ X = np.random.default_rng(3).standard_normal((2, 64), np.float32)
 
 PEER = """
 import ctypes, json, logging, os, signal, sys
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 import numpy as np
 from mcinfer.config import Device
@@ -101,33 +99,6 @@ def session(weights=None):
 
 def run(x):
     return ran.run(None, {"x": np.array(x, np.float32)})[0].tolist()
-
-def build(path, key, value, device=0, provider=""):
-    global built
-    import mcinfer.mslite as mslite
-    from mcinfer.mslite import _targets
-    context = mslite.Context()
-    context.target = ["gpu"]
-    context.gpu.device_id, context.gpu.provider = device, provider
-    built = mslite.Model()
-    with patched(_targets):
-        sections = {"ascend_context": {key: value}}
-        built.build_from_file(path, mslite.ModelType.ONNX, context, "", sections)
-    return built.get_model_info("shareable_weight_mem_handle")
-
-@contextmanager
-def patched(session):
-    # The facade has no setting for it, and this runtime has no provider for cards.
-    attempts = session.attempts
-    session.attempts = lambda *given: [
-        [replace(one, options=replace(one.options, allow_fallback=True)) for one in group]
-        for group in attempts(*given)
-    ]
-    yield
-    session.attempts = attempts
-
-def predict(x):
-    return built.predict([np.array(x, np.float32)])[0].get_data_to_numpy().tolist()
 
 for line in sys.stdin:
     try:
@@ -324,28 +295,3 @@ def test_card_without_memory_is_an_error_and_leaves_nothing(start: Start) -> Non
     assert f"{2 << 20} bytes wanted" in error
     assert owner("used()") == 0
     assert owner("len(os.listdir('/proc/self/fd'))") == before
-
-
-@pytest.mark.thorough
-def test_mindspore_lites_names_share_weights_on_a_card(start: Start, tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    save(tmp_path, 0)
-    env = {"ledger": f"mslite{os.getpid()}", "MCINFER_STRICT_DEVICE": "1"}
-    owner, listed, other = (start(**env) for _ in range(3))
-    pids, handles = "'shareable_weight_pid_list'", "'shareable_weight_mem_handle'"
-    handle = owner(f"build({str(path)!r}, {pids}, '{listed.pid}, 0')")
-    slab = owner("used()")
-    assert slab > 0
-    assert listed(f"build({str(path)!r}, {handles}, {handle!r})") == ""
-    predicted = owner(f"predict({X.tolist()})")
-    np.testing.assert_allclose(
-        predicted, np.maximum(X @ WEIGHTS["w1"], 0) @ WEIGHTS["w2"], 1e-3, 1e-3
-    )
-    assert listed(f"predict({X.tolist()})") == predicted
-    assert listed("used()") == slab
-    refused = other.fails(f"build({str(path)!r}, {handles}, {handle!r})")
-    assert f"refused process {other.pid}" in refused
-    elsewhere = listed.fails(f"build({str(path)!r}, {handles}, {handle!r}, 1)")
-    assert "weights are for another card: Emulated card 0" in elsewhere
-    unprepared = other.fails(f"build({str(path)!r}, {pids}, '0', 0, 'tensorrt')")
-    assert "shareable_weight_pid_list: the weights cannot be shared" in unprepared

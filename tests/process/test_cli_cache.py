@@ -163,13 +163,3 @@ def test_progress_bar_is_drawn_and_removed_at_the_end(variables: dict[str, str])
     assert terminal.endswith("\x1b[2K")
     done, terminal = on_terminal(text=WORK, env={"TERM": "dumb"})
     assert (done.status, terminal) == (0, "")  # it cannot be drawn on
-
-
-def test_workers_report_to_a_terminal_that_they_prepare_a_model(
-    cache: Cache, tmp_path: Path
-) -> None:
-    model = stack(tmp_path / "model.onnx", 5)
-    done, terminal = on_terminal("inspect", model)
-    assert done.status == 0
-    assert re.search(rf"INFO mcinfer.model_cache: prepared {model} \(21 MB\)", terminal)
-    assert len(cache.entries()) == 1

@@ -1,7 +1,6 @@
 """One worker that executes several runs at once: `EngineOptions(concurrent_runs=)`, with real processes."""
 
 import os
-import resource
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +12,9 @@ import numpy as np
 import pytest
 
 from mcinfer import (
-    BuildError,
     ClosedError,
     EngineOptions,
-    InvalidInputError,
     Master,
-    Parallel,
     PredictError,
     PredictTimeoutError,
     Timeouts,
@@ -37,13 +33,6 @@ from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import HeldPipe, all_gone, pids, wait_for_states, wait_until
 
 TWO = EngineOptions(concurrent_runs=2)
-RANDOM = """
-<ir_version: 8, opset_import: ["": 17]>
-noise (float[batch, 64] x) => (float[batch, 64] y) {
-    drawn = RandomNormalLike <seed = 3.0> (x)
-    y = Add(drawn, x)
-}
-"""
 HELD, SLOW, BAD, FAILS = -1.0, -2.0, -3.0, -4.0
 
 EITHER = pytest.mark.parametrize("devices", [1, "inline"])
@@ -91,13 +80,6 @@ def test_callers_are_answered_while_another_run_of_the_worker_goes_on(
         assert (worker.concurrent, worker.failed) == (2, 1)
 
 
-def test_batch_is_cut_for_all_runs_at_once_of_all_workers(fake_model: FakeModel) -> None:
-    options = EngineOptions(concurrent_runs=3)
-    with fake_master(fake_model(), 2, options=options) as master:
-        assert_answers(master.predict(rows(60)), rows(60))
-        assert [worker.runs for worker in master.statistics().workers] == [3, 3]
-
-
 @EITHER
 def test_one_of_two_runs_is_cancelled_and_the_other_goes_on(
     acting_model: Path, held: HeldPipe, devices: int | str
@@ -131,35 +113,6 @@ def test_run_that_does_not_stop_in_time_ends_the_worker_and_its_neighbour_runs_a
         wait_until(lambda: master.health().serving == 0 or neighbour.done())
         held.tell("")
         assert_answers(neighbour.result(timeout=60.0), act(SLOW))
-
-
-def test_worker_that_cannot_take_a_block_says_why_and_its_runs_run_again(
-    tmp_path: Path,
-    fake_model: FakeModel,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    caplog.set_level("INFO", "mcinfer.master")
-    slow = tmp_path / "slow"
-    model = fake_model(
-        inputs=[["x", "string", ["batch"]]],  # which needs no block
-        outputs=[["y", "string", ["batch"], {"from": "x"}]],
-        weights=[["w", "float32", [4], 1.0]],
-        run=f"once:{slow}:sleep:60",
-    )
-    options = EngineOptions(concurrent_runs=2, variable_weights=["w"])
-    with fake_master(model, 1, options=options) as master:
-        neighbour = master.submit({"x": np.array(["slow"], object)}, timeout=60.0)
-        wait_until(slow.exists)
-        resource.prlimit(pids(master)[0], resource.RLIMIT_NOFILE, (3, 3))
-        master.update_weights({"w": np.zeros(4, np.float32)})
-        answer = master.predict({"x": np.array(["next"], object)}, timeout=60.0)
-        assert answer["y"].tolist() == ["next"]
-        assert neighbour.result(timeout=60.0)["y"].tolist() == ["slow"]
-    assert "exited with status 1" in caplog.text
-    err = capfd.readouterr().err
-    assert "block 0 cannot be attached: [Errno 24] Too many open files" in err
-    assert err.startswith(f"[{model.name} worker 0 cpu:0] 2")  # the mark, then the time
 
 
 def test_worker_that_is_killed_in_two_runs_loses_neither(
@@ -264,15 +217,6 @@ def test_ctrl_c_ends_a_program_with_two_runs_under_way(fake_model: FakeModel) ->
         wait_until(lambda: all_gone(workers))
 
 
-def test_model_that_draws_numbers_draws_others_in_each_of_its_runs(onnx_model: OnnxModel) -> None:
-    model = onnx_model(RANDOM)
-    with Master(model, 1, options=EngineOptions(concurrent_runs=4)) as master:
-        x = {"x": np.zeros((1, 64), np.float32)}
-        with ThreadPoolExecutor(8) as threads:
-            drawn = [*threads.map(lambda _: master.predict(x)["y"].tobytes(), range(100))]
-        assert len({*drawn}) == 100
-
-
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
 def test_threads_of_a_worker_have_cores_of_their_own(fake_model: FakeModel) -> None:
     with fake_master(fake_model(), 1, options=TWO) as master:
@@ -326,14 +270,3 @@ def test_onnx_runtime_runs_one_session_in_several_threads(
         many_callers(master)
         [worker] = master.statistics().workers
         assert (worker.concurrent, worker.wide, worker.restarts) == (3, 0, 0)
-
-
-def test_what_cannot_execute_several_runs_at_once_says_so(onnx_model: OnnxModel) -> None:
-    model = onnx_model(AFFINE)
-    with pytest.raises(InvalidInputError, match=r"concurrent_runs: got 2 with parallel="):
-        Master(model, 2, parallel=Parallel(tensor=2), options=TWO)
-    with (
-        pytest.raises(BuildError, match="concurrent_runs: got 2, but the engine mindspore"),
-        Master(model, 1, engine="mindspore", options=TWO),
-    ):
-        pass

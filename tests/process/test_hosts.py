@@ -117,8 +117,6 @@ say(InferenceSession(sys.argv[1]).run(None, X)[0].sum())
     [
         ("gevent", "_thread.start_new_thread"),
         ("eventlet", "select.select"),
-        ("gevent", "socket.socket"),
-        ("gevent", "subprocess.Popen"),
     ],
 )
 def test_monkey_patch_is_named_by_a_master_and_leaves_inline_sessions(

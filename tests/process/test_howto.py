@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -70,6 +70,7 @@ def test_program_prints_what_its_page_shows(page: str, tmp_path: Path) -> None:
     assert run_documented(program(ROOT / page), tmp_path) == shown
 
 
+@pytest.mark.thorough
 def test_program_that_compares_two_benchmarks_prints_what_changed(tmp_path: Path) -> None:
     page = HOWTO / "compare.md"
     before, after = ([100.0, 110.0], [100.0, 104.0]), ([104.0, 108.0], [122.0, 123.0])
@@ -131,20 +132,10 @@ def installed_by(line: str, folder: Path) -> Path:
     return folder / "bin"
 
 
-@pytest.mark.parametrize(
-    "shorter",
-    [
-        {
-            "--duration 0.5": "--count 1 --concurrency 1 --modes sharded --against none --no-scaling",
-            "tune model.onnx": "tune --help; :",
-        },
-        pytest.param({}, marks=[pytest.mark.thorough, pytest.mark.timeout(240)]),
-    ],
-)
-def test_start_page_runs_with_what_its_install_line_brings(
-    shorter: Mapping[str, str], tmp_path: Path
-) -> None:
-    """Step by step, in one folder; the measurements of the page take long, so they may be shorter here."""
+@pytest.mark.thorough
+@pytest.mark.timeout(240)
+def test_start_page_runs_with_what_its_install_line_brings(tmp_path: Path) -> None:
+    """Step by step, in one folder."""
     text = (ROOT / "docs" / "start.md").read_text("utf-8")
     step = r"^```(\w+)\n(.*?)^```$|((?:^    [^\n]+\n)+)"
     steps = re.findall(step, text, re.MULTILINE | re.DOTALL)
@@ -158,8 +149,6 @@ def test_start_page_runs_with_what_its_install_line_brings(
         elif language == "python":
             printed = run_documented(content, tmp_path, str(programs / "python"))
         else:
-            for longer, short in shorter.items():
-                commands = commands.replace(longer, short)
             done = subprocess.run(
                 ["sh", "-ec", commands], cwd=tmp_path, env=path, capture_output=True, timeout=200
             )
@@ -167,6 +156,7 @@ def test_start_page_runs_with_what_its_install_line_brings(
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_image_has_all_that_its_program_needs(tmp_path: Path) -> None:
     """The steps of the Dockerfile that copy, install the package and run the program."""
     page, image = HOWTO / "docker.md", tmp_path / "image"
@@ -318,6 +308,7 @@ def test_tutorial_goes_from_a_session_to_a_service(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.load(io.BytesIO(content))["out_sample"], expected, atol=1e-3)
 
 
+@pytest.mark.thorough
 def test_picture_of_speed_has_what_the_page_of_benchmarks_says(tmp_path: Path) -> None:
     pages = [str(ROOT / "docs" / "benchmarks.md"), str(tmp_path / "speed.svg")]
     script = str(ROOT / "benchmarks" / "speed_plot.py")

@@ -6,7 +6,6 @@ import gc
 import os
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,49 +124,6 @@ def test_run_that_is_late_or_cancelled_is_ended_and_its_session_kept(master: Mas
     assert_answers(master.predict(rows(1), timeout=20.0), rows(1))
     (worker,) = master.statistics().workers
     assert (worker.state, worker.restarts) == ("ready", 0)
-
-
-def test_higher_priority_goes_first(fake_model: FakeModel) -> None:
-    order: list[int] = []
-
-    def note(priority: int, _: object) -> None:
-        order.append(priority)
-
-    with fake_master(fake_model(run="sleep:0.05"), INLINE) as pool:
-        for priority in (*[0] * 5, 1):
-            future = pool.submit(rows(1), priority=priority)
-            future.add_done_callback(partial(note, priority))
-        wait_until(lambda: len(order) == 6)
-    assert order.index(1) < 3  # after the run in progress, and the one that waits at the worker
-
-
-def test_requests_are_joined_once_the_split_is_known(onnx_model: OnnxModel) -> None:
-    path = onnx_model(text_of("(float[n, 4] x) => (float[n, 4] y) { y = Relu(x) }"))
-    with Master(path, INLINE, max_batch_size=8, max_delay=0.05) as joining:
-
-        def ask(count: int) -> None:
-            futures = [joining.submit(rows(1, first=i)) for i in range(count)]
-            for i, future in enumerate(futures):
-                np.testing.assert_array_equal(future.result(20.0)["y"], rows(1, first=i)["x"])
-
-        ask(4)
-        wait_until(lambda: joining.split.checked)
-        assert joining.split.splits
-        ask(8)
-        (worker,) = joining.statistics().workers
-        assert worker.completed > worker.runs
-
-
-def test_weights_are_replaced_between_two_runs(fake_model: FakeModel) -> None:
-    model = fake_model(
-        outputs=(["y", "float32", ["batch", 4], {"from": "x", "scale": 0, "add": "w"}],),
-        weights=[["w", "float32", [4], 3.0]],
-    )
-    options = EngineOptions(variable_weights=["w"])
-    with fake_master(model, INLINE, options=options) as replaced:
-        assert (replaced.predict(rows(2))["y"] == 3.0).all()
-        assert replaced.update_weights({"w": np.full(4, 5.0, np.float32)}) == 1
-        assert (replaced.predict(rows(2))["y"] == 5.0).all()
 
 
 def test_sessions_are_replaced_under_traffic_and_draining_answers_all(

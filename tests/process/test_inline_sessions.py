@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import pickle
-import shutil
 import signal
 import sys
 import threading
@@ -16,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from operator import methodcaller
 from pathlib import Path
-from subprocess import PIPE, Popen, run
+from subprocess import run
 from typing import Any
 from weakref import ref
 
@@ -31,11 +30,8 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 from mcinfer import ClosedError, EngineOptions, InvalidInputError, ort
 from mcinfer.engines import preparation
 from mcinfer.model_cache import FOLDER_KEY
-from mcinfer.model_cache.cache import Cache, lock_path
-from mcinfer.ort import inline
+from mcinfer.model_cache.cache import Cache
 from mcinfer.ort.session import PlainSession
-from mcinfer.private import take_lock
-from tests.open_descriptors import descriptors
 from tests.process.waiting import wait_until
 
 CPU = ["CPUExecutionProvider"]
@@ -153,12 +149,6 @@ def test_session_maps_the_prepared_model_and_is_a_plain_one_otherwise(model: Pat
         session.master  # noqa: B018
 
 
-def test_model_given_as_bytes_has_the_same_entry(model: Path) -> None:
-    session = ort.InferenceSession(model.read_bytes(), providers=CPU)
-    assert session.prepared == ort.InferenceSession(str(model), providers=CPU).prepared
-    assert_same(session, PlainSession(model.read_bytes(), providers=CPU))
-
-
 def test_relative_path_stays_as_the_program_wrote_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,21 +237,6 @@ def test_option_about_the_graph_as_it_was_written_opens_a_plain_session(
     assert Path(profiled.end_profiling()).exists()
 
 
-def test_initialisers_of_the_program_open_a_plain_session(model: Path) -> None:
-    value = onnxruntime.OrtValue.ortvalue_from_numpy(np.full(WIDTH, 7, np.float32))
-    options = options_of(("add_initializer", "b", value))
-    session = ort.InferenceSession(model, options, providers=CPU)
-    assert session.why_plain == "sess_options have initialisers"
-    assert_same(session, PlainSession(model, options, providers=CPU))
-
-
-def test_options_whose_making_was_not_seen_open_a_plain_session(model: Path) -> None:
-    options = PlainSession(model).get_session_options()
-    session = ort.InferenceSession(model, options, providers=CPU)
-    assert session.why_plain.startswith("sess_options were not made")
-    assert_same(session, PlainSession(model, options, providers=CPU))
-
-
 def test_small_file_whose_weights_lie_in_another_folder_is_prepared(
     model: Path, tmp_path: Path
 ) -> None:
@@ -318,30 +293,24 @@ def test_bytes_with_their_weights_elsewhere_are_prepared(
     np.testing.assert_array_equal(session.run(None, feed()), plain.run(None, feed()))
 
 
+SCALE = onnxruntime.OrtValue.ortvalue_from_numpy(np.ones(1, np.float32))
+
+
 @pytest.mark.parametrize(
     "given",
     [
         pytest.param({"options": EngineOptions(prepare="never")}, id="never"),
         pytest.param({"disabled_optimizers": ["MatMulAddFusion"]}, id="optimisers"),
         pytest.param({"read_config_from_model": 1}, id="config"),
+        pytest.param(
+            {"sess_options": options_of(("add_initializer", "s", SCALE))}, id="initialisers"
+        ),
     ],
 )
 def test_what_no_key_has_opens_a_plain_session(model: Path, given: dict[str, Any]) -> None:
     session = ort.InferenceSession(model, providers=CPU, **given)
     assert session.why_plain
     assert not session.prepared
-
-
-def test_session_on_a_device_is_opened_as_the_program_says(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "get_available_providers", lambda: ["CUDAExecutionProvider", *CPU])
-    cuda = "CUDAExecutionProvider"
-    cases: list[Any] = [[cuda, *CPU], [(cuda, {}), *CPU], None]
-    for providers in cases:
-        why, held = inline.prepared(str(model), "", None, providers, "auto")
-        assert held is None
-        assert why.startswith("CUDAExecutionProvider: ")
 
 
 def test_arguments_of_workers_need_devices(model: Path) -> None:
@@ -406,35 +375,6 @@ def test_mapped_entry_survives_clear_and_goes_with_its_last_session(
     assert empty_cache.clear()[1] == 0
 
 
-def test_entry_whose_files_are_taken_away_serves_on(model: Path, empty_cache: Cache) -> None:
-    session = ort.InferenceSession(model, providers=CPU)
-    wanted = session.run(None, feed())
-    shutil.rmtree(empty_cache.folder)
-    np.testing.assert_array_equal(session.run(None, feed()), wanted)
-
-
-def test_entry_that_another_process_makes_for_too_long_is_not_waited_for(
-    model: Path, tmp_path: Path, empty_cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded, model = onnx.load(model), tmp_path / "model.onnx"
-    onnx.save(loaded, model, save_as_external_data=True, location="data")
-    key = ort.InferenceSession(model, providers=CPU).prepared
-    gc.collect()
-    empty_cache.clear()
-    monkeypatch.setattr(inline, "_LEAST_PATIENCE", 0.1)
-    lock = take_lock(lock_path(empty_cache.folder / key))
-    assert lock is not None
-    try:
-        session = ort.InferenceSession(model, providers=CPU)
-    finally:
-        os.close(lock)
-    seconds = 0.1 + sum((tmp_path / name).stat().st_size for name in ("model.onnx", "data")) / 25e6
-    assert f"another process is preparing it, which takes more than {seconds:.3g} s" in (
-        session.why_plain
-    )
-    assert_same(session, PlainSession(model, providers=CPU))
-
-
 def test_file_of_an_entry_that_is_replaced_while_it_is_opened_gives_no_answers(
     tmp_path: Path, empty_cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -494,36 +434,6 @@ print([fd for fd in own if not os.path.exists(f"/proc/self/fd/{fd}")])
     assert (ended.stdout, ended.returncode) == ("[]\n", 0), ended.stderr
 
 
-OPEN = """
-import logging, sys
-logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-import mcinfer.ort as ort
-print("ready", flush=True)
-sys.stdin.readline()
-session = ort.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
-print("key", session.prepared, flush=True)
-"""
-
-
-def test_processes_that_start_at_once_prepare_once(model: Path, empty_cache: Cache) -> None:
-    programs = [
-        Popen([sys.executable, "-c", OPEN, model], stdin=PIPE, stdout=PIPE, text=True)
-        for _ in range(3)
-    ]
-    try:
-        for program in programs:
-            assert program.stdout is not None
-            assert program.stdout.readline() == "ready\n"
-        outputs = [program.communicate("\n", timeout=PATIENCE)[0] for program in programs]
-    finally:
-        for program in programs:
-            program.kill()
-            program.wait()
-    keys = {line for text in outputs for line in text.splitlines() if line.startswith("key ")}
-    assert [text.count("prepared /") for text in outputs].count(1) == 1
-    assert keys == {f"key {info.key}" for info in empty_cache.entries()}
-
-
 # What else a session does.
 
 
@@ -543,26 +453,6 @@ def test_closed_session_says_so_and_has_let_the_model_go(model: Path) -> None:
     for use in (lambda: session.run(None, feed()), session.get_inputs, session.get_modelmeta):
         with pytest.raises(ClosedError, match="the session is closed"):
             use()
-
-
-class Pickable(ort.InferenceSession):
-    """As programs write it for plain sessions, which cannot be pickled."""
-
-    def __init__(self, path: Any, **given: Any) -> None:
-        super().__init__(path, **given)
-        self.own = path
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"own": self.own}
-
-    def __setstate__(self, state: Any) -> None:
-        self.__init__(state["own"])  # type: ignore[misc]
-
-
-def test_subclass_is_pickled_by_its_own_methods(model: Path) -> None:
-    copy = pickle.loads(pickle.dumps(Pickable(model)))  # noqa: S301 of its own
-    assert (type(copy), copy.own) == (Pickable, model)
-    assert copy.prepared
 
 
 class Labelled(ort.InferenceSession):
@@ -671,16 +561,6 @@ def test_what_a_handler_raises_comes_out_of_every_step_of_a_start(
                 ort.InferenceSession(model, providers=CPU)
     finally:
         signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.parametrize("executable", [None, ""])
-def test_program_that_knows_no_python_opens_a_plain_session(
-    model: Path, empty_cache: Cache, monkeypatch: pytest.MonkeyPatch, executable: str | None
-) -> None:
-    monkeypatch.setattr(sys, "executable", executable)
-    session = ort.InferenceSession(model, providers=CPU)
-    assert f"sys.executable: got {executable!r}, expected" in session.why_plain
-    assert empty_cache.entries() == []
 
 
 def test_disk_without_room_is_seen_before_a_process_is_started(
@@ -836,28 +716,6 @@ def test_forked_process_has_what_unknown_options_held_when_the_session_was_opene
     assert said == described(session)
 
 
-def test_forked_process_leaves_out_the_optimisers_that_its_parent_did(
-    tmp_path: Path, in_child: Callable[[Callable[[], Any]], Any]
-) -> None:
-    left_out = ["ConstantFolding", "EliminateIdentity"]
-    text = '<ir_version: 8, opset_import: ["": 17]> g (float[n] x) => (float[n] y) {'
-    onnx.save(
-        onnx.parser.parse_model(f"{text} a = Identity(x) y = Relu(a) }}"), tmp_path / "m.onnx"
-    )
-    options = options_of((ENTRY, RECORD, "1"))
-    session = ort.InferenceSession(
-        tmp_path / "m.onnx", options, CPU, disabled_optimizers=iter(left_out)
-    )
-
-    def operators() -> list[str]:
-        assigned = session.get_provider_graph_assignment_info()
-        return sorted(node.op_type for part in assigned for node in part.get_nodes())
-
-    assert in_child(operators) == operators() == ["Identity", "Relu"]
-    session.set_providers(CPU)  # which leaves none out, in the plain class as well
-    assert in_child(operators) == operators() == ["Relu"]
-
-
 @pytest.mark.parametrize("change", ["replaced", "link moved", "removed", "none"])
 @pytest.mark.parametrize("prepare", [ALWAYS, NEVER])
 def test_forked_process_never_runs_another_model_than_its_parent(
@@ -907,27 +765,6 @@ def test_forked_process_sees_that_external_data_were_changed(
     assert f"{tmp_path / 'data'} was changed" in in_child(lambda: factor_of(session))
 
 
-def test_forked_process_that_closes_all_descriptors_opens_the_same_entry(
-    tmp_path: Path, empty_cache: Cache, in_child: Callable[[Callable[[], Any]], Any]
-) -> None:
-    path = write_small(tmp_path / "model.onnx", 3)
-    session = ort.InferenceSession(path, providers=CPU, options=ALWAYS)
-    write_small(path, 4)
-
-    def close_all() -> Any:
-        for fd in {*descriptors()} - {0, 1, 2} - {*answer_pipes()}:
-            with suppress(OSError):
-                os.close(fd)
-        return factor_of(session)
-
-    def answer_pipes() -> list[int]:
-        return [fd for fd, link in descriptors().items() if link.startswith("pipe:")]
-
-    assert in_child(close_all) == 3
-    shutil.rmtree(empty_cache.folder)
-    assert "ClosedError(" in in_child(lambda: factor_of(session))
-
-
 def test_signal_handler_runs_another_session_while_one_is_opened_again(
     tmp_path: Path,
     in_child: Callable[[Callable[[], Any]], Any],
@@ -950,27 +787,3 @@ def test_signal_handler_runs_another_session_while_one_is_opened_again(
 
     monkeypatch.setattr(PlainSession, "_create_inference_session", interrupted)
     assert in_child(child) == (3, [3])
-
-
-def test_binding_that_was_made_before_a_fork_is_refused_after_it(
-    model: Path, in_child: Callable[[Callable[[], Any]], Any]
-) -> None:
-    session = ort.InferenceSession(model, providers=CPU)
-    binding = session.io_binding()
-    binding.bind_cpu_input("x", feed()["x"])
-    binding.bind_output("y")
-
-    text = in_child(lambda: session.run_with_iobinding(binding))
-    assert "IOBinding must be used with the session that created it" in text
-    session.run_with_iobinding(binding)
-    np.testing.assert_array_equal(binding.copy_outputs_to_cpu(), session.run(None, feed()))
-
-
-def test_forked_process_cannot_use_a_device_of_its_parent(
-    model: Path, in_child: Callable[[Callable[[], Any]], Any]
-) -> None:
-    session = ort.InferenceSession(model, providers=CPU)
-    session._providers = ["CUDAExecutionProvider", *CPU]
-    text = in_child(lambda: session.run(None, feed()))
-    assert "ClosedError" in text
-    assert "has to open one of its own" in text

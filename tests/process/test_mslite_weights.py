@@ -18,8 +18,6 @@ from mcinfer.mslite import (
     Context,
     DataType,
     Model,
-    ModelGroup,
-    ModelGroupFlag,
     ModelParallelRunner,
     ModelType,
     RunnerConfig,
@@ -150,38 +148,6 @@ def test_replaced_weights_stay_where_resize_builds_the_model_again(
     assert answers(serves) == [[7, 8], [9, 0]]
 
 
-def test_update_of_one_model_of_a_group_outlasts_the_resize_of_another_meanwhile(
-    onnx_model: OnnxModel, tmp_path: Path
-) -> None:
-    path, sections = onnx_model(PAIR.replace("[n, 2]", "[1, 2]")), named(tmp_path, "a", "b")
-    one, other = Model(), Model()
-    ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model([one, other])
-    for made in (one, other):
-        made.build_from_file(str(path), ModelType.ONNX, None, "", sections)
-    other.resize(other.get_inputs(), [[3, 2]])
-    other.update_weights([[tensor([3, 4]), tensor([5, 6])]])
-    assert other._built is not None
-    session = other._built.session
-    lock = session._updating
-
-    class Late:
-        """The turn of a thread that finds another one's update before its own."""
-
-        def __enter__(self) -> None:
-            session._updating = lock
-            other.update_weights([[tensor([7, 8]), tensor([9, 0])]])
-            lock.acquire()
-
-        def __exit__(self, *_: object) -> None:
-            lock.release()
-
-    session._updating = Late()  # type: ignore[assignment]
-    one.resize(one.get_inputs(), [[3, 2]])
-    for made in (one, other):
-        y, z = (item.get_data_to_numpy() for item in made.predict([np.zeros((3, 2), np.float32)]))
-        assert (y.tolist(), z.tolist()) == ([[7, 8]] * 3, [[9, 0]] * 3)
-
-
 def test_runs_beside_updates_see_one_version(onnx_model: OnnxModel, tmp_path: Path) -> None:
     over = threading.Event()
     seen: set[float] = set()
@@ -288,42 +254,6 @@ def test_listed_processes_share_the_owners_weights_and_others_are_refused(
         refusal = unlisted.line()
     assert refusal.startswith("refused True build_from_file failed! Error is ")
     assert f"refused process {pids[2]}" in refusal
-
-
-@pytest.mark.parametrize(
-    ("pids", "handle", "text"),
-    [
-        ("12a", None, "shareable_weight_pid_list: got '12a'"),
-        ("-1", None, "shareable_weight_pid_list: got '-1'"),
-        (None, "", "shareable_weight_mem_handle: got ''"),
-        (None, "-5", "shareable_weight_mem_handle: got '-5'"),
-        (None, str(2**63), "handle: got"),
-        ("1", "1", ".* got both, expected one of them$"),
-    ],
-)
-def test_entry_that_does_not_fit_fails_the_build(
-    path: Path, pids: str | None, handle: str | None, text: str
-) -> None:
-    given = {"shareable_weight_pid_list": pids, "shareable_weight_mem_handle": handle}
-    entries = {name: value for name, value in given.items() if value is not None}
-    with pytest.raises(RuntimeError, match=f"^build_from_file failed! Error is {text}"):
-        model(path, {"ascend_context": entries})
-
-
-def test_process_that_is_not_there_is_warned_of_at_the_users_line(path: Path) -> None:
-    gone = 2**22 + 1  # above pid_max (proc_sys_kernel(5))
-    with pytest.warns(UserWarning, match=f"shareable_weight_pid_list: .*{gone}") as caught:
-        owner(path, str(gone))
-    assert [item.filename for item in caught] == [__file__]
-
-
-def test_model_that_cannot_be_prepared_cannot_be_shared(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "file"))
-    with pytest.raises(BuildError, match=r"the weights cannot be shared: .*file.* cannot be used"):
-        owner(path, "0")
 
 
 def test_weights_of_another_model_or_with_other_options_are_refused(

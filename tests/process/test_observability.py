@@ -11,16 +11,9 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
-from prometheus_client import CollectorRegistry
 
-from mcinfer import PredictError, RequestTrace
-from mcinfer.exporters.opentelemetry import request_spans
-from mcinfer.exporters.prometheus import MasterCollector
-from tests.process.models import FakeModel, act, fake_master, rows
+from mcinfer import RequestTrace
+from tests.process.models import FakeModel, fake_master, rows
 from tests.process.scripts import ROOT, Program, run, run_documented
 from tests.process.waiting import all_gone, wait_until
 
@@ -29,35 +22,6 @@ PROGRAMS = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text("utf-8"), re.MUL
 
 FAILS = -1.0
 """Rows that begin with this number fail."""
-
-
-def test_prometheus_gets_the_work_of_a_pool(fake_model: FakeModel) -> None:
-    registry = CollectorRegistry(auto_describe=True)
-
-    def value(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(f"mcinfer_{name}", {"model": "m", **labels})
-
-    model = fake_model(when={f"{FAILS:g}": "fail"}, run="sleep:0.01")
-    with fake_master(model, 2) as master:
-        registry.register(MasterCollector(master, {"model": "m"}))
-        assert value("health", state="ready") == 1
-        assert value("workers") == value("workers_serving") == 2
-        master.predict(rows(6))
-        master.submit(rows(1)).result(20)
-        with pytest.raises(PredictError):
-            master.submit(act(FAILS)).result(20)
-        assert value("requests_total", outcome="succeeded") == 2
-        assert value("requests_total", outcome="failed") == 1
-        assert value("request_latency_seconds_count") == 2
-        assert value("run_batch_rows_sum") == 7
-        each = [{"worker": str(index), "device": f"cpu:{index}"} for index in range(2)]
-        assert [value("worker_up", **labels) for labels in each] == [1, 1]
-        busy = [value("worker_busy_seconds_total", **labels) for labels in each]
-        assert sum(seconds or 0 for seconds in busy) > 0.03
-        assert (value("memory_bytes") or 0) > 0
-    assert value("health", state="closed") == 1
-    assert value("requests_total", outcome="succeeded") == 2
-    assert [value("worker_up", **labels) for labels in each] == [0, 0]
 
 
 def test_forked_child_exports_nothing(fake_model: FakeModel) -> None:
@@ -75,38 +39,6 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
 """
     ended = run(text, fake_model())
     assert (ended.status, ended.out, ended.err) == (0, "True\n[]\n", "")
-
-
-def test_spans_of_a_pool_are_below_their_callers(fake_model: FakeModel) -> None:
-    memory = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(memory))
-    tracer = provider.get_tracer("caller")
-    model = fake_model(when={f"{FAILS:g}": "fail"}, run="sleep:0.01")
-    with fake_master(model, 2, trace=request_spans(provider)) as master:
-        with tracer.start_as_current_span("predicts") as predicts:
-            master.predict(rows(6))
-        with tracer.start_as_current_span("submits") as submits:
-            future = master.submit(act(FAILS))
-        with pytest.raises(PredictError):
-            future.result(20)
-
-        def requests() -> int:
-            return sum(span.name == "mcinfer.request" for span in memory.get_finished_spans())
-
-        wait_until(lambda: requests() == 2)
-        pids = {worker.pid for worker in master.statistics().workers}
-    spans = memory.get_finished_spans()
-    whole, failed = (span for span in spans if span.name == "mcinfer.request")
-    assert whole.parent == predicts.get_span_context()
-    assert failed.parent == submits.get_span_context()
-    assert failed.status.status_code is StatusCode.ERROR
-    stages = [span for span in spans if span.parent == whole.context]
-    runs = [span.attributes or {} for span in stages if span.name == "mcinfer.run"]
-    assert {run["process.pid"] for run in runs} == pids
-    for span in stages:
-        times = [whole.start_time, span.start_time, span.end_time, whole.end_time]
-        assert times == sorted(times, key=lambda at: at or 0)
 
 
 PRINTED = (

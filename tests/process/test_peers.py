@@ -119,8 +119,6 @@ def test_other_system_answers_several_clients_and_leaves_nothing(
     package: str, kind: str, onnx_model: OnnxModel
 ) -> None:
     if importlib.util.find_spec(package) is None:
-        with pytest.raises(AssertionError, match=f"MissingDependencyError: .*install {package}"):
-            drive(f"peers.py:{kind}", onnx_model(AFFINE), 3, 4)
         pytest.skip(f"{package} is not installed")
     for columns in (4, LARGE):
         found = drive(f"peers.py:{kind}", onnx_model(AFFINE), 3, columns)

@@ -2,10 +2,7 @@
 
 import logging
 import os
-import pty
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,9 +16,7 @@ from numpy.typing import NDArray
 
 from mcinfer import EngineOptions, Master
 from mcinfer.engines import open_engine
-from mcinfer.model_cache import children
 from mcinfer.model_cache.cache import Cache
-from mcinfer.model_cache.children import ChildFailedError, run_child
 from tests.engine_requests import engine_request
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, is_alive, pids, wait_until
@@ -133,19 +128,6 @@ def test_child_that_is_killed_costs_the_shared_copy_of_this_start_alone(
     assert len(warnings(caplog)) == 1
 
 
-def test_program_that_is_no_python_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`sys.executable` of an embedded interpreter may be any program."""
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\nexec sleep 3600\n")
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(children, "_HELLO_SECONDS", 0.5)
-    with pytest.raises(ChildFailedError, match=r"the process did not begin within 0\.5 s"):
-        run_child("mcinfer.engines._onnxruntime:ensure", [], lambda _: None)
-
-
 def test_worker_that_is_killed_while_it_prepares_takes_the_child_along(
     large_model: Path, cache: Cache
 ) -> None:
@@ -226,20 +208,3 @@ def test_model_that_cannot_be_prepared_is_warned_of_once_for_all_workers(
     assert "sparse.onnx" in warning
     assert "it cannot be prepared: onnxruntime: " in warning
     assert entry(cache)
-
-
-def test_terminal_shows_the_progress_and_then_nothing_of_it(large_model: Path) -> None:
-    shown, terminal = pty.openpty()
-    start = "import sys, mcinfer; mcinfer.Master(sys.argv[1], 1).start().close()"
-    with open(shown, "rb", buffering=0) as reader:
-        ended = subprocess.run(
-            [sys.executable, "-c", start, large_model], stderr=terminal, timeout=60.0
-        )
-        os.close(terminal)
-        with suppress(OSError):  # the end, after all that was written
-            text = b""
-            while data := reader.read(4096):
-                text += data
-    assert ended.returncode == 0
-    assert b"preparing large.onnx: " in text
-    assert text.endswith(b"\r\x1b[K")

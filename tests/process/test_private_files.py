@@ -19,7 +19,6 @@ from mcinfer.bench.inputs import InputOptions
 from mcinfer.bench.runner import prepared
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.private import IN_MEMORY
-from mcinfer.worker.server import _error
 from tests.process.models import AFFINE, rows
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, pids, wait_until
@@ -187,12 +186,6 @@ def test_error_of_a_model_given_as_bytes_names_no_descriptor(prepare: str) -> No
     with pytest.raises(RuntimeError, match=f"Load model from {IN_MEMORY} failed") as raised:
         mslite.Model().build_from_buffer(b"no model", None, mslite.ModelType.ONNX, on_cpu())
     assert "/proc/" not in str(raised.value)
-
-
-def test_error_that_is_longer_in_words_fits_its_message() -> None:
-    path = "/proc/self/fd/5"
-    message = _error("build", BuildError(f"{path} " * 70_000), model=path)
-    assert message.text.startswith(f"{IN_MEMORY} ")
 
 
 def test_model_given_as_bytes_stays_while_the_pool_drains_that_a_callback_closed() -> None:

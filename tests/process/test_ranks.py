@@ -1,6 +1,5 @@
 """A model that is cut over several processes, behind one master: answers, faults in every phase, ends."""
 
-import logging
 import os
 import signal
 import threading
@@ -17,7 +16,6 @@ import onnxruntime as ort
 import psutil
 import pytest
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
 
 from mcinfer import (
     BuildError,
@@ -31,7 +29,6 @@ from mcinfer import (
     RestartPolicy,
     Timeouts,
 )
-from mcinfer.model_cache.cache import Cache
 from mcinfer.ranks.layouts import MAX_LAYOUTS
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, pids, running, states, stop, wait_until
@@ -140,16 +137,6 @@ def test_many_requests_at_once_read_their_own_inputs(
         assert_close(future.result(timeout=60.0), expected(mlp, inputs))
 
 
-def test_requests_that_are_joined_get_their_own_rows(mlp: Path) -> None:
-    """Of a layer's parts; those of a pipeline are joined in test_ranks.py."""
-    with Master(mlp, parallel=Parallel(tensor=2), max_batch_size=64, max_delay=0.01) as master:
-        given = [{"x": rows(1 + 5 * seed % 64, seed=seed)} for seed in range(80)]
-        futures = [master.submit(inputs) for inputs in given]
-        for inputs, future in zip(given, futures, strict=True):
-            assert_close(future.result(timeout=60.0), expected(mlp, inputs))
-        assert master.statistics().batch_sizes.total > len(given)
-
-
 def test_model_in_memory_is_cut(mlp: Path) -> None:
     content = onnx.load(mlp).SerializeToString()  # with its weights
     with Master(content, parallel=Parallel(tensor=2)) as master:
@@ -188,30 +175,7 @@ def test_run_that_fails_in_a_rank_fails_alone(
     assert pids(master) == before
 
 
-@CUTS
-def test_run_with_new_shapes_that_fails_in_a_rank_fails_alone(
-    shared: Groups, lookup: Path, tensor: int, pipeline: int
-) -> None:
-    master = shared(tensor, pipeline, lookup)
-    before = pids(master)
-    for count in range(11, 16):  # no test before this one had as many rows
-        wrong: Arrays = {"x": rows(count), "index": np.full(2 * count, 99)}
-        with pytest.raises((PredictError, InvalidInputError), match="lookup"):
-            master.predict(wrong, timeout=60.0)
-        good: Arrays = {"x": rows(count), "index": np.arange(3) % count}
-        assert_close(master.predict(good, timeout=60.0), expected(lookup, good))
-    assert pids(master) == before
-
-
 # Models and machines that cannot be.
-
-
-def test_models_of_strings_are_refused(tmp_path: Path) -> None:
-    # A model of strings alone cannot be cut: tests/test_ranks_slicing_pipeline.py.
-    text = """(float[batch, 4] x, string[batch] s) => (float[batch, 4] y, string[batch] s)
-    { a = Neg(x)  y = Abs(a) }"""
-    with pytest.raises(BuildError, match=r"\['s'\] are strings"):
-        Master(save(tmp_path / "texts.onnx", text), parallel=Parallel(pipeline=2)).start()
 
 
 def test_cache_that_cannot_be_used_is_an_error(
@@ -231,16 +195,6 @@ def test_slice_that_does_not_load_names_its_rank(mlp: Path) -> None:
 
 
 # Replicas.
-
-
-def test_groups_that_start_at_once_make_the_slices_once(
-    mlp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
-    with Master(mlp, parallel=Parallel(tensor=2, replicas=2)) as master:
-        assert_close(master.predict({"x": rows(2)}), expected(mlp, {"x": rows(2)}))
-    (entry,) = Cache.default().entries()
-    assert (entry.facts["tensor"], entry.facts["pipeline"]) == (2, 1)
 
 
 @pytest.mark.thorough
@@ -319,21 +273,6 @@ def test_pipeline_joins_requests_to_one_run_and_a_bad_one_fails_alone(mlp: Path)
         for count, future in zip([1] * 2 + [2] * 32, futures, strict=True):
             assert_close(future.result(timeout=120.0), expected(mlp, {"x": rows(count)}))
         assert pids(master) == before
-
-
-def test_output_that_is_an_input_is_that_of_its_own_request(tmp_path: Path) -> None:
-    """Of stages; of the parts of a layer in tests/test_ranks_slices.py."""
-    path = write_mlp(tmp_path / "passing.onnx")
-    passing = onnx.load(path, load_external_data=False)
-    passing.graph.output.append(passing.graph.input[0])
-    onnx.save(passing, path)
-    given = [{"x": rows(2, seed=seed)} for seed in range(12)]
-    with Master(path, parallel=Parallel(pipeline=2)) as master:
-        # The group has seen no such shapes, then has memory for them, then has it again.
-        for each in given[:6]:
-            assert_close(master.predict(each, timeout=120.0), expected(path, each))
-        for each, future in [(each, master.submit(each)) for each in given[6:]]:
-            assert_close(future.result(timeout=120.0), expected(path, each))
 
 
 @pytest.mark.parametrize(
@@ -472,29 +411,6 @@ def test_outputs_of_unknown_shapes_come_from_the_ranks_that_make_them(
             assert_close(future.result(timeout=60.0), expected(model, each))
 
 
-def test_outputs_of_other_shapes_than_declared_are_those_of_their_ranks_also_if_empty(
-    tmp_path: Path,
-) -> None:
-    model = write_chain(
-        tmp_path / "other.onnx",
-        ["r = Relu(h4)", "high = NonZero(r)"],
-        ["int64[2,batch] low", "int64[2,batch] high"],
-    )
-    whole = onnx.load(str(model))
-    # Beside the first product, so that the first stage makes it.
-    whole.graph.node.insert(1, helper.make_node("NonZero", ["h1"], ["low"]))
-    for weight in whole.graph.initializer:
-        weight.CopyFrom(numpy_helper.from_array(np.eye(32, dtype=np.float32), weight.name))
-    onnx.save(whole, str(model))
-    x = np.zeros((1, 32), np.float32)
-    x[0, :7] = -1.0
-    with Master(model, parallel=Parallel(pipeline=2), verify="never") as master:
-        for given in (x, -x, x):
-            answer = master.predict({"x": given})
-            assert_close(answer, expected(model, {"x": given}))
-            assert answer["high"].shape == (2, 0 if given is x else 7)
-
-
 @pytest.mark.parametrize(
     ("parallel", "rank"),
     [(Parallel(tensor=2), 1), (Parallel(pipeline=2), 0), (Parallel(pipeline=2), 1)],
@@ -539,17 +455,6 @@ def test_log_has_the_stack_of_a_rank_that_crashed(
     [death] = [text for text in said if "where it was" in text]
     where = f"where it was:\nrank 1 (cpu:1, pid {crashed}):\nFatal Python error: Segmentation fault"
     assert where in death
-
-
-def test_ranks_that_end_when_they_are_asked_are_no_deaths_in_the_log(
-    mlp: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "mcinfer.master")
-    with Master(mlp, parallel=Parallel(tensor=2)) as master:
-        leader = pids(master)[0]
-    [end] = [r.getMessage() for r in caplog.records if "exited" in r.getMessage()]
-    pool = "mlp.onnx on cpu:0, cpu:1"
-    assert end == f"{pool}: group 0 of 2 ranks (cpu:0, pid {leader}) exited with status 0"
 
 
 def test_rank_that_has_grown_has_its_group_recycled(tmp_path: Path) -> None:

@@ -145,8 +145,3 @@ def test_strings_go_in_and_come_out(fake_model: FakeModel) -> None:
             assert (master.predict({"words": long}, timeout=40.0)["same"] == long).all()
         with pytest.raises(InvalidInputError, match=r"'words'.*float64.*string"):
             master.predict({"words": np.zeros((2, 2))})
-
-
-def test_unknown_argument_is_refused(fake_model: FakeModel) -> None:
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'divices'"):
-        Master(fake_model(), 1, engine="fake", divices=2)  # type: ignore[call-arg]

@@ -5,7 +5,6 @@ Each request is compared with one session of ONNX Runtime that has the whole bat
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from mcinfer import (
     RequestTrace,
     Split,
 )
-from tests.process.models import AFFINE, FakeModel, OnnxModel, rows
+from tests.process.models import AFFINE, OnnxModel, rows
 from tests.process.scripts import ROOT, run_documented
 from tests.process.waiting import wait_until
 
@@ -332,40 +331,6 @@ def test_random_model_runs_whole_on_any_worker_which_draws_for_itself(
     for answer in answers:
         assert any(np.allclose(answer, draw, rtol=1e-5, atol=1e-6) for draw in draws)
     assert warnings() == [warning]
-
-
-def test_task_that_is_cancelled_stops_its_runs_whether_or_not_its_thread_has_its_request(
-    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, cancelled = threading.Event(), threading.Event()
-
-    def learn_nothing(_: object) -> None:  # as when another thread learns
-        begun.set()
-        assert cancelled.wait(30.0)
-
-    async def ask(master: Master, is_reached: Callable[[], object]) -> None:
-        task = asyncio.create_task(master.predict_async(rows(4)))
-        while not is_reached():
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    with Master(fake_model(run="sleep:30"), 2, engine="fake") as master:
-        with monkeypatch.context() as patch:
-            patch.setattr(master._learner, "try_answer", learn_nothing)
-            asyncio.run(ask(master, begun.is_set))
-            cancelled.set()
-            wait_until(lambda: master.statistics().cancelled == 1)
-        assert not master.statistics().in_flight
-        asyncio.run(ask(master, lambda: master.statistics().in_flight))
-        wait_until(lambda: master.statistics().cancelled == 2)
-        assert not master.statistics().in_flight
-
-
-def test_other_ways_to_verify_are_refused(fake_model: FakeModel) -> None:
-    with pytest.raises(InvalidInputError, match=r"^verify: got 'always', expected 'first' or 'nev"):
-        Master(fake_model(), 2, verify="always")  # type: ignore[arg-type]
 
 
 def test_program_of_the_documentation_prints_what_it_says(

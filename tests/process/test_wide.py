@@ -1,7 +1,6 @@
 """A request that comes alone gets the whole CPU: real workers, each with a core of its own."""
 
 import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer import EngineOptions, Limits, Master, PredictError, RestartPolicy
+from mcinfer import EngineOptions, Limits, Master, RestartPolicy
 from tests.process.waiting import wait_until
 from tests.text_models import text_model
 
@@ -146,18 +145,6 @@ def test_weights_that_are_replaced_are_those_of_wide_runs_too(products: Path) ->
         assert wide_runs(master) == count + 1
 
 
-def test_model_that_draws_numbers_has_no_wide_runs(tmp_path: Path) -> None:
-    text = (
-        f"(float[batch, {SIDE}] x) => (float[batch, {SIDE}] y) "
-        "{n = RandomNormalLike <seed = 7.0> (x) h = MatMul(x, w) h2 = MatMul(h, w) y = Add(h2, n)}"
-    )
-    path = written(tmp_path / "random.onnx", text, w=(SIDE, SIDE))
-    with Master(path, 2, verify="never") as master:
-        for _ in range(30):
-            ask(master)
-        assert wide_runs(master) == 0
-
-
 def test_wide_run_can_be_cancelled_and_its_worker_serves_on(products: Path) -> None:
     with Master(products, 2, verify="never") as master:
         expected = ask_until_wide(master)
@@ -202,48 +189,6 @@ def test_wide_engine_gives_its_memory_back_where_another_run_lacks_it(tmp_path: 
 
     both, taken = ask_for_large(Limits())
     ask_for_large(Limits(worker_memory_bytes=both + int(1.4 * taken)))
-
-
-def test_request_that_fails_on_any_cores_leaves_others_the_whole_cpu(tmp_path: Path) -> None:
-    text = f"""(float[batch, {SIDE}] x, int64[rows] i) => (float[rows, {SIDE}] y)
-        {{a = MatMul(x, w) b = MatMul(a, w) c = MatMul(b, w) y = Gather(c, i)}}"""
-    path = written(tmp_path / "chosen.onnx", text, w=(SIDE, SIDE))
-    with Master(path, 2, verify="never") as master:
-
-        def ask_for(row: int) -> int:
-            """The wide runs until now, which this one is among."""
-            master.predict({"x": ROWS, "i": np.array([row])}, shards=1)
-            return wide_runs(master)
-
-        wait_until(lambda: ask_for(0), timeout=60.0)
-        with pytest.raises(PredictError, match="out of data bounds"):
-            ask_for(len(ROWS))
-        before = wide_runs(master)
-        assert ask_for(1) == before + 1
-
-
-def test_worker_whose_prepared_model_was_deleted_keeps_to_its_share(
-    products: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """Prepared once more, the model would be in memory twice."""
-    cache, said = tmp_path / "cache", []
-    monkeypatch.setenv("MCINFER_CACHE", str(cache))
-    options = EngineOptions(prepare="always")
-    with Master(products, 2, verify="never", options=options) as master:
-        expected = ask(master)
-        shutil.rmtree(cache)
-
-        def is_decided() -> bool:
-            np.testing.assert_array_equal(ask(master), expected)
-            said.append(capfd.readouterr().err)
-            return wide_runs(master) > 0 or "this worker's cores alone" in "".join(said)
-
-        wait_until(is_decided, timeout=60.0)
-        assert wide_runs(master) == 0
-    assert not [path for path in cache.glob("*") if len(path.name) == 32]
 
 
 def test_worker_that_still_opens_its_model_with_all_cores_ends_as_asked(

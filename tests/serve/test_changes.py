@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.process.waiting import HeldPipe, all_gone, wait_until
+from tests.process.waiting import HeldPipe, wait_until
 from tests.serve import models
 from tests.serve.clients import PROTOCOLS, Client, Protocol
 from tests.serve.conftest import Held, Serve
@@ -103,29 +103,6 @@ def refuses_connections(served: Server) -> bool:
     return False
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_server_that_ends_answers_what_it_has_accepted(
-    protocol: Protocol, serve: Serve, fake_model: Held, tmp_path: Path
-) -> None:
-    model = fake_model(run=f"told:{tmp_path / 'pipe'}")
-    served, pipe = serve(model, *FAKE, "--devices", 1), HeldPipe(tmp_path / "pipe0")
-    with ThreadPoolExecutor(5) as pool:
-        try:
-            asked = [pool.submit(ask, protocol, served, models.rows(1, first=i)) for i in range(5)]
-            pipe.wait()
-            wait_for_requests(served, 5)
-            workers = served.workers()
-            served.send_signal(signal.SIGTERM)
-            wait_until(lambda: refuses_connections(served))
-            assert not any(one.done() for one in asked)
-        finally:
-            pipe.close()
-        for i, one in enumerate(asked):
-            np.testing.assert_array_equal(one.result(60), 2 * models.rows(1, first=i) + 1)
-    assert served.wait() == 143
-    assert all_gone(workers)
-
-
 def test_server_that_ends_answers_what_a_stream_has_sent(
     serve: Serve, fake_model: Held, tmp_path: Path
 ) -> None:
@@ -149,16 +126,6 @@ def test_server_that_ends_answers_what_a_stream_has_sent(
             np.testing.assert_array_equal(result.as_numpy("y"), 2 * models.rows(1, first=i) + 1)
         client.own.stop_stream()
         assert served.wait() == 143
-
-
-def test_server_that_ends_waits_no_longer_than_it_may(serve: Serve, fake_model: Held) -> None:
-    model = fake_model(when={"-1": "sleep:3600"})
-    served = serve(model, *FAKE, "--devices", 1, "--drain", 0.2, "--timeout", 3600)
-    with served.connection() as connection:
-        tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [-1] * 4}
-        connection.request("POST", "/v2/models/held/infer", json.dumps({"inputs": [tensor]}))
-        wait_for_requests(served, 1)
-        assert served.end() == 143
 
 
 def test_traffic_while_the_server_ends_is_answered_or_not_accepted(
@@ -195,26 +162,6 @@ def test_traffic_while_the_server_ends_is_answered_or_not_accepted(
         assert served.end() == 143
         assert all(one.result(60) >= 20 for one in asked)
     assert lost == []
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_request_of_a_killed_worker_is_answered_by_another(
-    protocol: Protocol, serve: Serve, fake_model: Held, tmp_path: Path
-) -> None:
-    model = fake_model(run=f"told:{tmp_path / 'pipe'}")
-    served, pipe = serve(model, *FAKE, "--devices", 1), HeldPipe(tmp_path / "pipe0")
-    with ThreadPoolExecutor(3) as pool:
-        try:
-            asked = [pool.submit(ask, protocol, served, models.rows(1, first=i)) for i in range(3)]
-            pipe.wait()
-            wait_for_requests(served, 3)
-            (worker,) = served.workers()
-            os.kill(worker, signal.SIGKILL)
-            for i, one in enumerate(asked):
-                np.testing.assert_array_equal(one.result(60), 2 * models.rows(1, first=i) + 1)
-        finally:
-            pipe.close()
-    assert served.figure("mcinfer_worker_restarts_total") == 1
 
 
 def test_no_request_is_lost_while_workers_are_killed(serve: Serve, tmp_path: Path) -> None:

@@ -49,18 +49,6 @@ def run(text: str, server: Server) -> None:
     assert ended.status == 0, ended.err
 
 
-def test_rest_client_sees_the_server_and_its_models_ready(server: Server) -> None:
-    text = """
-async def ask():
-    async with rest() as client:
-        assert await client.is_server_live(URL)
-        assert await client.is_server_ready(URL)
-        assert await client.is_model_ready(URL, "affine")
-        assert not await client.is_model_ready(URL, "no-such-model")
-"""
-    run(text, server)
-
-
 @pytest.mark.parametrize("question", [True, False], ids=["bytes", "json"])
 @pytest.mark.parametrize("answer", [True, False], ids=["bytes", "json"])
 def test_rest_client_gets_its_outputs(server: Server, question: bool, answer: bool) -> None:
@@ -77,17 +65,6 @@ async def ask():
     run(text, server)
 
 
-def test_rest_client_sends_a_plain_document(server: Server) -> None:
-    text = """
-async def ask():
-    async with rest() as client:
-        tensor = {"name": "x", "shape": [3, 4], "datatype": "FP32", "data": X.tolist()}
-        answer = await client.infer(URL, {"id": "mine", "inputs": [tensor]}, "affine")
-        same(answer, {"y": ("FP32", 2 * X + 1)})
-"""
-    run(text, server)
-
-
 def test_rest_client_raises_what_the_server_says(server: Server) -> None:
     text = """
 async def ask():
@@ -100,30 +77,6 @@ async def ask():
                 assert ("unknown model" if status == 404 else "'z'") in str(exc), exc
             else:
                 raise AssertionError(model)
-"""
-    run(text, server)
-
-
-def test_rest_client_sends_many_requests_at_once(server: Server) -> None:
-    text = """
-async def ask():
-    async with rest() as client:
-        async def one(i):
-            request = asked("affine", {"x": ("FP32", X + i)}, None, i % 2 == 0)
-            same(await client.infer(URL, request, "affine"), {"y": ("FP32", 2 * (X + i) + 1)})
-        await asyncio.gather(*map(one, range(100)))
-"""
-    run(text, server)
-
-
-def test_grpc_client_sees_the_server_and_its_models_ready(server: Server) -> None:
-    text = """
-async def ask():
-    async with InferenceGRPCClient(GRPC) as client:
-        assert await client.is_server_live()
-        assert await client.is_server_ready()
-        assert await client.is_model_ready("affine")
-        assert not await client.is_model_ready("no-such-model")
 """
     run(text, server)
 

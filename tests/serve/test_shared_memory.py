@@ -142,31 +142,6 @@ def test_strings_lie_in_regions(client: Client, region: MakeRegion) -> None:
     assert got.tolist() == models.TEXTS.tolist()
 
 
-def test_input_in_a_region_goes_with_an_output_in_the_answer(
-    client: Client, region: MakeRegion
-) -> None:
-    into = region("into", X.nbytes)
-    into.write(X)
-    (given,) = client.inputs({"x": X})
-    result = client.own.infer("affine", [at(into, given, X.nbytes)])
-    np.testing.assert_array_equal(result.as_numpy("y"), Y)
-
-
-def test_region_may_begin_inside_its_object(client: Client) -> None:
-    name, key = "inside", f"/{models.OBJECTS}inside"
-    handle = shared_memory.create_shared_memory_region(name, key, X.nbytes + 64)
-    try:
-        shared_memory.set_shared_memory_region(handle, [X], 64)
-        client.own.register_system_shared_memory(name, key, X.nbytes, offset=64)
-        (given,) = client.inputs({"x": X})
-        given.set_shared_memory(name, X.nbytes)
-        result = client.own.infer("affine", [given])
-        np.testing.assert_array_equal(result.as_numpy("y"), Y)
-    finally:
-        client.own.unregister_system_shared_memory(name)
-        shared_memory.destroy_shared_memory_region(handle)
-
-
 @pytest.mark.parametrize(
     ("size", "offset", "expected"),
     [
@@ -235,6 +210,15 @@ def test_object_that_is_no_file_of_shared_memory_is_refused(client: Client, tmp_
             client.own.register_system_shared_memory("link", f"/{link.name}", 100)
     finally:
         link.unlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_object_of_another_user_is_refused(client: Client, region: MakeRegion) -> None:
+    given = region("given", 100)
+    os.chown(given.file, 65534, -1)
+    with client.refused(400) as said:
+        client.own.register_system_shared_memory("other", given.key, 100)
+    assert "server's user" in said[0]
 
 
 @pytest.mark.parametrize("kind", ["input", "output", "strings"])

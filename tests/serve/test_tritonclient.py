@@ -1,7 +1,6 @@
 """What `tritonclient` is answered, over HTTP and gRPC: models, values, errors, limits, and who may ask."""
 
 import asyncio
-import itertools
 import json
 import os
 import queue
@@ -106,14 +105,6 @@ def test_statistics_count_requests_and_rows(client: Client) -> None:
     assert [stats["name"] for stats in every] == ["affine", "numbers", "scalars", "texts"]
 
 
-def test_index_lists_the_models(client: Client) -> None:
-    index = client.shown("get_model_repository_index")
-    found = index if isinstance(index, list) else index["models"]
-    assert [(each["name"], each["state"]) for each in found] == [
-        (name, "READY") for name in ("affine", "numbers", "scalars", "texts")
-    ]
-
-
 def test_log_settings_switch_the_log(serve: Serve, tmp_path: Path) -> None:
     served = serve(models.write(tmp_path)[0], "--devices", "inline")
     with Client("http", served) as client:
@@ -158,51 +149,6 @@ def test_numbers_of_all_types_come_back_as_json(server: Server) -> None:
             "numbers", [*client.inputs(others, binary_data=False), *bfloat], outputs=wishes
         )
     assert_same(arrays_of(result), sent)
-
-
-@pytest.mark.parametrize("kind", models.NUMBERS)
-def test_json_has_each_type_both_ways(server: Server, kind: str) -> None:
-    document = {
-        "inputs": [
-            {"name": name, "datatype": name[3:], "shape": [2, 3], "data": _json(array)}
-            for name, array in models.numbers().items()
-        ],
-        "outputs": [{"name": f"out_{kind}"}],
-    }
-    answer = server.ask("/v2/models/numbers/infer", document)
-    assert answer.status == 200, answer.body
-    (output,) = answer.json["outputs"]
-    expected = models.numbers()[f"in_{kind}"]
-    assert (output["datatype"], output["shape"]) == (kind, [2, 3])
-    got = np.fromiter(output["data"], object).astype(expected.dtype)
-    np.testing.assert_array_equal(got, expected.ravel())
-
-
-def _json(array: NDArray[Any]) -> Any:
-    return array.astype(np.float64).tolist() if "float" in array.dtype.name else array.tolist()
-
-
-def test_json_has_null_where_it_has_no_number(server: Server) -> None:
-    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [[None, 1, -1.5, 0]]}
-    answer = server.ask("/v2/models/affine/infer", {"inputs": [tensor]})
-    assert answer.json["outputs"][0]["data"] == [None, 3.0, -2.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "data"),
-    [("UINT8", [256]), ("UINT8", [-1]), ("INT8", [128]), ("UINT64", [0.5]), ("INT32", ["1"])],
-)
-def test_json_value_that_the_type_does_not_have_is_refused(
-    server: Server, kind: str, data: object
-) -> None:
-    tensors = [
-        {"name": name, "datatype": name[3:], "shape": [1, 1], "data": _json(array)}
-        for name, array in models.numbers(1, 1).items()
-    ]
-    document = {"inputs": [{**t, "data": data} if t["datatype"] == kind else t for t in tensors]}
-    answer = server.ask("/v2/models/numbers/infer", document)
-    assert answer.status == 400
-    assert f"in_{kind}" in answer.error
 
 
 CONTENTS = {
@@ -298,15 +244,6 @@ def test_bodies_may_be_compressed_both_ways(
         assert result.as_numpy("y").tolist() == (2 * x + 1).tolist()
 
 
-def test_answer_is_compressed_where_one_coding_is_asked_for(server: Server) -> None:
-    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [0] * 4}
-    for coding in ("gzip", "deflate"):
-        answer = server.ask(
-            "/v2/models/affine/infer", {"inputs": [tensor]}, {"Accept-Encoding": coding}
-        )
-        assert (answer.status, answer.headers["content-encoding"]) == (200, coding)
-
-
 def test_messages_of_grpc_may_be_compressed(server: Server) -> None:
     with Client("grpc", server) as client:
         for coding in ("gzip", "deflate"):
@@ -329,32 +266,6 @@ def test_answer_has_the_id_of_its_request(client: Client) -> None:
 
 
 # Ways to ask.
-
-
-def test_async_requests_over_http_are_answered(server: Server) -> None:
-    with Client("http", server, concurrency=4) as client:
-        asked = [
-            client.own.async_infer("affine", client.inputs({"x": models.rows(2, first=i)}))
-            for i in range(12)
-        ]
-        for i, each in enumerate(asked):
-            got = each.get_result(timeout=60).as_numpy("y")
-            np.testing.assert_array_equal(got, 2 * models.rows(2, first=i) + 1)
-
-
-def test_async_requests_over_grpc_are_answered(server: Server) -> None:
-    answers: queue.Queue[tuple[int, Any, Any]] = queue.Queue()
-    with Client("grpc", server) as client:
-        for i in range(12):
-            client.own.async_infer(
-                "affine",
-                client.inputs({"x": models.rows(2, first=i)}),
-                callback=lambda result, error, i=i: answers.put((i, result, error)),
-            )
-        for _ in range(12):
-            i, result, error = answers.get(timeout=60)
-            assert error is None
-            np.testing.assert_array_equal(result.as_numpy("y"), 2 * models.rows(2, first=i) + 1)
 
 
 def test_many_requests_of_one_loop_over_http_are_answered(server: Server) -> None:
@@ -411,28 +322,6 @@ def test_stream_is_answered_in_order_and_goes_on_after_an_error(server: Server) 
             expected = 2 * models.rows(1 + i % 5, first=i) + 1
             np.testing.assert_array_equal(result.as_numpy("y"), expected)
         client.own.stop_stream()
-
-
-def test_stream_of_a_loop_is_answered_in_order(server: Server) -> None:
-    async def ask() -> None:
-        async def requests() -> Any:
-            for i in range(20):
-                yield {
-                    "model_name": "affine",
-                    "inputs": inputs(tritonclient.grpc, {"x": models.rows(1, first=i)}),
-                    "request_id": str(i),
-                }
-
-        async with tritonclient.grpc.aio.InferenceServerClient(server.grpc) as client:
-            numbers = itertools.count()
-            async for result, error in client.stream_infer(requests()):
-                i = next(numbers)
-                assert (error, result.get_response().id) == (None, str(i))
-                expected = 2 * models.rows(1, first=i) + 1
-                np.testing.assert_array_equal(result.as_numpy("y"), expected)
-            assert next(numbers) == 20
-
-    asyncio.run(ask())
 
 
 def test_many_clients_at_once_get_their_own_answers(server: Server) -> None:
@@ -788,34 +677,6 @@ def test_load_of_an_unknown_model_or_of_a_clients_files_is_refused(
         np.testing.assert_array_equal(client.infer("affine", {"x": X})["y"], Y)
 
 
-def test_model_that_came_to_the_repository_is_listed_and_loaded(
-    serve: Serve, tmp_path: Path
-) -> None:
-    place = models.repository(tmp_path / "repo", affine={1: models.affine(2.0)})
-    with Client("http", serve("--repository", place, "--devices", "inline")) as client:
-        models.add_version(place, "other", 3, models.affine(3.0))
-        index = {each["name"]: each["state"] for each in client.own.get_model_repository_index()}
-        assert index == {"affine": "READY", "other": "UNAVAILABLE"}
-        client.own.load_model("other")
-        assert client.shown("get_model_metadata", "other")["versions"] == ["3"]
-        np.testing.assert_array_equal(client.infer("other", {"x": X})["y"], 3 * X + 1)
-
-
-def test_broken_version_is_not_loaded_and_the_one_before_goes_on(
-    serve: Serve, tmp_path: Path
-) -> None:
-    place = models.repository(tmp_path / "repo", affine={1: models.affine(2.0)})
-    with Client("http", serve("--repository", place, "--devices", 1)) as client:
-        (place / "affine" / "2").mkdir()
-        (place / "affine" / "2" / "model.onnx").write_bytes(b"no model")
-        with client.refused(400) as said:
-            client.own.load_model("affine")
-        assert said[0].startswith("failed to load 'affine'")
-        assert str(tmp_path) not in said[0]
-        assert client.shown("get_model_metadata", "affine")["versions"] == ["1"]
-        np.testing.assert_array_equal(client.infer("affine", {"x": X})["y"], Y)
-
-
 def test_configuration_decides_devices_and_batches(serve: Serve, tmp_path: Path) -> None:
     """Four requests of a row fill a batch, and run at once; none waits for the delay.
 
@@ -960,24 +821,6 @@ def test_client_with_a_key_is_admitted_and_one_without_is_not(
                 client.shown(ask)
         assert client.own.is_server_live()
         assert client.own.is_server_ready()
-
-
-def test_key_is_shown_by_clients_of_a_loop(keyed: Server) -> None:
-    async def ask() -> None:
-        async with tritonclient.http.aio.InferenceServerClient(keyed.url) as client:
-            with pytest.raises(InferenceServerException) as caught:
-                await client.get_server_metadata()
-            assert caught.value.status() == "401"
-            client.register_plugin(tritonclient.http.aio.auth.BasicAuth("anyone", "secret"))
-            result = await client.infer("affine", inputs(tritonclient.http, {"x": X}))
-            np.testing.assert_array_equal(result.as_numpy("y"), Y)
-        async with tritonclient.grpc.aio.InferenceServerClient(keyed.grpc) as client:
-            header = {"authorization": "Bearer other"}
-            given = inputs(tritonclient.grpc, {"x": X})
-            result = await client.infer("affine", given, headers=header)
-            np.testing.assert_array_equal(result.as_numpy("y"), Y)
-
-    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
