@@ -73,9 +73,6 @@ def constant(name: str, *values: int) -> TensorProto:
     return numpy_helper.from_array(np.array(values, np.int64), name)
 
 
-"""y = x + 1."""
-
-
 def _file(content: bytes | Callable[[], bytes]) -> Callable[[Path], Path]:
     """Content that is large is given by a function, which is called when the file is written."""
 
