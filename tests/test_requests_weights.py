@@ -105,7 +105,7 @@ class Unreadable:
     """Like a tensor of another library on a device that NumPy does not reach."""
 
     def __array__(self, *_: object) -> Array:
-        raise RuntimeError("lies on a device")
+        raise TypeError("lies on a device")
 
 
 @pytest.mark.parametrize(
