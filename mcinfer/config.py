@@ -32,6 +32,9 @@ INLINE = "inline"
 CARD_KINDS = ("cuda", "tensorrt")
 """The kinds of devices that are NVIDIA cards; their indices are those of the CUDA driver."""
 
+DLPACK_KINDS = {2: "cuda", 13: "cuda"}
+"""By the number of a kind of devices in DLPack (kDLCUDA, kDLCUDAManaged of dlpack.h), its name here."""
+
 MAX_RANKS = 64
 """Most ranks of one group."""
 

@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from contextvars import copy_context
 from dataclasses import asdict
 from functools import partial
@@ -23,6 +24,7 @@ from numpy.typing import ArrayLike
 
 from mcinfer.checks import check_count, check_seconds
 from mcinfer.config import (
+    Device,
     EngineOptions,
     Limits,
     Parallel,
@@ -47,7 +49,7 @@ from mcinfer.machine import cores_near, usable_memory, whole_cpus
 from mcinfer.private import IN_MEMORY, ModelInMemory, fill_streams
 from mcinfer.protocol import Build, TensorFields, encode
 from mcinfer.requests.learning import Learner
-from mcinfer.requests.planner import HostPlace, Planner, cards
+from mcinfer.requests.planner import HostPlace, Place, Planner
 from mcinfer.requests.request import NO_WEIGHTS, Call, Inputs, OutcomeFuture
 from mcinfer.requests.splitting import Verify
 from mcinfer.requests.tensors import Arrays
@@ -203,6 +205,8 @@ class Master:
                 limits.memory_bytes or usable_memory() // 2,
                 trace=None if self._trace is None else ref(self._trace),
                 worker=_inline_worker() if self._plan.inline else WorkerProcess,
+                open_place=_open_place,
+                share=_share,
             )
         except OSError as exc:  # no descriptor is left
             raise BuildError(f"no pool can be opened: {exc}") from exc
@@ -867,11 +871,13 @@ class Master:
         finally:
             call.weights = NO_WEIGHTS
 
-    def _place(self, text: str, name: str, specs: Sequence[TensorSpec] = ()) -> Any:
-        """The card that an argument of this name says, for tensors like these."""
+    def _place(self, text: str, name: str, specs: Sequence[TensorSpec] = ()) -> Place:
+        """The place that an argument of this name says, for tensors like these."""
+        from mcinfer.cards.tensors import place_of  # no other argument needs it
+
         self._ready()
         pool = [process.device for process in self._plan.processes]
-        return cards().open_place(text, name, specs, pool, self._loop.inbox)
+        return place_of(text, name, specs, pool, self._loop.inbox)
 
     def _check_outputs(self, outputs: Sequence[str]) -> None:
         names = [spec.name for spec in self._spec().outputs]
@@ -958,6 +964,21 @@ def _inline_worker() -> type[WorkerProcess]:
     from mcinfer.worker.inline import InlineWorker
 
     return InlineWorker
+
+
+def _open_place(device: Device, *given: Any) -> Place:
+    """As `OpenPlace`; the module is loaded when a tensor lies on a device, or is to."""
+    from mcinfer.cards.tensors import open_memory
+
+    return open_memory(device, *given)
+
+
+def _share(ranks: int, until: ExitStack) -> list[list[int]]:
+    """Descriptors of what the ranks of a group share, by rank; the stack closes them."""
+    from mcinfer.ranks.collectives.shm import Shared  # a master without ranks does not need it
+
+    shared = until.enter_context(closing(Shared(ranks)))
+    return [shared.fds(rank) for rank in range(ranks)]
 
 
 def _abandon(loop: Loop, waiting: WaitingThreads) -> None:

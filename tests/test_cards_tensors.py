@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mcinfer.cards.cuda import Card
-from mcinfer.cards.tensors import CardMemory, card_of, check_types
+from mcinfer.cards.tensors import CardMemory, card_of, check_types, open_memory
 from mcinfer.config import Device
 from mcinfer.errors import InvalidInputError, PredictError, PredictTimeoutError, QueueFullError
 from mcinfer.protocol import TensorRef
@@ -23,7 +23,7 @@ from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.planner import HostPlace, Planner, Queue
 from mcinfer.requests.request import Request
 from mcinfer.requests.splitting import Known
-from mcinfer.shm.arena import Arena
+from mcinfer.shm.arena import Arena, BlockNeededError, SharedBlock, Slot
 from mcinfer.specs import ModelSpec, tensor_bytes
 from tests.emulated_cards import busy, emulated_cards
 from tests.planned_requests import (
@@ -70,38 +70,46 @@ class Pool:
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
         self.arena = Arena(LIMIT, numbers=self._numbers)
-        allocate = self._allocator("host", self.arena)
-        place = HostPlace(self.arena, allocate, IdleFrames())
+        place = HostPlace(self.arena, self.allocate, IdleFrames())
         self.planner = Planner(
             self.model, place, cast("Queue", self), max_rows=8, remembers=self.remembers
         )
 
-    def _allocator(self, name: str, arena: Arena) -> Callable[..., Any]:
-        def allocate(sizes: Any, _: float, *_of_cards: object) -> Any:
-            self.asked.append((name, [*sizes]))
-            return arena.allocate_all(sizes)
+    def allocate(
+        self, sizes: Any, _: float, arena: Arena | None = None, block: SharedBlock | None = None
+    ) -> list[Slot]:
+        arena = arena or self.arena
+        if block is not None:
+            arena.add(block)
+        try:
+            slots = arena.allocate_all(sizes)
+        except BlockNeededError as exc:
+            raise exc.with_traceback(
+                None
+            ) from None  # which would hold itself, and the caller's frames
+        found = [str(device) for device, one in self.memories.items() if one.arena is arena]
+        self.asked.append((found[0] if found else "host", [*sizes]))
+        return slots
 
-        return allocate
-
-    def card(self, device: Device) -> CardMemory:
+    def place(self, device: Device) -> CardMemory:
         if device not in self.memories:
-            card = Card.open(device)
-            card.reclaim()  # what earlier tests have left
-            create, name = card.create, f"memory of {device}"
-            arena = Arena(self.limit, numbers=self._numbers, create=create, name=name)
-            allocate = self._allocator(str(device), arena)
-            repeat = self.repeated.append
-            memory = self.memories[device] = CardMemory(card, arena, allocate, repeat)
+            Card.open(device).reclaim()  # what earlier tests have left
+            queue, dropped = cast("Queue", self), list[int]().append
+            memory = open_memory(device, self.limit, queue, dropped, self._numbers)
+            self.memories[device] = memory
             memory.is_reached = self.reached
         return self.memories[device]
 
     def deliver(self, call: Callable[[], object]) -> None:
         self.delivered.append(call)
 
+    def repeat(self, call: Callable[[], bool]) -> None:
+        self.repeated.append(call)
+
     def request(
         self, *inputs: Any, on: str | None = None, pieces: int = 2, how: Known | None = DECLARED
     ) -> Request:
-        memory = None if on is None else self.card(Device.parse(on))
+        memory = None if on is None else self.place(Device.parse(on))
         request = request_of(
             self.planner, [*inputs], pieces, how, 1.0, outputs_on=memory, card_timeout=self.timeout
         )
@@ -142,12 +150,12 @@ class Pool:
     def ways(self, device: str = "cuda:0") -> dict[str, int]:
         return {
             way: count
-            for way, count in self.card(Device.parse(device)).statistics().inputs.items()
+            for way, count in self.place(Device.parse(device)).statistics().inputs.items()
             if count
         }
 
-    def allocate(self, device: str, rows: int = 8) -> Any:
-        memory = self.card(Device.parse(device))
+    def empty(self, device: str, rows: int = 8) -> Any:
+        memory = self.place(Device.parse(device))
         return self.planner.allocate({"x": (rows, 3)}, 0.0, memory)["x"]
 
     def deliver_all(self) -> None:
@@ -194,12 +202,12 @@ def test_foreign_tensor_is_copied_once_on_its_card(make: Make) -> None:
     value = pool.answer(request)
     np.testing.assert_array_equal(value["y"], 2 * X)
     assert pool.ways() == {"copied": 1}
-    assert pool.card(Device("cuda", 0)).statistics().input_bytes["copied"] == X.nbytes
+    assert pool.place(Device("cuda", 0)).statistics().input_bytes["copied"] == X.nbytes
 
 
 def test_misaligned_view_is_copied(make: Make) -> None:
     pool = make()
-    x = pool.allocate("cuda:0")
+    x = pool.empty("cuda:0")
     x.set(np.vstack([X, X]))
     np.testing.assert_array_equal(pool.answer(pool.request(x[1:5], W))["y"], 2 * x.get()[1:5])
     assert pool.ways() == {"copied": 1}
@@ -207,7 +215,7 @@ def test_misaligned_view_is_copied(make: Make) -> None:
 
 def test_outputs_stay_on_the_card_until_their_last_view_is_gone(make: Make) -> None:
     pool = make()
-    used = pool.card(Device("cuda", 0)).arena
+    used = pool.place(Device("cuda", 0)).arena
     value = pool.answer(pool.request(X, W, on="cuda:0"))
     np.testing.assert_array_equal(value["y"].get(), 2 * X)
     address = value["y"].data.ptr
@@ -301,8 +309,8 @@ def test_producer_lets_go_in_the_delivery_thread(make: Make) -> None:
 
 def test_caller_waits_for_nothing_while_its_stream_is_busy(make: Make) -> None:
     pool = make()
-    card = pool.card(Device("cuda", 0))
-    own = pool.allocate("cuda:0", 4)
+    card = pool.place(Device("cuda", 0))
+    own = pool.empty("cuda:0", 4)
     foreign = pool.cupy.empty((4, 3), np.float32)
     with pool.cupy.cuda.Stream(non_blocking=True) as stream, busy(stream):
         own.set(X)
@@ -318,7 +326,7 @@ def test_results_memory_is_written_again_only_after_the_default_stream_has_read_
     make: Make,
 ) -> None:
     pool = make()
-    card = pool.card(Device("cuda", 0)).card
+    card = pool.place(Device("cuda", 0)).card
     value = pool.answer(pool.request(X, W, on="cuda:0"))
     with busy(pool.cupy.cuda.get_current_stream()):
         copy = value.pop("y").copy()
@@ -332,7 +340,7 @@ def test_results_memory_is_written_again_only_after_the_default_stream_has_read_
 
 def test_memory_limit_of_a_card_is_reached_and_names_it(make: Make) -> None:
     pool = make(limit=2 * MIB)
-    held = pool.allocate("cuda:0", 3 * MIB // 24)
+    held = pool.empty("cuda:0", 3 * MIB // 24)
     with pytest.raises(QueueFullError, match=r"bytes of memory of cuda:0 wanted"):
         pool.request(np.zeros((MIB // 12, 3), np.float32), W, on="cuda:0")
     assert held.shape == (3 * MIB // 24, 3)
@@ -340,8 +348,8 @@ def test_memory_limit_of_a_card_is_reached_and_names_it(make: Make) -> None:
 
 def test_results_are_copied_out_where_callers_hold_much_of_the_limit(make: Make) -> None:
     pool = make(limit=2 * MIB)
-    card = pool.card(Device("cuda", 0))
-    held = pool.allocate("cuda:0", MIB // 12)
+    card = pool.place(Device("cuda", 0))
+    held = pool.empty("cuda:0", MIB // 12)
     with pool.cupy.cuda.Stream(non_blocking=True) as stream, busy(stream):
         value = pool.answer(pool.request(X, W, on="cuda:0"))["y"]
         assert card.arena.used - held.view.nbytes < 64
@@ -436,7 +444,7 @@ def test_argument_names_a_card(text: object, pool: list[str], expected: str | No
 
 def test_producers_tensor_is_held_until_the_copy_for_a_failed_request_is_done(make: Make) -> None:
     pool = make()
-    card = pool.card(Device("cuda", 0))
+    card = pool.place(Device("cuda", 0))
     x = pool.cupy.asarray(X)
     card.card.synchronize()
     with pool.cupy.cuda.Stream(non_blocking=True) as stream, busy(stream):
@@ -464,7 +472,7 @@ def test_tensor_that_goes_through_the_host_is_not_waited_for_past_the_time_out(
 ) -> None:
     pool = make(reached=False, timeout=0.05)
     x = pool.cupy.asarray(X)
-    pool.card(Device("cuda", 0))
+    pool.place(Device("cuda", 0))
     request = pool.request(X, W, on="cuda:0")
     with busy(pool.cupy.cuda.get_current_stream()):
         call = partial(pool.request, x, W) if way == "in" else partial(pool.answer, request)
@@ -474,12 +482,12 @@ def test_tensor_that_goes_through_the_host_is_not_waited_for_past_the_time_out(
 
 def test_allocate_does_not_wait_for_a_busy_stream_but_the_arrays_stream_does(make: Make) -> None:
     pool = make()
-    card = pool.card(Device("cuda", 0)).card
+    card = pool.place(Device("cuda", 0)).card
     stream = pool.cupy.cuda.Stream(non_blocking=True)
     with busy(stream):
         card.follow(stream.ptr)  # as for a request whose input is not ready
         with pool.cupy.cuda.Stream(non_blocking=True) as mine:
-            x = pool.allocate("cuda:0", 4)
+            x = pool.empty("cuda:0", 4)
             x.set(X)
         with pytest.raises(TimeoutError):
             card.synchronize(0.0)
@@ -489,7 +497,7 @@ def test_allocate_does_not_wait_for_a_busy_stream_but_the_arrays_stream_does(mak
 
 def test_result_that_another_thread_copies_out_is_complete_for_every_stream(make: Make) -> None:
     pool = make(limit=2 * MIB, timeout=0.05)
-    held = pool.allocate("cuda:0", MIB // 12)
+    held = pool.empty("cuda:0", MIB // 12)
     request = pool.request(X, W, on="cuda:0")
     with busy(pool.cupy.cuda.get_current_stream()), ThreadPoolExecutor(1) as delivery:
         error = delivery.submit(pool.answer, request).exception()
@@ -521,7 +529,7 @@ def test_tensor_without_dimensions_or_elements_goes_in_and_out(make: Make, array
 
 
 def test_counting_inputs_takes_no_lock_that_the_loop_would_wait_for(make: Make) -> None:
-    memory = make().card(Device("cuda", 0))
+    memory = make().place(Device("cuda", 0))
     with ThreadPoolExecutor(4) as threads:
         for size in range(100):
             threads.submit(memory.count, "copied", size)

@@ -19,7 +19,7 @@ that stream has queued. Memory of cards is not there in a process that was forke
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +44,7 @@ from mcinfer.errors import (
     requires,
 )
 from mcinfer.requests.frames import Lease, Plan
-from mcinfer.requests.planner import Queue, lease, output_frame
+from mcinfer.requests.planner import Place, Queue, Spot, lease, output_frame
 from mcinfer.requests.request import Call, Part, Request, pick
 from mcinfer.requests.tensors import Arrays
 from mcinfer.shm.arena import Arena, BlockNeededError, Slot
@@ -66,29 +66,14 @@ _ALIGNMENT = 16
 """Bytes to which an input in place must be aligned: kernels of cuDNN and cuBLAS load as much at once."""
 
 
-Allocate = Callable[[Sequence[int], float, Arena, DeviceBlock | None], list[Slot]]
-"""How the loop gives slots of an arena: all or none, within so many seconds.
-
-It raises `BlockNeededError` if the arena needs a block: make one, and come again with it. It raises
-`QueueFullError` if the memory is in use, and was until the time was over.
-"""
-
-Repeat = Callable[[Callable[[], bool]], object]
-"""Has the delivery thread make a call until it returns True."""
-
-
 def open_memory(
     device: Device,
     limit: int | None,
-    allocate: Allocate,
-    repeat: Repeat,
+    queue: Queue,
     dropped: Callable[[int], None],
     numbers: Iterator[int],
 ) -> "CardMemory":
-    """Open a card, and make an arena for its memory.
-
-    Its blocks, which have `numbers`, may have `limit` bytes together; None is half of what is free. `dropped`
-    is called in the loop with the number of each block that the arena has closed.
+    """Open a card, and make an arena for its memory; see `mcinfer.requests.planner.OpenPlace`.
 
     Raises:
         MissingDependencyError: The package cuda-bindings is not installed.
@@ -104,17 +89,16 @@ def open_memory(
         alignment=_SLOT_ALIGNMENT,
         name=f"memory of {card.device}",
     )
-    return CardMemory(card, arena, allocate, repeat)
+    return CardMemory(card, arena, queue)
 
 
 @dataclass(slots=True, eq=False)
 class CardMemory:
-    """One card's memory for the tensors of one pool; any thread may call it."""
+    """One card's memory for the tensors of one pool: a `mcinfer.requests.planner.Place`."""
 
     card: Card
     arena: Arena  # of blocks of its memory; the loop owns it
-    _allocate: Allocate
-    _repeat: Repeat
+    queue: Queue
     is_reached: bool = False  # by every worker, which can be given that memory; the loop says so
     # By thread: the loop reads it, and must take no lock that a caller can hold.
     _inputs: dict[int, dict[CardWay, tuple[int, int]]] = field(default_factory=dict)
@@ -133,7 +117,8 @@ class CardMemory:
         try:
             while True:
                 try:
-                    return self._allocate(sizes, max(0.0, end - monotonic()), self.arena, block)
+                    left = max(0.0, end - monotonic())
+                    return self.queue.allocate(sizes, left, self.arena, block)
                 except BlockNeededError as exc:
                     needed = exc
                 block = self._make_block(needed, end - monotonic())
@@ -156,6 +141,92 @@ class CardMemory:
 
     # Inputs.
 
+    def read(self, value: Any, spec: TensorSpec) -> "CardTensor":
+        """Take an input that lies on the card, in place, unless it was taken before.
+
+        Raises:
+            InvalidInputError: It does not fit; names the input.
+        """
+        if isinstance(value, CardTensor):
+            return value
+        try:
+            with self.card.current():  # PyTorch gives tensors of the current card alone
+                tensor = dlpack.read(value, self.card.stream)
+        except Exception as exc:  # a producer raises what it likes
+            raise InvalidInputError(f"input {spec.name!r}: {exc}") from exc
+        if tensor.element_type != spec.element_type:
+            raise InvalidInputError(
+                f"input {spec.name!r} has dtype {tensor.element_type}, expected {spec.element_type} ({spec})"
+            )
+        return CardTensor(tensor, spec, self)
+
+    def bring(
+        self, arrays: list[Any], plan: Plan, call: Call, timeout: float
+    ) -> tuple[dict[int, Spot], Lease | None]:
+        """Bring inputs on all cards to where workers can read them, and get memory for outputs on a card.
+
+        The memory of one card is had at once, and cards come in a fixed order, before the host: requests that
+        each held a part, and waited for what another one held, would wait for ever.
+
+        Args:
+            arrays: The inputs; those that workers cannot read on a card are on the host afterwards.
+            plan: How they are cut.
+            call: Says where the outputs go, and how long a copy to the host may take.
+            timeout: Seconds to wait for memory.
+
+        Returns:
+            By number, where inputs lie on cards; and the outputs' memory, if they are written there.
+
+        Raises:
+            QueueFullError: A card's memory for tensors was not free in time.
+            PredictTimeoutError: What is queued before a copy to the host took too long.
+        """
+        end = monotonic() + timeout
+        tensors: dict[int, CardTensor] = {}
+        for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
+            if isinstance(array, CardTensor):
+                if array.memory.is_reached and layout is not None and layout.contiguous:
+                    tensors[i] = array
+                else:
+                    arrays[i] = array.on_host(call.timeout)
+        target: CardMemory | None = call.outputs_on
+        if target is not None and (plan.simple_outputs is None or not target.is_reached):
+            target = None
+        memories = {*(tensor.memory for tensor in tensors.values()), *([target] if target else [])}
+        outputs: Lease | None = None
+        for memory in sorted(memories, key=lambda memory: memory.card.device.index):
+            mine = [tensor for tensor in tensors.values() if tensor.memory is memory]
+            left = max(0.0, end - monotonic())
+            outputs = memory.take(mine, plan if memory is target else None, left) or outputs
+        found = {i: tensor.place for i, tensor in tensors.items() if tensor.place is not None}
+        return found, outputs
+
+    def take(
+        self, tensors: "Sequence[CardTensor]", plan: Plan | None, timeout: float
+    ) -> Lease | None:
+        """Have workers read tensors of this card, in place or as copies; memory for a plan's outputs."""
+        copied = [tensor for tensor in tensors if not tensor.find()]
+        sizes = [tensor.nbytes for tensor in copied]
+        if plan is not None:
+            sizes.append(plan.outputs.size)
+        outputs: Lease | None = None
+        if sizes:
+            slots = self.allocate(sizes, timeout)
+            self.card.follow(_DEFAULT_STREAM)
+            for tensor, slot in zip(copied, slots, strict=False):
+                tensor.copy_to(slot)
+            if plan is not None:
+                outputs = lease(output_frame(plan, slots[-1]), deque(maxlen=0))
+        blocks = {tensor.place[0] for tensor in tensors if tensor.place is not None}
+        if outputs is not None:
+            blocks |= outputs.ticket.frame.blocks
+        # Workers wait for what our stream has queued, before they touch these blocks.
+        for number in blocks:
+            block = self.arena.block(number)
+            if isinstance(block, DeviceBlock):
+                self.card.record(block)
+        return outputs
+
     def count(self, way: CardWay, size: int) -> None:
         """Count an input of so many bytes."""
         mine = self._inputs.setdefault(get_ident(), dict.fromkeys(CARD_WAYS, (0, 0)))
@@ -172,13 +243,6 @@ class CardMemory:
             inputs={way: sum(counts[way][0] for counts in threads) for way in CARD_WAYS},
             input_bytes={way: sum(counts[way][1] for counts in threads) for way in CARD_WAYS},
         )
-
-    def announce(self, blocks: Iterable[int]) -> None:
-        """Have workers wait for what our stream has queued, before they touch these blocks."""
-        for number in blocks:
-            block = self.arena.block(number)
-            if isinstance(block, DeviceBlock):
-                self.card.record(block)
 
     # The end of work.
 
@@ -200,11 +264,11 @@ class CardMemory:
                     call()
                     return True
 
-                self._repeat(attempt)
+                self.queue.repeat(attempt)
                 return
         call()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give back what nothing uses, once our stream and the default one have done their work."""
         with suppress(CardError):
             self.card.follow(_DEFAULT_STREAM)
@@ -218,6 +282,10 @@ class CardMemory:
             raise PredictTimeoutError(str(exc)) from exc
 
     # Results.
+
+    def request(self, *given: Any) -> "CardRequest":
+        """A request whose outputs are to lie on the card; the arguments are those of `Request`."""
+        return CardRequest(*given)
 
     def array(
         self,
@@ -306,9 +374,7 @@ class CardTensor:
         *("base", "memory", "nbytes", "place", "shape"),
     )
 
-    def __init__(
-        self, tensor: dlpack.DlpackTensor, spec: TensorSpec, memory: CardMemory, cards: Queue
-    ) -> None:
+    def __init__(self, tensor: dlpack.DlpackTensor, spec: TensorSpec, memory: CardMemory) -> None:
         self.memory = memory
         self.shape = tensor.shape
         self.nbytes = tensor.size
@@ -320,7 +386,7 @@ class CardTensor:
         # The producer's code, which lets go of the tensor, must not run in the loop. A request that failed
         # leaves its copy on the stream; the producer may use its memory again as soon as it is let go.
         let_go = partial(memory.after, [tensor].clear)
-        finalize(self, cards.deliver, let_go).atexit = False
+        finalize(self, memory.queue.deliver, let_go).atexit = False
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return _CUDA, self.memory.card.device.index
@@ -346,89 +412,6 @@ class CardTensor:
         return np.ndarray(self.shape, self._spec.dtype, copy)
 
 
-def read_input(value: Any, spec: TensorSpec, cards: Queue) -> CardTensor:
-    """Take an input that lies on a card, in place, unless it was taken before.
-
-    Raises:
-        InvalidInputError: It does not fit, or its card cannot be used; names the input.
-        MissingDependencyError: The package cuda-bindings is not installed.
-    """
-    if isinstance(value, CardTensor):
-        return value
-    device = Device("cuda", int(value.__dlpack_device__()[1]))
-    try:
-        memory = cards.card(device)
-    except BuildError as exc:
-        raise InvalidInputError(
-            f"input {spec.name!r} lies on {device}, which cannot be used: {exc}"
-        ) from exc
-    try:
-        with memory.card.current():  # PyTorch gives tensors of the current card alone
-            tensor = dlpack.read(value, memory.card.stream)
-    except Exception as exc:  # a producer raises what it likes
-        raise InvalidInputError(f"input {spec.name!r}: {exc}") from exc
-    if tensor.element_type != spec.element_type:
-        raise InvalidInputError(
-            f"input {spec.name!r} has dtype {tensor.element_type}, expected {spec.element_type} ({spec})"
-        )
-    return CardTensor(tensor, spec, memory, cards)
-
-
-def bring(
-    arrays: list[Any], plan: Plan, call: Call, timeout: float
-) -> tuple[dict[int, tuple[int, int]], Lease | None]:
-    """Bring inputs on cards to where workers can read them, and get memory for outputs on a card.
-
-    The memory of one card is had at once, and cards come in a fixed order, before the host: requests that
-    each held a part, and waited for what another one held, would wait for ever.
-
-    Args:
-        arrays: The inputs; those that workers cannot read on a card are on the host afterwards.
-        plan: How they are cut.
-        call: Says where the outputs go, and how long a copy to the host may take.
-        timeout: Seconds to wait for memory.
-
-    Returns:
-        By number, where inputs lie on cards; and the outputs' memory, if they are written there.
-
-    Raises:
-        QueueFullError: A card's memory for tensors was not free in time.
-        PredictTimeoutError: What is queued before a copy to the host took too long.
-    """
-    end = monotonic() + timeout
-    tensors: dict[int, CardTensor] = {}
-    for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
-        if isinstance(array, CardTensor):
-            if array.memory.is_reached and layout is not None and layout.contiguous:
-                tensors[i] = array
-            else:
-                arrays[i] = array.on_host(call.timeout)
-    target: CardMemory | None = call.outputs_on
-    if target is not None and (plan.simple_outputs is None or not target.is_reached):
-        target = None
-    memories = {*(tensor.memory for tensor in tensors.values()), *([target] if target else [])}
-    outputs: Lease | None = None
-    for memory in sorted(memories, key=lambda memory: memory.card.device.index):
-        mine = [tensor for tensor in tensors.values() if tensor.memory is memory]
-        copied = [tensor for tensor in mine if not tensor.find()]
-        sizes = [tensor.nbytes for tensor in copied]
-        if memory is target:
-            sizes.append(plan.outputs.size)
-        if sizes:
-            slots = memory.allocate(sizes, max(0.0, end - monotonic()))
-            memory.card.follow(_DEFAULT_STREAM)
-            for tensor, slot in zip(copied, slots, strict=False):
-                tensor.copy_to(slot)
-            if memory is target:
-                outputs = lease(output_frame(plan, slots[-1]), deque(maxlen=0))
-        blocks = {tensor.place[0] for tensor in mine if tensor.place is not None}
-        if memory is target and outputs is not None:
-            blocks |= outputs.ticket.frame.blocks
-        memory.announce(blocks)
-    found = {i: tensor.place for i, tensor in tensors.items() if tensor.place is not None}
-    return found, outputs
-
-
 def check_types(specs: Sequence[TensorSpec], name: str) -> None:
     """Raise `InvalidInputError` if CuPy has no arrays of these types."""
     for spec in specs:
@@ -436,9 +419,9 @@ def check_types(specs: Sequence[TensorSpec], name: str) -> None:
             raise InvalidInputError(f"{name}: got {spec}, which no CuPy array can hold")
 
 
-def open_place(
-    text: str, name: str, specs: Sequence[TensorSpec], pool: Sequence[Device], cards: Queue
-) -> CardMemory:
+def place_of(
+    text: str, name: str, specs: Sequence[TensorSpec], pool: Sequence[Device], queue: Queue
+) -> Place:
     """The card that an argument names, for tensors of these types; ``"device"`` is the pool's first.
 
     Raises:
@@ -450,8 +433,7 @@ def open_place(
     device = card_of(text, name, pool)
     cupy()
     try:
-        memory: CardMemory = cards.card(device)
-        return memory
+        return queue.place(device)
     except BuildError as exc:
         raise InvalidInputError(f"{name}: got {text!r}: {exc}") from exc
 

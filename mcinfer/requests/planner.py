@@ -6,7 +6,8 @@
          ── copied in (rows a to b of a shard are an offset) ──► Request ──► the queue (the loop)
 
 There is one algorithm, wherever tensors lie. A *place* gives memory, views and copies: the host's arena here,
-a card's in `mcinfer.cards.tensors`. Inputs that workers can read where they lie have no part in a frame.
+that of a device by the `Place` which the queue opens for it. Inputs that workers can read where they lie have
+no part in a frame.
 
 Plans keep unused frames. So steady traffic reuses memory that is warm in every process, and references that
 are encoded and bound in the workers. Idle frames are limited in number and bytes, and freed when memory is
@@ -18,11 +19,10 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from math import prod
 from operator import attrgetter, index
 from time import monotonic
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.config import Device, Limits
-from mcinfer.errors import InvalidInputError, McinferError, QueueFullError
+from mcinfer.errors import BuildError, InvalidInputError, McinferError, QueueFullError
 from mcinfer.protocol import TensorRef, encode_references, part_of_joined
 from mcinfer.requests.forks import forks
 from mcinfer.requests.frames import Frame, IdleFrames, Lease, Plan, Seen, Side, Ticket
@@ -45,15 +45,16 @@ from mcinfer.requests.tensors import (
     Layout,
     as_input,
     copy_in,
-    is_on_card,
+    device_of,
     lay_input,
     lay_output,
     string_rows,
 )
 from mcinfer.requests.weights import WeightStore, WeightVersion
 from mcinfer.sharding import JoinError
-from mcinfer.shm.arena import Arena, Slot, align
+from mcinfer.shm.arena import Arena, SharedBlock, Slot, align
 from mcinfer.specs import MOST_COPIED, STRING, ModelSpec, TensorSpec, check_whole_bytes
+from mcinfer.statistics import CardStatistics
 
 _shape = attrgetter("shape")
 
@@ -81,9 +82,45 @@ _MAX_COMMON_BYTES = 4096  # of inputs that all rows share; with larger ones, req
 _LARGE_BYTES = 1 << 20  # copies from here on may use several threads
 
 
-def cards() -> Any:
-    """The door to NVIDIA cards: imported with the first tensor, or argument, that names one."""
-    return import_module("mcinfer.cards.tensors")
+class Place(Protocol):
+    """The memory of a device, for inputs that lie there and outputs that stay there; any thread may call it.
+
+    An input that lies there has the `shape` and `nbytes` of an array, its place as `base`, and `on_host`,
+    which gives a copy as a NumPy array.
+
+    Attributes:
+        arena: The memory, which the loop owns.
+        is_reached: Whether every worker can be given that memory; the loop says so.
+    """
+
+    arena: Arena
+    is_reached: bool
+
+    def read(self, value: Any, spec: TensorSpec) -> Any:
+        """Take an input that lies there; raise `InvalidInputError` if it does not fit."""
+
+    def empty(self, spec: TensorSpec, shape: tuple[int, ...], timeout: float) -> Any:
+        """An array of undefined content, in memory that workers use in place."""
+
+    def bring(
+        self, arrays: list[Any], plan: Plan, call: Call, timeout: float
+    ) -> tuple["dict[int, Spot]", Lease | None]:
+        """Where workers read inputs on devices, by their numbers, and memory for the outputs there.
+
+        The other inputs are in the host's memory then. Memory is waited for `timeout` seconds.
+        """
+
+    def request(self, *given: Any) -> Request:
+        """A request whose outputs are to lie there; the arguments are those of `Request`."""
+
+    def upload(self, specs: Sequence[TensorSpec], arrays: Arrays, timeout: float) -> Arrays:
+        """Copies of the host's arrays, by name."""
+
+    def statistics(self) -> CardStatistics:
+        """A snapshot, for the loop."""
+
+    def release(self) -> None:
+        """Give back what nothing uses, for the delivery thread, at the end."""
 
 
 class Queue(Owner, Protocol):
@@ -98,8 +135,26 @@ class Queue(Owner, Protocol):
     def await_answer(self, request: Request) -> None:
         """Wait until a request is settled."""
 
-    def card(self, device: Device) -> Any:
-        """A card's memory."""
+    def place(self, device: Device) -> Place:
+        """A device's memory; the first call opens it."""
+
+    # For places.
+
+    def allocate(
+        self, sizes: Sequence[int], timeout: float, arena: Arena, block: SharedBlock | None
+    ) -> list[Slot]:
+        """Slots of a place's arena; `block` is one that it needed (`BlockNeededError`)."""
+
+    def repeat(self, call: Callable[[], bool]) -> None:
+        """Have the delivery thread make a call until it returns True."""
+
+
+OpenPlace = Callable[[Device, int | None, Queue, Callable[[int], None], Iterator[int]], Place]
+"""Opens a device's memory for the tensors of one pool.
+
+It gets the device, the most bytes of all blocks (None is half of what is free), the queue, what is to be
+called in the loop with the number of each block that was closed, and the numbers of new blocks.
+"""
 
 
 class HostPlace:
@@ -280,29 +335,31 @@ class Planner:
     def request(self, call: Call, pieces: int, timeout: float) -> Request:
         """Check a call, cut it, and bring its inputs to where workers can read them.
 
-        Inputs on a card that are cut along an inner axis go through the host, and so do outputs for a card
-        that are joined by copying, or whose shapes are not known before the run. `pieces` is the most shards;
-        `timeout` seconds are there to wait for memory.
+        Inputs on a device that are cut along an inner axis go through the host, and so do outputs for a
+        device that are joined by copying, or whose shapes are not known before the run. `pieces` is the most
+        shards; `timeout` seconds are there to wait for memory.
 
         Raises:
             InvalidInputError: It does not fit the model; names the input.
             QueueFullError: No shared memory was free in time.
-            PredictTimeoutError: What is queued on a card before a tensor that goes through the host took too
-                long.
+            PredictTimeoutError: What is queued on a device before a tensor that goes through the host took
+                too long.
         """
         arrays = self.arrays(call.inputs)
-        is_elsewhere = on_card = call.outputs_on is not None
+        target: Place | None = call.outputs_on
+        is_elsewhere, on_device = target is not None, target
         for array in arrays:
             # A view of ordinary memory has a base as well, but not one of these.
             if array.base is not None and is_leased(array):
                 is_elsewhere = True
-                on_card = on_card or type(array) is not np.ndarray
+                if type(array) is not np.ndarray:
+                    on_device = array.base
         known = None if call.apart else call.known
         shapes = tuple(map(_shape, arrays))
         version = 0 if known is None else known.number
         key: tuple[Any, ...] = (shapes, pieces, version, len(self._opened))
         plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known)
-        make: type[Request] = Request if call.outputs_on is None else cards().CardRequest
+        make: Callable[..., Request] = Request if target is None else target.request
         if not plan.cut.rows:
             request = make(plan, call, (), (), None, frozenset())
             request.preset()
@@ -311,8 +368,8 @@ class Planner:
         outputs: Lease | None = None
         if is_elsewhere:
             end = monotonic() + timeout
-            if on_card:  # what workers cannot read there is on the host then, in `arrays`
-                found, outputs = cards().bring(arrays, plan, call, timeout)
+            if on_device is not None:
+                found, outputs = on_device.bring(arrays, plan, call, timeout)
             for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
                 if type(array) is np.ndarray and layout is not None and layout.contiguous:
                     spot = self.place.find(array)
@@ -322,13 +379,14 @@ class Planner:
             if found:
                 key = (*key, *sorted(found))
                 plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known, found)
-            if call.outputs_on is not None:  # its value is never just a view for NumPy
+            if target is not None:  # its value is never just a view for NumPy
                 plan = replace(plan, simple_outputs=None)
         join = None
-        if call.joins and known is not None and known.splits and not (on_card or self._is_ragged):
+        may_join = call.joins and on_device is None and not self._is_ragged
+        if may_join and known is not None and known.splits:
             join = self._join(arrays, plan, call.weights, checked=known.split.checked)
         laid = plan
-        if plan.seen is None or call.outputs_on is not None:
+        if plan.seen is None or target is not None:
             held, written = self.place.lease(plan, timeout, with_outputs=outputs is None)
         else:
             laid, held, written = self._lease_laid(plan, plan.seen, timeout)
@@ -357,7 +415,7 @@ class Planner:
         request = make(laid, call, keep, bodies, outputs, blocks)
         if self._has_strings:
             request.size += sum(map(len, bodies))  # they travel in these
-        if on_card:
+        if on_device is not None:
             sizes = [arrays[i].nbytes for i in found if type(arrays[i]) is not np.ndarray]
             request.size += sum(sizes)
         request.join = join
@@ -381,9 +439,9 @@ class Planner:
                 plan, seen.laid = seen.laid, None  # they hold each other
 
     def allocate(
-        self, shapes: Mapping[str, Sequence[int]], timeout: float, place: Any = None
+        self, shapes: Mapping[str, Sequence[int]], timeout: float, place: Place | None = None
     ) -> Arrays:
-        """Arrays in shared memory, or in that of a card (`mcinfer.cards.tensors.CardMemory`)."""
+        """Arrays in shared memory, or in another place."""
         specs = {spec.name: spec for spec in self._model.inputs}
         arrays: Arrays = {}
         if not isinstance(shapes, Mapping):
@@ -411,7 +469,7 @@ class Planner:
         return arrays
 
     def host_arrays(self, inputs: Inputs, timeout: float) -> list[NDArray[Any]]:
-        """As `arrays`; what lies on a card is copied to the host, each within so many seconds."""
+        """As `arrays`; what lies on a device is copied to the host, each within so many seconds."""
         found = self.arrays(inputs)
         return [array if type(array) is np.ndarray else array.on_host(timeout) for array in found]
 
@@ -432,7 +490,7 @@ class Planner:
     def arrays(self, inputs: Inputs) -> list[Any]:
         """The inputs of a request as arrays of the model's types, in its order; shapes are not checked.
 
-        One on a card is a `mcinfer.cards.tensors.CardTensor`.
+        One that lies on a device is what `Place.read` gives.
 
         Raises:
             InvalidInputError: One is missing, unknown or of another type; names it.
@@ -470,9 +528,16 @@ class Planner:
         return [self._input(v, s, t) for v, (s, t) in zip(values, self._types, strict=True)]
 
     def _input(self, value: Any, spec: TensorSpec, element_type: str) -> Any:
-        if is_on_card(value):
-            return cards().read_input(value, spec, self._queue)
-        return as_input(value, spec, element_type)
+        device = device_of(value, spec)
+        if device is None:
+            return as_input(value, spec, element_type)
+        try:
+            place = self._queue.place(device)
+        except BuildError as exc:
+            raise InvalidInputError(
+                f"input {spec.name!r} lies on {device}, which cannot be used: {exc}"
+            ) from exc
+        return place.read(value, spec)
 
     # Plans.
 
@@ -673,7 +738,7 @@ class Planner:
 
 
 def is_leased(array: Any) -> bool:
-    """Whether an array is a view of a frame (NumPy makes views of views those of one array), or on a card."""
+    """Whether an array is on a device, or a view of a frame (views of views are those of one array)."""
     base = array.base
     in_frame = isinstance(base, np.ndarray) and isinstance(base.base, Lease)
     return in_frame or type(array) is not np.ndarray

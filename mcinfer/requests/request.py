@@ -70,7 +70,7 @@ class Call:
         timeout: Seconds.
         priority: Among requests that wait for a worker.
         outputs: Names of the outputs to return; None is all.
-        outputs_on: The card (`mcinfer.cards.tensors.CardMemory`) for the outputs; None is the host.
+        outputs_on: The place (`mcinfer.requests.planner.Place`) for the outputs; None is the host's.
         context: Of the caller, if the request is traced.
         offer: Called before the wait with a function that ends it, which any thread may call.
         apart: Whether it is a run of a look: whole, and not joined with others.
@@ -630,7 +630,7 @@ class Request(Outcome[Arrays]):
     def taken(self, index: int) -> NDArray[Any] | None:
         """An array over the memory to which this input was copied as a whole; it keeps that memory.
 
-        None where it was not copied so. Not for an input that is borrowed or on a card; to be called before
+        None where it was not copied so. Not for an input that is borrowed or on a device; to be called before
         the request is queued.
         """
         lease = next((one for one in self._inputs if type(one) is Lease), None)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import sharding
+from mcinfer.config import DLPACK_KINDS, Device
 from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
 from mcinfer.shm.arena import align
@@ -45,8 +46,6 @@ _LARGE_BYTES = 16 << 20
 """From here on several threads are faster: below, the caches of one core are (benchmarks/dispatch.py)."""
 
 _MAX_THREADS = 4
-
-_ON_CARD = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +116,7 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
     typed = hasattr(value, "dtype")
     try:
         if not hasattr(value, "__array__") and hasattr(value, "__dlpack__"):
-            # https://dmlc.github.io/dlpack; memory of a card is refused
+            # https://dmlc.github.io/dlpack; memory of a device is refused
             value = np.from_dlpack(value)
         # NumPy's own types of text take zeros off the end.
         array = np.asarray(value, object if element_type == STRING and not typed else None)
@@ -142,10 +141,18 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
     )
 
 
-def is_on_card(value: object) -> bool:
-    """Whether the value for an input lies on an NVIDIA card, as DLPack says."""
+def device_of(value: object, spec: TensorSpec) -> Device | None:
+    """The device whose memory the value for an input lies in, as DLPack says; None for the host's.
+
+    Raises:
+        InvalidInputError: It does not say where it lies; names the input.
+    """
     where = getattr(value, "__dlpack_device__", None)
-    return where is not None and where()[0] in _ON_CARD
+    try:
+        kind, index = (0, 0) if where is None else map(int, where())
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise InvalidInputError(f"input {spec.name!r} is not an array: {exc}") from exc
+    return Device(DLPACK_KINDS[kind], index) if kind in DLPACK_KINDS else None
 
 
 def _check_range(array: NDArray[Any], spec: TensorSpec, element_type: str, role: str) -> None:

@@ -333,7 +333,7 @@ class Admission:
         self.places = Places(scheduler)
         self.due = math.inf
         self._frames = frames
-        # By arena: None is the shared memory, the others are those of cards.
+        # By arena: None is the host's, the others are those of devices.
         self.memory: dict[Arena | None, MemoryLine] = {
             None: MemoryLine(arena, frames.release, self.places.requests)
         }

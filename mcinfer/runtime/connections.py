@@ -6,7 +6,7 @@ token, which the worker gets over its lifeline and shows in HELLO. One thread ca
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 
 from mcinfer.config import Limits
 from mcinfer.errors import ProtocolError
@@ -45,6 +45,10 @@ DESCRIPTORS_TO_OPEN = 22  # free descriptors of this process that a pool needs f
 _TASKS_TO_OPEN = 4  # threads of a pool itself: the loop's, of calls, ZeroMQ's (2)
 
 
+Share = Callable[[int, ExitStack], list[list[int]]]
+"""Makes what so many ranks share: the descriptors of each, which the stack closes."""
+
+
 class Connections:
     """See the module's docstring.
 
@@ -59,9 +63,11 @@ class Connections:
         builds: Sequence[Sequence[Build]],
         block: Callable[[int], SharedBlock | None],
         limits: Limits,
-        worker: type[WorkerProcess] = WorkerProcess,
+        worker: type[WorkerProcess],
+        share: Share,
     ) -> None:
         self._worker = worker
+        self._share = share
         self.processes: dict[int, Gang] = {}
         self._builds = builds
         self._block = block  # of the master's, by its number
@@ -103,13 +109,7 @@ class Connections:
         _check_descriptors(self._worker.descriptors * len(builds) + between)
         check_tasks(self._tasks(builds))
         with ExitStack() as opened, ExitStack() as passed:
-            groups: list[list[int]] = [[]]
-            if len(builds) > 1:
-                # Here, since a master without ranks does not need it.
-                from mcinfer.ranks.collectives.shm import Shared
-
-                shared = passed.enter_context(closing(Shared(len(builds))))
-                groups = [shared.fds(rank) for rank in range(len(builds))]
+            groups = self._share(len(builds), passed) if len(builds) > 1 else [[]]
             processes = []
             for rank, (build, group) in enumerate(zip(builds, groups, strict=True)):
                 process = self._worker(

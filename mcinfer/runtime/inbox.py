@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from mcinfer.config import Device, Limits
 from mcinfer.errors import ClosedError, McinferError, PredictTimeoutError, QueueFullError
+from mcinfer.requests.planner import Place
 from mcinfer.requests.request import Outcome, Promise, Request
 from mcinfer.runtime.admission import Admission, Allocation, refuse
 from mcinfer.runtime.delivery import Delivery
@@ -67,12 +68,12 @@ class Inbox:
         finished: Whether no worker is left, and none will be started.
         gone: Whether the loop has ended: what comes is refused here.
         loop_thread: The identifier of the loop's thread.
-        cards: The memory of cards (`CardMemory`).
+        places: The memory of devices that is open.
         admission: Whose lines callers would wait in; set before the loop is open.
     """
 
     def __init__(
-        self, limits: Limits, delivery: Delivery, open_card: Callable[[Device], Any]
+        self, limits: Limits, delivery: Delivery, open_place: Callable[[Device], Place]
     ) -> None:
         self.items: deque[Request | Question[Any] | Allocation] = deque()
         self.bell = WakeUp()
@@ -83,9 +84,11 @@ class Inbox:
         self.admission: Admission
         self._limits = limits
         self._delivery = delivery
-        self._open_card = open_card
-        self._reached: dict[int, frozenset[str]] = {}  # by worker, the cards that it reaches
-        self.cards: dict[Device, Any] = {}
+        self._open_place = open_place
+        self._reached: dict[
+            int, frozenset[str]
+        ] = {}  # by worker, the devices whose memory it reaches
+        self.places: dict[Device, Place] = {}
         self.pid = os.getpid()
 
     # Whether calls are taken.
@@ -197,6 +200,10 @@ class Inbox:
         """Have the delivery thread make a call."""
         self._delivery.put(call)
 
+    def repeat(self, call: Callable[[], bool]) -> None:
+        """Have the delivery thread make a call until it returns True."""
+        self._delivery.repeat(call)
+
     def allocate(
         self,
         sizes: Sequence[int],
@@ -204,14 +211,14 @@ class Inbox:
         arena: Arena | None = None,
         block: SharedBlock | None = None,
     ) -> list[Slot]:
-        """Slots of shared memory of so many bytes, all or none; `arena` is that of a card, None the host's.
+        """Slots of shared memory of so many bytes, all or none; `arena` is a place's, None the host's.
 
         Raises:
             QueueFullError: The memory is in use, and was until the time was over.
             InvalidInputError, ClosedError: As `Arena.allocate_all`.
             PredictError: The system has no memory or descriptor left.
             McinferError: As `check_wait`.
-            BlockNeededError: The card's arena needs a block: make one, and come again with it.
+            BlockNeededError: The place's arena needs a block: make one, and come again with it.
         """
         self.check_wait()
         wanted = Allocation(self.admission.memory[arena], sizes, timeout, block)
@@ -230,35 +237,32 @@ class Inbox:
             # Or the error's traceback, this frame and it would hold each other, and memory.
             del wanted, block
 
-    def card(self, device: Device) -> Any:
-        """A card's memory for tensors (`CardMemory`); the first call opens the card in this process.
+    def place(self, device: Device) -> Place:
+        """A device's memory for tensors; the first call opens the device in this process.
 
         Raises:
-            MissingDependencyError: The package cuda-bindings is not installed.
-            BuildError: There is no such card, or no driver.
+            MissingDependencyError: A package is not installed.
+            BuildError: There is no such device, or no driver.
             ClosedError: The master is closed.
         """
-        memory = self.cards.get(device)
-        if memory is None:
-            opened = self._open_card(device)
-            memory = self.ask(partial(self._add_card, device, opened))
-        return memory
+        found = self.places.get(device)
+        return found or self.ask(partial(self._add_place, device, self._open_place(device)))
 
-    def _add_card(self, device: Device, memory: Any) -> Any:
+    def _add_place(self, device: Device, opened: Place) -> Place:
         if self.finished:
             raise ClosedError("the master is closed")
-        if device not in self.cards:
-            self.admission.add_arena(memory.arena)
-            self.cards[device] = memory
+        if device not in self.places:
+            self.admission.add_arena(opened.arena)
+            self.places[device] = opened
             self.note_reach()
-        return self.cards[device]
+        return self.places[device]
 
-    def note_reach(self, worker: int | None = None, cards: Sequence[str] = ()) -> None:
-        """A worker says whose memory it reaches: each card learns whether all workers reach its memory."""
+    def note_reach(self, worker: int | None = None, devices: Sequence[str] = ()) -> None:
+        """A worker says whose memory it reaches: each place learns whether all workers reach it."""
         if worker is not None:
-            self._reached[worker] = frozenset(cards)
-        for device, memory in self.cards.items():
-            memory.is_reached = all(str(device) in reached for reached in self._reached.values())
+            self._reached[worker] = frozenset(devices)
+        for device, place in self.places.items():
+            place.is_reached = all(str(device) in reached for reached in self._reached.values())
 
     def ring(self) -> None:
         os.eventfd_write(self.bell.fd, 1)  # which lives as long as the loop's object

@@ -23,7 +23,6 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from time import monotonic
-from typing import Any
 from weakref import ref
 
 from mcinfer.config import Device
@@ -32,9 +31,10 @@ from mcinfer.private import ModelInMemory, model_name
 from mcinfer.process import check_threads
 from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Reply
 from mcinfer.requests.frames import IdleFrames
+from mcinfer.requests.planner import OpenPlace, Place
 from mcinfer.requests.request import Request
 from mcinfer.runtime.admission import Admission
-from mcinfer.runtime.connections import Connections
+from mcinfer.runtime.connections import Connections, Share
 from mcinfer.runtime.delivery import Delivery, call_trace_hook, prepare
 from mcinfer.runtime.inbox import CLOSING, Inbox, Question
 from mcinfer.runtime.supervision import Supervision
@@ -71,13 +71,18 @@ class Loop:
         *,
         trace: "ref[TraceHook] | None" = None,
         worker: type[WorkerProcess] = WorkerProcess,
+        open_place: OpenPlace,
+        share: Share,
     ) -> None:
         builds = [ranks[0] for ranks in groups]  # one, unless a model is cut
         devices = _some(build.device for ranks in groups for build in ranks)
         self._delivery = Delivery(f"{model_name(builds[0].model)} on {devices}")
         limits = self._limits = rules.limits
-        self.inbox = Inbox(limits, self._delivery, self._open_card)
-        self._connections = Connections(groups, lambda n: self.admission.block(n), limits, worker)
+        self._opens = open_place
+        self.inbox = Inbox(limits, self._delivery, self._open_place)
+        self._connections = Connections(
+            groups, lambda n: self.admission.block(n), limits, worker, share
+        )
         self.supervision = Supervision(self._connections, self.inbox, self._delivery, rules)
         self._block_numbers = count()
         self.arena = Arena(
@@ -223,18 +228,9 @@ class Loop:
         self.inbox.check_process()
         return self.inbox.ask(partial(self._take_statistics, weights_version))
 
-    def _open_card(self, device: Device) -> Any:
-        """Open a card where a tensor, or an argument, names it."""
-        from mcinfer.cards.tensors import open_memory
-
-        return open_memory(
-            device,
-            self._limits.memory_bytes,
-            self.inbox.allocate,
-            self._delivery.repeat,
-            self.supervision.detach,
-            self._block_numbers,
-        )
+    def _open_place(self, device: Device) -> Place:
+        limit, dropped = self._limits.memory_bytes, self.supervision.detach
+        return self._opens(device, limit, self.inbox, dropped, self._block_numbers)
 
     # The loop's thread.
 
@@ -337,8 +333,10 @@ class Loop:
         self.inbox.asleep = False
         with ExitStack() as last:  # what was entered last comes first
             last.callback(self._delivery.close)
-            for memory in self.inbox.cards.values():  # given back once the work of the card is done
-                last.callback(self._delivery.put, memory.leave)
+            for (
+                place
+            ) in self.inbox.places.values():  # given back once the work of its device is done
+                last.callback(self._delivery.put, place.release)
             if self.model is not None:
                 last.callback(self.model.close)
             last.callback(self._refuse_all)
@@ -373,7 +371,7 @@ class Loop:
             weights_version=weights_version,
             health=self.supervision.take_health(),
             workers=self.supervision.take_statistics(),
-            cards=tuple(memory.statistics() for memory in self.inbox.cards.values()),
+            cards=tuple(place.statistics() for place in self.inbox.places.values()),
         )
 
     # What comes.
