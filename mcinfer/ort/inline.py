@@ -8,16 +8,9 @@
 An entry is used only for options that are known to change nothing else than its key says, so that a session
 on it computes what a plain one with these options would. Otherwise a plain session opens. An entry is held
 while the native session lives.
-
-The threads of a session are gone in a process that was forked. ONNX Runtime 1.32 then runs on one core, and
-hangs in runs of the parallel mode or at the process's end. So a session with threads is left there as it is,
-and opened again when it is first used: from the entry that this process holds as well, or, if it is plain,
-from its files as long as they are unchanged.
 """
 
-import ctypes
 import os
-import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -40,7 +33,6 @@ from mcinfer.ort.providers import CPU, NOTHING_HERE
 
 if TYPE_CHECKING:
     from mcinfer.model_cache.cache import Held
-    from mcinfer.ort.session import InferenceSession
 
 _LEAST_PATIENCE = 10.0
 _PREPARED_BYTES_PER_SECOND = 25e6
@@ -155,12 +147,6 @@ def _other_providers(providers: Sequence[Any] | None, options: Any) -> list[str]
 
 # In processes that are forked.
 
-WITH_THREADS: noted.ByIdentity[None] = noted.ByIdentity()
-"""The sessions of this process that have threads, which a process that is forked opens again."""
-
-# Reentrant: a signal's handler may run another session meanwhile.
-_reopening = threading.RLock()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
@@ -240,41 +226,3 @@ def has_threads(options: Any) -> bool:
         options.intra_op_num_threads == 1
         and options.execution_mode == native.ExecutionMode.ORT_SEQUENTIAL
     )
-
-
-def _leave_sessions() -> None:
-    global _reopening
-    _reopening = threading.RLock()  # another thread may have held it
-    for session in WITH_THREADS.objects():
-        WITH_THREADS.discard(session)
-        left = session.__dict__.pop("_sess", None)
-        if left is not None:
-            # It is never destroyed: that would wait for threads that there are not.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
-            session.left_by = os.getppid()
-
-
-os.register_at_fork(after_in_child=_leave_sessions)
-
-
-def reopen(session: "InferenceSession") -> None:
-    """Open a session again that was left.
-
-    Raises:
-        ClosedError: A session on a device, whose driver does not work in a forked process; or what it was
-            opened from is not there any more.
-    """
-    with _reopening:
-        if "_sess" in session.__dict__:  # another thread was first
-            return
-        first = session.get_providers()[0]
-        if first not in (CPU, NOTHING_HERE):
-            raise ClosedError(
-                f"the session on {first} belongs to process {session.left_by}; process {os.getpid()} was "
-                "forked from it, and has to open one of its own"
-            )
-        try:
-            session._open_again()
-        except BaseException:
-            session.__dict__.pop("_sess", None)  # opened, and found to be of other files
-            raise

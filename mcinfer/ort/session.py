@@ -4,8 +4,14 @@
 
     InferenceSession(model)              a native session in this process (`mcinfer.ort.inline`)
     InferenceSession(model, devices=2)   runs go to worker processes (`mcinfer.ort.workers`)
+
+The threads of a session are gone in a process that was forked. ONNX Runtime 1.32 then runs on one core, and
+hangs in runs of the parallel mode or at the process's end. So an inline session with threads is left there as
+it is, and opened again when it is first used: from the entry that this process holds as well, or, if it is
+plain, from its files as long as they are unchanged.
 """
 
+import ctypes
 import logging
 import os
 import sys
@@ -23,7 +29,7 @@ from mcinfer.ort import inline
 from mcinfer.ort import options as noted
 from mcinfer.ort.arrays import readable_feed
 from mcinfer.ort.errors import Unsupported
-from mcinfer.ort.providers import UnknownProviderError
+from mcinfer.ort.providers import CPU, NOTHING_HERE, UnknownProviderError
 from mcinfer.process import give_back_freed_memory
 
 if TYPE_CHECKING:  # an inline session needs no workers
@@ -177,7 +183,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             if getattr(self, "_sess", None) is not None:
                 self._sess.close()
             return
-        inline.WITH_THREADS.discard(self)
+        _WITH_THREADS.discard(self)
         self._is_closed, self._opened = True, None
         for name in _OF_NATIVE:
             self.__dict__.pop(name, None)
@@ -249,8 +255,26 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         self._open(asked, self._sess_options_initial or None)
 
     def _open_again(self) -> None:
-        """Open what is left of a session in a process that was forked, as it was opened."""
-        self._open(self._chosen, self._options_of_opening())
+        """Open what is left of a session in a process that was forked, as it was opened.
+
+        Raises:
+            ClosedError: A session on a device, whose driver does not work in a forked process; or what it was
+                opened from is not there any more.
+        """
+        with _reopening:
+            if "_sess" in self.__dict__:  # another thread was first
+                return
+            first = self.get_providers()[0]
+            if first not in (CPU, NOTHING_HERE):
+                raise ClosedError(
+                    f"the session on {first} belongs to process {self.left_by}; process {os.getpid()} was "
+                    "forked from it, and has to open one of its own"
+                )
+            try:
+                self._open(self._chosen, self._options_of_opening())
+            except BaseException:
+                self.__dict__.pop("_sess", None)  # opened, and found to be of other files
+                raise
 
     def _open(self, asked: tuple[Any, Any, Any], options: Any) -> None:
         state = noted.state(options)
@@ -324,7 +348,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             self.prepared, self.why_plain = held.key, ""
         self._was_open, self._opened = True, opened
         if inline.has_threads(options):
-            inline.WITH_THREADS.setdefault(self, None)
+            _WITH_THREADS.setdefault(self, None)
 
     def _left(self) -> "inline.Opened | None":
         """What is to be opened again, in a process that was forked."""
@@ -343,7 +367,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         if name in _OF_NATIVE and self.__dict__.get("_is_closed"):
             raise ClosedError("the session is closed")
         if name == "_sess" and "left_by" in self.__dict__:
-            inline.reopen(self)
+            self._open_again()
             return self._sess
         if name == "master":
             raise AttributeError("master: this session is inline, expected one with devices=")
@@ -411,6 +435,30 @@ def _inline_option(given: dict[str, Any]) -> str:
             "without devices="
         )
     return options.prepare
+
+
+# In processes that are forked.
+
+_WITH_THREADS: noted.ByIdentity[None] = noted.ByIdentity()
+"""The sessions of this process that have threads, which a process that is forked opens again."""
+
+# Reentrant: a signal's handler may run another session meanwhile.
+_reopening = threading.RLock()
+
+
+def _leave_sessions() -> None:
+    global _reopening
+    _reopening = threading.RLock()  # another thread may have held it
+    for session in _WITH_THREADS.objects():
+        _WITH_THREADS.discard(session)
+        left = session.__dict__.pop("_sess", None)
+        if left is not None:
+            # It is never destroyed: that would wait for threads that there are not.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
+            session.left_by = os.getppid()
+
+
+os.register_at_fork(after_in_child=_leave_sessions)
 
 
 # In the place of ONNX Runtime's session, for programs that cannot be edited.
