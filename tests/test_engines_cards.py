@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer.cards.cuda import Card, DeviceBlock
+from mcinfer.cards.cuda import Card, DeviceBlock, model_of
 from mcinfer.cards.slabs import OpenSlab, filled, layout
 from mcinfer.cli.cache import clear, list_entries
 from mcinfer.config import Device, EngineOptions
@@ -79,7 +80,10 @@ class Leader:
 
 def request(model: str, **options: Any) -> EngineRequest:
     given = {"device": DEVICE, "prepare": "always", "allow_fallback": True, **options}
-    return engine_request(model, **given)
+    found = engine_request(model, **given)
+    if found.device.kind == "cpu":
+        return found
+    return replace(found, device_model=partial(model_of, found.device))
 
 
 def open_on_card(model: str, **options: Any) -> OnnxRuntimeEngine:
@@ -165,7 +169,8 @@ def test_model_for_a_card_has_an_entry_of_its_own_by_the_card(card: Card, tmp_pa
     assert prepared_facts("onnxruntime", of_runs) == here
     of_graphs = request(path, provider_options={"prefer_nhwc": "1"})
     assert prepared_facts("onnxruntime", of_graphs) != here
-    held = ensure_prepared(path, EngineOptions(allow_fallback=True), device="cuda:0")
+    options = EngineOptions(allow_fallback=True)
+    held = ensure_prepared(path, options, device="cuda:0", device_model=card.model())
     assert held.facts["card"] == card.model()
     assert open_on_card(path, slab=Leader(card)).prepared == held.key
     prepared = str(held.folder / "model.onnx")

@@ -733,6 +733,11 @@ class Card:
         return True
 
 
+def model_of(device: Device) -> str:
+    """The model of a card, which is opened; errors as of `Card.open`."""
+    return Card.open(device).model()
+
+
 def _driver() -> Any:
     with requires(
         "NVIDIA cards need the package cuda-bindings: pip install 'mcinfer[gpu]'", "cuda"

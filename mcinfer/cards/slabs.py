@@ -3,20 +3,33 @@
 The layout follows from the model's graph alone, so each process that has the slab finds the weights in it.
 The slab has the weights that lie in files beside the graph. Small ones, such as shapes, stay in the graph,
 since a runtime reads them while it loads a model.
+
+A worker makes the slab for the others of its card (`mcinfer.cards.staging`), and a `mcinfer.shm.WeightOwner`
+for the processes that it allows: it sends the block's descriptor and token, and they open it.
+`mcinfer.cards.cuda` has the rules of ownership.
 """
 
 import errno
 import mmap
 import os
-from contextlib import ExitStack
+import weakref
+from contextlib import ExitStack, closing
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mcinfer.cards.cuda import Card, DeviceBlock, DeviceMemory
 from mcinfer.cards.dlpack import DlpackTensor
-from mcinfer.config import Device
-from mcinfer.errors import BuildError
+from mcinfer.config import Device, EngineOptions
+from mcinfer.engines.providers import runtime_values
+from mcinfer.errors import (
+    BuildError,
+    InvalidInputError,
+    MissingDependencyError,
+    WeightAccessError,
+    requires,
+)
 from mcinfer.model_cache.onnx_files import external_files, open_regular, scan
 from mcinfer.shm.arena import align
 from mcinfer.specs import ELEMENT_TYPES
@@ -26,6 +39,8 @@ ALIGNMENT = 256
 
 _STAGING_BYTES = 8 << 20
 """One of two buffers: while the card copies from one, the files are read into the other."""
+
+_NEEDS_RUNTIME = "weights on a card need ONNX Runtime for cards: pip install 'mcinfer[gpu]'"
 
 _NAMES = {
     element.onnx: name for name, element in ELEMENT_TYPES.items() if not name.startswith("complex")
@@ -107,14 +122,14 @@ class OpenSlab:
 
     Attributes:
         placed: Where the weights lie in it.
-        device: The card.
+        card: Whose memory it is.
         address: Address of the first byte on the card, in this process; a multiple of 256.
         host_address: Address at which the host reads the same memory; None if it cannot.
         memory: What keeps it open.
     """
 
     placed: SlabLayout
-    device: Device
+    card: Card
     address: int
     host_address: int | None
     memory: DeviceMemory
@@ -130,11 +145,32 @@ class OpenSlab:
             raise BuildError(f"slab: got {block.size} bytes, expected {placed.size}")
         return cls(
             placed=placed,
-            device=card.device,
+            card=card,
             address=block.address,
             host_address=card.host_address(block.address),
             memory=block.memory(0, block.size),
         )
+
+    @property
+    def device(self) -> Device:
+        """The card, by its index in this process."""
+        return self.card.device
+
+    def add_to(self, session_options: Any) -> None:
+        """As `SharedWeights.add_to`."""
+        with requires(_NEEDS_RUNTIME, "onnxruntime"):
+            import onnxruntime as ort
+        on_card = "CUDAExecutionProvider" in ort.get_available_providers()
+        tensors = self.tensors(on_host=not on_card)
+        if tensors is None:
+            raise MissingDependencyError(_NEEDS_RUNTIME)
+        values = runtime_values(tensors, ort.OrtValue.from_dlpack)
+        for name, value in values.items():
+            session_options.add_initializer(name, value)
+        session_options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        session_options.add_session_config_entry("session.disable_prepacking", "1")
+        # The options have only pointers to the values.
+        weakref.finalize(session_options, values.clear).atexit = False
 
     def tensors(self, *, on_host: bool = False) -> dict[str, DlpackTensor] | None:
         """The weights by name, on the card, or where the host reads them; None if it cannot.
@@ -199,3 +235,41 @@ def _read(file: int, at: int, memory: memoryview, tensor: SlabTensor) -> None:
         if not count:
             raise OSError(errno.EIO, f"{tensor.file} ends within the weight {tensor.name!r}")
         memory, at = memory[count:], at + count
+
+
+# For processes of the user's own.
+
+
+def card_to_share_on(device: str, options: EngineOptions) -> Card:
+    """The card for the arguments of a `WeightOwner`, which it checks."""
+    found = Device.parse(device)
+    if found.kind != "cuda":
+        raise InvalidInputError(f"device: got {device!r}, expected a card such as 'cuda:0'")
+    if options.provider not in (None, "cuda"):
+        raise InvalidInputError(
+            f"options: got the provider {options.provider!r}, expected 'cuda': no other one takes weights "
+            "that are on a card"
+        )
+    return Card.open(found)
+
+
+def put(card: Card, model: Path) -> tuple[DeviceBlock, OpenSlab]:
+    """A block with the weights of a prepared model, and the slab in it for this process."""
+    placed = layout(model)
+    block = filled(card, 0, placed)
+    return block, OpenSlab.within(card, block, placed)
+
+
+def open_slab(handle: int, model: Path, token: bytes, fd: int) -> OpenSlab:
+    """Open the slab of an owner's weights; the descriptor is this function's, even if it fails."""
+    with ExitStack() as failed:
+        failed.callback(os.close, fd)
+        placed = layout(model)
+        card = Card.find(token)
+        if card is None:
+            raise WeightAccessError(
+                f"weights {handle} are on a card that this process does not see (CUDA_VISIBLE_DEVICES)"
+            )
+        failed.pop_all()
+    with closing(card.attach(0, max(placed.size, 1), fd, token, card.device)) as block:
+        return OpenSlab.within(card, block, placed)

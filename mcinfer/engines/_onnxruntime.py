@@ -717,12 +717,16 @@ def fill(_: Progress, request: Mapping[str, Any], folder: str, most_file_bytes: 
     prepare(request_of(request), folder)
 
 
-def ensure(progress: Progress, request: Mapping[str, Any], shown: bool) -> str:
+def ensure(progress: Progress, request: Mapping[str, Any], given: tuple[bool, str]) -> str:
     """Find or make the prepared model, in a child; its key.
 
-    Without `shown`, one line on standard error says what is done.
+    `given` says whether progress is shown (if not, one line on standard error says what is done), and which
+    model of device it is for.
     """
+    shown, model = given
     wanted = request_of(request).with_options(prepare="always")
+    if model:
+        wanted = replace(wanted, device_model=lambda: model)
     if shown:
         logging.getLogger("mcinfer.model_cache").addFilter(lambda record: record.msg != SLOW)
     preparation = prepared(wanted, progress)

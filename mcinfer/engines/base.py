@@ -84,6 +84,8 @@ class EngineRequest:
         stream: The CUDA stream to run on; None for one of the runtime's own.
         memory_limit: Bytes of the card's memory that the runtime may take for itself; None is all there is.
         content: What was read of the model's files; None to read them when it is needed.
+        device_model: Says which model of device it is, on which what is prepared depends; raises `BuildError`
+            if the device cannot be used. None where nothing depends on it, as on the CPU.
         slab: Gives the weights of the prepared model at this path, on the card. Called once, in
             `mcinfer.engines.open_engine`, before the session is made; what it raises is raised there. None to
             load the weights from the model's files.
@@ -97,6 +99,7 @@ class EngineRequest:
     stream: int | None = None
     memory_limit: int | None = None
     slab: Callable[[Path], Slab] | None = None
+    device_model: Callable[[], str] | None = None
 
     @property
     def threads(self) -> int:

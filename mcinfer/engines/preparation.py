@@ -27,7 +27,7 @@ from time import monotonic
 from typing import Any
 
 from mcinfer.checks import as_map, from_map
-from mcinfer.config import CARD_KINDS, Device, EngineOptions
+from mcinfer.config import Device, EngineOptions
 from mcinfer.engines.base import EngineRequest
 from mcinfer.engines.providers import (
     NAMES,
@@ -273,10 +273,8 @@ def _environment(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
     if request.device.kind != "cpu" and runtime.providers:
         provider = provider_of(request)
         facts |= {"provider": provider, "falls_back": NAMES[provider] not in runtime.providers}
-    if request.device.kind in CARD_KINDS:
-        from mcinfer.cards.cuda import Card  # no worker of a CPU needs it
-
-        facts["card"] = Card.open(request.device).model()
+    if request.device_model is not None:
+        facts["card"] = request.device_model()
     return facts
 
 
@@ -505,6 +503,7 @@ def ensure_prepared(
     options: EngineOptions = EngineOptions(),
     progress: Progress | None = None,
     device: str = "cpu:0",
+    device_model: str = "",
 ) -> Held:
     """The prepared form of an ONNX model; a child process makes it if there is none yet.
 
@@ -513,6 +512,7 @@ def ensure_prepared(
         options: Options of the engine that will load it.
         progress: Called while it is made.
         device: The CPU, or a CUDA device.
+        device_model: Of the CUDA device, as in `EngineRequest`.
 
     Returns:
         The entry of the cache, for the caller to close.
@@ -527,7 +527,7 @@ def ensure_prepared(
             progress(state)
 
     try:
-        key = _in_child("ensure", path, options, device, progress is not None, tick)
+        key = _in_child("ensure", path, options, device, [progress is not None, device_model], tick)
         held = Cache.default().open(key)
     except ChildFailedError as exc:
         raise BuildError(f"{path}: it could not be prepared: {exc}") from exc

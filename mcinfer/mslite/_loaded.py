@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import sharding
-from mcinfer.config import CoreShare, Device, PrepareKind
+from mcinfer.cards.cuda import model_of
+from mcinfer.config import CARD_KINDS, CoreShare, Device, PrepareKind
 from mcinfer.engines import open_engine, prepared_facts
 from mcinfer.engines.base import Engine, EngineRequest, run_on_arrays
 from mcinfer.errors import (
@@ -42,8 +43,8 @@ from mcinfer.ranks import open_slice
 from mcinfer.requests.tensors import as_input
 from mcinfer.requests.weights import check_weights
 from mcinfer.sharding import Shape
-from mcinfer.shm.weights import WeightOwner, open_weights
 from mcinfer.specs import STRING, ModelSpec, check_whole_bytes
+from mcinfer.weight_sharing import WeightOwner, open_weights
 
 _log = logging.getLogger("mcinfer.mslite")
 
@@ -212,11 +213,13 @@ def load(
             _put_weights(model, source.weights, Path(config[FOLDER_KEY]))
         if workspace and attempt.engine == "onnxruntime":
             config["session.use_env_allocators"] = "1"
+        device = Device(attempt.kind, attempt.index)
         request = EngineRequest(
             model=model,
-            device=Device(attempt.kind, attempt.index),
+            device=device,
             options=replace(attempt.options, prepare=prepare, session_config=config),
             share=CoreShare(cores=tuple(cores), threads=min(len(cores) or cpus, cpus)),
+            device_model=partial(model_of, device) if attempt.kind in CARD_KINDS else None,
         )
         owner, shared = None, None
         if pids is not None and attempt.engine == "onnxruntime" and attempt.kind == "cuda":

@@ -43,7 +43,7 @@ from mcinfer.mslite.tensor import (
     known_data_type,
     known_dims,
 )
-from mcinfer.shm.weights import WeightOwner
+from mcinfer.weight_sharing import WeightOwner
 
 __all__ = [
     "Model",

@@ -4,11 +4,10 @@ The public names are `WeightOwner`, `open_weights` and `SharedWeights`. They are
 worker imports this package at its start and needs none of them.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mcinfer.shm.weights import SharedWeights, WeightOwner, open_weights
+    from mcinfer.weight_sharing import SharedWeights, WeightOwner, open_weights
 
 __all__ = ["SharedWeights", "WeightOwner", "open_weights"]
 
@@ -16,4 +15,6 @@ __all__ = ["SharedWeights", "WeightOwner", "open_weights"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("mcinfer.shm.weights"), name)
+    from mcinfer import weight_sharing
+
+    return getattr(weight_sharing, name)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mcinfer.config import CARD_KINDS, INLINE, CoreShare, Device
@@ -58,12 +59,16 @@ def open_worker_engine(
     )
     content = readable_content(request)
     request = replace(request, content=content)
+    if device.kind in CARD_KINDS:
+        from mcinfer.cards.cuda import model_of
+
+        request = replace(request, device_model=partial(model_of, device))
     if message.ranks > 1:
         from mcinfer.ranks import open_rank
 
         cut = (message.tensor, message.pipeline)
         engine = open_rank(request, message.rank, cut, group, progress)
-    elif request.device.kind in CARD_KINDS:
+    elif device.kind in CARD_KINDS:
         from mcinfer.cards.staging import open_on_card
 
         slab = None if message.slab is None else blocks.take(message.slab)

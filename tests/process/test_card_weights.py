@@ -38,7 +38,7 @@ from mcinfer.config import Device
 from mcinfer.model_cache.cache import Cache, entry_key
 from mcinfer.cards.cuda import Card
 from mcinfer.cards import slabs
-from mcinfer.shm.weights import WeightOwner, open_weights
+from mcinfer.weight_sharing import WeightOwner, open_weights
 
 slabs._STAGING_BYTES = 5000  # so that weights are copied in pieces
 warned = []
@@ -75,10 +75,10 @@ def opened(handle):
     return str(weights.device)
 
 def values(weights):
-    return {name: np.from_dlpack(t).tolist() for name, t in weights.tensors_on_host().items()}
+    return {name: np.from_dlpack(t).tolist() for name, t in weights.slab.tensors(on_host=True).items()}
 
 def clear(weights, name):
-    tensor = weights.tensors_on_host()[name]
+    tensor = weights.slab.tensors(on_host=True)[name]
     ctypes.memset(tensor.address, 0, tensor.size)
 
 def used(index=0):

@@ -16,7 +16,7 @@ import pytest
 
 from mcinfer.errors import WeightAccessError
 from mcinfer.model_cache.cache import Cache, Held, entry_key
-from mcinfer.shm.weights import WeightOwner, address, open_weights
+from mcinfer.weight_sharing import WeightOwner, address, open_weights
 from tests.process.scripts import Program
 from tests.process.waiting import is_alive
 
@@ -32,8 +32,8 @@ from pathlib import Path
 from mcinfer.errors import ClosedError, WeightAccessError
 from mcinfer.model_cache.cache import Cache, entry_key
 from mcinfer.process import start_time
-from mcinfer.shm.weights import address
-from mcinfer.shm.weights import WeightOwner, open_weights
+from mcinfer.weight_sharing import address
+from mcinfer.weight_sharing import WeightOwner, open_weights
 
 FACTS = {"model": "a test's"}
 

@@ -17,7 +17,7 @@ from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, Weight
 from mcinfer.model_cache.cache import Cache, Held, entry_key
 from mcinfer.process import start_time
 from mcinfer.shm.descriptors import close_all, receive, send
-from mcinfer.shm.weights import MAX_HANDLE, WeightOwner, address, open_weights
+from mcinfer.weight_sharing import MAX_HANDLE, WeightOwner, address, open_weights
 from tests.open_descriptors import descriptors, no_descriptor_left
 
 FACTS = {"model": "a test's"}

@@ -14,13 +14,13 @@ Ownership: an owner has its own descriptors for the folder and the lock, which i
 the same open file in every process, so the entry stays until the last process has closed it or ended. A
 forked child closes the descriptors at once, or the socket's name would stay without an owner.
 
-Weights on a card are a part of `mcinfer.cards.weights`: their block's descriptor travels as a third one, and
-the block stays until the last process has closed it or ended, or, if it is of the kind "handles", until its
-owner ends.
+The block of weights on a card is a slab (`mcinfer.cards.slabs`). It stays until the last process has closed
+it or ended, or, if it is of the kind "handles", until its owner ends.
 """
 
 import errno
 import functools
+import logging
 import os
 import secrets
 import select
@@ -30,8 +30,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcinfer.checks import check_count, check_seconds
 from mcinfer.config import Device, EngineOptions
@@ -40,6 +39,9 @@ from mcinfer.model_cache.cache import MODEL_FILE, CacheUnusableError, Held
 from mcinfer.private import leads_to
 from mcinfer.process import check_threads, start_time
 from mcinfer.shm.descriptors import close_all, peer_credentials, receive, send
+
+if TYPE_CHECKING:  # weights in the host's memory need it not
+    from mcinfer.cards.slabs import OpenSlab
 
 _GRANTED = b"granted "
 """The answer that comes with the descriptors of the folder and of its lock, in this order. For weights on a
@@ -52,6 +54,8 @@ _MAX_ANSWER_BYTES = 1024
 
 MAX_HANDLE = (1 << 63) - 1
 """MindSpore Lite's handles travel through signed 64-bit integers."""
+
+_log = logging.getLogger("mcinfer.shm")
 
 _CONNECT_PAUSE = 0.01
 _LONGEST_WAIT = 86400.0
@@ -215,21 +219,29 @@ class WeightOwner:
         self._allowed: dict[int, int] = {}
         for pid in allow_pids:
             _admit(self._allowed, pid)
-        card = None if device is None else _cards().card_to_share_on(device, options)
+        card = None
+        if device is not None:
+            from mcinfer.cards.slabs import card_to_share_on, put
+
+            card = card_to_share_on(device, options)
         kind = "cpu" if card is None else card.device.kind
         with ExitStack() as opened, ExitStack() as owned:
             if isinstance(model, (str, os.PathLike)):
-                from mcinfer.engines.preparation import ensure_prepared  # the one door to engines
+                from mcinfer.engines.preparation import (
+                    ensure_prepared,
+                )  # owners of an entry need it not
 
-                held = ensure_prepared(model, options, device=device or "cpu:0")
+                about = ("cpu:0", "") if card is None else (str(device), card.model())
+                held = ensure_prepared(model, options, None, *about)
                 model = opened.enter_context(closing(held))
             entry = _open_entry(model, kind)
             owned.callback(close_all, entry)
             granted: tuple[bytes, Sequence[int]] = _GRANTED, entry
             self.weights: SharedWeights | None = None
             if card is not None:
-                block, self.weights = _cards().put(card, Held.adopt(*_open_entry(model, kind)))
+                block, slab = put(card, model.opened / MODEL_FILE)
                 owned.callback(block.close)
+                self.weights = SharedWeights(Held.adopt(*_open_entry(model, kind)), slab)
                 granted = _GRANTED + block.token, (*entry, block.fd)
             socket_ = owned.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             self._listener = _Listener(socket_, granted, self._allowed, owned)
@@ -272,21 +284,21 @@ class WeightOwner:
         """
         check_seconds("timeout", timeout)
         self._listener.close()
-        if self.weights is not None:
-            _cards().end(self.weights, self.handle, timeout)
+        weights = self.weights
+        if weights is not None:
+            if weights.slab is not None and weights.slab.memory.is_lent(timeout):
+                _log.warning(
+                    "weights %d: another process still has them open on %s, so their memory is not free yet",
+                    self.handle,
+                    weights.device,
+                )
+            weights.close()
 
     def __enter__(self) -> "WeightOwner":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _cards() -> ModuleType:
-    """The part that knows cards, loaded where weights are on one."""
-    from mcinfer.cards import weights
-
-    return weights
 
 
 def _admit(allowed: dict[int, int], pid: int) -> None:
@@ -354,16 +366,16 @@ class SharedWeights:
         slab: All of `tensors` in one piece; None if they are in the host's memory, or this is closed.
     """
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, slab: "OpenSlab | None" = None) -> None:
         self.held = held
         self.folder = held.folder
         self.model = str(held.folder / MODEL_FILE)
         self.facts = held.facts
-        self.device: Device | None = None
-        self.slab: Any = None
-        self.tensors: Mapping[str, Any] = {}
+        self.device: Device | None = None if slab is None else slab.device
+        self.slab = slab
+        self.tensors: Mapping[str, Any] = {} if slab is None else slab.tensors() or {}
 
-    def add_to(self, session_options: Any) -> None:  # noqa: ARG002 weights on a card take them
+    def add_to(self, session_options: Any) -> None:
         """Let a session of ONNX Runtime use the weights on the card where they are.
 
         The session is one of `model`, made with these options. Its graph is optimised already, and a weight
@@ -380,6 +392,8 @@ class SharedWeights:
         """
         if self.held.lock < 0:
             raise ClosedError(f"the shared weights {self.folder} are closed")
+        if self.slab is not None:
+            self.slab.add_to(session_options)
 
     def close(self) -> None:
         """Release the entry; do not use what was loaded from it any more.
@@ -387,6 +401,10 @@ class SharedWeights:
         A card's memory stays open until the last of `tensors`, and of the sessions with it, is gone.
         """
         self.held.close()
+        if self.slab is not None:
+            card = self.slab.card
+            self.slab, self.tensors = None, {}
+            card.reclaim()
 
     def __enter__(self) -> "SharedWeights":
         return self
@@ -431,11 +449,13 @@ def open_weights(handle: int, timeout: float = 10.0) -> SharedWeights:
         except CacheUnusableError as exc:
             raise WeightAccessError(f"weights {handle}: {exc}") from exc
         failed.callback(held.close)
-        weights = SharedWeights(held)
+        slab = None
         if token:
-            weights = _cards().open_slab(handle, held, token, blocks.pop())
+            from mcinfer.cards.slabs import open_slab
+
+            slab = open_slab(handle, held.opened / MODEL_FILE, token, blocks.pop())
         failed.pop_all()
-    return weights
+    return SharedWeights(held, slab)
 
 
 def _ask(handle: int, timeout: float) -> tuple[bytes, list[int]]:
