@@ -10,8 +10,9 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
 
+from mcinfer.cards.cuda import ALIGNMENT
 from mcinfer.cards.dlpack import DlpackTensor
-from mcinfer.cards.slabs import ALIGNMENT, SlabLayout, layout
+from mcinfer.cards.slabs import SlabLayout, layout
 from mcinfer.engines.providers import runtime_values
 from mcinfer.errors import BuildError
 from tests.text_models import text_model

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mcinfer.cards.cuda import Card
-from mcinfer.cards.tensors import CardMemory, card_of, check_types, open_memory
+from mcinfer.cards.tensors import CardMemory, open_memory, place_of
 from mcinfer.config import Device
 from mcinfer.errors import InvalidInputError, PredictError, PredictTimeoutError, QueueFullError
 from mcinfer.protocol import TensorRef
@@ -418,28 +418,33 @@ def test_types_that_cupy_lacks_are_refused() -> None:
     for element_type in ("bfloat16", "string"):
         (spec,) = model({"x": (element_type, [2])}, {}).inputs
         with pytest.raises(InvalidInputError, match=r"outputs_on: got x: .*, which no CuPy array"):
-            check_types([spec], "outputs_on")
+            place_of("device", "outputs_on", [spec], [], cast("Queue", None))
 
 
 @pytest.mark.parametrize(
     ("text", "pool", "expected"),
     [
         ("cuda:1", ["cpu:0"], "cuda:1"),
-        ("device", ["cpu:0", "cuda:2", "cuda:0"], "cuda:2"),
+        ("device", ["cpu:0", "cuda:1", "cuda:0"], "cuda:1"),
         ("device", ["tensorrt:1"], "cuda:1"),
         ("device", ["cpu:0"], None),
         ("cpu:0", ["cuda:0"], None),
+        ("tensorrt:0", ["cuda:0"], None),
         ("cuda", ["cuda:0"], None),
         (0, ["cuda:0"], None),
     ],
 )
-def test_argument_names_a_card(text: object, pool: list[str], expected: str | None) -> None:
-    devices = [Device.parse(device) for device in pool]
+def test_argument_names_a_card(
+    make: Make, text: object, pool: list[str], expected: str | None
+) -> None:
+    devices, opened = [Device.parse(device) for device in pool], make()
+    queue = cast("Queue", opened)
     if expected is None:
         with pytest.raises(InvalidInputError, match=r"outputs_on: got .* such as 'cuda:0'"):
-            card_of(text, "outputs_on", devices)
+            place_of(text, "outputs_on", [], devices, queue)
     else:
-        assert str(card_of(text, "outputs_on", devices)) == expected
+        place = place_of(text, "outputs_on", [], devices, queue)
+        assert place is opened.memories[Device.parse(expected)]
 
 
 def test_producers_tensor_is_held_until_the_copy_for_a_failed_request_is_done(make: Make) -> None:

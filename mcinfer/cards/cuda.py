@@ -60,6 +60,12 @@ from mcinfer.errors import (
 MEMORY_VARIABLE = "MCINFER_CARD_MEMORY"
 """Environment variable: ``descriptors`` or ``handles``, in place of what the card supports best."""
 
+ALIGNMENT = 256
+"""Bytes that `cuMemAlloc` aligns to, and kernels may count on."""
+
+LOAD_BYTES = 16
+"""Bytes to which tensors in place must be aligned: the most that a thread of a kernel loads at once."""
+
 _TOKEN = struct.Struct("<4s11s?QQ16s64s64s")
 # mark, kind, whether there is an event, bytes wanted and mapped, the card's UUID, handles of memory and event
 _MARK = b"mcc1"
@@ -162,12 +168,8 @@ class DeviceBlock:
     size: int  # its bytes, with any content at first
     device: Device  # the card that it lies on
     _mapping: _Mapping | None
-    fd: int = (
-        -1
-    )  # to be sent with the token: it keeps the memory, in any process; -1: attached or closed
-    token: bytes = (
-        b""  # what another process needs to open it, besides the descriptor; empty: attached
-    )
+    fd: int = -1  # sent with the token; it keeps the memory, in any process; -1: attached or closed
+    token: bytes = b""  # what another process needs to open it, besides that; empty: attached
     address: int = field(init=False)  # where it lies for the card, in this process
     _card: "Card" = field(init=False)
 

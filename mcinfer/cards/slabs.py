@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcinfer.cards.cuda import Card, DeviceBlock, DeviceMemory
+from mcinfer.cards.cuda import ALIGNMENT, Card, DeviceBlock, DeviceMemory
 from mcinfer.cards.dlpack import DlpackTensor
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines.providers import runtime_values
@@ -33,9 +33,6 @@ from mcinfer.errors import (
 from mcinfer.model_cache.onnx_files import external_files, open_regular, scan
 from mcinfer.shm.arena import align
 from mcinfer.specs import ELEMENT_TYPES
-
-ALIGNMENT = 256
-"""Bytes that `cuMemAlloc` aligns to, and kernels may count on."""
 
 _STAGING_BYTES = 8 << 20
 """One of two buffers: while the card copies from one, the files are read into the other."""

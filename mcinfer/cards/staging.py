@@ -27,8 +27,8 @@ from itertools import accumulate
 from pathlib import Path
 from weakref import WeakSet
 
-from mcinfer.cards.cuda import Card, DeviceBlock
-from mcinfer.cards.slabs import ALIGNMENT, OpenSlab, filled, layout
+from mcinfer.cards.cuda import ALIGNMENT, LOAD_BYTES, Card, DeviceBlock
+from mcinfer.cards.slabs import OpenSlab, filled, layout
 from mcinfer.config import CARD_KINDS, Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
@@ -62,9 +62,6 @@ from mcinfer.shm.block import Block
 _LIMIT = "gpu_mem_limit"
 _SHARE = 0.9
 """How much of a card its workers take together by default; the rest is for contexts and libraries."""
-
-_KERNELS = 16
-"""Bytes to which tensors on a card must be aligned: the most that a thread loads at once."""
 
 _aligned = partial(align, step=ALIGNMENT)
 
@@ -273,7 +270,7 @@ class CardEngine(EngineAround):
         self.slab = block if block is not None and block.token else None  # else another one made it
         # TensorRT wants bound addresses "aligned to at least 256 bytes" (setTensorAddress).
         is_tensorrt = self.providers[:1] == (NAMES["tensorrt"],)
-        self.alignment = ALIGNMENT if is_tensorrt else _KERNELS
+        self.alignment = ALIGNMENT if is_tensorrt else LOAD_BYTES
         others = (Device(CARD_KINDS[0], index) for index in range(card.count))
         self.reaches = tuple(str(other) for other in others if card.reaches(other))
         self.blocks = blocks or AttachedBlocks()

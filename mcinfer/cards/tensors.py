@@ -32,7 +32,7 @@ from weakref import finalize
 import numpy as np
 
 from mcinfer.cards import dlpack
-from mcinfer.cards.cuda import Card, DeviceBlock
+from mcinfer.cards.cuda import ALIGNMENT, LOAD_BYTES, Card, DeviceBlock
 from mcinfer.config import CARD_KINDS, Device
 from mcinfer.errors import (
     BuildError,
@@ -59,12 +59,6 @@ _NO_STREAM = -1  # of `__dlpack__`: the consumer wants no order
 
 _RECLAIM_PATIENCE = 1.0  # seconds that any caller waits for memory that is to be given back
 
-_SLOT_ALIGNMENT = 256
-"""Bytes to which slots on a card are aligned, as cudaMalloc's are."""
-
-_ALIGNMENT = 16
-"""Bytes to which an input in place must be aligned: kernels of cuDNN and cuBLAS load as much at once."""
-
 
 def open_memory(
     device: Device,
@@ -86,7 +80,7 @@ def open_memory(
         create=None,
         close=DeviceBlock.drop,
         numbers=numbers,
-        alignment=_SLOT_ALIGNMENT,
+        alignment=ALIGNMENT,
         name=f"memory of {card.device}",
     )
     return CardMemory(card, arena, queue)
@@ -393,7 +387,7 @@ class CardTensor:
 
     def find(self) -> bool:
         """Whether workers can read it where it lies."""
-        if self.place is None and self._address % _ALIGNMENT == 0:
+        if self.place is None and self._address % LOAD_BYTES == 0:
             self.place = self.memory.arena.find(self._address, self.nbytes)
             if self.place is not None:
                 self.memory.count("in_place", self.nbytes)
@@ -420,7 +414,7 @@ def check_types(specs: Sequence[TensorSpec], name: str) -> None:
 
 
 def place_of(
-    text: str, name: str, specs: Sequence[TensorSpec], pool: Sequence[Device], queue: Queue
+    text: object, name: str, specs: Sequence[TensorSpec], pool: Sequence[Device], queue: Queue
 ) -> Place:
     """The card that an argument names, for tensors of these types; ``"device"`` is the pool's first.
 
@@ -430,28 +424,19 @@ def place_of(
         ClosedError: The master is closed.
     """
     check_types(specs, name)
-    device = card_of(text, name, pool)
+    cards = [Device("cuda", one.index) for one in pool if one.kind in CARD_KINDS]
+    device = cards[0] if cards and text == "device" else None
+    with suppress(InvalidInputError):
+        device = device or Device.parse(text)
+    if device is None or device.kind != "cuda":
+        raise InvalidInputError(
+            f"{name}: got {text!r}, expected a card such as 'cuda:0', or 'device' in a pool with one"
+        )
     cupy()
     try:
         return queue.place(device)
     except BuildError as exc:
         raise InvalidInputError(f"{name}: got {text!r}: {exc}") from exc
-
-
-def card_of(text: object, name: str, pool: Sequence[Device]) -> Device:
-    """The card that an argument names; ``"device"`` is the first one of the pool's devices."""
-    if text == "device":
-        for device in pool:
-            if device.kind in CARD_KINDS:
-                return Device("cuda", device.index)
-        raise InvalidInputError(
-            f"{name}: got 'device', expected the name of a card, such as 'cuda:0': this pool has none"
-        )
-    with suppress(InvalidInputError):
-        device = Device.parse(text)
-        if device.kind == "cuda":
-            return device
-    raise InvalidInputError(f"{name}: got {text!r}, expected a card such as 'cuda:0', or 'device'")
 
 
 def cupy() -> Any:
