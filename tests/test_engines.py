@@ -142,12 +142,24 @@ def test_input_that_is_an_output_as_it_is_is_written_to_its_place(
         assert np.array_equal(passed, x)
 
 
+OFFERED = ["mindspore", "mindspore_lite", "onnxruntime", "openvino"]
+"""The engine "fake" is for tests."""
+
+
 @pytest.mark.parametrize(
     ("engine", "device", "text"),
     [
         ("onnxruntime", "npu:3", "engine onnxruntime has no device npu:3, expected .*cpu"),
-        ("mindspore", "ascend:1", "engine mindspore has no device ascend:1, expected cpu"),
-        ("tensorrt", "cpu:0", r"engine: got 'tensorrt', expected one of \['onnxruntime'"),
+        (
+            "mindspore",
+            "ascend:1",
+            r"engine mindspore has no device ascend:1, expected one of \['cpu:0'\]",
+        ),
+        (
+            "tensorrt",
+            "cpu:0",
+            rf"engine: got 'tensorrt', expected one of {re.escape(str(OFFERED))}",
+        ),
     ],
 )
 def test_engine_or_device_that_there_is_not_is_a_build_error(

@@ -1,11 +1,12 @@
-"""Adapters to inference runtimes, one file each; a runtime is imported only when it is opened."""
+"""Adapters to inference runtimes, one module each, by name; a runtime is imported only when it is opened."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
-from mcinfer.engines.base import Engine, EngineRequest, memory_limit
+from mcinfer.config import EngineOptions
+from mcinfer.engines.base import Adapter, Engine, EngineRequest, memory_limit
 from mcinfer.errors import (
     BuildError,
     EngineError,
@@ -20,29 +21,79 @@ from mcinfer.process import give_back_freed_memory
 _MAX_NAME_CHARACTERS = 1 << 20
 """Characters in all names of inputs, outputs and replaceable weights, which messages carry."""
 
-_OF_OPENVINO = {
-    "precision": "computes in the model's own types; openvino can change them",
-    "streams": "has no streams; openvino has, and onnxruntime has concurrent_runs",
+ENTRY_POINTS = "mcinfer.engines"
+"""The group of entry points whose names are engines, and whose modules are `base.Adapter`."""
+
+OWN = {
+    name: f"mcinfer.engines._{name}"
+    for name in ("onnxruntime", "openvino", "mindspore", "mindspore_lite", "fake")
 }
-_ENGINES = ("onnxruntime", "openvino", "mindspore", "mindspore_lite", "fake")
+"""The engines of mcinfer, as setup.cfg lists them: a worker with one of these reads no package's metadata."""
+
+_FOR_TESTS = "fake"
+
+_ONNX_RUNTIME_HAS = "has no such option; onnxruntime has"
+_LACKS = {
+    "variable_weights": "cannot replace weights; onnxruntime can",
+    "provider": "has no execution providers; onnxruntime has",
+    "concurrent_runs": "has no such option; onnxruntime has, and openvino has streams",
+    "streams": "has no streams; openvino has, and onnxruntime has concurrent_runs",
+    "precision": "computes in the model's own types; openvino can change them",
+    "session_config": "has no such option",
+    "provider_options": "has no such option",
+    "session_options": _ONNX_RUNTIME_HAS,
+    "custom_operators": _ONNX_RUNTIME_HAS,
+    "free_dimensions": _ONNX_RUNTIME_HAS,
+    "free_denotations": _ONNX_RUNTIME_HAS,
+}
+"""By option, what an engine is that does not take it."""
 
 
-def _adapter(name: str) -> Any:
-    if name not in _ENGINES:
-        raise BuildError(f"engine: got {name!r}, expected one of {[*_ENGINES]}")
+def _adapter(name: str) -> Adapter:
+    """The module of the engine of this name; raises as `open_engine` does."""
     try:
-        return import_module(f"mcinfer.engines._{name}")
-    except MissingDependencyError:
+        module = import_module(OWN[name]) if name in OWN else _installed(name)
+    except (MissingDependencyError, BuildError):
         raise
-    except (ImportError, AttributeError) as exc:  # the runtime is there, and broken
+    except Exception as exc:  # of any class: the runtime or the module is there, and broken
         raise BuildError(f"engine {name} cannot be imported: {exc}") from exc
+    if not callable(getattr(module, "load", None)):
+        raise BuildError(f"engine {name}: {module!r} has no function load")
+    return cast(Adapter, module)
+
+
+def _installed(name: str) -> Any:
+    """What another package offers as the engine of this name."""
+    from importlib.metadata import entry_points
+
+    offered = entry_points(group=ENTRY_POINTS)
+    if name in offered.names:
+        return offered[name].load()
+    names = sorted({*OWN, *offered.names} - {_FOR_TESTS})
+    raise BuildError(f"engine: got {name!r}, expected one of {names}")
+
+
+def _check_request(name: str, module: Adapter, request: EngineRequest) -> None:
+    """Raise `BuildError` for a device or an option that the engine does not say that it has."""
+    kinds = getattr(module, "DEVICES", ())
+    if kinds and request.device.kind not in kinds and not request.options.allow_fallback:
+        raise BuildError(
+            f"engine {name} has no device {request.device}, expected one of "
+            f"{[f'{kind}:0' for kind in kinds]}"
+        )
+    taken, usual = getattr(module, "OPTIONS", ()), EngineOptions()
+    for option, lack in _LACKS.items():
+        got = getattr(request.options, option)
+        if option not in taken and got and got != getattr(usual, option):
+            said = [*got] if isinstance(got, (tuple, Mapping)) else repr(got)
+            raise BuildError(f"{option}: got {said}, but the engine {name} {lack}")
 
 
 def open_engine(name: str, request: EngineRequest, progress: Progress | None = None) -> Engine:
     """Load a model with the engine of this name.
 
     Args:
-        name: Name of the engine.
+        name: Of mcinfer's own engines, or of an entry point of the group `ENTRY_POINTS`.
         request: The model, and how to load it.
         progress: Called if the model is prepared first.
 
@@ -51,15 +102,15 @@ def open_engine(name: str, request: EngineRequest, progress: Progress | None = N
         MissingDependencyError: The runtime's package is not installed; says what to install.
     """
     module = _adapter(name)
-    for option, lack in _OF_OPENVINO.items():
-        if (got := getattr(request.options, option)) and name != "openvino":
-            raise BuildError(f"{option}: got {got!r}, but the engine {name} {lack}")
+    _check_request(name, module, request)
     with suppress(OSError):  # the engine names a file that does not exist or cannot be read
         check_regular(request.model)
 
     def load() -> Engine:
         prepared = (module.prepared(request, progress),) if hasattr(module, "prepared") else ()
-        engine: Engine = module.load(request, *prepared)
+        engine = module.load(request, *prepared)
+        if not isinstance(engine, Engine):
+            raise BuildError(f"engine {name}: load gave {type(engine).__name__}, expected Engine")
         return engine
 
     return checked(request.model, load)
@@ -94,7 +145,7 @@ def _check_names(engine: Engine) -> None:
 
 def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
     """What the prepared model would be made from: its identity in the cache. `BuildError` if impossible."""
-    module = _adapter(name)
+    module: Any = _adapter(name)
     if not hasattr(module, "prepared") or request.device.kind not in ("cpu", "cuda"):
         raise BuildError(
             f"{request.model}: weights are shared by engine onnxruntime on the CPU and on CUDA devices, got "

@@ -39,10 +39,16 @@ from mcinfer.engines.base import (
     RunCancelledError,
     Strings,
     array_of,
-    check_cpu,
 )
 from mcinfer.errors import BuildError, EngineError, InvalidInputError, PredictError
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
+
+DEVICES = ("cpu",)
+OPTIONS = (
+    *("variable_weights", "provider", "concurrent_runs", "custom_operators"),
+    *("session_config", "provider_options", "session_options"),
+    *("free_dimensions", "free_denotations"),
+)
 
 _MAX_SECONDS = 3600.0
 
@@ -60,7 +66,6 @@ class FakeEngine(ArrayEngine):
 
     def __init__(self, content: dict[str, Any], request: EngineRequest) -> None:
         super().__init__()
-        check_cpu("fake", request)
         self._device_index = request.device.index
         self.concurrent = request.options.concurrent_runs
         self.spec = ModelSpec(

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.engines.base import ArrayEngine, EngineRequest, check_cpu, check_request
+from mcinfer.engines.base import ArrayEngine, EngineRequest
 from mcinfer.errors import (
     BuildError,
     McinferError,
@@ -40,6 +40,8 @@ from mcinfer.errors import (
 )
 from mcinfer.private import PrivateFolder
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
+
+DEVICES = ("cpu",)
 
 _TYPES = {
     **{
@@ -82,8 +84,6 @@ class MindSporeEngine(ArrayEngine):
 
     def __init__(self, request: EngineRequest) -> None:
         super().__init__()
-        check_cpu(self.name, request)
-        check_request(self.name, request)
         self._runtime = _start_runtime(request.threads, request.options.inter_op_threads)
         with _mindir_file(request.model) as path:
             self._graph = self._runtime.load(path)

@@ -13,7 +13,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from mcinfer.engines.base import ArrayEngine, EngineRequest, check_request
+from mcinfer.engines.base import ArrayEngine, EngineRequest
 from mcinfer.errors import BuildError, PredictError, requires
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 
@@ -25,6 +25,9 @@ with requires(
     import mindspore_lite as mslite
 
 _TARGETS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "ascend": "ascend"}  # by kind of device
+
+DEVICES = tuple(_TARGETS)
+OPTIONS = ("session_config", "provider_options")
 
 _PROVIDER_OPTIONS = {
     "cpu": (),
@@ -107,14 +110,13 @@ def _model_type(request: EngineRequest) -> Any:
 
 
 def _context(request: EngineRequest) -> Any:
-    target = _TARGETS.get(request.device.kind)
-    if target is None:
-        raise BuildError(
-            f"engine mindspore_lite has no device {request.device}, expected one of "
-            f"{[f'{kind}:0' for kind in _TARGETS]}"
-        )
+    target = _TARGETS.get(request.device.kind, "cpu")  # another one may fall back
     known = {"session_config": ("model_type",), "provider_options": _PROVIDER_OPTIONS[target]}
-    check_request("mindspore_lite", request, known)
+    for name, keys in known.items():
+        for key in getattr(request.options, name):
+            if key not in keys:
+                but = f" but {', '.join(keys)}" if keys else ""
+                raise BuildError(f"engine mindspore_lite has no {name}{but}, got the key {key!r}")
     context = mslite.Context()
     context.target = (
         [target, "cpu"] if request.options.allow_fallback and target != "cpu" else [target]

@@ -110,6 +110,12 @@ with requires(
     import onnxruntime as ort
     from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
+OPTIONS = (
+    *("variable_weights", "provider", "concurrent_runs", "custom_operators"),
+    *("session_config", "provider_options", "session_options"),
+    *("free_dimensions", "free_denotations"),
+)
+
 _BLAMES_INPUTS = re.compile(
     r"(Invalid rank|[Ii]nvalid dimensions) for input|Unexpected input data type|"
     r"Failed to find input name|Missing Input|missing from input feed"

@@ -46,7 +46,6 @@ from mcinfer.engines.base import (
     RunCancelledError,
     Strings,
     array_over,
-    check_request,
     memory_limit,
 )
 from mcinfer.engines.preparation import Runtime, engine_folder
@@ -80,6 +79,9 @@ finally:
 
 _PLUGINS = {"cpu": "CPU", "openvino-gpu": "GPU", "npu": "NPU"}
 """OpenVINO's kinds of devices, by those of `mcinfer.config.Device`."""
+
+DEVICES = tuple(_PLUGINS)
+OPTIONS = ("session_config", "free_dimensions", "streams", "precision")
 
 _ELEMENT_TYPES = {
     "bf16": "bfloat16",
@@ -447,7 +449,6 @@ class _OpenVinoRun(BoundRun):
 
 
 def _check_options(request: EngineRequest) -> None:
-    check_request("openvino", request.with_options(session_config={}, free_dimensions={}))
     if (runs := request.options.streams) and request.device.kind == "npu":
         raise BuildError(f"streams: got {runs} for {request.device}, expected None")
     if (count := request.options.inter_op_threads) is not None:
@@ -505,12 +506,8 @@ def _compiled(request: EngineRequest, inputs: Shapes) -> Any:
 def _device(core: Any, request: EngineRequest) -> str:
     """OpenVINO's name of the device; `BuildError` if there is none such here."""
     device = request.device
-    if device.kind not in _PLUGINS:
-        raise BuildError(
-            f"engine openvino has no device {device}, expected one of "
-            f"{[f'{kind}:0' for kind in _PLUGINS]}"
-        )
-    if device.kind == "cpu":  # whose index is the worker's share of the cores
+    # The index of a CPU is the worker's share of the cores. Another kind may fall back.
+    if device.kind == "cpu" or device.kind not in _PLUGINS:
         return "CPU"
     plugin, available = _PLUGINS[device.kind], core.available_devices
     names = [f"{plugin}.{device.index}", *([plugin] if device.index == 0 else [])]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from mcinfer import machine
 from mcinfer.config import NOT_PINNED, CoreShare, Device, EngineOptions
-from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
+from mcinfer.errors import InvalidInputError, McinferError, PredictError
 from mcinfer.model_cache.keys import ModelContent
 from mcinfer.shm.arena import SharedBlock
 from mcinfer.specs import STRING, ModelDescription, ModelSpec, TensorSpec, numpy_dtype
@@ -189,39 +189,6 @@ def array_of(item: Buffer | Strings) -> NDArray[Any]:
     return array_over(item)
 
 
-def check_request(
-    engine: str, request: EngineRequest, known: Mapping[str, Sequence[str]] | None = None
-) -> None:
-    """Raise `BuildError` for what only ONNX Runtime has, and for keys of options that are not `known`."""
-    for name, lack in _LACKS.items():
-        if (value := getattr(request.options, name)) and value != getattr(EngineOptions(), name):
-            got = [*value] if isinstance(value, (tuple, Mapping)) else repr(value)
-            raise BuildError(f"{name}: got {got}, but the engine {engine} {lack}")
-    for name in ("session_config", "provider_options", "session_options"):
-        keys = (known or {}).get(name, ())
-        for key in getattr(request.options, name):
-            if key not in keys:
-                but = f" but {', '.join(keys)}" if keys else ""
-                raise BuildError(f"engine {engine} has no {name}{but}, got the key {key!r}")
-
-
-_LACKS = {
-    "variable_weights": "cannot replace weights; onnxruntime can",
-    "provider": "has no execution providers; onnxruntime has",
-    "concurrent_runs": "has no such option; onnxruntime has, and openvino has streams",
-    **dict.fromkeys(
-        ("custom_operators", "free_dimensions", "free_denotations"),
-        "has no such option; onnxruntime has",
-    ),
-}
-
-
-def check_cpu(engine: str, request: EngineRequest) -> None:
-    """Raise `BuildError` unless the device is a CPU, or the engine may fall back to the CPU."""
-    if request.device.kind != "cpu" and not request.options.allow_fallback:
-        raise BuildError(f"engine {engine} has no device {request.device}, expected cpu:0")
-
-
 class BoundRun(ABC):
     """One layout of inputs and outputs, bound once and executed many times.
 
@@ -373,6 +340,27 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027 most engines end with their process
         """End what runs in other processes; the engine and its runs are not used afterwards."""
+
+
+class Adapter(Protocol):
+    """What the module of an engine has.
+
+    It may also have the following. What it does not name is refused before `load`.
+
+    * ``DEVICES``: kinds of devices, such as ``("cpu", "cuda")``; with ``allow_fallback`` it gets others, too.
+      Without it, it gets all devices.
+    * ``OPTIONS``: those of `EngineOptions` that it takes, of ``session_config``, ``provider_options``,
+      ``session_options``, ``variable_weights``, ``provider``, ``concurrent_runs``, ``streams``,
+      ``precision``, ``custom_operators``, ``free_dimensions``, ``free_denotations``.
+    * ``prepared`` and ``facts``, of an engine with prepared models: see `mcinfer.engines._onnxruntime`.
+    """
+
+    def load(self, request: EngineRequest, *prepared: Any) -> Engine:
+        """Load a model, with what `prepared` gave, if there is such a function.
+
+        Raises:
+            BuildError: The model cannot be loaded; with the runtime's message.
+        """
 
 
 class EngineAround(Engine):

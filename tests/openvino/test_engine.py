@@ -718,8 +718,14 @@ def test_type_that_openvino_lacks_is_refused_at_build(save: SaveModel, element_t
         ({"concurrent_runs": 2}, "concurrent_runs: got 2, but .* openvino has streams"),
         ({"provider": "cpu"}, "provider: got 'cpu', but the engine openvino has no"),
         ({"inter_op_threads": 2}, "inter_op_threads: got 2, but the engine openvino"),
-        ({"provider_options": {"a": "b"}}, "openvino has no provider_options, got the key 'a'"),
-        ({"session_options": {"a": "b"}}, "openvino has no session_options, got the key 'a'"),
+        (
+            {"provider_options": {"a": "b"}},
+            "provider_options: got .*'a'.* openvino has no such option",
+        ),
+        (
+            {"session_options": {"a": "b"}},
+            "session_options: got .*'a'.* openvino has no such option",
+        ),
         ({"free_denotations": {"n": 2}}, "free_denotations: got .* openvino has no such option"),
     ],
 )
