@@ -97,8 +97,7 @@ class Master:
             cancelled keeps later requests waiting. `EngineOptions.cores`, `parallel` and the limits on a
             worker's memory do not go with it.
         engine: ``"onnxruntime"``; ``"openvino"`` for ONNX models and OpenVINO's own; ``"mindspore"`` and
-            ``"mindspore_lite"`` for MindIR models, if these packages are installed; or the name of an engine
-            that another package brings (docs/engines.md).
+            ``"mindspore_lite"`` for MindIR models, if these packages are installed; or one of a package's.
         options: Options of the engine.
         timeouts: Time limits of starts, requests and `close`.
         restart: When a worker that died is started again.

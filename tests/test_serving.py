@@ -281,7 +281,6 @@ def test_worker_says_hello_builds_serves_and_ends(peer: Peer, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "message",
     [
-        Attach(block=0, size=64),
         Cancel(request=0, shard=0),
         Predict(request=0, shard=0, inputs=(), outputs=()),
         Reply(request=1, shard=0, outputs=(), seconds=0.0),
@@ -300,15 +299,6 @@ def test_message_before_build_ends_the_worker(peer: Peer, message: Message) -> N
 def test_slab_that_was_not_attached_ends_the_worker_with_status_1(peer: Peer) -> None:
     peer.send(Build(model="/m", engine="fake", device="cuda:0", slab=-1))
     assert peer.finish() == 1
-
-
-def test_block_of_a_card_is_refused_by_a_worker_without_one(peer: Peer, tmp_path: Path) -> None:
-    peer.build(fake(tmp_path))
-    block = Block.create(0, BLOCK_BYTES)
-    peer.lifeline.send_block(0, block.size, block.fd, b"token")
-    peer.send(Attach(block=0, size=block.size, device="cuda:0"))
-    assert peer.finish() == 1
-    block.close()
 
 
 def test_cards_are_served_until_one_is_lost(

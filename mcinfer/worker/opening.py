@@ -19,12 +19,12 @@ from mcinfer.config import CARD_KINDS, INLINE, CoreShare, Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import Engine, EngineRequest
 from mcinfer.engines.preparation import identity, readable_content
+from mcinfer.engines.wide import WideEngine
 from mcinfer.errors import BuildError, McinferError
 from mcinfer.machine import format_core_list
 from mcinfer.model_cache.children import Progress
 from mcinfer.protocol import Build
 from mcinfer.shm.arena import AttachedBlocks
-from mcinfer.worker.wide import WideEngine
 
 
 def open_worker_engine(

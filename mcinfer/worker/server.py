@@ -439,17 +439,11 @@ class WorkerLoop:
         return tuple(references[name] for name in names if name in references)
 
     def _attach(self, message: Attach) -> None:
-        number, device = message.block, None
+        number = message.block
         if number in self._blocks:
             raise ProtocolError(f"block {number} was attached before")
-        is_built = self._state is not WorkerState.CONNECTED
         try:
-            if message.device:  # not opened yet: the card may have no room, or not be open
-                device = Device.parse(message.device)
-                if is_built and self._blocks.card is None:
-                    raise ProtocolError("this worker has no card")
-            elif not is_built:
-                raise ProtocolError("a block of the host came before BUILD")
+            device = Device.parse(message.device) if message.device else None
             size, fd, token = self._lifeline.receive_block(number, timeout=_BLOCK_TIMEOUT)
             self._blocks.add(
                 OfferedBlock(number=number, size=size, fd=fd, token=token, device=device)

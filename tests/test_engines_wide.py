@@ -1,4 +1,4 @@
-"""Tests of mcinfer/worker/wide.py, with engines whose runs take the time that a test says."""
+"""Tests of mcinfer/engines/wide.py, with engines whose runs take the time that a test says."""
 
 import os
 import threading
@@ -10,9 +10,9 @@ import pytest
 
 from mcinfer.config import CoreShare
 from mcinfer.engines.base import BoundRun, Buffer, Engine, OutOfMemoryError, Produced, Strings
+from mcinfer.engines.wide import WideEngine
 from mcinfer.errors import PredictError
 from mcinfer.model_cache.keys import read_content
-from mcinfer.worker.wide import WideEngine
 from tests.process.waiting import wait_until
 from tests.text_models import text_model
 
@@ -66,7 +66,7 @@ class Pair:
         path.write_bytes(model.SerializeToString())
         clock = [0.0]
         clocked = SimpleNamespace(perf_counter=lambda: clock[0])
-        monkeypatch.setattr("mcinfer.worker.wide.time", clocked)
+        monkeypatch.setattr("mcinfer.engines.wide.time", clocked)
         self.narrow, self.wide = Timed(clock, 0.002), Timed(clock, 0.001)
         share = CoreShare(cores=CORES, pool=CORES)
         self.engine = WideEngine(self.narrow, share, lambda _: self.wide, read_content(str(path)))
