@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mcinfer.cards.cuda import Card
 from mcinfer.config import Device, EngineOptions
-from mcinfer.engines._fake import _FakeRun
+from mcinfer.engines.base import BoundRun
 from mcinfer.errors import CardLostError
 from mcinfer.protocol import (
     PREDICT,
@@ -48,7 +48,7 @@ from mcinfer.runtime.transport import MasterTransport, UnreachableError, WorkerT
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
-from mcinfer.worker import runs, server
+from mcinfer.worker import runs
 from mcinfer.worker.server import CARD_LOST, WorkerLoop
 from tests.emulated_cards import emulated_cards
 from tests.process.waiting import wait_until
@@ -429,7 +429,7 @@ def test_run_cancelled_before_it_begins_is_skipped(peer: Peer, tmp_path: Path) -
 
 
 def test_cancellations_that_concern_no_run_are_forgotten(served: Peer) -> None:
-    for number in range(10_000, 10_000 + 2 * server._MAX_CANCELLED):
+    for number in range(10_000, 20_000):
         while True:
             try:
                 served.cancels.send(number, 0)
@@ -551,7 +551,7 @@ def ask_both(peer: Peer, version: int) -> tuple[list[float], list[float]]:
 def bound_runs() -> int:
     """How many runs are bound: the worker is a thread of this process."""
     gc.collect()
-    return sum(isinstance(item, _FakeRun) for item in gc.get_objects())
+    return sum(isinstance(item, BoundRun) for item in gc.get_objects())
 
 
 def test_run_is_with_the_version_that_it_names(peer: Peer, tmp_path: Path) -> None:

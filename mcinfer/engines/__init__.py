@@ -1,12 +1,18 @@
-"""Adapters to inference runtimes, one module each, by name; a runtime is imported only when it is opened."""
+"""Adapters to inference runtimes, one module each, by name; a runtime is imported only when it is opened.
+
+A module has a function `load`, which gives an `Engine` for an `EngineRequest`. It may have ``DEVICES`` and
+``OPTIONS``: kinds of devices, and those options of `_LACKS` that it takes. All others are refused before
+`load`. docs/engines.md shows one. The adapter of ONNX Runtime also has `prepared`, whose result its `load`
+gets, and `facts`.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 from mcinfer.config import EngineOptions
-from mcinfer.engines.base import Adapter, Engine, EngineRequest, memory_limit
+from mcinfer.engines.base import Engine, EngineRequest, memory_limit
 from mcinfer.errors import (
     BuildError,
     EngineError,
@@ -22,7 +28,7 @@ _MAX_NAME_CHARACTERS = 1 << 20
 """Characters in all names of inputs, outputs and replaceable weights, which messages carry."""
 
 ENTRY_POINTS = "mcinfer.engines"
-"""The group of entry points whose names are engines, and whose modules are `base.Adapter`."""
+"""The group of entry points whose names are engines."""
 
 OWN = {
     name: f"mcinfer.engines._{name}"
@@ -32,24 +38,22 @@ OWN = {
 
 _FOR_TESTS = "fake"
 
-_ONNX_RUNTIME_HAS = "has no such option; onnxruntime has"
 _LACKS = {
     "variable_weights": "cannot replace weights; onnxruntime can",
     "provider": "has no execution providers; onnxruntime has",
     "concurrent_runs": "has no such option; onnxruntime has, and openvino has streams",
     "streams": "has no streams; openvino has, and onnxruntime has concurrent_runs",
     "precision": "computes in the model's own types; openvino can change them",
-    "session_config": "has no such option",
-    "provider_options": "has no such option",
-    "session_options": _ONNX_RUNTIME_HAS,
-    "custom_operators": _ONNX_RUNTIME_HAS,
-    "free_dimensions": _ONNX_RUNTIME_HAS,
-    "free_denotations": _ONNX_RUNTIME_HAS,
+    **dict.fromkeys(("session_config", "provider_options"), "has no such option"),
+    **dict.fromkeys(
+        ("session_options", "custom_operators", "free_dimensions", "free_denotations"),
+        "has no such option; onnxruntime has",
+    ),
 }
 """By option, what an engine is that does not take it."""
 
 
-def _adapter(name: str) -> Adapter:
+def _adapter(name: str) -> Any:
     """The module of the engine of this name; raises as `open_engine` does."""
     try:
         module = import_module(OWN[name]) if name in OWN else _installed(name)
@@ -59,7 +63,7 @@ def _adapter(name: str) -> Adapter:
         raise BuildError(f"engine {name} cannot be imported: {exc}") from exc
     if not callable(getattr(module, "load", None)):
         raise BuildError(f"engine {name}: {module!r} has no function load")
-    return cast(Adapter, module)
+    return module
 
 
 def _installed(name: str) -> Any:
@@ -73,7 +77,7 @@ def _installed(name: str) -> Any:
     raise BuildError(f"engine: got {name!r}, expected one of {names}")
 
 
-def _check_request(name: str, module: Adapter, request: EngineRequest) -> None:
+def _check_request(name: str, module: Any, request: EngineRequest) -> None:
     """Raise `BuildError` for a device or an option that the engine does not say that it has."""
     kinds = getattr(module, "DEVICES", ())
     if kinds and request.device.kind not in kinds and not request.options.allow_fallback:
@@ -145,7 +149,7 @@ def _check_names(engine: Engine) -> None:
 
 def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
     """What the prepared model would be made from: its identity in the cache. `BuildError` if impossible."""
-    module: Any = _adapter(name)
+    module = _adapter(name)
     if not hasattr(module, "prepared") or request.device.kind not in ("cpu", "cuda"):
         raise BuildError(
             f"{request.model}: weights are shared by engine onnxruntime on the CPU and on CUDA devices, got "

@@ -342,27 +342,6 @@ class Engine(ABC):
         """End what runs in other processes; the engine and its runs are not used afterwards."""
 
 
-class Adapter(Protocol):
-    """What the module of an engine has.
-
-    It may also have the following. What it does not name is refused before `load`.
-
-    * ``DEVICES``: kinds of devices, such as ``("cpu", "cuda")``; with ``allow_fallback`` it gets others, too.
-      Without it, it gets all devices.
-    * ``OPTIONS``: those of `EngineOptions` that it takes, of ``session_config``, ``provider_options``,
-      ``session_options``, ``variable_weights``, ``provider``, ``concurrent_runs``, ``streams``,
-      ``precision``, ``custom_operators``, ``free_dimensions``, ``free_denotations``.
-    * ``prepared`` and ``facts``, of an engine with prepared models: see `mcinfer.engines._onnxruntime`.
-    """
-
-    def load(self, request: EngineRequest, *prepared: Any) -> Engine:
-        """Load a model, with what `prepared` gave, if there is such a function.
-
-        Raises:
-            BuildError: The model cannot be loaded; with the runtime's message.
-        """
-
-
 class EngineAround(Engine):
     """An engine that is as another one, but for what a subclass changes.
 
