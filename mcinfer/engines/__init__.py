@@ -1,7 +1,7 @@
 """Adapters to inference runtimes, one module each, by name; a runtime is imported only when it is opened.
 
 A module has a function `load`, which gives an `Engine` for an `EngineRequest`. It may have ``DEVICES`` and
-``OPTIONS``: kinds of devices, and those options of `_LACKS` that it takes. All others are refused before
+``OPTIONS``: kinds of devices, and those options of `base.LACKS` that it takes. All others are refused before
 `load`. docs/engines.md shows one. The adapter of ONNX Runtime also has `prepared`, whose result its `load`
 gets, and `facts`.
 """
@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from mcinfer.config import EngineOptions
-from mcinfer.engines.base import Engine, EngineRequest, memory_limit
+from mcinfer.engines.base import LACKS, Engine, EngineRequest, memory_limit
 from mcinfer.errors import (
     BuildError,
     EngineError,
@@ -37,20 +37,6 @@ OWN = {
 """The engines of mcinfer, as setup.cfg lists them: a worker with one of these reads no package's metadata."""
 
 _FOR_TESTS = "fake"
-
-_LACKS = {
-    "variable_weights": "cannot replace weights; onnxruntime can",
-    "provider": "has no execution providers; onnxruntime has",
-    "concurrent_runs": "has no such option; onnxruntime has, and openvino has streams",
-    "streams": "has no streams; openvino has, and onnxruntime has concurrent_runs",
-    "precision": "computes in the model's own types; openvino can change them",
-    **dict.fromkeys(("session_config", "provider_options"), "has no such option"),
-    **dict.fromkeys(
-        ("session_options", "custom_operators", "free_dimensions", "free_denotations"),
-        "has no such option; onnxruntime has",
-    ),
-}
-"""By option, what an engine is that does not take it."""
 
 
 def _adapter(name: str) -> Any:
@@ -86,7 +72,7 @@ def _check_request(name: str, module: Any, request: EngineRequest) -> None:
             f"{[f'{kind}:0' for kind in kinds]}"
         )
     taken, usual = getattr(module, "OPTIONS", ()), EngineOptions()
-    for option, lack in _LACKS.items():
+    for option, lack in LACKS.items():
         got = getattr(request.options, option)
         if option not in taken and got and got != getattr(usual, option):
             said = [*got] if isinstance(got, (tuple, Mapping)) else repr(got)

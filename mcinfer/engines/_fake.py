@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.engines.base import (
+    LACKS,
     ArrayEngine,
     BoundRun,
     Buffer,
@@ -44,11 +45,7 @@ from mcinfer.errors import BuildError, EngineError, InvalidInputError, PredictEr
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 
 DEVICES = ("cpu",)
-OPTIONS = (
-    *("variable_weights", "provider", "concurrent_runs", "custom_operators"),
-    *("session_config", "provider_options", "session_options"),
-    *("free_dimensions", "free_denotations"),
-)
+OPTIONS = LACKS.keys() - {"precision", "streams"}
 
 _MAX_SECONDS = 3600.0
 

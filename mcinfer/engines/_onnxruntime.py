@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.engines.base import (
+    LACKS,
     BoundRun,
     Buffer,
     Engine,
@@ -110,11 +111,7 @@ with requires(
     import onnxruntime as ort
     from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
-OPTIONS = (
-    *("variable_weights", "provider", "concurrent_runs", "custom_operators"),
-    *("session_config", "provider_options", "session_options"),
-    *("free_dimensions", "free_denotations"),
-)
+OPTIONS = LACKS.keys() - {"precision", "streams"}
 
 _BLAMES_INPUTS = re.compile(
     r"(Invalid rank|[Ii]nvalid dimensions) for input|Unexpected input data type|"

@@ -189,6 +189,21 @@ def array_of(item: Buffer | Strings) -> NDArray[Any]:
     return array_over(item)
 
 
+LACKS = {
+    "variable_weights": "cannot replace weights; onnxruntime can",
+    "provider": "has no execution providers; onnxruntime has",
+    "concurrent_runs": "has no such option; onnxruntime has, and openvino has streams",
+    "streams": "has no streams; openvino has, and onnxruntime has concurrent_runs",
+    "precision": "computes in the model's own types; openvino can change them",
+    **dict.fromkeys(("session_config", "provider_options"), "has no such option"),
+    **dict.fromkeys(
+        ("session_options", "custom_operators", "free_dimensions", "free_denotations"),
+        "has no such option; onnxruntime has",
+    ),
+}
+"""By option, what an engine is that does not take it."""
+
+
 class BoundRun(ABC):
     """One layout of inputs and outputs, bound once and executed many times.
 

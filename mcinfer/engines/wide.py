@@ -98,7 +98,7 @@ class WideEngine(EngineAround):
     def arm(self) -> None:
         self.alone = self._opened  # here, so that the run and `cancel` see the same
         self.engine.arm()
-        if self.alone is not self.engine:
+        if self.is_open:
             self.alone.arm()
 
     def cancel(self) -> None:
@@ -124,40 +124,28 @@ class WideEngine(EngineAround):
         if opened is not self.engine:
             opened.close()
 
-    def take_pool(self) -> bool:
-        """Pin the calling thread to the pool's cores; whether that is possible."""
-        try:
-            os.sched_setaffinity(0, self._pool)
-        except OSError:  # this process may not use these cores any more
-            return False
-        self.on_pool = True
-        return True
-
-    def return_pool(self) -> None:
-        """Pin the calling thread to the worker's own cores again."""
-        with suppress(OSError):
-            os.sched_setaffinity(0, self._own)
-        self.on_pool = False
+    def move(self, *, to_pool: bool) -> bool:
+        """Pin the calling thread to the pool's cores, or to the worker's own; whether it is on the pool's."""
+        with suppress(OSError):  # this process may not use these cores any more
+            os.sched_setaffinity(0, self._pool if to_pool else self._own)
+            self.on_pool = to_pool
+        return self.on_pool
 
     def begin(self) -> None:
         """Open the wide engine, unless it would be of no use."""
         self.begun = True
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
         try:
-            why = self._why_not()
-            if not why:
+            if not self.prepared and self._content.size >= LEAST_PREPARED_BYTES:
+                why = "a second copy of the weights would be as large as the first"
+            elif limit != resource.RLIM_INFINITY and 2 * _memory_bytes() > limit:
+                why = "the worker's memory limit may not hold the activations twice"
+            else:
                 self._opening.start()
+                return
         except (OSError, RuntimeError) as exc:  # there is no descriptor or no thread left
             why = str(exc)
-        if why:
-            _log.debug("runs use this worker's cores alone: %s", why)
-
-    def _why_not(self) -> str:
-        if not self.prepared and self._content.size >= LEAST_PREPARED_BYTES:
-            return "a second copy of the weights would be as large as the first"
-        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        if limit != resource.RLIM_INFINITY and 2 * _memory_bytes() > limit:
-            return "the worker's memory limit may not hold the activations twice"
-        return ""
+        _log.debug("runs use this worker's cores alone: %s", why)
 
     def _open(self) -> None:
         try:
@@ -200,7 +188,7 @@ class _Run(BoundRun):
     def execute(self) -> Sequence[Produced | Strings]:
         self.wide = False
         if self._engine.on_pool:
-            self._engine.return_pool()
+            self._engine.move(to_pool=False)
         try:
             return self._narrow.execute()
         except (OutOfMemoryError, MemoryError) as exc:
@@ -215,11 +203,11 @@ class _Run(BoundRun):
         engine = self._engine
         if not engine.begun:
             engine.begin()
-        is_open = engine.alone is not engine.engine
+        is_open = engine.is_open
         was_faster = self._wide_seconds < self._narrow_seconds < math.inf
         takes_wide = is_open and (was_faster or self._runs < _TRIALS)
         start = time.perf_counter()
-        if takes_wide and (engine.on_pool or engine.take_pool()):
+        if takes_wide and (engine.on_pool or engine.move(to_pool=True)):
             produced = self._execute_wide()
         else:
             produced = self.execute()

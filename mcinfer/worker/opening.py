@@ -23,34 +23,33 @@ from mcinfer.engines.wide import WideEngine
 from mcinfer.errors import BuildError, McinferError
 from mcinfer.machine import format_core_list
 from mcinfer.model_cache.children import Progress
-from mcinfer.protocol import Build
+from mcinfer.private import in_words
+from mcinfer.protocol import MAX_NOTE, MAX_NOTES, Build, TensorFields
 from mcinfer.shm.arena import AttachedBlocks
+from mcinfer.specs import TensorSpec
 
 
 def open_worker_engine(
-    message: Build,
-    share: CoreShare,
-    blocks: AttachedBlocks,
-    group: Sequence[int],
-    progress: Progress,
-) -> tuple[Engine, dict[str, Any]]:
-    """Load the model that BUILD names.
+    message: Build, blocks: AttachedBlocks, group: Sequence[int], progress: Progress
+) -> tuple[Engine, Sequence[int], dict[str, Any]]:
+    """Pin this process to its cores, and load the model that BUILD names.
 
     Args:
         message: The build.
-        share: The cores of this process.
         blocks: The master's, which an engine on a card opens and pins.
         group: Descriptors of the group that this worker is a rank of, if any; the engine's from now on.
         progress: Called while the model is prepared.
 
     Returns:
-        The engine, and the fields of BUILD_FINISH that say what the model's files hold.
+        The engine; the cores that its runs at once may have parts of, if any; and the fields of BUILD_FINISH
+        that say what the model is.
 
     Raises:
         ProtocolError: The block that BUILD names was not attached.
         See `mcinfer.engines.open_engine`, `mcinfer.cards.staging.open_on_card`, `mcinfer.ranks.open_rank`.
     """
     device = Device.parse(message.device)
+    share, notes = _pin_to_allowed(message.share)
     request = EngineRequest(
         model=message.model,
         device=Device("cpu", 0) if device.kind == INLINE else device,
@@ -75,34 +74,56 @@ def open_worker_engine(
         engine = open_on_card(message, request, slab, blocks, progress)
     else:
         engine = open_engine(message.engine, request, progress)
-    if content is None:
-        return engine, {}
     with ExitStack() as opened:
         opened.callback(engine.close)
-        if not content.unchanged():
-            raise BuildError(f"{message.model} was changed while it was loaded")
-        known = {
-            "model": identity(request, content, engine.version),
-            "random": content.random,
-            "ragged": content.ragged,
-        }
+        facts = _facts(engine)
+        if content is not None:
+            if not content.unchanged():
+                raise BuildError(f"{message.model} was changed while it was loaded")
+            facts["model"] = identity(request, content, engine.version)
+            facts |= {"random": content.random, "ragged": content.ragged}
         opened.pop_all()
+    notes += tuple(in_words(note, message.model) for note in engine.notes)
+    facts["notes"] = tuple(note[:MAX_NOTE] for note in notes[:MAX_NOTES])
+    cores = () if share.shared or engine.pins else share.cores
     # A model that draws random numbers has one state of them.
-    if share.pool and engine.widens and engine.concurrent == 1 and not content.random:
-
-        def open_wide(share: CoreShare) -> Engine:
-            return open_engine(message.engine, replace(request, share=share), _refuse)
-
-        engine = WideEngine(engine, share, open_wide, content)
-    return engine, known
+    is_sole = engine.widens and engine.concurrent == 1
+    if share.pool and is_sole and content is not None and not content.random:
+        engine = WideEngine(engine, share, partial(_open_wide, message, request), content)
+    return engine, cores, facts
 
 
-def _refuse(_: Mapping[str, Any]) -> None:
-    """Prepared once more, the model's weights would be in memory twice."""
-    raise McinferError("the prepared model is not in the cache any more")
+def _open_wide(message: Build, request: EngineRequest, share: CoreShare) -> Engine:
+    """The model with these cores; prepared once more, its weights would be in memory twice."""
+
+    def refuse(_: Mapping[str, Any]) -> None:
+        raise McinferError("the prepared model is not in the cache any more")
+
+    return open_engine(message.engine, replace(request, share=share), refuse)
 
 
-def pin_to_allowed(planned: CoreShare) -> tuple[CoreShare, tuple[str, ...]]:
+def _facts(engine: Engine) -> dict[str, Any]:
+    """The fields of BUILD_FINISH that an engine says."""
+    described = engine.description
+    return {
+        "inputs": _fields(engine.spec.inputs),
+        "outputs": _fields(engine.spec.outputs),
+        "weights": _fields(engine.weights),
+        "providers": engine.providers,
+        "concurrent": engine.concurrent,
+        "reaches": engine.reaches,
+        "about": dict(described.about),
+        "properties": dict(described.properties),
+        "overridable": _fields(described.overridable),
+        "provider_options": {n: dict(given) for n, given in described.provider_options.items()},
+    }
+
+
+def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
+    return tuple((spec.name, spec.element_type, spec.shape) for spec in specs)
+
+
+def _pin_to_allowed(planned: CoreShare) -> tuple[CoreShare, tuple[str, ...]]:
     """Pin this process to its share of the cores that it may use now.
 
     Returns:

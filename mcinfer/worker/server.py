@@ -48,8 +48,6 @@ from mcinfer.errors import (
 from mcinfer.private import in_words
 from mcinfer.process import ORPHANED
 from mcinfer.protocol import (
-    MAX_NOTE,
-    MAX_NOTES,
     MAX_SPECS,
     PREDICT,
     PREDICT_HEAD,
@@ -68,7 +66,6 @@ from mcinfer.protocol import (
     PredictJoined,
     Preparing,
     Reply,
-    TensorFields,
     TensorRef,
     UpdateWeights,
     WorkerState,
@@ -81,8 +78,8 @@ from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.shm.arena import AttachedBlocks, OfferedBlock, SharedBlock, align
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
-from mcinfer.specs import STRING, TensorSpec
-from mcinfer.worker.opening import open_worker_engine, pin_to_allowed
+from mcinfer.specs import STRING
+from mcinfer.worker.opening import open_worker_engine
 from mcinfer.worker.runs import Runs
 from mcinfer.worker.turns import Turns, pin_to_part
 
@@ -244,12 +241,11 @@ class WorkerLoop:
     def _build(self, message: Build) -> Message:
         start = time.perf_counter()
         try:
-            share, notes = pin_to_allowed(message.share)
-            engine, known = open_worker_engine(
-                message, share, self._blocks, self._group, self._report_progress
+            engine, cores, facts = open_worker_engine(
+                message, self._blocks, self._group, self._report_progress
             )
             self._engine = engine
-            self._open_lanes(engine, () if share.shared or engine.pins else share.cores)
+            self._open_lanes(engine, cores)
         except (CardLostError, ProtocolError):  # no fault of the model: as if this process had died
             raise
         except (RankDiedError, CollectiveTimeoutError) as exc:  # nor of this rank
@@ -257,25 +253,11 @@ class WorkerLoop:
         except Exception as exc:  # of any class: it is the runtime's
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
             return _error(kind, exc, model=message.model)
-        described = engine.description
-        notes += tuple(in_words(note, message.model) for note in engine.notes)
-        options = described.provider_options.items()
         try:
             return BuildFinish(
-                inputs=_fields(engine.spec.inputs),
-                outputs=_fields(engine.spec.outputs),
-                weights=_fields(engine.weights),
-                notes=tuple(note[:MAX_NOTE] for note in notes[:MAX_NOTES]),
-                **known,
-                providers=engine.providers,
+                **facts,
                 seconds=time.perf_counter() - start,
-                concurrent=engine.concurrent,
                 slab=self._hand_over(engine.slab),
-                reaches=engine.reaches,
-                about=dict(described.about),
-                properties=dict(described.properties),
-                overridable=_fields(described.overridable),
-                provider_options={name: dict(given) for name, given in options},
             )
         except ProtocolError as exc:
             text = f"what is to be said of the model does not fit a message (at most {MAX_SPECS}"
@@ -464,10 +446,6 @@ def _encoded(message: Message) -> tuple[Message, bytes]:
             text=f"the answer does not fit a message to the master: {exc}",
         )
         return error, encode(error)
-
-
-def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
-    return tuple((spec.name, spec.element_type, spec.shape) for spec in specs)
 
 
 def _error(
