@@ -63,7 +63,8 @@ class WideEngine(EngineAround):
 
     Attributes:
         alone: Of runs that come alone: the other engine, once it is open; until then the worker's own.
-        begun: Whether the other one was asked for.
+        is_open: Whether there is another one.
+        begun: Whether it was asked for.
         on_pool: Whether the thread that runs is pinned to the pool's cores.
     """
 
@@ -81,11 +82,7 @@ class WideEngine(EngineAround):
         self._opening = threading.Thread(target=self._open, name="mcinfer-wide", daemon=True)
         self._bound: WeakSet[_Run] = WeakSet()  # to the wide engine too
         self._opened = self.alone = narrow
-        self.begun = self.on_pool = False
-
-    @property
-    def is_open(self) -> bool:
-        return self.alone is not self.engine
+        self.is_open = self.begun = self.on_pool = False
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
         return _Run(self, inputs, outputs)
@@ -96,9 +93,10 @@ class WideEngine(EngineAround):
         return self.alone.bind(*run.tensors)
 
     def arm(self) -> None:
-        self.alone = self._opened  # here, so that the run and `cancel` see the same
         self.engine.arm()
-        if self.is_open:
+        if self._opened is not self.engine:
+            # Here, so that the run and `cancel` see the same.
+            self.alone, self.is_open = self._opened, True
             self.alone.arm()
 
     def cancel(self) -> None:
@@ -117,7 +115,7 @@ class WideEngine(EngineAround):
             self._close_wide()
 
     def _close_wide(self) -> None:
-        self.begun = True
+        self.begun, self.is_open = True, False
         for run in self._bound:
             run.unbind_wide()
         opened, self._opened, self.alone = self._opened, self.engine, self.engine
