@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZIP_BZIP2, ZipFile
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,7 +16,6 @@ from mcinfer.bench.inputs import (
     InputOptions,
     examples,
     fixed_batch,
-    likely_sizes,
     make_inputs,
     parse_input_options,
 )
@@ -170,26 +168,6 @@ def test_rows_of_files_are_cut_or_repeated(tmp_path: Path, array: NDArray[Any]) 
             assert x.flags.c_contiguous
 
 
-def test_size_of_a_symbol_in_files_holds_for_other_inputs(tmp_path: Path) -> None:
-    np.savez(tmp_path / "in.npz", ids=np.ones((3, 9), np.int64), table=np.ones((4, 8), np.float16))
-    path = str(tmp_path / "in.npz")
-    inputs = made(model(TOKENS), 2, parse_input_options([path], {}))
-    assert inputs["mask"].shape == (2, 9)
-    assert inputs["table"].shape == (4, 8)
-    with pytest.raises(
-        InvalidInputError, match=r"in\.npz: 'seq' is 9 .* expected 5 as --dim seq=5"
-    ):
-        made(model(TOKENS), 2, parse_input_options([path], {"seq": 5}))
-
-
-def test_types_that_numpys_files_do_not_know_are_kept(tmp_path: Path) -> None:
-    array = np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16)
-    options = parse_input_options([f"x={saved(tmp_path / 'x.npy', array)}"], {})
-    x = made(model({"x": ("bfloat16", ("batch", 3))}), 2, options)["x"]
-    assert x.dtype == array.dtype
-    assert x.astype(int).tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
 FILES: dict[str, NDArray[Any]] = {
     "wide": np.ones((2, 4), np.float32),
     "flat": np.ones(3, np.float32),
@@ -250,18 +228,6 @@ def test_options_and_files_that_do_not_fit_are_refused_with_their_place(
     assert str(caught.value).startswith(error)
 
 
-def test_input_of_any_rank_needs_a_file_for_its_rows(tmp_path: Path) -> None:
-    spec = model({"x": ("float32", ())}, (None,))
-    split = said(spec, {"x": 1}, {"y": 0})
-    with pytest.raises(InvalidInputError, match=r"does not say its shape: .*--input x=FILE\.npy"):
-        make_inputs(spec, split, 2, RANDOM)
-    options = parse_input_options([f"x={saved(tmp_path / 'x.npy', ROWS)}"], {})
-    assert np.array_equal(make_inputs(spec, split, 2, options)["x"], ROWS[:, :2])
-    flat = parse_input_options([f"x={saved(tmp_path / 'flat.npy', ROWS[0])}"], {})
-    with pytest.raises(InvalidInputError, match="with at least one row"):
-        make_inputs(spec, split, 2, flat)
-
-
 def shown(
     spec: ModelSpec, options: InputOptions = RANDOM, batches: Sequence[int] = (1,), **axes: int
 ) -> list[dict[str, NDArray[Any]]]:
@@ -295,18 +261,3 @@ def test_example_has_the_rows_of_files_and_the_sizes_of_options(tmp_path: Path) 
         shown(square)
     first, *_ = shown(square, with_dims(**{"x:0": 3}), x=1)
     assert first["x"].shape == (3, 3)
-
-
-def test_likely_sizes_are_of_all_dimensions_but_the_batch() -> None:
-    spec = model(
-        {
-            "x": ("float32", ("batch", 3, "height", None)),
-            "state": ("float32", (2, "batch", 8)),
-            "mask": ("bool", ("batch", "height")),
-        },
-        ("batch", "height"),
-    )
-    sizes = likely_sizes(spec)
-    assert sizes == {"height": 32, "x:3": 32}
-    first, *_ = shown(spec, with_dims(**sizes))
-    assert [first[name].shape for name in ("x", "state")] == [(3, 3, 32, 32), (2, 3, 8)]

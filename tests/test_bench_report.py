@@ -21,18 +21,6 @@ def test_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert load(tmp_path / "report.json") == report
 
 
-def test_unknown_fields_are_ignored_and_defaults_may_be_missing(
-    tmp_path: Path,
-) -> None:
-    report = bench_reports.small(session=[100.0])
-    content = json.loads(dump(report))
-    content["of_a_later_mcinfer"] = content["model"]["too"] = 1
-    del content["measurements"][0]["turns"][0]["kept_up"]
-    del content["measurements"][0]["turns"][0]["error"]
-    (tmp_path / "report.json").write_text(json.dumps(content))
-    assert load(tmp_path / "report.json") == report
-
-
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [

@@ -1,6 +1,5 @@
 """Tests of mcinfer/bench/table.py and texts.py."""
 
-import math
 import re
 from dataclasses import replace
 from io import StringIO
@@ -8,12 +7,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from mcinfer.bench.figures import number
 from mcinfer.bench.report import Load, Measurement, Report
 from mcinfer.bench.table import show
 from mcinfer.bench.texts import (
-    gain_lines,
-    notes,
     program,
     remarks,
     report_program,
@@ -29,11 +25,6 @@ def shown(made: Report, width: int = 80) -> str:
     show(made, console)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
-
-
-def test_numbers_have_three_digits() -> None:
-    values = [0.0, 0.0614, 9.996, 99.96, 1234.5, math.inf, math.nan]
-    assert [*map(number, values)] == ["0", "0.061", "10.0", "100", "1234", "∞", "\N{EN DASH}"]
 
 
 def test_eighty_columns_hold_every_table_whole() -> None:
@@ -60,33 +51,6 @@ def test_way_that_did_not_answer_everything_is_marked() -> None:
     assert "\x1b" not in text
 
 
-def test_percentiles_of_too_few_requests_and_cores_of_short_turns_are_a_dash_with_a_note() -> None:
-    load = Load(batch=1, clients=1)
-    made = report([way("session")], {("session", load): [turn(99.0, seconds=0.4)]})
-    lines = shown(made).splitlines()
-    (row,) = (line.split() for line in lines if line.split()[:2] == ["session", "40"])
-    assert row[6] == row[-1] == "\N{EN DASH}" != row[5]
-    assert [lines.count(note) for note in notes(made)] == [1, 1]
-    assert notes(small(session=[100.0])) == ()
-
-
-def test_errors_are_shown_with_the_way_or_once_for_all_requests_and_five_at_most() -> None:
-    text = shown(large())
-    assert "! ours.py:Broken could not be measured: ValueError: this way cannot run [batch]" in text
-    made = small(session=[100.0], sharded=[100.0])
-    made = replace(made, ways=(replace(made.ways[0], error="too large"), made.ways[1]))
-    assert remarks(made) == ("session could not be measured under all loads: too large",)
-    one, other = Load(batch=1, clients=1), Load(batch=1, clients=2)
-    dead = turn(failed=2, error="WorkerDiedError: \x1b[2J\nkilled")
-    turns = {("session", one): [dead, dead], ("sharded", other): [dead]}
-    found = remarks(report([way("session"), way("sharded")], turns))
-    assert found[-1] == "Requests of session, sharded failed: WorkerDiedError: ?[2J killed"
-    many = [turn(failed=1, error=f"TimeoutError: request {n}") for n in range(8)]
-    found = remarks(report([way("session")], {("session", one): many}))
-    assert sum("TimeoutError" in text for text in found) == 5
-    assert found[-1] == "Requests failed for 3 more reasons."
-
-
 @pytest.mark.parametrize(
     ("sharded", "text"),
     [
@@ -99,27 +63,6 @@ def test_verdict_is_one_sentence_the_same_in_the_table(sharded: list[float], tex
     made = small(session=[100.0, 100.0], sharded=sharded)
     assert re.fullmatch(text, verdict(made))
     assert verdict(made) in shown(made, 200).splitlines()
-
-
-def test_memory_and_the_loads_of_the_gain_are_in_the_verdict() -> None:
-    assert "and about the memory of" in verdict(small(session=[100.0] * 2, sharded=[150.0] * 2))
-    ways = [way("pipe", workers=4), way("batched", workers=4)]
-    third = tuple(replace(memory, pss=memory.pss * 35 // 100) for memory in ways[1].memory)
-    one, four = Load(batch=1, clients=1), Load(batch=1, clients=4)
-    turns = {
-        (name, load): [turn(rate), turn(rate)]
-        for name, load, rate in (
-            *(("pipe", load, 100.0) for load in (one, four)),
-            ("batched", one, 100.0),
-            ("batched", four, 119.0),
-        )
-    }
-    made = report([ways[0], replace(ways[1], memory=third)], turns)
-    speed = "Use mcinfer: 1.19 × the throughput of pipe with batch 1, 4 clients"  # noqa: RUF001
-    assert verdict(made) == f"{speed} and 65 % less memory than pipe."
-    unweighed = replace(made, ways=(replace(ways[0], memory=()), ways[1]))
-    assert verdict(unweighed) == f"{speed}."
-    assert "(no clear difference)" in gain_lines(made)[0]
 
 
 def test_verdict_names_what_answers_one_request_alone_sooner() -> None:

@@ -1,7 +1,6 @@
 """Tests of mcinfer/bench/tune.py; searches with processes: tests/process/test_tune.py."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,6 @@ from mcinfer.bench.tune import (
     grids,
     needs,
     program,
-    remarks,
     rounds,
     verdict,
 )
@@ -127,20 +125,6 @@ def test_candidates_fit_the_cores_and_have_no_idle_worker(
         assert candidate.call == "submit" or goal == "latency" or batch > 1
 
 
-def test_sessions_are_left_out_where_a_request_is_no_single_run() -> None:
-    whole, cut = (
-        grid(aim(), cores=4, pieces=8, joins=True, run_seconds=0.01, whole=w) for w in (True, False)
-    )
-    assert {candidate.call for candidate in cut} == {"submit", "predict"}
-    assert [candidate for candidate in whole if candidate.call not in SESSIONS] == cut
-
-
-@pytest.mark.parametrize(("bound", "delays"), [(None, {0.0, 0.01}), (0.003, {0.0})])
-def test_delays_depend_on_the_length_of_a_run(bound: float | None, delays: set[float]) -> None:
-    candidates = grid(aim(bound=bound), cores=8, pieces=1, joins=True, run_seconds=0.04)
-    assert {c.max_delay for c in candidates if c.max_batch_size > 1} == delays
-
-
 def test_rounds_halve_the_pools_and_double_their_turns() -> None:
     # The default is in each group, with three others.
     assert rounds(12) == [(12 + 4, 1), (6 + 2, 2), (3 + 1, 4), (2 + 1, 8)]
@@ -178,17 +162,6 @@ def test_candidates_of_different_groups_are_compared_by_the_default_beside_each(
     assert [row[0] for row in table.rows] == ["submit", "submit", "submit, default"]
 
 
-def test_candidates_are_compared_directly_if_the_default_is_late_or_fails() -> None:
-    assert found([LATE, *trials((WIDE, [100]))], of=RATE).costs()[WIDE] == [0.01]
-    broken = Trial(rung=1, candidate=DEFAULT, turns=[turn(100)], error="broken")
-    result = found([broken, *trials((WIDE, [90, 90]))], of=RATE)
-    assert result.costs() == {WIDE: [0.01, 0.01]}
-    assert result.recommended == WIDE
-    half = trials((DEFAULT, [100, 100]), (WIDE, [10, 10]))
-    half[1].turns[1] = replace(turn(10), unfinished=30, kept_up=False)  # most are never answered
-    assert found(half, of=RATE).costs()[WIDE] == [1.0, float("inf")]
-
-
 @pytest.mark.parametrize(("worst", "as_good"), [(100, True), (101, False)])
 def test_default_is_recommended_unless_each_repeat_is_better(worst: float, as_good: bool) -> None:
     result = found(trials((DEFAULT, [100, 100, 100]), (WIDE, [120, 130, worst])))
@@ -211,52 +184,6 @@ def test_interrupted_search_uses_the_last_finished_round() -> None:
     made = [*trials((DEFAULT, [100] * 3), (WIDE, [130] * 3)), *second]
     assert found(made, finished_rungs=0, ended="").recommended == WIDE
     assert found(second, finished_rungs=0, ended="").best is None
-
-
-@pytest.mark.parametrize(
-    ("made", "of", "said"),
-    [
-        (
-            strained((DEFAULT, 200, 0.09), (WIDE, 100, 0.04)),
-            aim(bound=0.05),
-            "Use 1 worker, .* The default does not keep the bound",
-        ),
-        (
-            [LATE, *trials((WIDE, [100]))],
-            RATE,
-            "Use 1 worker, .* The default does not keep up with batch 1, 100/s",
-        ),
-        (
-            strained((DEFAULT, 100, 0.03), (WIDE, 50, 0.02)),
-            aim(bound=0.01),
-            "no way answers 99 % of the requests within 10.0 ms under batch 1, 8 clients; "
-            "1 worker, 4 threads, submit came nearest with 20.0 ms$",
-        ),
-        ([LATE], RATE, "no way keeps up with batch 1, 100/s; 2 workers"),
-        ([], aim(), "no way could be measured$"),
-    ],
-)
-def test_verdict_names_what_breaks_the_bound_or_falls_behind(
-    made: list[Trial], of: Aim, said: str
-) -> None:
-    result = found(made, of=of)
-    assert re.match(said, verdict(result))
-    assert result.fits == said.startswith("Use")
-
-
-def test_remarks_name_gaps_failures_few_requests_and_why_requests_run_whole() -> None:
-    for requests, few in ((99, True), (100, False)):
-        result = found(trials((DEFAULT, [500, requests])), of=aim(bound=1.0))
-        assert any(f"with {requests} requests" in t for t in remarks(result)) == few
-    broken = Trial(rung=1, candidate=JOINED, error="no memory\nleft")
-    mixing = Split(inputs={"x": 0}, outputs={"y": "mixed"}, known="learned", reason="mixed rows")
-    assert remarks(found([broken], left_out=3, split=mixing)) == [
-        "The search ended after 12.0 s: one is left.",
-        "3 of 9 ways were left out for lack of time: --budget 100 is enough for all.",
-        "Requests are not split, nor joined: mixed rows.",
-        "4 workers, 1 thread, submit, 8 rows within 1 ms: no memory left",
-    ]
-    assert "interrupted" in remarks(found([], ended="", split=None))[0]
 
 
 def test_program_has_the_axes() -> None:

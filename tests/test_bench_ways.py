@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcinfer.bench import check_engines, check_names, engines_for, way_class
+from mcinfer.bench import check_engines, check_names, way_class
 from mcinfer.bench.baselines import cut, join
 from mcinfer.bench.way import Setup
 from mcinfer.errors import InvalidInputError
@@ -78,22 +78,6 @@ def test_requests_are_cut_by_hand(
     np.testing.assert_array_equal(joined, x)
 
 
-def test_requests_are_cut_and_joined_along_the_axes_of_the_split() -> None:
-    state = np.arange(24).reshape(2, 4, 3)
-    axes = Split(inputs={"state": 1}, outputs={"y": 1, "same": None}, known="said")
-    setup = replace(SETUP, split=axes)
-    pieces = cut({"state": state}, setup, 3)
-    assert [piece["state"].shape for piece in pieces] == [(2, 2, 3), (2, 1, 3), (2, 1, 3)]
-    y, same = join([[piece["state"], np.ones(2)] for piece in pieces], setup)
-    np.testing.assert_array_equal(y, state)
-    assert same.shape == (2,)
-    # Fixed batches of several sizes make the same number of pieces.
-    axes = Split(inputs={"x": 0, "pairs": 0}, outputs={"y": 0}, known="said")
-    inputs = {"x": np.arange(6), "pairs": np.arange(12)}
-    pieces = cut(inputs, replace(SETUP, split=axes, fixed_batch=2), 2)
-    assert [(len(piece["x"]), len(piece["pairs"])) for piece in pieces] == [(2, 4)] * 3
-
-
 MIXING = Split(
     inputs={"x": 0},
     outputs={"y": "mixed"},
@@ -138,8 +122,3 @@ def test_engines_that_are_wrong_or_named_twice_are_refused(engines: list[str]) -
     with pytest.raises(InvalidInputError, match=r"^--engine: got .*, expected "):
         check_engines(engines)
     check_engines(["onnxruntime", "openvino", "openvino:bf16"])
-
-
-def test_engines_of_a_file_are_those_that_load_it() -> None:
-    assert engines_for(Path("m.onnx"))[0] == "onnxruntime"
-    assert engines_for(Path("m.xml")) == ("openvino",)

@@ -12,6 +12,8 @@ import yaml
 from mcinfer.cli.app import make_app
 from tests.dockerfiles import ROOT, command_of, copies, values
 
+pytestmark = pytest.mark.thorough
+
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text("utf-8")
 [COMPOSE] = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"].values()

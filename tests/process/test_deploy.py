@@ -8,12 +8,15 @@ import sys
 from http.client import HTTPConnection
 from pathlib import Path
 
+import pytest
 import yaml
 
 from mcinfer.examples import encoder
 from tests.command_line import COMMAND
 from tests.dockerfiles import ROOT, command_of, lay_out
 from tests.process.scripts import Program, run_documented
+
+pytestmark = pytest.mark.thorough
 
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text("utf-8")
 MANIFEST = (ROOT / "deploy" / "kubernetes.yaml").read_text("utf-8")

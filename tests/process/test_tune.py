@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import psutil
-import pytest
 
 from mcinfer.bench.report import Load
 from mcinfer.bench.tune import Aim, Call, Candidate, Found, program
@@ -58,38 +57,6 @@ def test_printed_programs_open_the_sessions_that_were_measured(onnx_model: OnnxM
         assert opened.startswith(kind)
         assert f" {threads} [" in opened
         assert answers == "4 (3, 4)"
-
-
-@pytest.mark.thorough
-def test_recommended_program_runs(onnx_model: OnnxModel, tmp_path: Path) -> None:
-    turned = onnx_model(
-        """
-        <ir_version: 8, opset_import: ["": 17]>
-        turned (float[n, 4] x) => (float[4, m] y) { y = Transpose(x) }
-        """
-    )
-    report = tmp_path / "found.json"
-    axes = ("--batch-axis", "x=0", "--output-axis", "y=1", "--batch", 2, "--json", report)
-    words = ("tune", turned, *axes, "--goal", "latency", "--budget", 10)
-    with Program(ON_ONE_CORE, *words) as searching:
-        done = searching.wait(LONGEST)
-    assert done.status == 0
-    assert done.err.startswith("mcinfer: tuning takes 10 s at most")
-    assert "not split" not in done.out
-    content = json.loads(report.read_bytes())
-    assert content["finished"]
-    first, recommended = content["trials"][0], content["recommended"]
-    assert first["is_default"]
-    assert all(turn["requests"] > 0 for turn in first["turns"])
-    assert recommended["program"] in done.out
-    assert done.out.splitlines()[-1] == json.dumps(recommended["arguments"])
-    # One core, and a run of microseconds: no pool answers as soon.
-    assert recommended["class"].endswith(".InferenceSession")
-    assert recommended["over_default"]["low"] > 1.0
-    assert '"x": np.zeros((2, 4), "float32")' in recommended["program"]
-    with Program(recommended["program"] + "\nprint(answer[0].shape)") as printed:
-        ran = printed.wait()
-    assert (ran.status, ran.out) == (0, "(4, 2)\n")
 
 
 def test_interrupted_search_shows_its_results(onnx_model: OnnxModel, tmp_path: Path) -> None:

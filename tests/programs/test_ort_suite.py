@@ -81,25 +81,3 @@ def test_each_test_is_compared_and_one_that_ends_its_process_keeps_none_behind_i
             f"passes, but is to fail: {ort_suite.CANNOT_HOLD['test_sequence_length']}",
         ),
     ]
-
-
-def test_table_is_written_only_where_there_is_no_problem(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# Page\n<!-- suite: begin -->\n<!-- suite: end -->\n", "utf-8")
-    before = page.read_text("utf-8")
-    assert ort_suite.main([str(folder), "--write", str(page)]) == 1
-    assert page.read_text("utf-8") == before
-    path = folder / ort_suite.FILES[0]
-    kept = TESTS.partition("    def test_1")[0]
-    path.write_text(kept, "utf-8")
-    assert ort_suite.main([str(folder), "--write", str(page)]) == 0
-    said = "With two workers, 1 pass and\n0 cannot hold"
-    assert said in page.read_text("utf-8")
-    assert said in capsys.readouterr().out
-
-
-def test_folder_without_the_tests_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"expected a folder with onnxruntime_test_python\.py"):
-        ort_suite.run_way("plain", tmp_path)
