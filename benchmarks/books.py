@@ -6,7 +6,6 @@ nothing done to the request explains, an end that comes twice or too late, an an
 """
 
 import threading
-from bisect import bisect_left
 from collections import Counter
 from concurrent.futures import Future
 from contextvars import ContextVar
@@ -157,7 +156,6 @@ class Books:
         told: Requests that the pool told of, by what it says became of them.
         events: All else that is counted, by name.
         latest: Seconds from its time-out to its end, of the request that was the latest.
-        after_kill: Seconds from the first kill during a request to its end, of the longest.
         updating: The newest version of the weights whose update has begun.
         updated: The newest whose update has returned.
     """
@@ -170,10 +168,8 @@ class Books:
         self.told: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
         self.latest = 0.0
-        self.after_kill = 0.0
         self.updating = 0
         self.updated = 0
-        self._kills: list[float] = []
         self._findings: Counter[str] = Counter()
         self._open: set[Request] = set()
         self._untold: set[Request] = set()
@@ -202,7 +198,6 @@ class Books:
             self._open.discard(request)
             self.outcomes[request.harm, outcome] += 1
             self.latest = max(self.latest, late)
-            self._note_kill(request, now)
             if outcome not in ALLOWED[request.harm]:
                 self._find(f"{request} ended with {outcome}: {error}")
             if late > SLACK:
@@ -246,11 +241,6 @@ class Books:
         if fault:
             self.find(f"{request}: {fault}")
 
-    def kill(self) -> None:
-        """A worker was sent a signal that ends it."""
-        with self._lock:
-            self._kills.append(monotonic())
-
     def count(self, event: str) -> None:
         """Something happened that is only counted."""
         with self._lock:
@@ -287,11 +277,6 @@ class Books:
                     self._find(f"{request} ended with {request.outcome}, and the pool did not tell")
             self._open.clear()
             self._untold.clear()
-
-    def _note_kill(self, request: Request, now: float) -> None:
-        first = bisect_left(self._kills, request.began)
-        if first < len(self._kills) and self._kills[first] <= now:
-            self.after_kill = max(self.after_kill, now - self._kills[first])
 
     def _compare(self, request: Request) -> None:
         """How it ended for its caller and for the pool; what the caller cancels may be answered already."""

@@ -1,121 +1,192 @@
 """Measure what mcinfer costs beside the model's own run, as ratios within one run.
 
-    python benchmarks/dispatch.py [--quick] [--only PART] [--json FILE]
+    python benchmarks/dispatch.py [--quick] [--only PART]
 
-What dispatching a batch costs, against a plain pipe and against the raw messages (`dispatch`); what looking
-on costs: traces, statistics (`observing`); what part of the speed of independent processes is left (`unet`);
-how long a start takes (`start`). The other parts set mcinfer against the same request path in its fewest
-steps (`fewest_steps.py`): one caller and each step of it (`steps`), many callers (`callers`, `futures`), runs
-of a millisecond (`whole`, `half-load`), and callbacks (`callbacks`). Targets stand beside the ratios. A
-target that is missed is a finding, not a failure: the exit status is 0 all the same.
+mcinfer stands beside the same request path in its fewest steps (`owned.py`), bare and with all that a master
+needs: one caller whose batch is split over two workers, in four sizes, also against pipes (`split`); requests
+of 8 KB of 1, 4 and 16 callers, and of one with many futures (`callers`); runs of a millisecond, also against
+threads on one session (`runs`). Where mcinfer takes longer than the path with all, its own steps cost it;
+where that path does not do better, the architecture does.
 """
 
-import argparse
-import json
-import os
-import signal
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from time import perf_counter
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
-# The model of the example is the one to measure with.
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "sd_dual_core"))
-
-from bare_processes import measure_start, measure_unet
-from fewest_steps import (
-    measure_callbacks,
-    measure_callers,
-    measure_futures,
-    measure_half_load,
-    measure_steps,
-    measure_whole,
+import numpy as np
+from measuring import (
+    Lines,
+    Ratio,
+    Setting,
+    a_second,
+    in_turns,
+    main,
+    rate_of_callers,
+    rate_of_futures,
+    rates_in_turns,
+    series_table,
 )
-from measuring import Effort, Record
-from observing import measure_observing
-from round_trips import measure_dispatch
+from models import TOKENS, Arrays, encoder_model, identity_model, normal
+from owned import Owned
 
-from mcinfer.bench.runner import machine
+from mcinfer import Master
+from mcinfer.bench.baselines import Pipe, open_session
+from mcinfer.bench.way import Setup
+from mcinfer.sharding import Split
 
-LIMIT = 600
-"""Seconds after which a part hangs."""
+BATCH = 2
+WORKERS = 2
+SIZES = {"8 KB": 1024, "0.8 MB": 100_000, "8 MB": 1_000_000, "64 MB": 8_000_000}
+"""Of a batch, by name: elements of a row."""
+FUTURES = 64
+"""Under way at once, of one thread."""
 
+BARE = "owned, bare"
+FULL = "owned, with all"
+PREDICT = "mcinfer.predict"
+SUBMIT = "mcinfer.submit"
+PIPE = "pipe: pickled through multiprocessing.Pipe"
+THREADS = "threads on one session of one thread"
 
-class Part(NamedTuple):
-    """One thing to measure, and how long, for a first look and in full."""
-
-    measure: Callable[[Path, Effort, Callable[[str], None]], Record]
-    quick: Effort
-    full: Effort
-
-
-PARTS = {
-    "dispatch": Part(
-        measure_dispatch, Effort(rounds=3, seconds=0.1), Effort(rounds=9, seconds=0.25)
-    ),
-    "observing": Part(
-        measure_observing, Effort(rounds=3, seconds=0.1), Effort(rounds=15, seconds=0.25)
-    ),
-    "unet": Part(measure_unet, Effort(rounds=3, seconds=1.0), Effort(rounds=9, seconds=2.5)),
-    "start": Part(measure_start, Effort(rounds=3, seconds=0.0), Effort(rounds=9, seconds=0.0)),
-    "steps": Part(measure_steps, Effort(rounds=3, seconds=0.1), Effort(rounds=9, seconds=0.25)),
-    "callers": Part(measure_callers, Effort(rounds=3, seconds=0.5), Effort(rounds=9, seconds=1.5)),
-    "futures": Part(measure_futures, Effort(rounds=3, seconds=0.5), Effort(rounds=9, seconds=1.5)),
-    "whole": Part(measure_whole, Effort(rounds=3, seconds=0.5), Effort(rounds=9, seconds=1.5)),
-    "half-load": Part(
-        measure_half_load, Effort(rounds=3, seconds=1.0), Effort(rounds=9, seconds=3.0)
-    ),
-    "callbacks": Part(
-        measure_callbacks,
-        Effort(rounds=3, seconds=3.0, most=1000),
-        Effort(rounds=5, seconds=20.0, most=10_000),
-    ),
-}
+MOST_PREDICT = {"8 KB": 1.4, "0.8 MB": 1.3, "8 MB": 1.2}
+"""By size, how many times as long as the bare path a predict may take."""
+LEAST_PIPE = {"8 KB": 0.6, "0.8 MB": 3.0, "8 MB": 10.0, "64 MB": 25.0}
+"""By size, how many times as long as a predict the pipe is to take."""
+LEAST_RATE = {1: None, 4: 0.5, 16: 0.5}
+"""By callers, what part of the bare path's requests per second is wanted."""
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
+def pipe_of(model: str) -> Pipe:
+    """The pipe's processes, one for each worker."""
+    return Pipe(
+        Setup(
+            model=model,
+            cores=WORKERS,
+            devices=("cpu:0",) * WORKERS,
+            threads=1,
+            split=Split(inputs={"x": 0}, outputs={"y": 0}, known="declared"),
+            max_batch_size=1,
+            max_delay=0.0,
+        )
+    )
 
 
-def _give_up(*_: object) -> None:
-    raise TimeoutError(f"the part did not end within {LIMIT} s")
+def measure_split(setting: Setting) -> Lines:
+    """A batch of 2 over 2 workers, of an Identity model."""
+    model = str(identity_model(setting.folder / "identity.onnx"))
+    with ExitStack() as stack:
+        pipe = pipe_of(model)
+        stack.callback(pipe.close)
+        calls: dict[str, Callable[[Arrays], Any]] = {
+            BARE: stack.enter_context(Owned(model, WORKERS)).predict,
+            FULL: stack.enter_context(Owned(model, WORKERS, full=True)).predict,
+            PREDICT: stack.enter_context(Master(model, WORKERS)).predict,
+            PIPE: pipe.run,
+        }
+        for size in SIZES:
+            inputs = normal(BATCH, SIZES[size])
+            for name, call in calls.items():
+                if not np.array_equal(call(inputs)["y"], inputs["x"]):
+                    raise RuntimeError(f"{name}: a wrong answer")
+            ways = {name: partial(call, inputs) for name, call in calls.items()}
+            series = in_turns(ways, setting.effort(0.25))
+            predict = series[PREDICT]
+            yield series_table(f"{size}, split", series)
+            yield str(
+                Ratio(
+                    text=f"{PREDICT} / {BARE}",
+                    series=predict.over(series[BARE]),
+                    bound=MOST_PREDICT.get(size),
+                    at_least=False,
+                )
+            )
+            yield str(Ratio(text=f"{PREDICT} / {FULL}", series=predict.over(series[FULL])))
+            over = series[PIPE].over(predict)
+            yield str(Ratio(text=f"pipe / {PREDICT}", series=over, bound=LEAST_PIPE[size]))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status."""
-    parser = argparse.ArgumentParser(description="Measure mcinfer's dispatch, speed and start.")
-    parser.add_argument("--quick", action="store_true", help="fewer samples: for a first look")
-    parser.add_argument("--only", choices=PARTS, help="one part (default: all)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
-    options = parser.parse_args(arguments)
-    if options.json is not None:
-        try:
-            options.json.write_text("", encoding="utf-8")
-        except OSError as exc:
-            parser.error(f"--json: {exc}")
-    # Two workers, two baselines, two cores: on larger machines mcinfer's workers would get more threads.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-    signal.signal(signal.SIGALRM, _give_up)
-    begin = perf_counter()
-    described = machine()
-    _say(", ".join(f"{name} {value}" for name, value in described.items()))
-    _say("")
-    record: Record = {"machine": described, "quick": options.quick}
-    with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name:
-        os.environ["MCINFER_CACHE"] = str(Path(name) / "cache")  # not the user's
-        for part, (measure, quick, full) in PARTS.items():
-            if options.only in (None, part):
-                signal.alarm(LIMIT)
-                record[part] = measure(Path(name), quick if options.quick else full, _say)
-    signal.alarm(0)
-    record["seconds"] = round(perf_counter() - begin, 1)
-    _say(f"\nmeasured in {record['seconds']} s")
-    if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
-    return 0
+def measure_callers(setting: Setting) -> Lines:
+    """Requests of 8 KB a second: split, of some threads; then whole, of threads and of futures."""
+    model = str(identity_model(setting.folder / "identity.onnx"))
+    inputs = normal(BATCH, SIZES["8 KB"])
+    seconds = setting.seconds(1.5)
+    with ExitStack() as stack:
+        split, whole = (
+            {
+                BARE: stack.enter_context(Owned(model, WORKERS, whole=one)),
+                FULL: stack.enter_context(Owned(model, WORKERS, whole=one, full=True)),
+            }
+            for one in (False, True)
+        )
+        master = stack.enter_context(Master(model, WORKERS))
+        predicts: dict[str, Callable[[], object]] = {
+            name: partial(pool.predict, inputs) for name, pool in split.items()
+        }
+        predicts[PREDICT] = partial(master.predict, inputs)
+        submits: dict[str, Callable[[], Any]] = {
+            name: partial(pool.submit, inputs) for name, pool in whole.items()
+        }
+        submits[SUBMIT] = partial(master.submit, inputs)
+        for callers, bound in LEAST_RATE.items():
+            title = f"8 KB, split, callers: {callers}"
+            ways = {n: partial(rate_of_callers, c, callers, seconds) for n, c in predicts.items()}
+            yield from rates(title, ways, setting.rounds, PREDICT, {BARE: bound})
+        for callers in LEAST_RATE:
+            title = f"8 KB, whole, callers: {callers}"
+            ways = {
+                name: partial(rate_of_callers, partial(answer, submit), callers, seconds)
+                for name, submit in submits.items()
+            }
+            yield from rates(title, ways, setting.rounds, SUBMIT)
+        title = f"8 KB, whole, one caller, {FUTURES} futures"
+        ways = {n: partial(rate_of_futures, s, seconds, FUTURES) for n, s in submits.items()}
+        yield from rates(title, ways, setting.rounds, SUBMIT)
 
+
+def answer(submit: Callable[[], Any]) -> object:
+    return submit().result()
+
+
+def rates(
+    title: str,
+    ways: Mapping[str, Callable[[], float]],
+    rounds: int,
+    ours: str,
+    bounds: Mapping[str, float | None] = {},
+) -> Lines:
+    """A table of rates, with ours over the others."""
+    series = rates_in_turns(ways, rounds)
+    yield series_table(title, series, a_second)
+    for name in [name for name in series if name != ours]:
+        over = series[ours].over(series[name])
+        yield str(Ratio(text=f"{ours} / {name}", series=over, bound=bounds.get(name)))
+
+
+def measure_runs(setting: Setting) -> Lines:
+    """One row of an encoder, some 0.6 to 1 ms on one core, of 8 callers."""
+    model = str(encoder_model(setting.folder / "encoder.onnx"))
+    inputs = normal(1, TOKENS, 256)
+    session = open_session(model, 1, ["CPUExecutionProvider"])
+    with (
+        Owned(model, WORKERS, whole=True) as bare,
+        Owned(model, WORKERS, whole=True, full=True) as full,
+        Master(model, WORKERS) as master,
+    ):
+        calls: dict[str, Callable[[], object]] = {
+            BARE: lambda: bare.predict(inputs),
+            FULL: lambda: full.predict(inputs),
+            THREADS: lambda: session.run(None, inputs),
+            SUBMIT: lambda: master.submit(inputs).result(),
+        }
+        seconds = setting.seconds(1.5)
+        ways = {name: partial(rate_of_callers, call, 8, seconds) for name, call in calls.items()}
+        bounds = {BARE: 0.85, THREADS: 0.5}
+        yield from rates("encoder, callers: 8", ways, setting.rounds, SUBMIT, bounds)
+
+
+PARTS = {"split": measure_split, "callers": measure_callers, "runs": measure_runs}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, PARTS, rounds=9))

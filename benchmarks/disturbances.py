@@ -53,8 +53,6 @@ def _send(scene: Scene, pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
         scene.books.count(f"sent {number.name}")
-        if number not in (signal.SIGSTOP, signal.SIGCONT):
-            scene.books.kill()
 
 
 def update_weights(scene: Scene) -> None:

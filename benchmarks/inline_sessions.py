@@ -7,33 +7,17 @@ another, with a warm cache; then one of each runs the model in turns. Every sess
 models show from which size preparing pays (`LEAST_PREPARED_BYTES`): they are prepared whatever their size.
 """
 
-import argparse
 import compileall
-import os
-import signal
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from measuring import Ratio, Series, ratio_line, table, write_page
-from processes_memory import (
-    ALWAYS,
-    LIMIT,
-    PLAIN,
-    Held,
-    Program,
-    give_up,
-    large_models,
-    page_table,
-    saved,
-    setting_of,
-)
-from rank_models import MLP_LAYERS, MLP_WIDTH, mlp, mlp_inputs
-from worker_memory import MEGABYTE
+from measuring import MEGABYTE, Lines, Ratio, Series, Setting, main, markdown
+from models import MLP_LAYERS, MLP_WIDTH, Model, mlp, normal
+from processes_memory import ALWAYS, PLAIN, Program, large_models
 
 import mcinfer
 from mcinfer.bench.figures import seconds_text
@@ -49,40 +33,35 @@ TURNS, TURN = 5, 0.3
 RUN_TARGET, START_TARGET = 1.03, 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Cost:
+class Cost(NamedTuple):
     """Of one way in one round: seconds of a start and of a run, bytes of all its processes."""
 
     start: float
     run: float
-    pss: int
+    pss: float
 
 
-def _models(folder: Path, quick: bool) -> list[Held]:
-    sizes = [(f"MLP, {mib} MiB", LAYERS, 256 * mib**0.5, 1) for mib in SMALL]
-    if not quick:
+def models_of(setting: Setting) -> list[Model]:
+    sizes = [(f"MLP, {mib} MiB", LAYERS, round(256 * mib**0.5), 1) for mib in SMALL]
+    if setting.quick:
+        sizes = sizes[:2]
+    else:
         sizes.insert(0, ("MLP of 24 layers", MLP_LAYERS, MLP_WIDTH, 8))
-    found = [] if quick else large_models(folder, quick=False)
-    for number, (name, layers, side, rows) in enumerate(sizes):
-        width = round(side)
-        held = Held(
-            name=name,
-            path=mlp(folder / f"{number}.onnx", layers=layers, width=width),
-            weight_bytes=layers * width * width * 4,
-            inputs=saved(folder / f"{number}.npz", mlp_inputs(rows, width=width)),
-        )
-        found.append(held)
+    found = [] if setting.quick else large_models(setting)
+    for number, (name, layers, width, rows) in enumerate(sizes):
+        path = mlp(setting.folder / f"{number}.onnx", layers, width, external_data=False)
+        found.append(Model(name=name, path=path, inputs=normal(rows, width)))
     return found
 
 
-def _round(model: Held, ways: Sequence[str]) -> dict[str, _Cost]:
+def one_round(model: Model, ways: Sequence[str]) -> dict[str, Cost]:
     """One round, the ways in this order."""
     with ExitStack() as stack:
         programs: dict[str, list[Program]] = {way: [] for way in ways}
         starts: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(PROCESSES):
             for way in ways:
-                programs[way].append(stack.enter_context(Program(way, model.path, model.inputs)))
+                programs[way].append(stack.enter_context(Program(way, model)))
                 starts[way].append(programs[way][-1].wait_ready())
         pss = {way: sum(program.pss() for program in programs[way]) for way in ways}
         count = max(3, round(TURN / statistics.median(programs[PLAIN][0].times(3))))
@@ -90,74 +69,42 @@ def _round(model: Held, ways: Sequence[str]) -> dict[str, _Cost]:
         for turn in range(TURNS):
             for way in rotated(ways, turn):
                 runs[way].append(statistics.median(programs[way][0].times(count)))
-    return {
-        way: _Cost(
-            start=statistics.median(starts[way]), run=statistics.median(runs[way]), pss=pss[way]
-        )
-        for way in ways
-    }
+    middle = statistics.median
+    return {way: Cost(middle(starts[way]), middle(runs[way]), pss[way]) for way in ways}
 
 
-def _measure(models: Sequence[Held], rounds: int) -> str:
+def measure(setting: Setting) -> Lines:
     """All models; the table of a page."""
-    rows = []
-    for model in models:
-        with Program(ALWAYS, model.path, model.inputs) as first:
-            first.wait_ready()  # prepares it
-        found = [_round(model, rotated((PLAIN, ALWAYS), number)) for number in range(rounds)]
-
-        def series(name: str, way: str, found: list[dict[str, _Cost]] = found) -> Series:
-            return Series(tuple(getattr(one[way], name) for one in found))
-
-        start, run, pss = (
-            (series(name, PLAIN), series(name, ALWAYS)) for name in ("start", "run", "pss")
-        )
-        ratios = [inline.over(plain) for plain, inline in (start, run, pss)]
-        row = (
-            model.name,
-            *(seconds_text(one.middle) for one in start),
-            *(f"{one.middle:.2f}" for one in ratios[:2]),
-            *(f"{one.middle / MEGABYTE:,.0f}" for one in pss),
-            f"{ratios[2].middle:.2f}",
-        )
-        rows.append(row)
-        print(f"\n{model.name}, {model.weight_bytes / MEGABYTE:.0f} MB of weights", flush=True)
-        for text, one, bound in zip(
-            ("start", "run", "PSS"), ratios, (START_TARGET, RUN_TARGET, None), strict=True
-        ):
-            text = f"{text}: inline / plain"
-            print(ratio_line(Ratio(text=text, series=one, bound=bound, at_least=False)), flush=True)
-    header = (
-        *("model", "start, plain", "start, inline", "ratio", "run, ratio"),
-        *(f"MB of {PROCESSES}, plain", f"MB of {PROCESSES}, inline", "ratio"),
-    )
-    print(f"\n{table(header, rows)}")
-    return page_table(header, rows)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="the small models alone")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each way has its turn")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the page to put the table into")
-    options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error(f"--rounds: got {options.rounds}, expected at least 1")
-    signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(LIMIT)
     # As pip does with what it installs: where PYTHONDONTWRITEBYTECODE is set, each start would compile it.
     compileall.compile_dir(Path(mcinfer.__file__).parent, quiet=2)
-    with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name:
-        os.environ["MCINFER_CACHE"] = str(Path(name) / "cache")  # not the user's
-        lines = _measure(_models(Path(name), options.quick), options.rounds)
-    signal.alarm(0)
-    setting = setting_of(options.rounds)
-    print(f"\n{setting}")
-    if options.write is not None:
-        write_page(options.write, {"inline": f"{lines}\n\n{setting[0].upper()}{setting[1:]}"})
-    return 0
+    rows = []
+    for model in models_of(setting):
+        with Program(ALWAYS, model) as first:
+            first.wait_ready()  # prepares it
+        rounds = [one_round(model, rotated((PLAIN, ALWAYS), n)) for n in range(setting.rounds)]
+        plain, inline = (
+            [Series(values) for values in zip(*(one[way] for one in rounds), strict=True)]
+            for way in (PLAIN, ALWAYS)
+        )
+        over = [b.over(a) for a, b in zip(plain, inline, strict=True)]
+        rows.append(
+            [
+                model.name,
+                *(seconds_text(one.middle) for one in (plain[0], inline[0])),
+                *(f"{one.middle:.2f}" for one in over[:2]),
+                *(f"{one.middle / MEGABYTE:,.0f}" for one in (plain[2], inline[2])),
+                f"{over[2].middle:.2f}",
+            ]
+        )
+        targets = {"start": START_TARGET, "run": RUN_TARGET, "PSS": None}
+        for (what, bound), series in zip(targets.items(), over, strict=True):
+            text = f"{model.name}: {what}, inline / plain"
+            ratio = Ratio(text=text, series=series, bound=bound, at_least=False)
+            print(ratio, file=sys.stderr)
+    memory = [f"MB of {PROCESSES}, plain", f"MB of {PROCESSES}, inline", "ratio"]
+    header = ["model", "start, plain", "start, inline", "ratio", "run, ratio", *memory]
+    yield markdown(header, rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, {"inline": measure}, cores=None))

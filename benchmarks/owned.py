@@ -20,8 +20,10 @@ Ownership: the owner alone has the messages, the numbers and the table of reques
 the inbox, so no lock is held that an exception could leave behind. Only a new frame is made under a lock,
 which the owner never takes.
 
-What a master needs beyond the bare path is an `Extra`, each by itself or on top of others, to see what it
-costs. There is no restart, and no check of what the inputs are: this is to measure against, not to use.
+`full` adds what a master needs beyond the bare path, to see what it costs: a time-out of each request, deaths
+of workers (the pieces of a dead one go to another), at most `OUTSTANDING` pieces ahead of a worker and a
+queue by priority for the others, cancelling, futures, latencies, and plans for several inputs. There is no
+restart, and no check of what the inputs are: this is to measure against, not to use.
 """
 
 import heapq
@@ -37,7 +39,6 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from enum import Flag, auto
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -68,9 +69,9 @@ from mcinfer.statistics import LATENCY_BOUNDS, Histogram
 MEMORY_BYTES = 4 << 30
 """Of the file for tensors; only what is touched takes memory."""
 OUTSTANDING = 4
-"""Pieces that one worker has at most, with `Extra.SEVERAL`."""
+"""Pieces that one worker has at most."""
 MAX_REQUESTS = 10_000
-"""Accepted and not answered, with `Extra.QUEUE`."""
+"""Accepted and not answered."""
 
 _ALIGNMENT = 64
 _START_SECONDS = 60.0
@@ -84,47 +85,6 @@ _DEAD = 1 << 40
 Arrays = dict[str, NDArray[Any]]
 
 
-class Extra(Flag):
-    """What is added to the bare path.
-
-    Attributes:
-        DEADLINES: Requests have a time-out: a heap, which the poll's own time-out follows.
-        DEATHS: The workers' pidfds are polled with the messages.
-        SEVERAL: A worker has at most `OUTSTANDING` pieces; the one with the fewest gets the next. While all
-            have as many, requests stay in the inbox.
-        QUEUE: Requests that find all workers full wait in a queue, and past `MAX_REQUESTS` are refused.
-        PRIORITIES: That queue is a heap, by priority and age.
-        BOOK: It is known which worker has which piece, and for which time, and pieces of a dead worker go to
-            another.
-        CANCEL: A request may be cancelled, by a message to the owner.
-        FUTURES: Each request has a `concurrent.futures.Future`, in the place of a lock.
-        LATENCIES: Each request's seconds are counted in a histogram.
-        PLANS: A plan belongs to the names, shapes and dtypes of any number of inputs; without it, to the
-            shape of the only one.
-    """
-
-    DEADLINES = auto()
-    DEATHS = auto()
-    SEVERAL = auto()
-    QUEUE = auto()
-    PRIORITIES = auto()
-    BOOK = auto()
-    CANCEL = auto()
-    FUTURES = auto()
-    LATENCIES = auto()
-    PLANS = auto()
-
-
-BARE = Extra(0)
-ALL = ~BARE
-
-_STANDS_ON = {
-    Extra.PRIORITIES: Extra.QUEUE | Extra.SEVERAL,
-    Extra.QUEUE: Extra.SEVERAL,
-    Extra.BOOK: Extra.DEATHS | Extra.QUEUE | Extra.SEVERAL,
-}
-
-
 # Messages.
 
 
@@ -133,33 +93,21 @@ class _Router:
 
     def __init__(self, workers: int, poller: select.poll) -> None:
         # In the abstract namespace, where nothing is left of it if this process is killed.
-        self._address = f"ipc://@mcinfer-owned-{secrets.token_hex(8)}"
+        self.address = f"ipc://@mcinfer-owned-{secrets.token_hex(8)}"
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, 0)
-        self._socket.bind(self._address)
+        self._socket.bind(self.address)
         self._names = [owned_worker.identity(i) for i in range(workers)]
         # As plain numbers: operations on ZeroMQ's enumerations cost more than the calls they are for.
         self._more, self._events = int(zmq.SNDMORE), int(zmq.EVENTS)
         self._readable = int(zmq.POLLIN)
         poller.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
 
-    def ends(self) -> list[dict[str, object]]:
-        return [{"address": self._address} for _ in self._names]
-
-    def worker_fds(self) -> list[int]:
-        return []
-
-    def started(self) -> None:
-        pass
-
     def send(self, worker: int, message: bytes) -> None:
         self._socket.send(self._names[worker], self._more)
         self._socket.send(message)
-
-    def note(self, fd: int) -> None:
-        pass
 
     def receive(self) -> tuple[int, bytes] | None:
         # Asking first takes half as long as the exception for none.
@@ -276,7 +224,7 @@ class _Output:
 
 
 class _Shard:
-    """What the book has on one piece of a request.
+    """What is known of one piece of a request.
 
     It has the request's number: were it to hold the request, which holds it, the frame of each would wait for
     the garbage collector.
@@ -360,7 +308,7 @@ class Owned:
         workers: int = 2,
         *,
         whole: bool = False,
-        extras: Extra = BARE,
+        full: bool = False,
     ) -> None:
         """Start the workers; returns when all have loaded the model.
 
@@ -368,26 +316,12 @@ class Owned:
             model: An ONNX file; all inputs and outputs have the batch as their first axis.
             workers: How many, each on a core of its own as far as there are enough.
             whole: Whether a request goes to the worker that has the fewest, in the place of a piece to each.
-            extras: What is added. One that stands on others brings them.
+            full: Whether it has what a master needs.
 
         Raises:
             BuildError: A worker ended, or was not ready in time.
         """
-        for extra, needed in _STANDS_ON.items():
-            if extra in extras:
-                extras |= needed
-        self._deadlines = Extra.DEADLINES in extras
-        self._deaths = Extra.DEATHS in extras
-        self._several = Extra.SEVERAL in extras
-        self._queues = Extra.QUEUE in extras
-        self._ranks = Extra.PRIORITIES in extras
-        self._books = Extra.BOOK in extras
-        self._cancels = Extra.CANCEL in extras
-        self._futures = Extra.FUTURES in extras
-        self._counts = Extra.LATENCIES in extras
-        self._plans_by_all = Extra.PLANS in extras
-        self._looks = self._deaths or self._deadlines
-
+        self._full = full
         self._model = _Model(os.fspath(model))
         self._workers, self._whole = workers, whole
         self._pieces = 1 if whole else workers
@@ -402,8 +336,7 @@ class Owned:
         self._table: dict[int, Request] = {}
         self._load = [0] * workers
         self._due: list[tuple[float, int]] = []
-        self._line: deque[tuple[int, int]] = deque()
-        self._ranked: list[tuple[int, int, int]] = []
+        self._queue: list[tuple[int, int, int]] = []
         self._held: list[set[_Shard]] = [set() for _ in range(workers)]
         self._broken: McinferError | None = None
         self._latency = Tally(LATENCY_BOUNDS)
@@ -422,7 +355,7 @@ class Owned:
                 process.kill()  # one that is not connected yet does not hear that it is to end
             self._end_workers()
             raise
-        if self._deaths:
+        if full:
             for i, process in enumerate(self._processes):
                 fd = os.pidfd_open(process.pid)
                 self._pidfds[fd] = i
@@ -439,20 +372,20 @@ class Owned:
         """Hand a request to the owner; the inputs are copied before this returns.
 
         Args:
-            inputs: By name. Without `Extra.PLANS` there is one, whose dtype is not looked at.
-            timeout: Seconds, with `Extra.DEADLINES`.
-            priority: The higher goes first, with `Extra.PRIORITIES`.
+            inputs: By name. Without `full` there is one, whose dtype is not looked at.
+            timeout: Seconds, with `full`.
+            priority: The higher goes first, with `full`.
 
         Raises:
             ClosedError: It is closed.
             InvalidInputError: The inputs do not fit the model, or have too few rows.
             MemoryError: The memory is all in use.
         """
-        called = monotonic() if self._counts or self._deadlines else 0.0
+        called = monotonic() if self._full else 0.0
         if self._closing:
             raise ClosedError("it is closed")
         key: object
-        if self._plans_by_all:
+        if self._full:
             key = tuple([(name, array.shape, array.dtype.num) for name, array in inputs.items()])
         else:
             (only,) = inputs.values()
@@ -463,33 +396,25 @@ class Owned:
         except IndexError:
             frame = self._make_frame(plan)
         request = Request(_Lease(frame, plan.idle), self._pieces)
-        if self._plans_by_all:
+        if self._full:
             for name, array in inputs.items():
                 np.copyto(frame.inputs[name], array)
-        else:
-            np.copyto(frame.first, only)
-        if self._counts:
-            request.called = called
-        if self._deadlines:
-            request.deadline = called + timeout
-        if self._ranks:
+            request.called, request.deadline = called, called + timeout
             request.rank = -priority
-        if self._futures:
             request.future = Future()
         else:
+            np.copyto(frame.first, only)
             request.done = threading.Lock()
             request.done.acquire()
         self._post(request)
         return request
 
     def cancel(self, request: Request) -> None:
-        """Give a request up, with `Extra.CANCEL`; a run of it is not stopped."""
-        if not self._cancels:
-            raise InvalidInputError("extras: cancel() needs CANCEL")
+        """Give a request up, with `full`; a run of it is not stopped."""
         self._post(_Cancel(request))
 
     def latency(self) -> Histogram:
-        """Seconds from each call to its answer, with `Extra.LATENCIES`."""
+        """Seconds from each call to its answer, with `full`."""
         return self._latency.snapshot()
 
     def close(self) -> None:
@@ -563,11 +488,10 @@ class Owned:
             self._fail_all(error)
 
     def _serve(self) -> None:
-        inbox, load, receive = self._inbox, self._load, self._messages.receive
-        held_back = self._several and not self._queues
+        inbox, receive = self._inbox, self._messages.receive
         taken = 0
         while not self._closing:
-            while inbox and not (held_back and min(load) >= OUTSTANDING):
+            while inbox:
                 item = inbox.popleft()
                 if isinstance(item, Request):
                     self._accept(item)
@@ -577,12 +501,12 @@ class Owned:
             if message is None:
                 # Both in this order: who appends after the look finds that it must ring.
                 self._asleep = True
-                if not inbox or (held_back and min(load) >= OUTSTANDING):
+                if not inbox:
                     self._look(self._patience_ms())
                 self._asleep = False
                 continue
             self._take(*message)
-            if self._looks:
+            if self._full:
                 taken += 1
                 if not taken & (_LOOK_EVERY - 1):
                     self._look(0)
@@ -599,9 +523,7 @@ class Owned:
             if fd == self._bell:
                 os.eventfd_read(fd)
             elif fd in self._pidfds:
-                self._bury(fd)
-            else:
-                self._messages.note(fd)
+                self._on_death(fd)
         if self._due:
             now = monotonic()
             while self._due and self._due[0][0] <= now:
@@ -614,33 +536,32 @@ class Owned:
             self._settle(request, self._broken)
             return
         table = self._table
-        if self._queues and len(table) >= MAX_REQUESTS:
+        if self._full and len(table) >= MAX_REQUESTS:
             self._settle(request, QueueFullError(f"{MAX_REQUESTS} requests are not answered"))
             return
         self._requests += 1
         request.number = number = self._requests
         table[number] = request
-        if self._deadlines:
+        if self._full:
             if len(self._due) > 2 * len(table) + _LOOK_EVERY:  # most of them are answered
                 self._due = [entry for entry in self._due if entry[1] in table]
                 heapq.heapify(self._due)
             heapq.heappush(self._due, (request.deadline, number))
-        if self._books:
             request.shards = [_Shard(number, piece) for piece in range(self._pieces)]
         for piece in range(self._pieces):
-            if not (self._several or self._whole):
+            if not (self._full or self._whole):
                 self._send(piece, request, piece)
                 continue
             load = self._load
             least = min(load)
-            if self._queues and (least >= OUTSTANDING or self._line or self._ranked):
-                self._queue(request, piece)
+            if self._full and (least >= OUTSTANDING or self._queue):
+                heapq.heappush(self._queue, (request.rank, number, piece))
             else:
                 self._send(load.index(least), request, piece)
 
     def _send(self, worker: int, request: Request, piece: int) -> None:
         self._load[worker] += 1
-        if self._books:
+        if self._full:
             shard = request.shards[piece]
             shard.worker = worker
             shard.attempts += 1
@@ -654,26 +575,14 @@ class Owned:
             message = head + frame.bodies[piece]
         self._messages.send(worker, message)
 
-    def _queue(self, request: Request, piece: int, *, first: bool = False) -> None:
-        """Have a piece wait; `first`: it was sent before, so it goes before all of its rank."""
-        if self._ranks:  # by age within a rank, so one that was sent before is early already
-            heapq.heappush(self._ranked, (request.rank, request.number, piece))
-        elif first:
-            self._line.appendleft((request.number, piece))
-        else:
-            self._line.append((request.number, piece))
-
     def _fill(self) -> None:
         """Send what waits, as far as workers have room."""
         load = self._load
-        while self._line or self._ranked:
+        while self._queue:
             least = min(load)
             if least >= OUTSTANDING:
                 return
-            if self._ranks:
-                _, number, piece = heapq.heappop(self._ranked)
-            else:
-                number, piece = self._line.popleft()
+            _, number, piece = heapq.heappop(self._queue)
             request = self._table[number]
             if request.settled:  # cancelled, or its time is over
                 self._piece_done(request)
@@ -686,13 +595,13 @@ class Owned:
         request = self._table.get(number)
         if request is None:
             return  # a worker's that was taken for dead, or all have failed
-        if self._books:
+        if self._full:
             shard = request.shards[piece]
             if shard.worker != worker:
                 return  # it died, and the piece was sent to another
             self._held[worker].discard(shard)
         self._load[worker] -= 1
-        if self._line or self._ranked:
+        if self._queue:
             self._fill()
         self._piece_done(request)
 
@@ -710,7 +619,7 @@ class Owned:
     def _settle(self, request: Request, error: BaseException | None) -> None:
         """Let the caller have the answer or the error; once for each request."""
         request.settled, request.error = True, error
-        if self._counts and error is None:
+        if self._full and error is None:
             self._latency.add(monotonic() - request.called)
         future = request.future
         if future is None:
@@ -721,7 +630,7 @@ class Owned:
             else:
                 future.set_exception(error)
 
-    def _bury(self, fd: int) -> None:
+    def _on_death(self, fd: int) -> None:
         """A worker has died."""
         worker = self._pidfds.pop(fd)
         self._poller.unregister(fd)
@@ -729,16 +638,17 @@ class Owned:
         process = self._processes[worker]
         error = WorkerDiedError(f"worker {worker} (pid {process.pid}) died: {process.wait()}")
         self._load[worker] = _DEAD
-        if not self._books or not self._pidfds:
+        if not self._pidfds:
             self._broken = error
             self._fail_all(error)
             return
-        shards = sorted(self._held[worker], key=lambda shard: (shard.number, shard.piece))
+        shards = [*self._held[worker]]
         self._held[worker].clear()
-        for shard in reversed(shards):
+        for shard in shards:
             request, shard.worker = self._table[shard.number], -1
             if shard.attempts < _MAX_ATTEMPTS and not request.settled:
-                self._queue(request, shard.piece, first=True)
+                # By age within a rank, so it goes before those that were not sent yet.
+                heapq.heappush(self._queue, (request.rank, shard.number, shard.piece))
                 continue
             if not request.settled:
                 self._settle(request, error)
@@ -748,8 +658,7 @@ class Owned:
     def _fail_all(self, error: BaseException) -> None:
         requests = [*self._table.values()]
         self._table.clear()
-        self._line.clear()
-        self._ranked.clear()
+        self._queue.clear()
         self._due.clear()
         while self._inbox and self._closing:
             item = self._inbox.popleft()
@@ -767,8 +676,6 @@ class Owned:
         try:
             os.ftruncate(memory, MEMORY_BYTES)
             cores = sorted(os.sched_getaffinity(0))
-            ends = self._messages.ends()
-            fds = [memory, *self._messages.worker_fds()]
             for i in range(self._workers):
                 start = {
                     "index": i,
@@ -776,12 +683,11 @@ class Owned:
                     "model": model,
                     "memory": memory,
                     "size": MEMORY_BYTES,
-                    **ends[i],
+                    "address": self._messages.address,
                 }
                 command = [sys.executable, str(Path(owned_worker.__file__)), json.dumps(start)]
-                process = subprocess.Popen(command, pass_fds=fds, env=environment())
+                process = subprocess.Popen(command, pass_fds=[memory], env=environment())
                 self._processes.append(process)
-            self._messages.started()
             return np.frombuffer(mmap.mmap(memory, MEMORY_BYTES), np.uint8)
         finally:
             os.close(memory)
@@ -789,8 +695,7 @@ class Owned:
     def _await_ready(self) -> None:
         missing, end = self._workers, monotonic() + _START_SECONDS
         while missing:
-            for fd, _ in self._poller.poll(100):
-                self._messages.note(fd)
+            self._poller.poll(100)
             while self._messages.receive() is not None:
                 missing -= 1
             ended = [i for i, process in enumerate(self._processes) if process.poll() is not None]

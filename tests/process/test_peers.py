@@ -71,11 +71,6 @@ affine (float[batch, n] x) => (float[batch, n] y) <float two = {2.0}, float one 
     y = Add(doubled, one)
 }
 """
-IDENTITY = """
-<ir_version: 8, opset_import: ["": 17]>
-same (float[batch, n] x) => (float[batch, n] y) { y = Identity(x) }
-"""
-
 LARGE = 1 << 17
 """Columns: rows of half a megabyte, which Ray puts into its object store."""
 
@@ -94,21 +89,6 @@ def drive(kind: str, model: Path, clients: int, columns: int) -> Any:
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_floor_answers_with_the_input_and_refuses_other_models(
-    onnx_model: OnnxModel,
-) -> None:
-    found = drive("transport_floor.py:TransportFloor", onnx_model(IDENTITY), 1, LARGE)
-    assert found["errors"] == found["left"] == []
-    assert found["workers"] == 2
-    # Requests of one row need one process, all others both.
-    assert found["runs"] == 2 * (3 * 1 + 9 * 2)
-    assert found["seconds"] > 0
-    assert found["processes"] == 2
-    refused = r"InvalidInputError: model: got the operators \['Mul'"
-    with pytest.raises(AssertionError, match=refused):
-        drive("transport_floor.py:TransportFloor", onnx_model(AFFINE), 1, 4)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from program_cases import PROGRAMS, difference
+
+from tests.programs.program_cases import PROGRAMS, difference
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN: Sequence[str] = ()
@@ -99,7 +100,7 @@ def test_work_that_is_repeated_in_an_open_program_has_the_same_answer(
     name: str, launch: Sequence[str], tolerance: float, tmp_path: Path
 ) -> None:
     """Workers check the first requests and learn from them; the later ones are split by what was learned."""
-    arguments = [str(ROOT / "benchmarks" / "program_cases.py"), name, str(tmp_path)]
+    arguments = [str(Path(__file__).with_name("program_cases.py")), name, str(tmp_path)]
     plain = printed(PLAIN, arguments, "\n")
     ours = printed(launch, arguments, "\n\n\n")
     wanted, *others = answers(plain) + answers(ours)

@@ -1,13 +1,11 @@
-"""docs/ray.md, the example and the benchmark do what they say."""
+"""docs/ray.md and the example do what they say."""
 
 import os
 import re
 import secrets
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -75,14 +73,3 @@ def test_example_survives_the_death_of_a_node() -> None:
     assert sum(int(count) for _, count, _ in counts) == 20000
     assert [node for node, _, died in counts if died] == [killed[1]]
     assert lines[-1] == "=========== success ==========="
-
-
-def test_benchmark_writes_its_tables_to_the_page(tmp_path: Path) -> None:
-    page = tmp_path / "ray.md"
-    shutil.copy(PAGE, page)
-    script = str(ROOT / "benchmarks/ray_nodes.py")
-    done = run_script(script, "--rows", "64", "--rounds", "1", "--write", str(page))
-    assert done.returncode == 0, done.stderr
-    text = page.read_text("utf-8")
-    for title in ("| rows a second | 1 node | 2 nodes | gain |", "| PSS in MB | 1 actor |"):
-        assert title in text
