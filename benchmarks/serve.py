@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -135,10 +136,15 @@ def load(folder: Path, model: Model, port: int, clients: int, seconds: int) -> L
     failed = float(total["Failure Count"]) / max(1.0, float(total["Request Count"]))
     return Load(
         rate=float(total["Requests/s"]) * (1 - failed),
-        half_ms=float(total["50%"]),
-        most_ms=float(total["99%"]),
+        half_ms=milliseconds(total["50%"]),
+        most_ms=milliseconds(total["99%"]),
         failures=failures,
     )
+
+
+def milliseconds(text: str) -> float:
+    """Where nothing was answered there is no number."""
+    return inf if text == "N/A" else float(text)
 
 
 def rows_of(file: Path) -> list[dict[str, str]]:
@@ -158,7 +164,7 @@ def measure(setting: Setting) -> Lines:
 
 
 def measure_model(setting: Setting, model: Model) -> Lines:
-    folder, seconds = setting.folder, max(1, round(setting.seconds(SECONDS)))
+    folder, seconds = setting.folder, max(2, round(setting.seconds(SECONDS)))
     seen: dict[tuple[str, int], list[Load]] = {}
     memory: dict[str, list[int]] = {way: [] for way in WAYS}
     for number in range(setting.rounds):
