@@ -42,7 +42,6 @@ class Checkout:
 
     def ask(self, kind: str, of: str, seconds: float) -> float:
         """What `serve` measures."""
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([kind, of, seconds]), file=self._process.stdin, flush=True)
         return float(self._process.stdout.readline())

@@ -40,7 +40,7 @@ from measuring import (
     rates_in_turns,
     spread,
 )
-from models import BERT, Model, encoder_model, normal, unet_inputs, unet_model
+from models import BERT, Arrays, Model, encoder_model, normal, unet_inputs, unet_model
 
 from mcinfer import EngineOptions, Master, McinferError
 from mcinfer.cards.cuda import Card
@@ -63,8 +63,6 @@ if EMULATED:
     # Before all else; workers get the same path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu" / "emulated"))
     os.environ["MCINFER_EMULATED_CARDS"] = "1"
-
-Arrays = dict[str, Any]
 
 
 def models_of(setting: Setting) -> Iterator[Model]:
@@ -136,10 +134,10 @@ def bound_on_card(session: ort.InferenceSession, inputs: Arrays) -> Callable[[],
 def on_card(master: Master, inputs: Arrays) -> Arrays:
     """CuPy arrays with the same values, in memory that workers open."""
     shapes = {name: array.shape for name, array in inputs.items()}
-    arrays: Arrays = master.allocate(shapes, device=DEVICE)
+    arrays: Any = master.allocate(shapes, device=DEVICE)
     for name, array in inputs.items():
         arrays[name].set(array)
-    return arrays
+    return dict(arrays)
 
 
 def measure_speed(setting: Setting) -> Lines:
@@ -309,10 +307,12 @@ def kill_one(
 
 def card_lines() -> Lines:
     """The card, and what serves it."""
+    if EMULATED:
+        yield "\nNO CARD, emulated driver;"
+        return
     gpu = gpus()[0]
     mps = "with MPS" if mps_folder() else "without MPS"
-    card = f"{gpu.name}, driver {gpu.driver}, CUDA {driver_cuda_version()}, {mps}"
-    yield f"\n{'NO CARD, emulated driver' if EMULATED else card};"
+    yield f"\n{gpu.name}, driver {gpu.driver}, CUDA {driver_cuda_version()}, {mps};"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

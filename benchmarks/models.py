@@ -40,7 +40,6 @@ _PAGE = 4096
 """Bytes at which external weights are aligned, so that they can be mapped."""
 
 Arrays = dict[str, NDArray[Any]]
-Attribute = int | float | list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +73,7 @@ class _Graph:
         self._nodes: list[Any] = []
         self._weights: list[TensorProto] = []
 
-    def node(self, op: str, name: str, *inputs: str, **attributes: Attribute) -> str:
+    def node(self, op: str, name: str, *inputs: str, **attributes: int | float | list[int]) -> str:
         """Add a node, whose output has its name; the name."""
         node = helper.make_node(op, inputs, [name], name=name)
         node.attribute.extend(helper.make_attribute(*item) for item in attributes.items())

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 import numpy as np
 from measuring import (
@@ -139,7 +139,8 @@ class Program:
 
     def wait_ready(self) -> float:
         """Seconds that its imports and the opening took; returns once all its sessions have run."""
-        line = self._stream(self._process.stdout).readline()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         ready, _, seconds = line.partition(" ")
         if ready != "ready":
             raise RuntimeError(f"a program did not get ready: {line!r}")
@@ -147,17 +148,13 @@ class Program:
 
     def times(self, runs: int) -> list[float]:
         """Seconds of so many runs, one after another."""
-        print(runs, file=self._stream(self._process.stdin), flush=True)
-        return [float(word) for word in self._stream(self._process.stdout).readline().split()]
+        print(runs, file=self._process.stdin, flush=True)
+        assert self._process.stdout is not None
+        return [float(word) for word in self._process.stdout.readline().split()]
 
     def pss(self) -> int:
         """Bytes: its own, and those of all processes that it started."""
         return pss_with_children(self._process.pid)
-
-    def _stream(self, stream: IO[str] | None) -> IO[str]:
-        if stream is None:
-            raise RuntimeError("the program has no pipe")
-        return stream
 
     def __enter__(self) -> Self:
         return self
