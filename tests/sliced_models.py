@@ -1,7 +1,7 @@
 """Models cut by hand into slices for several ranks, and what the whole models give."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,15 +83,7 @@ def place(
     }
 
 
-def mlp(
-    folder: Path,
-    ranks: int,
-    *,
-    layers: int = 3,
-    width: int = 16,
-    collective: str = "AllReduce",
-    external: bool = True,
-) -> Sliced:
+def mlp(folder: Path, ranks: int, *, layers: int = 3, width: int = 16) -> Sliced:
     """Layers of ``x + relu(x W1 + b1) W2 + b2``: W1 cut by columns, W2 by rows, then the sum."""
     hidden = 4 * width
     weights: dict[str, NDArray[Any]] = {}
@@ -121,7 +113,7 @@ def mlp(
         return array if axis is None else np.split(array, ranks, axis)[rank].copy()
 
     own = [{k: slice_of(k, array, rank) for k, array in weights.items()} for rank in range(ranks)]
-    slices = save_ranks(folder, text(collective), own, external=external)
+    slices = save_ranks(folder, text("AllReduce"), own, external=True)
     whole = save(folder / "whole.onnx", text("Identity"), weights)
     return Sliced(whole=whole, slices=slices)
 
@@ -162,57 +154,6 @@ def attention(folder: Path, ranks: int, *, heads: int = 4, width: int = 16) -> S
     return Sliced(
         whole=whole, slices=save_ranks(folder, cut, [parts(rank, ranks) for rank in range(ranks)])
     )
-
-
-def pipeline(folder: Path, stages: int, tensor: int = 1, *, width: int = 16) -> Sliced:
-    """Three layers in two or three stages. The first layer's result goes to the last stage as well, and is an
-    output; each layer is cut by columns and gathered.
-    """
-    weights = normal_weights(5, **dict.fromkeys(("w0", "w1", "w2"), (width, width)))
-    layers = [
-        "part0 = MatMul(x, w0)  whole0 = JOIN(part0)  first = Relu(whole0)",
-        "part1 = MatMul(first, w1)  whole1 = JOIN(part1)  second = Relu(whole1)",
-        "part2 = MatMul(second, w2)  whole2 = JOIN(part2)  y = Add(whole2, first)",
-    ]
-
-    def values(names: Iterable[str]) -> str:
-        return ", ".join(f"float[batch,{width}] {name}" for name in names)
-
-    def text(inputs: Iterable[str], outputs: Iterable[str], body: str, joined: str) -> str:
-        body = body.replace("JOIN", joined)
-        return f"({values(inputs)}) => ({values(outputs)}) {{ {body} }}"
-
-    whole = save(
-        folder / "whole.onnx", text("x", ("y", "first"), " ".join(layers), "Identity"), weights
-    )
-    joined = f"AllGather<group_size={tensor}, axis=1>" if tensor > 1 else "Identity"
-    parts = [" ".join(layers[:2]), layers[2]] if stages == 2 else layers
-    last = stages - 1
-    # Of each value: the stage that makes it, and those that get it.
-    passed = {"first": (0, range(1, stages)), "second": (last - 1, [last])}
-    slices = []
-    for rank in range(stages * tensor):
-        stage, t = divmod(rank, tensor)
-        received = {name: maker * tensor + t for name, (maker, to) in passed.items() if stage in to}
-        sent = {
-            name: [other * tensor + t for other in to]
-            for name, (maker, to) in passed.items()
-            if maker == stage
-        }
-        made = {0: ["first"], last: ["y"]}.get(stage, [])
-        own = {k: np.split(w, tensor, 1)[t].copy() for k, w in weights.items() if k in parts[stage]}
-        slices.append(
-            save(
-                folder / f"model{rank}.onnx",
-                text(received or "x", dict.fromkeys([*made, *sent]), parts[stage], joined),
-                own,
-                metadata=place(
-                    rank, ("y", "first"), ("batch", width),
-                    tensor=tensor, pipeline=stages, receives=received, sends=sent,
-                ),
-            )
-        )  # fmt: skip
-    return Sliced(whole=whole, slices=tuple(slices))
 
 
 FRAGILE_PLACES = 3

@@ -38,7 +38,6 @@ from tests.sliced_models import (
     attention,
     fragile,
     mlp,
-    pipeline,
     place,
     save,
     save_ranks,
@@ -279,12 +278,13 @@ def test_layouts_beyond_the_limit_get_new_memory(tmp_path: Path) -> None:
     run_ranks(2, rank)
 
 
-def written(folder: Path, text: str, tensor: int, pipeline: int, weights: Arrays) -> list[Path]:
-    """The slices of a model, as the slicer writes them."""
+def written(folder: Path, text: str, tensor: int, pipeline: int, weights: Arrays) -> Sliced:
+    """A model, and its slices as the slicer writes them."""
     whole = save(folder / "whole.onnx", text, weights)
     (folder / "slices").mkdir()
     write_slices(whole, folder / "slices", tensor=tensor, pipeline=pipeline)
-    return [folder / "slices" / f"model{rank}.onnx" for rank in range(tensor * pipeline)]
+    slices = [folder / "slices" / f"model{rank}.onnx" for rank in range(tensor * pipeline)]
+    return Sliced(whole=whole, slices=tuple(slices))
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_output_that_is_an_input_is_that_of_its_own_run(
     text = """(float[batch,32] x) => (float[batch,32] x, float[batch,32] y) {
         h = MatMul(x, w0)  r = Relu(h)  y = MatMul(r, w1)
     }"""
-    slices = written(tmp_path, text, tensor, pipeline, weights)
+    slices = written(tmp_path, text, tensor, pipeline, weights).slices
     given = [{"x": normal(seed, 3, 32)} for seed in range(8)]
 
     def rank(group: Group, stack: ExitStack) -> None:
@@ -322,7 +322,7 @@ def test_input_whose_number_of_axes_the_model_does_not_say_may_have_any(
     tmp_path: Path, tensor: int, pipeline: int
 ) -> None:
     text = "(float[] x) => (float[] y) { h = Neg(x)  y = Abs(h) }"
-    slices = written(tmp_path, text, tensor, pipeline, {})
+    slices = written(tmp_path, text, tensor, pipeline, {}).slices
 
     def rank(group: Group, stack: ExitStack) -> None:
         engine = opened(stack, group, slices[group.rank])
@@ -398,10 +398,20 @@ def test_shapes_that_change_with_the_data_are_right_each_time(
 # Pipelines.
 
 
+def stages_of(folder: Path, stages: int, tensor: int = 1) -> Sliced:
+    """Three layers. The first one's result is an output, and goes to the last one as well."""
+    weights: Arrays = {f"w{seed}": normal(seed, 64, 64) / 8 for seed in range(3)}
+    text = """(float[batch,64] x) => (float[batch,64] y, float[batch,64] first) {
+        a = MatMul(x, w0)  first = Relu(a)  b = MatMul(first, w1)  c = Relu(b)
+        d = MatMul(c, w2)  y = Add(d, first)
+    }"""
+    return written(folder, text, tensor, stages, weights)
+
+
 @pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (3, 2)])
 def test_all_ranks_of_a_pipeline_get_all_outputs(tmp_path: Path, stages: int, tensor: int) -> None:
-    model = pipeline(tmp_path, stages, tensor)
-    inputs = [{"x": normal(batch, batch, 16)} for batch in (4, 1, 4)]
+    model = stages_of(tmp_path, stages, tensor)
+    inputs = [{"x": normal(batch, batch, 64)} for batch in (4, 1, 4)]
     shapes: list[dict[str, Sequence[int]]] = [
         {"y": given["x"].shape, "first": given["x"].shape} for given in inputs
     ]
@@ -411,14 +421,14 @@ def test_all_ranks_of_a_pipeline_get_all_outputs(tmp_path: Path, stages: int, te
 
 def test_stages_overlap_and_give_only_what_they_make(tmp_path: Path) -> None:
     """The first stage begins two runs before the last one begins the first."""
-    model = pipeline(tmp_path, 2)
-    given = [{"x": normal(seed, 3, 16)} for seed in range(6)]
+    model = stages_of(tmp_path, 2)
+    given = [{"x": normal(seed, 3, 64)} for seed in range(6)]
     ahead = threading.Semaphore(0)
     behind = threading.Semaphore(2)
 
     def rank(group: Group, stack: ExitStack) -> list[Arrays]:
         engine = opened(stack, group, model.slices[group.rank], deliver_everywhere=False)
-        run = Bound(engine, given[0], {"y": (3, 16), "first": (3, 16)})
+        run = Bound(engine, given[0], {"y": (3, 64), "first": (3, 64)})
         found = [run(given[0])]
         for number, inputs in enumerate(given[1:]):
             if group.rank == 0:
@@ -473,7 +483,7 @@ def failure(run: Bound, given: Arrays) -> PredictError | None:
     return None
 
 
-STAGES = pytest.mark.parametrize(("stages", "tensor"), [(1, 3), (2, 1), (3, 2)])
+STAGES = pytest.mark.parametrize(("stages", "tensor"), [(1, 3), (3, 2)])
 
 
 @STAGES
@@ -623,7 +633,7 @@ def test_slices_that_do_not_fit_the_group_are_refused(tmp_path: Path) -> None:
     text = "(float[2] x) => (float[8] y) { y = AllGather<group_size=4, axis=0>(x) }"
     path = save(tmp_path / "whole.onnx", text)
     failing_loads([path, path], ["is for 4 ranks, got a group of 2"] * 2)
-    stages = pipeline(tmp_path, 2).slices
+    stages = stages_of(tmp_path, 2).slices
     failing_loads(
         stages[::-1], [f"the slice of rank {1 - rank}, got rank {rank}" for rank in (0, 1)]
     )

@@ -1,10 +1,8 @@
 """Models of the kinds that exporters and editors write, cut whole: from a file to checked slices."""
 
 import resource
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -19,9 +17,6 @@ from mcinfer.ranks.slicing.slicer import SliceReport, slice_model
 from mcinfer.ranks.slicing.tensor import StageReport, slice_tensor
 from tests.lockstep import models_of, run_slices, run_whole
 from tests.text_models import text_model
-
-Shape = Sequence[int | str]
-
 
 LAYERS = "{ [first] wide = MatMul(x, up)  [relu] positive = Relu(wide)  [second] y = MatMul(positive, down) }"
 LAYER_WEIGHTS = {"up": (64, 128), "down": (128, 64)}
@@ -128,49 +123,30 @@ def test_weights_that_functions_take_are_cut(tmp_path: Path) -> None:
 
 # Attention, of queries, keys and values that MatMuls make.
 
-HEADS, SIZE, TOKENS = 4, 8, 6
+
+def attention(keys: int) -> ModelProto:
+    """Four heads of queries, each of eight numbers, and so many of keys and values."""
+    weights = {"wq": (32, 32), "wk": (32, 8 * keys), "wv": (32, 8 * keys), "wo": (32, 32)}
+    text = f"""(float[batch,6,32] x, float[1,4,6,6] bias) => (float[batch,6,32] y) {{
+        q = MatMul(x, wq)  k = MatMul(x, wk)  v = MatMul(x, wv)
+        h = Attention<q_num_heads=4, kv_num_heads={keys}>(q, k, v, bias)  y = MatMul(h, wo)
+    }}"""
+    return text_model(text, weights, opset=23)
 
 
-def attention(keys: int, *, axes: int = 3, bias: Shape = (), **counts: int) -> ModelProto:
-    weights: dict[str, Any] = {"wo": (HEADS * SIZE, 32)}
-    body, given = "", []
-    for name, heads in (("q", HEADS), ("k", keys), ("v", keys)):
-        weights[f"w{name}"] = (32, heads * SIZE)
-        body += f"{name}0 = MatMul(x, w{name})\n"
-        given.append(f"{name}0")
-        if axes == 4:
-            weights[f"{name}_shape"] = np.array([0, TOKENS, heads, SIZE])
-            body += f"{name}1 = Reshape({name}0, {name}_shape)\n"
-            body += f"{name}2 = Transpose<perm=[0,2,1,3]>({name}1)\n"
-            given[-1] = f"{name}2"
-    given += ["bias"] if bias else []
-    attributes = f"<{', '.join(f'{k}={n}' for k, n in counts.items())}>" if counts else ""
-    body += f"[heads] h = Attention{attributes}({', '.join(given)})\n"
-    if axes == 4:
-        weights["joined"] = np.array([0, 0, -1])
-        body += "h1 = Transpose<perm=[0,2,1,3]>(h)  h2 = Reshape(h1, joined)\n"
-    body += f"y = MatMul({'h2' if axes == 4 else 'h'}, wo)"
-    more = f", float{[*bias]} bias" if bias else ""
-    shape = f"float[batch,{TOKENS},32]"
-    return text_model(f"({shape} x{more}) => ({shape} y) {{ {body} }}", weights, opset=23)
-
-
-@pytest.mark.parametrize("axes", [3, 4])
-@pytest.mark.parametrize("keys", [HEADS, HEADS // 2])
-@pytest.mark.parametrize("bias", [(), (TOKENS, TOKENS), (1, HEADS, TOKENS, TOKENS)], ids=str)
-def test_attention_of_onnx_is_cut_by_heads(axes: int, keys: int, bias: Shape) -> None:
-    counts: dict[str, Any] = {"q_num_heads": HEADS, "kv_num_heads": keys} if axes == 3 else {}
-    report = cut(attention(keys, axes=axes, bias=bias, **counts), 2)
+@pytest.mark.parametrize("keys", [4, 2])
+def test_attention_of_onnx_is_cut_by_heads(keys: int) -> None:
+    report = cut(attention(keys), 2)
     assert {weight.name for weight in report.sharded} == {"wq", "wk", "wv", "wo"}
     assert [node.operator for node in report.collectives] == ["AllReduce"]
 
 
 def test_attention_whose_keys_have_too_few_heads_is_not_cut() -> None:
-    model = attention(2, q_num_heads=HEADS, kv_num_heads=2)
+    model = attention(2)
     graph = Graph(model, infer(model))
     [number] = [at for at, node in enumerate(graph.nodes) if node.op_type == "Attention"]
-    forms = [(REPLICATED,)] * 3
-    refused = rules.cut(View(graph, number, 4), 0, Sharded(2, (HEADS * SIZE,)), forms)
+    forms = [(REPLICATED,)] * 4
+    refused = rules.cut(View(graph, number, 4), 0, Sharded(2, (32,)), forms)
     assert refused == "4 heads, of keys 2, cannot be cut in 4"
 
 
