@@ -135,10 +135,8 @@ _BOUNDS = (
 
 OUTSIDE = [
     Hostile("an absolute path", _absolute, _ELSEWHERE),
-    Hostile("an absolute path of a device", _file(adding(outside("/dev/zero"))), _ELSEWHERE),
     Hostile("a path with dots", _file(adding(outside("../secret"))), _ELSEWHERE),
     Hostile("a link", _beside(outside(_DATA), _secret_beside), _ELSEWHERE),
-    Hostile("a link to a device", _beside(outside(_DATA), _device_beside), _ELSEWHERE),
     Hostile("a folder that is a link", _linked_folder, _ELSEWHERE),
 ]
 """External data that leads out of the model's folder."""
@@ -147,9 +145,6 @@ UNREADABLE = [
     Hostile("a pipe", _beside(outside(_DATA), os.mkfifo), _NO_FILE),
     Hostile("a folder", _beside(outside(_DATA), Path.mkdir), _NO_FILE),
     Hostile("a zero in its path", _file(adding(outside("w\0.bin"))), "does not exist|null byte"),
-    Hostile("a long path", _file(adding(outside("w" * 5000))), "too long|canonical path"),
-    Hostile("no path", _file(adding(outside(""))), "cannot be empty|without a location"),
-    Hostile("none", _file(adding(outside("none"))), "does not exist|No such file"),
     Hostile(
         "the runtime's mark of memory",
         _file(adding(outside("*/_ORT_MEM_ADDR_/*"))),
@@ -157,34 +152,9 @@ UNREADABLE = [
     ),
     Hostile("too little", _beside(outside(_DATA), bytes(3)), _BOUNDS),
     Hostile("a negative offset", _beside(outside(_DATA, offset=-1, length=16)), _BOUNDS),
-    Hostile("a giant offset", _beside(outside(_DATA, offset=1 << 64, length=16)), _BOUNDS),
     Hostile("a negative length", _beside(outside(_DATA, offset=0, length=-16)), _BOUNDS),
-    Hostile("no number", _beside(outside(_DATA, offset="?", length=16)), _BOUNDS),
 ]
 """External data that is not there, is none, or does not fit."""
-
-
-# Bytes that the package onnx does not write.
-
-
-def _varint(value: int) -> bytes:
-    parts = bytearray()
-    while value >= 0x80:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*parts, value])
-
-
-def _field(number: int, content: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
-def nested(depth: int) -> bytes:
-    """As many graphs within each other."""
-    graph = b""
-    for _ in range(depth):
-        graph = _field(1, _field(5, _field(1, b"then_branch") + _field(6, graph)))
-    return b"\x08\x08" + _field(7, graph)
 
 
 def _summing(weight: TensorProto) -> bytes:
@@ -208,17 +178,7 @@ MALFORMED = [
         _file(_summing(tensor(dims=[1 << 32, 1 << 32, 4], data=b""))),
         "[Oo]verflow",
     ),
-    Hostile(
-        "a giant length",
-        _file(b"\x08\x08\x3a\xff\xff\xff\xff\x07abc"),
-        "Protobuf parsing|expected an ONNX model",
-    ),
     Hostile("an empty file", _file(b""), "No graph|empty"),
-    Hostile(
-        "5000 graphs within each other",
-        _file(lambda: nested(5000)),
-        "Protobuf parsing|expected an ONNX model",
-    ),
     Hostile("an operator of a library", _file(_named("Evil", domain="evil.so")), "evil"),
     Hostile("a giant operator", _file(lambda: _named("Frob" * (5 << 20))), "characters left out"),
     Hostile(

@@ -415,22 +415,6 @@ def test_suffix_makes_initializers_overridable_and_leaves_the_rest_as_it_is() ->
     assert overridden.tolist() == [[11, 21, 31]]
 
 
-def test_scalars_large_sizes_and_any_name_come_through() -> None:
-    weights = [
-        TensorProto(name="", data_type=TensorProto.INT64),
-        TensorProto(name="ü" * 200, data_type=TensorProto.BFLOAT16, dims=[0, 127, 128, 2**40]),
-    ]
-    content = linear(*weights).SerializeToString()
-    content += added_inputs(scanned(content), [weight.name for weight in weights])
-    added = onnx.load_model_from_string(content).graph.input[2:]
-    assert [*added] == [
-        helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims)
-        for weight in weights
-    ]
-    assert added[0].type.tensor_type.HasField("shape")
-    assert scanned(content).inputs == {"x", "bias", *(weight.name for weight in weights)}
-
-
 def test_names_that_cannot_be_replaced_are_refused() -> None:
     words = TensorProto(name="words", data_type=TensorProto.STRING, dims=[1], string_data=[b"a"])
     old = linear(ir_version=3)

@@ -52,10 +52,6 @@ def numbers(*shape: int, seed: int = 1) -> Array:
     return (random.standard_normal(shape) / scale).astype(np.float32)
 
 
-def scalar(value: float, dtype: Any = np.float32) -> Array:
-    return np.array(value, dtype)
-
-
 MATMUL: Model = (
     "g (float[batch, 64] x) => (float[batch, 96] y) { a = MatMul(x, w)  y = Add(a, b) }",
     {"w": numbers(64, 96), "b": numbers(96)},
@@ -84,25 +80,6 @@ LOOP = "weights of a loop, and outside of it"
 MODELS: dict[str, Model] = {
     "a large shape": SPLIT,
     "fused operators": CONV,
-    "quantized before": (
-        """g (float[batch, 64] x) => (float[batch, 96] y) {
-            xq = QuantizeLinear(x, xs, z)
-            xd = DequantizeLinear(xq, xs, z)
-            wd = DequantizeLinear(w, ws, wz)
-            y = MatMul(xd, wd)
-        }""",
-        {
-            "w": np.random.default_rng(1).integers(-127, 127, (64, 96), np.int8),
-            "wz": scalar(0, np.int8),
-            "ws": scalar(0.01),
-            "xs": scalar(0.02),
-            "z": scalar(128, np.uint8),
-        },
-    ),
-    "float16": (
-        "g (float16[batch, 64] x) => (float16[batch, 96] y) { a = MatMul(x, w)  y = Relu(a) }",
-        {"w": numbers(64, 96).astype(np.float16)},
-    ),
     LOOP: (
         """g (float[batch, 32] x) => (float[batch, 32] y) {
             y = Loop<body = b (int64 i, bool go, float[batch, 32] v) => (bool go_on, float[batch, 32] n) {
@@ -111,7 +88,7 @@ MODELS: dict[str, Model] = {
                 n = MatMul(m, w)
             }>(three, , x)
         }""",
-        {"inner": numbers(32, 32), "w": numbers(32, 32, seed=2), "three": scalar(3, np.int64)},
+        {"inner": numbers(32, 32), "w": numbers(32, 32, seed=2), "three": np.array(3, np.int64)},
     ),
     "no weights": ("g (float[batch, 64] x) => (float[batch, 64] y) { y = Relu(x) }", {}),
     "weight that is an output": (
@@ -356,13 +333,8 @@ def test_failure_of_the_moment_is_noted_and_not_remembered(
 
 
 def test_full_or_lost_card_is_a_failure_of_the_moment() -> None:
-    for text in (
-        "Available memory of 100 is smaller than requested bytes of 200",
-        "CUDA failure 2: out of memory ; GPU=0 ; hostname=h",
-        "CUDA error 719: unspecified launch failure",
-        "std::bad_alloc",
-    ):
-        assert preparation.is_transient(text), text
+    assert preparation.is_transient("CUDA failure 2: out of memory ; GPU=0 ; hostname=h")
+    assert preparation.is_transient("CUDA error 719: unspecified launch failure")
     assert not preparation.is_transient("no kernel for com.microsoft:Nothing")
 
 
@@ -376,16 +348,6 @@ def test_unusable_cache_is_noted_if_it_was_needed(
     without = open_ort(model, prepare="auto")
     assert (held(without), without.notes) == (None, ())
     assert_same(engine, without)
-
-
-def test_what_is_no_model_is_refused_in_the_runtimes_words(tmp_path: Path, cache: Cache) -> None:
-    path = tmp_path / "model.onnx"
-    for text in ("doesn't exist", "model.onnx"):
-        for load in (open_ort, ensure_prepared):
-            with pytest.raises(BuildError, match=f"onnxruntime: .*{text}"):
-                load(str(path))
-        path.write_bytes(b"hello")
-    assert cache.entries() == []
 
 
 def test_child_that_ends_before_it_reads_its_task_or_takes_too_long_is_a_failure_of_the_moment(
@@ -487,25 +449,6 @@ def test_prepared_model_has_the_replaceable_weights_that_it_was_prepared_with(
         assert f"expected some of {[*names]}" in str(caught.value)
     engine = open_ort(str(prepared), variable_weights=("b",))
     assert [spec.name for spec in engine.weights] == ["b"]
-
-
-def test_model_of_links_into_another_folder_has_replaceable_weights(tmp_path: Path) -> None:
-    made = write(tmp_path / "model.onnx", MATMUL)
-    outside(Path(made), "model.onnx.data")
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
-    blobs.mkdir()
-    snapshot.mkdir(parents=True)
-    for number, name in enumerate(("model.onnx", "model.onnx.data")):
-        (tmp_path / name).rename(blobs / str(number))
-        (snapshot / name).symlink_to(blobs / str(number))
-    model = str(snapshot / "model.onnx")
-    plain, before = open_ort(model), os.stat(blobs / "1")
-    for prepare in ("never", "always"):
-        engine = open_ort(model, prepare=prepare, variable_weights=("w",))
-        assert [spec.name for spec in engine.weights] == ["w"]
-        assert_near(results(engine)[0], results(plain)[0])
-    # No links are made to it, which would change what the model is known by.
-    assert os.stat(blobs / "1").st_ctime_ns == before.st_ctime_ns
 
 
 def test_weight_that_is_an_output_cannot_be_replaceable_and_one_that_is_an_input_can(

