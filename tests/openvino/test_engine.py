@@ -46,7 +46,6 @@ Array = NDArray[Any]
 
 ROOT = Path(__file__).parents[2]
 
-AFFINE = "(float[batch, 3] x) => (float[batch, 3] y) { y = Add(x, x) }"
 NEGATED = "(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }"
 PRODUCT = "(float[n, 3] x) => (float[n, 2] y) { y = MatMul(x, w) }"
 
@@ -273,23 +272,16 @@ def test_names_and_symbols_are_those_of_the_model(save: SaveModel) -> None:
 
 def test_dimensions_may_be_fixed_by_name(save: SaveModel) -> None:
     model = save(
-        "(float[batch, seq, 3] x, float[batch, 3] z) => (float[batch, seq, 3] y, float[batch, m] p)"
-        "{ y = Neg(x) s = Constant <value = int64[2] {0, -1}> () p = Reshape(x, s) q = Neg(z) }"
+        "(float[batch, seq, 3] x) => (float[batch, seq, 3] y, float[batch, m] p)"
+        "{ y = Neg(x) s = Constant <value = int64[2] {0, -1}> () p = Reshape(x, s) }"
     )
     engine = loaded(model, free_dimensions={"batch": 2, "seq": 4})
-    assert spec_text(engine) == [
-        "x: float32[2, 4, 3]",
-        "z: float32[2, 3]",
-        "y: float32[2, 4, 3]",
-        "p: float32[2, 12]",
-    ]
+    assert spec_text(engine) == ["x: float32[2, 4, 3]", "y: float32[2, 4, 3]", "p: float32[2, 12]"]
     x = np.arange(24, dtype=np.float32).reshape(2, 4, 3)
-    np.testing.assert_array_equal(run(engine, x, x[:, 0].copy())["p"], x.reshape(2, 12))
+    np.testing.assert_array_equal(run(engine, x)["p"], x.reshape(2, 12))
     some = loaded(model, free_dimensions={"batch": 2})
     assert spec_text(some)[0] == "x: float32[2, seq, 3]"
-    np.testing.assert_array_equal(run(some, x, x[:, 0].copy())["y"], -x)
-    words = r"free_dimensions: got \['bach'\], expected some of \['batch', 'seq'\]"
-    with pytest.raises(BuildError, match=words):
+    with pytest.raises(BuildError, match=r"free_dimensions: got \['bach'\], expected some of"):
         loaded(model, free_dimensions={"bach": 2, "seq": 1})
 
 
@@ -347,29 +339,6 @@ def test_ir_of_another_name_is_refused(save: SaveModel, tmp_path: Path, name: st
         loaded(tmp_path / name)
 
 
-def test_onnx_file_with_the_name_of_another_format_is_refused(save: SaveModel) -> None:
-    """OpenVINO reads it as a model of PaddlePaddle's, in which it finds nothing."""
-    model = save(NEGATED, "model.pdmodel")
-    with pytest.raises(
-        BuildError, match=r"model\.pdmodel: OpenVINO finds no outputs in it, expected \*\.onnx"
-    ):
-        loaded(model)
-
-
-def test_size_beyond_the_models_bounds_is_the_callers_error(tmp_path: Path) -> None:
-    x = ov.op.Parameter(ov.Type.f32, ov.PartialShape([ov.Dimension(1, 4), 3]))
-    x.output(0).set_names({"x"})
-    y = ov.opset8.relu(x)
-    y.output(0).set_names({"y"})
-    graph = ov.Model([y], [x], "g")
-    ov.save_model(graph, tmp_path / "model.xml")
-    engine = loaded(str(tmp_path / "model.xml"))
-    assert spec_text(engine) == ["x: float32[?, 3]", "y: float32[?, 3]"]
-    np.testing.assert_array_equal(run(engine, rows(4))["y"], rows(4))
-    with pytest.raises(InvalidInputError, match=r"OpenVINO's shape \[1\.\.4,3\]"):
-        run(engine, rows(5))
-
-
 def test_model_with_state_is_refused(tmp_path: Path) -> None:
     """Requests share OpenVINO's requests, and a run may be repeated by another worker."""
     x = ov.opset13.parameter([1, 3], np.float32, name="x")
@@ -380,22 +349,6 @@ def test_model_with_state_is_refused(tmp_path: Path) -> None:
     ov.save_model(graph, tmp_path / "model.xml")
     with pytest.raises(BuildError, match=r"model\.xml keeps \['past'\] from run to run"):
         loaded(tmp_path / "model.xml")
-
-
-def test_description_has_the_models_properties_and_those_it_was_compiled_with(
-    save: SaveModel, tmp_path: Path
-) -> None:
-    model = onnx.load(save(AFFINE))
-    model.metadata_props.add(key="author", value="me")
-    onnx.save(model, tmp_path / "model.onnx")
-    description = loaded(str(tmp_path / "model.onnx"), describe=True, threads=2).description
-    assert description.properties == {"author": "me"}
-    used = description.provider_options["CPU"]
-    assert (used["INFERENCE_NUM_THREADS"], used["NUM_STREAMS"]) == ("2", "1")
-    assert (used["ENABLE_CPU_PINNING"], used["EXECUTION_MODE_HINT"]) == (
-        "False",
-        "ExecutionMode.ACCURACY",
-    )
 
 
 # Results.
@@ -741,29 +694,6 @@ def test_device_that_is_not_there_is_refused_with_those_that_are(device: str, na
         loaded(encoder(), device=device)
     engine = loaded(encoder(), device=device, allow_fallback=True)
     assert engine.providers == ("CPU",)
-
-
-def test_operators_that_a_device_lacks_are_named(
-    save: SaveModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a plug-in of a graphics processor answers that has no kernel for Softsign."""
-    model = save("(float[n, 3] x) => (float[n, 3] y) { z = Neg(x) y = Softsign(z) }")
-
-    def query(core: ov.Core, graph: ov.Model, device: str) -> dict[str, str]:
-        del core
-        names = {op.get_friendly_name(): op.get_type_name() for op in graph.get_ops()}
-        return {name: device for name, kind in names.items() if kind != "SoftSign"}
-
-    def refuse(*_: object) -> None:
-        raise RuntimeError("Exception from src/plugins/x.cpp:1:\nno kernel")
-
-    monkeypatch.setattr(ov.Core, "available_devices", ["CPU", "GPU"])
-    monkeypatch.setattr(ov.Core, "query_model", query)
-    monkeypatch.setattr(ov.Core, "compile_model", refuse)
-    with pytest.raises(
-        BuildError, match=r"^openvino: .*\.onnx: no kernel; GPU lacks the operators \['SoftSign'\]$"
-    ):
-        loaded(model, device="openvino-gpu:0")
 
 
 # What it keeps in the cache.

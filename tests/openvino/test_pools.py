@@ -1,6 +1,7 @@
 """Workers that run OpenVINO, and OpenVINO in the caller's own process."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from mcinfer.model_cache.cache import Cache
 from mcinfer.statistics import RequestTrace
 from tests.openvino.conftest import SaveModel
 from tests.process.models import AFFINE, OnnxModel, act, assert_answers, rows
-from tests.process.waiting import pids
+from tests.process.waiting import pids, wait_until
 
 Array = NDArray[Any]
 
@@ -39,8 +40,7 @@ def expected() -> Array:
     return result
 
 
-@pytest.mark.parametrize("devices", [2, "inline"])
-@pytest.mark.parametrize("model", ["path", "bytes"])
+@pytest.mark.parametrize(("devices", "model"), [(2, "path"), ("inline", "bytes")])
 def test_batch_over_two_workers_is_that_of_onnx_runtime(
     expected: Array, devices: int | str, model: str
 ) -> None:
@@ -139,17 +139,27 @@ def test_worker_with_two_streams_has_two_runs_at_once(save: SaveModel, devices: 
     ) as master:
         before = pids(master)
         assert master.statistics().workers[0].concurrent == 2
-        long = master.submit({"a0": np.ones((16384, 512), np.float32)}, timeout=2.0)
+        long = master.submit({"a0": np.ones((16384, 512), np.float32)})
         for i in range(5):  # while the other one goes on
             small = np.full((1 + i, 512), i, np.float32)
             outputs = master.submit({"a0": small}).result(30)
             np.testing.assert_array_equal(outputs["y"], -small)
         assert not long.done()
-        with pytest.raises(PredictTimeoutError):
-            long.result(30)
+        assert long.cancel()
         outputs = master.predict({"a0": small})
         np.testing.assert_array_equal(outputs["y"], -small)
         assert pids(master) == before
+
+
+def test_killed_worker_is_replaced_and_loses_no_request(onnx_model: OnnxModel) -> None:
+    with Master(onnx_model(AFFINE), 2, engine="openvino", verify="never") as master:
+        for i in range(3):
+            inputs = [rows(3, first=10.0 * j) for j in range(20)]
+            futures = [master.submit(item) for item in inputs]
+            os.kill(pids(master)[i % 2], signal.SIGKILL)
+            for item, future in zip(inputs, futures, strict=True):
+                assert_answers(future.result(40), item)
+            wait_until(lambda: [w.state for w in master.statistics().workers] == ["ready"] * 2)
 
 
 def test_run_past_the_workers_memory_is_an_error_that_says_the_limit(save: SaveModel) -> None:
