@@ -272,29 +272,6 @@ def test_wait_is_as_with_the_standard_librarys(
     assert result.not_done == set(given[done:])
 
 
-def test_future_settled_between_two_looks_of_wait_stays_as_seen(owner: Owner) -> None:
-    """`wait` counts what is done, then adds its waiter: no lock keeps the loop from settling meanwhile."""
-    (future,) = futures(owner, 1)
-    heard: list[Any] = []
-
-    class Waiter:
-        add_result = heard.append
-
-    with future._condition:
-        assert future._state == "PENDING"
-        future.outcome.settle()
-        assert future._state == "PENDING"
-        future._waiters.append(Waiter)
-        assert future.done()
-    owner.finish()
-    assert heard == [future]
-    with future._condition:
-        assert future._state == "FINISHED"
-        future._waiters.append(Waiter)
-    owner.finish()
-    assert heard == [future]
-
-
 @pytest.mark.parametrize("early", [True, False])
 def test_event_loop_awaits_results_failures_and_cancellations(owner: Owner, early: bool) -> None:
     async def gather() -> list[Any]:

@@ -1,6 +1,5 @@
 """Tests of mcinfer/requests/tensors.py: where parts of tensors lie, and how data gets in and out of there."""
 
-import signal
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,10 +23,6 @@ from mcinfer.specs import STRING, TensorSpec, numpy_dtype, tensor_bytes
 from tests.planned_requests import FIXED_SIZE, in_order, random_array
 
 Array = NDArray[Any]
-
-COPIER = Copier(1)
-
-NUMBER = signal.SIGUSR1
 
 
 def spec(element_type: str, name: str = "x") -> TensorSpec:
@@ -171,7 +166,7 @@ def test_the_largest_numbers_of_a_type_do_not_allow_for_everything(element_type:
 LARGE = 18 << 20
 
 
-@pytest.fixture(params=[1, 2, 16])
+@pytest.fixture(params=[1, 16])
 def copier(request: pytest.FixtureRequest) -> Iterator[Copier]:
     made = Copier(request.param)
     yield made
@@ -179,7 +174,7 @@ def copier(request: pytest.FixtureRequest) -> Iterator[Copier]:
     assert not [t for t in threading.enumerate() if t.name.startswith("mcinfer-copy")]
 
 
-@pytest.mark.parametrize("order", ["C", "F", "other byte order"])
+@pytest.mark.parametrize("order", ["C", "F"])
 def test_copy_is_whole_also_without_help(copier: Copier, order: str) -> None:
     for shape in ((0,), (1000,), (3, 5, LARGE // 60)):
         source = random_array("uint32", shape, 1)

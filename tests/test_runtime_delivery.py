@@ -124,7 +124,7 @@ def test_waiting_in_the_thread_itself_returns_at_once(delivery: Delivery) -> Non
     assert monotonic() - start < PATIENCE / 2
 
 
-@pytest.mark.parametrize("_", range(50))
+@pytest.mark.parametrize("_", range(10))
 def test_after_the_end_calls_are_made_by_the_caller_and_none_is_lost(_: int) -> None:
     delivery, seen, begin = Delivery("a pool"), list[int](), threading.Barrier(2)
     delivery.start()

@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
 from mcinfer.protocol import MAX_MESSAGE_BYTES
 from mcinfer.runtime.transport import (
     MasterTransport,
-    RuntimeFolder,
     UnreachableError,
     WorkerTransport,
 )
@@ -199,18 +197,6 @@ def test_process_that_inherits_the_descriptor_is_joined(master: MasterTransport)
     assert process.returncode == 0
 
 
-def test_message_of_several_parts_is_an_empty_one(master: MasterTransport) -> None:
-    context = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    stranger.connect(f"ipc:///proc/self/fd/{master.handle}")
-    stranger.send_multipart([b"one", b"two"])
-    stranger.send_multipart([b"alone"])
-    assert received(master)[1] == b""
-    assert received(master)[1] == b"alone"
-    stranger.close()
-    context.term()
-
-
 def test_socket_has_no_address_that_a_stranger_could_connect_to(
     master: MasterTransport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -224,23 +210,3 @@ def test_socket_has_no_address_that_a_stranger_could_connect_to(
         stranger.connect(path.removesuffix(" (deleted)"))
     other.close()
     assert master.receive() is None
-
-
-# The place where the socket is made.
-
-
-@pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path
-
-
-def test_socket_is_made_in_the_folder_that_was_looked_at_though_it_was_swapped(place: Path) -> None:
-    with RuntimeFolder() as folder:
-        (path,) = place.iterdir()
-        path.rename(place / "moved")
-        path.mkdir()
-        listener, handle = folder.listen()
-        assert "moved" in os.readlink(f"/proc/self/fd/{handle}")
-        listener.close()
-        os.close(handle)
