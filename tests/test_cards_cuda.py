@@ -2,11 +2,9 @@
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
 
 import pytest
 
@@ -15,16 +13,12 @@ from mcinfer.config import Device
 from mcinfer.errors import (
     BuildError,
     CardError,
-    CardLostError,
-    CardMemoryError,
     InvalidInputError,
     MissingDependencyError,
     ProtocolError,
 )
-from mcinfer.shm.arena import Arena
 from tests.emulated_cards import EMULATED, emulated_cards
 from tests.gpu.memory_contract import (
-    BLOCK_BYTES,
     CONTRACT,
     OWN,
     ROOT,
@@ -34,7 +28,6 @@ from tests.gpu.memory_contract import (
     numbers,
 )
 from tests.open_descriptors import no_descriptor_left
-from tests.process.waiting import wait_until
 
 
 @contextmanager
@@ -65,21 +58,6 @@ def test_contract(both: Processes, contract: Callable[[Processes], None]) -> Non
     assert both.blocks_in_use() == 0
 
 
-def test_no_change_to_a_token_opens_anything(both: Processes) -> None:
-    block = both.create()
-    kinds: set[type] = set()
-    with no_descriptor_left():
-        for place in range(len(block.token)):
-            token = bytearray(block.token)
-            token[place] ^= 0x55
-            with pytest.raises((ProtocolError, CardError)) as raised:
-                both.card.attach(1, block.size, os.dup(block.fd), bytes(token), OWN)
-            kinds.add(raised.type)
-    assert kinds >= {ProtocolError, CardError}
-    block.close()
-    assert both.blocks_in_use() == 0
-
-
 def test_blocks_that_come_and_go_leave_no_descriptor(both: Processes) -> None:
     def come_and_go() -> int:
         block = both.create()
@@ -106,41 +84,6 @@ def test_card_is_found_by_a_token_of_its_memory(both: Processes) -> None:
         Card.find(block.token[1:])
     other.close()
     block.close()
-
-
-def test_forked_child_that_lives_on_holds_no_memory(both: Processes) -> None:
-    block = both.create()
-    end, held = os.pipe()
-    with warnings.catch_warnings(action="ignore"):  # a process of several threads is forked
-        child = os.fork()
-    if not child:
-        try:
-            os.close(held)
-            os.read(end, 1)  # until the parent closes the other end
-            os._exit(0)
-        finally:
-            os._exit(1)
-    address = block.address
-    assert both.card.host_address(address) == address
-    block.close()
-
-    def is_freed() -> bool:
-        """Once the child has closed what it inherited."""
-        both.card.reclaim()
-        return both.card.host_address(address) is None
-
-    wait_until(is_freed)
-    os.close(held)
-    os.close(end)
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def test_process_does_not_attach_what_it_made(both: Processes) -> None:
-    block = both.create()
-    with no_descriptor_left(), pytest.raises(CardError, match="INVALID_CONTEXT"):
-        both.card.attach(1, block.size, os.dup(block.fd), block.token, OWN)
-    block.close()
-    assert both.blocks_in_use() == 0
 
 
 def test_descriptor_of_other_memory_is_refused() -> None:
@@ -192,43 +135,6 @@ def test_card_without_descriptors_and_events_shares_memory_by_handles_and_waits_
         both("close", block.number)
         block.close()
         assert both.blocks_in_use() == 0
-
-
-def test_memory_that_all_processes_use_counts() -> None:
-    with two_processes(BYTES=str(2 * BLOCK_BYTES)) as both:
-        both("create", 1, BLOCK_BYTES, "")
-        block = both.create()
-        with pytest.raises(Refused, match=f"CardMemoryError: .*: {BLOCK_BYTES} bytes wanted, 0 of"):
-            both("create", 2, BLOCK_BYTES, "")
-        block.close()
-        both("create", 2, BLOCK_BYTES, "")
-
-
-def test_driver_that_has_no_memory_to_say_what_is_free_is_an_error() -> None:
-    with emulated_cards(CARDS="1"):
-        driver: Any = import_module("cuda.bindings.driver")
-        card = Card.open(OWN)
-        driver.cuMemGetInfo = lambda: (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None, None)
-        with pytest.raises(CardMemoryError, match=r"cuMemGetInfo: CUDA_ERROR_OUT_OF_MEMORY$"):
-            card.memory()
-
-
-def test_blocks_of_a_card_that_is_lost_can_be_closed() -> None:
-    with emulated_cards(CARDS="1"):
-        card = Card.open(OWN)
-        arena = Arena(2 * BLOCK_BYTES, create=card.create)
-        arena.allocate_all([1])
-        gone = card.create(7, 1)
-        gone.close()
-        card.copy(gone.address, gone.address, 1)
-        with pytest.raises(CardLostError):
-            card.synchronize()
-        arena.close()
-        # What this process has of the card ends with it; here others are tested in it.
-        (context,) = import_module("cuda.bindings.driver")._contexts.values()
-        context.failure = None
-        card.reclaim()
-        assert len({*card.memory()}) == 1
 
 
 def test_reason_why_a_card_cannot_be_used_is_named() -> None:

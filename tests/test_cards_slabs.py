@@ -51,12 +51,6 @@ def test_weights_beside_the_graph_lie_aligned_in_the_order_of_their_names(tmp_pa
         np.testing.assert_array_equal(array.reshape(one.shape), WEIGHTS[one.name])
 
 
-def test_model_without_such_weights_has_an_empty_slab(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    onnx.save(onnx.load(path), path)
-    assert layout(path) == SlabLayout(size=0, tensors=())
-
-
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [

@@ -205,14 +205,6 @@ def test_foreign_tensor_is_copied_once_on_its_card(make: Make) -> None:
     assert pool.place(Device("cuda", 0)).statistics().input_bytes["copied"] == X.nbytes
 
 
-def test_misaligned_view_is_copied(make: Make) -> None:
-    pool = make()
-    x = pool.empty("cuda:0")
-    x.set(np.vstack([X, X]))
-    np.testing.assert_array_equal(pool.answer(pool.request(x[1:5], W))["y"], 2 * x.get()[1:5])
-    assert pool.ways() == {"copied": 1}
-
-
 def test_outputs_stay_on_the_card_until_their_last_view_is_gone(make: Make) -> None:
     pool = make()
     used = pool.place(Device("cuda", 0)).arena
@@ -421,32 +413,6 @@ def test_types_that_cupy_lacks_are_refused() -> None:
             place_of("device", "outputs_on", [spec], [], cast("Queue", None))
 
 
-@pytest.mark.parametrize(
-    ("text", "pool", "expected"),
-    [
-        ("cuda:1", ["cpu:0"], "cuda:1"),
-        ("device", ["cpu:0", "cuda:1", "cuda:0"], "cuda:1"),
-        ("device", ["tensorrt:1"], "cuda:1"),
-        ("device", ["cpu:0"], None),
-        ("cpu:0", ["cuda:0"], None),
-        ("tensorrt:0", ["cuda:0"], None),
-        ("cuda", ["cuda:0"], None),
-        (0, ["cuda:0"], None),
-    ],
-)
-def test_argument_names_a_card(
-    make: Make, text: object, pool: list[str], expected: str | None
-) -> None:
-    devices, opened = [Device.parse(device) for device in pool], make()
-    queue = cast("Queue", opened)
-    if expected is None:
-        with pytest.raises(InvalidInputError, match=r"outputs_on: got .* such as 'cuda:0'"):
-            place_of(text, "outputs_on", [], devices, queue)
-    else:
-        place = place_of(text, "outputs_on", [], devices, queue)
-        assert place is opened.memories[Device.parse(expected)]
-
-
 def test_producers_tensor_is_held_until_the_copy_for_a_failed_request_is_done(make: Make) -> None:
     pool = make()
     card = pool.place(Device("cuda", 0))
@@ -531,12 +497,3 @@ def test_tensor_without_dimensions_or_elements_goes_in_and_out(make: Make, array
     y: Any = pool.answer(request)["y"]
     np.testing.assert_array_equal(y.get(), 2 * array)
     assert y.shape == tuple(shape)
-
-
-def test_counting_inputs_takes_no_lock_that_the_loop_would_wait_for(make: Make) -> None:
-    memory = make().place(Device("cuda", 0))
-    with ThreadPoolExecutor(4) as threads:
-        for size in range(100):
-            threads.submit(memory.count, "copied", size)
-    assert memory.statistics().inputs["copied"] == 100
-    assert memory.statistics().input_bytes["copied"] == sum(range(100))

@@ -20,7 +20,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from numpy.typing import NDArray
 
 from mcinfer.cards.cuda import Card, DeviceBlock, model_of
 from mcinfer.cards.slabs import OpenSlab, filled, layout
@@ -39,8 +38,6 @@ from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content
 from tests.test_engines import save
 from tests.test_preparation import CONV, LOOP, MODELS, Model, numbers, results, write
-
-Array = NDArray[Any]
 
 DEVICE = Device("cuda", 0)
 LARGE: Model = (
@@ -317,57 +314,6 @@ def test_cache_that_cannot_be_used_leaves_tensorrt_without(
 
 
 # What a run on a card cannot do, as far as it shows before the card does.
-
-AFFINE = (
-    "(float[batch, 3] x) => (float[batch, 3] y, float[rows, 3] n) { y = Neg(x) n = Identity(y) }"
-)
-
-
-def test_tensors_that_a_session_on_a_card_has_on_the_host_are_named(tmp_path: Path) -> None:
-    engine = open_on_card(save(tmp_path / "model.onnx", AFFINE), prepare="never")
-    assert engine.on_host is None  # all of them: it fell back to the CPU
-    engine.on_card = True
-    assert engine._tensors_on_host() == frozenset("xyn")  # by what the runtime says of its memory
-
-
-class CopiesWhenBound:
-    """A session's binding that keeps each input as it was when it was bound, as across devices."""
-
-    def __init__(self, binding: Any) -> None:
-        self._binding = binding
-        self._kept: dict[str, Array] = {}
-
-    def bind_input(
-        self, name: str, device: str, index: int, element: int, shape: Any, address: int
-    ) -> None:
-        kept = np.frombuffer(ctypes.string_at(address, 4 * int(np.prod(shape))), np.float32)
-        self._kept[name] = kept
-        self._binding.bind_input(name, device, index, element, shape, kept.ctypes.data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._binding, name)
-
-
-def test_run_that_is_repeated_reads_the_inputs_that_the_runtime_copies_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graph = "(float[n] x) => (float[n] y) { y = Neg(x) }"
-    engine = open_on_card(save(tmp_path / "model.onnx", graph), prepare="never")
-    bindings = engine.session.io_binding
-    monkeypatch.setattr(engine.session, "io_binding", lambda: CopiesWhenBound(bindings()))
-    monkeypatch.setattr(
-        engine.session,
-        "run_with_iobinding",
-        lambda binding, options: type(engine.session).run_with_iobinding(
-            engine.session, binding._binding, options
-        ),
-    )
-    engine.on_host = frozenset()  # a session on a card has all tensors there
-    x = np.ones(3, np.float32)
-    run = engine.bind([buffer("x", x)], [])
-    for value in (1, 2, 3):
-        x[...] = value
-        assert content(run.execute()[0]).tolist() == [-value] * 3
 
 
 def test_run_with_strings_touches_no_memory_of_a_card(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ STREAM = {"user_compute_stream": "7"}
 @pytest.mark.parametrize(
     ("device", "options", "expected"),
     [
-        ("cpu:3", {"provider_options": {"a": "b"}}, [(CPU, {"a": "b"})]),
         ("cuda:1", {}, [(CUDA, {"device_id": "1"}), (CPU, {})]),
         (
             "cuda:1",
@@ -64,11 +63,6 @@ STREAM = {"user_compute_stream": "7"}
             {"provider_options": {"precision_mode": "x"}, "memory_limit": 5},
             [("CANNExecutionProvider", {"device_id": "2", "precision_mode": "x"}), (CPU, {})],
         ),
-        (
-            "cuda:0",
-            {"provider_options": {"enable_cuda_graph": "0"}},  # no graphs are no error
-            [(CUDA, {"device_id": "0", "enable_cuda_graph": "0"}), (CPU, {})],
-        ),
     ],
 )
 def test_session_gets_the_devices_providers_with_their_own_options(
@@ -90,7 +84,6 @@ def test_session_gets_the_devices_providers_with_their_own_options(
             {"provider": "cuda"},
             r"provider: got 'cuda' for device cpu:0, expected one of \['cpu'\]",
         ),
-        ("cuda:0", {"provider": "cpu"}, r"expected one of \['cuda', 'tensorrt'\]"),
         ("tensorrt:0", {"provider": "cuda"}, r"expected one of \['tensorrt'\]"),
         ("cuda:1", {"provider_options": {"device_id": "0"}}, "device_id '0' for device cuda:1"),
         (
@@ -174,7 +167,6 @@ _ARENA = (
     [
         (f"{_ARENA}Failed to allocate memory for requested buffer of size 939524096", 939524096),
         (f"{_ARENA}Available memory of 1048576 is smaller than requested bytes of 8388608", 8388608),
-        (f"{_ARENA}Failed to find a free memory block despite calling Extend. rounded_bytes=2560", 2560),
         (
             "CudaMempoolArena::AllocOnStream: cudaMallocFromPoolAsync failed on stream=94: "
             "out of memory (2), size=4096",
@@ -185,12 +177,6 @@ _ARENA = (
             "providers/cuda/cuda_allocator.cc ; line=74 ; expr=cudaMalloc((void**)&p, size); ",
             None,
         ),
-        (
-            "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED ; GPU=0 ; hostname=h ; "
-            "file=cuda_stream_handle.cc ; line=54 ; expr=cublasCreate(&cublas_handle_); ",
-            None,
-        ),
-        ("CUDNN failure 4004: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED ; GPU=0", None),
     ],
 )  # fmt: skip
 def test_memory_that_a_card_lacks_fails_the_run_and_says_the_bytes(
@@ -215,8 +201,6 @@ def test_memory_that_a_card_lacks_fails_the_run_and_says_the_bytes(
             "an illegal address",
         ),
         ("CUDA failure 214: uncorrectable ECC error encountered ; GPU=1 ; hostname=h", "ECC"),
-        ("CUDA failure 719: unspecified launch failure ; GPU=0 ; hostname=h", "a failed launch"),
-        ("CUDA error 710: device-side assert triggered", "assertion"),
     ],
 )
 def test_context_that_is_dead_is_told_apart(text: str, why: str) -> None:
@@ -226,20 +210,11 @@ def test_context_that_is_dead_is_told_apart(text: str, why: str) -> None:
     assert text in str(error)
 
 
-def test_dead_context_is_found_in_the_middle_of_a_long_text() -> None:
-    names = "n" * 20_000  # of a fused node
-    error = device_error(f"running {names} CUDA failure 700: illegal ; file={names}")
-    assert isinstance(error, CardLostError)
-    assert len(str(error)) < 20_000
-
-
 @pytest.mark.parametrize(
     "text",
     [
         "Non-zero status code returned while running MatMul node. Name:'' Status Message: matmul_helper.h:61",
         "CUDA failure 1: invalid argument ; GPU=0 ; hostname=h ; expr=cudaLaunchKernel; ",
-        "CUDA failure 801: operation not supported ; GPU=0",
-        "CUDNN failure 3000: CUDNN_STATUS_NOT_SUPPORTED ; GPU=0 ; hostname=h",
         "size 700: illegal",
     ],
 )

@@ -256,15 +256,6 @@ def importer_that_is_killed_holds_no_memory(both: Processes) -> None:
     both._start()
 
 
-def block_is_handed_over_again_to_a_process_that_was_restarted(both: Processes) -> None:
-    block = both.create(b"again")
-    both.give(block)
-    both.restart()
-    both.give(block)
-    assert both.read_there(block, 0, 5) == b"again"
-    both.close_both(block)
-
-
 def memory_of_an_owner_that_is_killed_is_free_once_it_is_closed(both: Processes) -> None:
     number = next(numbers)
     both("create", number, BLOCK_BYTES, b"orphan".hex())
@@ -310,14 +301,6 @@ def work_waits_for_the_event_of_another_process(both: Processes) -> None:
     with both.held(both.card.stream):
         both("queue_read_after_event", block.number, 0, 3)  # work that came after the mark
         assert both("result", block.number, 3) == b"new".hex()
-    both.close_both(block)
-
-
-def only_the_maker_of_a_block_records_its_event(both: Processes) -> None:
-    block = both.create()
-    both.give(block)
-    with pytest.raises(Refused, match=r"InvalidInputError: block: got block \d+ of cuda:0"):
-        both("record", block.number)
     both.close_both(block)
 
 

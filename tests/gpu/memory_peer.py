@@ -69,10 +69,6 @@ class Peer:
         self.blocks[number][0].synchronize()
         return ctypes.string_at(self.address, size).hex()
 
-    def record(self, number: int) -> None:
-        card, block = self.blocks[number]
-        card.record(block)
-
     def lose(self) -> None:
         """Read memory that the card does not have any more."""
         block = self.card.create(-1, 1)

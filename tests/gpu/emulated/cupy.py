@@ -205,10 +205,6 @@ def asarray(array: Any) -> ndarray:
     return made
 
 
-def asnumpy(array: ndarray) -> Any:
-    return array.get()
-
-
 def get_current_stream(device: int | None = None) -> Stream:
     found = _streams()[-1] if _streams() else None
     number = _devices()[-1] if device is None else device
