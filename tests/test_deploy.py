@@ -24,9 +24,6 @@ KUBERNETES_PAGE = (ROOT / "docs" / "howto" / "kubernetes.md").read_text("utf-8")
 KSERVE = yaml.safe_load(INFERENCE_SERVICE)["spec"]["predictor"]
 CONTAINERS = [POD["containers"][0], KSERVE["containers"][0]]
 
-GIB = {"g": 1, "G": 1, "Gi": 1}
-"""Units of sizes in Compose, of MCINFER_CACHE_LIMIT, and in Kubernetes: all are powers of 1024."""
-
 
 def served_with(arguments: list[str]) -> dict[str, Any]:
     """What `mcinfer serve` makes of what the image's entry point and these arguments say."""
@@ -41,12 +38,6 @@ def served_with(arguments: list[str]) -> dict[str, Any]:
 def seconds(duration: str) -> float:
     assert duration.endswith("s")
     return float(duration[:-1])
-
-
-def gibibytes(size: str) -> float:
-    match = re.fullmatch(r"(\d+)([a-zA-Z]+)", size)
-    assert match
-    return int(match[1]) * GIB[match[2]]
 
 
 def image_environment() -> dict[str, str]:
@@ -129,48 +120,3 @@ def test_server_has_its_drain_before_it_is_killed() -> None:
     assert KSERVE.get("terminationGracePeriodSeconds", usual) >= (
         served_with(CONTAINERS[1]["args"])["drain"] + 10
     )
-
-
-def test_folders_that_the_server_uses_are_mounted_and_the_root_is_read_only() -> None:
-    cache = image_environment()["MCINFER_CACHE"]
-    repository = str(served_with(COMPOSE["command"])["repository"])
-    [models] = [volume for volume in COMPOSE["volumes"] if isinstance(volume, dict)]
-    assert (models["target"], models["read_only"]) == (repository, True)
-    assert [volume for volume in COMPOSE["volumes"] if volume != models] == [f"cache:{cache}"]
-    assert (COMPOSE["read_only"], COMPOSE["tmpfs"]) == (True, "/tmp")  # noqa: S108
-
-    server, arguments = CONTAINERS[0], served_with(CONTAINERS[0]["args"])
-    [first] = POD["initContainers"]
-    mounts = {mount["mountPath"]: mount for mount in server["volumeMounts"]}
-    assert mounts[str(arguments["repository"])]["readOnly"]
-    assert mounts[str(arguments["api_key_file"].parent)]["readOnly"]
-    [own] = first["volumeMounts"]
-    made = [path for path in first["command"] if path.startswith("/")]
-    assert made == [f"{own['mountPath']}/{mounts[path]['subPath']}" for path in (cache, "/tmp")]  # noqa: S108
-    assert "--mode=0700" in first["command"]
-    volumes = {volume["name"]: volume for volume in POD["volumes"]}
-    assert {mount["name"] for mount in [own, *mounts.values()]} == {*volumes}
-    for container in (server, first):
-        assert container["securityContext"]["readOnlyRootFilesystem"]
-        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    [limit] = [each["value"] for each in server["env"] if each["name"] == "MCINFER_CACHE_LIMIT"]
-    assert gibibytes(limit) < gibibytes(volumes[own["name"]]["emptyDir"]["sizeLimit"])
-
-
-def test_quota_that_the_server_reads_is_a_limit_everywhere() -> None:
-    assert COMPOSE["cpus"] >= 1
-    assert gibibytes(COMPOSE["mem_limit"]) >= 1
-    for container in CONTAINERS:
-        assert {*container["resources"]["limits"]} == {"cpu", "memory"}
-
-
-def test_kserve_is_given_what_its_custom_containers_say() -> None:
-    container = CONTAINERS[1]
-    said = {each["name"]: each["value"] for each in container["env"]}
-    assert container["name"] == "kserve-container"
-    assert said["PROTOCOL"] == "v2"
-    assert "STORAGE_URI" in said
-    arguments = served_with(container["args"])
-    assert str(arguments["repository"]) == "/mnt/models"
-    assert [port["containerPort"] for port in container["ports"]] == [arguments["port"]]
-    assert container["image"] == CONTAINERS[0]["image"]

@@ -1,13 +1,13 @@
-"""Prometheus gets the values of the statistics, under the names in the documentation."""
+"""Histograms; Prometheus gets the values of the statistics, under the names in the documentation."""
 
 import dataclasses
 import gc
-import importlib
+import math
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import exposition, parser
 
-from mcinfer import Master, MissingDependencyError
+from mcinfer import Master
 from mcinfer.errors import InvalidInputError
 from mcinfer.exporters.prometheus import MasterCollector, families
 from mcinfer.protocol import WorkerState
 from mcinfer.scheduler.dispatch import Tally
 from mcinfer.statistics import (
-    ROW_BOUNDS,
     CardStatistics,
     Health,
     HealthState,
@@ -126,17 +125,6 @@ def test_worker_and_pool_have_one_state_each_and_a_worker_that_can_answer_is_up(
             assert value("health", state=one) == (one == health)
 
 
-@given(st.lists(st.integers(0, 10_000)))
-def test_buckets_are_correct_for_any_values(rows: list[int]) -> None:
-    value = values(dataclasses.replace(SNAPSHOT, batch_sizes=tally(ROW_BOUNDS, rows)))
-    for bound in ROW_BOUNDS:
-        counted = value("run_batch_rows_bucket", le=str(bound))
-        assert counted == sum(count <= bound for count in rows)
-    assert value("run_batch_rows_bucket", le="+Inf") == len(rows)
-    assert value("run_batch_rows_count") == len(rows)
-    assert value("run_batch_rows_sum") == sum(rows)
-
-
 def test_metrics_are_those_that_the_documentation_lists() -> None:
     row = re.compile(r"^\| `(mcinfer_\w+)` \| (\w+) \|([^|]*)\|[^|]+\|$", re.MULTILINE)
     listed = {
@@ -148,6 +136,37 @@ def test_metrics_are_those_that_the_documentation_lists() -> None:
         name = family.name + ("_total" if family.type == "counter" else "")
         given[name] = (family.type, [n for n in family.samples[0].labels if n != "le"])
     assert listed == given
+
+
+# Histograms.
+
+BOUNDS = st.lists(st.floats(-1e6, 1e6), unique=True, max_size=8).map(sorted)
+VALUES = st.lists(st.floats(-2e6, 2e6), max_size=30)
+
+
+@given(BOUNDS, VALUES)
+def test_every_value_is_counted_once_in_its_class(bounds: list[float], values: list[float]) -> None:
+    histogram = tally(bounds, values)
+    edges = (-math.inf, *bounds, math.inf)
+    for (low, high), count in zip(pairwise(edges), histogram.counts, strict=True):
+        assert count == sum(low < value <= high for value in values)
+    assert histogram.count == len(values)
+    assert histogram.total == pytest.approx(math.fsum(values), abs=1e-3)
+
+
+@given(BOUNDS, VALUES, st.floats(0.0, 1.0))
+def test_as_many_values_as_a_quantile_says_are_below_its_bound(
+    bounds: list[float], values: list[float], fraction: float
+) -> None:
+    bound = tally(bounds, values).quantile(fraction)
+    if not values:
+        assert math.isnan(bound)
+        return
+    assert sum(value <= bound for value in values) >= fraction * len(values)
+    lower = [edge for edge in bounds if edge < bound]
+    if lower:
+        below = sum(value <= lower[-1] for value in values)
+        assert below == 0 or below < fraction * len(values)
 
 
 # The collector. These masters were never started: they have no process.
@@ -213,24 +232,3 @@ def test_invalid_label_is_refused(labels: dict[str, str]) -> None:
     ((name, value),) = labels.items()
     with pytest.raises(InvalidInputError, match=re.escape(f"labels: got {name!r}: {value!r}")):
         MasterCollector(master(), labels)
-
-
-@pytest.mark.parametrize("labels", ["model", [("a", "1")]])
-def test_wrong_types_are_refused_by_name(labels: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"^labels: got"):
-        MasterCollector(master(), labels)
-    with pytest.raises(InvalidInputError, match=r"^master: got"):
-        MasterCollector("x")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("module", "package"),
-    [("prometheus", "prometheus_client.core"), ("opentelemetry", "opentelemetry")],
-)
-def test_missing_package_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, module: str, package: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, f"mcinfer.exporters.{module}", raising=False)
-    with pytest.raises(MissingDependencyError, match=rf"pip install 'mcinfer\[{module}\]'"):
-        importlib.import_module(f"mcinfer.exporters.{module}")
