@@ -32,7 +32,6 @@ from mcinfer.cli.doctor import (
     look_at_memory,
     look_at_model,
     look_at_packages,
-    quota_text,
 )
 from mcinfer.machine import Gpu, cpu_quota, format_core_list
 from tests.command_line import FLOAT, Capture, only_line, save
@@ -75,19 +74,6 @@ def test_memory_should_be_half_free(monkeypatch: pytest.MonkeyPatch) -> None:
         usable = min(64, limit or 64) * GIB
         monkeypatch.setattr(machine, "usable_memory", Mock(return_value=usable))
         check(next(look_at_memory()), state, words)
-
-
-def test_quota_of_less_than_one_thread_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
-    for quota, state, words, devices in (
-        (None, "ok", "none below the 8 usable cores", "none"),
-        (8.0, "ok", "none below the 8 usable cores", "8 CPUs, no fewer than there are cores"),
-        (2.75, "ok", "2.75 CPUs' worth of time on 8 u", "2.75 CPUs, 2 threads at a time"),
-        (0.5, "warning", "limits.cpu", "0.5 CPUs, 1 thread at a time"),
-    ):
-        monkeypatch.setattr(machine, "cpu_quota", Mock(return_value=quota))
-        check([*look_at_memory()][-1], state, words)
-        assert quota_text(quota, 8) == devices
 
 
 def test_cache_should_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

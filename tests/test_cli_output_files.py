@@ -78,14 +78,6 @@ def test_only_writable_files_are_replaced(
     assert "cannot be written: " in refused(Path("/proc/x.json"))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is write-protected for root")
-def test_file_that_is_write_protected_stays(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_bytes(b"old")
-    path.chmod(0o444)
-    assert refused(path) == f"--json: {path} cannot be written: it is write-protected"
-
-
 def test_unfinished_output_has_a_name_of_its_own(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "x.v1"
     path.write_bytes(b"whole")
@@ -150,20 +142,6 @@ def test_interrupted_benchmark_keeps_the_last_report_and_leaves_no_process(tmp_p
     report = load(tmp_path / "x.partial.json")
     assert not report.finished
     assert [len(m.turns) for m in report.measurements] == [1]
-
-
-def test_benchmark_that_measured_nothing_is_a_failure_that_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ways.py").write_text(MY_WAYS)
-    model = str(save_double(tmp_path))
-    options = [*ONE_WAY, "--against", "ways.py:Breaks", "--repeat", "1", "--json", "x.json"]
-    assert main(["bench", model, *options]) == 1
-    out, err = capsys.readouterr()
-    assert only_line(err) == "mcinfer: nothing was measured: no way has answered a request"
-    assert "OSError: no such thing" in out
-    assert not (tmp_path / "x.json").exists()
 
 
 def test_page_and_figures_are_written_with_what_the_extra_cli_installs(tmp_path: Path) -> None:

@@ -232,3 +232,16 @@ def test_invalid_label_is_refused(labels: dict[str, str]) -> None:
     ((name, value),) = labels.items()
     with pytest.raises(InvalidInputError, match=re.escape(f"labels: got {name!r}: {value!r}")):
         MasterCollector(master(), labels)
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("prometheus", "prometheus_client.core"), ("opentelemetry", "opentelemetry")],
+)
+def test_missing_package_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, module: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"mcinfer.exporters.{module}", raising=False)
+    with pytest.raises(MissingDependencyError, match=rf"pip install 'mcinfer\[{module}\]'"):
+        importlib.import_module(f"mcinfer.exporters.{module}")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from mcinfer.errors import InvalidInputError
 from mcinfer.mslite.context import Context
 
 
@@ -63,19 +62,6 @@ def test_bad_value_is_refused_and_changes_nothing(name: str, value: Any, text: s
     assert getattr(holder, attribute) == before
 
 
-@pytest.mark.parametrize(
-    ("part", "attribute", "value"), [("", "target", ["Ascend", "cpu"]), ("cpu", CORES, [1, 0])]
-)
-def test_list_goes_in_and_out_as_a_copy(part: str, attribute: str, value: list[Any]) -> None:
-    holder = part_of(Context(), part)
-    given = [*value]
-    setattr(holder, attribute, given)
-    given.append(9)
-    getattr(holder, attribute).append(9)
-    assert getattr(holder, attribute) == value
-    assert getattr(part_of(Context(), part), attribute) != value
-
-
 def test_accelerator_comes_before_the_cpu_and_two_are_refused() -> None:
     context = Context()
     nothing: Any
@@ -93,15 +79,6 @@ def test_accelerator_comes_before_the_cpu_and_two_are_refused() -> None:
     context.target = ["gpu", "ascend"]
     with pytest.raises(ValueError, match="at most two"):
         _ = context.device_infos
-
-
-def test_precision_mode_is_printed() -> None:
-    for part, modes in PRECISIONS.items():
-        holder = part_of(Context(), part)
-        assert holder.precision_mode == ("" if part == "ascend" else "enforce_fp32")
-        for mode in modes.split(", "):
-            holder.precision_mode = mode
-            assert f"precision_mode: {mode},\n" in str(holder)
 
 
 def test_unknown_affinity_mode_is_0_with_a_warning_at_the_callers_line() -> None:
@@ -124,13 +101,6 @@ def test_ranks_come_from_the_launcher(
     assert (gpu.rank_id, gpu.group_size) == found
     with pytest.raises(AttributeError):
         gpu.rank_id = 1  # type: ignore[misc]
-
-
-def test_rank_that_is_not_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "first")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    with pytest.raises(InvalidInputError, match="OMPI_COMM_WORLD_RANK: got 'first', expected a n"):
-        Context().gpu.rank_id  # noqa: B018
 
 
 def test_config_info_adds_sections_and_replaces_those_it_names(tmp_path: Path) -> None:

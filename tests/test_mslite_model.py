@@ -31,7 +31,6 @@ from mcinfer.mslite import (
     TensorMeta,
     _loaded,
 )
-from mcinfer.mslite._loaded import LoadedModel
 from tests import mindspore_lite_stand_in as stand_in
 from tests.process.models import AFFINE, OnnxModel
 
@@ -352,36 +351,6 @@ def test_outputs_that_do_not_fit_fail_the_run_and_are_not_touched(onnx_model: On
         assert (first.tolist(), second.tolist()) == ([7, 7], [[7], [7]])
     model.predict([floats(2), np.array([2, 1])], given)
     assert (first.tolist(), second.tolist()) == ([-1, -2], [[-1], [-2]])
-
-
-def test_output_may_be_the_memory_of_an_input_and_not_of_another_output(
-    onnx_model: OnnxModel,
-) -> None:
-    memory = np.full(9, -1, np.float32)
-    first, overlap = Tensor(memory[:6].reshape(2, 3)), Tensor(memory[3:].reshape(2, 3))
-    model = built(onnx_model(MIXED))
-    for second in (first, overlap):
-        with pytest.raises(mcinfer.InvalidInputError, match="outputs: the tensors 0 and 1"):
-            model.predict([floats(2, 3), floats(2, 3)], [first, second])
-        assert (memory == -1).all()
-    square = f"{HEAD} square (float[n, n] x) => (float[n, n] y) {{ y = MatMul(x, x) }}"
-    tensor = Tensor(floats(3, 3))
-    built(onnx_model(square)).predict([tensor], [tensor])
-    np.testing.assert_array_equal(tensor.get_data_to_numpy(), floats(3, 3) @ floats(3, 3))
-
-
-def test_tensor_without_a_type_fails_before_the_run(
-    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = built(onnx_model(AFFINE))
-    monkeypatch.setattr(LoadedModel, "run", lambda *_: pytest.fail("it ran"))
-    for dtype in (DataType.UNKNOWN, DataType.INVALID):
-        for shape in ([1, 4], [-1, 4]):
-            tensor = Tensor(None, shape, dtype)
-            with pytest.raises(RuntimeError, match=r"^predict failed! Error is output '' is a"):
-                model.predict([floats(1, 4)], [tensor])
-        with pytest.raises(RuntimeError, match=r"^predict failed! Error is input '' has no data"):
-            model.predict([Tensor(None, [1, 4], dtype)])
 
 
 def test_fixed_sizes_are_built_again_wherever_the_model_and_its_weights_lie(

@@ -245,21 +245,6 @@ def test_rank_that_does_not_come_is_named_within_the_time_of_hccls_variable(
     assert (str(again), again.__notes__) == (str(both), both.__notes__)
 
 
-@pytest.mark.usefixtures("own_process")
-@pytest.mark.parametrize("text", ["soon", "0", "-1", "1.5", "9" * 40])
-def test_time_that_is_none_is_refused(
-    rank_table: RankTable, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "7")
-    with Membership(ranks_of(rank_table(1))).group() as group:
-        assert group.timeout == 7.0
-    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", text)
-    with pytest.raises(
-        InvalidInputError, match=f"HCCL_CONNECT_TIMEOUT: got '{text}', expected a n"
-    ):
-        Membership(ranks_of(rank_table(1))).group()
-
-
 # Models.
 
 

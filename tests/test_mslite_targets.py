@@ -12,7 +12,6 @@ from mcinfer.mslite._targets import (
     ModelType,
     Source,
     attempts,
-    core_capacities,
     count_workers,
     model_type_of,
     open_first,
@@ -200,16 +199,6 @@ def test_rank_table_gives_effect_to_rank_and_provider_of_an_ascend() -> None:
     }
 
 
-def test_settings_of_the_cpu_act_or_are_remarked() -> None:
-    options = only(context_of("cpu", cpu_thread_num=3, cpu_inter_op_parallel_num=2)).options
-    assert (options.threads, options.inter_op_threads) == (3, 2)
-    half, mode = {"cpu_precision_mode": "preferred_fp16"}, {"cpu_thread_affinity_mode": 2}
-    assert only(context_of("cpu")).remarks == ()
-    assert "preferred_fp16" in only(context_of("cpu", **half)).remarks[0]
-    assert "thread_affinity_mode" in only(context_of("cpu", **mode)).remarks[0]
-    assert only(context_of("cpu", cpu_thread_affinity_core_list=[0], **mode)).remarks == ()
-
-
 def test_target_that_fails_is_replaced_by_the_next_with_its_words_at_the_callers_line() -> None:
     def build(attempt: Attempt) -> str:
         if attempt.target == "gpu":
@@ -342,21 +331,3 @@ def test_entries_without_an_effect_are_in_one_warning_at_the_callers_line(
         found = str(warning.message).partition("mcinfer: ")[2].split(", ")
         assert {text.partition("] ")[2] for text in found} == unused | {"entry"}
         assert warning.filename == __file__
-
-
-def write(folder: Path, core: int, name: str, text: str) -> None:
-    path = folder / f"cpu{core}" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="ascii")
-
-
-def test_capacity_is_the_kernels_own_else_the_highest_frequency(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 3, 4})
-    write(tmp_path, 0, "cpu_capacity", "446\n")
-    write(tmp_path, 0, "cpufreq/cpuinfo_max_freq", "1800000\n")
-    write(tmp_path, 1, "cpufreq/cpuinfo_max_freq", "2400000\n")
-    write(tmp_path, 2, "cpu_capacity", "1024\n")  # not ours to use
-    write(tmp_path, 3, "cpu_capacity", "<unknown>\n")
-    assert core_capacities(tmp_path) == {0: 446, 1: 2_400_000, 3: 0, 4: 0}

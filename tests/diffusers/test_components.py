@@ -14,7 +14,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from onnx import parser
 
-from mcinfer import ClosedError, InvalidInputError, Master
+from mcinfer import InvalidInputError, Master
 from mcinfer.diffusers import TextEncoder, Transformer2D, UNet, VaeDecoder
 
 UNET = """
@@ -179,28 +179,6 @@ def test_configuration_comes_from_what_there_is(
         assert unet.config.sample_size == 24
 
 
-def test_configuration_that_is_none_is_refused(
-    unet_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    path = unet_model()
-    with Master(path, 1) as master:
-        for config, text in (
-            (None, "config: got None with a model as Master"),
-            (7, "config: got int"),
-            ("no such file", "config: got 'no such file'"),
-            (torch.nn.Linear(1, 1), "config: got NoneType"),
-        ):
-            with pytest.raises(InvalidInputError, match=text):
-                UNet(master, config)
-    for content, text in (
-        ("{", r"config\.json', expected a configuration as JSON"),
-        ("[1]", "config: got list"),
-    ):
-        (tmp_path / "config.json").write_text(content)
-        with pytest.raises(InvalidInputError, match=text):
-            UNet(path, devices=1)
-
-
 def test_master_that_is_given_stays_open_and_has_its_own_options(
     unet_model: Callable[..., Path],
 ) -> None:
@@ -228,14 +206,6 @@ def test_component_that_is_garbage_ends_its_workers_and_cannot_be_copied(
     del unet
     gc.collect()
     worker.wait(timeout=60)
-
-
-def test_closed_component_says_so(unet_model: Callable[..., Path]) -> None:
-    unet = UNet(unet_model(), {}, devices=1)
-    unet.close()
-    unet.close()
-    with pytest.raises(ClosedError):
-        unet(SAMPLE, 1, STATES)
 
 
 def test_model_of_another_kind_is_refused_and_leaves_no_worker(

@@ -87,15 +87,3 @@ def test_file_that_the_training_writes_is_one_to_draw_with(
     assert digits.main(options) == 0
     assert f"Written: {picture}" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("epochs", "0"), ("judge", "0"), ("threads", "-1"), ("output", "no/m.onnx")],
-)
-def test_wrong_option_is_an_error_before_the_training(
-    option: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        train.main([f"--{option}", value])
-    assert f"--{option}: " in capsys.readouterr().err

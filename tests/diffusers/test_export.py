@@ -5,15 +5,14 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import onnx
 import pytest
-from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
+from diffusers import StableDiffusionImg2ImgPipeline
 
 from mcinfer import EngineError, InvalidInputError
-from mcinfer.diffusers import UNet, VaeDecoder, export
+from mcinfer.diffusers import VaeDecoder, export
 
 
 def shapes(path: Path) -> dict[str, list[Any]]:
@@ -102,31 +101,6 @@ def test_model_that_cannot_be_exported_leaves_no_file(
     with pytest.raises(EngineError, match="PyTorch cannot export vae_decoder"):
         export(pipe, tmp_path, ["vae_decoder"])
     assert not [*(tmp_path / "vae_decoder").iterdir()]
-
-
-def test_part_that_there_is_not_is_refused_by_name(example: Any, tmp_path: Path) -> None:
-    pipe = example("sd").pipe
-    for parts in (["transformer"], ["text_encoder_2"], ["vae"]):
-        with pytest.raises(InvalidInputError, match=f"parts: got '{parts[0]}', expected some of"):
-            export(pipe, tmp_path, parts)
-    with pytest.raises(InvalidInputError, match="parts: got 'unet', expected a list"):
-        export(pipe, tmp_path, "unet")
-    with pytest.raises(InvalidInputError, match="pipe: got SimpleNamespace"):
-        export(SimpleNamespace(), tmp_path)
-    with pytest.raises(InvalidInputError, match="folder: got int, expected a path"):
-        export(pipe, 7)  # type: ignore[arg-type]
-    assert not [*tmp_path.iterdir()]
-
-
-def test_pipeline_whose_unet_is_mcinfers_has_nothing_to_export(
-    example: Any, tmp_path: Path
-) -> None:
-    made = example("sd")
-    with UNet(made.models["unet"], devices=1) as unet:
-        parts = {**made.pipe.components, "unet": unet}
-        pipe = StableDiffusionPipeline(**parts, requires_safety_checker=False)
-        with pytest.raises(InvalidInputError, match="a unet or a transformer of PyTorch"):
-            export(pipe, tmp_path)
 
 
 def test_call_that_the_pipeline_refuses_is_an_error_with_its_reason(

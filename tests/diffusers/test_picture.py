@@ -86,18 +86,3 @@ def test_wrong_option_is_an_error_before_pytorch_is_imported(tmp_path: Path) -> 
     assert done.returncode == 2
     assert "--output: there is no folder" in done.stderr
     assert not re.search(r"\| +(torch|diffusers)$", done.stderr, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--height", "64"], "--height and --width: got one of them"),
-        (["--output", "cat.xyz"], "--output: got 'cat.xyz', expected a name that ends in .png"),
-    ],
-)
-def test_wrong_options_are_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], text: str
-) -> None:
-    with pytest.raises(SystemExit):
-        picture.main([str(tmp_path), "a cat", *options])
-    assert text in capsys.readouterr().err

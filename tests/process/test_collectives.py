@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.process.scripts import Program
-from tests.process.waiting import is_alive, stop, wait_until
+from tests.process.waiting import stop
 
 RANK = """
 import os, signal, sys
@@ -91,32 +91,6 @@ def test_killed_rank_is_an_error_in_all_that_wait_for_it(ranks: Ranks) -> None:
     second.send_signal(signal.SIGKILL)
     text = f"RankDiedError: rank 1 (pid {second.pid}) was killed by SIGKILL"
     assert_all_say([first, third, fourth], text)
-
-
-def test_rank_killed_while_all_are_idle_is_an_error_at_the_next_operation(ranks: Ranks) -> None:
-    first, second, third = ranks(
-        IDLE + BARRIER, IDLE, IDLE + "attempt(lambda: group.send(np.ones(2), 0))"
-    )
-    assert [program.line() for program in (first, second, third)] == ["idle"] * 3
-    second.send_signal(signal.SIGKILL)
-    text = f"RankDiedError: rank 1 (pid {second.pid}) was killed by SIGKILL"
-    wait_until(lambda: not is_alive(second.pid))
-    for program in (first, third):
-        program.send_signal(signal.SIGUSR1)
-    assert_all_say([first, third], text)
-
-
-def test_status_of_a_rank_is_known_after_its_parent_has_waited_for_it(ranks: Ranks) -> None:
-    first, second = ranks(IDLE + BARRIER, "os._exit(3)")
-    assert first.line() == "idle"
-    assert second.wait().status == 3
-    first.send_signal(signal.SIGUSR1)
-    line = first.line()
-    # Linux says it from version 6.15 on.
-    assert line in {
-        f"RankDiedError: rank 1 (pid {second.pid}) {end}"
-        for end in ("ended with status 3", "has ended")
-    }
 
 
 def test_rank_that_ends_without_close_is_an_error(ranks: Ranks) -> None:

@@ -67,37 +67,6 @@ with join("contract", world.rank, world.size, "mpi", timeout=40) as group:
     assert len(lines) == 3
 
 
-def test_groups_of_two_keys_share_a_job() -> None:
-    lines = run(
-        4,
-        """
-group = join("ab"[world.rank % 2], world.rank // 2, 2, "mpi", timeout=40)
-say(group.all_gather(np.array([world.rank])).tolist())
-""",
-    )
-    assert lines == ["[0, 2]", "[0, 2]", "[1, 3]", "[1, 3]"]
-
-
-def test_mismatch_is_an_error_in_all_ranks() -> None:
-    lines = run(
-        3,
-        """
-group = join("differ", world.rank, world.size, "mpi", timeout=40)
-attempt(lambda: group.all_reduce(np.ones(4 if world.rank == 1 else 3)))
-attempt(group.barrier)
-""",
-    )
-    text = (
-        "ranks run different operations: rank 0: all_reduce sum float64[3]; "
-        "rank 1: all_reduce sum float64[4]"
-    )
-    assert lines == [
-        f"{rank} {error}"
-        for rank in range(3)
-        for error in (f"ClosedError: the group is closed: {text}", f"InvalidInputError: {text}")
-    ]
-
-
 def test_rank_that_leaves_ends_what_others_wait_for() -> None:
     lines = run(
         3,
@@ -136,9 +105,3 @@ if world.rank == 1:
     assert first.endswith(" did not take part within 0.3 s")
     # The late one gets the same error, not one of its own.
     assert second.partition(" ")[2] == first.partition(" ")[2]
-
-
-def test_wrong_numbers_are_an_error_in_all_ranks() -> None:
-    lines = run(2, "attempt(lambda: join('wrong', 0, 2, 'mpi', timeout=40))")
-    text = "the 2 processes of the group 'wrong' say that they are rank 0 of 2, 0 of 2; expected 0 to 1 of 2"
-    assert lines == [f"{rank} InvalidInputError: rank, size: {text}" for rank in range(2)]

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from mcinfer import ClosedError, Limits, Master, PredictTimeoutError, Timeouts
+from mcinfer import ClosedError, Limits, Master, Timeouts
 from mcinfer.requests.tensors import Arrays
 from tests.process.models import (
     FakeModel,
@@ -18,7 +18,7 @@ from tests.process.models import (
     fake_master,
     rows,
 )
-from tests.process.waiting import pids, settle, wait_for_states, wait_until
+from tests.process.waiting import pids, settle, wait_for_states
 
 
 @pytest.fixture(scope="module")
@@ -92,25 +92,6 @@ def test_task_that_waits_for_memory_leaves_the_loop_free_and_has_its_inputs_alre
         assert_answers(asyncio.run(ask()), rows(100))
 
 
-def test_tasks_have_answers_and_time_outs_while_a_callback_does_not_return(
-    pool_of_two: Master,
-) -> None:
-    master, go = pool_of_two, threading.Event()
-
-    async def ask() -> None:
-        master.submit(rows(1)).add_done_callback(lambda _: go.wait())
-        async with asyncio.timeout(20.0):
-            assert_answers(await master.predict_async(rows(2)), rows(2))
-            with pytest.raises(PredictTimeoutError):
-                await master.predict_async(act(-1.0), timeout=0.1)
-
-    try:
-        asyncio.run(ask())
-    finally:
-        go.set()
-    wait_for_states(master, "ready", "ready")
-
-
 def test_close_in_a_callback_ends_the_pool(fake_model: FakeModel) -> None:
     master = fake_master(fake_model(when={"-1": "sleep:0.1"}), 1).start()
     outcome: Future[object] = Future()
@@ -138,26 +119,3 @@ def test_callbacks_that_submit_again_and_again_do_not_nest(pool_of_two: Master) 
         pool_of_two.submit(rows(1)).add_done_callback(next_one)
     assert over.wait(20.0)
     assert max(depths) < 100
-
-
-def test_callbacks_run_in_no_callers_thread(pool_of_two: Master) -> None:
-    """A callback may take a lock that the caller of `submit` holds, as with any executor."""
-    lock, here = threading.Lock(), threading.current_thread()
-    pending: set[object] = set()
-    threads = set()
-
-    def done(future: object) -> None:
-        with lock:
-            pending.discard(future)
-            threads.add(threading.current_thread())
-
-    for _ in range(100):
-        with lock:
-            future = pool_of_two.submit(rows(1))
-            pending.add(future)
-        future.add_done_callback(done)
-        with lock:
-            pool_of_two.predict(rows(1), timeout=20.0)
-    wait_until(lambda: not pending)
-    # One that is added to a finished future runs at once, where it is added.
-    assert len(threads - {here}) <= 1

@@ -146,7 +146,6 @@ class Holder:
     def __del__(self):
         files.append(open(os.path.join(folder, "f"), "w+b"))  # takes the number of what was closed before
         self.master.close()
-        self.master._loop.abandon()
 folder, files = sys.argv[2], []
 for _ in range(2):
     Holder()

@@ -23,9 +23,8 @@ from mcinfer import (
     QueueFullError,
     Timeouts,
 )
-from mcinfer.runtime import inbox as inbox_module
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
-from tests.process.waiting import in_line, pids, running, settle, stop, wait_until
+from tests.process.waiting import call_in_loop, in_line, pids, running, settle, stop, wait_until
 
 PATIENCE = 40.0
 ONE_ROW = 2 * 4 * 4
@@ -62,11 +61,11 @@ def test_caller_whose_time_is_over_in_the_line_makes_way_at_once(fake_model: Fak
 def test_answer_of_a_loop_that_stands_still_is_an_error_and_never_an_array(
     fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbox_module, "_CALLER_PATIENCE", 0.1)
+    monkeypatch.setattr("mcinfer.runtime.inbox._CALLER_PATIENCE", 0.1)
     with fake_master(fake_model(), 1) as master:
         master.predict(rows(1))
         goes_on = threading.Event()
-        master._loop.inbox.post(inbox_module.Question(lambda: goes_on.wait(PATIENCE)))
+        call_in_loop(master, lambda: goes_on.wait(PATIENCE))
         try:
             with pytest.raises(PredictTimeoutError, match="loop"):
                 master.predict(rows(1), timeout=0.1)
@@ -221,7 +220,7 @@ def test_finalizer_in_the_loop_that_would_wait_is_refused_at_once(fake_model: Fa
         ]
         for call in calls:
             outcome: Future[object] = Future()
-            master._loop.inbox.post(inbox_module.Question(partial(settle, outcome, call)))
+            call_in_loop(master, partial(settle, outcome, call))
             with pytest.raises(McinferError):
                 outcome.result(PATIENCE)
             assert not future.done()
@@ -243,7 +242,7 @@ def test_loop_that_fails_leaves_no_caller_waiting_and_no_process(
             if once:
                 raise once.pop()
 
-        master._loop.inbox.post(inbox_module.Question(fail))
+        call_in_loop(master, fail)
         for future in waiting:
             with pytest.raises(ClosedError, match="the master failed"):
                 future.result(PATIENCE)

@@ -252,14 +252,3 @@ def test_ranks_on_several_hosts_meet_by_mpi_or_say_what_is_missing(
         return
     assert ended.status == 0, ended.err
     check_printed(ended.out, expected, times=2)
-
-
-@needs_mpirun
-def test_processes_of_mpirun_that_have_a_whole_model_each_are_no_ranks(
-    slices: Slices, expected: NDArray[Any], tmp_path: Path
-) -> None:
-    for number in range(2):
-        shutil.copy(slices["whole"] / "model.onnx", tmp_path / f"matmul{number}.mindir")
-    ended = mpirun(BY_LAUNCHER, "--model_path", tmp_path / "matmul.mindir")
-    assert ended.status == 0, ended.err
-    check_printed(ended.out, expected, times=2)

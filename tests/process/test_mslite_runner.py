@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import mcinfer
 from mcinfer import Master
 from mcinfer.mslite import Context, DataType, ModelParallelRunner, RunnerConfig, Tensor
-from mcinfer.mslite._runner import CallBackParam, _new_master
+from mcinfer.mslite._runner import CallBackParam
 from mcinfer.mslite._targets import Attempt
 from tests.process.models import AFFINE, FakeModel, OnnxModel
 from tests.process.waiting import all_gone, is_alive, pids, wait_until
@@ -123,26 +123,6 @@ def test_configuration_takes_from_the_context_what_it_does_not_say() -> None:
     assert context.parallel.sections == {"a": {"b": "c"}}
 
 
-@pytest.mark.parametrize(
-    ("target", "kind", "workers", "ids", "expected"),
-    [
-        ("cpu", "cpu", 3, [1, 0], ["cpu:1", "cpu:0", "cpu:1"]),
-        ("gpu", "cuda", 0, [2, 5], ["cuda:2", "cuda:5"]),
-        ("gpu", "cuda", 2, [], ["cuda:0", "cuda:0"]),
-        # The ids of a device that is not here mean nothing for the CPU in its place.
-        ("gpu", "cpu", 1, [3], ["cpu:0"]),
-    ],
-)
-def test_workers_take_the_device_ids_in_turn(
-    target: str, kind: str, workers: int, ids: list[int], expected: list[str]
-) -> None:
-    context = on_cpu(workers)
-    context.target = [target]
-    attempt = Attempt(target=kind, engine="onnxruntime", kind=kind)
-    master = _new_master("model.onnx", RunnerConfig(context, device_ids=ids), attempt)
-    assert [worker.device for worker in master.statistics().workers] == expected
-
-
 def test_failed_build_leaves_no_process_and_one_good_build_can_follow(
     onnx_model: OnnxModel, tmp_path: Path
 ) -> None:
@@ -186,14 +166,6 @@ def test_closed_runner_refuses_all_and_is_closed_again(onnx_model: OnnxModel) ->
     with pytest.raises(RuntimeError, match=rf"^{BUILD}! Error is the runner is closed"):
         runner.build_from_file(str(path))
     assert runner.statistics().succeeded == 1
-
-
-def test_leaving_the_runner_answers_what_was_accepted(onnx_model: OnnxModel) -> None:
-    with built(onnx_model(LOOP)) as runner:
-        answers = [runner.submit([np.array(50_001), floats(1, 4)]) for _ in range(3)]
-    for answer in answers:
-        [output] = answer.result(0.0)
-        np.testing.assert_array_equal(output.get_data_to_numpy(), -floats(1, 4))
 
 
 def fake_attempts(*_: object) -> list[list[Attempt]]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer.errors import BuildError, InvalidInputError
+from mcinfer.errors import InvalidInputError
 from mcinfer.mslite import (
     Context,
     DataType,
@@ -254,21 +254,6 @@ def test_listed_processes_share_the_owners_weights_and_others_are_refused(
         refusal = unlisted.line()
     assert refusal.startswith("refused True build_from_file failed! Error is ")
     assert f"refused process {pids[2]}" in refusal
-
-
-def test_weights_of_another_model_or_with_other_options_are_refused(
-    path: Path, tmp_path: Path
-) -> None:
-    owns = owner(path, f"0 {os.getpid()}")
-    handle = handle_of(owns)
-    assert 0 < int(handle) < 2**63
-    with pytest.raises(BuildError, match="owner's weights are for another model"):
-        slave(square(tmp_path / "other.onnx", seed=1), handle)
-    with pytest.raises(BuildError, match="for other options"):
-        slave(path, handle, **named(tmp_path, "w")["ascend_context"])
-    copied = tmp_path / "copied.onnx"
-    copied.write_bytes(path.read_bytes())
-    np.testing.assert_array_equal(result(slave(copied, f" {handle} ")), result(owns))
 
 
 def test_shared_weights_can_be_replaced_in_each_process_by_itself(

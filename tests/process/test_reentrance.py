@@ -14,7 +14,7 @@ from itertools import product
 
 import pytest
 
-from mcinfer import ClosedError, Limits, Master, PredictError, RequestTrace, Timeouts
+from mcinfer import ClosedError, Limits, Master, PredictError, Timeouts
 from tests.process.models import FakeModel, Inputs, act, assert_answers, fake_master, rows
 from tests.process.waiting import pids, settle, wait_for_states, wait_until
 
@@ -92,21 +92,6 @@ def test_handler_of_a_signal_may_wait_for_an_answer_while_its_thread_does(
             with sigterm(0.1, partial(settle, answer, partial(ask, act(inner)))):
                 assert_answers(ask(act(BAD)), act(BAD))
             assert_answers(answer.result(0.0), act(inner))
-
-
-def test_trace_hook_that_wants_to_exit_ends_nothing(
-    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    def hook(_: RequestTrace) -> None:
-        raise SystemExit("from the hook")
-
-    with fake_master(fake_model(), 1, trace=hook) as master:
-        for _ in range(3):
-            assert_answers(master.predict(rows(2)), rows(2))
-            assert_answers(master.submit(rows(2)).result(PATIENCE), rows(2))
-        wait_until(lambda: caplog.text.count("the trace hook failed") == 6)
-        assert master.health().state == "ready"
-    caplog.clear()  # the records' tracebacks hold the master
 
 
 def test_handler_of_the_log_may_ask_how_the_pool_is(fake_model: FakeModel) -> None:

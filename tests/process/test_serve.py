@@ -409,12 +409,8 @@ def test_second_ctrl_c_drops_what_the_first_would_wait_for(fake_model: FakeModel
     ("arguments", "status", "text"),
     [
         ((), 2, "expected a MODEL or more, or --repository FOLDER"),
-        (("{model}", "{model}"), 2, "--name: got 'model1' for two models"),
-        (("{model}", "--name", "a/b"), 2, "name: got 'a/b'"),
-        (("{model}", "--devices", "z=1"), 2, "--devices: got ['z'], expected some of ['model1']"),
         (("{model}", "--ssl-certfile", "x"), 2, "expected both or none"),
         (("--repository", "/nowhere"), 2, "repository: '/nowhere' is no folder"),
-        (("/nowhere/model.onnx",), 1, "MODEL: "),
         (("{model}", "--api-key-file", "/dev/null"), 1, "has no key"),
         (("{model}", "--port", "{port}"), 1, "cannot listen at 127.0.0.1:"),
         (

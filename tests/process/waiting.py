@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer import Master
+from mcinfer.runtime.inbox import Question
 
 
 def wait_until(condition: Callable[[], object], timeout: float = 30.0) -> None:
@@ -52,6 +53,11 @@ def wait_for_states(master: Master, *expected: str, timeout: float = 30.0) -> No
 def in_line(master: Master) -> int:
     """How many callers wait for room in the queue."""
     return len(master._loop.admission.places.waiting)
+
+
+def call_in_loop(master: Master, function: Callable[[], object]) -> None:
+    """Have the loop's thread call the function, in its next turn."""
+    master._loop.inbox.post(Question(function))
 
 
 def busy_pid(master: Master) -> int:

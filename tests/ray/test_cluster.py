@@ -69,14 +69,6 @@ def test_actor_with_all_cpus_warns_that_ray_data_stalls(cluster: Path, actor: Ma
     )
 
 
-def test_actors_that_hold_all_cpus_without_a_batch_warn(cluster: Path, actor: MakeActor) -> None:
-    kind = ray.remote(Predictor)
-    half = {"num_cpus": CPUS / 2}
-    waiting = [actor(kind, encoder(), of_ray=half) for _ in range(2)]
-    ray.get([one.health.remote() for one in waiting], timeout=60)
-    wait_until(lambda: "no batch came in 10 s, and the cluster has no CPU free" in logged(cluster))
-
-
 # Actors.
 
 
@@ -100,21 +92,6 @@ def test_actor_is_asked_for_its_health_during_a_run(actor: MakeActor, tmp_path: 
     assert ray.get(one.health.remote(), timeout=60).state == "ready"
     ready, _ = ray.wait([slow], timeout=0)
     assert not ready
-
-
-def test_weights_of_an_actor_are_replaced(actor: MakeActor, tmp_path: Path) -> None:
-    model = fake_model(
-        tmp_path,
-        weights=[["w", "float32", [2], 1.0]],
-        outputs=[["y", "float32", ["n", 2], {"from": "x", "add": "w"}]],
-    )
-    options = mcinfer.EngineOptions(variable_weights=["w"])
-    one = actor(Actor, model, engine="fake", verify="never", options=options)
-    x = {"x": np.zeros((1, 2), np.float32)}
-    assert ray.get(one.predict.remote(x), timeout=60)["y"].tolist() == [[1, 1]]
-    five = {"w": np.full(2, 5, np.float32)}
-    assert ray.get(one.update_weights.remote(five), timeout=60) == 1
-    assert ray.get(one.predict.remote(x), timeout=60)["y"].tolist() == [[5, 5]]
 
 
 def test_actors_are_pinned_to_cores_of_their_own_until_none_is_left(
@@ -149,15 +126,6 @@ def test_model_is_cut_over_the_cpus_of_an_actor(actor: MakeActor, tmp_path: Path
     first, second = ray.get([one.predict.remote(x) for one in (whole, ranks)], timeout=120)
     np.testing.assert_allclose(first["y"], second["y"], atol=1e-4)
     assert len(pids(ranks)) == 2
-
-
-def test_actor_with_less_than_a_cpu_claims_no_core(cluster: Path, actor: MakeActor) -> None:
-    before = logged(cluster).count("the workers are not pinned")
-    half = [actor(Actor, encoder(), of_ray={"num_cpus": 0.5}) for _ in range(2)]
-    for one in half:
-        (pid,) = pids(one)
-        assert psutil.Process(pid).cpu_affinity() == CORES
-    assert logged(cluster).count("the workers are not pinned") == before
 
 
 def test_inline_actor_has_no_worker_and_claims_no_core(cluster: Path, actor: MakeActor) -> None:

@@ -1,7 +1,5 @@
 """`mcinfer.ray.Predictor` outside of Ray, and what it makes of what Ray assigns."""
 
-import functools
-import logging
 import os
 import pickle
 import subprocess
@@ -14,9 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import mcinfer.ray
-from mcinfer import ClosedError, EngineOptions, InvalidInputError, machine
-from mcinfer.config import Device
+from mcinfer import ClosedError, EngineOptions, InvalidInputError
 from mcinfer.examples import encoder
 from mcinfer.ray import Predictor, _Cores, assigned_cards
 from tests.ray.conftest import IMAGES, ROOT, fake_model
@@ -114,24 +110,6 @@ def test_output_without_rows_is_named(tmp_path: Path) -> None:
         predictor({"id": np.arange(3), "x": np.ones((1, 2), np.float32)})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"keep": "image"}, "keep: got 'image', expected a list of names"),
-        ({"outputs": [1]}, r"outputs: got \[1\], expected a list of names"),
-        ({"options": {}}, "options: got dict, expected EngineOptions"),
-        ({"device": 2}, "unexpected keyword argument 'device'"),
-    ],
-)
-def test_argument_that_does_not_fit_is_named(arguments: dict[str, object], words: str) -> None:
-    with pytest.raises((InvalidInputError, TypeError), match=words):
-        Predictor("model.onnx", **arguments)  # type: ignore[arg-type]
-    arguments = {name: value for name, value in arguments.items() if name != "keep"}
-    if arguments:
-        with pytest.raises((InvalidInputError, TypeError), match=words):
-            mcinfer.ray.deployment("model.onnx", **arguments)  # type: ignore[arg-type]
-
-
 # Its life.
 
 
@@ -193,19 +171,6 @@ def test_gpu_that_this_process_cannot_see_is_named(
 CORES = range(90000, 90006)
 
 
-def test_claimed_cores_are_neighbours_and_no_other_claim_gets_them() -> None:
-    first, second, third, fourth = _Cores(), _Cores(), _Cores(), _Cores()
-    assert first.claim(CORES, 2) == (90000, 90001)
-    assert second.claim(CORES, 3) == (90003, 90004, 90005)
-    assert third.claim(CORES, 2) == ()
-    assert third.claim(CORES, 1) == (90002,)
-    first.release()
-    del second  # forgotten
-    assert fourth.claim(CORES, 5) == (90000, 90001, 90003, 90004, 90005)
-    for one in (third, fourth):
-        one.release()
-
-
 def test_cores_of_a_killed_process_are_free() -> None:
     code = f"from mcinfer.ray import _Cores; c = _Cores(); print(c.claim({[*CORES]}, 6)); input()"
     command = [sys.executable, "-c", code]
@@ -241,33 +206,7 @@ def test_forked_process_does_not_keep_the_cores() -> None:
     assert done.stdout.startswith("(90000"), done.stderr
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a quota is less than two cores")
-def test_cpu_quota_limits_threads_and_claims_no_core(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, text in {
-        "proc/self/cgroup": "0::/",
-        "sys/fs/cgroup/cpu.max": "150000 100000",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(text)
-    for read in (machine.usable_cpus, machine.whole_cpus):
-        monkeypatch.setattr(mcinfer.ray, read.__name__, functools.partial(read, tmp_path))
-    monkeypatch.setattr(_Cores, "claim", None)
-    predictor = Predictor(encoder())
-    options = predictor._on_own_cores([Device.parse("cpu:0")], 2.0, EngineOptions())
-    assert options.cores == (tuple(sorted(os.sched_getaffinity(0))),)
-    assert options.threads == 1
-
-
 # Stalls.
-
-
-@pytest.mark.usefixtures("cluster")
-def test_stall_is_not_suspected_where_ray_has_free_cpus(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "mcinfer.ray"):
-        mcinfer.ray._check_for_stall()
-    assert not caplog.records
 
 
 def test_given_cores_are_used_and_none_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:

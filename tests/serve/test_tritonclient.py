@@ -203,29 +203,12 @@ def test_strings_keep_their_zeros_and_may_be_long(client: Client) -> None:
     assert_same(client.infer("texts", none), none)
 
 
-def test_strings_come_back_as_json(server: Server) -> None:
-    with Client("http", server) as client:
-        sent = client.inputs({"in_BYTES": models.TEXTS}, binary_data=False)
-        wish = client.output("out_BYTES", binary_data=False)
-        got = client.own.infer("texts", sent, outputs=[wish]).as_numpy("out_BYTES")
-    assert got.tolist() == [[text.decode() for text in row] for row in models.TEXTS]
-
-
 def test_string_that_is_not_utf_8_is_refused_by_its_name(client: Client) -> None:
     """ONNX Runtime's Python package takes and gives text."""
     with client.refused(400) as said:
         client.infer("texts", {"in_BYTES": np.array([[b"\xff\xfe"]], object)})
     assert "in_BYTES" in said[0]
     assert "UTF-8" in said[0]
-
-
-def test_request_may_mix_json_and_bytes(server: Server) -> None:
-    with Client("http", server) as client:
-        given = client.inputs({"a": np.array(2, np.float32)}, binary_data=False)
-        given += client.inputs({"n": np.array(7)}, binary_data=True)
-        wishes = [client.output("m", binary_data=False), client.output("b", binary_data=True)]
-        got = arrays_of(client.own.infer("scalars", given, outputs=wishes))
-    assert [(name, array.item()) for name, array in got.items()] == [("m", -7), ("b", -2.0)]
 
 
 @pytest.mark.parametrize("answer", [None, "gzip", "deflate"])
@@ -244,25 +227,9 @@ def test_bodies_may_be_compressed_both_ways(
         assert result.as_numpy("y").tolist() == (2 * x + 1).tolist()
 
 
-def test_messages_of_grpc_may_be_compressed(server: Server) -> None:
-    with Client("grpc", server) as client:
-        for coding in ("gzip", "deflate"):
-            got = client.infer("affine", {"x": X}, compression_algorithm=coding)
-            np.testing.assert_array_equal(got["y"], Y)
-
-
 def test_large_bodies_come_back_whole(client: Client) -> None:
     x = models.rows(1_000_000)  # 16 MB
     np.testing.assert_array_equal(client.infer("affine", {"x": x})["y"], 2 * x + 1)
-
-
-def test_answer_has_the_id_of_its_request(client: Client) -> None:
-    for name in ("", "one", "ä-1"):
-        given = client.inputs({"x": X})
-        result = client.own.infer("affine", given, model_version="1", request_id=name)
-        response = result.get_response()
-        got = response.get("id", "") if client.protocol == "http" else response.id
-        assert got == name
 
 
 # Ways to ask.
@@ -371,19 +338,6 @@ def test_wrong_input_is_refused_by_what_came_and_what_was_expected(
     assert [word for word in words if word not in said[0]] == [], said
 
 
-def test_output_that_is_unknown_or_named_twice_is_refused(client: Client) -> None:
-    for names, expected in ((["q"], "'q'"), (["y", "y"], "output 'y' already exists")):
-        with client.refused(400) as said:
-            client.infer("affine", {"x": X}, outputs=[client.output(name) for name in names])
-        assert expected in said[0]
-
-
-def test_input_that_is_named_twice_is_refused(client: Client) -> None:
-    with client.refused(400) as said:
-        client.own.infer("affine", client.inputs({"x": X}) * 2)
-    assert "input 'x' already exists" in said[0]
-
-
 def test_raw_contents_of_grpc_go_with_no_others_and_are_as_many_as_inputs(server: Server) -> None:
     x = X.tobytes()
     for contents, raw in ((True, [x]), (False, [x, x]), (False, [x, b""]), (False, [])):
@@ -463,14 +417,6 @@ def test_request_beyond_the_limit_is_refused(
         with Client(protocol, served) as client, client.refused(413):
             given = client.inputs({"x": np.zeros((10_000, 4), np.float32)})
             client.own.infer("affine", given, request_compression_algorithm="gzip")
-
-
-def test_connection_goes_on_after_a_large_request_that_is_refused(client: Client) -> None:
-    x = models.rows(500_000)
-    for model, name, status in (("no-such-model", "x", 404), ("affine", "z", 400)):
-        with client.refused(status):
-            client.infer(model, {name: x})
-        np.testing.assert_array_equal(client.infer("affine", {"x": X})["y"], Y)
 
 
 # Time-outs, priorities and a full queue: with a model that runs until the test lets it.
