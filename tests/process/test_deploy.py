@@ -31,6 +31,7 @@ def checked(port: str) -> int:
     return subprocess.run([sys.executable, *there], stderr=subprocess.DEVNULL).returncode
 
 
+@pytest.mark.thorough
 def test_image_serves_what_its_probes_and_clients_ask_for_until_sigterm(tmp_path: Path) -> None:
     packages = lay_out(DOCKERFILE, tmp_path / "image")
     (models := tmp_path / "models" / "encoder" / "1").mkdir(parents=True)

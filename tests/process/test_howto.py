@@ -264,6 +264,7 @@ def application(environ, start_response):
 """
 
 
+@pytest.mark.thorough
 def test_every_process_of_gunicorn_answers_with_its_inline_session(tmp_path: Path) -> None:
     """The sessions have the prepared model, and threads, which a fork takes from them."""
     text = program(HOWTO / "gunicorn.md")
@@ -292,6 +293,7 @@ def test_every_process_of_gunicorn_answers_with_its_inline_session(tmp_path: Pat
     assert len(processes) == 3
 
 
+@pytest.mark.thorough
 def test_tutorial_goes_from_a_session_to_a_service(tmp_path: Path) -> None:
     page = ROOT / "docs" / "tutorial.md"
     [shown] = blocks(page, "text")

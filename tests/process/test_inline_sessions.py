@@ -28,8 +28,6 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer import ClosedError, EngineOptions, InvalidInputError, ort
-from mcinfer.engines import preparation
-from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.cache import Cache
 from mcinfer.ort.session import PlainSession
 from tests.process.waiting import wait_until
@@ -235,19 +233,6 @@ def test_option_about_the_graph_as_it_was_written_opens_a_plain_session(
     )
     np.testing.assert_array_equal(profiled.run(None, feed()), PlainSession(model).run(None, feed()))
     assert Path(profiled.end_profiling()).exists()
-
-
-def test_small_file_whose_weights_lie_in_another_folder_is_prepared(
-    model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "weights").mkdir()
-    beside = tmp_path / "weights" / "model.onnx"
-    onnx.save(onnx.load(model), beside, save_as_external_data=True, location="data")
-    path = beside.rename(tmp_path / "model.onnx")
-    options = options_of((ENTRY, FOLDER_KEY, str(tmp_path / "weights")))
-    session = ort.InferenceSession(path, options, providers=CPU)
-    assert session.prepared
-    assert_same(session, PlainSession(path, options, providers=CPU))
 
 
 def test_small_model_opens_plain_unless_asked_for_and_again_where_it_was_found(
@@ -495,12 +480,6 @@ def test_session_is_pickled_with_the_options_of_its_opening(model: Path) -> None
     assert again.get_session_options().graph_optimization_level == Level.ORT_ENABLE_ALL
 
 
-def test_session_whose_options_are_not_all_known_is_not_pickled(model: Path) -> None:
-    session = ort.InferenceSession(model, PlainSession(model).get_session_options())
-    with pytest.raises(NotImplementedError, match=r"^SessionOptions: got such that were not made"):
-        pickle.dumps(session)
-
-
 class DeadlineError(Exception):
     """What the program's handler of a signal raises."""
 
@@ -563,16 +542,6 @@ def test_what_a_handler_raises_comes_out_of_every_step_of_a_start(
         signal.signal(signal.SIGALRM, before)
 
 
-def test_disk_without_room_is_seen_before_a_process_is_started(
-    model: Path, empty_cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = os.statvfs_result((4096, 4096, 10, 1, 1, 10, 1, 1, 0, 255))
-    monkeypatch.setattr(os, "statvfs", lambda _: full)
-    monkeypatch.setattr(preparation, "run_child", None)
-    session = ort.InferenceSession(model, providers=CPU)
-    assert session.why_plain.startswith(f"4096 bytes are free in {empty_cache.folder}")
-
-
 def test_installed_session_is_inline_or_made_so_by_its_own_devices(model: Path) -> None:
     for defaults, own in (({}, {}), ({"devices": 2}, {"devices": "inline"})):
         ort.install(**defaults)
@@ -580,30 +549,6 @@ def test_installed_session_is_inline_or_made_so_by_its_own_devices(model: Path) 
             assert onnxruntime.InferenceSession(model, providers=CPU, **own).prepared
         finally:
             ort.uninstall()
-
-
-def test_runs_of_threads_and_callbacks_are_those_of_the_runtime(model: Path) -> None:
-    session, plain = ort.InferenceSession(model), PlainSession(model)
-    wanted = plain.run(None, feed())
-    came: list[Any] = []
-    done = threading.Event()
-
-    def callback(results: Any, _: Any, error: str) -> None:
-        came.extend([results, error])
-        done.set()
-
-    session.run_async(None, feed(), callback, None)
-    assert done.wait(PATIENCE)
-    np.testing.assert_array_equal(came[0], wanted)
-    binding = session.io_binding()
-    binding.bind_cpu_input("x", feed()["x"])
-    binding.bind_output("y")
-    session.run_with_iobinding(binding)
-    np.testing.assert_array_equal(binding.copy_outputs_to_cpu(), wanted)
-    options = ort.RunOptions()
-    options.terminate = True
-    with pytest.raises(native.Fail, match="terminate flag"):
-        session.run(None, feed(), options)
 
 
 # Processes that are forked.
@@ -697,23 +642,6 @@ def test_forked_process_opens_a_session_with_the_options_of_its_opening(
         return session.prepared, described(session)
 
     assert in_child(child) == (session.prepared, described(session))
-
-
-def test_forked_process_has_what_unknown_options_held_when_the_session_was_opened(
-    model: Path, in_child: Callable[[Callable[[], Any]], Any]
-) -> None:
-    options = PlainSession(model, providers=CPU).get_session_options()
-    value = onnxruntime.OrtValue.ortvalue_from_numpy(np.full(WIDTH, 7, np.float32))
-    options.add_initializer("b", value)
-    session = ort.InferenceSession(model, options, CPU)
-    options.add_free_dimension_override_by_name("n", 3)
-
-    def child() -> Any:
-        return session.run(None, feed())[0], described(session)
-
-    answer, said = in_child(child)
-    np.testing.assert_array_equal(answer, session.run(None, feed())[0])
-    assert said == described(session)
 
 
 @pytest.mark.parametrize("change", ["replaced", "link moved", "removed", "none"])

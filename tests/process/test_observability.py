@@ -94,6 +94,7 @@ def test_program_of_the_documentation_has_metrics_until_ctrl_c(tmp_path: Path) -
     assert all_gone(workers)
 
 
+@pytest.mark.thorough
 def test_each_worker_of_gunicorn_has_metrics_that_its_successor_continues(tmp_path: Path) -> None:
     pytest.importorskip("gunicorn")
     web, *ports = free_ports(3)

@@ -112,14 +112,6 @@ def plain(model: Path) -> Any:
     return PlainSession(model, providers=CPU)
 
 
-@pytest.fixture(scope="module")
-def threaded(model: Path) -> Any:
-    """A plain session that runs asynchronously."""
-    threads = onnxruntime.SessionOptions()
-    threads.intra_op_num_threads = 2
-    return PlainSession(model, threads, CPU)
-
-
 def assert_same(got: list[Any], wanted: list[Any]) -> None:
     assert len(got) == len(wanted)
     for one, other in zip(got, wanted, strict=True):
