@@ -285,17 +285,16 @@ sys.exit(main(["devices"]))
 """
 
 
-@pytest.mark.parametrize("buffered", ["", "1"], ids=["buffered", "unbuffered"])
-def test_broken_streams_end_the_command_without_a_traceback(buffered: str) -> None:
+def test_broken_streams_end_the_command_without_a_traceback() -> None:
     read, write = os.pipe()
     os.close(read)
-    run = python("-m", "mcinfer", "devices", stdout=write, PYTHONUNBUFFERED=buffered)
+    run = python("-m", "mcinfer", "devices", stdout=write)
     assert (run.returncode, run.stderr) == (1, "")
-    run = python("-c", INTERRUPTED, stderr=write, PYTHONUNBUFFERED=buffered)
+    run = python("-c", INTERRUPTED, stderr=write)
     assert (run.returncode, run.stdout) == (130, "")
     os.close(write)
     with open("/dev/full", "w") as full:
-        run = python("-m", "mcinfer", "devices", stdout=full.fileno(), PYTHONUNBUFFERED=buffered)
+        run = python("-m", "mcinfer", "devices", stdout=full.fileno())
     assert run.returncode == 1
     assert "No space left on device" in only_line(run.stderr)
 

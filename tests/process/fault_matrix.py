@@ -92,7 +92,7 @@ class Fault:
     Attributes:
         words: What it is, for the page.
         cells: For each moment: what the call gets that the fault hits, and what becomes of the worker.
-        thorough: The moments that only `make faults` runs, since another cell shows nearly the same.
+        thorough: The moments that `make test` leaves to `make test-thorough` and `make faults`.
         inflict: Puts the fault to the pool.
         relent: Runs once callers have asked.
         setting: Arguments of the pool.
@@ -215,14 +215,14 @@ FAULTS = {
     "worker: SIGKILL": Fault(
         words="an outside process kills the worker",
         cells=dict.fromkeys(MOMENTS, _DIES) | {"exiting": _CLOSING},
-        thorough=("starting", "building", "idle", "exiting"),
+        thorough=("starting", "importing", "building", "idle", "exiting"),
         inflict=_kill,
     ),
     "worker: SIGSTOP": Fault(
         words="stopped and never continued",
         cells=dict.fromkeys(("importing", "building"), _NOT_READY)
         | {"idle": _HANGS, "busy": _HANGS, "exiting": _CLOSING, "being restarted": _DIES},
-        thorough=("importing", "idle", "being restarted"),
+        thorough=("importing", "building", "idle", "exiting", "being restarted"),
         inflict=_stop,
     ),
     "worker: SIGSTOP, late SIGCONT": Fault(
@@ -242,20 +242,20 @@ FAULTS = {
     "worker: _exit": Fault(
         words="`os._exit(3)`",
         cells={"importing": _DIES, "busy": _DIES},
-        thorough=("importing",),
+        thorough=("importing", "busy"),
         inflict=partial(_tell, "exit"),
     ),
     "worker: out of memory": Fault(
         words="asks for 1 GiB with 256 MiB of address space left (`RLIMIT_AS`); during the start, "
         "with none left",
         cells={"starting": _DIES, "building": _BUILD_MEMORY, "busy": _RUN_MEMORY},
-        thorough=("starting",),
+        thorough=("starting", "building"),
         inflict=_take_memory,
     ),
     "worker: past worker_memory_bytes": Fault(
         words="asks for 1 GiB, with `Limits.worker_memory_bytes` at 512 MiB",
         cells={"building": _BUILD_MEMORY, "busy": _RUN_MEMORY},
-        thorough=("building",),
+        thorough=("building", "busy"),
         inflict=partial(_tell, f"allocate:{1 << 30}"),
         setting={"limits": Limits(worker_memory_bytes=512 << 20)},
     ),
@@ -271,7 +271,7 @@ FAULTS = {
             "busy": (Outcome("asked to fail", PredictError), KEPT),
             "being restarted": _DIES,
         },
-        thorough=("building", "being restarted"),
+        thorough=("building", "busy", "being restarted"),
         inflict=partial(_tell, "fail"),
     ),
     "worker: no descriptors": Fault(
@@ -285,7 +285,7 @@ FAULTS = {
         cells=dict.fromkeys(
             ("importing", "busy", "exiting", "being restarted"), (KILLED, NONE_LEFT)
         ),
-        thorough=("exiting", "being restarted"),
+        thorough=("importing", "exiting", "being restarted"),
         signals=(signal.SIGKILL,),
     ),
     "master: SIGTERM": Fault(
@@ -321,23 +321,26 @@ FAULTS = {
             "exiting": _CLOSING,
             "being restarted": _DIES,
         },
-        thorough=("busy", "exiting", "being restarted"),
+        thorough=("starting", "busy", "exiting", "being restarted"),
         inflict=_take_descriptors,
         relent=_give_back,
     ),
     "shared memory full": Fault(
         words='callers hold all of `Limits.memory_bytes`; idle: `when_full="raise"`, busy: `"wait"`',
         cells={"idle": (MEMORY_FULL, KEPT), "busy": _KEPT},
+        thorough=("idle",),
         inflict=_take_arena,
         relent=_give_back,
     ),
     "disk full": Fault(
-        words="no room for the prepared model in the cache's folder", cells={"building": _KEPT}
+        words="no room for the prepared model in the cache's folder",
+        cells={"building": _KEPT},
+        thorough=("building",),
     ),
     "clock set back": Fault(
         words="`time.time` goes back by an hour",
         cells={"building": _KEPT, "busy": _KEPT},
-        thorough=("building",),
+        thorough=("building", "busy"),
         inflict=_set_clock_back,
     ),
 }

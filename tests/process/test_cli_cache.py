@@ -114,7 +114,7 @@ def test_prepared_model_is_what_workers_use_then_and_a_terminal_gets_a_bar_meanw
     ("command", "number", "status", "text"),
     [
         (["cache", "prepare"], signal.SIGINT, 130, "interrupted"),
-        (["inspect"], signal.SIGTERM, 143, "terminated"),
+        pytest.param(*(["inspect"], signal.SIGTERM, 143, "terminated"), marks=pytest.mark.thorough),
     ],
 )
 def test_ended_preparation_leaves_no_child_no_entry_and_no_folder(
@@ -153,6 +153,7 @@ with showing_work("working", 4, "turns") as work:
 COLOUR = re.compile(r"\x1b\[[\d;]*[1-9]\d*m")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}], ids=["coloured", "plain"])
 def test_progress_bar_is_drawn_and_removed_at_the_end(variables: dict[str, str]) -> None:
     done, terminal = on_terminal(text=WORK, env={"TERM": "xterm", **variables})

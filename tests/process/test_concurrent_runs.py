@@ -244,8 +244,9 @@ def many_callers(master: Master, model: Callable[[Any], Any] = lambda x: x * 2 +
             done.result(timeout=120.0)
 
 
-@EITHER
-@pytest.mark.parametrize("kind", ["plain", "joined", "unknown shape"])
+@pytest.mark.parametrize(
+    ("devices", "kind"), [(1, "plain"), (1, "joined"), ("inline", "unknown shape")]
+)
 def test_many_callers_get_each_its_own_answers(
     fake_model: FakeModel, devices: int | str, kind: str
 ) -> None:

@@ -177,6 +177,7 @@ def test_workers_start_again_on_the_cores_that_the_container_has_left(
     assert [line.split(": ", 1)[1] for line in warnings] == told
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(len(CORES) < 2, reason="there is one core")
 def test_workers_start_again_on_the_cores_that_their_program_has_kept(
     fake_model: FakeModel,
@@ -204,6 +205,7 @@ def set_quota(group: Path) -> None:
         (group / "cpu.cfs_quota_us").write_text(f"{QUOTA_US}", encoding="ascii")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(len(CORES) < 2, reason="a quota below the number of cores takes two")
 def test_workers_have_all_cores_and_the_threads_of_the_quota(
     onnx_model: OnnxModel,
@@ -246,6 +248,7 @@ def check_limits_threads(group: Path) -> None:
         raise FileNotFoundError(f"{group} takes no limit")
 
 
+@pytest.mark.thorough
 def test_limit_on_threads_is_named_until_it_lets_the_pool_serve(fake_model: FakeModel) -> None:
     with limited_group("pids", check_limits_threads) as group:
         ended = run(FEW_THREADS, fake_model(), group)

@@ -81,6 +81,7 @@ def test_program_that_compares_two_benchmarks_prints_what_changed(tmp_path: Path
     assert run_documented(program(page), tmp_path).splitlines()[:2] == shown.splitlines()
 
 
+@pytest.mark.thorough
 def test_program_for_files_goes_on_where_it_was(tmp_path: Path) -> None:
     np.save(tmp_path / "embeddings.npy", np.zeros((1000, 64), np.float32))
     (tmp_path / "embeddings.rows").write_text("512")
@@ -91,6 +92,7 @@ def test_program_for_files_goes_on_where_it_was(tmp_path: Path) -> None:
     assert (written[:512].any(), written[512:].all()) == (False, True)
 
 
+@pytest.mark.thorough
 def test_interpreter_shows_what_the_page_does(tmp_path: Path) -> None:
     page = HOWTO / "notebook.md"
     [shown] = blocks(page, "text")
@@ -100,6 +102,7 @@ def test_interpreter_shows_what_the_page_does(tmp_path: Path) -> None:
     assert (ended.status, ended.out) == (0, shown)
 
 
+@pytest.mark.thorough
 def test_fixture_is_used_by_passing_tests(tmp_path: Path) -> None:
     path = tmp_path / "test_encoder.py"
     path.write_text(program(HOWTO / "pytest.md"), encoding="utf-8")
@@ -225,6 +228,7 @@ def with_a_pool() -> str:
     return "import mcinfer\n" + re.sub(r"\(embeddings,\) = .*", asking, text)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("text", "place", "command", "processes"),
     [

@@ -173,6 +173,7 @@ def options_of(*calls: tuple[str, str, Any], **attributes: Any) -> Any:
 ENTRY = "add_session_config_entry"
 
 
+@pytest.mark.thorough
 def test_options_that_change_the_graph_have_an_entry_of_their_own(model: Path) -> None:
     changed: list[Callable[[], Any]] = [
         lambda: options_of(graph_optimization_level=Level.ORT_ENABLE_BASIC),
@@ -595,8 +596,7 @@ def in_child() -> Callable[[Callable[[], Any]], Any]:
     return call
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("ran_before", [False, True])
+@pytest.mark.parametrize(("count", "ran_before"), [(1, False), (3, True)])
 def test_forked_process_runs_the_sessions_of_its_parent(
     model: Path, in_child: Callable[[Callable[[], Any]], Any], count: int, ran_before: bool
 ) -> None:

@@ -56,6 +56,7 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_empty_cache")
 @pytest.mark.parametrize(
     ("text", "printed"), [*zip((STATISTICS, LOGGING, TRACES, SPANS), PRINTED, strict=True)]
@@ -83,6 +84,7 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
+@pytest.mark.thorough
 def test_program_of_the_documentation_has_metrics_until_ctrl_c(tmp_path: Path) -> None:
     [port] = free_ports(1)
     with Program(ONE_PROCESS.replace("9400", str(port)), cwd=tmp_path) as program:
