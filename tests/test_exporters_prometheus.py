@@ -236,12 +236,17 @@ def test_invalid_label_is_refused(labels: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("module", "package"),
-    [("prometheus", "prometheus_client.core"), ("opentelemetry", "opentelemetry")],
+    [
+        ("exporters.prometheus", "prometheus_client.core"),
+        ("exporters.opentelemetry", "opentelemetry"),
+        ("ray", "ray"),
+    ],
 )
 def test_missing_package_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, module: str, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, f"mcinfer.exporters.{module}", raising=False)
-    with pytest.raises(MissingDependencyError, match=rf"pip install 'mcinfer\[{module}\]'"):
-        importlib.import_module(f"mcinfer.exporters.{module}")
+    monkeypatch.delitem(sys.modules, f"mcinfer.{module}", raising=False)
+    extra = module.rpartition(".")[2]
+    with pytest.raises(MissingDependencyError, match=rf"pip install 'mcinfer\[{extra}\]'"):
+        importlib.import_module(f"mcinfer.{module}")

@@ -1,6 +1,5 @@
 """Tests of mcinfer/mslite/model.py: models in this process, on ONNX Runtime."""
 
-import errno
 import gc
 import os
 import re
@@ -294,18 +293,6 @@ def test_sizes_that_only_a_run_shows_are_those_of_each_run(onnx_model: OnnxModel
         np.testing.assert_array_equal(output.get_data_to_numpy(), [np.flatnonzero(data)])
 
 
-def test_texts_go_in_and_come_out(onnx_model: OnnxModel) -> None:
-    text = f"{HEAD} texts (string[n] x) => (string[n] y) {{ y = Identity(x) }}"
-    model = built(onnx_model(text))
-    texts = ["a", "süß", ""]
-    both: list[NDArray[Any]] = [np.array(texts, object), np.array(texts)]
-    for data in both:
-        [output] = model.predict([data])
-        assert output.get_data_to_numpy().tolist() == texts
-    with pytest.raises(RuntimeError, match=r"^predict failed! Error is input 'x' has dtype"):
-        model.predict([np.array([1, 2])])
-
-
 def test_eight_threads_get_each_its_own_answers(onnx_model: OnnxModel) -> None:
     model = built(onnx_model(AFFINE))
     together = threading.Barrier(8)
@@ -424,23 +411,6 @@ def test_core_list_binds_the_callers_thread_during_a_run_and_not_after(
     model.predict([floats(1, 4)])
     assert bound == [{max(cores)}]
     assert os.sched_getaffinity(0) == cores
-
-
-def test_run_is_not_bound_if_none_of_the_listed_cores_is_allowed_any_more(
-    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    context = Context()
-    context.cpu.thread_num = 1
-    context.cpu.thread_affinity_core_list = [min(os.sched_getaffinity(0))]
-    model = built(onnx_model(AFFINE), context)
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")  # as the kernel does
-
-    monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    for _ in range(2):
-        assert arrays(model.predict([floats(1, 4)]))
-    assert caplog.text.count("threads are not bound: none of the cores") == 1
 
 
 def test_what_is_said_of_a_model_reaches_mindspore_lites_own_package(

@@ -13,7 +13,6 @@ import pytest
 
 from mcinfer import (
     EngineOptions,
-    InvalidInputError,
     Limits,
     Master,
     QueueFullError,
@@ -177,22 +176,6 @@ def test_full_card_is_waited_for_until_the_time_is_over(pool: Master) -> None:
     check(pool.predict([big, big], outputs_on="cuda:1"), big, big)
 
 
-@pytest.mark.parametrize(
-    ("device", "text"),
-    [
-        ("cuda:7", "outputs_on: got 'cuda:7': .* 2 NVIDIA cards"),
-        ("cpu:0", "outputs_on: got 'cpu:0', expected a card such as 'cuda:0'"),
-        (None, "outputs_on: got None"),
-    ],
-)
-def test_argument_that_names_no_card_is_refused(device: Any, text: str, pool: Master) -> None:
-    with pytest.raises(InvalidInputError, match=text):
-        pool.submit([X, Z], outputs_on=device)
-    if device is not None:
-        with pytest.raises(InvalidInputError, match=text.replace("outputs_on", "device")):
-            pool.allocate({"x": (6, 4)}, device=device)
-
-
 def test_results_outlive_the_pool(pool: Master) -> None:
     outputs: Any = pool.predict([X, Z], outputs_on="device")
     pool.close()
@@ -284,27 +267,6 @@ def test_outputs_are_left_on_the_card_that_is_bound_alone_and_go_in_again(
     (again, _) = session.run(None, {"x": y, "z": Z})
     np.testing.assert_array_equal(again, 4 * X + 3)
     assert came(session.master, before) == {"in_place": 1}
-
-
-def test_card_memory_that_does_not_fit_is_refused(session: Any, cupy: Any) -> None:
-    array = on(cupy, 0, X)
-    with pytest.raises(RuntimeError, match="other"):
-        session.io_binding().bind_input("other", "cuda", 0, np.float32, X.shape, array.data.ptr)
-    binding = session.io_binding()
-    binding.bind_input("x", "cuda", 0, np.int32, X.shape, array.data.ptr)
-    binding.bind_output("y")
-    with pytest.raises(RuntimeError, match="type"):
-        session.run_with_iobinding(binding)
-    for name in "xz":
-        binding.bind_input(name, "cuda", 0, np.float32, X.shape, array.data.ptr)
-    small = on(cupy, 0, X[:2])
-    binding.bind_output("y", "cuda", 0, np.float32, small.shape, small.data.ptr)
-    with pytest.raises(RuntimeError, match="shape"):
-        session.run_with_iobinding(binding)
-    np.testing.assert_array_equal(small.view, X[:2])
-    binding.bind_input("x", "cuda", 7, np.float32, X.shape, array.data.ptr)
-    with pytest.raises(InvalidInputError, match="cuda:7, which cannot be used"):
-        session.run_with_iobinding(binding)
 
 
 @pytest.mark.usefixtures("checked")

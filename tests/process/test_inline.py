@@ -16,13 +16,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from mcinfer import (
-    BuildError,
     ClosedError,
     EngineOptions,
     InvalidInputError,
     Limits,
     Master,
-    ModelNotFoundError,
     Parallel,
     PredictError,
     PredictTimeoutError,
@@ -141,15 +139,6 @@ def test_sessions_are_replaced_under_traffic_and_draining_answers_all(
         pool.predict(rows(1))
 
 
-def test_model_that_cannot_be_loaded_is_a_build_error(
-    fake_model: FakeModel, tmp_path: Path
-) -> None:
-    with pytest.raises(BuildError, match="asked to fail"):
-        fake_master(fake_model(build="fail"), INLINE).start()
-    with pytest.raises(ModelNotFoundError):
-        Master(tmp_path / "none.onnx", INLINE).start()
-
-
 # By ONNX Runtime, in this process.
 
 
@@ -262,23 +251,6 @@ def test_thread_that_fails_is_replaced_and_costs_no_request(
         assert threads().isdisjoint({thread})
         assert master.statistics().workers[0].restarts == 1
     assert "the thread of a worker failed" in caplog.text
-
-
-def test_thread_that_fails_as_it_takes_the_turn_leaves_it_to_others(
-    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = EngineOptions(concurrent_runs=2)
-    others = threading.enumerate()
-    with fake_master(fake_model(), INLINE, options=options) as master:
-        new = [thread for thread in threading.enumerate() if thread not in others]
-        (lane,) = (thread for thread in new if thread.name == "mcinfer-run")
-        ident = ctypes.c_ulong(lane.ident or 0)
-        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
-        wait_until(lambda: bool(master.predict(rows(1))) and not lane.is_alive())
-        assert_answers(master.predict(rows(1), timeout=20.0), rows(1))
-        assert master.statistics().workers[0].restarts == 1
-    assert "the thread of a worker failed" in caplog.text
-    caplog.clear()
 
 
 def test_master_that_is_garbage_leaves_no_thread_whatever_it_was_at(

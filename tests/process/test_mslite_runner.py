@@ -9,9 +9,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,7 @@ import mcinfer
 from mcinfer import Master
 from mcinfer.mslite import Context, DataType, ModelParallelRunner, RunnerConfig, Tensor
 from mcinfer.mslite._runner import CallBackParam
-from mcinfer.mslite._targets import Attempt
-from tests.process.models import AFFINE, FakeModel, OnnxModel
+from tests.process.models import AFFINE, OnnxModel
 from tests.process.waiting import all_gone, is_alive, pids, wait_until
 
 HEAD = '<ir_version: 8, opset_import: ["": 17]>'
@@ -91,25 +88,6 @@ def begin_endless(runner: ModelParallelRunner) -> "Future[list[Tensor]]":
 ABSENT = "/nowhere/model.onnx"
 
 
-def test_wrong_configuration_is_refused_where_it_is_made() -> None:
-    wrong: list[tuple[str, Any, type[Exception]]] = [
-        ("context", "cpu", TypeError),
-        ("workers_num", -1, ValueError),
-        ("config_info", {"a": {"b": 1}}, TypeError),
-        ("config_path", ABSENT, ValueError),
-        ("device_ids", [-1], ValueError),
-        ("max_batch_size", 0, ValueError),
-        ("max_delay", -1.0, ValueError),
-        ("queue_size", 0, ValueError),
-        ("timeout", "1", ValueError),
-    ]
-    for name, value, error in wrong:
-        with pytest.raises(error):
-            RunnerConfig(**{name: value})
-        with pytest.raises(error):
-            setattr(RunnerConfig(), name, value)
-
-
 def test_configuration_takes_from_the_context_what_it_does_not_say() -> None:
     context = on_cpu(3)
     context.parallel.device_ids = [1, 0]
@@ -168,31 +146,6 @@ def test_closed_runner_refuses_all_and_is_closed_again(onnx_model: OnnxModel) ->
     assert runner.statistics().succeeded == 1
 
 
-def fake_attempts(*_: object) -> list[list[Attempt]]:
-    return [[Attempt(target="cpu", engine="fake", kind="cpu")]] * 2
-
-
-@pytest.mark.parametrize("begun", [False, True], ids=["as it begins", "in it"])
-def test_closing_during_a_build_makes_it_fail_and_leaves_nothing(
-    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch, begun: bool
-) -> None:
-    monkeypatch.setattr("mcinfer.mslite._targets.attempts", fake_attempts)
-    content = fake_model(build="hang:50").read_bytes()
-    runner = ModelParallelRunner()
-    with ThreadPoolExecutor(1) as pool:
-        build = pool.submit(runner.init, content, RunnerConfig(on_cpu(2)))
-        wait_until(
-            lambda: runner._master is not None and (not begun or len(pids(runner._master)) == 2)
-        )
-        runner.close()
-        with pytest.raises(RuntimeError, match=r"^ModelParallelRunner's init failed! ") as caught:
-            build.result(60.0)
-        assert isinstance(caught.value, mcinfer.ClosedError)
-        runner.close()
-    with pytest.raises(mcinfer.ClosedError):
-        runner.init(content)
-
-
 def test_futures_and_tensors_that_are_kept_do_not_keep_the_workers(
     onnx_model: OnnxModel, request: pytest.FixtureRequest
 ) -> None:
@@ -216,19 +169,6 @@ def test_futures_and_tensors_that_are_kept_do_not_keep_the_workers(
     with pytest.raises(RuntimeError, match=r"^allocate failed! Error is the runner is gone$") as e:
         unused[0].set_data_from_numpy(floats(2, 4))
     assert isinstance(e.value, mcinfer.ClosedError)
-
-
-def test_workers_are_bound_to_the_cores_of_the_list(onnx_model: OnnxModel) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    listed = [cores[-1], cores[0]]
-    context = on_cpu(2)
-    context.cpu.thread_num = 1
-    context.cpu.thread_affinity_core_list = listed
-    with ModelParallelRunner() as runner:
-        runner.build_from_file(str(onnx_model(AFFINE)), context)
-        bound = [os.sched_getaffinity(pid) for pid in pids(master_of(runner))]
-        assert bound == [{core} for core in listed]
-        assert_answer(runner.predict([floats(3, 4)]), floats(3, 4))
 
 
 def test_inputs_are_fresh_at_each_call_and_shared_memory_until_they_are_garbage(
@@ -319,54 +259,3 @@ def test_outputs_that_are_given_are_written_where_the_run_succeeds(onnx_model: O
             assert runner.predict([floats(6), np.array([3, 2])], outputs) is outputs
             np.testing.assert_array_equal(outputs[0].get_data_to_numpy(), floats(3, 2))
         np.testing.assert_array_equal(place, floats(3, 2))
-
-
-def test_requests_are_given_up_cancelled_refused_and_taken_by_priority(
-    onnx_model: OnnxModel,
-) -> None:
-    endless, once = [ENDLESS, floats(1, 4)], [ONCE, floats(1, 4)]
-    with built(onnx_model(LOOP), timeout=0.2, queue_size=3) as slow:
-        before = pids(master_of(slow))
-        asks: list[Callable[[], object]] = [
-            lambda: slow.predict(endless),
-            lambda: slow.predict(endless, timeout=0.1),
-            lambda: slow.submit(endless).result(60.0),
-            lambda: asyncio.run(slow.predict_async(endless)),
-        ]
-        for ask in asks:
-            with pytest.raises(mcinfer.PredictTimeoutError, match=r"^predict failed!") as caught:
-                ask()
-            assert isinstance(caught.value, RuntimeError)
-
-        order: list[int] = []
-        running = begin_endless(slow)
-        waiting = [slow.submit(once, timeout=60.0, priority=priority) for priority in (0, 5, 9)]
-        for future, priority in zip(waiting, (0, 5, 9), strict=True):
-            future.add_done_callback(lambda _, p=priority: order.append(p))  # type: ignore[misc]
-        for refused in (slow.predict, slow.submit):
-            with pytest.raises(mcinfer.QueueFullError, match=r"^predict failed! "):
-                refused(once)
-        assert waiting[1].cancel()
-        assert running.cancel()
-        for future in (waiting[1], running):
-            with pytest.raises(CancelledError):
-                future.result(60.0)
-        wait_until(lambda: len(order) == 3, timeout=60.0)
-        assert order == [5, 9, 0]
-        assert not wait_for_futures([*waiting, running], timeout=60.0).not_done
-        assert not waiting[0].cancel()
-        assert waiting[0].result() is waiting[0].result()
-
-        async def cancel_and_ask() -> list[Tensor]:
-            task = asyncio.create_task(slow.predict_async(endless, timeout=60.0))
-            await asyncio.sleep(0)
-            after = asyncio.create_task(slow.predict_async([ONCE, floats(3, 4)], timeout=60.0))
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            return await after
-
-        assert asyncio.run(cancel_and_ask())[0].shape == [3, 4]
-        statistics = slow.statistics()
-        assert (statistics.cancelled, statistics.succeeded) == (3, 3)
-        assert pids(master_of(slow)) == before

@@ -69,19 +69,6 @@ def test_request_that_does_not_fit_is_refused_and_nothing_is_sent(master: Master
     assert_answers(master.predict([X]), {"x": X})
 
 
-def test_any_layout_and_byte_order_is_answered_right(master: Master) -> None:
-    given: list[Any] = [
-        np.asfortranarray(rows(5)["x"]),
-        rows(10)["x"][::2],
-        rows(5)["x"][::-1],
-        rows(5)["x"].astype(">f4"),
-        np.broadcast_to(np.float32(3.0), (5, 4)),
-        np.ones((5, 4), np.int64).tolist(),
-    ]
-    for x in given:
-        assert_answers(master.predict([x]), {"x": np.array(x, dtype=np.float32)})
-
-
 def runs(master: Master) -> int:
     return sum(worker.completed for worker in master.statistics().workers)
 
@@ -95,13 +82,6 @@ def test_batch_of_any_size_is_answered_row_by_row(master: Master) -> None:
         before = runs(master)
         assert_answers(master.predict(rows(count), shards=shards), rows(count))
         assert runs(master) - before == pieces
-
-
-def test_batch_of_no_rows_is_answered_with_none(master: Master) -> None:
-    outputs = master.predict(rows(0))
-    assert outputs["y"].shape == (0, 4)
-    assert outputs["y"].dtype == np.float32
-    assert master.submit(rows(0)).result(timeout=20.0)["y"].shape == (0, 4)
 
 
 def test_scalar_goes_to_every_worker(fake_model: FakeModel) -> None:

@@ -262,20 +262,6 @@ def test_stream_of_grpc_that_is_cancelled_leaves_no_request(fake_model: FakeMode
         wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 0, PATIENCE)
 
 
-def test_events_begin_anew_when_a_model_is_loaded_again(fake_model: FakeModel) -> None:
-    # What learns no split has no runs of its own.
-    options = ("--name", "model", "--engine", "fake", "--devices", 1, "--max-batch-size", 1)
-    with Server(fake_model(), *options) as server, server.connection() as connection:
-        server.infer(X)
-        connection.request("GET", "/live")
-        lines = iter(connection.getresponse().readline, b"")
-        events = (json.loads(line[6:]) for line in lines if line.startswith(b"data: "))
-        assert next(event for event in events if event)[0]["answered"] == 1
-        assert server.ask("/v2/repository/models/model/load", b"").status == 200
-        again = next(event for event in events if event and not event[0]["answered"])
-        assert again[0]["rate"] == 0
-
-
 def test_client_that_reads_slowly_gets_all_of_its_answer(fake_model: FakeModel) -> None:
     limits = "from mcinfer.cli import server; server._UNREAD_SECONDS = 0.5"
     options = ("--name", "model", "--engine", "fake", "--devices", 1)

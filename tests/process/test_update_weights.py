@@ -15,7 +15,6 @@ import pytest
 from numpy.typing import NDArray
 
 from mcinfer import (
-    BuildError,
     EngineOptions,
     Limits,
     Master,
@@ -251,11 +250,3 @@ def test_onnx_model_answers_with_the_new_weights_on_every_worker(onnx_model: Onn
         assert master.update_weights({"g": g, "b": b}) == 2
         for future in [master.submit({"x": x}) for _ in range(6)]:
             assert_close(future.result(timeout=20.0)["z"], x @ g.T + b)
-
-
-def test_onnx_model_without_such_a_weight_is_a_build_error_that_names_it(
-    onnx_model: OnnxModel,
-) -> None:
-    options = EngineOptions(variable_weights=["m", "none"])
-    with pytest.raises(BuildError, match=r"variable.weights.*'none'"):
-        Master(onnx_model(TWO_PRODUCTS), 1, options=options).start()

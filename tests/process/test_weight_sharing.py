@@ -221,16 +221,6 @@ def test_process_in_another_pid_namespace_is_listed_by_its_pid_outside(
         assert inner.ask(owner.handle) == unanswered(owner.handle)
 
 
-def test_process_without_a_pid_in_the_owners_namespace_is_told_so(
-    cache: Cache, namespace: Sequence[str]
-) -> None:
-    with (
-        script(OWNER, cache.folder, 1, within=namespace) as owner,
-        pytest.raises(WeightAccessError, match="no pid in the owner's pid namespace"),
-    ):
-        open_weights(int(owner.line()))
-
-
 # Owners that do not answer.
 
 
