@@ -1,12 +1,11 @@
 """Models to serve, and a check of what tests leave behind."""
 
 import gc
-import json
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,13 @@ import pytest
 from onnx import parser
 
 from mcinfer import Master
-from tests.process.models import FakeModel, OnnxModel, SharedMaster, fake_master
+from tests.process.models import (
+    FakeModel,
+    OnnxModel,
+    SharedMaster,
+    fake_master,
+    write_fake_model,
+)
 from tests.process.waiting import is_alive, wait_until
 
 _FAILED = pytest.StashKey[bool]()
@@ -81,7 +86,7 @@ def shared_master(
 
     def start(workers: int, *, acts: dict[str, Any] | None = None, **options: Any) -> Master:
         path = tmp_path_factory.mktemp("shared") / "model.json"
-        _write_fake_model(path, **(acts or {}))
+        write_fake_model(path, **(acts or {}))
         return checked_together.enter_context(fake_master(path, workers, **options))
 
     return start
@@ -125,20 +130,6 @@ def _read(path: Path) -> str:
         return "?"
 
 
-def _write_fake_model(
-    path: Path,
-    *,
-    inputs: Sequence[object] = (["x", "float32", ["batch", 4]],),
-    outputs: Sequence[object] = (
-        ["y", "float32", ["batch", 4], {"from": "x", "scale": 2, "add": 1}],
-    ),
-    **acts: object,
-) -> Path:
-    content = {"inputs": [*inputs], "outputs": [*outputs], **acts}
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def fake_model(tmp_path: Path) -> FakeModel:
     """Writes a model of the engine "fake"; by default y = 2x + 1 on float32[batch, 4]."""
@@ -147,7 +138,7 @@ def fake_model(tmp_path: Path) -> FakeModel:
     def write(**content: Any) -> Path:
         nonlocal count
         count += 1
-        return _write_fake_model(tmp_path / f"model{count}.json", **content)
+        return write_fake_model(tmp_path / f"model{count}.json", **content)
 
     return write
 

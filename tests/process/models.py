@@ -1,6 +1,7 @@
 """The models that these tests serve, and what goes in and comes out of them."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,21 @@ affine (float[batch, 4] x) => (float[batch, 4] y) <float two = {2.0}, float one 
 """y = 2x + 1, in ONNX's own text format (https://onnx.ai/onnx/api/parser.html)."""
 
 Inputs = dict[str, NDArray[Any]]
+
+
+def write_fake_model(
+    path: Path,
+    *,
+    inputs: Sequence[object] = (["x", "float32", ["batch", 4]],),
+    outputs: Sequence[object] = (
+        ["y", "float32", ["batch", 4], {"from": "x", "scale": 2, "add": 1}],
+    ),
+    **acts: object,
+) -> Path:
+    """Write a model of the engine "fake"; by default y = 2x + 1 on float32[batch, 4]."""
+    content = {"inputs": [*inputs], "outputs": [*outputs], **acts}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
 
 
 def fake_master(model: Path, workers: int | str, **options: Any) -> Master:

@@ -22,7 +22,7 @@ import pytest
 
 from mcinfer.serve.messages import message
 from tests.command_line import COMMAND
-from tests.process.models import FakeModel, OnnxModel
+from tests.process.models import FakeModel, OnnxModel, write_fake_model
 from tests.process.scripts import Program
 from tests.process.waiting import is_alive, wait_until
 from tests.serve.servers import Server, request_of
@@ -39,14 +39,8 @@ INFER = "/v2/models/model/infer"
 def server(checked_together: ExitStack, tmp_path_factory: pytest.TempPathFactory) -> Server:
     """A server of y = 2x + 1 for all tests that leave it as it is."""
     folder = tmp_path_factory.mktemp("served")
-    acts = {"when": {"-1": "fail", f"{SLOW:g}": "sleep:1"}}
-    specs = {
-        "inputs": [["x", "float32", ["batch", 4]]],
-        "outputs": [["y", "float32", ["batch", 4], {"from": "x", "scale": 2, "add": 1}]],
-    }
-    (folder / "model.json").write_text(json.dumps({**specs, **acts}))
+    model = write_fake_model(folder / "model.json", when={"-1": "fail", f"{SLOW:g}": "sleep:1"})
     limits = ("--max-request-bytes", 1 << 20, "--timeout", 20)
-    model = folder / "model.json"
     return checked_together.enter_context(
         Server(model, "--engine", "fake", "--devices", 2, *limits)
     )

@@ -1,6 +1,5 @@
 """Servers that tests share, and a check of what tests leave behind. `make test-serve`."""
 
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.process.models import write_fake_model
 from tests.process.waiting import wait_until
 from tests.serve import models
 from tests.serve.servers import Server
@@ -86,13 +86,7 @@ def serve(server: Server) -> Iterator[Serve]:  # noqa: ARG001 it began before
 def fake_model(tmp_path: Path) -> Held:
     """Writes a model of the engine "fake", y = 2x + 1 on float32[batch, 4], with acts of its runs."""
 
-    def write(**acts: Any) -> Path:
-        content = {
-            "inputs": [["x", "float32", ["batch", 4]]],
-            "outputs": [["y", "float32", ["batch", 4], {"from": "x", "scale": 2, "add": 1}]],
-        }
-        path = tmp_path / "fake.json"
-        path.write_text(json.dumps({**content, **acts}), encoding="utf-8")
-        return path
+    def write(**content: Any) -> Path:
+        return write_fake_model(tmp_path / "fake.json", **content)
 
     return write
