@@ -220,7 +220,7 @@ def test_grpc_refuses_what_is_no_message_and_more_tensors_than_any_model_has(
 
 
 def test_client_that_neither_asks_nor_reads_is_let_go(fake_model: FakeModel) -> None:
-    limits = "from mcinfer.cli import server; server._HEAD_SECONDS = server._UNREAD_SECONDS = 0.5"
+    limits = "from mcinfer.cli import server; server._HEAD_SECONDS = server._UNREAD_SECONDS = 3.0"
     options = ("--name", "model", "--engine", "fake", "--devices", 1)
     with Server(fake_model(), *options, before=limits) as server:
         with socket.create_connection(server.address, PATIENCE) as silent:
@@ -257,7 +257,7 @@ def test_stream_of_grpc_that_is_cancelled_leaves_no_request(fake_model: FakeMode
 
 
 def test_client_that_reads_slowly_gets_all_of_its_answer(fake_model: FakeModel) -> None:
-    limits = "from mcinfer.cli import server; server._UNREAD_SECONDS = 0.5"
+    limits = "from mcinfer.cli import server; server._UNREAD_SECONDS = 3.0"
     options = ("--name", "model", "--engine", "fake", "--devices", 1)
     body, headers = binary_request(
         np.zeros((1 << 20, 4), np.float32), parameters={"binary_data_output": True}
