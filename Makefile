@@ -179,7 +179,7 @@ soak: .venv/installed
 
 # A hundred thousand inputs for each property of the codec; `make test` has sixty of each.
 fuzz: .venv/installed
-	$(BIN)/python -m pytest --hypothesis-profile fuzz --timeout 0 tests/test_protocol.py
+	$(BIN)/python -m pytest --hypothesis-profile fuzz --timeout 0 -o faulthandler_timeout=0 tests/test_protocol.py
 
 # The documentation's pages, in build/site. A broken link or a public name without a docstring fails.
 docs: .venv/installed-docs

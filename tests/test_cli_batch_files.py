@@ -313,14 +313,6 @@ def test_what_lies_behind_the_answers_is_overwritten(tmp_path: Path) -> None:
     assert loaded(target)["y"].tolist() == [1, 2]
 
 
-def test_what_would_stop_the_output_is_an_error_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / ".out.npz.partial.new").mkdir()
-    for name, text in (("out.npz", "Is a directory"), (f"{'o' * 240}.npz", "File name too long")):
-        with pytest.raises(McinferError, match=text):
-            PartialResults(tmp_path / name, WORK)
-    assert files(tmp_path) == [".out.npz.partial.new"]
-
-
 def test_file_is_for_one_run_at_a_time(tmp_path: Path) -> None:
     target = tmp_path / "out.npz"
     with closing(PartialResults(target, WORK)):

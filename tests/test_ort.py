@@ -242,24 +242,6 @@ def test_options_of_before_the_import_stay_unknown_whatever_is_called_later() ->
     assert why_not_run.startswith(f"Run{refused}")
 
 
-def test_options_of_a_subclass_are_all_that_it_sets_and_may_be_equal_to_others() -> None:
-    class Equal(onnxruntime.SessionOptions):  # type: ignore[misc] # no types
-        def __init__(self) -> None:
-            super().__init__()
-            self.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-
-        def __eq__(self, other: object) -> bool:
-            return True
-
-        __hash__ = None  # type: ignore[assignment] # as Python does for a class with __eq__
-
-    given, other = Equal(), Equal()
-    given.add_session_config_entry("a", "b")
-    assert options.calls(other) == []
-    passed = options.passed(given, EngineOptions(), "/", 1).engine
-    assert passed.session_options == {"graph_optimization_level": "ORT_DISABLE_ALL"}
-
-
 def test_first_size_of_a_free_dimension_counts_as_in_the_runtime() -> None:
     for sizes in ((2, 3), (3, 2)):
         given = ort.SessionOptions()
@@ -269,17 +251,6 @@ def test_first_size_of_a_free_dimension_counts_as_in_the_runtime() -> None:
         session = PlainSession(model, given, providers=[CPU])
         size = session.get_inputs()[0].shape[0]
         assert options.passed(given, EngineOptions(), "/", 1).engine.free_dimensions == {"n": size}
-
-
-def test_noted_call_is_as_it_was_whatever_its_arguments_become() -> None:
-    given = ort.SessionOptions()
-    names, settings = ["w"], {"a": "b"}
-    given.add_external_initializers(names, [onnxruntime.OrtValue.ortvalue_from_numpy(np.ones(1))])
-    given.add_provider(CPU, settings)
-    names.append("v")
-    settings.clear()
-    (_, (noted, _)), (_, provider) = options.calls(given)
-    assert (noted, provider) == (["w"], (CPU, {"a": "b"}))
 
 
 def test_notes_of_calls_go_with_the_options() -> None:
@@ -588,16 +559,6 @@ def test_error_without_the_runtimes_word_is_caught_by_each_class_that_it_may_be(
         assert isinstance(found, kind)
     died = own.WorkerDiedError("worker 0 was killed")
     assert errors.native_error(died) is died
-
-
-@pytest.mark.parametrize("role", ["input", "output", "initializer"])
-def test_model_whose_values_are_no_tensors_is_refused_in_one_line(role: str) -> None:
-    one = f"{role} 'y' is of type seq(map(int64,tensor(float))), expected a tensor: without ZipMap"
-    text = f"worker 0 (cpu:0, pid 7): {one}; worker 1 (cpu:1, pid 8): {one}"
-    found = errors.native_error(own.BuildError(text))
-    assert isinstance(found, native.NotImplemented)
-    assert isinstance(found, NotImplementedError)
-    assert str(found) == one
 
 
 # In the place of onnxruntime.

@@ -14,11 +14,9 @@ import pytest
 from mcinfer import (
     BuildError,
     EngineOptions,
-    InvalidInputError,
     Master,
     RestartPolicy,
 )
-from mcinfer.machine import whole_cpus
 from mcinfer.requests.tensors import Arrays
 from mcinfer.statistics import WorkerStatistics
 from tests.process.models import (
@@ -194,18 +192,6 @@ def test_workers_are_pinned_to_the_cores_that_were_chosen(fake_model: FakeModel)
     with fake_master(fake_model(), 2, options=options) as master:
         assert [os.sched_getaffinity(pid) for pid in pids(master)] == [{*item} for item in chosen]
         assert_answers(master.predict(rows(3)), rows(3))
-
-
-def test_more_workers_than_cores_are_warned_of_and_many_more_are_refused(
-    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, cores = fake_model(), whole_cpus()
-    fake_master(model, cores)
-    assert not caplog.records
-    fake_master(model, cores + 1)
-    assert f"devices: {cores + 1} workers share {cores} usable CPU cores" in caplog.text
-    with pytest.raises(InvalidInputError, match=rf"^devices: got {8 * cores} workers for {cores} "):
-        fake_master(model, 8 * cores)
 
 
 def test_cores_that_cannot_be_had_fail_the_start_and_are_named(fake_model: FakeModel) -> None:

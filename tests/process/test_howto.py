@@ -8,18 +8,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from time import monotonic
 from venv import EnvBuilder
 
 import numpy as np
 import onnx
-import onnxruntime
 import psutil
 import pytest
 from packaging.requirements import Requirement
@@ -246,55 +243,6 @@ def test_service_answers_and_leaves_nothing_after_a_sigterm(
         if command is UVICORN:
             connection.request("GET", "/health")
             assert json.load(connection.getresponse()) == {"state": "ready", "reasons": []}
-
-
-OPTIONS = """
-import mcinfer
-import mcinfer.ort as ort
-options = ort.SessionOptions()
-options.intra_op_num_threads = 3
-always = mcinfer.EngineOptions(prepare="always")
-"""
-NAMED = """
-import os
-answer = application
-
-def application(environ, start_response):
-    def named(status, headers):
-        threads = len(os.listdir("/proc/self/task"))
-        own = [("Process", str(os.getpid())), ("Threads", str(threads))]
-        start_response(status, headers + own)
-    return answer(environ, named)
-"""
-
-
-@pytest.mark.thorough
-def test_every_process_of_gunicorn_answers_with_its_inline_session(tmp_path: Path) -> None:
-    """The sessions have the prepared model, and threads, which a fork takes from them."""
-    text = program(HOWTO / "gunicorn.md")
-    text = OPTIONS + text.replace("encoder(), ", "encoder(), options, options=always, ") + NAMED
-    images = np.random.default_rng(0).random((2, 3, 32, 32), np.float32)
-    [wanted] = onnxruntime.InferenceSession(encoder()).run(None, {"image": images})
-    command = (*GUNICORN, "--workers", "3", "--preload")
-    processes: set[str | None] = set()
-    with serving(text, tmp_path, *command) as connection:
-
-        def ask(_: object) -> None:
-            own = HTTPConnection(connection.host, connection.port, timeout=40)
-            own.request("POST", "/", images.tobytes())
-            answer = own.getresponse()
-            content = answer.read()
-            own.close()
-            assert answer.status == 200, content
-            np.testing.assert_allclose(json.loads(content), wanted, rtol=1e-5, atol=1e-6)
-            assert int(answer.getheader("Threads", 0)) >= 3
-            processes.add(answer.getheader("Process"))
-
-        stop = monotonic() + 40
-        with ThreadPoolExecutor(6) as clients:
-            while len(processes) < 3 and monotonic() < stop:
-                list(clients.map(ask, range(12)))
-    assert len(processes) == 3
 
 
 @pytest.mark.thorough

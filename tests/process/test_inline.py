@@ -19,12 +19,9 @@ from mcinfer import (
     ClosedError,
     EngineOptions,
     InvalidInputError,
-    Limits,
     Master,
-    Parallel,
     PredictError,
     PredictTimeoutError,
-    RestartPolicy,
     Timeouts,
 )
 from tests.process.models import (
@@ -199,20 +196,6 @@ def test_worker_is_this_process_and_named_inline(fake_model: FakeModel, threads:
         (worker,) = master.statistics().workers
         assert (worker.device, worker.pid) == (INLINE, os.getpid())
         assert len(threads()) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "options"),
-    [
-        ("cores: got", {"options": EngineOptions(cores=[[0]])}),
-        ("parallel: got", {"parallel": Parallel(tensor=2)}),
-        ("worker_memory_bytes: got", {"limits": Limits(worker_memory_bytes=1 << 30)}),
-        ("max_memory_bytes: got", {"restart": RestartPolicy(max_memory_bytes=1 << 30)}),
-    ],
-)
-def test_what_only_a_process_has_is_refused(words: str, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInputError, match=f"^{words} .*inline.*expected None"):
-        Master("model.onnx", INLINE, **options)
 
 
 def test_run_that_hangs_is_waited_for_before_another_session_opens(

@@ -1,4 +1,7 @@
-"""Other systems as ways of the benchmark: each answers as a plain session does, and leaves nothing."""
+"""Other systems as ways of the benchmark: each answers as a plain session does, and leaves nothing.
+
+Only where they are installed.
+"""
 
 import importlib.util
 import json
@@ -59,7 +62,6 @@ way.close()
 left = [" ".join(process.cmdline()) for process in psutil.wait_procs(children, timeout=5)[1]]
 print(json.dumps({
     "workers": way.workers, "runs": runs, "seconds": seconds, "errors": errors, "left": left,
-    "processes": len(children),
 }))
 """
 """Drives a way as its own process would: the other systems keep threads until a process ends."""
@@ -71,6 +73,7 @@ affine (float[batch, n] x) => (float[batch, n] y) <float two = {2.0}, float one 
     y = Add(doubled, one)
 }
 """
+
 LARGE = 1 << 17
 """Columns: rows of half a megabyte, which Ray puts into its object store."""
 

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.private import IN_MEMORY
 from tests.process.models import AFFINE, rows
 from tests.process.scripts import PREAMBLE, Program
-from tests.process.waiting import all_gone, pids, wait_until
+from tests.process.waiting import all_gone, wait_until
 
 ort = pytest.importorskip("mcinfer.ort")
 
@@ -186,24 +185,6 @@ def test_error_of_a_model_given_as_bytes_names_no_descriptor(prepare: str) -> No
     with pytest.raises(RuntimeError, match=f"Load model from {IN_MEMORY} failed") as raised:
         mslite.Model().build_from_buffer(b"no model", None, mslite.ModelType.ONNX, on_cpu())
     assert "/proc/" not in str(raised.value)
-
-
-def test_model_given_as_bytes_stays_while_the_pool_drains_that_a_callback_closed() -> None:
-    model = b"""{"inputs": [["x", "float32", ["batch", 4]]], "run": "sleep:0.2",
-                 "outputs": [["y", "float32", ["batch", 4], {"from": "x"}]]}"""
-    closing = threading.Event()
-
-    def close(_: object) -> None:
-        master.close(drain=True)
-        closing.set()
-
-    with Master(model, 1, engine="fake") as master:
-        first, second = master.submit(rows(1)), master.submit(rows(1), timeout=20.0)
-        first.add_done_callback(close)
-        assert closing.wait(20.0)
-        [worker] = pids(master)
-        os.kill(worker, signal.SIGKILL)
-        assert second.result()["y"].shape == (1, 4)
 
 
 @pytest.mark.parametrize(("name", "prepare"), [("w.bin", "never"), ("5", "never"), ("5", "always")])

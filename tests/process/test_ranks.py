@@ -336,22 +336,6 @@ def test_rank_killed_while_it_starts_is_started_once_more(mlp: Path) -> None:
         master.close()
 
 
-def test_arguments_that_do_not_go_with_a_cut_are_refused(mlp: Path) -> None:
-    with pytest.raises(InvalidInputError, match="devices: got 3, expected 2"):
-        Master(mlp, devices=3, parallel=Parallel(tensor=2))
-    with pytest.raises(InvalidInputError, match="parallel: got int, expected Parallel"):
-        Master(mlp, parallel=2)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="expected onnxruntime"):
-        Master(mlp, parallel=Parallel(tensor=2), engine="fake")
-    options = EngineOptions(variable_weights=["layers.0.weight"])
-    with pytest.raises(InvalidInputError, match="variable_weights"):
-        Master(mlp, parallel=Parallel(tensor=2), options=options)
-    with pytest.raises(InvalidInputError, match="tensor: got 0"):
-        Parallel(tensor=0)
-    with pytest.raises(InvalidInputError, match="a group of at most 64 ranks"):
-        Parallel(tensor=33, pipeline=2)
-
-
 def test_group_killed_while_idle_and_past_its_budget_opens_the_circuit_and_heals(
     mlp: Path,
 ) -> None:

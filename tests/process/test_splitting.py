@@ -13,10 +13,8 @@ import numpy as np
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, parser
 
 from mcinfer import (
-    EngineOptions,
     InvalidInputError,
     Limits,
     Master,
@@ -28,8 +26,6 @@ from tests.process.scripts import ROOT, run_documented
 from tests.process.waiting import wait_until
 
 Arrays = Mapping[str, NDArray[Any]]
-
-FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 
 @pytest.fixture(autouse=True)
@@ -259,49 +255,6 @@ def test_arrays_that_change_after_the_first_wait_are_not_read_again(onnx_model: 
 
 
 # Content that lies elsewhere.
-
-
-def mixing(folder: Path, share: float) -> Path:
-    """A model of rows less a share of their mean, which lies in a file of this folder."""
-    folder.mkdir(exist_ok=True)
-    graph = parser.parse_graph(
-        """m (float[batch, 4] x) => (float[batch, 4] y) <float[1] share> {
-            mean = ReduceMean <axes = [0], keepdims = 1> (x)
-            some = Mul(mean, share)
-            y = Sub(x, some)
-        }"""
-    )
-    del graph.value_info[:]
-    tensor = TensorProto(name="share", data_type=TensorProto.FLOAT, dims=[1])
-    tensor.data_location = TensorProto.EXTERNAL
-    tensor.external_data.add(key="location", value="share.bin")
-    graph.initializer.append(tensor)
-    path = folder.parent / "mixing.onnx"
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    path.write_bytes(model.SerializeToString())
-    (folder / "new.bin").write_bytes(np.float32(share).tobytes())
-    (folder / "new.bin").replace(folder / "share.bin")  # sessions map the one that they have opened
-    return path
-
-
-def data_in(folder: Path) -> EngineOptions:
-    return EngineOptions(session_config={FOLDER_KEY: str(folder)})
-
-
-def test_split_that_was_learned_with_other_external_data_is_not_believed(
-    tmp_path: Path, warnings: Callable[[], list[str]]
-) -> None:
-    x = {"x": random((4, 4))}
-    for name, share in (("none", 0.0), ("all", 1.0)):
-        path = mixing(tmp_path / name, share)
-        with Master(path, 2, options=data_in(tmp_path / name)) as master:
-            want = x["x"] - share * x["x"].mean(0)
-            assert_equal(master.predict(x), {"y": want})
-            assert_equal(master.predict(x), {"y": want})
-            assert master.split.splits is is_split(master, x) is (share == 0)
-    [warning] = warnings()
-    assert "requests run whole, on one worker" in warning
-    assert "output 'y'" in warning
 
 
 # Random models.
