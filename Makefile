@@ -177,7 +177,7 @@ soak: .venv/installed
 	$(BIN)/python benchmarks/soak.py --kills --seconds 25
 	$(BIN)/python benchmarks/soak.py
 
-# A hundred thousand inputs for each property of the codec; `make test` has sixty of each.
+# Twenty thousand inputs for each property of the codec; `make test` has sixty of each.
 fuzz: .venv/installed
 	$(BIN)/python -m pytest --hypothesis-profile fuzz --timeout 0 -o faulthandler_timeout=0 tests/test_protocol.py
 

@@ -28,7 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # No bound on the time of an example: the machine may be busy.
 settings.register_profile("mcinfer", deadline=None, max_examples=60)
-settings.register_profile("fuzz", deadline=None, max_examples=100_000)  # `make fuzz`
+settings.register_profile("fuzz", deadline=None, max_examples=20_000)  # `make fuzz`
 settings.load_profile("mcinfer")
 
 

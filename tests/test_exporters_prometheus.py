@@ -2,8 +2,10 @@
 
 import dataclasses
 import gc
+import importlib
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import exposition, parser
 
 from mcinfer import Master
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import InvalidInputError, MissingDependencyError
 from mcinfer.exporters.prometheus import MasterCollector, families
 from mcinfer.protocol import WorkerState
 from mcinfer.scheduler.dispatch import Tally
