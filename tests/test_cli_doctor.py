@@ -182,6 +182,7 @@ def test_doctor_says_what_to_do_where_no_pool_can_start(tmp_path: Path) -> None:
     assert "34 descriptors are needed" in pool
 
 
+@pytest.mark.thorough
 def test_model_is_said_to_share_its_weights_or_why_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcinfer.bench import BASELINES
 from mcinfer.bench.inputs import InputOptions
 from mcinfer.bench.load import write_request
 from mcinfer.bench.report import OTHERS, Load, Report, dump, load
@@ -104,8 +103,7 @@ def measure(model: Path, *ways: str, **more: object) -> Report:
 
 @pytest.mark.timeout(240)
 def test_ways_and_pools_are_measured_under_each_load(onnx_model: OnnxModel, tmp_path: Path) -> None:
-    # The other ways are measured below, with a fixed batch.
-    ways = (*(name for name in BASELINES if name != "pipe-each"), "concurrent", "inline")
+    ways = ("session", "pipe", "concurrent", "inline")
     settings = {"batches": (2,), "clients": (1,), "rates": (200.0,), "scaling": True, "repeats": 1}
     report = measure(onnx_model(AFFINE), *ways, **settings)
     assert [w.error for w in report.ways] == [""] * len(report.ways)
