@@ -10,10 +10,12 @@ import pytest
 
 from mcinfer.bench.inputs import InputOptions
 from mcinfer.bench.load import write_request
+from mcinfer.bench.pools import SplitBatches
 from mcinfer.bench.report import OTHERS, Load, Report, dump, load
 from mcinfer.bench.runner import Benchmark, BenchOptions
 from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.way import Setup
+from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import Split
 from tests.command_line import COMMAND
 from tests.process.models import AFFINE, OnnxModel, rows
@@ -201,6 +203,22 @@ def test_ctrl_c_while_a_way_starts_leaves_no_process(monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyboardInterrupt), subject:
         subject.start(30.0)
     assert {*psutil.Process().children()} <= before
+
+
+@pytest.mark.thorough
+def test_fixed_batch_is_measured_in_pieces_if_the_axes_are_given(onnx_model: OnnxModel) -> None:
+    fixed = onnx_model(AFFINE.replace("[batch, 4]", "[2, 4]"))
+    ways = ("pipe-each", "sharded", "batched")
+    axes = {"batch_axes": {"x": 0}, "output_axes": {"y": 0}}
+    report = measure(fixed, *ways, batches=(2, 6), count=2, repeats=1, **axes)
+    assert {way.name: way.error for way in report.ways} == dict.fromkeys(ways, "")
+    assert len(report.measurements) == 2 * len(ways)
+    assert report.way("sharded").text == f"{SplitBatches.text}, those of 2 rows whole"
+    assert report.way("batched").text.endswith(
+        ", not joined: each run takes 2 of the rows, no more"
+    )
+    with pytest.raises(InvalidInputError, match=r"expected 1: .* is not known: .*--batch-axis"):
+        measure(fixed, *ways, batches=(2,))
 
 
 def test_killed_benchmark_leaves_no_process(onnx_model: OnnxModel, runtime_dir: Path) -> None:
