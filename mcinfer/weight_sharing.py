@@ -40,7 +40,7 @@ from mcinfer.private import leads_to
 from mcinfer.process import check_threads, start_time
 from mcinfer.shm.descriptors import close_all, peer_credentials, receive, send
 
-if TYPE_CHECKING:  # weights in the host's memory need it not
+if TYPE_CHECKING:  # it is loaded where weights are on a card
     from mcinfer.cards.slabs import OpenSlab
 
 _GRANTED = b"granted "
@@ -227,9 +227,7 @@ class WeightOwner:
         kind = "cpu" if card is None else card.device.kind
         with ExitStack() as opened, ExitStack() as owned:
             if isinstance(model, (str, os.PathLike)):
-                from mcinfer.engines.preparation import (
-                    ensure_prepared,
-                )  # owners of an entry need it not
+                from mcinfer.engines.preparation import ensure_prepared  # not for an entry
 
                 about = ("cpu:0", "") if card is None else (str(device), card.model())
                 held = ensure_prepared(model, options, None, *about)

@@ -154,7 +154,11 @@ class OpenSlab:
         return self.card.device
 
     def add_to(self, session_options: Any) -> None:
-        """As `SharedWeights.add_to`."""
+        """Have the sessions with these options of ONNX Runtime use the weights where they lie.
+
+        Raises:
+            MissingDependencyError: ONNX Runtime is not installed, or not the one for cards.
+        """
         with requires(_NEEDS_RUNTIME, "onnxruntime"):
             import onnxruntime as ort
         on_card = "CUDAExecutionProvider" in ort.get_available_providers()
