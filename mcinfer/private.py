@@ -8,7 +8,7 @@
     take_lock(path)          a locked file, which is still the one at that path
     ModelInMemory(content)   no folder at all: a sealed memfd that children inherit
     new_memory(name, size)   a memfd, which is never a standard stream (`fill_streams`)
-    Descriptors(fd, …)       what is closed at an end that no signal's handler can interrupt
+    Descriptor(fd, …)       what is closed at an end that no signal's handler can interrupt
 
 Links are followed one by one, from the root on, and each folder is opened in one that was looked at. From
 then on the folder is used through its descriptor (``/proc/self/fd/N``), so that no other takes its place.
@@ -29,14 +29,10 @@ import resource
 import stat
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, partial
-from itertools import chain, compress
-from operator import attrgetter, itemgetter, methodcaller
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 IN_MEMORY = "the model given as bytes"
 """What messages call a model that has no path."""
@@ -47,10 +43,9 @@ _NAME = re.compile(r"mcinfer-[0-9a-f]{16}")
 _MAX_LINKS = 40  # as many as the kernel follows in one path (path_resolution(7))
 
 # Those of `os` may be replaced: eventlet's cannot open in a folder, and gevent's closes later.
-_open, _close = posix.open, posix.close
+_open, _close, _fstat = posix.open, posix.close, posix.fstat
 
-BY_DESCRIPTOR = re.compile(r"/proc/self/fd/(\d+)")
-"""A path of this process's by a descriptor."""
+_BY_DESCRIPTOR = re.compile(r"/proc/self/fd/(\d+)")
 
 
 def fill_streams() -> None:
@@ -117,7 +112,6 @@ def opened_folder(
     path: str | os.PathLike[str],
     *,
     guarded: bool = True,
-    own: bool = False,
     make: int | None = None,
 ) -> Iterator[Path]:
     """The path of a folder by its descriptor, for as long as the context lasts.
@@ -129,7 +123,6 @@ def opened_folder(
             that folder is sticky: there only owners rename. A group that is certainly the user's own counts
             as the user, as in Debian's OpenSSH: under a umask of 002, which goes with such groups,
             ``~/.cache`` often has the mode 0775.
-        own: Whether it must also be this user's, and no group may write to it.
         make: The mode of what is missing, which is made; None: it is not made.
 
     Raises:
@@ -138,11 +131,19 @@ def opened_folder(
     """
     fd, _ = _walk(Path(path).absolute(), guarded=guarded, make=make)
     try:
-        if own and (fault := access_fault(os.fstat(fd))):
-            raise OthersError(f"it {fault}")
         yield path_of(fd)
     finally:
         _close(fd)
+
+
+def check_own(path: Path, make: int | None = None) -> None:
+    """Raise as `opened_folder` does, and `OthersError` unless a folder is this user's alone.
+
+    No other user can change or replace it afterwards. `make` is the mode of what is missing, which is made.
+    """
+    with opened_folder(path, make=make) as folder:
+        if fault := access_fault(folder.stat()):
+            raise OthersError(f"it {fault}")
 
 
 @contextmanager
@@ -286,97 +287,36 @@ def temporary_places(*first: str | None) -> list[str]:
     return [*dict.fromkeys(filter(None, places))]
 
 
-# Ends that run no Python code. A finalizer of Python's may be where the interpreter calls a signal's handler.
-# An exception of the handler, as Ctrl-C's, is lost there, and the finalizer does not go on.
+class Descriptor:
+    """An open descriptor, which is closed with this object, or by `close`.
 
-
-class _End(weakref.ref[Any]):
-    """The end of an object; `run` does what is to be done then, once."""
-
-    __slots__ = ("run",)
-
-    run: Callable[[], object]
-
-
-_ENDS: dict[int, _End] = {}
-"""All that are to come, by their `id`."""
-
-
-def at_end(owner: object, steps: Iterable[object]) -> Callable[[], object]:
-    """Read an iterator to its end when an object is gone; the steps are those of C alone, such as `map`'s.
-
-    Returns:
-        A function that does it sooner; it is done once.
-    """
-    end = _End(owner, methodcaller("run"))
-    end.run = partial(deque, chain(steps, map(_ENDS.pop, [id(end)], [None])), 0)
-    _ENDS[id(end)] = end
-    return end.run
-
-
-class Descriptors:
-    """Open descriptors, which are closed with this object, or by `close`.
-
-    A program may have closed them itself (`os.closerange`), and have opened others by the same numbers. So a
-    descriptor is closed only where it still leads to the file that was given.
+    A program may have closed it itself (`os.closerange`), and have opened another file by the same number. So
+    it is closed only where it still leads to the file that was given.
 
     Attributes:
-        numbers: The descriptors, owned by this object.
+        number: The descriptor, owned by this object.
     """
 
-    __slots__ = ("__weakref__", "_close", "_files", "numbers")
-
-    def __init__(self, *numbers: int) -> None:
-        self.numbers = numbers
-        self._files = [*map(_file, numbers)]
-        self._close = at_end(self, chain(*map(_closing, numbers, self._files)))
-
-    def are_ours(self) -> bool:
-        """Whether all of them are still open, and lead to the files that were given."""
-        return [*map(_file, self.numbers)] == self._files
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._end = weakref.finalize(self, _close_same, number, _file(number))
+        self._end.atexit = False
 
     def close(self) -> None:
-        """Close them now. Safe to call again."""
-        self._close()
+        """Close it now. Safe to call again."""
+        self._end()
 
 
-_AT_EMPTY_PATH = 0x1000
-_STATX_INO = 0x100
-_STATX_BYTES = 256
-_file_in = itemgetter(slice(32, 40), slice(136, 144))
-"""The inode and the device in a ``struct statx`` (linux/stat.h)."""
-
-
-@cache
-def _library() -> Any:
-    import ctypes  # not before a child watches its parent
-
-    return ctypes.CDLL(None)
-
-
-def _look(fd: int) -> tuple[Iterator[object], Iterator[tuple[bytes, bytes]]]:
-    """Looks at a descriptor when the first iterator is read; the second then has what it leads to.
-
-    Not `os.fstat`: it multiplies, and so looks for signals (CPython 3.11); it raises where one is closed.
-    """
-    import ctypes
-
-    found = ctypes.create_string_buffer(_STATX_BYTES)
-    looked = map(_library().statx, [fd], [b""], [_AT_EMPTY_PATH], [_STATX_INO], [found])
-    return looked, map(_file_in, map(attrgetter("raw"), [found]))
-
-
-def _file(fd: int) -> tuple[bytes, bytes]:
+def _file(fd: int) -> tuple[int, int]:
     """The file that a descriptor leads to."""
-    looked, found = _look(fd)
-    next(looked)
-    return next(found)
+    info = _fstat(fd)
+    return info.st_dev, info.st_ino
 
 
-def _closing(fd: int, file: tuple[bytes, bytes]) -> Iterator[object]:
-    """Closes a descriptor, when it is read, if it leads to this file."""
-    looked, found = _look(fd)
-    return chain(looked, map(os.close, compress([fd], map(file.__eq__, found))))
+def _close_same(fd: int, file: tuple[int, int]) -> None:
+    with suppress(OSError):  # the program has closed it
+        if _file(fd) == file:
+            _close(fd)
 
 
 class PrivateFolder:
@@ -436,7 +376,7 @@ def _claim(place: Path, made: ExitStack) -> int:
     import shutil  # not at every worker's start
 
     above, _ = _walk(place.absolute(), guarded=True)
-    made.callback(Descriptors(above).close)
+    made.callback(Descriptor(above).close)
     _sweep(above)
     while True:
         name = f"mcinfer-{os.urandom(8).hex()}"
@@ -445,7 +385,7 @@ def _claim(place: Path, made: ExitStack) -> int:
         with ExitStack() as tried, suppress(FileNotFoundError):
             tried.callback(shutil.rmtree, name, ignore_errors=True, dir_fd=above)
             fd = open_private(path_of(above) / name)
-            tried.callback(Descriptors(fd).close)
+            tried.callback(Descriptor(fd).close)
             fcntl.flock(fd, fcntl.LOCK_EX)
             os.stat(name, dir_fd=above)
             made.push(tried.pop_all())
@@ -557,7 +497,7 @@ class ModelInMemory:
         """Without `content`, `write` is to follow."""
         self._fd = new_memory("mcinfer-model")
         self.path = str(path_of(self._fd))
-        self.close = Descriptors(self._fd).close
+        self.close = Descriptor(self._fd).close
         if content is not None:
             self.write([content])
 
@@ -571,7 +511,7 @@ class ModelInMemory:
 
 def inherited(path: str) -> tuple[int, ...]:
     """The descriptors that a child must inherit, by the same numbers, to open a path of this process."""
-    found = BY_DESCRIPTOR.fullmatch(path)
+    found = _BY_DESCRIPTOR.fullmatch(path)
     return (int(found[1]),) if found else ()
 
 

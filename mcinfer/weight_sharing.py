@@ -4,18 +4,18 @@
 
     owner   WeightOwner(model) ──► handle (a random number, no secret) ──► the user passes it on
     other   open_weights(handle) ── connects to the socket that the handle names ──► the owner's thread
-            SharedWeights ◄── one packet: the entry's folder and its lock (SCM_RIGHTS), or a refusal;
+            SharedWeights ◄── one packet: the entry's path and its lock (SCM_RIGHTS), or a refusal;
                               for weights on a card also their block: a descriptor, and a token in the packet
 
 The kernel says which process and user has connected (`SO_PEERCRED`), so no process can pass for another.
 The owner never reads what a client sends, and never waits for a client.
 
-Ownership: an owner has its own descriptors for the folder and the lock, which its thread closes. The lock is
-the same open file in every process, so the entry stays until the last process has closed it or ended. A
-forked child closes the descriptors at once, or the socket's name would stay without an owner.
+Ownership: an owner has its own descriptor of the lock, which its thread closes. The lock is the same open
+file in every process, so the entry stays until the last process has closed it or ended. A forked child closes
+the descriptors at once, or the socket's name would stay without an owner.
 
-The block of weights on a card is a slab (`mcinfer.cards.slabs`). It stays until the last process has closed
-it or ended, or, if it is of the kind "handles", until its owner ends.
+The block of weights on a card is a slab (`mcinfer.cards.slabs`), whose descriptor travels as a second one. It
+stays until the last process has closed it or ended, or, if it is of the kind "handles", until its owner ends.
 """
 
 import errno
@@ -30,13 +30,13 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcinfer.checks import check_count, check_seconds
 from mcinfer.config import Device, EngineOptions
 from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
 from mcinfer.model_cache.cache import MODEL_FILE, CacheUnusableError, Held
-from mcinfer.private import leads_to
 from mcinfer.process import check_threads, start_time
 from mcinfer.shm.descriptors import close_all, peer_credentials, receive, send
 
@@ -44,13 +44,13 @@ if TYPE_CHECKING:  # it is loaded where weights are on a card
     from mcinfer.cards.slabs import OpenSlab
 
 _GRANTED = b"granted "
-"""The answer that comes with the descriptors of the folder and of its lock, in this order. For weights on a
-card the token of their block follows, and its descriptor comes third."""
+"""The answer that comes with the descriptor of the entry's lock; the entry's path follows. For weights on a
+card a zero and the token of their block follow, and its descriptor comes second."""
 
 _REFUSED = b"refused "
 """A refusal begins with this; the reason follows, in words."""
 
-_MAX_ANSWER_BYTES = 1024
+_MAX_ANSWER_BYTES = 8192  # a path has 4,096 at most
 
 MAX_HANDLE = (1 << 63) - 1
 """MindSpore Lite's handles travel through signed 64-bit integers."""
@@ -232,15 +232,15 @@ class WeightOwner:
                 about = ("cpu:0", "") if card is None else (str(device), card.model())
                 held = ensure_prepared(model, options, None, *about)
                 model = opened.enter_context(closing(held))
-            entry = _open_entry(model, kind)
-            owned.callback(close_all, entry)
-            granted: tuple[bytes, Sequence[int]] = _GRANTED, entry
+            lock = _lock_of(model, kind)
+            owned.callback(os.close, lock)
+            granted: tuple[bytes, Sequence[int]] = _GRANTED + os.fsencode(model.folder), (lock,)
             self.weights: SharedWeights | None = None
             if card is not None:
-                block, slab = put(card, model.opened / MODEL_FILE)
+                block, slab = put(card, model.folder / MODEL_FILE)
                 owned.callback(block.close)
-                self.weights = SharedWeights(Held.adopt(*_open_entry(model, kind)), slab)
-                granted = _GRANTED + block.token, (*entry, block.fd)
+                self.weights = SharedWeights(Held.adopt(model.folder, _lock_of(model, kind)), slab)
+                granted = granted[0] + b"\0" + block.token, (lock, block.fd)
             socket_ = owned.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             self._listener = _Listener(socket_, granted, self._allowed, owned)
         weakref.finalize(self, self._listener.stop)
@@ -322,8 +322,8 @@ def _admit(allowed: dict[int, int], pid: int) -> None:
     allowed[pid] = start
 
 
-def _open_entry(model: Held, kind: str) -> tuple[int, int]:
-    """Descriptors of an entry's folder and of its lock, which are the caller's."""
+def _lock_of(model: Held, kind: str) -> int:
+    """A descriptor of an entry's lock, which is the caller's."""
     if not isinstance(model, Held):
         raise InvalidInputError(f"model: got {model!r}, expected a path or a prepared model")
     if model.lock < 0:
@@ -333,15 +333,8 @@ def _open_entry(model: Held, kind: str) -> tuple[int, int]:
         raise InvalidInputError(
             f"model: got one that is prepared for {made_for}, expected one for {kind}"
         )
-    with ExitStack() as unless_opened:
-        lock = os.dup(model.lock)  # the same open file, so the same lock
-        unless_opened.callback(os.close, lock)
-        folder = os.open(model.opened, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        unless_opened.callback(os.close, folder)
-        if not leads_to(model.folder, folder):  # where those who open it will look for it
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(model.folder))
-        unless_opened.pop_all()
-    return folder, lock
+    model.folder.stat()  # those who open it will look for it there
+    return os.dup(model.lock)  # the same open file, so the same lock
 
 
 class SharedWeights:
@@ -430,8 +423,8 @@ def open_weights(handle: int, timeout: float = 10.0) -> SharedWeights:
     check_count("handle", handle, 1)
     check_seconds("timeout", timeout)
     data, descriptors = _ask(handle, timeout)
-    granted, token = data.startswith(_GRANTED), data.removeprefix(_GRANTED)
-    if not granted or len(descriptors) != 2 + bool(token):
+    folder, _, token = data.removeprefix(_GRANTED).partition(b"\0")
+    if not data.startswith(_GRANTED) or len(descriptors) != 1 + bool(token):
         close_all(descriptors)
         if not data.startswith(_REFUSED) or descriptors:
             raise ProtocolError(
@@ -440,10 +433,10 @@ def open_weights(handle: int, timeout: float = 10.0) -> SharedWeights:
             )
         raise WeightAccessError(f"the owner of weights {handle} {data.decode(errors='replace')}")
     with ExitStack() as failed:
-        blocks = descriptors[2:]
+        lock, *blocks = descriptors
         failed.callback(close_all, blocks)
         try:
-            held = Held.adopt(*descriptors[:2])
+            held = Held.adopt(Path(os.fsdecode(folder)), lock)
         except CacheUnusableError as exc:
             raise WeightAccessError(f"weights {handle}: {exc}") from exc
         failed.callback(held.close)
@@ -451,7 +444,7 @@ def open_weights(handle: int, timeout: float = 10.0) -> SharedWeights:
         if token:
             from mcinfer.cards.slabs import open_slab
 
-            slab = open_slab(handle, held.opened / MODEL_FILE, token, blocks.pop())
+            slab = open_slab(handle, held.folder / MODEL_FILE, token, blocks.pop())
         failed.pop_all()
     return SharedWeights(held, slab)
 

@@ -243,21 +243,6 @@ def test_engines_of_one_model_map_one_entry_until_the_last_is_gone(
     assert cache.entries() == []
 
 
-def test_entry_with_a_file_that_is_replaced_after_its_check_is_not_used(
-    tmp_path: Path, model: str
-) -> None:
-    other = write(tmp_path / "other.onnx", MATMUL, w=numbers(*MATMUL[1]["w"].shape, seed=2))
-    theirs = entry(open_ort(other, prepare="always")) / "weights.bin"
-    request = engine_request(model, prepare="always")
-    preparation = _onnxruntime.prepared(request)
-    assert preparation.held is not None
-    theirs.replace(preparation.held.folder / "weights.bin")
-    engine = _onnxruntime.load(request, preparation)
-    assert held(engine) is None
-    assert "was changed while it was opened" in engine.notes[0]
-    assert_same(engine, open_ort(model))
-
-
 def test_small_model_is_prepared_on_demand_only(tmp_path: Path, cache: Cache) -> None:
     for prepare in ("auto", "never"):
         engine = open_ort(write(tmp_path / "model.onnx", MATMUL), prepare=prepare)

@@ -148,11 +148,11 @@ def test_number_that_nobody_answers_to_says_what_that_may_be(handle: int) -> Non
 @pytest.mark.parametrize(
     ("data", "count", "error", "text"),
     [
-        (b"granted ", 3, ProtocolError, "got"),
-        (b"granted token", 3, WeightAccessError, r"\d{19}: .*no-entry"),
+        (b"granted /no-entry", 2, ProtocolError, "got"),
+        (b"granted /no-entry\0token", 2, WeightAccessError, r"\d{19}: .*no-entry"),
         (b"weather", 0, ProtocolError, "got"),
         (None, 0, WeightAccessError, "hung up"),
-        (b"granted ", 2, WeightAccessError, r"\d{19}: .*no-entry"),
+        (b"granted /no-entry", 1, WeightAccessError, r"\d{19}: .*no-entry"),
     ],
 )
 def test_wrong_answer_is_an_error_and_leaves_nothing_open(

@@ -371,7 +371,7 @@ def look_at_runtime_folder() -> Iterator[Finding]:
 def look_at_cache() -> Iterator[Finding]:
     """The folder of prepared models; if it cannot be used, models are loaded as they are."""
     from mcinfer.model_cache.cache import Cache, CacheUnusableError, unusable
-    from mcinfer.private import opened_folder
+    from mcinfer.private import check_own
 
     missing: list[Path] = []  # made as for the first model, and removed again
     try:
@@ -379,12 +379,9 @@ def look_at_cache() -> Iterator[Finding]:
         path = cache.folder
         mode = path.stat().st_mode & 0o7777 if path.exists() else None
         missing += [folder for folder in (path, *path.parents) if not folder.exists()]
-        with (
-            unusable(path),
-            opened_folder(path, own=True, make=0o700) as folder,
-            TemporaryFile(dir=folder),
-        ):
-            pass
+        with unusable(path):
+            check_own(path, make=0o700)
+            TemporaryFile(dir=path).close()
         used = sum(info.bytes for info in cache.entries())
         limit, free = cache.limit_bytes, shutil.disk_usage(path).free
         room = f"{_size(used)} of at most {_size(limit)}, {_size(free)} of the disk free"

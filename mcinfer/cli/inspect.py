@@ -168,8 +168,7 @@ def _entries(model: Path) -> _Facts | None:
     try:
         cache = Cache.default()
         if entries := cache.entries():
-            with cache.notes("sources") as memory:
-                digest = read_content(model, memory=memory).digest
+            digest = read_content(model, memory=cache.notes("sources")).digest
     except (McinferError, OSError):  # the worker goes on without the cache, or says what is wrong
         return None
     itself = Path(os.path.realpath(model)).parent.name  # a prepared model may be inspected as well

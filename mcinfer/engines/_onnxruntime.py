@@ -222,12 +222,7 @@ def load(request: EngineRequest, preparation: Preparation | None = None) -> "Onn
     preparation = preparation or Preparation()
     try:
         with _mapped_errors():
-            engine = OnnxRuntimeEngine(request, preparation)
-        if preparation.held is None or preparation.held.is_unchanged():
-            return engine
-        preparation.held.close()
-        note = f"{OWN_COPY}: the prepared model was changed while it was opened"
-        return load(request, Preparation(notes=(note,)))
+            return OnnxRuntimeEngine(request, preparation)
     except BaseException as exc:
         if preparation.held is not None:
             preparation.held.close()
@@ -252,7 +247,7 @@ class OnnxRuntimeEngine(Engine):
         self.held = preparation.held
         self.notes = preparation.notes
         self.prepared = "" if self.held is None else self.held.key
-        path = preparation.path if self.held is None else self.held.opened / MODEL_FILE
+        path = preparation.path if self.held is None else self.held.folder / MODEL_FILE
         given = _given_weights(request, path)
         self.session = _open_session(request, path, given)
         self._given = given  # its values must outlive the session (SessionOptions.add_initializer)

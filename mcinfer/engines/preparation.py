@@ -19,7 +19,7 @@ import platform
 import re
 import resource
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -68,7 +68,7 @@ _LEAST_SECONDS = 600.0
 _LEAST_BYTES_PER_SECOND = 5e6
 """Time limit of preparing, for models whose constants compute for ever."""
 
-DRAFT = re.compile(r"tmp-[0-9a-f]{32}-\w+(/\w+)?|/proc/self/fd/\d+")
+DRAFT = re.compile(r"tmp-[0-9a-f]{32}-\w+(/\w+)?")
 
 FELL_BACK = "the runtime fell back"
 """Of a device that it could not use this time."""
@@ -169,7 +169,7 @@ def find_or_make(
     except (CacheUnusableError, ChildFailedError, MissingDependencyError, OSError) as exc:
         # Without random names: all workers then have the same note.
         return Preparation(notes=(f"{OWN_COPY}: {DRAFT.sub('…', shortened(str(exc)))}",))
-    failure = held.opened / FAILURE_FILE
+    failure = held.folder / FAILURE_FILE
     if failure.exists():
         text = failure.read_text(encoding="utf-8")
         held.close()
@@ -195,12 +195,11 @@ def content_of(request: EngineRequest, *, any_format: bool = False) -> ModelCont
     if request.content is not None:
         return request.content
     folder = request.options.session_config.get(FOLDER_KEY)
-    with ExitStack() as opened:
-        memory = None
-        if is_large(request.model, folder):  # small ones are read as fast
-            with suppress(CacheUnusableError):
-                memory = opened.enter_context(Cache.default().notes("sources"))
-        return read_content(request.model, folder=folder, memory=memory, any_format=any_format)
+    memory = None
+    if is_large(request.model, folder):  # small ones are read as fast
+        with suppress(CacheUnusableError):
+            memory = Cache.default().notes("sources")
+    return read_content(request.model, folder=folder, memory=memory, any_format=any_format)
 
 
 def readable_content(request: EngineRequest) -> ModelContent | None:
@@ -394,22 +393,18 @@ class Making:
             raise ChildFailedError(
                 f"{free} bytes are free in {place}, expected at least {content.size}"
             )
-        opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        place = f"/proc/self/fd/{opened}"  # the child has it by the same number
         most_file_bytes = _MAX_GROWTH * content.size + _MAX_ADDED_BYTES
         error = ""
         try:
             run_child(
                 self.function,
-                [*self.arguments, _plain(self.request), place, most_file_bytes],
+                [*self.arguments, _plain(self.request), str(folder), most_file_bytes],
                 lambda state: self._tick(folder, state, monotonic() - start),
-                pass_fds=(lock, opened, *inherited(model)),
+                pass_fds=(lock, *inherited(model)),
                 most_seconds=_LEAST_SECONDS + content.size / _LEAST_BYTES_PER_SECOND,
             )
         except BuildError as exc:
             error = str(exc)
-        finally:
-            os.close(opened)
         seconds = monotonic() - start
         if not content.unchanged():
             raise ChildFailedError(f"{model} was changed meanwhile")

@@ -16,17 +16,14 @@
   entry, and which the next holder of its key's LOCK_EX removes.
 - A lock file is removed only under its own LOCK_EX. So after a process takes a lock, it checks that the path
   still leads to the locked file.
-- Only this user may write to ROOT. Each method opens ROOT, checks it and works below that descriptor, so it
-  never touches a folder that replaces ROOT meanwhile.
+- Only this user may write to ROOT, and only this user and root may replace it. Each method checks that.
 
 The key is a digest of the facts that the files were made from. No program can set a file's ctime back. So if
 the stamps are those in the manifest, the gigabytes of the files need not be read again; if they differ (a
-restored backup, the layer of a container image), the SHA-256 decides. Runtimes open the files by name; once
-they have, `Held.is_unchanged` shows whether these are the files that were checked.
+restored backup, the layer of a container image), the SHA-256 decides.
 
 A lock belongs to the open file, not to the process: it lasts until the last copy of the descriptor is
-closed, in any process (flock(2)). So this code closes descriptors, and never unlocks them. Folders are held
-by descriptors as well (``/proc/self/fd/N``), so a folder that replaces one after its check is never used.
+closed, in any process (flock(2)). So this code closes descriptors, and never unlocks them.
 """
 
 import errno
@@ -48,13 +45,10 @@ from typing import Any
 
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.private import (
-    BY_DESCRIPTOR,
-    Descriptors,
+    Descriptor,
     access_fault,
-    at_end,
+    check_own,
     leads_to,
-    opened_folder,
-    path_of,
     take_lock,
 )
 
@@ -262,141 +256,68 @@ def unusable(place: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, UnsoundEntryError) as exc:
-        reason = BY_DESCRIPTOR.sub(lambda _: str(place), str(exc))
+        reason = str(exc)
         if isinstance(exc, OSError) and exc.errno in (errno.EACCES, errno.EROFS):
             reason += "; MCINFER_CACHE can name another cache"
         raise CacheUnusableError(f"the cache at {place} cannot be used: {reason}") from exc
 
 
-_Stamps = dict[str, tuple[int, ...]]  # of each file and folder within an entry, by its name
-
-
-def _stamps(folder: Path) -> _Stamps:
-    """The state of all that is in an entry, but its manifest: that may be written again (`Root.take`)."""
-    found: _Stamps = {}
-    for place, folders, names in os.walk(folder):
-        for name in (*folders, *names):
-            path = os.path.join(place, name)
-            info = os.lstat(path)
-            found[os.path.relpath(path, folder)] = (
-                *(info.st_dev, info.st_ino, info.st_size),
-                *(info.st_mtime_ns, info.st_ctime_ns),
-            )
-    found.pop(MANIFEST, None)
-    return found
-
-
 class Held:
     """An entry that stays while this object lives, or any process with a copy of its lock descriptor.
 
-    All that hold one entry in a process share two descriptors.
-
     Attributes:
         folder: Where its files are, read-only.
-        opened: The same folder by a descriptor, for this process while this object is open.
         key: The name of that folder.
         facts: The facts that the entry was made from, as JSON gives them back.
     """
 
-    def __init__(
-        self, folder: Path, descriptors: Descriptors, facts: Mapping[str, Any], stamps: _Stamps
-    ) -> None:
+    def __init__(self, folder: Path, lock: int, facts: Mapping[str, Any]) -> None:
+        """The lock is owned by this object from now on."""
         self.folder = folder
-        self.opened = path_of(descriptors.numbers[0])
         self.key = folder.name
         self.facts = facts
-        self._descriptors: Descriptors | None = descriptors
-        self._stamps = stamps
+        self._lock: Descriptor | None = Descriptor(lock)
 
     @property
     def lock(self) -> int:
         """A descriptor that holds LOCK_SH, closed by `execve`; -1 after `close`."""
-        return -1 if self._descriptors is None else self._descriptors.numbers[1]
+        return -1 if self._lock is None else self._lock.number
 
     @classmethod
-    def adopt(cls, folder_fd: int, lock_fd: int) -> "Held":
-        """Hold an entry through descriptors that another process has sent; closes both if it fails.
+    def adopt(cls, folder: Path, lock: int) -> "Held":
+        """Hold an entry by the lock that another process has sent, which is closed if it fails.
 
         Raises:
             CacheUnusableError: The folder is not at the same path here (another mount namespace), the entry
                 is not sound, or the lock is not its own.
         """
         with ExitStack() as unless_held:
-            unless_held.callback(_close, folder_fd, lock_fd)
-            link = path_of(folder_fd)
-            with unusable(link):
-                folder = link.readlink()
-            if not leads_to(folder, folder_fd):
-                text = f"the folder {folder} of the shared model is not visible here"
-                raise CacheUnusableError(f"{text}: mount it at the same path")
-            with unusable(folder.parent), opened_folder(folder.parent, own=True) as root:
-                place = root / folder.name
-                if not (leads_to(place, folder_fd) and leads_to(lock_path(place), lock_fd)):
-                    raise CacheUnusableError(
-                        f"the descriptor that was sent is not of {lock_path(folder)}"
-                    )
+            unless_held.callback(os.close, lock)
+            if not (folder.exists() and leads_to(lock_path(folder), lock)):
+                raise CacheUnusableError(
+                    f"the folder {folder} of the shared model is not visible here, or is another one: mount "
+                    "it at the same path"
+                )
+            with unusable(folder.parent):
+                check_own(folder.parent)
                 # Changes nothing where the sender holds LOCK_SH, as it should.
-                fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                os.set_inheritable(folder_fd, False)
-                os.set_inheritable(lock_fd, False)
-                stamps = _stamps(link)
-                facts, _ = check(place)
-            led_to = _place(folder_fd, lock_fd)
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                os.set_inheritable(lock, False)
+                facts, _ = check(folder)
             unless_held.pop_all()
-            return cls(folder, _shared(led_to, folder_fd, lock_fd), facts, stamps)
-
-    def is_unchanged(self) -> bool:
-        """Whether its files still are those that were checked.
-
-        If they are, whatever was loaded from `opened` before this call was of those files: a file that is
-        replaced, or put back, has another ctime.
-        """
-        try:
-            return (
-                self._descriptors is not None
-                and self._descriptors.are_ours()
-                and _stamps(self.opened) == self._stamps
-            )
-        except OSError:
-            return False
+        return cls(folder, lock, facts)
 
     def keep_for(self, user: object) -> None:
-        """Hold the entry as long as an object lives, also after `close`; its end runs no Python code."""
-        at_end(user, [self._descriptors])
+        """Hold the entry as long as an object lives, also after `close`."""
+        weakref.finalize(user, _let_go, self._lock).atexit = False
 
     def close(self) -> None:
         """Release the entry; nothing that is still mapped from it may be used afterwards."""
-        self._descriptors = None
+        self._lock = None
 
 
-def _close(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-_OPEN: "dict[tuple[int, ...], weakref.ref[Descriptors]]" = {}
-"""The descriptors of this process by what they lead to."""
-
-
-def _place(folder_fd: int, lock_fd: int) -> tuple[int, ...]:
-    """What the descriptors of an entry lead to."""
-    infos = os.fstat(folder_fd), os.fstat(lock_fd)
-    return tuple(number for info in infos for number in (info.st_dev, info.st_ino))
-
-
-def _shared(place: tuple[int, ...], folder_fd: int, lock_fd: int) -> Descriptors:
-    """The descriptors by which this process holds what is at this `_place`: those that it has, else these."""
-    known = _OPEN.get(place)
-    there = None if known is None else known()
-    if there is not None and there.are_ours():
-        _close(folder_fd, lock_fd)
-        return there
-    for key, one in [*_OPEN.items()]:
-        if one() is None:
-            _OPEN.pop(key, None)
-    made = Descriptors(folder_fd, lock_fd)
-    _OPEN[place] = weakref.ref(made)
-    return made
+def _let_go(_: Descriptor | None) -> None:
+    """Nothing: the descriptor is closed with its last user."""
 
 
 def lock_path(folder: Path) -> Path:
@@ -473,128 +394,6 @@ class EntryInfo:
     in_use: bool
 
 
-class Root:
-    """The cache's folder, held open: `path` leads through its descriptor, `visible` is for people.
-
-    Methods raise OSError, and `UnsoundEntryError` for a damaged entry.
-    """
-
-    def __init__(self, path: Path, visible: Path) -> None:
-        self.path = path
-        self.visible = visible
-
-    def identity(self, key: str) -> _Identity | None:
-        """The identity of the present entry, if there is one."""
-        try:
-            info = (self.path / key).lstat()
-        except FileNotFoundError:
-            return None
-        return info.st_ino, info.st_ctime_ns
-
-    def stored(self) -> list[tuple[float, str, int]]:
-        """For each entry: time of last use, key and bytes; the most recently used last."""
-        return self._sizes(match[0] for match in self._names(_KEY))
-
-    def engines(self) -> list[tuple[float, str, int]]:
-        """For each folder of engines: time of last use, its name below ROOT, and bytes."""
-        return self._sizes(f"{_ENGINES}/{f.name}" for f in self.path.glob(f"{_ENGINES}/*"))
-
-    def _sizes(self, names: Iterable[str]) -> list[tuple[float, str, int]]:
-        found = []
-        for name in names:
-            folder = self.path / name
-            with suppress(FileNotFoundError):  # removed meanwhile
-                lock = lock_path(folder)
-                used_at = (lock if lock.exists() else folder).lstat().st_mtime
-                found.append((used_at, name, disk_bytes(folder)))
-        return sorted(found)
-
-    def take(self, key: str) -> Held | None:
-        """Hold an entry; None if it is gone, or another process has its lock."""
-        folder = self.path / key
-        lock = take_lock(lock_path(folder), fcntl.LOCK_SH)
-        if lock is None:
-            return None
-        with ExitStack() as unless_held:
-            unless_held.callback(os.close, lock)
-            if self.identity(key) is None:
-                return None
-            try:
-                opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            except NotADirectoryError as exc:
-                raise UnsoundEntryError("it is not a folder") from exc
-            unless_held.callback(os.close, opened)
-            stamps = _stamps(path_of(opened))  # before the check: a later change shows in them
-            facts, moved = check(folder)
-            if moved is not None:
-                self._record_again(folder, facts, moved)
-            os.utime(lock)
-            led_to = _place(opened, lock)
-            unless_held.pop_all()
-            return Held(self.visible / key, _shared(led_to, opened, lock), facts, stamps)
-
-    def _record_again(
-        self, folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]
-    ) -> None:
-        """Record new stamps, so that the files are not read each time; several processes may do it."""
-        with suppress(OSError):  # it is sound all the same
-            draft = self.new_draft(folder.name)
-            try:
-                _write_manifest(draft, facts, records)
-                (draft / MANIFEST).replace(folder / MANIFEST)
-            finally:
-                _remove(draft)
-
-    def remove(self, name: str) -> bool:
-        """Remove an entry that no process uses, or a folder of engines; whether that was done."""
-        if is_key(name):
-            return self.empty(name, entry=True)
-        _remove(self.path / name)
-        return True
-
-    def new_draft(self, key: str) -> Path:
-        """Make a tmp folder for an entry."""
-        import tempfile  # not at every worker's start
-
-        return Path(tempfile.mkdtemp(prefix=f"tmp-{key}-", dir=self.path))
-
-    def drafts(self, key: str) -> list[Path]:
-        """The tmp folders of a key. Under its LOCK_EX they are what a crash left."""
-        return [self.path / match[0] for match in self._names(_DRAFT) if match[1] == key]
-
-    def clean(self, key: str, *, entry: bool) -> None:
-        """Remove all tmp folders of a key, and its entry or what is in its place; under its LOCK_EX."""
-        for left in self.drafts(key):
-            _remove(left)
-        if entry and self.identity(key):
-            draft = self.new_draft(key)
-            (self.path / key).rename(draft / "removed")
-            _remove(draft)
-
-    def empty(self, key: str, *, entry: bool) -> bool:
-        """`clean`, and remove a lock without entry; False, and nothing is done, if the lock is taken."""
-        lock = take_lock(lock_path(self.path / key))
-        if lock is None:
-            return False
-        try:
-            self.clean(key, entry=entry)
-            if self.identity(key) is None:
-                lock_path(self.path / key).unlink()
-        finally:
-            os.close(lock)
-        return True
-
-    def sweep(self) -> None:
-        """Remove what crashes left: tmp folders of keys that are not locked, and locks without entries."""
-        left = {match[1] for match in self._names(_DRAFT)}
-        left |= {match[1] for match in self._names(_LOCK)} - {m[0] for m in self._names(_KEY)}
-        for key in sorted(left):
-            self.empty(key, entry=False)
-
-    def _names(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
-        return [match for name in os.listdir(self.path) if (match := pattern.fullmatch(name))]
-
-
 class Cache:
     """A folder of entries, which any number of threads and processes may use at once.
 
@@ -639,14 +438,12 @@ class Cache:
                 raise CacheUnusableError(f"no place for the cache: {exc}") from exc
         return cls(home / "mcinfer", limit_bytes)
 
-    @contextmanager
-    def notes(self, name: str) -> Iterator[Path]:
-        """The folder ``sources`` or ``splits``, by its descriptor while the context lasts."""
-        with ExitStack() as opened:
-            with unusable(self.folder):
-                opened.enter_context(opened_folder(self.folder, own=True, make=0o700))
-                path = opened.enter_context(opened_folder(self.folder / name, own=True, make=0o700))
-            yield path
+    def notes(self, name: str) -> Path:
+        """The folder ``sources`` or ``splits``, which is made if it is missing."""
+        with unusable(self.folder):
+            check_own(self.folder, make=0o700)
+            check_own(self.folder / name, make=0o700)
+        return self.folder / name
 
     def engine_folder(self, key: str) -> Path:
         """A folder of mode 0700 for a runtime that keeps there what it builds, by names of its own.
@@ -656,19 +453,21 @@ class Cache:
         Args:
             key: `entry_key` of what the files depend on, beside what their names say.
         """
-        with self.notes(f"{_ENGINES}/{key}") as folder:
-            with unusable(self.folder):
-                os.utime(folder)
-            return self.folder / _ENGINES / key
+        folder = self.notes(f"{_ENGINES}/{key}")
+        with unusable(self.folder):
+            os.utime(folder)
+        return folder
 
     @contextmanager
-    def _existing(self) -> Iterator[Root | None]:
-        """ROOT, if it exists; errors of the system inside become a `CacheUnusableError`."""
-        with unusable(self.folder), ExitStack() as opened:
-            root: Root | None = None
-            with suppress(FileNotFoundError):
-                root = Root(opened.enter_context(opened_folder(self.folder, own=True)), self.folder)
-            yield root
+    def _existing(self) -> Iterator[bool]:
+        """Whether ROOT exists; errors of the system inside become a `CacheUnusableError`."""
+        with unusable(self.folder):
+            try:
+                check_own(self.folder)
+                exists = True
+            except FileNotFoundError:
+                exists = False
+            yield exists
 
     def open(self, key: str) -> Held | None:
         """Hold an entry that is there and sound.
@@ -682,15 +481,15 @@ class Cache:
         """
         if not is_key(key):
             raise InvalidInputError(f"key: got {key!r}, expected 32 hexadecimal digits")
-        with self._existing() as root:
-            if root is None:
+        with self._existing() as exists:
+            if not exists:
                 return None
             end = time.monotonic() + _MAX_BUSY_SECONDS
             damaged: set[_Identity] = set()
             while True:
-                held = self._take(root, key, damaged)
+                held = self._take(key, damaged)
                 # Another process may be checking whether it is in use, which takes the lock for a moment.
-                if held or damaged or not root.identity(key) or time.monotonic() > end:
+                if held or damaged or not self._identity(key) or time.monotonic() > end:
                     return held
                 time.sleep(_PAUSE)
 
@@ -721,18 +520,18 @@ class Cache:
             CacheUnusableError: The folder cannot be written to, the disk is full, others could change the
                 folder, or the time is over.
         """
-        with unusable(self.folder), opened_folder(self.folder, own=True, make=0o700) as path:
-            root = Root(path, self.folder)
+        with unusable(self.folder):
+            check_own(self.folder, make=0o700)
             damaged: set[_Identity] = set()
             seen: object = None
             began = since = time.monotonic()
             while True:
                 # First as a user: LOCK_EX alone would wait for all users of a finished entry.
-                held = self._take(root, key, damaged)
-                held = held or self._prepare(root, key, facts, fill, damaged)
+                held = self._take(key, damaged)
+                held = held or self._prepare(key, facts, fill, damaged)
                 if held is not None:
                     break
-                there, written = root.identity(key), sum(map(disk_bytes, root.drafts(key)))
+                there, written = self._identity(key), sum(map(disk_bytes, self._drafts(key)))
                 now = time.monotonic()
                 if seen is None:
                     _log.info("waiting for another process that prepares %s", self.folder / key)
@@ -760,24 +559,24 @@ class Cache:
 
     def entries(self) -> list[EntryInfo]:
         """All entries, damaged ones too, the most recently used last."""
-        with self._existing() as root:
-            if root is None:
+        with self._existing() as exists:
+            if not exists:
                 return []
             return [
                 EntryInfo(
                     key=key,
-                    facts=facts_of(root.path / key),
+                    facts=facts_of(self.folder / key),
                     bytes=size_bytes,
                     used_at=used_at,
-                    in_use=is_locked(root.path / key),
+                    in_use=is_locked(self.folder / key),
                 )
-                for used_at, key, size_bytes in root.stored()
+                for used_at, key, size_bytes in self._stored()
             ]
 
     def engine_bytes(self) -> int:
         """Disk space of what runtimes keep in `engine_folder`."""
-        with self._existing() as root:
-            return sum(size for _, _, size in root.engines()) if root is not None else 0
+        with self._existing() as exists:
+            return sum(size for _, _, size in self._engines()) if exists else 0
 
     def clear(self) -> tuple[int, int]:
         """Remove all unused entries, engines, notes on models, and what crashes left.
@@ -785,9 +584,9 @@ class Cache:
         Returns:
             Bytes freed, and how many entries were left because they are in use.
         """
-        with self._existing() as root:
-            if root is not None:
-                for note in (*root.path.glob("sources/*"), *root.path.glob("splits/*")):
+        with self._existing() as exists:
+            if exists:
+                for note in (*self.folder.glob("sources/*"), *self.folder.glob("splits/*")):
                     note.unlink(missing_ok=True)
         return self._shrink(0)
 
@@ -798,17 +597,17 @@ class Cache:
         """
         return self._shrink(self.limit_bytes)[0]
 
-    def _take(self, root: Root, key: str, damaged: set[_Identity]) -> Held | None:
+    def _take(self, key: str, damaged: set[_Identity]) -> Held | None:
         """Hold an entry, or note that it is damaged.
 
         A damaged one is not checked again: that would read all of its files, under a lock that keeps others
         from making it again.
         """
-        there = root.identity(key)
+        there = self._identity(key)
         if there is None or there in damaged:
             return None
         try:
-            return root.take(key)
+            return self._hold(key)
         except UnsoundEntryError as exc:
             # As text: a record that is kept would hold the frames of the error, and what they hold.
             _log.warning("the prepared model %s is not used: %s", self.folder / key, str(exc))
@@ -817,7 +616,6 @@ class Cache:
 
     def _prepare(
         self,
-        root: Root,
         key: str,
         facts: Mapping[str, Any],
         fill: Callable[[Path, int], None],
@@ -826,19 +624,19 @@ class Cache:
         """Make an entry and hold it; None if another process has the lock, or has made it."""
         import shutil  # not at every worker's start
 
-        lock = take_lock(lock_path(root.path / key))
+        lock = take_lock(lock_path(self.folder / key))
         if lock is None:
             return None
         try:
-            if root.identity(key) not in {None, *damaged}:
+            if self._identity(key) not in {None, *damaged}:
                 return None
-            root.clean(key, entry=True)
-            draft = root.new_draft(key)
+            self._clean(key, entry=True)
+            draft = self._new_draft(key)
             try:
                 fill(draft, lock)
                 seal(draft, facts)
-                draft.rename(root.path / key)
-                sync(root.path)
+                draft.rename(self.folder / key)
+                sync(self.folder)
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
                 # A child that the user has forked meanwhile has the descriptor as well.
@@ -847,7 +645,7 @@ class Cache:
             with suppress(BlockingIOError):
                 # For those who inherited it too. Not atomic: in between, another may remove the entry.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return root.take(key)
+                return self._hold(key)
         finally:
             os.close(lock)
         return None
@@ -855,18 +653,126 @@ class Cache:
     def _shrink(self, limit_bytes: int) -> tuple[int, int]:
         """Remove entries until so many bytes are left; bytes freed, and entries that are in use."""
         freed = in_use = 0
-        with self._existing() as root:
-            if root is None:
+        with self._existing() as exists:
+            if not exists:
                 return 0, 0
-            root.sweep()
-            stored = sorted([*root.stored(), *root.engines()])
+            self._sweep()
+            stored = sorted([*self._stored(), *self._engines()])
             excess = sum(size_bytes for _, _, size_bytes in stored) - limit_bytes
             for _, name, size_bytes in stored:
                 # At a limit of 0 an entry is removed even if its files take no space.
                 if limit_bytes and freed >= excess:
                     break
-                if root.remove(name):
+                if self._remove_one(name):
                     freed += size_bytes
                 else:
                     in_use += 1
         return freed, in_use
+
+    def _identity(self, key: str) -> _Identity | None:
+        """The identity of the present entry, if there is one."""
+        try:
+            info = (self.folder / key).lstat()
+        except FileNotFoundError:
+            return None
+        return info.st_ino, info.st_ctime_ns
+
+    def _stored(self) -> list[tuple[float, str, int]]:
+        """For each entry: time of last use, key and bytes; the most recently used last."""
+        return self._sizes(match[0] for match in self._names(_KEY))
+
+    def _engines(self) -> list[tuple[float, str, int]]:
+        """For each folder of engines: time of last use, its name below ROOT, and bytes."""
+        return self._sizes(f"{_ENGINES}/{f.name}" for f in self.folder.glob(f"{_ENGINES}/*"))
+
+    def _sizes(self, names: Iterable[str]) -> list[tuple[float, str, int]]:
+        found = []
+        for name in names:
+            folder = self.folder / name
+            with suppress(FileNotFoundError):  # removed meanwhile
+                lock = lock_path(folder)
+                used_at = (lock if lock.exists() else folder).lstat().st_mtime
+                found.append((used_at, name, disk_bytes(folder)))
+        return sorted(found)
+
+    def _hold(self, key: str) -> Held | None:
+        """Hold an entry; None if it is gone, or another process has its lock.
+
+        Raises:
+            UnsoundEntryError: It is damaged.
+        """
+        folder = self.folder / key
+        lock = take_lock(lock_path(folder), fcntl.LOCK_SH)
+        if lock is None:
+            return None
+        with ExitStack() as unless_held:
+            unless_held.callback(os.close, lock)
+            if self._identity(key) is None:
+                return None
+            facts, moved = check(folder)
+            if moved is not None:
+                self._record_again(folder, facts, moved)
+            os.utime(lock)
+            unless_held.pop_all()
+        return Held(folder, lock, facts)
+
+    def _record_again(
+        self, folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]
+    ) -> None:
+        """Record new stamps, so that the files are not read each time; several processes may do it."""
+        with suppress(OSError):  # it is sound all the same
+            draft = self._new_draft(folder.name)
+            try:
+                _write_manifest(draft, facts, records)
+                (draft / MANIFEST).replace(folder / MANIFEST)
+            finally:
+                _remove(draft)
+
+    def _remove_one(self, name: str) -> bool:
+        """Remove an entry that no process uses, or a folder of engines; whether that was done."""
+        if is_key(name):
+            return self._empty(name, entry=True)
+        _remove(self.folder / name)
+        return True
+
+    def _new_draft(self, key: str) -> Path:
+        """Make a tmp folder for an entry."""
+        import tempfile  # not at every worker's start
+
+        return Path(tempfile.mkdtemp(prefix=f"tmp-{key}-", dir=self.folder))
+
+    def _drafts(self, key: str) -> list[Path]:
+        """The tmp folders of a key. Under its LOCK_EX they are what a crash left."""
+        return [self.folder / match[0] for match in self._names(_DRAFT) if match[1] == key]
+
+    def _clean(self, key: str, *, entry: bool) -> None:
+        """Remove all tmp folders of a key, and its entry or what is in its place; under its LOCK_EX."""
+        for left in self._drafts(key):
+            _remove(left)
+        if entry and self._identity(key):
+            draft = self._new_draft(key)
+            (self.folder / key).rename(draft / "removed")
+            _remove(draft)
+
+    def _empty(self, key: str, *, entry: bool) -> bool:
+        """`_clean`, and remove a lock without entry; False, and nothing is done, if the lock is taken."""
+        lock = take_lock(lock_path(self.folder / key))
+        if lock is None:
+            return False
+        try:
+            self._clean(key, entry=entry)
+            if self._identity(key) is None:
+                lock_path(self.folder / key).unlink()
+        finally:
+            os.close(lock)
+        return True
+
+    def _sweep(self) -> None:
+        """Remove what crashes left: tmp folders of keys that are not locked, and locks without entries."""
+        left = {match[1] for match in self._names(_DRAFT)}
+        left |= {match[1] for match in self._names(_LOCK)} - {m[0] for m in self._names(_KEY)}
+        for key in sorted(left):
+            self._empty(key, entry=False)
+
+    def _names(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+        return [match for name in os.listdir(self.folder) if (match := pattern.fullmatch(name))]

@@ -11,14 +11,14 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import McinferError
 from mcinfer.model_cache.cache import Cache
 from mcinfer.model_cache.keys import write_atomically
-from mcinfer.private import opened_folder
+from mcinfer.private import check_own
 from mcinfer.sharding import SaidAxes, Split
 from mcinfer.specs import ModelSpec
 
@@ -53,7 +53,7 @@ class SplitRecord:
             own = Cache.default().folder / "splits"
             if _FOLDER not in os.environ and not own.exists():
                 return None  # a look makes no folder
-            with _folder() as folder, open(folder / self._name, "rb") as file:
+            with open(_folder() / self._name, "rb") as file:
                 return of_record(json.loads(file.read(_MAX_BYTES)), model)
         except (McinferError, OSError, ValueError, RecursionError):
             return None
@@ -63,11 +63,11 @@ class SplitRecord:
         if not self._name:
             return
         try:
-            with _folder() as folder:
-                if split is None:
-                    (folder / self._name).unlink(missing_ok=True)
-                    return
-                write_atomically(folder / self._name, json.dumps(as_record(split)))
+            path = _folder() / self._name
+            if split is None:
+                path.unlink(missing_ok=True)
+            else:
+                write_atomically(path, json.dumps(as_record(split)))
         except (McinferError, OSError) as exc:
             _log.debug("how the batch is split is not kept: %s", exc)
 
@@ -107,9 +107,11 @@ def of_record(content: Any, model: ModelSpec) -> Split | None:
     return split if fits and (split.splits or split.reason) else None
 
 
-def _folder() -> AbstractContextManager[Path]:
-    folder = os.environ.get(_FOLDER)
-    return opened_folder(Path(folder), own=True) if folder else Cache.default().notes("splits")
+def _folder() -> Path:
+    if not (folder := os.environ.get(_FOLDER)):
+        return Cache.default().notes("splits")
+    check_own(Path(folder))
+    return Path(folder)
 
 
 @contextmanager

@@ -169,12 +169,11 @@ class Opened:
         if self.held is None:
             self.check_files(left_by)
             return None
-        if self.held.is_unchanged():
-            return self.held
         from mcinfer.errors import McinferError
         from mcinfer.model_cache.cache import Cache
 
-        with suppress(McinferError):  # this process may have closed its descriptors
+        with suppress(McinferError):
+            # By a lock of its own: this process may have closed the descriptors of the other one.
             held = Cache(self.held.folder.parent, 0).open(self.held.key)
             if held is not None:
                 return held

@@ -320,9 +320,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
                 # It is optimised and lies beside its weights.
                 changed = noted.copied(options, without=FOLDER_KEY)
                 changed.graph_optimization_level = native.GraphOptimizationLevel.ORT_DISABLE_ALL
-                self._open_native(str(held.opened / MODEL_FILE), changed, asked)
-                if not held.is_unchanged():
-                    raise ClosedError(f"{held.folder} was changed meanwhile")
+                self._open_native(str(held.folder / MODEL_FILE), changed, asked)
             except failed as exc:
                 if left is not None:
                     raise

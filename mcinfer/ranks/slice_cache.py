@@ -111,30 +111,25 @@ def _slicer() -> str:
 
 
 def load_slice(request: EngineRequest, held: Held, group: Group) -> RankEngine:
-    """Load this rank's slice; the engine owns the held entry then.
-
-    Raises what `RankEngine` does, and `BuildError` if a file of the entry was replaced meanwhile.
-    """
-    place = held.opened / rank_folder(group.rank)
+    """Load this rank's slice; the engine owns the held entry then. Raises what `RankEngine` does."""
+    place = held.folder / rank_folder(group.rank)
     engine = RankEngine(
         # The weights of segments that are not prepared lie beside this file.
-        replace(request, model=str(held.opened / f"model{group.rank}.onnx")),
+        replace(request, model=str(held.folder / f"model{group.rank}.onnx")),
         group,
         place,
         deliver_everywhere=False,
     )
     notes = []
-    checked = json.loads((held.opened / REPORT_FILE).read_bytes())["check"]
+    checked = json.loads((held.folder / REPORT_FILE).read_bytes())["check"]
     if checked["state"] != "passed":
         notes.append(f"its slices were not compared with the whole model: {checked['reason']}")
-    failure = held.opened / FAILURE_FILE
+    failure = held.folder / FAILURE_FILE
     if failure.exists():
         text = failure.read_text(encoding="utf-8")
         notes.append(f"{OWN_COPY}: its slices cannot be prepared: {text}")
     elif "cpu" in held.facts:
         engine.prepared = held.key
-    if not held.is_unchanged():
-        raise BuildError(f"{request.model}: its slices were changed while they were opened")
     engine.notes = tuple(notes)
     engine.entry = held
     return engine

@@ -1,6 +1,5 @@
 """Tests of inline sessions: ONNX Runtime's own in this process, on a prepared model that processes share."""
 
-import _thread
 import copy
 import gc
 import logging
@@ -13,7 +12,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from operator import methodcaller
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -358,44 +356,6 @@ def test_mapped_entry_survives_clear_and_goes_with_its_last_session(
     del binding
     gc.collect()
     assert not is_mapped(key)
-    assert empty_cache.clear()[1] == 0
-
-
-def test_file_of_an_entry_that_is_replaced_while_it_is_opened_gives_no_answers(
-    tmp_path: Path, empty_cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    models = write_small(tmp_path / "a.onnx", 1), write_small(tmp_path / "b.onnx", 100)
-    keys = [ort.InferenceSession(m, providers=CPU, options=ALWAYS).prepared for m in models]
-    weights, others = (empty_cache.folder / key / "weights.bin" for key in keys)
-    create = PlainSession._create_inference_session
-
-    def replace_first(self: Any, *arguments: Any) -> None:
-        if others.exists():
-            others.replace(weights)
-        create(self, *arguments)
-
-    monkeypatch.setattr(PlainSession, "_create_inference_session", replace_first)
-    session = ort.InferenceSession(models[0], providers=CPU, options=ALWAYS)
-    assert session.why_plain.endswith("was changed meanwhile")
-    assert factor_of(session) == 1
-
-
-class Interruption(ref[Any]):
-    """Ctrl-C at the end of an object, before ends that were noted earlier."""
-
-    run = staticmethod(_thread.interrupt_main)
-
-
-def test_ctrl_c_while_a_session_is_destroyed_is_raised_and_the_entry_is_let_go(
-    tmp_path: Path, empty_cache: Cache
-) -> None:
-    path = write_small(tmp_path / "model.onnx", 1)
-    sessions = [ort.InferenceSession(path, providers=CPU, options=ALWAYS) for _ in range(3)]
-    interruptions = [Interruption(one._sess, methodcaller("run")) for one in sessions]
-    for interruption in interruptions:
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 it comes after the end
-            sessions.pop(0)
-            assert interruption() is None
     assert empty_cache.clear()[1] == 0
 
 
