@@ -40,6 +40,7 @@ IN_MEMORY = "the model given as bytes"
 _UNFOLLOWED = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _NAME = re.compile(r"mcinfer-[0-9a-f]{16}")
+_PAUSE_SECONDS = 0.02
 _MAX_LINKS = 40  # as many as the kernel follows in one path (path_resolution(7))
 
 # Those of `os` may be replaced: eventlet's cannot open in a folder, and gevent's closes later.
@@ -163,8 +164,6 @@ def _walk(
     path: Path, *, guarded: bool = False, make: int | None = None, entry: bool = False
 ) -> tuple[int, str]:
     """The descriptor of a folder; or, of an `entry`, that of the folder which has it, and its name."""
-    if guarded and not _is_own_user_known():
-        raise OthersError("this user has no number in its user namespace, as others have none")
     fill_streams()
     rest, links = [*reversed(path.parts)], 0
     fd = found = _open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -255,16 +254,6 @@ def _is_private(fd: int, gid: int) -> bool:
         and {*group.gr_mem} <= {user.pw_name}
         and all(one.pw_uid == user.pw_uid for one in pwd.getpwall() if one.pw_gid == gid)
     )
-
-
-def _is_own_user_known() -> bool:
-    """Whether this process's user has a number in its user namespace (user_namespaces(7)).
-
-    All users without a number appear as the same overflow user.
-    """
-    lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
-    rows = (map(int, line.split()) for line in lines)
-    return any(first <= os.geteuid() < first + count for first, _, count in rows)
 
 
 def access_fault(info: os.stat_result) -> str | None:
@@ -425,29 +414,19 @@ def alone_in(folder: str | os.PathLike[str], patience: float = math.inf) -> Iter
 
     `TimeoutError`: another one is in it for `patience` seconds.
     """
+    end = time.monotonic() + patience
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        if patience == math.inf:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        else:
-            _lock_within(fd, patience)
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() >= end:
+                raise TimeoutError(f"locked for {patience:g} s")
+            time.sleep(_PAUSE_SECONDS)
         yield
     finally:
         os.close(fd)
-
-
-_PAUSE_SECONDS = 0.02
-
-
-def _lock_within(fd: int, patience: float) -> None:
-    end = time.monotonic() + patience
-    while True:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                raise TimeoutError(f"locked for {patience:g} s") from None
-        time.sleep(_PAUSE_SECONDS)
 
 
 def take_lock(

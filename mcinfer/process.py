@@ -9,7 +9,6 @@ import gc
 import os
 import select
 import signal
-import struct
 import sys
 import threading
 from collections.abc import Iterable
@@ -203,11 +202,6 @@ def run_as_frozen_child() -> None:
 _STATE, _USER_TIME, _SYSTEM_TIME, _START_TIME, _EXIT_CODE = 3, 14, 15, 22, 52
 _FIRST_AFTER_NAME = 3
 
-# struct pidfd_info of linux/pidfd.h: the mask, 52 other bytes, the exit status.
-_PIDFD_INFO = struct.Struct("=Q52xi")
-_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
-_INFO_EXIT = 1 << 3
-
 
 def _field(pid: int, number: int) -> str | None:
     try:
@@ -232,33 +226,16 @@ def cpu_time(pid: int) -> int:
     return sum(int(_field(pid, number) or 0) for number in (_USER_TIME, _SYSTEM_TIME))
 
 
-def how_it_ended(pid: int, pidfd: int) -> str:
-    """How a process that has ended did so, in words: its parent or another process may ask.
-
-    A zombie's status is in ``/proc``; that of a process whose parent has waited for it can be asked of its
-    pidfd, from Linux 6.15 on.
-    """
-    status = _wait_status(pid, pidfd)
-    if status is None:
+def how_it_ended(pid: int) -> str:
+    """How a process that has ended did so, in words; only a zombie has a status."""
+    if _field(pid, _STATE) != "Z":
         return "has ended"
+    status = int(_field(pid, _EXIT_CODE) or 0)
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         names = {known.value: known.name for known in signal.Signals}
         return f"was killed by {names.get(number, f'signal {number}')}"
     return f"ended with status {os.WEXITSTATUS(status)}"
-
-
-def _wait_status(pid: int, pidfd: int) -> int | None:
-    """The status of a process that has ended, as wait(2) gives it; None if the system does not say."""
-    if _field(pid, _STATE) == "Z":
-        return int(_field(pid, _EXIT_CODE) or 0)
-    info = bytearray(_PIDFD_INFO.pack(_INFO_EXIT, 0))
-    try:
-        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
-    except OSError:
-        return None  # an older kernel
-    mask, status = _PIDFD_INFO.unpack(info)
-    return status if mask & _INFO_EXIT else None
 
 
 # Ending with the parent.

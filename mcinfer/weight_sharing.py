@@ -18,7 +18,6 @@ The block of weights on a card is a slab (`mcinfer.cards.slabs`), whose descript
 stays until the last process has closed it or ended, or, if it is of the kind "handles", until its owner ends.
 """
 
-import errno
 import functools
 import logging
 import os
@@ -308,14 +307,6 @@ def _admit(allowed: dict[int, int], pid: int) -> None:
         raise InvalidInputError(
             f"pid: got {pid}, but /proc here shows another pid namespace, so the process is unknown"
         )
-    try:
-        os.close(os.pidfd_open(pid))
-    except (ProcessLookupError, OverflowError):
-        pass  # `start_time` shows that there is none
-    except OSError as exc:
-        if exc.errno != errno.EINVAL:
-            raise
-        raise InvalidInputError(f"pid: got {pid}, which is a thread, expected a process") from exc
     start = start_time(pid)
     if start is None:
         raise InvalidInputError(f"pid: got {pid}, expected a process that is there: none has it")

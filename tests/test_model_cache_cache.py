@@ -167,10 +167,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown": (lambda f: (f / "more").touch(), r"unknown files: \['more'\]"),
     "link": (
         lambda f: replace_by_link(f / "weights.bin", f.parent),
-        "weights.bin is not a regular file",
+        "weights.bin has",
     ),
-    "writable": (lambda f: (f / "weights.bin").chmod(0o620), r"by others \(mode 0620\)"),
-    "another's": (lambda f: os.chown(f / "weights.bin", 12345, -1), "belongs to user 12345"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
     "facts": (lambda f: change_manifest(f, facts={"model": "b"}), f"expected {KEY}"),
     "files": (
@@ -193,8 +191,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_damaged_entry_is_not_opened_and_made_again(
     cache: Cache, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], text: str
 ) -> None:
-    if text.startswith("belongs") and os.geteuid() != 0:
-        pytest.skip("only root gives files away")
     folder = make_and_let_go(cache)
     damage(folder)
     before = descriptors()

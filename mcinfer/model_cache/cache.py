@@ -34,7 +34,6 @@ import logging
 import math
 import os
 import re
-import stat
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,7 +45,6 @@ from typing import Any
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.private import (
     Descriptor,
-    access_fault,
     check_own,
     leads_to,
     take_lock,
@@ -68,7 +66,7 @@ _KEY_CHARACTERS = 32
 
 
 class UnsoundEntryError(McinferError):
-    """An entry is not what its manifest says, or others could change it."""
+    """An entry is not what its manifest says."""
 
 
 class CacheUnusableError(McinferError):
@@ -108,13 +106,10 @@ def seal(folder: Path, facts: Mapping[str, Any]) -> None:
     records = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        mode = path.lstat().st_mode
-        if stat.S_ISDIR(mode):
+        if path.is_dir():
             path.chmod(0o700)
             sync(path)
             continue
-        if not stat.S_ISREG(mode):
-            raise UnsoundEntryError(f"{name} is not a regular file")
         path.chmod(0o400)
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -152,36 +147,19 @@ def check(folder: Path) -> tuple[dict[str, Any], list[_Record] | None]:
         The facts, as JSON gives them back; and, if stamps differ from the manifest's, new records.
 
     Raises:
-        UnsoundEntryError: The entry is not what the manifest says, or others could change it.
+        UnsoundEntryError: The entry is not what the manifest says.
     """
-    own = folder.lstat()
-    if not stat.S_ISDIR(own.st_mode):
-        raise UnsoundEntryError("it is not a folder")
-    found = {path.relative_to(folder).as_posix(): path.lstat() for path in folder.rglob("*")}
-    folders = {name for name, info in found.items() if stat.S_ISDIR(info.st_mode)}
-    for label, info in [("", own), *((f" {name}", found.pop(name)) for name in folders)]:
-        if fault := access_fault(info):
-            raise UnsoundEntryError(f"the folder{label} {fault}")
-    if MANIFEST not in found:
-        raise UnsoundEntryError(f"{MANIFEST} is missing")
-    _check_regular(MANIFEST, found[MANIFEST])
     facts, records = _read_manifest(folder)
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    found = {path.relative_to(folder).as_posix(): path.lstat() for path in files}
     expected = {MANIFEST, *records}
-    empty = folders - {parent.as_posix() for name in records for parent in Path(name).parents}
-    if empty or found.keys() != expected:
+    if found.keys() != expected:
         raise UnsoundEntryError(
             f"missing files: {sorted(expected - found.keys())}, "
-            f"unknown files: {sorted((found.keys() | empty) - expected)}"
+            f"unknown files: {sorted(found.keys() - expected)}"
         )
     current = [_check_file(folder, found[name], record) for name, record in records.items()]
     return facts, current if current != [*records.values()] else None
-
-
-def _check_regular(name: str, info: os.stat_result) -> None:
-    if not stat.S_ISREG(info.st_mode):
-        raise UnsoundEntryError(f"{name} is not a regular file")
-    if fault := access_fault(info):
-        raise UnsoundEntryError(f"{name} {fault}")
 
 
 def _read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, _Record]]:
@@ -194,6 +172,8 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, _Record]]:
         for one in files:
             name, size, sha256 = str(one["name"]), one["size_bytes"], one["sha256"]
             records[name] = {**one, "name": name, "size_bytes": size, "sha256": sha256}
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise UnsoundEntryError(f"{MANIFEST} is missing") from exc
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
         raise UnsoundEntryError(f"{MANIFEST} is not a manifest: {exc}") from exc
     if version != _FORMAT:
@@ -206,7 +186,6 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, _Record]]:
 def _check_file(folder: Path, info: os.stat_result, record: _Record) -> _Record:
     """The record of a file as it is now."""
     name = record["name"]
-    _check_regular(name, info)
     if info.st_size != record["size_bytes"]:
         raise UnsoundEntryError(f"{name} has {info.st_size} bytes, expected {record['size_bytes']}")
     current = _record(name, info, record["sha256"])
@@ -348,9 +327,6 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DEFAULT_LIMIT_BYTES = 50 * 2**30
 
 _MAX_BUSY_SECONDS = 1.0
-_MAX_DAMAGED_SECONDS = 30.0
-"""Longest wait for users of a damaged entry: a mere check is shorter, and users may need it for days."""
-
 _ENGINES = "engines"
 
 _PAUSE = 0.02
@@ -512,7 +488,7 @@ class Cache:
                 a process that inherits the descriptor keeps others from making this entry while it lives.
                 Its exceptions pass through, except errors of the system.
             wait: Seconds to wait for another process that makes the entry and makes no progress, or that uses
-                a damaged one (then 30 at most).
+                a damaged one.
             patience: Seconds to wait for another process in any case.
             progress: Called with the bytes that another process has written, when these change.
 
@@ -539,11 +515,10 @@ class Cache:
                     seen, since = (there, written), now
                     if progress is not None:
                         progress(written)
-                limit = min(wait, _MAX_DAMAGED_SECONDS) if there in damaged else wait
-                if now - since >= limit:  # the same text for all who wait
+                if now - since >= wait:  # the same text for all who wait
                     fault = (
                         "has been preparing it, or using a damaged one, without any progress for "
-                        f"{limit:.3g} s"
+                        f"{wait:.3g} s"
                     )
                 elif now - began >= patience:
                     fault = f"is preparing it, which takes more than {patience:.3g} s"

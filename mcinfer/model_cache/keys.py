@@ -4,9 +4,7 @@ Reading gigabytes to learn that nothing changed would cost more time than the ca
 records the stamps of each model's files when they are read: while device, inode, size and both times stay
 the same, so does the content. Only the kernel sets a file's ctime.
 
-A write through a mapping sets the times only at the first write to a clean page. So files are synced to the
-disk before their stamps are read. File systems in memory do not set the times then, so stamps of files there
-are not recorded.
+A write through a mapping may leave the times as they are (always on a tmpfs): a model must not be changed so.
 """
 
 import hashlib
@@ -14,7 +12,6 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,9 +34,6 @@ _RECORD_VERSION = 4
 
 _FRESH_NS = 2_000_000_000
 """A file that changed since may change again within the same tick of its file system's clock (FAT: 2 s)."""
-
-_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-"""Types of file systems on which writing through a mapping leaves a file's times as they are."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -114,35 +108,14 @@ def read_content(
     source = _read(model, place, any_format=any_format)
     last_ns = max(max(stamp.mtime_ns, stamp.ctime_ns) for stamp in source.stamps)
     fresh = last_ns >= started_ns - _FRESH_NS
-    if notes is not None and not fresh and not _lies_in_memory(source.stamps):
+    if notes is not None and not fresh:
         with suppress(OSError):
             write_atomically(notes, json.dumps({"version": _RECORD_VERSION, **asdict(source)}))
     return source
 
 
-def _settled_stamp(path: str) -> FileState:
-    """The stamp of a file, after a sync: each later write changes it."""
-    with suppress(OSError), open_regular(path) as (descriptor, _):
-        os.fsync(descriptor)
-    return file_states([path])[0]
-
-
-def _lies_in_memory(stamps: Sequence[FileState]) -> bool:
-    """Whether any of the files is on a file system in memory (proc_pid_mountinfo(5))."""
-    devices = {f"{os.major(stamp.device)}:{os.minor(stamp.device)}" for stamp in stamps}
-    with (
-        suppress(OSError),
-        open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file,
-    ):
-        for line in file:  # `splitlines` would also cut a folder's name in two
-            mount, _, rest = line.partition(" - ")
-            if mount.split()[2] in devices and rest.split()[0] in _IN_MEMORY:
-                return True
-    return False
-
-
 def _read(model: Path, folder: Path | None, *, any_format: bool) -> ModelContent:
-    stamps = [_settled_stamp(str(model))]
+    stamps = [*file_states([str(model)])]
     try:
         found = scan(model)
     except BuildError:
@@ -152,7 +125,7 @@ def _read(model: Path, folder: Path | None, *, any_format: bool) -> ModelContent
     locations = found.external
     total = hashlib.sha256(b"mcinfer model %d" % _VERSION)
     try:
-        stamps += [_settled_stamp(str(p)) for p in external_files(model, folder, locations)]
+        stamps += file_states(map(str, external_files(model, folder, locations)))
         for name, stamp in zip(("", *locations), stamps, strict=True):
             content = hashlib.sha256()
             with open_regular(stamp.path) as (descriptor, _):

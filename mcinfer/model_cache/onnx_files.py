@@ -587,8 +587,6 @@ def _tensor(tensor: ProtoMessage) -> Initializer:
 _FIRST_OVERRIDABLE = 4
 """The first IR version in which initialisers need not be inputs (onnx.proto, `GraphProto.initializer`)."""
 
-_MAX_MATCHES = 5
-
 
 def added_inputs(model: OnnxFile, names: Sequence[str]) -> bytes:
     """The bytes to append to a model's file to make initialisers inputs, which a run may then override.
@@ -615,11 +613,10 @@ def added_inputs(model: OnnxFile, names: Sequence[str]) -> bytes:
             "with a newer exporter"
         )
     elif unknown:
-        from difflib import get_close_matches  # not at every worker's start
-
-        close = [m for name in unknown[:_MAX_MATCHES] for m in get_close_matches(name, known)]
-        hint = f"such as {close[:_MAX_MATCHES]}" if close else f"of which there are {len(known)}"
-        expected = f"got {unknown}, expected names of the main graph's initialisers, {hint}"
+        expected = (
+            f"got {unknown}, expected names of the main graph's initialisers, such as "
+            f"{reprlib.repr([*known])}"
+        )
     elif texts := [n for n in names if known[n].onnx_type == ELEMENT_TYPES[STRING].onnx]:
         expected = f"got {texts} of strings, expected tensors of numbers"
     if expected:

@@ -353,7 +353,7 @@ class _Wire:
         peers = [peer for peer in self.peers if peer not in past]
         for peer in peers:
             if peer.died and not peer.closed & 1:
-                how = how_it_ended(self._said(peer)[0], peer.pidfd)
+                how = how_it_ended(self._said(peer)[0])
                 raise RankDiedError(f"{self.name(peer)} {how}")
         for peer in peers:
             exc = end_error(peer.left)
