@@ -341,9 +341,13 @@ def open_or_make(facts: Mapping[str, Any], making: "Making", patience: float = m
         CacheUnusableError: See `Cache.make`.
         ChildFailedError: The process that makes it failed; another try may succeed.
     """
-    store, key = Cache.default(), entry_key(facts)
-    return store.open(key) or store.make(
-        key, facts, making.fill, wait=_STUCK_SECONDS, patience=patience, progress=making.report
+    return Cache.default().make(
+        entry_key(facts),
+        facts,
+        making.fill,
+        wait=_STUCK_SECONDS,
+        patience=patience,
+        progress=making.report,
     )
 
 

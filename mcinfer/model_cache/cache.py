@@ -327,6 +327,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DEFAULT_LIMIT_BYTES = 50 * 2**30
 
 _MAX_BUSY_SECONDS = 1.0
+
 _ENGINES = "engines"
 
 _PAUSE = 0.02
@@ -462,12 +463,12 @@ class Cache:
                 return None
             end = time.monotonic() + _MAX_BUSY_SECONDS
             damaged: set[_Identity] = set()
-            while True:
-                held = self._take(key, damaged)
-                # Another process may be checking whether it is in use, which takes the lock for a moment.
-                if held or damaged or not self._identity(key) or time.monotonic() > end:
-                    return held
+            # Another process may be checking whether it is in use, which takes the lock for a moment.
+            while (held := self._take(key, damaged)) is None and not damaged:
+                if not self._identity(key) or time.monotonic() > end:
+                    break
                 time.sleep(_PAUSE)
+            return held
 
     def make(
         self,
@@ -503,9 +504,9 @@ class Cache:
             began = since = time.monotonic()
             while True:
                 # First as a user: LOCK_EX alone would wait for all users of a finished entry.
-                held = self._take(key, damaged)
-                held = held or self._prepare(key, facts, fill, damaged)
-                if held is not None:
+                if (held := self._take(key, damaged)) is not None:
+                    return held
+                if (held := self._prepare(key, facts, fill, damaged)) is not None:
                     break
                 there, written = self._identity(key), sum(map(disk_bytes, self._drafts(key)))
                 now = time.monotonic()
