@@ -5,7 +5,6 @@ Tensors are bound by address and ONNX element type; this allows types that ``ses
 """
 
 import logging
-import math
 import mmap
 import os
 import re
@@ -191,9 +190,7 @@ _NAMELESS = (None, "", "?", -1)
 """How the runtime (1.31), and exporters, write a dimension without a name."""
 
 
-def prepared(
-    request: EngineRequest, progress: Progress | None = None, patience: float = math.inf
-) -> Preparation:
+def prepared(request: EngineRequest, progress: Progress | None = None) -> Preparation:
     """The prepared form of a model, made if there is none yet; `BuildError` if it cannot be as requested.
 
     See `mcinfer.engines.preparation.find_or_make`.
@@ -210,7 +207,7 @@ def prepared(
             added_inputs(scan(request.model), request.options.variable_weights)
         except OSError as exc:
             raise BuildError(f"{request.model}: {exc}") from exc
-    return find_or_make(request, RUNTIME, fill, progress, patience)
+    return find_or_make(request, RUNTIME, fill, progress)
 
 
 def facts(request: EngineRequest) -> dict[str, Any]:

@@ -13,7 +13,6 @@ save a model's optimised form, an entry without a model records this, so that mc
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import re
@@ -127,7 +126,6 @@ def find_or_make(
     runtime: Runtime,
     fill: Callable[..., None],
     progress: Progress | None = None,
-    patience: float = math.inf,
 ) -> Preparation:
     """The prepared form of the request's model; makes it if there is none yet.
 
@@ -136,7 +134,6 @@ def find_or_make(
         runtime: That of the engine which will load it.
         fill: The engine's; a child calls it to write the prepared form: see `Making.function`.
         progress: Called while it is made.
-        patience: Seconds to wait for another process that makes it; then the model is loaded as it is.
 
     Raises:
         BuildError: The model is a prepared one already, for another runtime or CPU.
@@ -161,7 +158,7 @@ def find_or_make(
             progress=progress,
             keeps_failure=True,
         )
-        held = open_or_make(facts_of(request, runtime, content), making, patience)
+        held = open_or_make(facts_of(request, runtime, content), making)
     except BuildError as exc:
         # The runtime refuses a file that is not a model, in better words; it takes a format of its own.
         notes = (shortened(f"{OWN_COPY}: {exc}"),) if prepare == "always" else ()
@@ -333,7 +330,7 @@ def cpu_features() -> str:
 # Making an entry.
 
 
-def open_or_make(facts: Mapping[str, Any], making: "Making", patience: float = math.inf) -> Held:
+def open_or_make(facts: Mapping[str, Any], making: "Making") -> Held:
     """The entry of these facts; if there is none yet, one process of all that want it makes it.
 
     Raises:
@@ -342,12 +339,7 @@ def open_or_make(facts: Mapping[str, Any], making: "Making", patience: float = m
         ChildFailedError: The process that makes it failed; another try may succeed.
     """
     return Cache.default().make(
-        entry_key(facts),
-        facts,
-        making.fill,
-        wait=_STUCK_SECONDS,
-        patience=patience,
-        progress=making.report,
+        entry_key(facts), facts, making.fill, wait=_STUCK_SECONDS, progress=making.report
     )
 
 

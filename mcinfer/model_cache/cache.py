@@ -31,7 +31,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import time
@@ -477,7 +476,6 @@ class Cache:
         fill: Callable[[Path, int], None],
         *,
         wait: float,
-        patience: float = math.inf,
         progress: Callable[[int], None] | None = None,
     ) -> Held:
         """Hold an entry; make it if it is missing or damaged. Of many processes, one makes it.
@@ -490,7 +488,6 @@ class Cache:
                 Its exceptions pass through, except errors of the system.
             wait: Seconds to wait for another process that makes the entry and makes no progress, or that uses
                 a damaged one.
-            patience: Seconds to wait for another process in any case.
             progress: Called with the bytes that another process has written, when these change.
 
         Raises:
@@ -501,7 +498,7 @@ class Cache:
             check_own(self.folder, make=0o700)
             damaged: set[_Identity] = set()
             seen: object = None
-            began = since = time.monotonic()
+            since = time.monotonic()
             while True:
                 # First as a user: LOCK_EX alone would wait for all users of a finished entry.
                 if (held := self._take(key, damaged)) is not None:
@@ -517,16 +514,11 @@ class Cache:
                     if progress is not None:
                         progress(written)
                 if now - since >= wait:  # the same text for all who wait
-                    fault = (
-                        "has been preparing it, or using a damaged one, without any progress for "
-                        f"{wait:.3g} s"
+                    raise CacheUnusableError(
+                        f"{self.folder / key}: another process has been preparing it, or using a damaged "
+                        f"one, without any progress for {wait:.3g} s"
                     )
-                elif now - began >= patience:
-                    fault = f"is preparing it, which takes more than {patience:.3g} s"
-                else:
-                    time.sleep(_PAUSE)
-                    continue
-                raise CacheUnusableError(f"{self.folder / key}: another process {fault}")
+                time.sleep(_PAUSE)
         try:
             self.evict()
         except CacheUnusableError as exc:  # the entry is made all the same

@@ -34,11 +34,6 @@ from mcinfer.ort.providers import CPU, NOTHING_HERE
 if TYPE_CHECKING:
     from mcinfer.model_cache.cache import Held
 
-_LEAST_PATIENCE = 10.0
-_PREPARED_BYTES_PER_SECOND = 25e6
-"""How long another process is waited for that prepares the model. A plain session opens in less time, but
-for good with a copy of its own."""
-
 _SMALL = f"it has less than {LEAST_PREPARED_BYTES >> 20} MiB"
 
 _UNPREPARED = (
@@ -132,8 +127,7 @@ def _prepared_file(
     content = content_of(request)
     if content.random:  # from a seed and the node's number in the graph
         return f"{content.random} draws random numbers, others where the graph is optimised", None
-    patience = _LEAST_PATIENCE + content.size / _PREPARED_BYTES_PER_SECOND
-    found = runtime.prepared(replace(request, content=content), patience=patience)
+    found = runtime.prepared(replace(request, content=content))
     return "; ".join(note.removeprefix(f"{OWN_COPY}: ") for note in found.notes), found.held
 
 
