@@ -120,14 +120,14 @@ class CoreShare:
     Attributes:
         shared: Whether another worker of the pool is pinned to one of these cores too.
         threads: Threads of one run, if a CPU quota allows fewer than there are cores; None is one per core.
-        pool: The cores of all workers on the CPU, if more threads can run there; empty if not.
+        wide_cores: Those of all workers on the CPU, if more threads can run there; empty if not.
         usable: The cores of which this is an equal share; empty if they were chosen, or lie beside a card.
     """
 
     cores: tuple[int, ...] = ()
     shared: bool = False
     threads: int | None = None
-    pool: tuple[int, ...] = ()
+    wide_cores: tuple[int, ...] = ()
     usable: tuple[int, ...] = ()
 
     def of_allowed(self, allowed: Collection[int]) -> "CoreShare":
@@ -152,7 +152,7 @@ class CoreShare:
             cores=cores,
             shared=shared or not cores,
             threads=None if threads is None else min(threads, len(cores or now)),
-            pool=tuple(now) if self.pool and len(now) > len(cores) else (),
+            wide_cores=tuple(now) if self.wide_cores and len(now) > len(cores) else (),
             usable=tuple(now) if parts else (),
         )
 
@@ -224,20 +224,20 @@ def share_cores(
             shares[worker] = InvalidInputError(f"cores: got {got}")
     pinned = Counter(core for own, _, _ in mine.values() for core in own)
     on_cpu = {core for i, (own, *_) in mine.items() if devices[i].kind == "cpu" for core in own}
-    pool = tuple(core for core in cores if core in on_cpu)
+    together = tuple(core for core in cores if core in on_cpu)
     for worker, (own, parts, count) in mine.items():
         threads = None
         if cpus is not None and cpus < len(cores):
             start, stop = (part * cpus // count for part in (parts.start, parts.stop))
             threads = min(len(own), max(1, stop - start))
         shared = any(pinned[core] > 1 for core in own)
-        most = len(pool) if cpus is None else min(cpus, len(pool))
+        most = len(together) if cpus is None else min(cpus, len(together))
         equal = chosen is None and devices[worker].kind == "cpu"
         shares[worker] = CoreShare(
             cores=own,
             shared=shared,
             threads=threads,
-            pool=pool if equal and most > (threads or len(own)) else (),
+            wide_cores=together if equal and most > (threads or len(own)) else (),
             usable=tuple(cores) if equal else (),
         )
     return dict(sorted(shares.items()))
@@ -602,7 +602,7 @@ def plan_pool(
         share = found if isinstance(found, CoreShare) else nowhere
         process = ProcessPlan(
             device=device,
-            share=share if may_be_wide else replace(share, pool=()),
+            share=share if may_be_wide else replace(share, wide_cores=()),
             missing="" if isinstance(found, CoreShare) else str(found),
             rank=index % cut.ranks,
             card_workers=on_cards[device.index] if device.kind in CARD_KINDS else 1,

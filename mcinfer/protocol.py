@@ -298,7 +298,7 @@ class Build(Message):
     cores: Annotated[tuple[int, ...], is_tuple_of(is_count)] = ()
     shared: _Flag = False
     threads: Annotated[int | None, or_none(is_count)] = None
-    pool: Annotated[tuple[int, ...], is_tuple_of(is_count)] = ()
+    wide_cores: Annotated[tuple[int, ...], is_tuple_of(is_count)] = ()
     usable: Annotated[tuple[int, ...], is_tuple_of(is_count)] = ()
     options: Annotated[EngineOptions, lambda value: isinstance(value, EngineOptions)] = (
         EngineOptions()
@@ -316,7 +316,7 @@ class Build(Message):
             cores=self.cores,
             shared=self.shared,
             threads=self.threads,
-            pool=self.pool,
+            wide_cores=self.wide_cores,
             usable=self.usable,
         )
 

@@ -136,7 +136,7 @@ def test_a_pool_on_the_cpu_has_a_share_of_the_cores_for_each_worker() -> None:
     pool = plan(2)
     assert [[str(one.device) for one in group] for group in pool.groups] == [["cpu:0"], ["cpu:1"]]
     assert [one.share.cores for one in pool.processes] == [(0, 1), (2, 3)]
-    assert [one.share.pool for one in pool.processes] == [
+    assert [one.share.wide_cores for one in pool.processes] == [
         (0, 1, 2, 3)
     ] * 2  # a lone request is wide
     assert (pool.pieces, pool.warning, pool.inline, pool.on_host) == (1, "", False, True)
@@ -148,7 +148,7 @@ def test_a_pool_on_the_cpu_has_a_share_of_the_cores_for_each_worker() -> None:
         {"restart": RestartPolicy(max_memory_bytes=1 << 30)},
         {"parallel": Parallel(tensor=2)},
     ):
-        assert not any(one.share.pool for one in plan(2, **some).processes), some
+        assert not any(one.share.wide_cores for one in plan(2, **some).processes), some
 
 
 def test_a_model_that_is_cut_has_groups_of_ranks() -> None:
@@ -341,7 +341,7 @@ def test_chosen_cores_that_do_not_fit_are_refused_for_each_worker() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "cpus", "pool"),
+    ("devices", "cpus", "wide_cores"),
     [
         (["cpu:0", "cpu:1"], None, (0, 1, 2, 3)),
         (["cpu:0", "cpu:1"], 3, (0, 1, 2, 3)),
@@ -356,13 +356,15 @@ def test_chosen_cores_that_do_not_fit_are_refused_for_each_worker() -> None:
     ],
 )
 def test_worker_knows_the_cores_of_all_on_the_cpu_where_more_threads_can_run_there(
-    devices: list[str], cpus: int | None, pool: tuple[int, ...]
+    devices: list[str], cpus: int | None, wide_cores: tuple[int, ...]
 ) -> None:
     shares = share_cores(parse_devices(devices, 4), range(4), cpus=cpus, near={0: (2, 3)})
-    found = {s.pool for s in shares.values() if isinstance(s, CoreShare) and s != shares.get(2)}
-    assert found == {pool}
+    found = {
+        s.wide_cores for s in shares.values() if isinstance(s, CoreShare) and s != shares.get(2)
+    }
+    assert found == {wide_cores}
     chosen = share_cores(parse_devices(2, 4), range(4), [[0], [1]])
-    assert [s.pool for s in chosen.values() if isinstance(s, CoreShare)] == [(), ()]
+    assert [s.wide_cores for s in chosen.values() if isinstance(s, CoreShare)] == [(), ()]
 
 
 @given(cores=st.integers(2, 80), data=st.data(), workers=st.integers(1, 80))

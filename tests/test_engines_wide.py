@@ -68,7 +68,7 @@ class Pair:
         clocked = SimpleNamespace(perf_counter=lambda: clock[0])
         monkeypatch.setattr("mcinfer.engines.wide.time", clocked)
         self.narrow, self.wide = Timed(clock, 0.002), Timed(clock, 0.001)
-        share = CoreShare(cores=CORES, pool=CORES)
+        share = CoreShare(cores=CORES, wide_cores=CORES)
         self.engine = WideEngine(self.narrow, share, lambda _: self.wide, read_content(str(path)))
 
     def open(self) -> BoundRun:

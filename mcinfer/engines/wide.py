@@ -76,7 +76,7 @@ class WideEngine(EngineAround):
         content: ModelContent,
     ) -> None:
         super().__init__(narrow)
-        self._own, self._pool = share.cores, share.pool
+        self._own, self._wide_cores = share.cores, share.wide_cores
         self._open_wide = open_wide
         self._content = content
         self._opening = threading.Thread(target=self._open, name="mcinfer-wide", daemon=True)
@@ -125,7 +125,7 @@ class WideEngine(EngineAround):
     def move(self, *, to_pool: bool) -> bool:
         """Pin the calling thread to the pool's cores, or to the worker's own; whether it is on the pool's."""
         with suppress(OSError):  # this process may not use these cores any more
-            os.sched_setaffinity(0, self._pool if to_pool else self._own)
+            os.sched_setaffinity(0, self._wide_cores if to_pool else self._own)
             self.on_pool = to_pool
         return self.on_pool
 
@@ -148,12 +148,14 @@ class WideEngine(EngineAround):
     def _open(self) -> None:
         try:
             try:
-                os.sched_setaffinity(0, self._pool)  # of this thread, and of those that it starts
+                os.sched_setaffinity(
+                    0, self._wide_cores
+                )  # of this thread, and of those that it starts
             except OSError as exc:
-                own = format_core_list(self._pool)
+                own = format_core_list(self._wide_cores)
                 raise BuildError(f"none of the pool's cores {own} is allowed now") from exc
-            threads = min(len(self._pool), whole_cpus())
-            engine = self._open_wide(CoreShare(cores=self._pool, threads=threads))
+            threads = min(len(self._wide_cores), whole_cpus())
+            engine = self._open_wide(CoreShare(cores=self._wide_cores, threads=threads))
             if engine.prepared != self.prepared or not self._content.unchanged():
                 engine.close()
                 raise BuildError("the model is not what it was")

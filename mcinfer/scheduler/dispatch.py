@@ -344,7 +344,7 @@ class Dispatch:
         if not w.runs:
             w.began = now
             # So short a run gains nothing from more threads.
-            if w.usual_seconds >= WIDE_RUN and w.build.pool:
+            if w.usual_seconds >= WIDE_RUN and w.build.wide_cores:
                 run.wide = self._is_alone(w, members)
         w.runs.append(run)
         w.state = WorkerState.BUSY
@@ -363,7 +363,7 @@ class Dispatch:
         entry = self._table.entries[members[0][0]]
         if not entry.may_be_wide or len(entry.rows) > 1 or entry.attempts[0] > 1:
             return False
-        return not any(o.runs for o in self._workers if o is not w and o.build.pool)
+        return not any(o.runs for o in self._workers if o is not w and o.build.wide_cores)
 
     # Learning.
 

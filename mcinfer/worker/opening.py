@@ -88,7 +88,7 @@ def open_worker_engine(
     cores = () if share.shared or engine.pins else share.cores
     # A model that draws random numbers has one state of them.
     is_sole = engine.widens and engine.concurrent == 1
-    if share.pool and is_sole and content is not None and not content.random:
+    if share.wide_cores and is_sole and content is not None and not content.random:
         engine = WideEngine(engine, share, partial(_open_wide, message, request), content)
     return engine, cores, facts
 
