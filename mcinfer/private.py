@@ -3,15 +3,16 @@
 ::
 
     opened_folder(path)      a folder that is there, or is made; guarded: no other user can replace it
+    check_own(path)          a folder of this user's alone, used by its path: no other user can change it
     opened_place(path)       where a file or a folder is to be written: no link of another user leads there
     PrivateFolder()          a new folder of this process's, where no other user can replace it
     take_lock(path)          a locked file, which is still the one at that path
     ModelInMemory(content)   no folder at all: a sealed memfd that children inherit
     new_memory(name, size)   a memfd, which is never a standard stream (`fill_streams`)
-    Descriptor(fd, …)       what is closed at an end that no signal's handler can interrupt
+    Descriptor(fd)           an open descriptor, which is closed with this object
 
-Links are followed one by one, from the root on, and each folder is opened in one that was looked at. From
-then on the folder is used through its descriptor (``/proc/self/fd/N``), so that no other takes its place.
+Links are followed one by one, from the root on, and each folder is opened in one that was looked at. An
+opened folder is used through its descriptor (``/proc/self/fd/N``), so that no other takes its place.
 
 A private folder goes with its owner. If that is killed, the lock on the folder goes, and the next process
 that makes one removes what is not locked. A lock also shows the owners in other containers, as pids do not.
