@@ -66,7 +66,7 @@ _SHARE = 0.9
 _aligned = partial(align, step=ALIGNMENT)
 
 _SLAB = -1
-"""The number of a slab: the first block that a leader makes."""
+"""The number of a slab: the first block that a worker makes."""
 
 
 class _NoSlabError(BuildError):

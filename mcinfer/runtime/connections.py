@@ -7,6 +7,7 @@ token, which the worker gets over its lifeline and shows in HELLO. One thread ca
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 from mcinfer.config import Limits
 from mcinfer.errors import ProtocolError
@@ -54,6 +55,7 @@ class Connections:
 
     Attributes:
         transport: Carries the messages, after `open`.
+        builds: By worker, what each of its ranks loads.
         processes: The running processes, by index of the worker.
         peers: The worker and rank of each identified process, by the transport's name for it.
     """
@@ -69,7 +71,7 @@ class Connections:
         self._worker = worker
         self._share = share
         self.processes: dict[int, Gang] = {}
-        self._builds = builds
+        self.builds = builds
         self._block = block  # of the master's, by its number
         self._most_memory = limits.worker_memory_bytes
         self._all_memory = usable_memory()
@@ -82,10 +84,10 @@ class Connections:
         Raises:
             OSError: The system has no descriptor, thread or folder left; nothing stays open.
         """
-        processes = sum(map(len, self._builds))
+        processes = sum(map(len, self.builds))
         _check_descriptors(DESCRIPTORS_TO_OPEN + self._worker.descriptors * processes)
         # libzmq ends the process if it cannot start a thread (src/thread.cpp).
-        check_tasks(_TASKS_TO_OPEN + sum(map(self._tasks, self._builds)))
+        check_tasks(_TASKS_TO_OPEN + sum(map(self._tasks, self.builds)))
         self.transport = MasterTransport()
 
     def close(self) -> None:
@@ -104,7 +106,7 @@ class Connections:
         Raises:
             OSError: The system cannot start a process.
         """
-        builds = self._builds[index]
+        builds = self.builds[index]
         between = len(builds) * (len(builds) - 1)  # what the ranks share, until all are started
         _check_descriptors(self._worker.descriptors * len(builds) + between)
         check_tasks(self._tasks(builds))
@@ -139,7 +141,7 @@ class Connections:
 
     def label(self, index: int, rank: int = 0) -> tuple[int, str]:
         """A rank's number among all of the pool's, and its device."""
-        return sum(map(len, self._builds[:index])) + rank, self._builds[index][rank].device
+        return sum(map(len, self.builds[:index])) + rank, self.builds[index][rank].device
 
     def _limit(self, build: Build) -> int | None:
         """How much memory of its own a process may have."""
@@ -212,15 +214,13 @@ class Connections:
         return Block.attach(number, size, fd)
 
     def take_slab(self, index: int, slab: tuple[int, int]) -> None:
-        """Keep the slab that the worker has made and handed over, for the others of its card.
+        """Keep the block of weights that the worker has made and handed over, for others of its device.
 
         Raises:
-            ProtocolError: It was not asked for one, or has not handed over such a block.
+            ProtocolError: It has not handed over such a block.
             OSError: This process has no descriptor left.
         """
         [process] = self.processes[index].ranks
-        if not self._builds[index][0].shares_weights or process.slab is not None:
-            raise ProtocolError(f"slab {slab} was not asked for")
         number, expected = slab
         size, fd, token = process.lifeline.receive_block(number)
         process.slab = OfferedBlock(number=number, size=size, fd=fd, token=token)
@@ -247,7 +247,7 @@ class Connections:
             except OSError as exc:
                 raise UnreachableError(f"cannot be reached: {exc}") from exc
         elif isinstance(message, Build) and gang.peers:
-            builds = [message] if not gang.is_group else self._builds[index]
+            builds = [message] if not gang.is_group else self.builds[index]
             for process, build in zip(gang.ranks, builds, strict=True):
                 self.transport.send([process.peer or b""], encode(build))
         else:
@@ -285,18 +285,18 @@ class Connections:
             data = encode_predict_joined(first.number, shard, weights.number, tensors, first.axes)
         self.transport.send(gang.peers, data)
 
-    def share_slab(self, index: int, leader: int) -> None:
-        """Give a worker the slab of another one.
+    def build_with(self, index: int, build: Build, *, maker: int) -> None:
+        """Have a worker load the model with the weights that another one has made.
 
         Raises:
             UnreachableError: As `send`.
         """
-        gang, slab = self.processes.get(index), self.processes[leader].ranks[0].slab
+        gang, slab = self.processes.get(index), self.processes[maker].ranks[0].slab
         if gang is None or slab is None:
             return
         self._hand_over(gang, slab)
-        device = self._builds[leader][0].device
-        self.send(index, Attach(block=slab.number, size=slab.size, device=device))
+        self.send(index, Attach(block=slab.number, size=slab.size, device=build.device))
+        self.send(index, replace(build, slab=slab.number))
 
     def _hand_over(self, gang: Gang, block: SharedBlock | OfferedBlock) -> None:
         try:

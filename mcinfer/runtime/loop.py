@@ -416,7 +416,7 @@ class Loop:
             if isinstance(message, Reply):
                 message = self._take(index, message)
             elif isinstance(message, BuildFinish):
-                message = self.supervision.take_slab(index, message)
+                message = self.supervision.take_weights(index, message)
             self._scheduler.handle_message(now, index, message)
         except ProtocolError as exc:
             self.supervision.outlaw(index, f"breaks the protocol: {exc}")

@@ -5,6 +5,8 @@ processes: that one runs, could not be started, or has ended. The master learns 
 same wait as of messages. Which processes a worker has is the business of `Connections`.
 
 What fails in an order is put into `news`: events that the loop reports at the begin of its next turn.
+
+Workers of one device may hold its weights once; then they start in order (`Sharing`).
 """
 
 import logging
@@ -19,11 +21,11 @@ from functools import partial
 from time import monotonic
 from typing import TypeVar
 
-from mcinfer.errors import ClosedError, McinferError, ReadyTimeoutError
+from mcinfer.errors import ClosedError, McinferError, ProtocolError, ReadyTimeoutError
 from mcinfer.machine import oom_kills, usable_memory
 from mcinfer.private import model_name
 from mcinfer.process import STRAY, STRAY_REASON
-from mcinfer.protocol import MAX_NOTES, BuildFinish, Error, Message, Preparing
+from mcinfer.protocol import MAX_NOTES, Build, BuildFinish, Error, Exit, Message, Preparing
 from mcinfer.requests.request import Promise
 from mcinfer.runtime.connections import Connections
 from mcinfer.runtime.delivery import Delivery
@@ -40,6 +42,80 @@ _HEALTH_INTERVAL = 0.2  # seconds between two checks of `wait_ready`
 _MAX_NOTES = 100  # different notes that are logged
 
 _LEVELS = {"degraded": logging.WARNING, "failed": logging.ERROR}
+
+
+class Sharing:
+    """The workers of one device that hold its weights once: the order in which they start and end.
+
+    The first that starts is the *maker*: its process loads the weights and hands them over, with its
+    BUILD_FINISH. The others start after that, and use them. The end of the maker ends these, and it is asked
+    to end only when they are gone. The next maker starts when no process is left, since the device need not
+    have room for the weights twice.
+
+    Attributes:
+        maker: The worker whose process makes the weights, or has made them; None without one.
+        users: Those whose processes use them, or will.
+        is_made: Whether others may start and use them.
+        was_made: Whether any process has made them.
+        apart: Whether each worker loads them for itself, since they could not be shared.
+    """
+
+    def __init__(self) -> None:
+        self.maker: int | None = None
+        self.users: set[int] = set()
+        self.is_made = self.was_made = self.apart = False
+        self._waiting: deque[int] = deque()
+        self._holds_exit = False
+
+    def order(self, worker: int) -> None:
+        """The worker is to be started; see `next`."""
+        self._waiting.append(worker)
+
+    def withdraw(self, worker: int) -> bool:
+        """The worker is not to be started any more; False if it was not waiting."""
+        if worker not in self._waiting:
+            return False
+        self._waiting.remove(worker)
+        return True
+
+    def next(self) -> int | None:
+        """Take the next worker that may be started now, if any."""
+        is_free = self.maker is None and not self.users
+        if not self._waiting or not (self.apart or self.is_made or is_free):
+            return None
+        worker = self._waiting.popleft()
+        if self.is_made:
+            self.users.add(worker)
+        elif not self.apart:
+            self.maker = worker
+        return worker
+
+    def note_made(self, made: bool) -> None:
+        """The maker has the model, and has made the weights for the others, or could not."""
+        self.is_made, self.apart = made, not made
+        self.was_made |= made
+
+    def hold_exit(self, worker: int) -> bool:
+        """Whether the worker, which is to end, must wait for those that use its weights; see `take_exit`."""
+        if worker != self.maker or not self.users:
+            return False
+        self.is_made, self._holds_exit = False, True
+        return True
+
+    def note_end(self, worker: int) -> bool:
+        """A worker's process has ended; whether the users cannot go on without it."""
+        self.users.discard(worker)
+        if worker != self.maker:
+            return False
+        self.maker, self.is_made, self._holds_exit = None, False, False
+        return True
+
+    def take_exit(self) -> int | None:
+        """The maker, once, if it is to be asked to end now."""
+        if self.users or not self._holds_exit:
+            return None
+        self._holds_exit = False
+        return self.maker
 
 
 class Supervision:
@@ -86,11 +162,28 @@ class Supervision:
         self._notes: set[str] = set()
         self._lost_at: float | None = None  # when the pool ceased to be ready, until it is again
         self._oom_kills: dict[int, int] = {}  # by worker: at its start
+        self._sharing: dict[int, Sharing] = {}  # by worker
+        of_devices: dict[str, Sharing] = {}
+        for worker, ranks in enumerate(connections.builds):
+            if ranks[0].shares_weights:
+                self._sharing[worker] = of_devices.setdefault(ranks[0].device, Sharing())
 
     # Orders of the scheduler.
 
     def start_worker(self, worker: int) -> None:
-        """Carry out the order."""
+        """Carry out the order, when the worker may start."""
+        sharing = self._sharing.get(worker)
+        if sharing is None:
+            self._start(worker)
+            return
+        sharing.order(worker)
+        self._start_next(sharing)
+
+    def _start_next(self, sharing: Sharing) -> None:
+        while (worker := sharing.next()) is not None:
+            self._start(worker)
+
+    def _start(self, worker: int) -> None:
         process = None
         try:
             process = self._connections.start(worker)
@@ -102,21 +195,36 @@ class Supervision:
                 self._connections.remove(worker)
                 process.reap()
             how = f"could not be {'started' if process is None else 'watched'}: {exc}"
-            self.news.append(lambda: self.scheduler.handle_died(monotonic(), worker, how))
+            self.news.append(partial(self._report_end, worker, how))
             return
         self._pidfds.update(child.pidfd for child in process.ranks)
         self._oom_kills[worker] = oom_kills()
         self.news.append(partial(self._note_start, worker, process.pid))
 
     def _note_start(self, worker: int, pid: int) -> None:
-        self.scheduler.handle_started(worker, pid)
+        self.scheduler.handle_started(monotonic(), worker, pid)
         self._delivery.log(logging.INFO, "%s started", self.scheduler.workers[worker].name)
 
     def send(self, worker: int, message: Message) -> None:
+        sharing = self._sharing.get(worker)
+        if isinstance(message, Build) and sharing is not None:
+            if sharing.apart:
+                message = replace(message, shares_weights=False)
+            elif worker != sharing.maker and sharing.maker is not None:
+                build = partial(self._connections.build_with, maker=sharing.maker)
+                self._order(worker, build, message)
+                return
+        if isinstance(message, Exit) and sharing is not None and sharing.hold_exit(worker):
+            why = f"it uses the weights of worker {worker}, which is to end"
+            self.news.append(partial(self._end_users, sharing, why))
+            return
         self._order(worker, self._connections.send, message)
 
-    def share_slab(self, worker: int, leader: int) -> None:
-        self._order(worker, self._connections.share_slab, leader)
+    def _end_users(self, sharing: Sharing, why: str) -> None:
+        for user in sorted(sharing.users):
+            if not self.scheduler.is_exiting(user):
+                self.scheduler.handle_killed(user, why, planned=True)
+                self._connections.kill(user)
 
     def _order(self, worker: int, carry_out: Callable[[int, T], None], what: T) -> None:
         try:
@@ -134,6 +242,9 @@ class Supervision:
         self.news.append(end)
 
     def kill_worker(self, worker: int) -> None:
+        sharing = self._sharing.get(worker)
+        if sharing is not None and sharing.withdraw(worker):
+            self.news.append(partial(self._report_end, worker, "was not started"))
         self._connections.kill(worker)
 
     def ask_for_stacks(self, worker: int) -> None:
@@ -166,7 +277,7 @@ class Supervision:
         self.at_once = sum(w.concurrent for w in self.scheduler.workers if w.serves)
 
     def pool_started(self, error: McinferError | None) -> None:
-        specs = self.scheduler.lives.specs
+        specs = self.scheduler.lifecycle.specs
         if error is None and specs is not None:
             # Before the pool's first report: a first request comes at once.
             self._note_serving(self.scheduler.health(monotonic()))
@@ -189,9 +300,7 @@ class Supervision:
 
     def note_ends(self, ready: Sequence[int]) -> None:
         """Report the processes that have ended, by their pidfds; what they sent has been received."""
-        now = monotonic()
-        # By index: the death of a card's leader comes before those that follow from it.
-        for index, process in sorted(self._connections.processes.items()):
+        for index, process in [*self._connections.processes.items()]:
             ended = [child for child in process.ranks if child.pidfd in ready]
             for child in ended:
                 self.poll.unregister(child.pidfd)
@@ -199,12 +308,12 @@ class Supervision:
             if ended:
                 process.note_ends(ended, asked=self.scheduler.is_exiting(index))
                 if self._pidfds.isdisjoint(child.pidfd for child in process.ranks):
-                    self._bury(index, now)
-                elif process.killed and not self.scheduler.workers[index].doomed:
+                    self._reap(index)
+                elif process.killed and not self.scheduler.workers[index].is_killed:
                     self.scheduler.handle_killed(index, "")
 
-    def _bury(self, index: int, now: float) -> None:
-        """A worker's process has ended."""
+    def _reap(self, index: int) -> None:
+        """A worker's processes have ended: free what belongs to them, log and report it."""
         process = self._connections.processes[index]
         self._connections.remove(index)
         stacks = process.stacks()
@@ -222,7 +331,19 @@ class Supervision:
         level = logging.INFO if expected and not stacks else logging.WARNING
         where = f"; where it was:\n{stacks}" if stacks else ""
         self._delivery.log(level, "%s %s%s", self.scheduler.workers[index].name, how, where)
-        self.scheduler.handle_died(now, index, how)
+        self._report_end(index, how)
+
+    def _report_end(self, worker: int, how: str) -> None:
+        """Report that a worker has no process; `how`, in words."""
+        sharing = self._sharing.get(worker)
+        if sharing is not None and sharing.note_end(worker):
+            # Before it is decided who takes its runs.
+            self._end_users(sharing, f"it uses the weights of worker {worker}, which has ended")
+        self.scheduler.handle_died(monotonic(), worker, how)
+        if sharing is not None:
+            if (maker := sharing.take_exit()) is not None:
+                self._order(maker, self._connections.send, Exit())
+            self._start_next(sharing)
 
     def outlaw(self, worker: int, reason: str) -> None:
         """End a worker that broke the protocol or cannot be reached; its death is reported as any other."""
@@ -249,15 +370,36 @@ class Supervision:
 
     # What workers say of themselves.
 
-    def take_slab(self, index: int, message: BuildFinish) -> BuildFinish:
-        """Get the weights on a card that a worker has made for others; none without a descriptor left."""
-        if message.slab is None:
+    def take_weights(self, index: int, message: BuildFinish) -> BuildFinish | Error:
+        """Get the weights that a worker has made for others of its device, which may start then.
+
+        Returns:
+            The message; or an error, so that the worker is started again, if there were such weights before:
+            the device may be full for a moment, and would not hold them for each worker. Past the worker's
+            restart budget, each loads them for itself.
+
+        Raises:
+            ProtocolError: It was not asked to make any, or has not handed them over.
+        """
+        sharing = self._sharing.get(index)
+        if sharing is None or sharing.maker != index or sharing.is_made:
+            if message.slab is not None:
+                raise ProtocolError(f"slab {message.slab} was not asked for")
             return message
-        try:
-            self._connections.take_slab(index, message.slab)
-        except OSError as exc:
-            note = f"the workers of a card do not share its weights: {exc}"
-            return replace(message, slab=None, notes=(*message.notes, note)[-MAX_NOTES:])
+        notes = message.notes
+        if message.slab is not None:
+            try:
+                self._connections.take_slab(index, message.slab)
+            except OSError as exc:  # no descriptor is left
+                note = f"the workers of a device do not share its weights: {exc}"
+                notes = (*notes, note)[-MAX_NOTES:]
+                message = replace(message, slab=None, notes=notes)
+        made, spent = message.slab is not None, self.scheduler.workers[index].budget.spent
+        if sharing.was_made and not (made or spent) and self.started.settled:
+            why = "; ".join(notes) or "it made none"
+            return Error(kind="build", text=f"its device's weights are not shared any more: {why}")
+        sharing.note_made(made)
+        self._start_next(sharing)
         return message
 
     def report(self, index: int, message: Message) -> None:
@@ -328,7 +470,7 @@ class Supervision:
     def take_statistics(self) -> tuple[WorkerStatistics, ...]:
         """One entry for each process; the ranks of a group share what the scheduler knows of the group."""
         found = []
-        for w in self.scheduler.lives.statistics():
+        for w in self.scheduler.lifecycle.statistics():
             process = self._connections.processes.get(w.index)
             pids = [w.pid, *(child.pid for child in process.ranks[1:])] if process else []
             for rank in range(self.scheduler.workers[w.index].build.ranks):

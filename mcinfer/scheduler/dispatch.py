@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 from mcinfer.errors import McinferError
 from mcinfer.protocol import MAX_RUNS, WorkerState
 from mcinfer.scheduler.queue import Joinable, ShardId, ShardQueue
-from mcinfer.scheduler.workers import MAX_DEATHS, Fate, PoolRules, Run, Worker
+from mcinfer.scheduler.workers import MAX_DEATHS, PoolRules, Run, Stop, Worker
 from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Histogram, RequestTrace, ShardTrace
 
 SHORT_RUN = 0.01  # seconds: workers with runs up to this get runs ahead
@@ -57,13 +57,13 @@ class Entry:
     """One request.
 
     Attributes:
-        timeout: Seconds from `called` to `deadline`.
         rows: Rows of each shard.
         size: Bytes of its tensors.
+        timeout: Seconds from `called` to `deadline`.
+        may_be_wide: Whether its one shard may have the whole CPU if it is alone.
         answered: By shard, whether its reply came.
         attempts: By shard, how often a worker got it.
         unanswered: How many shards have no reply yet.
-        may_be_wide: Whether its one shard may have the whole CPU if it is alone.
         deaths: By shard, how each worker ended that died on it, or may have; in words.
         closed: When it was settled.
         ending: How it was settled; None before.
@@ -73,22 +73,27 @@ class Entry:
     """
 
     number: int
+    rows: tuple[int, ...]
+    size: int
     called: float
     queued: float
     timeout: float
-    deadline: float
-    rows: tuple[int, ...]
-    size: int
-    answered: list[bool]
-    attempts: list[int]
-    unanswered: int
-    may_be_wide: bool
+    may_be_wide: bool = False
+    deadline: float = field(init=False)
+    answered: list[bool] = field(init=False)
+    attempts: list[int] = field(init=False)
+    unanswered: int = field(init=False)
     deaths: dict[int, list[str]] = field(default_factory=dict)
     closed: float = 0.0
     ending: Ending | None = None
     begun: bool = False
     outstanding: int = 0
     runs: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.deadline = self.called + self.timeout
+        self.unanswered = shards = len(self.rows)
+        self.answered, self.attempts = [False] * shards, [0] * shards
 
     def end(self, now: float) -> float:
         """Until when a run of it may go on once it is settled: as long as the caller gave it."""
@@ -132,27 +137,12 @@ class RequestTable:
 
     # Accepting.
 
-    def accept(
-        self,
-        number: int,
-        rows: tuple[int, ...],
-        called: float,
-        now: float,
-        timeout: float,
-        size: int,
-        may_be_wide: bool = False,
-    ) -> Entry:
+    def accept(self, entry: Entry) -> None:
         """Enter a request; its shards are not queued yet."""
-        shards, deadline = len(rows), called + timeout
-        answered, attempts = [False] * shards, [0] * shards
-        entry = Entry(
-            *(number, called, now, timeout, deadline, rows, size, answered, attempts, shards),
-            may_be_wide,
-        )
-        self.entries[number] = entry
+        self.entries[entry.number] = entry
         self.accepted += 1
         self.in_flight += 1
-        self.in_flight_bytes = taken = self.in_flight_bytes + size
+        self.in_flight_bytes = taken = self.in_flight_bytes + entry.size
         if taken > self._most_bytes:
             self._most_bytes = taken
         self.not_begun += 1
@@ -160,8 +150,7 @@ class RequestTable:
             # The answered ones must not outnumber the open ones: a long time-out keeps them for long.
             self._deadlines = [item for item in self._deadlines if self.find_open(item[1])]
             heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline, number))
-        return entry
+        heapq.heappush(self._deadlines, (entry.deadline, entry.number))
 
     def take_peak(self) -> int:
         """The most that `in_flight_bytes` was since the last call."""
@@ -229,7 +218,6 @@ class Dispatch:
     Attributes:
         queue: The shards that wait.
         batch_sizes: Rows of each answered run.
-        due: When to look again, since a shard that is held is due, or earlier.
         max_delay: Seconds that a request may wait for others to be joined with.
     """
 
@@ -242,19 +230,11 @@ class Dispatch:
     ) -> None:
         self.queue = ShardQueue(rules.max_batch_size)
         self.batch_sizes = Tally(ROW_BOUNDS)
-        self.due = math.inf
         self.max_delay = rules.max_delay
         self._workers = workers
         self._table = table
         self._sink = sink
         self._joins = rules.max_batch_size > 1
-
-    def next_time(self) -> float:
-        """When to look again; infinite if nothing waits for a time."""
-        # Whatever the time, which only says who may have more than it works on.
-        if self.queue.items and self._next_worker(math.inf) is not None:
-            return self.queue.next_due()
-        return math.inf
 
     def enter(
         self, entry: Entry, now: float, priority: int, join: tuple[Hashable, int] | None
@@ -280,18 +260,17 @@ class Dispatch:
     def go_on(self, now: float) -> None:
         """Give queued shards to workers, as far as these have room."""
         queue, given = self.queue, []
+        queue.end_holding(now)
         while queue.items:
             w = self._next_worker(now)
             if w is None:
                 break
-            members = queue.take(now, beside=bool(w.runs))
+            members = queue.take(beside=bool(w.runs))
             if not members:
                 break
             given.append((w, self._give(w, members, now)))
         for w, run in given:
             self._sink.send_run(w.index, run)
-        if queue.items:
-            self.due = min(self.due, queue.next_due())
 
     def runs_for(self, entry: Entry) -> list[tuple[Worker, Run]]:
         """The runs with shards of a request, and whose they are."""
@@ -311,7 +290,7 @@ class Dispatch:
             runs = len(w.runs)
             if runs > least or (runs == least and w.began >= began) or runs >= w.capacity:
                 continue
-            if w.fate is not Fate.STAYS:
+            if w.stop is not Stop.NONE:
                 continue
             # Beside a run that is to stop others may begin; none waits for it.
             if w.kill_at < math.inf and not 0 < runs < w.concurrent:

@@ -38,7 +38,6 @@ class _Item:
     priority: float
     place: int
     join: Joinable | None = None
-    due: float = math.inf  # until then
     overdue: bool = False
     alone: bool = False
 
@@ -84,12 +83,10 @@ class ShardQueue:
             group = self._groups.setdefault(join.key, _Group())
             group.items[item.place] = item
             group.rows += join.rows
-            item.due = join.due
             if not group.is_held:
                 insort(self._free, item.entry)
             self._hold_or_free(group)
-            if item.due < math.inf:
-                insort(self._dues, (item.due, item.place, item))
+            insort(self._dues, (join.due, item.place, item))
         else:
             insort(self._free, item.entry)
 
@@ -107,18 +104,21 @@ class ShardQueue:
         if item is not None:
             self._remove(item)
 
-    def take(self, now: float, *, beside: bool = False) -> tuple[ShardId, ...]:
+    def end_holding(self, until: float) -> None:
+        """Hold the shards that were due until then no longer."""
+        while self._dues and self._dues[0][0] <= until:
+            item = self._dues.pop(0)[2]
+            item.overdue = True
+            if item.join is not None:
+                group = self._groups[item.join.key]
+                group.overdue += 1
+                self._hold_or_free(group)
+
+    def take(self, *, beside: bool = False) -> tuple[ShardId, ...]:
         """Take the shards of the next run; none while all that wait are held.
 
         `beside`: the worker has others.
         """
-        while self._dues and self._dues[0][0] <= now:
-            due = self._dues.pop(0)[2]
-            due.due, due.overdue = math.inf, True
-            if due.join is not None:
-                group = self._groups[due.join.key]
-                group.overdue += 1
-                self._hold_or_free(group)
         if not self._free:
             return ()
         item, oldest = self._free[0][2], self._oldest()
@@ -132,15 +132,6 @@ class ShardQueue:
         is_passed_over = oldest is not None and oldest not in members
         self._passed_over = self._passed_over + 1 if is_passed_over else 0
         return tuple(member.shard for member in members)
-
-    def end_holding(self, now: float) -> None:
-        """The held shards are due now: there is nothing to wait for."""
-        for group in self._groups.values():
-            for item in group.items.values():
-                if item.due > now and not item.overdue:
-                    self._forget_due(item)
-                    item.due = now
-                    insort(self._dues, (now, item.place, item))
 
     def next_due(self) -> float:
         """When a held shard becomes due; infinite without one."""
@@ -187,10 +178,11 @@ class ShardQueue:
         del self.items[item.shard]
         if not self.items:
             self._passed_over = 0
-        self._forget_due(item)
         if not self._is_held(item):
             _delete(self._free, item)
         if item.join is not None:
+            if not item.overdue:
+                del self._dues[bisect_left(self._dues, (item.join.due, item.place, item))]
             group = self._groups[item.join.key]
             del group.items[item.place]
             group.rows -= item.join.rows
@@ -198,11 +190,6 @@ class ShardQueue:
             self._hold_or_free(group)
             if not group.items:
                 del self._groups[item.join.key]
-
-    def _forget_due(self, item: _Item) -> None:
-        if item.due < math.inf:
-            del self._dues[bisect_left(self._dues, (item.due, item.place, item))]
-            item.due = math.inf
 
 
 def _delete(line: _Line, item: _Item) -> None:

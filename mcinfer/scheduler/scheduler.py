@@ -11,8 +11,7 @@ The rules:
 * Every request settles exactly once.
 * Shards go to workers as `Dispatch` says: at once where nothing waits.
 * A shard whose worker died goes to another; one that has begun on three workers that died fails. The death of
-  a worker that was ended because it shared memory with one that died, or for a run that did not stop, does
-  not count.
+  a worker that was ended for no fault of its own, or for another run that did not stop, does not count.
 * A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
   again apart; those that were executed at once by a worker that died do not run beside each other again.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
@@ -25,7 +24,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import NoReturn
+from typing import Literal
 
 from mcinfer.errors import (
     ClosedError,
@@ -52,11 +51,11 @@ from mcinfer.scheduler.dispatch import Dispatch, Ending, Entry, RequestSink, Req
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.workers import (
     MAX_TEXT,
-    Fate,
+    Lifecycle,
     PoolRules,
     Run,
+    Stop,
     Worker,
-    WorkerLives,
     WorkerSink,
 )
 from mcinfer.statistics import Health
@@ -84,17 +83,16 @@ class Scheduler:
         rules: PoolRules,
     ) -> None:
         self._sink = requests
-        self._pool = workers
-        self.lives = WorkerLives(builds, workers, rules)
-        self.workers = self.lives.workers
+        self._worker_sink = workers
+        self.lifecycle = Lifecycle(builds, workers, rules)
+        self.workers = self.lifecycle.workers
         self.due = math.inf
         self._timeouts = rules.timeouts
         self._limits = rules.limits
-        self._draining: float | None = None
-        self._closing: float | None = None
-        self._closed = False
+        self._phase: Literal["open", "draining", "closing", "closed"] = "open"
+        self._phase_end = math.inf  # of draining, or of closing
         self._traces = rules.tracing
-        self._wears = rules.restart.max_requests is not None
+        self._recycles = rules.restart.max_requests is not None
         self.table = RequestTable()
         self._dispatch = Dispatch(self.workers, self.table, requests, rules)
         self.queue = self._dispatch.queue
@@ -103,10 +101,10 @@ class Scheduler:
     # What the shell and the statistics may ask.
 
     def health(self, now: float) -> Health:
-        health = self.lives.health(now)
-        if self._closed:
+        health = self.lifecycle.health(now)
+        if self._phase == "closed":
             return replace(health, state="closed", reasons=(), serving=0)
-        if self._closing is not None or self._draining is not None:
+        if self._phase != "open":
             left = self.table.in_flight
             reasons = (f"{left} requests are still to be answered",) if left else ()
             return replace(health, state="closing", reasons=(*reasons, *health.reasons))
@@ -114,26 +112,23 @@ class Scheduler:
 
     def is_exiting(self, worker: int) -> bool:
         """Whether the worker was asked to end."""
-        return self._closing is not None or self.workers[worker].state is WorkerState.EXITING
+        return self.lifecycle.closing or self.workers[worker].state is WorkerState.EXITING
 
     def next_time(self) -> float:
         """When `handle_time` is due next; infinite if nothing waits for a time."""
-        times = [self.table.next_deadline(), self._dispatch.next_time(), *self.lives.due_times()]
-        if self._draining is not None:
-            times.append(self._draining)
-        if self._closing is not None and not self._closed:
-            times.append(self._closing)
-        return min(times)
+        requests = min(self.table.next_deadline(), self.queue.next_due())
+        return min(requests, self._phase_end, *self.lifecycle.due_times())
 
     # Events.
 
     def handle_start(self, now: float) -> None:
         for w in self.workers:
-            self.lives.start(w, now)
+            self.lifecycle.start(w)
         self._go_on(now)
 
-    def handle_started(self, worker: int, pid: int) -> None:
-        self.workers[worker].pid = pid
+    def handle_started(self, now: float, worker: int, pid: int) -> None:
+        self.lifecycle.note_start(self.workers[worker], pid, now)
+        self._go_on(now)
 
     def handle_request(
         self,
@@ -169,23 +164,24 @@ class Scheduler:
             ClosedError: The pool is closed.
             QueueFullError: `Limits.queue` or `Limits.queue_bytes` is reached.
         """
-        if self._closing is not None or not self.lives.started:
+        if self.lifecycle.closing or not self.lifecycle.started:
             raise ClosedError("the master is closed")
-        if self._draining is not None and limited:
+        if self._phase == "draining" and limited:
             raise ClosedError("the master is closing: it finishes what it has, and takes no more")
         table, limits = self.table, self._limits
         if limited and (table.in_flight >= limits.queue or limits.queue_bytes is not None):
             self.check_room(size)
         called = now if called is None else called
-        entry = table.accept(request, rows, called, now, timeout, size, may_be_wide)
+        entry = Entry(request, rows, size, called, now, timeout, may_be_wide)
+        table.accept(entry)
         if entry.deadline < self.due:
             self.due = entry.deadline
-        if not self.lives.calm and self.lives.circuit_open:
-            self._fail(entry, self.lives.outage(now), now)
+        if not self.lifecycle.is_steady and self.lifecycle.circuit_open:
+            self._fail(entry, self.lifecycle.outage(now), now)
             return
         self._dispatch.enter(entry, now, priority, join)
-        if self._dispatch.due < self.due:
-            self.due = self._dispatch.due
+        if self.queue.items:
+            self.due = min(self.due, self.queue.next_due())
 
     def check_room(self, size: int) -> None:
         """Raise `QueueFullError` unless a request with so many bytes of tensors can be accepted now."""
@@ -207,13 +203,15 @@ class Scheduler:
             self._fail(entry, ClosedError("the request was cancelled"), now, "cancelled")
             self._go_on(now)
 
-    def handle_killed(self, worker: int, reason: str) -> None:
-        """The loop has killed the worker; its death will be reported."""
-        self.workers[worker].doom(reason)
+    def handle_killed(self, worker: int, reason: str, *, planned: bool = False) -> None:
+        """The loop has killed the worker, `planned` for no fault of its own; its death will be reported."""
+        w = self.workers[worker]
+        w.note_kill(reason)
+        w.is_planned |= planned
 
     def handle_own_memory(self, now: float, worker: int, size: int) -> None:
         """The worker's process has so many bytes of memory of its own."""
-        self.lives.retire_if_worn(self.workers[worker], size)
+        self.lifecycle.recycle_if_due(self.workers[worker], size)
         self._go_on(now)
 
     def handle_restart(self, now: float) -> None:
@@ -222,14 +220,14 @@ class Scheduler:
         Raises:
             ClosedError: The pool is closed.
         """
-        if self._closing is not None or self._draining is not None or not self.lives.started:
+        if self._phase != "open" or not self.lifecycle.started:
             raise ClosedError("the master is closed")
-        self.lives.replace(self.workers, asked_for=True)
+        self.lifecycle.replace(self.workers, asked_for=True)
         self._go_on(now)
 
     def handle_restart_abandoned(self, now: float) -> None:
         """The caller of `handle_restart` does not wait any more: replace no further workers."""
-        self.lives.forget_replacing()
+        self.lifecycle.forget_replacing()
         self._go_on(now)
 
     def handle_message(self, now: float, worker: int, message: Message) -> None:
@@ -253,14 +251,14 @@ class Scheduler:
                 raise ProtocolError(f"{type(message).__name__} is not for a worker to send")
         match message:
             case Hello():
-                if self._closing is None:
-                    self.lives.build(w, now)
+                if not self.lifecycle.closing:
+                    self.lifecycle.send(w, w.build)
             case Preparing():
-                self.lives.extend_start(w, message, now)
+                self.lifecycle.extend_start(w, message, now)
             case BuildFinish():
-                self.lives.finish_build(w, message, now)
+                self.lifecycle.finish_build(w, message, now)
             case Error():
-                self.lives.fail_build(w, message, now)
+                self.lifecycle.fail_build(w, message, now)
         self._go_on(now)
 
     def handle_answer(
@@ -283,16 +281,22 @@ class Scheduler:
         w = self.workers[worker]
         runs, concurrent = w.runs, w.concurrent
         if not 0.0 <= seconds < math.inf:
-            _refuse_answer(w, request, shard, seconds, error)
+            raise ProtocolError(f"seconds: got {seconds}, expected a finite number, 0 or more")
         if runs and runs[0].members[0] == (request, shard):
             run = runs.popleft()
         else:
             found = w.find_begun(request, shard)
             if found is None:
-                _refuse_answer(w, request, shard, seconds, error)
+                kind = Reply if error is None else Error
+                state_after(w.state, kind)
+                expected = " or ".join(str(run.members[0]) for run in w.begun()) or "none"
+                raise ProtocolError(
+                    f"{kind.__name__} for request and shard {(request, shard)}, expected {expected} in "
+                    f"state {w.state}"
+                )
             run = found
             runs.remove(run)
-        if w.kill_at < math.inf and not w.doomed:
+        if w.kill_at < math.inf and not w.is_killed:
             w.kill_at = min([w.end_by, *(left.stop_by for left in runs)])
         if not runs and w.state is WorkerState.BUSY:
             w.state = WorkerState.READY
@@ -300,8 +304,8 @@ class Scheduler:
             self._limit_unwanted(w, runs[concurrent - 1], now)
         members, w.began = run.members, now
         w.answers += len(members)
-        if self._wears:
-            self.lives.retire_if_worn(w)
+        if self._recycles:
+            self.lifecycle.recycle_if_due(w)
         if error is not None:
             self._handle_failed_run(w, run, error, now)
         else:
@@ -310,9 +314,9 @@ class Scheduler:
                 if wide:
                     w.wide_deaths = 0
                     w.counts.wide += 1
-            self._dispatch.learn_run(w, run, seconds)
             # The worker's word, as far as it can be.
-            seconds = max(0.0, min(seconds, now - run.sent))
+            seconds = min(seconds, now - run.sent)
+            self._dispatch.learn_run(w, run, seconds)
             w.counts.runs += 1
             w.counts.completed += len(members)
             w.counts.busy_seconds += seconds
@@ -332,31 +336,30 @@ class Scheduler:
                 if entry.ending is not None and not entry.outstanding:
                     del self.table.entries[number]
                     self._sink.release(number)
-        if not self.lives.calm or self._draining is not None:
+        if not self.lifecycle.is_steady or self._phase != "open":
             self._go_on(now)
         elif self.queue.items:
             self._dispatch.go_on(now)
-            self.due = min(self.due, self._dispatch.due)
 
     def handle_died(self, now: float, worker: int, how: str) -> None:
         """The worker's process ended, or could not be started; `how`, in words."""
         w = self.workers[worker]
         # A pipeline has begun as many as it works on.
-        begun = [] if w.fate in (Fate.HANGS, Fate.BEREFT) else [*islice(w.runs, w.depth)]
+        is_blamed = w.stop is not Stop.HUNG and not w.is_planned
+        begun = [*islice(w.runs, w.depth)] if is_blamed else []
         runs, w.runs = w.runs, deque()
         w.wide_deaths += bool(runs and runs[0].wide)
-        story = self.lives.bury(w, how, now)
+        story = self.lifecycle.note_end(w, how, now)
         for run in reversed(runs):
             w.counts.failed += len(run.members)
             if run in begun:
                 for member in run.members:
-                    self._note_death(w, member, story, now)
+                    self._count_death(w, member, story, now)
             self._run_again(run)
-        self.lives.part(w, now)
-        self.lives.finish_start()
-        if self._closing is None and self.lives.circuit_open:
+        self.lifecycle.finish_start()
+        if not self.lifecycle.closing and self.lifecycle.circuit_open:
             for entry in self.table.open():
-                self._fail(entry, self.lives.outage(now), now)
+                self._fail(entry, self.lifecycle.outage(now), now)
         self._go_on(now)
 
     def handle_time(self, now: float) -> None:
@@ -364,63 +367,55 @@ class Scheduler:
         for entry in self.table.overdue(now):
             self._handle_deadline(entry, now)
         for w in self.workers:
-            self.lives.handle_time(w, now)
-        if self._draining is not None and self._draining <= now:
-            self._close(now, self._timeouts.close)
-        self._go_on(now, abandon=self._closing is not None and self._closing <= now)
+            self.lifecycle.handle_time(w, now)
+        if self._phase == "draining" and self._phase_end <= now:
+            self._close(now)
+        self._go_on(now)
 
     def handle_close(self, now: float, timeout: float | None = None) -> None:
         """End the pool: requests in flight fail, and workers get so many seconds to exit.
 
-        None is `Timeouts.close`.
+        None is `Timeouts.close`. A second call can only shorten the time.
         """
-        self._close(now, self._timeouts.close if timeout is None else timeout)
+        self._close(now, timeout)
         self._go_on(now)
 
-    def _close(self, now: float, timeout: float) -> None:
+    def _close(self, now: float, timeout: float | None = None) -> None:
+        if self._phase == "closed":
+            return
+        seconds = self._timeouts.close if timeout is None else timeout
         # A killed process that has not ended this long after is stuck in the kernel.
-        end = now + timeout + self._timeouts.close + KILLED_ENDS
-        if self._closed:
-            return
-        if self._closing is not None:
-            if end < self._closing:
-                self._closing = end
-                self.lives.hasten_close(now, timeout)
-            return
-        self._closing = end
-        self._draining = None
+        end = now + seconds + self._timeouts.close + KILLED_ENDS
+        self._phase_end = min(end, self._phase_end) if self._phase == "closing" else end
+        self._phase = "closing"
         for entry in self.table.open():
             self._fail(entry, ClosedError("the master was closed"), now)
-        self.lives.close(now, timeout)
-        self._pool.announce(self.health(now), False)
+        self.lifecycle.close(now, seconds)
+        self._worker_sink.announce(self.health(now), False)
 
     def handle_drain(self, now: float, timeout: float) -> None:
         """End the pool when all accepted requests are answered, or after so many seconds."""
-        if self._closing is not None:
+        if self._phase in ("closing", "closed"):
             return
-        self._draining = now + timeout
+        self._phase, self._phase_end = "draining", now + timeout
         self._dispatch.max_delay = 0.0  # no more requests come that could join those that are held
-        self.queue.end_holding(now)
-        self._pool.announce(self.health(now), False)
+        self.queue.end_holding(math.inf)
+        self._worker_sink.announce(self.health(now), False)
         self._go_on(now)
 
-    def _go_on(self, now: float, *, abandon: bool = False) -> None:
-        """Do what any event may make possible: replace a worker, give out shards, report, end.
-
-        With `abandon`, the pool ends though some workers cannot be killed.
-        """
-        self.lives.advance(now)
+    def _go_on(self, now: float) -> None:
+        """Do what any event may make possible: replace a worker, give out shards, report, end."""
+        self.lifecycle.advance(now)
         self._dispatch.go_on(now)
-        self.lives.announce(now)
-        if self._draining is not None and not self.table.in_flight:
-            self._close(now, self._timeouts.close)
-        if self._closing is not None and not self._closed:
+        self.lifecycle.announce(now)
+        if self._phase == "draining" and not self.table.in_flight:
+            self._close(now)
+        if self._phase == "closing":
             left = tuple(w.index for w in self.workers if w.state is not WorkerState.GONE)
-            if abandon or not left:
-                self._closed = True
-                self._pool.announce(self.health(now), False)
-                self._pool.pool_closed(left)
-        self._dispatch.due = math.inf
+            if self._phase_end <= now or not left:  # some may not end, though they were killed
+                self._phase, self._phase_end = "closed", math.inf
+                self._worker_sink.announce(self.health(now), False)
+                self._worker_sink.pool_closed(left)
         self.due = self.next_time()
 
     # Answers.
@@ -478,7 +473,7 @@ class Scheduler:
     def _cancel_run(self, w: Worker, run: Run) -> None:
         if w.state is WorkerState.BUSY:
             request, shard = run.members[0]
-            self.lives.send(w, Cancel(request=request, shard=shard))
+            self.lifecycle.send(w, Cancel(request=request, shard=shard))
 
     def _give_back(self, request: int) -> Entry | None:
         """A worker that had a shard of a request has it no more; the request, if it is still open."""
@@ -495,7 +490,7 @@ class Scheduler:
             del self.table.entries[entry.number]
             self._sink.release(entry.number)
 
-    def _note_death(self, w: Worker, member: ShardId, story: str, now: float) -> None:
+    def _count_death(self, w: Worker, member: ShardId, story: str, now: float) -> None:
         """A worker died on a shard, or on another that it had begun: give it up after the last try."""
         request, shard = member
         entry = self.table.find_open(request)
@@ -522,7 +517,7 @@ class Scheduler:
             if not answered
         ]
         if not any(w.serves for w in self.workers):
-            where += self.lives.health(now).reasons
+            where += self.lifecycle.health(now).reasons
         error = PredictTimeoutError(f"no answer within {entry.timeout:g} s: {', '.join(where)}")
         for w, run in runs:
             if run in w.begun():
@@ -532,20 +527,3 @@ class Scheduler:
         for w, run in runs:
             if not self.table.is_over(run):
                 self._cancel_run(w, run)
-
-
-def _refuse_answer(
-    w: Worker, request: int | None, shard: int | None, seconds: float, error: Error | None
-) -> NoReturn:
-    """Raise what is wrong with an answer."""
-    kind = Reply if error is None else Error
-    state_after(w.state, kind)
-    if w.find_begun(request, shard) is None:
-        expected = " or ".join(str(run.members[0]) for run in w.begun()) or "none"
-        raise ProtocolError(
-            f"{kind.__name__} for request and shard {(request, shard)}, expected {expected} in state "
-            f"{w.state}"
-        )
-    raise ProtocolError(
-        f"{kind.__name__}: seconds: got {seconds}, expected a finite number, 0 or more"
-    )

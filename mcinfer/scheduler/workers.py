@@ -10,26 +10,15 @@
 * While every worker is past its budget, the pool's circuit is open: requests fail at once, with the cause.
 * The master asks a worker that hangs for its stacks and kills it a moment later.
 * Workers are replaced one at a time, those past their budget first; one that serves, while all others serve.
-
-Workers of one card may hold its weights once. The first of them is their *leader*: it makes the slab, a block
-of the card's memory, and the others, its followers, open it.
-
-* Followers start together with their leader, and get BUILD when it has the model. If it could make no slab,
-  they are no followers from then on: each worker of the card loads the weights by itself.
-* A leader that has made a slab before, and can make none in a later start, starts again as after a death:
-  the card may be full for a moment, and would not hold a copy for each worker. Only past its budget it may
-  serve without.
-* The leader's death ends the followers that have its slab. That is no fault of theirs or of their runs: it
-  takes nothing of their budget, and no shard is blamed. They come back as soon as there is a new slab, which
-  is made once the last of them is gone: the card need not have room for two.
-* A leader ends of its own accord only after its followers, so they are replaced together.
+* A process that is ended for a fault of none of its own (it was asked to end, or cannot go on without another
+  worker) costs nothing of the budget, and no run of it is blamed.
 """
 
 import math
 import signal
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from itertools import islice
 from typing import Protocol
@@ -107,18 +96,16 @@ class Run:
     stop_by: float = math.inf
 
 
-class Fate(Enum):
-    """What becomes of a worker's process; the start of another one makes it STAYS again."""
+class Stop(Enum):
+    """How a worker's process is to end; the next one begins with NONE."""
 
-    STAYS = auto()
-    RETIRES = auto()
+    NONE = auto()
+    AFTER_RUNS = auto()
     """It ends after its last answer, to be replaced."""
-    DOOMED = auto()
+    KILLED = auto()
     """It will be killed, or was; messages that it sent before may still come."""
-    HANGS = auto()
-    """As DOOMED, because it did not stop a run that no caller waits for: none of the others is to blame."""
-    BEREFT = auto()
-    """It is killed as well, because its leader has died, and is not to blame."""
+    HUNG = auto()
+    """As KILLED, because it did not stop a run that no caller waits for: none of the others is to blame."""
 
 
 @dataclass(slots=True)
@@ -214,15 +201,12 @@ class Worker:
     rank 0.
 
     Attributes:
-        leader: The worker that makes the slab that this one opens; None without one.
-        followers: Those whose leader it is.
         state: The process's place in `TRANSITIONS`.
-        fate: What becomes of the process.
+        stop: How the process is to end.
         kill_at: When to kill it unless it has answered or ended; infinite if there is no reason, as the rest.
-        is_to_end: Whether it was asked to end after its last answer, so that its end is planned.
-        end_by: When it must have ended then.
+        is_planned: Whether its end is no fault of its own, and costs nothing.
+        end_by: When it must have ended, if it was asked to.
         restart_at: When to start the next one.
-        slab: Number and bytes of the slab that the process has made, or was given.
         answers: How many shards the process has answered, with a result or an error.
         runs: What it has to run, in the order in which runs begin; see `begun`.
         began: When the current run began, or the latest, as far as can be known.
@@ -240,16 +224,13 @@ class Worker:
     budget: Budget
     capacity: int
     depth: int
-    leader: "Worker | None" = None
-    followers: list["Worker"] = field(default_factory=list)
     state: WorkerState = WorkerState.GONE
     pid: int | None = None
-    fate: Fate = Fate.STAYS
+    stop: Stop = Stop.NONE
     kill_at: float = math.inf
-    is_to_end: bool = False
+    is_planned: bool = False
     end_by: float = math.inf
     restart_at: float = math.inf
-    slab: tuple[int, int] | None = None
     answers: int = 0
     runs: deque[Run] = field(default_factory=deque)
     began: float = 0.0
@@ -266,14 +247,14 @@ class Worker:
         return self.build.device
 
     @property
-    def borrowers(self) -> list["Worker"]:
-        """The followers that have the worker's slab open."""
-        return [follower for follower in self.followers if follower.slab is not None]
+    def is_killed(self) -> bool:
+        """Whether the process will be killed, or was."""
+        return self.stop in (Stop.KILLED, Stop.HUNG)
 
     @property
-    def doomed(self) -> bool:
-        """Whether the process will be killed, or was."""
-        return self.fate in (Fate.DOOMED, Fate.HANGS, Fate.BEREFT)
+    def is_to_start(self) -> bool:
+        """Whether its process was ordered, and does not run yet."""
+        return self.state is WorkerState.SPAWNED and self.pid is None
 
     @property
     def death_error(self) -> type[WorkerDiedError]:
@@ -284,12 +265,7 @@ class Worker:
     def serves(self) -> bool:
         """Whether it takes requests, now or after its current run."""
         ready = self.state in (WorkerState.READY, WorkerState.BUSY)
-        return ready and self.fate is Fate.STAYS
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether it does not serve, and only a probe, of it or of its leader, can change that."""
-        return self.budget.spent or (self.leader is not None and self.leader.budget.spent)
+        return ready and self.stop is Stop.NONE
 
     def begun(self) -> list[Run]:
         """The runs that it executes; those behind them have not begun."""
@@ -303,20 +279,13 @@ class Worker:
     def expect_end(self, run: Run, time: float) -> None:
         """No caller waits for this run, which has begun: kill the worker then, unless it has answered it."""
         run.stop_by = min(time, run.stop_by)
-        if not self.doomed:
+        if not self.is_killed:
             self.kill_at = min(run.stop_by, self.kill_at)
 
-    def doom(self, reason: str) -> None:
+    def note_kill(self, reason: str) -> None:
         """It is being killed. Messages that it sent before may come until its death is reported."""
-        if self.fate is not Fate.BEREFT:
-            self.fate = Fate.DOOMED
+        self.stop = Stop.KILLED
         self.last_error = reason
-
-    def end_until(self, time: float) -> None:
-        """Have it end until then. One that does not stop a run is killed no later for that."""
-        self.is_to_end = True
-        self.end_by = time
-        self.kill_at = min(time, self.kill_at)
 
     @property
     def name(self) -> str:
@@ -340,12 +309,9 @@ class WorkerSink(Protocol):
     """What the scheduler orders about workers, and its news of the pool; see `scheduler.py`."""
 
     def start_worker(self, worker: int, /) -> None:
-        """Start this worker's process; `Scheduler.handle_started` or `handle_died` follows."""
+        """Start this worker's process, when it may; `Scheduler.handle_started` or `handle_died` follows."""
 
     def send(self, worker: int, message: Message, /) -> None: ...
-
-    def share_slab(self, worker: int, leader: int, /) -> None:
-        """Give the worker the block with the weights of its card, which its leader has made."""
 
     def ask_for_stacks(self, worker: int, /) -> None:
         """The worker hangs and will be killed: make it write its stacks first, if it still can."""
@@ -365,12 +331,12 @@ class WorkerSink(Protocol):
         """No worker is left, but for those that did not end in time although they were killed."""
 
 
-class WorkerLives:
-    """All workers of a pool.
+class Lifecycle:
+    """How all workers of a pool start, end and are replaced.
 
     Attributes:
-        calm: Whether an answer changes nothing here: all workers were well in the last report, and none is
-            being replaced.
+        is_steady: Whether an answer changes nothing here: all workers were well in the last report, and none
+            is being replaced.
         specs: What the first worker reported of the model; None before.
         started: Whether all workers had the model once.
         closing: Whether the pool is ending, so that no worker is started or replaced.
@@ -382,39 +348,32 @@ class WorkerLives:
             Worker(i, build, Budget(rules.restart), capacity=build.depth, depth=build.depth)
             for i, build in enumerate(builds)
         ]
-        leaders: dict[str, Worker] = {}
-        for w in self.workers:
-            leader = leaders.setdefault(w.device, w) if w.build.shares_weights else w
-            if leader is not w:
-                w.leader = leader
-                leader.followers.append(w)
         self.specs: BuildFinish | None = None
         self.started = False
         self.closing = False
         self._timeouts = rules.timeouts
         self._restart = rules.restart
         self._to_replace: deque[Worker] = deque()
-        self._replacing: tuple[Worker, ...] = ()
+        self._replacing: Worker | None = None
         self._asked_for: set[int] = set()
         self._announced: tuple[HealthState, int] = ("starting", 0)
-        self.calm = False
+        self.is_steady = False
 
     # Questions.
 
     @property
     def circuit_open(self) -> bool:
         """Whether requests fail at once: no worker serves, and none has a start left within its budget."""
-        return all(w.is_given_up for w in self.workers)
+        return all(w.budget.spent for w in self.workers)
 
     def outage(self, now: float) -> WorkerDiedError:
         """The error of a request while the circuit is open."""
-        spent = [w for w in self.workers if w.budget.spent]
-        dues = [w.restart_at for w in spent]
-        if dues and max(dues) < math.inf:
+        dues = [w.restart_at for w in self.workers]
+        if max(dues) < math.inf:
             probe = f"the next start is in {max(0.0, min(dues) - now):.1f} s"
         else:
             probe = "a start is under way"
-        stories = say_once(w.last_error for w in spent)
+        stories = say_once(w.last_error for w in self.workers)
         return self.workers[0].death_error(
             f"no worker serves, the restart budget is spent, and {probe}: {stories}"
         )
@@ -456,12 +415,12 @@ class WorkerLives:
                 budget = f"{self._restart.budget} restarts within {self._restart.window:g} s"
                 return f"{w.name} is past its budget of {budget}, next start in {wait}{after}"
             return f"{w.name} starts again in {wait}{after}"
-        if w.doomed:
+        if w.is_killed:
             return f"{w.name} is being ended{after}"
-        if w.fate is Fate.RETIRES:
+        if w.stop is Stop.AFTER_RUNS:
             return f"{w.name} is being replaced"
-        if w.state is WorkerState.CONNECTED and w.leader is not None:
-            return f"{w.name} waits for {w.leader.name}, which loads the weights of the card{after}"
+        if w.is_to_start:
+            return f"{w.name} is to be started{after}"
         if w.state in _STARTING:
             return f"{w.name} is starting ({w.state}){after}"
         if w.state is WorkerState.EXITING:
@@ -476,9 +435,9 @@ class WorkerLives:
         health, before = self.health(now), self._announced
         if not self.closing:
             self._announced = (health.state, health.serving)
-        self.calm = self._announced[0] == "ready" and not (self._replacing or self._to_replace)
+        self.is_steady = self._announced[0] == "ready" and not self.is_replacing
         if self._announced != before:
-            planned = all(w.serves or w in self._replacing for w in self.workers)
+            planned = all(w.serves or w is self._replacing for w in self.workers)
             self._sink.announce(health, planned)
 
     def due_times(self) -> list[float]:
@@ -487,40 +446,25 @@ class WorkerLives:
 
     # Starting.
 
-    def start(self, w: Worker, now: float) -> None:
-        w.state, w.fate = WorkerState.SPAWNED, Fate.STAYS
+    def start(self, w: Worker) -> None:
+        w.state, w.stop = WorkerState.SPAWNED, Stop.NONE
         w.answers = 0
-        w.restart_at, w.slab = math.inf, None
-        w.start.begin(now, self._timeouts.start)
+        w.restart_at = math.inf
         self._sink.start_worker(w.index)
+
+    def note_start(self, w: Worker, pid: int, now: float) -> None:
+        """Its process runs: from now on it has time to load the model."""
+        w.pid = pid
+        if not (self.closing or w.is_killed):
+            w.start.begin(now, self._timeouts.start)
 
     def send(self, w: Worker, message: Message) -> None:
         w.state = state_after(w.state, type(message))
         self._sink.send(w.index, message)
 
-    def build(self, w: Worker, now: float) -> None:
-        """It has connected: have it load the model, a follower once its leader has."""
-        leader = w.leader
-        if w.borrowers or (leader is not None and not leader.serves):
-            w.start.due = math.inf
-            return
-        if w.start.due == math.inf and not w.doomed:
-            w.start.begin(now, self._timeouts.start)
-        if leader is None or leader.slab is None:
-            self.send(w, w.build)
-            return
-        w.slab = leader.slab
-        self._sink.share_slab(w.index, leader.index)
-        self.send(w, replace(w.build, slab=leader.slab[0]))
-
     def finish_build(self, w: Worker, message: BuildFinish, now: float) -> None:
         w.start.due = math.inf
-        if w.doomed:
-            return
-        shared = w.start.succeeded and w.build.shares_weights and w.leader is None
-        if shared and message.slab is None and not w.budget.spent:
-            why = "; ".join(message.notes) or "it made no slab"
-            self.kill(w, f"{w.name}: its card's weights are not shared any more: {why}")
+        if w.is_killed:
             return
         w.providers = message.providers
         # The ranks of a group answer in order.
@@ -539,17 +483,7 @@ class WorkerLives:
         if w.budget.spent:
             w.budget.begin_trial(now)
         w.start.succeeded = True
-        followers = w.followers
-        if w.leader is None:
-            w.slab = message.slab
-        if w.leader is None and w.slab is None:
-            w.followers = []
-            for each in (w, *followers):
-                each.leader, each.build = None, replace(each.build, shares_weights=False)
         self.finish_start()
-        for follower in followers:
-            if follower.state is WorkerState.CONNECTED and not (follower.doomed or self.closing):
-                self.build(follower, now)
 
     def fail_build(self, w: Worker, message: Error, now: float) -> None:
         """The model does not load: final in the first start, later a death like others."""
@@ -569,92 +503,86 @@ class WorkerLives:
             w.start.due = min(now + self._timeouts.start, w.start.latest)
 
     def finish_start(self) -> None:
-        """Report the first start when every worker has either its model or a failure."""
+        """Report the first start when every worker has its model, or all that run have that or a failure."""
         if self.started or self.closing:
             return
-        ended = [
-            w.start.succeeded
-            or w.start.failure
-            or (w.leader is not None and w.leader.start.failure)
-            for w in self.workers
-        ]
-        if not all(ended):
+        if not all(w.start.succeeded or w.start.failure or w.is_to_start for w in self.workers):
             return
         failed = [w.start for w in self.workers if w.start.failure is not None]
         if failed:
             kind = MissingDependencyError if all(start.lacks for start in failed) else BuildError
             self.closing = True
             self._sink.pool_started(kind(say_once(start.failure or "" for start in failed)))
-            return
-        self.started = True
-        self._sink.pool_started(None)
+        elif not any(w.is_to_start for w in self.workers):
+            self.started = True
+            self._sink.pool_started(None)
 
     # Ending.
 
     def kill(self, w: Worker, reason: str) -> None:
-        w.doom(reason)
+        w.note_kill(reason)
         self._sink.kill_worker(w.index)
 
     def end_when_idle(self, w: Worker, now: float, seconds: float) -> None:
         """Ask a worker to end after its last answer, within so many seconds."""
-        w.end_until(now + seconds)
+        w.is_planned = True
+        w.end_by = now + seconds
+        w.kill_at = min(w.end_by, w.kill_at)  # no later, if it does not stop a run
         self.send(w, Exit())
 
     def handle_time(self, w: Worker, now: float) -> None:
         if w.restart_at <= now:
             w.counts.restarts += 1
-            self.start(w, now)
+            self.start(w)
         elif w.start.due <= now:
             w.start.due = math.inf
             waited = f"not ready within {self._timeouts.start:g} s (it was {w.state})"
-            self._give_up_waiting(w, f"{w.name}: {waited}", now)
+            self._end_hung(w, f"{w.name}: {waited}", now)
         elif w.kill_at <= now:
             w.kill_at = math.inf
-            if not w.doomed:
+            if not w.is_killed:
                 reason = f"{w.name}: did not stop in time"
-                if w.state is WorkerState.EXITING and not (w.fate is Fate.RETIRES or self.closing):
+                if w.state is WorkerState.EXITING and not w.is_planned:
                     reason += f" after: {w.last_error}"  # the model did not load
-                self._give_up_waiting(w, reason, now)
+                self._end_hung(w, reason, now)
                 return
             self._sink.kill_worker(w.index)
-            if not (self.started or w.start.succeeded):
+            if not w.start.succeeded:
                 w.start.failure = w.start.failure or w.last_error
                 self.finish_start()
 
-    def _give_up_waiting(self, w: Worker, reason: str, now: float) -> None:
+    def _end_hung(self, w: Worker, reason: str, now: float) -> None:
         """End a worker that hangs: get its stacks, then kill it, even if it answers in between."""
-        w.doom(reason)
-        w.fate = Fate.HANGS
+        w.note_kill(reason)
+        w.stop = Stop.HUNG
         w.kill_at = now + STACKS_SECONDS
         self._sink.ask_for_stacks(w.index)
 
-    def bury(self, w: Worker, how: str, now: float) -> str:
-        """Note that a worker's process is gone, and plan its restart; return its end in words."""
+    def note_end(self, w: Worker, how: str, now: float) -> str:
+        """A worker's process is gone: plan its restart; return its end in words."""
         story = f"{w.name} {how}"
-        cause = w.last_error if w.doomed or w.state is WorkerState.EXITING else ""
-        planned, w.is_to_end = w.is_to_end, False  # also if it had to be killed at the end
+        cause = w.last_error if w.is_killed or w.state is WorkerState.EXITING else ""
+        planned, w.is_planned = w.is_planned, False  # also if it had to be killed at the end
         before = w.state
         w.state = WorkerState.GONE
         w.usual_seconds, w.capacity = math.inf, w.depth
-        w.pid = w.slab = None
+        w.pid = None
         w.start.due = w.kill_at = w.end_by = math.inf
-        if w.fate is Fate.RETIRES:
-            w.fate = Fate.STAYS  # there is nothing left to replace
+        if w.stop is Stop.AFTER_RUNS:
+            w.stop = Stop.NONE  # there is nothing left to replace
         if self.closing:
             return story
+        if w in self._to_replace and w.index not in self._asked_for:
+            self._to_replace.remove(w)  # what was to be recycled is gone; its budget stays as it is
         if planned:
-            w.restart_at = now
+            w.restart_at = now + (w.budget.probe_delay if w.budget.spent else 0.0)
             return story
         w.last_error = f"{story} after: {cause}" if cause else story
-        if w in self._to_replace and w.index not in self._asked_for:
-            self._to_replace.remove(w)  # what was worn is gone; its budget stays as it is
-        if w.fate is Fate.BEREFT:
-            w.restart_at = now + (w.budget.probe_delay if w.budget.spent else 0.0)
-        elif (self.started or w.start.succeeded) and w.answers:
+        if w.start.succeeded and w.answers:
             # It loads and runs the model. Another worker that cannot, keeps its back-off.
             w.budget.renew()
             w.restart_at = now
-        elif self.started or w.start.succeeded:
+        elif w.start.succeeded:
             w.restart_at = w.budget.next_start(now)
         elif w.start.failure is None:  # else it was reported
             w.start.deaths.append(f"{story} while {before}")
@@ -664,119 +592,95 @@ class WorkerLives:
                 w.start.failure = "; ".join(w.start.deaths)
         return story
 
-    def part(self, w: Worker, now: float) -> None:
-        """After a leader's death, end its followers; after the last of these, build the leader, or end it."""
-        leader = w.leader
-        if not self.closing and leader is None:
-            for follower in w.borrowers:
-                if follower.doomed:  # for a reason of its own, or one of its run's
-                    self._sink.kill_worker(follower.index)
-                    continue
-                why = f"it shares the memory of its card with worker {w.index}, which has died"
-                follower.fate = Fate.BEREFT
-                self.kill(follower, why)
-        elif leader is None or leader.doomed or leader.borrowers:
-            return
-        elif self.closing and leader.state in (WorkerState.READY, WorkerState.BUSY):
-            end = leader.end_by if leader.end_by < math.inf else now + self._timeouts.close
-            self.end_when_idle(leader, now, end - now)
-        elif not self.closing and leader.state is WorkerState.CONNECTED:
-            self.build(leader, now)
-
     # Replacing.
+
+    @property
+    def is_replacing(self) -> bool:
+        return self._replacing is not None or bool(self._to_replace)
 
     def replace(self, workers: Sequence[Worker], *, asked_for: bool = False) -> None:
         """Plan to replace these processes in turn (`advance`); `asked_for`: a caller waits for it."""
         for w in workers:
             if asked_for:
                 self._asked_for.add(w.index)
-            if w not in self._to_replace and w not in self._replacing:
+            if w not in self._to_replace and w is not self._replacing:
                 self._to_replace.append(w)
-                self.calm = False
+                self.is_steady = False
 
     def forget_replacing(self) -> None:
         self._asked_for.clear()
         self._to_replace.clear()
 
-    def retire_if_worn(self, w: Worker, own_bytes: int = 0) -> None:
+    def recycle_if_due(self, w: Worker, own_bytes: int = 0) -> None:
         """Plan to replace a worker that has answered, or grown, as much as the policy allows."""
         most_answers, most_bytes = self._restart.max_requests, self._restart.max_memory_bytes
-        worn = most_answers is not None and w.answers >= most_answers
+        is_due = most_answers is not None and w.answers >= most_answers
         if w.budget.spent:
             return  # a probe in progress; a later check decides
-        if worn or (most_bytes is not None and own_bytes > most_bytes):
+        if is_due or (most_bytes is not None and own_bytes > most_bytes):
             self.replace([w])
 
     def advance(self, now: float) -> None:
         """Continue the replacements as far as possible now."""
         while not self.closing:
-            if not self._replacing:
-                if not self._to_replace:
-                    return
-                first = next((w for w in self._to_replace if w.is_given_up), self._to_replace[0])
-                together = (first, *first.followers)
-                others = [o for o in self.workers if o not in together]
-                # Another one's failure must not leave the pool without a worker.
-                if not all(o.serves or (o.is_given_up and not first.serves) for o in others):
-                    return
-                self._replacing = together
-                self._to_replace = deque(w for w in self._to_replace if w not in together)
-                for w in together:
-                    if w.budget.spent or w.state is WorkerState.GONE:
-                        w.budget.renew()
-                    if w.state is WorkerState.GONE:
-                        w.counts.restarts += 1
-                        self.start(w, now)
-                    elif w.fate is Fate.STAYS:
-                        w.fate = Fate.RETIRES
-            for w in self._replacing:
-                if w.fate is Fate.RETIRES and w.state is WorkerState.READY and not w.borrowers:
-                    self.end_when_idle(w, now, self._timeouts.close)
-            replaced = self._replacing
-            if not all(w.serves or w.is_given_up for w in replaced):
+            w = self._replacing or self._begin_replacing()
+            if w is None:
                 return
-            self._replacing = ()
-            for w in replaced:
-                if w.fate is Fate.RETIRES and w.state is not WorkerState.EXITING:
-                    w.fate = Fate.STAYS  # what its leader's next start leads to is to serve
-            asked_for = self._asked_for.intersection(w.index for w in replaced)
-            if asked_for:
-                self._asked_for -= asked_for
-                failures = [w.last_error for w in replaced if w.is_given_up]
-                if failures:
-                    self.forget_replacing()
-                    self._sink.workers_restarted(WorkerDiedError(say_once(failures)))
-                elif not self._asked_for:
-                    self._sink.workers_restarted(None)
+            if w.stop is Stop.AFTER_RUNS and w.state is WorkerState.READY:
+                self.end_when_idle(w, now, self._timeouts.close)
+            if not (w.serves or w.budget.spent):
+                return
+            self._replacing = None
+            if w.index not in self._asked_for:
+                continue
+            self._asked_for.remove(w.index)
+            if w.budget.spent:
+                self.forget_replacing()
+                self._sink.workers_restarted(WorkerDiedError(w.last_error))
+            elif not self._asked_for:
+                self._sink.workers_restarted(None)
 
-    def hasten_close(self, now: float, seconds: float) -> None:
-        """Shorten the time that `close` gave the workers to at most so many seconds."""
-        for w in self.workers:
-            if w.state is not WorkerState.GONE:
-                w.kill_at = min(now + seconds, w.kill_at)
-                w.end_by = min(now + seconds, w.end_by)
-                if seconds == 0:
-                    w.fate = Fate.DOOMED
+    def _begin_replacing(self) -> Worker | None:
+        """Take the next worker that may be replaced now: the failure of one must not end the service."""
+        w = next((w for w in self._to_replace if w.budget.spent), None)
+        if w is None and self._to_replace:
+            w = self._to_replace[0]
+        if w is None or not all(
+            o.serves or (o.budget.spent and not w.serves) for o in self.workers if o is not w
+        ):
+            return None
+        self._to_replace.remove(w)
+        self._replacing = w
+        if w.budget.spent or w.state is WorkerState.GONE:
+            w.budget.renew()
+        if w.state is WorkerState.GONE:
+            w.counts.restarts += 1
+            self.start(w)
+        elif w.stop is Stop.NONE:
+            w.stop = Stop.AFTER_RUNS
+        return w
+
+    # Closing.
 
     def close(self, now: float, seconds: float) -> None:
-        """End all workers; they get so many seconds to end by themselves."""
+        """End all workers; they get so many seconds to end by themselves, or less if that was said before."""
         self.closing = True
         if self._asked_for:
             self._sink.workers_restarted(ClosedError("the master was closed"))
         self.forget_replacing()
         for w in self.workers:
             w.restart_at = w.start.due = math.inf
-            if w.doomed and w.state is not WorkerState.GONE:
+            if w.state is WorkerState.GONE:
+                continue
+            if w.is_killed:
                 self._sink.kill_worker(w.index)
             elif w.state in (WorkerState.READY, WorkerState.BUSY):
-                if seconds and w.borrowers:
-                    w.end_until(now + seconds)  # it is asked to after its followers: see `part`
-                else:
-                    self.end_when_idle(w, now, seconds)
+                self.end_when_idle(w, now, seconds)
             elif w.state is WorkerState.EXITING:
-                w.kill_at = now + seconds
-            elif w.state is not WorkerState.GONE:
+                w.end_by = min(now + seconds, w.end_by)
+                w.kill_at = min(now + seconds, w.kill_at)
+            else:
                 self.kill(w, w.last_error)
             # One that had no time to end does not hang.
             if seconds == 0:
-                w.fate = Fate.DOOMED
+                w.stop = Stop.KILLED

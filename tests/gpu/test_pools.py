@@ -57,10 +57,10 @@ def test_run_comes_after_what_the_callers_stream_writes(
     check(outputs, expected)
 
 
-@pytest.mark.parametrize("victim", ["follower", "leader"])
+@pytest.mark.parametrize("victim", ["last", "first"])
 def test_killed_worker_of_a_card_costs_no_request(victim: str, pool: Master, expected: Any) -> None:
     before = pool.statistics().workers
-    worker = before[0 if victim == "leader" else 1]
+    worker = before[0 if victim == "first" else 1]
     assert worker.pid is not None
     futures = [pool.submit({"image": IMAGES}) for _ in range(8)]
     os.kill(worker.pid, signal.SIGKILL)
@@ -80,4 +80,4 @@ def test_killed_worker_of_a_card_costs_no_request(victim: str, pool: Master, exp
         for new, old in zip(pool.statistics().workers, before, strict=True)
         if new.pid != old.pid
     }
-    assert restarted == ({0, 1} if victim == "leader" else {1})
+    assert restarted == ({0, 1} if victim == "first" else {1})  # which has made the weights

@@ -1,4 +1,4 @@
-"""Pools on emulated cards: one slab of weights for two workers, deaths of its leader, replaced weights."""
+"""Pools on emulated cards: one slab of weights for two workers, deaths of its maker, replaced weights."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer import EngineOptions, Master, PredictError, RestartPolicy
+from mcinfer import BuildError, EngineOptions, Master, PredictError, RestartPolicy
 from mcinfer.cards.cuda import Card
 from mcinfer.config import Device
 from tests.emulated_cards import emulated_cards
@@ -153,7 +153,7 @@ def test_worker_without_room_for_tensors_of_the_card_fails_the_request_and_lives
     wait_until(only_the_slab_is_left)  # the master's thread lets go of a request after its answer
 
 
-def test_leader_that_is_killed_busy_and_in_its_next_build_costs_no_request(
+def test_maker_of_the_slab_that_is_killed_busy_and_in_its_next_build_costs_no_request(
     pool: Master, card: Card
 ) -> None:
     before, in_use = pids(pool), taken(card)
@@ -161,8 +161,8 @@ def test_leader_that_is_killed_busy_and_in_its_next_build_costs_no_request(
     os.kill(before[0], signal.SIGKILL)
 
     def rebuilding() -> int | None:
-        leader = pool.statistics().workers[0]
-        return leader.pid if leader.pid != before[0] and leader.state == "building" else None
+        maker = pool.statistics().workers[0]
+        return maker.pid if maker.pid != before[0] and maker.state == "building" else None
 
     wait_until(rebuilding)
     again = rebuilding()
@@ -173,6 +173,26 @@ def test_leader_that_is_killed_busy_and_in_its_next_build_costs_no_request(
         np.testing.assert_array_equal(y(future.result(60)), X)
     wait_until(all_restarted(pool, before))
     assert taken(card) == in_use
+
+
+def test_workers_of_a_card_are_replaced_and_it_holds_the_weights_once_again(
+    pool: Master, card: Card
+) -> None:
+    before, in_use = pids(pool), taken(card)
+    futures = [pool.submit({"x": X}) for _ in range(20)]
+    pool.restart_workers()
+    for future in futures:
+        np.testing.assert_array_equal(y(future.result(60)), X)
+    wait_until(all_restarted(pool, before))
+    assert taken(card) == in_use
+
+
+@pytest.mark.usefixtures("card")
+def test_model_that_no_worker_of_a_card_can_load_fails_the_start_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"no model")
+    with pytest.raises(BuildError, match=r"^worker 0 \(cuda:0"):
+        Master(path, ["cuda:0"] * 2, options=EngineOptions(allow_fallback=True)).__enter__()
 
 
 def test_card_that_is_full_for_a_while_holds_the_weights_once_again_later(
