@@ -62,9 +62,6 @@ MAX_BYTES = 40
 MAX_ROWS = 4
 
 
-# Anything, in any order.
-
-
 @dataclass
 class _Process:
     """What a worker's process is to the model: messages on their way to it and from it."""
@@ -115,13 +112,6 @@ class _Asked:
         return self.given.total()
 
 
-@dataclass(eq=False)
-class _Given:  # compared by identity
-    """A run that a worker was given and has not answered."""
-
-    members: tuple[ShardId, ...]
-
-
 JOINS = st.tuples(st.sampled_from("aaab"), st.integers(1, MAX_ROWS - 1))
 _Asking = tuple[int, float, int, tuple[str, int] | None, int]
 """Shards, seconds, priority, with what it may be joined, and bytes."""
@@ -144,7 +134,7 @@ class Pools(RuleBasedStateMachine):
         self.scheduler = Pool([], timeouts=TIMEOUTS, restart=RESTART, limits=Limits())
         self.sharing = Sharing()
         self.processes: dict[int, _Process] = {}
-        self.running: dict[int, deque[_Given]] = {}
+        self.running: dict[int, deque[tuple[ShardId, ...]]] = {}
         self.began: dict[int, float] = {}
         self.events = 0
         self.requests: dict[int, _Asked] = {}
@@ -221,7 +211,7 @@ class Pools(RuleBasedStateMachine):
                     runs = self.running.setdefault(worker, deque())
                     if not runs:
                         self.began[worker] = self.now
-                    runs.append(_Given(members))
+                    runs.append(members)
                     request, shard = members[0]
                     message = Predict(request=request, shard=shard, inputs=(), outputs=())
                     self.processes[worker].inbox.append(message)
@@ -326,7 +316,7 @@ class Pools(RuleBasedStateMachine):
         assert not self.processes[worker].asked
         assert len({*members}) == len(members)
         others = [run for runs in self.running.values() for run in runs]
-        at_work = {member for run in others for member in run.members}
+        at_work = {member for run in others for member in run}
         for request, shard in members:
             asked = self.requests[request]
             assert not asked.settled
@@ -344,9 +334,9 @@ class Pools(RuleBasedStateMachine):
     def note_cancel(self, worker: int, message: Cancel) -> None:
         """Fail unless the run is not wanted any more, or a request that was joined in it is out of time."""
         key = (message.request, message.shard)
-        [run] = [run for run in self.running[worker] if run.members[0] == key]
-        settled = [asked for asked in map(self.asked, run.members) if asked.settled]
-        if len(settled) < len(run.members):
+        [run] = [run for run in self.running[worker] if run[0] == key]
+        settled = [asked for asked in map(self.asked, run) if asked.settled]
+        if len(settled) < len(run):
             assert any(asked.deadline <= self.now for asked in settled), "others want this run"
 
     @property
@@ -359,7 +349,7 @@ class Pools(RuleBasedStateMachine):
 
     def written(self) -> set[int]:
         """The requests that a worker has a shard of."""
-        return {r for runs in self.running.values() for run in runs for r, _ in run.members}
+        return {r for runs in self.running.values() for run in runs for r, _ in run}
 
     @property
     def circuit_open(self) -> bool:
@@ -371,15 +361,15 @@ class Pools(RuleBasedStateMachine):
     def deliver(self, worker: int) -> None:
         """The oldest message of the worker reaches the scheduler."""
         message = self.processes[worker].outbox.popleft()
-        run = _Given(())
+        run: tuple[ShardId, ...] = ()
         if self.running.get(worker) and isinstance(message, (Reply, Error)):
             key = (message.request, message.shard)
             begun = [*self.running[worker]][: self.at_once]
-            [run] = [run for run in begun if run.members[0] == key]
+            [run] = [run for run in begun if run[0] == key]
             self.running[worker].remove(run)
             self.began[worker] = self.now
             if isinstance(message, Reply):
-                for request, shard in run.members:
+                for request, shard in run:
                     self.requests[request].replies[shard] = message
         before = self.open()
         self.carry_out(self.scheduler.handle_message(self.now, worker, message))
@@ -389,10 +379,10 @@ class Pools(RuleBasedStateMachine):
         settled = before - self.open()
         if getattr(message, "kind", "") == "cancelled":
             assert not settled
-        elif run.members:
+        elif run:
             # All that were joined are answered, or none: it is not known which of them was to blame.
-            wanted = {request for request, _ in run.members}
-            many = len(run.members) > 1
+            wanted = {request for request, _ in run}
+            many = len(run) > 1
             assert settled <= wanted
             assert not many or settled == (before & wanted if isinstance(message, Reply) else set())
 
@@ -407,8 +397,8 @@ class Pools(RuleBasedStateMachine):
         if not (process.planned or process.asked):
             # Else the end of another worker is to blame, or the run that did not stop.
             for run in [*runs][: self.depth]:
-                self.deaths.update(run.members)
-                blamed |= {member[0] for member in run.members if self.deaths[member] == MAX_TRIES}
+                self.deaths.update(run)
+                blamed |= {member[0] for member in run if self.deaths[member] == MAX_TRIES}
         how = SIGKILL if process.killed else SIGSEGV
         self.carry_out(self.scheduler.handle_died(self.now, worker, how))
         if (maker := self.sharing.take_exit()) is not None:
@@ -682,7 +672,7 @@ class Pools(RuleBasedStateMachine):
         open_requests = {n: self.requests[n] for n in self.open()}
         shards = sum(asked.shards - len(asked.replies) for asked in open_requests.values())
         given = [run for runs in self.running.values() for run in runs]
-        running = sum(request in open_requests for run in given for request, _ in run.members)
+        running = sum(request in open_requests for run in given for request, _ in run)
         assert len(self.scheduler.queue) == shards - running
 
     @invariant()
@@ -711,15 +701,6 @@ class Pools(RuleBasedStateMachine):
         return any(len(w.runs) < w.concurrent for w in busy)
 
     @invariant()
-    def held_shards_go_in_time_to_workers_that_work_on_several_runs(self) -> None:
-        busy = [w for w in self.scheduler.workers if w.state is WorkerState.BUSY and w.serves]
-        free = [w for w in busy if len(w.runs) < w.depth and w.kill_at == math.inf]
-        if free:
-            for asked in map(self.asked, self.scheduler.queue.items):
-                if asked.join is not None and not asked.runs and asked.due > self.now:
-                    assert self.scheduler.due <= asked.due
-
-    @invariant()
     def memory_is_held_as_long_as_a_worker_may_write_it(self) -> None:
         written = self.written()
         for number, asked in self.requests.items():
@@ -728,7 +709,7 @@ class Pools(RuleBasedStateMachine):
     @invariant()
     def workers_have_the_runs_that_they_were_given(self) -> None:
         for w in self.scheduler.workers:
-            given = [run.members for run in self.running.get(w.index, ())]
+            given = [*self.running.get(w.index, ())]
             assert [run.members for run in w.runs] == given
             assert len(given) <= MAX_RUNS
 

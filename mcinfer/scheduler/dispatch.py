@@ -358,11 +358,9 @@ class Dispatch:
         w.usual_seconds = usual
         if usual > SHORT_RUN:
             w.capacity = w.depth
-        elif usual * (MAX_RUNS - w.concurrent) <= AHEAD_SECONDS:
-            w.capacity = MAX_RUNS
         else:
-            ahead = w.concurrent + int(AHEAD_SECONDS / usual)
-            w.capacity = min(max(w.depth + 1, ahead), MAX_RUNS)
+            ahead = int(AHEAD_SECONDS / max(usual, AHEAD_SECONDS / MAX_RUNS))
+            w.capacity = min(max(w.depth + 1, w.concurrent + ahead), MAX_RUNS)
 
 
 def trace_of(

@@ -301,7 +301,7 @@ class Scheduler:
         if not runs and w.state is WorkerState.BUSY:
             w.state = WorkerState.READY
         elif len(runs) >= concurrent:
-            self._limit_unwanted(w, runs[concurrent - 1], now)
+            self._limit(w, runs[concurrent - 1], now)
         members, w.began = run.members, now
         w.answers += len(members)
         if self._recycles:
@@ -420,13 +420,15 @@ class Scheduler:
 
     # Answers.
 
-    def _limit_unwanted(self, w: Worker, run: Run, now: float) -> None:
-        """If no request needs this run, which has begun, it has the time of those that did, and a grace."""
-        if run.stop_by < math.inf or not self.table.is_over(run):
+    def _limit(self, w: Worker, run: Run, now: float, *, is_overdue: bool = False) -> None:
+        """If a run that has begun is overdue, it has a grace; if no request needs it, also their time."""
+        if run.stop_by < math.inf or not (is_overdue or self.table.is_over(run)):
             return
-        ends = [self.table[request].end(now) for request, _ in run.members]
-        w.expect_end(run, max([now, *ends]) + self._timeouts.cancel_grace)
-        self.due = min(self.due, w.kill_at)
+        ends = () if is_overdue else [self.table[request].end(now) for request, _ in run.members]
+        run.stop_by = max([now, *ends]) + self._timeouts.cancel_grace
+        if not w.is_killed:
+            w.kill_at = min(run.stop_by, w.kill_at)
+            self.due = min(self.due, w.kill_at)
 
     def _handle_failed_run(self, w: Worker, run: Run, message: Error, now: float) -> None:
         """A run failed or was cancelled; joined shards run again apart, so that only the bad one fails."""
@@ -434,19 +436,16 @@ class Scheduler:
         if message.kind != "cancelled":
             w.counts.failed += len(members)
             w.last_error = message.text[:MAX_TEXT]
-        if len(members) > 1:
+        request, shard = members[0]
+        # A CANCEL of an earlier run that it was joined in may have come after the answer.
+        again = (
+            message.kind == "cancelled" and 1 < self.table[request].attempts[shard] <= MAX_ATTEMPTS
+        )
+        if again or len(members) > 1:
             self._run_again(run)
-            return
-        [(request, shard)] = members
-        entry = self.table[request]
-        if message.kind == "cancelled" and 1 < entry.attempts[shard] <= MAX_ATTEMPTS:
-            # Of an earlier run that it was joined in: the CANCEL came after the answer.
-            self._run_again(run)
-            return
-        if self._give_back(request) is None:
-            return
-        kind = InvalidInputError if message.kind == "invalid" else PredictError
-        self._fail(entry, kind(f"{w.name}: {message.text}"), now)
+        elif (entry := self._give_back(request)) is not None:
+            kind = InvalidInputError if message.kind == "invalid" else PredictError
+            self._fail(entry, kind(f"{w.name}: {message.text}"), now)
 
     def _run_again(self, run: Run) -> None:
         """Queue the members of an unanswered run again, each by itself and before others."""
@@ -456,24 +455,30 @@ class Scheduler:
                 self.queue.add_first((request, shard), alone=shard in entry.deaths)
 
     def _fail(
-        self, entry: Entry, error: McinferError, now: float, ending: Ending = "failed"
+        self,
+        entry: Entry,
+        error: McinferError,
+        now: float,
+        ending: Ending = "failed",
+        *,
+        is_overdue: bool = False,
     ) -> None:
-        """Settle with an error, and cancel runs that no request needs any more."""
+        """Settle with an error, and cancel runs that no request needs any more.
+
+        `is_overdue`: and those that others were joined in, and run again apart: this one may be what hangs.
+        """
         self.table.close(entry, ending, now)
         for shard in range(len(entry.rows)):
             self.queue.discard((entry.number, shard))
         self._sink.settle(entry, error)
         for w, run in self._dispatch.runs_for(entry):
-            if self.table.is_over(run):
-                self._cancel_run(w, run)
+            if is_overdue or self.table.is_over(run):
+                if w.state is WorkerState.BUSY:
+                    request, shard = run.members[0]
+                    self.lifecycle.send(w, Cancel(request=request, shard=shard))
                 if run in w.begun():
-                    self._limit_unwanted(w, run, now)
+                    self._limit(w, run, now, is_overdue=is_overdue)
         self._release_if_done(entry)
-
-    def _cancel_run(self, w: Worker, run: Run) -> None:
-        if w.state is WorkerState.BUSY:
-            request, shard = run.members[0]
-            self.lifecycle.send(w, Cancel(request=request, shard=shard))
 
     def _give_back(self, request: int) -> Entry | None:
         """A worker that had a shard of a request has it no more; the request, if it is still open."""
@@ -503,11 +508,10 @@ class Scheduler:
             self._fail(entry, w.death_error(f"{text}: {'; '.join(stories)}"), now)
 
     def _handle_deadline(self, entry: Entry, now: float) -> None:
-        """Its time is over. Requests that were joined with it run again apart: this one may be what hangs."""
-        runs = self._dispatch.runs_for(entry)
+        """Its time is over."""
         places = {
             shard: f"{'ran on' if run in w.begun() else 'waited at'} {w.name}"
-            for w, run in runs
+            for w, run in self._dispatch.runs_for(entry)
             for request, shard in run.members
             if request == entry.number
         }
@@ -519,11 +523,4 @@ class Scheduler:
         if not any(w.serves for w in self.workers):
             where += self.lifecycle.health(now).reasons
         error = PredictTimeoutError(f"no answer within {entry.timeout:g} s: {', '.join(where)}")
-        for w, run in runs:
-            if run in w.begun():
-                # From when it was noticed: a run that was not asked to stop yet has its grace.
-                w.expect_end(run, now + self._timeouts.cancel_grace)
-        self._fail(entry, error, now)
-        for w, run in runs:
-            if not self.table.is_over(run):
-                self._cancel_run(w, run)
+        self._fail(entry, error, now, is_overdue=True)

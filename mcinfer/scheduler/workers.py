@@ -276,12 +276,6 @@ class Worker:
         member = request, shard
         return next((run for run in self.begun() if run.members[0] == member), None)
 
-    def expect_end(self, run: Run, time: float) -> None:
-        """No caller waits for this run, which has begun: kill the worker then, unless it has answered it."""
-        run.stop_by = min(time, run.stop_by)
-        if not self.is_killed:
-            self.kill_at = min(run.stop_by, self.kill_at)
-
     def note_kill(self, reason: str) -> None:
         """It is being killed. Messages that it sent before may come until its death is reported."""
         self.stop = Stop.KILLED
