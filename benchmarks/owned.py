@@ -63,8 +63,7 @@ from mcinfer.errors import (
     WorkerDiedError,
 )
 from mcinfer.process import environment
-from mcinfer.scheduler.dispatch import Tally
-from mcinfer.statistics import LATENCY_BOUNDS, Histogram
+from mcinfer.statistics import LATENCY_BOUNDS, Histogram, Tally
 
 MEMORY_BYTES = 4 << 30
 """Of the file for tensors; only what is touched takes memory."""

@@ -1,7 +1,6 @@
 """Pools for tests of the scheduler: events in, a list of orders out. Time is a number."""
 
 import math
-import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,15 +12,16 @@ from mcinfer.protocol import VERSION, Build, BuildFinish, Error, Hello, Message,
 from mcinfer.scheduler.dispatch import Entry, trace_of
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import Scheduler
-from mcinfer.scheduler.workers import STACKS_SECONDS, PoolRules, Run, describe_exit
+from mcinfer.scheduler.workers import STACKS_SECONDS, PoolRules, Run
 from mcinfer.statistics import Health, RequestTrace
 
 TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
 RESTART = RestartPolicy(budget=3, window=60.0, backoff=0.5, backoff_limit=1.0)
 SPECS = (("x", "float32", ("batch", 3)),)
 BUILT = BuildFinish(inputs=SPECS, outputs=SPECS, providers=("CPU",), seconds=0.1)
-SIGSEGV = describe_exit(-signal.SIGSEGV)
-SIGKILL = describe_exit(-signal.SIGKILL)
+SIGSEGV = "killed by SIGSEGV"
+SIGKILL = "killed by SIGKILL"
+EXITED = "exited with status 0"
 
 
 def build(index: int, pipeline: int = 1, tensor: int = 1) -> Build:

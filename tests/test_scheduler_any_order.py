@@ -745,7 +745,7 @@ class Pools(RuleBasedStateMachine):
             for w, reason in zip(wrong, health.reasons, strict=True):
                 what = "worker" if self.pipeline == 1 else "group"
                 assert reason.startswith(f"{what} {w.index} ")
-                assert f"({w.device}" in reason
+                assert f"({w.build.device}" in reason
             broken = "failed" if self.circuit_open else "degraded"
             assert health.state == (broken if wrong else "ready")
 
@@ -802,7 +802,7 @@ class Pools(RuleBasedStateMachine):
         assert all(asked.settled and asked.released for asked in self.requests.values())
         assert self.scheduler.next_time() == math.inf
         assert (self.scheduler.table.in_flight, len(self.scheduler.queue)) == (0, 0)
-        assert len(self.scheduler.table) == 0
+        assert not self.scheduler.table.entries
         assert all(w.state is WorkerState.GONE and not w.runs for w in self.scheduler.workers)
 
 

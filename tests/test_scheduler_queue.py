@@ -5,13 +5,14 @@ import math
 import tracemalloc
 from dataclasses import dataclass
 from time import process_time
+from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mcinfer.scheduler.queue import PATIENCE, Joinable, ShardId, ShardQueue
+from mcinfer.scheduler.queue import PATIENCE, ShardId, ShardQueue
 
 LATER = 100.0
 
@@ -20,8 +21,12 @@ def shard(number: int) -> ShardId:
     return (number, 0)
 
 
-def joinable(rows: int = 1, key: str = "k", due: float = 0.0) -> Joinable:
-    return Joinable(key=key, rows=rows, due=due)
+class Join(NamedTuple):
+    """With what a shard may go together, its rows, and when it goes in any case."""
+
+    key: str = "k"
+    rows: int = 1
+    due: float = 0.0
 
 
 def take(queue: ShardQueue, now: float = 0.0) -> tuple[ShardId, ...]:
@@ -38,16 +43,16 @@ def test_shard_that_is_to_be_alone_goes_beside_no_run_and_others_wait_for_it() -
     assert queue.take(beside=True) == (shard(1),)
 
 
-@pytest.mark.parametrize("what", [None, joinable(due=LATER), joinable(due=0.0)], ids=str)
+@pytest.mark.parametrize("what", [None, Join(due=LATER), Join(due=0.0)], ids=str)
 @pytest.mark.parametrize(("taking", "waiting"), [(False, 10), (True, 0)])
 def test_shards_that_come_and_are_forgotten_leave_nothing_behind(
-    what: Joinable | None, taking: bool, waiting: int
+    what: Join | None, taking: bool, waiting: int
 ) -> None:
     queue = ShardQueue(64)
     tracemalloc.start()
     try:
         for number in range(3_000):
-            queue.add(shard(number), number % 3, what)
+            queue.add(shard(number), number % 3, *(what or ()))
             if taking:
                 take(queue)
             queue.discard(shard(number - waiting))
@@ -67,7 +72,7 @@ def test_held_shards_cost_nothing_while_others_come(keys: int) -> None:
     queue = ShardQueue(4_001)
     begin = process_time()
     for number in range(4_000):
-        queue.add(shard(number), 0, joinable(key=str(number % keys), due=LATER))
+        queue.add(shard(number), 0, *Join(key=str(number % keys), due=LATER))
         assert take(queue) == ()
     assert (
         process_time() - begin < 2.0
@@ -77,7 +82,7 @@ def test_held_shards_cost_nothing_while_others_come(keys: int) -> None:
 
 def test_shards_that_are_held_without_a_limit_go_when_holding_ends() -> None:
     queue = ShardQueue(4)
-    queue.add(shard(1), 0, joinable(due=math.inf))
+    queue.add(shard(1), 0, *Join(due=math.inf))
     assert take(queue, LATER) == ()
     assert take(queue, math.inf) == (shard(1),)
 
@@ -93,7 +98,7 @@ class _Waiting:
 
     place: int
     priority: float
-    join: Joinable | None = None
+    join: Join | None = None
     seen_due: bool = False
 
     @property
@@ -184,9 +189,9 @@ class Queues(RuleBasedStateMachine):
             new = shard(self.numbers)
             fits = None
             if join is not None:
-                fits = Joinable(key=join[0], rows=join[1], due=self.now + join[2])
+                fits = Join(key=join[0], rows=join[1], due=self.now + join[2])
             self.waiting[new] = _Waiting(self.numbers, priority, fits)
-            self.queue.add(new, priority, fits)
+            self.queue.add(new, priority, *(fits or ()))
 
     @rule(count=st.integers(1, 12))
     def take(self, count: int) -> None:

@@ -15,8 +15,8 @@ from mcinfer.errors import (
 )
 from mcinfer.protocol import Cancel, Exit, Message
 from mcinfer.scheduler.dispatch import UNBOUNDED_RUN, Entry, RequestTable
-from mcinfer.scheduler.workers import describe_exit
 from tests.orders import (
+    EXITED,
     SIGKILL,
     SIGSEGV,
     TIMEOUTS,
@@ -58,7 +58,7 @@ def test_shard_is_given_up_after_three_workers_died_on_it() -> None:
     pool.handle_request(0.0, 1, (1, 1), 10.0)
     assert pool.handle_died(1.0, 1, SIGSEGV) == [predict(2, (1, 1))]
     assert pool.handle_died(1.5, 2, SIGKILL) == [predict(3, (1, 1))]
-    actions = pool.handle_died(2.0, 3, describe_exit(3))
+    actions = pool.handle_died(2.0, 3, "exited with status 3")
     assert outline(actions) == [
         Failed(1, WorkerDiedError),
         Send(worker=0, message=Cancel(request=1, shard=0)),
@@ -143,8 +143,8 @@ def test_pool_that_drains_takes_nothing_more_and_ends_with_its_last_answer() -> 
         Send(worker=0, message=Exit()),
         Send(worker=1, message=Exit()),
     ]
-    assert pool.handle_died(3.1, 0, describe_exit(0)) == []
-    assert pool.handle_died(3.1, 1, describe_exit(0)) == [PoolClosed()]
+    assert pool.handle_died(3.1, 0, EXITED) == []
+    assert pool.handle_died(3.1, 1, EXITED) == [PoolClosed()]
     assert pool.health(4.0).state == "closed"
 
 

@@ -10,8 +10,9 @@ from mcinfer.config import Limits, Timeouts
 from mcinfer.errors import BuildError, MissingDependencyError, WorkerDiedError
 from mcinfer.protocol import Error, Exit, Preparing
 from mcinfer.scheduler.scheduler import KILLED_ENDS
-from mcinfer.scheduler.workers import LONGEST_START, SHORTEST_PROBE, STACKS_SECONDS, describe_exit
+from mcinfer.scheduler.workers import LONGEST_START, SHORTEST_PROBE, STACKS_SECONDS
 from tests.orders import (
+    EXITED,
     RESTART,
     SIGKILL,
     SIGSEGV,
@@ -87,7 +88,7 @@ def test_package_is_missing_when_all_that_failed_lack_it(
 def test_missing_package_is_named_once_though_one_worker_has_ended_already() -> None:
     pool = new_pool(2)
     fail_build(pool, 0, "install it", "missing")
-    assert pool.handle_died(1.0, 0, describe_exit(0)) == []
+    assert pool.handle_died(1.0, 0, EXITED) == []
     assert text(fail_build(pool, 1, "install it", "missing")) == "workers 0 and 1: install it"
 
 
@@ -136,7 +137,7 @@ def test_second_death_in_the_first_build_fails_the_start() -> None:
     pool.handle_died(2.0, 0, SIGKILL)
     assert pool.handle_time(2.0) == [StartWorker(worker=0)]
     pool.handle_started(1.0, 0, 200)
-    actions = pool.handle_died(3.0, 0, describe_exit(1))
+    actions = pool.handle_died(3.0, 0, "exited with status 1")
     assert outline(actions) == [Failed(None, BuildError)]
     assert text(actions) == (
         "worker 0 (cpu:0, pid 100) killed by SIGKILL while building; "
@@ -261,7 +262,7 @@ def test_end_that_is_no_fault_of_the_worker_costs_nothing_and_blames_no_run() ->
     pool.handle_request(0.0, 1, (1, 1), 10.0)
     pool.handle_killed(1, "it uses what worker 0 has made", planned=True)
     assert pool.handle_died(1.0, 1, SIGKILL) == []
-    assert not pool.table[1].deaths
+    assert not pool.table.entries[1].deaths
     assert restarted(pool, 1, 1.0) == [predict(1, (1, 1))]
     assert pool.health(1.0).state == "ready"
 
@@ -274,7 +275,7 @@ def test_model_that_does_not_load_again_counts_against_the_budget_and_is_told() 
     pool.handle_message(1.0, 0, hello(0))
     assert pool.handle_message(1.0, 0, build_error()) == [Send(worker=0, message=Exit())]
     pool.handle_request(1.0, 1, (1,), 10.0)
-    actions = pool.handle_died(1.5, 0, describe_exit(0))
+    actions = pool.handle_died(1.5, 0, EXITED)
     assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
     assert "pid 200) exited with status 0 after: no such file" in text(actions)
 
@@ -299,7 +300,7 @@ def test_worker_that_does_not_exit_is_killed_then_abandoned() -> None:
     pool = ready_pool(2)
     pool.handle_request(0.0, 1, (1,), 10.0)
     pool.handle_close(1.0, 5.0)
-    pool.handle_died(1.1, 1, describe_exit(0))
+    pool.handle_died(1.1, 1, EXITED)
     assert pool.next_time() == 6.0
     end_hung(pool, 6.0, 0)
     abandoned_at = 1.0 + 5.0 + TIMEOUTS.close + KILLED_ENDS
@@ -323,7 +324,7 @@ def test_workers_that_still_load_are_killed_when_the_pool_closes() -> None:
     assert pool.handle_message(2.0, 2, hello(2)) == []
     assert pool.handle_died(2.1, 1, SIGKILL) == []
     assert pool.handle_died(2.1, 2, SIGKILL) == []
-    assert pool.handle_died(2.1, 0, describe_exit(0)) == [PoolClosed()]
+    assert pool.handle_died(2.1, 0, EXITED) == [PoolClosed()]
 
 
 def test_worker_that_hangs_has_no_more_time_because_the_pool_closes() -> None:
@@ -349,7 +350,7 @@ def test_worker_that_has_answered_or_grown_enough_is_replaced(grows: bool) -> No
     assert pool.handle_own_memory(1.0, 0, 1000) == []
     ends = pool.handle_own_memory(1.0, 0, 1001) if grows else answer(pool, 1.0, 3)
     assert ends[-1] == Send(worker=0, message=Exit())
-    pool.handle_died(1.0, 0, describe_exit(0))
+    pool.handle_died(1.0, 0, EXITED)
     restarted(pool, 0, 1.0)
     assert len(answer(pool, 1.0, 4)) == 2
 
@@ -368,9 +369,9 @@ def test_worker_to_be_recycled_serves_on_while_the_next_process_of_another_does_
     pool = ready_pool(2, restart=replace(RESTART, budget=0, max_memory_bytes=1000))
     assert pool.handle_own_memory(1.0, 0, 1001) == [Send(worker=0, message=Exit())]
     assert pool.handle_own_memory(1.0, 1, 1001) == []
-    pool.handle_died(1.0, 0, describe_exit(0))
+    pool.handle_died(1.0, 0, EXITED)
     assert pool.handle_time(1.0) == [StartWorker(worker=0)]
-    assert pool.handle_died(1.0, 0, describe_exit(1)) == []
+    assert pool.handle_died(1.0, 0, "exited with status 1") == []
     assert pool.workers[1].serves
     assert restarted(pool, 0, 1.0 + RESTART.backoff_limit) == [Send(worker=1, message=Exit())]
 
@@ -400,7 +401,7 @@ def test_replaced_worker_may_take_as_long_as_it_likes_and_its_end_is_planned_all
     endless = Timeouts(close=math.inf)
     pool = ready_pool(1, timeouts=endless, restart=replace(RESTART, budget=0))
     assert pool.handle_restart(1.0) == [Send(worker=0, message=Exit())]
-    assert pool.handle_died(7.0, 0, describe_exit(0)) == []
+    assert pool.handle_died(7.0, 0, EXITED) == []
     assert not pool.workers[0].last_error
     assert restarted(pool, 0, 7.0) == [WorkersRestarted()]
 
@@ -423,7 +424,7 @@ def test_probe_under_way_has_a_new_budget_when_its_worker_is_replaced() -> None:
 def replaced(scheduler: Pool, worker: int, now: float) -> list[Order]:
     """The worker, told to end, does so, and a fresh one comes; what its BUILD_FINISH led to."""
     assert scheduler.is_exiting(worker)
-    assert scheduler.handle_died(now, worker, describe_exit(0)) == []
+    assert scheduler.handle_died(now, worker, EXITED) == []
     return restarted(scheduler, worker, now)
 
 
@@ -441,12 +442,12 @@ def test_workers_are_replaced_one_after_another_and_none_takes_from_the_budget()
 def test_replacing_ends_with_an_error_when_a_fresh_worker_fails_and_the_rest_stays() -> None:
     pool = ready_pool(2, restart=replace(RESTART, budget=0))
     pool.handle_restart(1.0)
-    pool.handle_died(1.0, 0, describe_exit(0))
+    pool.handle_died(1.0, 0, EXITED)
     pool.handle_time(1.0)
     pool.handle_started(1.0, 0, 300)
     pool.handle_message(1.0, 0, hello(0))
     assert pool.handle_message(1.0, 0, build_error()) == [Send(worker=0, message=Exit())]
-    [told] = pool.handle_died(2.0, 0, describe_exit(0))
+    [told] = pool.handle_died(2.0, 0, EXITED)
     assert isinstance(told, WorkersRestarted)
     assert isinstance(told.error, WorkerDiedError)
     assert "no such file" in str(told.error)
@@ -459,7 +460,7 @@ def test_worker_to_be_recycled_that_crashes_has_no_new_budget() -> None:
     assert pool.handle_own_memory(1.0, 0, 1001) == [Send(worker=0, message=Exit())]
     assert pool.handle_own_memory(1.0, 1, 1001) == []  # it is to be replaced next
     assert pool.handle_died(2.0, 1, SIGSEGV) == []
-    pool.handle_died(2.0, 0, describe_exit(0))
+    pool.handle_died(2.0, 0, EXITED)
     assert restarted(pool, 0, 2.0) == []
     assert pool.next_time() == 2.0 + RESTART.backoff_limit
 
@@ -499,7 +500,7 @@ def test_health_says_what_a_worker_that_is_away_is_doing() -> None:
 
     pool.handle_restart(1.0)
     assert reason() == "worker 0 (cpu:0, pid 100) is being replaced"
-    pool.handle_died(1.0, 0, describe_exit(0))
+    pool.handle_died(1.0, 0, EXITED)
     pool.handle_time(1.0)
     pool.handle_started(1.0, 0, 200)
     assert reason() == "worker 0 (cpu:0, pid 200) is starting (spawned)"
@@ -507,7 +508,7 @@ def test_health_says_what_a_worker_that_is_away_is_doing() -> None:
     assert reason() == "worker 0 (cpu:0, pid 200) is starting (building)"
     pool.handle_message(1.0, 0, build_error())
     assert reason() == "worker 0 (cpu:0, pid 200) is ending: no such file"
-    pool.handle_died(1.0, 0, describe_exit(0))
+    pool.handle_died(1.0, 0, EXITED)
     restarted(pool, 0, 1.0)
     pool.handle_died(2.0, 0, SIGKILL)
     assert reason(2.0).startswith("worker 0 (cpu:0) starts again in 0.5 s: worker 0")

@@ -13,6 +13,7 @@ Ownership: the gang owns its processes until `reap`.
 """
 
 import os
+import signal
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,7 +31,6 @@ from mcinfer.protocol import (
     TensorRef,
 )
 from mcinfer.runtime.worker_process import WorkerProcess
-from mcinfer.scheduler.workers import describe_exit
 
 _MOST_AHEAD = MAX_RUNS + 4
 """Answers of one rank that others have not given yet, at the most: to runs, and to what came before them."""
@@ -189,7 +189,7 @@ class Gang:
             if process in ended and not self.killed:
                 status = process.wait()
                 if not (asked and status == 0):
-                    self._causes.append(f"{self._name(rank)} {describe_exit(status)}")
+                    self._causes.append(f"{self._name(rank)} {_describe_exit(status)}")
                     self._statuses.add(status)
         if self._causes:
             self.kill()
@@ -209,7 +209,7 @@ class Gang:
         statuses = [process.reap() for process in self.ranks]
         if self._causes:
             return f"ended: {'; '.join(self._causes)}", self._statuses
-        return describe_exit(statuses[0]), {statuses[0]}
+        return _describe_exit(statuses[0]), {statuses[0]}
 
     def abandon(self) -> None:
         """Free what this object owns; processes that still run lose their lifelines."""
@@ -233,3 +233,13 @@ class Gang:
     def own_bytes(self) -> int:
         """The resident memory of its own of the process that has most."""
         return max(process.own_bytes() for process in self.ranks)
+
+
+def _describe_exit(code: int) -> str:
+    """A process's end in words; a negative code is the number of the signal that killed it."""
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

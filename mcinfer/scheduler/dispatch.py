@@ -10,16 +10,15 @@
 
 import heapq
 import math
-from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from mcinfer.errors import McinferError
 from mcinfer.protocol import MAX_RUNS, WorkerState
-from mcinfer.scheduler.queue import Joinable, ShardId, ShardQueue
+from mcinfer.scheduler.queue import ShardId, ShardQueue
 from mcinfer.scheduler.workers import MAX_DEATHS, PoolRules, Run, Stop, Worker
-from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Histogram, RequestTrace, ShardTrace
+from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, RequestTrace, ShardTrace, Tally
 
 SHORT_RUN = 0.01  # seconds: workers with runs up to this get runs ahead
 AHEAD_SECONDS = 0.003  # seconds that the runs ahead of a worker may take, unless it is one run
@@ -32,24 +31,6 @@ Ending = Literal["succeeded", "failed", "cancelled"]
 """How a request was settled."""
 
 _TRACED = tuple(item.name for item in fields(ShardTrace))
-
-
-class Tally:
-    """Counts values for a `Histogram` with these upper bounds, ascending."""
-
-    __slots__ = ("_bounds", "_counts", "_total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._total = 0.0
-
-    def add(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
-
-    def snapshot(self) -> Histogram:
-        return Histogram(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
 
 
 @dataclass(slots=True)
@@ -121,12 +102,6 @@ class RequestTable:
         self.latency = Tally(LATENCY_BOUNDS)
         self.entries: dict[int, Entry] = {}
         self._deadlines: list[tuple[float, int]] = []
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __getitem__(self, number: int) -> Entry:
-        return self.entries[number]
 
     def open(self) -> list[Entry]:
         return [entry for entry in self.entries.values() if entry.ending is None]
@@ -250,8 +225,7 @@ class Dispatch:
             waits = True  # nor is there one for the next shard
             # Waiting for company takes no more than half of the time that there is.
             due = entry.called + min(self.max_delay, entry.timeout / 2)
-            joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
-            queue.add((request, shard), priority, joinable)
+            queue.add((request, shard), priority, *(join or (None, 0)), due)
         for w, run in given:
             self._sink.send_run(w.index, run)
         if queue.items:

@@ -20,24 +20,14 @@ PATIENCE = 7  # how many runs in a row may go before the oldest
 ShardId = tuple[int, int]  # request and shard
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joinable:
-    """What lets a shard go together with others of the same key; at `due` it goes, alone if need be.
-
-    `rows` is the shard's weight: its rows, or more where so many of its kind would not fit one message.
-    """
-
-    key: Hashable
-    rows: int
-    due: float
-
-
 @dataclass(slots=True, eq=False)
 class _Item:
     shard: ShardId
     priority: float
     place: int
-    join: Joinable | None = None
+    key: Hashable = None
+    rows: int = 0
+    due: float = math.inf
     overdue: bool = False
     alone: bool = False
 
@@ -68,35 +58,45 @@ class ShardQueue:
         self._free: _Line = []
         self._groups: dict[Hashable, _Group] = {}
         self._dues: _Line = []  # by time
-        self._next_place = 0
-        self._first_place = 0
+        self._places = 0
         self._passed_over = 0
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def add(self, shard: ShardId, priority: int, join: Joinable | None = None) -> None:
-        """Put a shard behind those of its priority."""
-        self._next_place += 1
-        item = self.items[shard] = _Item(shard, priority, self._next_place, join)
-        if join is not None:
-            group = self._groups.setdefault(join.key, _Group())
-            group.items[item.place] = item
-            group.rows += join.rows
-            if not group.is_held:
-                insort(self._free, item.entry)
-            self._hold_or_free(group)
-            insort(self._dues, (join.due, item.place, item))
-        else:
+    def add(
+        self,
+        shard: ShardId,
+        priority: int,
+        key: Hashable = None,
+        rows: int = 0,
+        due: float = math.inf,
+    ) -> None:
+        """Put a shard behind those of its priority.
+
+        With a key, it may go together with others of this key; at `due` it goes, alone if need be. `rows` is
+        its weight: its rows, or more where so many of its kind would not fit one message.
+        """
+        self._places += 1
+        item = self.items[shard] = _Item(shard, priority, self._places, key, rows, due)
+        if key is None:
             insort(self._free, item.entry)
+            return
+        group = self._groups.setdefault(key, _Group())
+        group.items[item.place] = item
+        group.rows += rows
+        if not group.is_held:
+            insort(self._free, item.entry)
+        self._hold_or_free(group)
+        insort(self._dues, (due, item.place, item))
 
     def add_first(self, shard: ShardId, *, alone: bool = False) -> None:
         """Put a shard that was taken before in front of all others; it is not joined with any.
 
         `alone`: it goes to a worker that has nothing else.
         """
-        self._first_place -= 1
-        item = self.items[shard] = _Item(shard, math.inf, self._first_place, alone=alone)
+        self._places += 1
+        item = self.items[shard] = _Item(shard, math.inf, -self._places, alone=alone)
         insort(self._free, item.entry)
 
     def discard(self, shard: ShardId) -> None:
@@ -109,10 +109,9 @@ class ShardQueue:
         while self._dues and self._dues[0][0] <= until:
             item = self._dues.pop(0)[2]
             item.overdue = True
-            if item.join is not None:
-                group = self._groups[item.join.key]
-                group.overdue += 1
-                self._hold_or_free(group)
+            group = self._groups[item.key]
+            group.overdue += 1
+            self._hold_or_free(group)
 
     def take(self, *, beside: bool = False) -> tuple[ShardId, ...]:
         """Take the shards of the next run; none while all that wait are held.
@@ -138,7 +137,7 @@ class ShardQueue:
         return self._dues[0][0] if self._dues else math.inf
 
     def _is_held(self, item: _Item) -> bool:
-        return item.join is not None and self._groups[item.join.key].is_held
+        return item.key is not None and self._groups[item.key].is_held
 
     def _hold_or_free(self, group: _Group) -> None:
         """Its rows, or those that are overdue, have changed."""
@@ -161,14 +160,12 @@ class ShardQueue:
 
     def _members(self, item: _Item) -> list[_Item]:
         """This shard, and those that go with it, the oldest first."""
-        members = [item]
-        if item.join is None:
-            return members
-        rows = item.join.rows
-        for other in self._groups[item.join.key].items.values():
-            if other is item or other.join is None:
+        members, rows = [item], item.rows
+        others = () if item.key is None else self._groups[item.key].items.values()
+        for other in others:
+            if other is item:
                 continue
-            rows += other.join.rows
+            rows += other.rows
             if rows > self._max_rows:
                 break
             members.append(other)
@@ -176,20 +173,18 @@ class ShardQueue:
 
     def _remove(self, item: _Item) -> None:
         del self.items[item.shard]
-        if not self.items:
-            self._passed_over = 0
         if not self._is_held(item):
             _delete(self._free, item)
-        if item.join is not None:
+        if item.key is not None:
             if not item.overdue:
-                del self._dues[bisect_left(self._dues, (item.join.due, item.place, item))]
-            group = self._groups[item.join.key]
+                del self._dues[bisect_left(self._dues, (item.due, item.place, item))]
+            group = self._groups[item.key]
             del group.items[item.place]
-            group.rows -= item.join.rows
+            group.rows -= item.rows
             group.overdue -= item.overdue
             self._hold_or_free(group)
             if not group.items:
-                del self._groups[item.join.key]
+                del self._groups[item.key]
 
 
 def _delete(line: _Line, item: _Item) -> None:

@@ -155,7 +155,7 @@ class Scheduler:
             size: Bytes of its tensors.
             priority: Higher ones go first.
             join: For one shard that may be joined with others of the same key: the key, and its weight (see
-                `Joinable`).
+                `ShardQueue.add`).
             limited: Whether there must be room for it (`check_room`), and the pool may not be draining; not
                 for a part of a request that was accepted.
             may_be_wide: Whether it may have the whole CPU if it is alone.
@@ -327,7 +327,7 @@ class Scheduler:
                     entry.answered[part] = True
                     entry.unanswered -= 1
                     if self._traces:
-                        place = w.index, w.device, w.pid, entry.attempts[part]
+                        place = w.index, w.build.device, w.pid, entry.attempts[part]
                         times = run.sent, now, seconds
                         entry.runs.append((part, *place, *times, entry.rows[part]))
                     if not entry.unanswered:
@@ -424,7 +424,11 @@ class Scheduler:
         """If a run that has begun is overdue, it has a grace; if no request needs it, also their time."""
         if run.stop_by < math.inf or not (is_overdue or self.table.is_over(run)):
             return
-        ends = () if is_overdue else [self.table[request].end(now) for request, _ in run.members]
+        ends = (
+            ()
+            if is_overdue
+            else [self.table.entries[request].end(now) for request, _ in run.members]
+        )
         run.stop_by = max([now, *ends]) + self._timeouts.cancel_grace
         if not w.is_killed:
             w.kill_at = min(run.stop_by, w.kill_at)
@@ -439,7 +443,8 @@ class Scheduler:
         request, shard = members[0]
         # A CANCEL of an earlier run that it was joined in may have come after the answer.
         again = (
-            message.kind == "cancelled" and 1 < self.table[request].attempts[shard] <= MAX_ATTEMPTS
+            message.kind == "cancelled"
+            and 1 < self.table.entries[request].attempts[shard] <= MAX_ATTEMPTS
         )
         if again or len(members) > 1:
             self._run_again(run)
@@ -482,7 +487,7 @@ class Scheduler:
 
     def _give_back(self, request: int) -> Entry | None:
         """A worker that had a shard of a request has it no more; the request, if it is still open."""
-        entry = self.table[request]
+        entry = self.table.entries[request]
         entry.outstanding -= 1
         if entry.ending is None:
             return entry

@@ -15,7 +15,6 @@
 """
 
 import math
-import signal
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -243,10 +242,6 @@ class Worker:
     last_error: str = ""
 
     @property
-    def device(self) -> str:
-        return self.build.device
-
-    @property
     def is_killed(self) -> bool:
         """Whether the process will be killed, or was."""
         return self.stop in (Stop.KILLED, Stop.HUNG)
@@ -286,17 +281,7 @@ class Worker:
         pid = "" if self.pid is None else f", pid {self.pid}"
         ranks = self.build.ranks
         what = f"worker {self.index}" if ranks == 1 else f"group {self.index} of {ranks} ranks"
-        return f"{what} ({self.device}{pid})"
-
-
-def describe_exit(code: int) -> str:
-    """A process's end in words; a negative code is the number of the signal that killed it."""
-    if code >= 0:
-        return f"exited with status {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
+        return f"{what} ({self.build.device}{pid})"
 
 
 class WorkerSink(Protocol):
@@ -377,7 +362,7 @@ class Lifecycle:
         return tuple(
             WorkerStatistics(
                 index=w.index,
-                device=w.device,
+                device=w.build.device,
                 pid=w.pid,
                 state=str(w.state),
                 providers=w.providers,
@@ -636,9 +621,7 @@ class Lifecycle:
 
     def _begin_replacing(self) -> Worker | None:
         """Take the next worker that may be replaced now: the failure of one must not end the service."""
-        w = next((w for w in self._to_replace if w.budget.spent), None)
-        if w is None and self._to_replace:
-            w = self._to_replace[0]
+        w = min(self._to_replace, key=lambda w: not w.budget.spent, default=None)
         if w is None or not all(
             o.serves or (o.budget.spent and not w.serves) for o in self.workers if o is not w
         ):
