@@ -197,7 +197,7 @@ class Pool(Recorded):
     """A scheduler whose events return the orders that they led to, but for announcements.
 
     Attributes:
-        told: The pool's health, as often as another was announced.
+        announced: The pool's health, as often as it changed.
     """
 
     def __init__(self, builds: Sequence[Build], **options: Any) -> None:
@@ -208,7 +208,7 @@ class Pool(Recorded):
         )
 
     @property
-    def told(self) -> list[Health]:
+    def announced(self) -> list[Health]:
         return [order.health for order in self.recorder.orders if isinstance(order, Announce)]
 
     def since(self, call: Callable[..., object], *args: Any, **kwargs: Any) -> list[Order]:

@@ -254,7 +254,7 @@ class Pools(RuleBasedStateMachine):
                         start_failed = True
                         pending += self.scheduler.handle_close(self.now, 1.0)
                 case WorkersRestarted(error=exc):
-                    assert self.to_replace is not None, "nobody waits for that"
+                    assert self.to_replace is not None, "no caller waits for that"
                     before, self.to_replace = self.to_replace, None
                     if exc is None:
                         assert not any(
@@ -449,11 +449,11 @@ class Pools(RuleBasedStateMachine):
         assert self.scheduler.due == due
         health = self.scheduler.health(self.now)
         if health.state not in ("starting", "closing", "closed"):
-            told = self.scheduler.told[-1]
-            assert (told.state, told.serving) == (health.state, health.serving)
+            last = self.scheduler.announced[-1]
+            assert (last.state, last.serving) == (health.state, health.serving)
 
     def play(self) -> None:
-        """Workers do what they are told, and time passes, until nothing happens any more."""
+        """Workers follow their messages, and time passes, until nothing happens any more."""
         for _ in range(2000):
             busy = False
             for worker in [*self.processes]:
@@ -613,7 +613,7 @@ class Pools(RuleBasedStateMachine):
             self.workers_are_replaced(trouble, which)
 
     def workers_are_replaced(self, trouble: str, which: int) -> None:
-        """Somebody wants fresh workers, or does not wait for them any more, or one has grown."""
+        """A caller wants new processes, or does not wait for them any more, or one has grown."""
         if trouble == "restart" and self.started and self.to_replace is None:
             try:
                 # One that is replaced already is not replaced twice.
@@ -652,9 +652,9 @@ class Pools(RuleBasedStateMachine):
 
     @invariant()
     def pool_is_steady_when_all_serve_and_none_is_replaced(self) -> None:
-        told, lifecycle = self.scheduler.told, self.scheduler.lifecycle
+        announced, lifecycle = self.scheduler.announced, self.scheduler.lifecycle
         if not (self.is_draining or self.is_closing):
-            ready = bool(told) and told[-1].state == "ready"
+            ready = bool(announced) and announced[-1].state == "ready"
             assert lifecycle.is_steady == (ready and not lifecycle.is_replacing)
 
     @invariant()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mcinfer.errors import ProtocolError
-from mcinfer.protocol import MAX_RUNS, WorkerState
+from mcinfer.protocol import MAX_RUNS
 from mcinfer.scheduler.dispatch import AHEAD_SECONDS, SHORT_RUN, WIDE_RUN
 from tests.orders import (
     SIGKILL,
@@ -152,22 +152,6 @@ def test_seconds_that_a_worker_says_are_no_more_than_there_were() -> None:
     ask(pool, 0.0, 1)
     pool.handle_answer(0.5, 0, 1, 0, 1e308)
     assert pool.lifecycle.statistics()[0].busy_seconds <= 0.5
-
-
-def test_runs_at_once_are_answered_in_any_order() -> None:
-    pool = ready_pool(2, concurrent=2)
-    # Idle workers come first.
-    assert ask(pool, 0.0, 1, 2, 3, 4, 5) == [predict(i % 2, (i + 1, 0)) for i in range(4)]
-    assert pool.handle_message(1.0, 0, reply(3)) == [
-        Settle(request=3),
-        Release(request=3),
-        predict(0, (5, 0)),
-    ]
-    for request in (5, 1):
-        assert pool.handle_message(2.0, 0, reply(request))[0] == Settle(request=request)
-    assert pool.workers[0].state is WorkerState.READY
-    assert [w.busy_seconds for w in pool.lifecycle.statistics()] == [0.75, 0.0]
-    assert [w.concurrent for w in pool.lifecycle.statistics()] == [2, 2]
 
 
 def test_answer_of_a_run_that_cannot_have_begun_is_refused() -> None:

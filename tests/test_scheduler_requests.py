@@ -157,19 +157,6 @@ def test_pool_that_drains_holds_no_request() -> None:
     assert actions == [predict(1, (3, 0))]
 
 
-def test_what_is_not_answered_in_the_time_for_draining_fails() -> None:
-    pool = ready_pool(1)
-    pool.handle_request(0.0, 1, (1,), 100.0)
-    assert pool.handle_drain(1.0, 4.0) == []
-    assert pool.next_time() == 5.0
-    assert outline(pool.handle_time(5.0)) == [
-        Failed(1, ClosedError),
-        Send(worker=0, message=Cancel(request=1, shard=0)),
-        Send(worker=0, message=Exit()),
-    ]
-    assert pool.next_time() == 5.0 + TIMEOUTS.close
-
-
 def test_deadlines_of_answered_requests_do_not_pile_up() -> None:
     table = RequestTable()
     table.accept(Entry(-1, (1,), 0, 0.0, 0.0, 1000.0))

@@ -79,10 +79,10 @@ def test_package_is_missing_when_all_that_failed_lack_it(
     pool = new_pool(3)
     finish_build(pool, 0)
     assert fail_build(pool, 1, "one", kinds[0]) == [Send(worker=1, message=Exit())]
-    _, told = fail_build(pool, 2, "two", kinds[1])
-    assert isinstance(told, PoolStarted)
-    assert type(told.error) is expected
-    assert str(told.error) == "worker 1 (cpu:1, pid 101): one; worker 2 (cpu:2, pid 102): two"
+    _, found = fail_build(pool, 2, "two", kinds[1])
+    assert isinstance(found, PoolStarted)
+    assert type(found.error) is expected
+    assert str(found.error) == "worker 1 (cpu:1, pid 101): one; worker 2 (cpu:2, pid 102): two"
 
 
 def test_missing_package_is_named_once_though_one_worker_has_ended_already() -> None:
@@ -157,7 +157,7 @@ def test_slow_start_is_killed_and_fails_the_start() -> None:
 
 
 @pytest.mark.parametrize("field", ["outputs", "model"])
-def test_worker_that_comes_back_with_another_model_serves_nobody(field: str) -> None:
+def test_worker_that_comes_back_with_another_model_does_not_serve(field: str) -> None:
     pool = ready_pool(2)
     pool.handle_died(1.0, 1, SIGKILL)
     pool.handle_time(1.0)
@@ -267,7 +267,7 @@ def test_end_that_is_no_fault_of_the_worker_costs_nothing_and_blames_no_run() ->
     assert pool.health(1.0).state == "ready"
 
 
-def test_model_that_does_not_load_again_counts_against_the_budget_and_is_told() -> None:
+def test_model_that_does_not_load_again_counts_against_the_budget_and_is_named() -> None:
     pool = ready_pool(1, restart=replace(RESTART, budget=1))
     pool.handle_died(1.0, 0, SIGSEGV)
     pool.handle_time(1.0)
@@ -308,23 +308,6 @@ def test_worker_that_does_not_exit_is_killed_then_abandoned() -> None:
     assert pool.handle_time(abandoned_at) == [PoolClosed(abandoned=(0,))]
     assert pool.next_time() == math.inf
     assert pool.handle_died(50.0, 0, SIGKILL) == [Release(request=1)]
-
-
-def test_workers_that_still_load_are_killed_when_the_pool_closes() -> None:
-    pool = new_pool(3)
-    finish_build(pool, 0)
-    pool.handle_message(1.0, 1, hello(1))
-    assert pool.handle_close(2.0, 5.0) == [
-        Send(worker=0, message=Exit()),
-        KillWorker(worker=1),
-        KillWorker(worker=2),
-    ]
-    # What they sent before they were killed.
-    assert pool.handle_message(2.0, 1, built()) == []
-    assert pool.handle_message(2.0, 2, hello(2)) == []
-    assert pool.handle_died(2.1, 1, SIGKILL) == []
-    assert pool.handle_died(2.1, 2, SIGKILL) == []
-    assert pool.handle_died(2.1, 0, EXITED) == [PoolClosed()]
 
 
 def test_worker_that_hangs_has_no_more_time_because_the_pool_closes() -> None:
@@ -422,7 +405,7 @@ def test_probe_under_way_has_a_new_budget_when_its_worker_is_replaced() -> None:
 
 
 def replaced(scheduler: Pool, worker: int, now: float) -> list[Order]:
-    """The worker, told to end, does so, and a fresh one comes; what its BUILD_FINISH led to."""
+    """The worker was asked to end and does so, and the next one comes; what its BUILD_FINISH led to."""
     assert scheduler.is_exiting(worker)
     assert scheduler.handle_died(now, worker, EXITED) == []
     return restarted(scheduler, worker, now)
@@ -447,10 +430,10 @@ def test_replacing_ends_with_an_error_when_a_fresh_worker_fails_and_the_rest_sta
     pool.handle_started(1.0, 0, 300)
     pool.handle_message(1.0, 0, hello(0))
     assert pool.handle_message(1.0, 0, build_error()) == [Send(worker=0, message=Exit())]
-    [told] = pool.handle_died(2.0, 0, EXITED)
-    assert isinstance(told, WorkersRestarted)
-    assert isinstance(told.error, WorkerDiedError)
-    assert "no such file" in str(told.error)
+    [found] = pool.handle_died(2.0, 0, EXITED)
+    assert isinstance(found, WorkersRestarted)
+    assert isinstance(found.error, WorkerDiedError)
+    assert "no such file" in str(found.error)
     assert restarted(pool, 0, 2.0 + RESTART.backoff_limit) == []
     assert (pool.lifecycle.health(0.0).serving, pool.lifecycle.statistics()[1].restarts) == (2, 0)
 
@@ -472,22 +455,22 @@ def test_worker_with_unlimited_time_to_stop_a_run_is_well() -> None:
     assert ready_pool(1, timeouts=Timeouts(cancel_grace=math.inf)).health(1.0).state == "ready"
 
 
-def test_health_is_told_once_for_each_change() -> None:
+def test_health_is_announced_once_for_each_change() -> None:
     pool = ready_pool(2)
     pool.handle_own_memory(2.0, 0, 1)  # any event
     pool.handle_died(3.0, 0, SIGKILL)
     pool.handle_time(3.0)  # that it is about to be started is nothing new
-    told = [(health.state, health.serving) for health in pool.told]
-    assert told == [("starting", 1), ("ready", 2), ("degraded", 1)]
+    found = [(health.state, health.serving) for health in pool.announced]
+    assert found == [("starting", 1), ("ready", 2), ("degraded", 1)]
 
 
-def test_health_of_a_pool_that_replaces_a_worker_is_told_as_planned() -> None:
+def test_health_of_a_pool_that_replaces_a_worker_is_announced_as_planned() -> None:
     pool = ready_pool(2, restart=replace(RESTART, max_memory_bytes=1000))
     pool.handle_own_memory(1.0, 0, 1001)
     pool.handle_killed(1, "breaks the protocol")
     pool.handle_own_memory(1.0, 0, 1001)
-    told = [order for order in pool.recorder.orders if isinstance(order, Announce)][-2:]
-    assert [(order.health.serving, order.planned) for order in told] == [(1, True), (0, False)]
+    found = [order for order in pool.recorder.orders if isinstance(order, Announce)][-2:]
+    assert [(order.health.serving, order.planned) for order in found] == [(1, True), (0, False)]
 
 
 def test_health_says_what_a_worker_that_is_away_is_doing() -> None:

@@ -117,7 +117,8 @@ class Scheduler:
     def next_time(self) -> float:
         """When `handle_time` is due next; infinite if nothing waits for a time."""
         requests = min(self.table.next_deadline(), self.queue.next_due())
-        return min(requests, self._phase_end, *self.lifecycle.due_times())
+        workers = (time for w in self.workers for time in (w.kill_at, w.restart_at))
+        return min(requests, self._phase_end, *workers)
 
     # Events.
 

@@ -112,7 +112,6 @@ class Start:
     """How a worker's process comes to have its model, and what went wrong with that.
 
     Attributes:
-        due: When it must have the model; infinite if it has it, or is not waited for.
         latest: When it must have the model, even if it reports progress.
         progress: What it reported last: seconds and bytes.
         succeeded: Whether a process of the worker had the model once.
@@ -121,19 +120,12 @@ class Start:
         lacks: Whether that is because a package is missing.
     """
 
-    due: float = math.inf
     latest: float = math.inf
     progress: tuple[float, int] = (-1.0, -1)
     succeeded: bool = False
     deaths: list[str] = field(default_factory=list)
     failure: str | None = None
     lacks: bool = False
-
-    def begin(self, now: float, seconds: float) -> None:
-        """Give it so many seconds, and more while it reports progress."""
-        self.due = now + seconds
-        self.latest = self.due + LONGEST_START
-        self.progress = (-1.0, -1)
 
 
 @dataclass(slots=True)
@@ -202,7 +194,8 @@ class Worker:
     Attributes:
         state: The process's place in `TRANSITIONS`.
         stop: How the process is to end.
-        kill_at: When to kill it unless it has answered or ended; infinite if there is no reason, as the rest.
+        kill_at: When to kill it unless it has its model, has answered or has ended by then; infinite if there
+            is no reason, as the rest.
         is_planned: Whether its end is no fault of its own, and costs nothing.
         end_by: When it must have ended, if it was asked to.
         restart_at: When to start the next one.
@@ -419,10 +412,6 @@ class Lifecycle:
             planned = all(w.serves or w is self._replacing for w in self.workers)
             self._sink.announce(health, planned)
 
-    def due_times(self) -> list[float]:
-        times = (time for w in self.workers for time in (w.start.due, w.kill_at, w.restart_at))
-        return [time for time in times if time < math.inf]
-
     # Starting.
 
     def start(self, w: Worker) -> None:
@@ -432,19 +421,20 @@ class Lifecycle:
         self._sink.start_worker(w.index)
 
     def note_start(self, w: Worker, pid: int, now: float) -> None:
-        """Its process runs: from now on it has time to load the model."""
+        """Its process runs: from now on it has time to load the model, and more while it reports progress."""
         w.pid = pid
-        if not (self.closing or w.is_killed):
-            w.start.begin(now, self._timeouts.start)
+        w.kill_at = now + self._timeouts.start
+        w.start.latest = w.kill_at + LONGEST_START
+        w.start.progress = (-1.0, -1)
 
     def send(self, w: Worker, message: Message) -> None:
         w.state = state_after(w.state, type(message))
         self._sink.send(w.index, message)
 
     def finish_build(self, w: Worker, message: BuildFinish, now: float) -> None:
-        w.start.due = math.inf
         if w.is_killed:
             return
+        w.kill_at = math.inf
         w.providers = message.providers
         # The ranks of a group answer in order.
         w.concurrent = message.concurrent if w.build.ranks == 1 else 1
@@ -466,7 +456,6 @@ class Lifecycle:
 
     def fail_build(self, w: Worker, message: Error, now: float) -> None:
         """The model does not load: final in the first start, later a death like others."""
-        w.start.due = math.inf
         w.last_error = message.text[:MAX_TEXT]
         w.start.failure = f"{w.name}: {w.last_error}"
         w.start.lacks = message.kind == "missing"
@@ -477,9 +466,9 @@ class Lifecycle:
     def extend_start(self, w: Worker, message: Preparing, now: float) -> None:
         """Give a start that makes progress more time."""
         progress = (message.seconds, message.written)
-        if w.start.due < math.inf and progress > w.start.progress:
+        if progress > w.start.progress and not w.is_killed:
             w.start.progress = progress
-            w.start.due = min(now + self._timeouts.start, w.start.latest)
+            w.kill_at = min(now + self._timeouts.start, w.start.latest)
 
     def finish_start(self) -> None:
         """Report the first start when every worker has its model, or all that run have that or a failure."""
@@ -513,17 +502,15 @@ class Lifecycle:
         if w.restart_at <= now:
             w.counts.restarts += 1
             self.start(w)
-        elif w.start.due <= now:
-            w.start.due = math.inf
-            waited = f"not ready within {self._timeouts.start:g} s (it was {w.state})"
-            self._end_hung(w, f"{w.name}: {waited}", now)
         elif w.kill_at <= now:
             w.kill_at = math.inf
             if not w.is_killed:
-                reason = f"{w.name}: did not stop in time"
-                if w.state is WorkerState.EXITING and not w.is_planned:
+                reason = "did not stop in time"
+                if w.state in _STARTING:
+                    reason = f"not ready within {self._timeouts.start:g} s (it was {w.state})"
+                elif w.state is WorkerState.EXITING and not w.is_planned:
                     reason += f" after: {w.last_error}"  # the model did not load
-                self._end_hung(w, reason, now)
+                self._end_hung(w, f"{w.name}: {reason}", now)
                 return
             self._sink.kill_worker(w.index)
             if not w.start.succeeded:
@@ -546,7 +533,7 @@ class Lifecycle:
         w.state = WorkerState.GONE
         w.usual_seconds, w.capacity = math.inf, w.depth
         w.pid = None
-        w.start.due = w.kill_at = w.end_by = math.inf
+        w.kill_at = w.end_by = math.inf
         if w.stop is Stop.AFTER_RUNS:
             w.stop = Stop.NONE  # there is nothing left to replace
         if self.closing:
@@ -646,7 +633,7 @@ class Lifecycle:
             self._sink.workers_restarted(ClosedError("the master was closed"))
         self.forget_replacing()
         for w in self.workers:
-            w.restart_at = w.start.due = math.inf
+            w.restart_at = math.inf
             if w.state is WorkerState.GONE:
                 continue
             if w.is_killed:
