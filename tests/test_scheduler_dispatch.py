@@ -27,7 +27,7 @@ from tests.orders import (
 
 def wide_pool(workers: int = 2, seconds: float = WIDE_RUN, **options: Any) -> Pool:
     """A pool whose worker 0 has had a run of so many seconds on its own cores."""
-    builds = [replace(build(i), pool=(0, 1)) for i in range(workers)]
+    builds = [replace(build(i), wide_cores=(0, 1)) for i in range(workers)]
     pool = ready_pool(workers, builds, **options)
     assert pool.handle_request(0.0, 1, (1,), 10.0, may_be_wide=True) == [predict(0, (1, 0))]
     pool.handle_message(1.0, 0, reply(1, seconds=seconds))
