@@ -69,9 +69,6 @@ def strained(*pools: tuple[Candidate, float, float]) -> list[Trial]:
     return [trial for pool, rate, p99 in pools for trial in trials((pool, [rate]), p99=p99)]
 
 
-LATE = Trial(rung=1, candidate=DEFAULT, turns=[turn(100, late=True)])
-
-
 def found(made: Sequence[Trial], *, of: Aim | None = None, **changes: Any) -> Found:
     """A search that has finished all its rounds."""
     given: dict[str, Any] = {

@@ -32,7 +32,6 @@ from tests.split_models import Model
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
-Dimensions = tuple[Dimension, ...]
 Function = Callable[..., Mapping[str, Array]]
 Warned = Callable[[], list[str]]
 

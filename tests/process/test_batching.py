@@ -15,7 +15,6 @@ from mcinfer import (
     BuildError,
     EngineOptions,
     Master,
-    RestartPolicy,
 )
 from mcinfer.requests.tensors import Arrays
 from mcinfer.statistics import WorkerStatistics
@@ -32,11 +31,6 @@ from tests.process.waiting import busy_pid, pids, wait_for_states, wait_until
 
 BUSY = -1.0
 """The first number of the request that keeps a worker busy until it is cancelled."""
-
-BAD = -2.0
-"""The first number of the request that a test is about."""
-
-GENEROUS = RestartPolicy(budget=1000, backoff=0.0)
 
 
 def acts(bad: str = "fail") -> dict[str, str]:

@@ -30,7 +30,6 @@ AFFINE = text_model("""(float[batch, 4] x, float[batch, 4] z) => (float[batch, 4
     <float two = {2.0}, float one = {1.0}> {
         a = Mul(x, two)  y = Add(a, one)  b = Mul(z, two)  v = Add(b, one)
     }""")
-UNKNOWN = text_model("(float[batch, 4] x) => (int64[a, b] found) { found = NonZero(x) }")
 LIMIT = 8 << 20
 CARDS = ("cuda:0", "cuda:1")
 X = np.arange(24, dtype=np.float32).reshape(6, 4)

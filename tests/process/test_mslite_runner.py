@@ -85,9 +85,6 @@ def begin_endless(runner: ModelParallelRunner) -> "Future[list[Tensor]]":
     return future
 
 
-ABSENT = "/nowhere/model.onnx"
-
-
 def test_configuration_takes_from_the_context_what_it_does_not_say() -> None:
     context = on_cpu(3)
     context.parallel.device_ids = [1, 0]

@@ -20,9 +20,6 @@ from tests.process.waiting import all_gone, wait_until
 DOCS = ROOT / "docs" / "observability.md"
 PROGRAMS = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
-FAILS = -1.0
-"""Rows that begin with this number fail."""
-
 
 def test_forked_child_exports_nothing(fake_model: FakeModel) -> None:
     text = """
