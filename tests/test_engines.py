@@ -429,7 +429,7 @@ def test_output_that_is_not_as_the_model_declares_is_produced_as_it_is(
 
 
 def test_run_that_fails_with_an_output_of_another_shape_is_a_predict_error(tmp_path: Path) -> None:
-    """As it would without: what the runtime says of the shape is not taken for the failure."""
+    """What the runtime says of the shape is not taken for the failure."""
     text = """(int64[n] i) => (int64[3] y, int64[n] z) <int64[3] table = {1, 9, 0}>
     { y = Gather(table, i) z = Gather(table, y) }"""
     model = save(tmp_path / "gather.onnx", text)

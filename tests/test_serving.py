@@ -407,7 +407,7 @@ def test_cancelled_run_ends_and_the_next_is_served(peer: Peer, tmp_path: Path) -
     request = peer.predict([x_at(0)], [y_at(64)])
     wait_until(started.exists)
     peer.cancels.send(request + 1000, 0)  # of another request: nothing
-    peer.cancels.send(request, 1)  # of another shard: likewise
+    peer.cancels.send(request, 1)  # of another shard: nothing
     peer.cancels.send(request, 0)
     assert peer.error(request).kind == "cancelled"
     peer.ask([x_at(0)], [y_at(64)])
