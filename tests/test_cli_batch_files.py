@@ -9,7 +9,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -159,24 +158,6 @@ def test_stamp_differs_after_a_change_and_not_after_a_touch(tmp_path: Path, plac
         other.flush()
         os.utime(path)
     assert (stamp() == before) == (place == 0)
-
-
-def test_types_that_numpy_lacks_are_read_and_kept(tmp_path: Path) -> None:
-    dtype = np.dtype(ml_dtypes.bfloat16)
-    array = np.arange(6).reshape(3, 2).astype(dtype)
-    path, target = tmp_path / "in.npy", tmp_path / "out.npz"
-    np.save(path, array.view(f"V{dtype.itemsize}"))
-    with opened_input(path, tmp_path) as file:
-        got = file.arrays(model(dtype=dtype))["x"]
-        assert (got.dtype, got.tolist()) == (dtype, array.tolist())
-    for done in (1, 2):
-        with results(target, y=0, n=None) as making:
-            making.add({"y": array, "n": array[0]})
-            if done == 2:
-                assert making.finish(model("y", "n", dtype=dtype))[0] == "y: bfloat16[6, 2]"
-    content = loaded(target)
-    assert content["y"].view(dtype).tolist() == [*array.tolist(), *array.tolist()]
-    assert content["n"].view(dtype).tolist() == array[0].tolist()
 
 
 # The results.

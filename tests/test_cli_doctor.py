@@ -10,15 +10,12 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
-import psutil
 import pytest
 from onnx import helper
 from onnxruntime.datasets import get_example
 
-from mcinfer import machine
 from mcinfer.cli import main
 from mcinfer.cli.doctor import (
     Driver,
@@ -28,8 +25,6 @@ from mcinfer.cli.doctor import (
     installed_runtime,
     judge_gpus,
     judge_limit,
-    look_at_cache,
-    look_at_memory,
     look_at_model,
     look_at_packages,
 )
@@ -37,7 +32,6 @@ from mcinfer.machine import Gpu, cpu_quota, format_core_list
 from tests.command_line import FLOAT, Capture, only_line, save
 
 CORES = sorted(os.sched_getaffinity(0))
-GIB = 1 << 30
 NO_LIMIT = resource.RLIM_INFINITY
 
 
@@ -60,33 +54,6 @@ def check(finding: Finding, state: str, *words: str) -> None:
 def test_limits_should_allow_two_pools(soft: int, hard: int, state: str, advice: str) -> None:
     found = judge_limit("files", (soft, hard), 100, 50, "a pool", "ulimit -n", "Docker: {0}")
     assert (found.state, found.warning + found.problem) == (state, advice)
-
-
-def test_memory_should_be_half_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit, available, state, words in (
-        (None, 32, "ok", "64.0 GiB, all of the machine's; 32.0 GiB free"),
-        (1 << 32, 31, "warning", "Limits(memory_bytes=…)"),
-        (8, 16, "ok", "8.0 GiB, a container's limit; 8.0 GiB free"),
-    ):
-        memory = SimpleNamespace(total=64 * GIB, available=available * GIB)
-        monkeypatch.setattr(psutil, "virtual_memory", Mock(return_value=memory))
-        monkeypatch.setattr(machine, "memory_limit", Mock(return_value=limit and limit * GIB))
-        usable = min(64, limit or 64) * GIB
-        monkeypatch.setattr(machine, "usable_memory", Mock(return_value=usable))
-        check(next(look_at_memory()), state, words)
-
-
-def test_cache_should_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tmp_path.chmod(0o700)
-    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path))
-    for free, state, words in (
-        (50, "ok", "yours, mode 0700; 0 MiB of at most 50.0 GiB"),
-        (49, "warning", "set MCINFER_CACHE_LIMIT to less than the 49.0 GiB"),
-        (0, "warning", "0 MiB of the disk free -> make room"),
-    ):
-        disk = SimpleNamespace(free=free * GIB)
-        monkeypatch.setattr("shutil.disk_usage", Mock(return_value=disk))
-        check(next(look_at_cache()), state, str(tmp_path), words)
 
 
 REQUIRES = (

@@ -1,6 +1,5 @@
 """Tests of mcinfer/cli/slice.py: what ``mcinfer slice`` prints, and what is left after failures."""
 
-import json
 import re
 import signal
 from pathlib import Path
@@ -58,17 +57,6 @@ def test_slices_of_each_layer_are_reported(model: Path, tmp_path: Path, capsys: 
         last,
     )
     assert {"model0.onnx", "model1.onnx", "slices.json"} < {*files(output)}
-
-
-def test_json_is_the_whole_report(model: Path, tmp_path: Path, capsys: Capture) -> None:
-    output = tmp_path / "out"
-    arguments = ["slice", str(model), "--tensor", "2", "--pipeline", "2", "--output", str(output)]
-    assert main([*arguments, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed == json.loads((output / "slices.json").read_text())
-    assert printed["version"] == 1
-    assert [rank["file"] for rank in printed["ranks"]] == [f"model{rank}.onnx" for rank in range(4)]
-    assert printed["check"]["state"] == "passed"
 
 
 def test_failure_is_one_line_and_leaves_nothing(

@@ -186,19 +186,6 @@ def test_settings_of_an_ascend_are_said_in_the_words_of_each_runtime(
     assert original.options.provider_options == for_mindir
 
 
-def test_rank_table_gives_effect_to_rank_and_provider_of_an_ascend() -> None:
-    context = context_of("ascend", ascend_rank_id=1, ascend_provider="ge")
-    context.group_info_file = "groups.pb"
-    sections = {"ascend_context": {"rank_table_file": "table.json"}}
-    assert only(context, sections).remarks == ()
-    assert only(context, sections, ModelType.MINDIR).options.provider_options == {
-        "provider": "ge",
-        "rank_id": "1",
-        "rank_table_file": "table.json",
-        "group_info_file": "groups.pb",
-    }
-
-
 def test_target_that_fails_is_replaced_by_the_next_with_its_words_at_the_callers_line() -> None:
     def build(attempt: Attempt) -> str:
         if attempt.target == "gpu":

@@ -562,37 +562,6 @@ def test_unchanged_program_runs_over_workers_and_ends_as_it_does_alone(
     assert "mcinfer" not in as_module.stderr.replace(str(tmp_path), "")
 
 
-QUIETED = """
-import sys
-import mcinfer.ort as ort
-from mcinfer import EngineOptions
-from mcinfer.ort.options import passed
-import onnxruntime
-
-for severity in (2, 3):
-    if severity == 3:
-        onnxruntime.set_default_logger_severity(3)
-        ort.set_default_logger_verbosity(1)
-    with ort.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"], devices=1):
-        pass
-print(dict(passed(ort.SessionOptions(), EngineOptions(), "/", 1).engine.session_options))
-"""
-
-
-def test_severity_of_the_default_logger_is_that_of_workers(
-    onnx_model: OnnxModel, tmp_path: Path
-) -> None:
-    """ONNX Runtime warns of the initialiser that no node uses."""
-    model = onnx_model(
-        '<ir_version: 8, opset_import: ["": 17]> m (float[n] x) => (float[n] y)'
-        "<float[1] unused = {1.0}> { y = Neg(x) }"
-    )
-    run = run_program("-c", QUIETED, str(model), cwd=tmp_path)
-    given = {"default_logger_severity": "3", "default_logger_verbosity": "1"}
-    assert run.stdout == f"{given}\n"
-    assert run.stderr.count("Removing initializer 'unused'") == 1
-
-
 FORKED = """
 import os, signal, sys
 import mcinfer.ort

@@ -118,15 +118,6 @@ def test_log_settings_switch_the_log(serve: Serve, tmp_path: Path) -> None:
         assert client.own.get_log_settings() == changed  # no client names a file to write
 
 
-def test_trace_settings_say_that_traces_are_off(server: Server) -> None:
-    with Client("http", server) as client:
-        for model in (None, "affine"):
-            assert client.own.get_trace_settings(model)["trace_level"] == ["OFF"]
-        assert client.own.update_trace_settings(settings={"trace_level": ["OFF"]})
-        with client.refused(501):
-            client.own.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]})
-
-
 # Values.
 
 
@@ -289,21 +280,6 @@ def test_stream_is_answered_in_order_and_goes_on_after_an_error(server: Server) 
             expected = 2 * models.rows(1 + i % 5, first=i) + 1
             np.testing.assert_array_equal(result.as_numpy("y"), expected)
         client.own.stop_stream()
-
-
-def test_many_clients_at_once_get_their_own_answers(server: Server) -> None:
-    barrier = threading.Barrier(24)
-
-    def ask(number: int) -> int:
-        with Client(PROTOCOLS[number % 2], server) as client:
-            barrier.wait(60)
-            for i in range(20):
-                x = models.rows(1 + i % 4, first=1000 * number + i)
-                np.testing.assert_array_equal(client.infer("affine", {"x": x})["y"], 2 * x + 1)
-        return 1
-
-    with ThreadPoolExecutor(24) as pool:
-        assert sum(pool.map(ask, range(24))) == 24
 
 
 # Errors.
