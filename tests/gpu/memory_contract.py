@@ -272,7 +272,7 @@ def memory_of_an_owner_that_is_killed_is_free_once_it_is_closed(both: Processes)
 
 
 def descriptor_alone_keeps_memory_for_processes_that_start_later(both: Processes) -> None:
-    """As in a master that has no context on the card: it holds what a leader handed over."""
+    """As in a master that has no context on the card: it holds what a worker handed over."""
     number = next(numbers)
     both("create", number, BLOCK_BYTES, b"handed on".hex())
     size, fd, token = both.lifeline.receive_block(number, PATIENCE)
