@@ -542,11 +542,6 @@ class PoolPlan:
         """Whether the session runs in the user's own process."""
         return self.processes[0].device.kind == INLINE
 
-    @property
-    def on_host(self) -> bool:
-        """Whether no device has memory of its own."""
-        return all(process.device.kind in ("cpu", INLINE) for process in self.processes)
-
 
 def plan_pool(
     devices: int | str | Sequence[int | str] | None,

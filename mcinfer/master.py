@@ -270,7 +270,6 @@ class Master:
                 limits=self._limits,
                 max_rows=self._max_rows,
                 weights=_specs(built.weights),
-                remembers=self._plan.parallel.ranks == 1 and self._plan.on_host,
                 ragged=built.ragged,
             )
             self._learner = Learner(

@@ -21,6 +21,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from math import prod
 from typing import Annotated, Any, ClassVar
 
@@ -53,6 +54,9 @@ VERSION = 12  # raised with each change that an older peer would misread; HELLO 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message. Tensors lie in shared memory, so only strings make a message large."""
 
+MAX_REMEMBERED = 4096
+"""Bytes of a REPLY's body that both sides may remember, with what it says."""
+
 MAX_RUNS = MAX_CONCURRENT_RUNS
 """Runs that a worker has at most: those that are going on, and those that wait for their end."""
 
@@ -67,8 +71,9 @@ _MAX_CARDS = 1024
 
 MAX_HELLO_BYTES = 512  # largest HELLO: from an unknown peer, nothing larger is read
 
-PREDICT_HEAD = struct.Struct("<BQIQI?")
-"""Id, request, shard, version of the weights, bytes of the inputs' references, whether it may be wide."""
+PREDICT_HEAD = struct.Struct("<BQIQI?q")
+"""Id, request, shard, version of the weights, bytes of the inputs' references, whether it may be wide, and
+the number of the block that is returned, or 0."""
 
 REPLY_HEAD = struct.Struct("<BQId?")  # id, request, shard, seconds, whether it was wide
 
@@ -201,6 +206,7 @@ class Predict(Message):
     """Master to worker: run this shard; if it may be `wide`, with the cores of all workers on the CPU.
 
     Outputs without a place, or that have another shape than it, come back in a block of the worker's own.
+    `returned` is such a block that it may fill again; 0 is none.
     """
 
     ID = PREDICT
@@ -208,6 +214,7 @@ class Predict(Message):
     shard: _Shard
     weights: _Count = 0
     wide: _Flag = False
+    returned: Annotated[int, is_block] = 0
     inputs: _References
     outputs: _References
 
@@ -358,10 +365,10 @@ class Attach(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detach(Message):
-    """Master to worker: unmap this block."""
+    """Master to worker: unmap this block, which is the master's or, below 0, the worker's own."""
 
     ID = 9
-    block: _Count
+    block: Annotated[int, is_block]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,15 +422,12 @@ def encode(message: Message) -> bytes:
     """
     if isinstance(message, Predict):
         inputs, outputs = _pack(message.inputs), _pack(message.outputs)
-        head = (
-            *(PREDICT, message.request, message.shard, message.weights, len(inputs)),
-            message.wide,
-        )
-        data = PREDICT_HEAD.pack(*head) + inputs + outputs
+        run = (PREDICT, message.request, message.shard, message.weights)
+        head = PREDICT_HEAD.pack(*run, len(inputs), message.wide, message.returned)
+        data = head + inputs + outputs
     elif isinstance(message, Reply):
         answer = (message.request, message.shard, message.seconds, message.wide)
-        data = REPLY_HEAD.pack(REPLY, *answer)
-        data += _pack(message.outputs) if message.outputs else b""
+        data = REPLY_HEAD.pack(REPLY, *answer) + encode_reply_body(message.outputs)
     else:
         content = {"id": message.ID, **{name: getattr(message, name) for name in message.CHECKS}}
         if isinstance(message, Build):
@@ -465,6 +469,17 @@ def encode_references(references: tuple[TensorRef, ...]) -> bytes:
     return data
 
 
+def encode_reply_body(outputs: tuple[TensorRef, ...]) -> bytes:
+    """The body of a REPLY; raises `ProtocolError` if a reference does not fit, or no message holds them."""
+    if not is_references(outputs):
+        raise ProtocolError(f"references do not fit: got {reprlib.repr(outputs)}")
+    data = _pack(outputs) if outputs else b""
+    most = MAX_MESSAGE_BYTES - REPLY_HEAD.size
+    if len(data) > most:
+        raise ProtocolError(f"Reply: got {len(data)} bytes, expected at most {most}")
+    return data
+
+
 def part_of_joined(inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...]) -> float:
     """How much of a PREDICT_JOINED a member with such references takes, wherever they lie; 1 is all of it."""
     far = [
@@ -491,11 +506,28 @@ def decode_body(body: bytes, inputs: int) -> tuple[tuple[TensorRef, ...], tuple[
         raise ProtocolError(
             f"got {len(body)} bytes of references, of which {inputs} are the inputs'"
         )
-    parts = _unpack(body[:inputs]), _unpack(body[inputs:])
-    for part in parts:
-        if not is_references(part):
-            raise ProtocolError(f"references do not fit: got {reprlib.repr(part)}")
-    return parts
+    return _references(body[:inputs]), _references(body[inputs:])
+
+
+def _references(data: bytes) -> tuple[TensorRef, ...]:
+    found = _unpack(data)
+    if not is_references(found):
+        raise ProtocolError(f"references do not fit: got {reprlib.repr(found)}")
+    return tuple(found)
+
+
+_remembered_references = lru_cache(maxsize=256)(_references)
+
+
+def decode_reply_body(body: bytes) -> tuple[TensorRef, ...]:
+    """The outputs' references of a REPLY's body, of which workers say the same ones again and again.
+
+    Raises:
+        ProtocolError: The body holds no such references.
+    """
+    if not body:
+        return ()
+    return _remembered_references(body) if len(body) <= MAX_REMEMBERED else _references(body)
 
 
 def encode_predict_joined(
@@ -525,19 +557,21 @@ def decode(data: bytes) -> Message:
         ProtocolError: It is not a message of this protocol.
     """
     if data[:1] == _PREDICT_ID:
-        (request, shard, weights, size, wide), body = _head(Predict, PREDICT_HEAD, data)
+        head, body = _head(Predict, PREDICT_HEAD, data)
+        request, shard, weights, size, wide, returned = head
         inputs, outputs = decode_body(body, size)
         return Predict(
             request=request,
             shard=shard,
             weights=weights,
             wide=wide,
+            returned=returned,
             inputs=inputs,
             outputs=outputs,
         )
     if data[:1] == _REPLY_ID:
         (request, shard, seconds, wide), body = _head(Reply, REPLY_HEAD, data)
-        outputs = _unpack(body) if body else ()
+        outputs = decode_reply_body(body)
         return Reply(request=request, shard=shard, outputs=outputs, seconds=seconds, wide=wide)
     content = _unpack(data)
     if type(content) is not dict:

@@ -14,7 +14,7 @@ A `Split` gives for each input the axis to cut, and for each output the axis to 
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from typing import Literal, TypeVar
@@ -637,19 +637,6 @@ def _all_known(values: Iterable[_T | None]) -> tuple[_T, ...] | None:
     found = [*values]
     known = tuple(value for value in found if value is not None)
     return known if len(known) == len(found) else None
-
-
-def seen_join(name: str, join: OutputJoin, shapes: Sequence[Shape]) -> OutputJoin:
-    """The join of an output whose shape is not known, or declared wrongly, if its parts have these shapes.
-
-    Raises:
-        JoinError: Parts of these shapes do not join, or one has the declared shape: then it changes.
-    """
-    check_join(name, join, shapes, ["an earlier answer"] * len(shapes))
-    if any(shape == declared for shape, declared in zip(shapes, join.shapes or (), strict=False)):
-        raise JoinError(f"output {name!r} is declared {shapes}, and had other shapes before")
-    axis = None if len(shapes) == 1 else join.axis
-    return replace(join, axis=axis, shapes=tuple(shapes), shape=_joined(shapes, axis))
 
 
 def _joined(shapes: Sequence[Shape], axis: int | None) -> Shape:

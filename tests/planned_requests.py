@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from mcinfer.errors import ProtocolError
 from mcinfer.protocol import Predict, Reply, TensorRef, decode, encode
-from mcinfer.requests.frames import IdleFrames
+from mcinfer.requests.frames import IdleFrames, Lease
+from mcinfer.requests.lent_blocks import LentBlocks
 from mcinfer.requests.planner import Allocate, HostPlace, Planner, Queue
 from mcinfer.requests.request import NO_WEIGHTS, Call, Inputs, Request
 from mcinfer.requests.splitting import Known, Splitter
@@ -66,13 +67,10 @@ def planner_of(
     weights: Sequence[TensorSpec] = (),
     *,
     allocate: Allocate | None = None,
-    remembers: bool = False,
 ) -> Planner:
     """A planner that gets memory at once or not at all, and queues nothing."""
     place = HostPlace(arena, allocate or (lambda sizes, _: arena.allocate_all(sizes)), IdleFrames())
-    return Planner(
-        spec, place, cast("Queue", None), max_rows=max_rows, weights=weights, remembers=remembers
-    )
+    return Planner(spec, place, cast("Queue", None), max_rows=max_rows, weights=weights)
 
 
 def request_of(
@@ -179,8 +177,8 @@ def replied(outputs: Sequence[TensorRef]) -> tuple[TensorRef, ...]:
     return received.outputs
 
 
-def never(number: int) -> Block:
-    raise AssertionError(f"block {number} was fetched")
+def never(number: int) -> Lease:
+    raise AssertionError(f"block {number} was leased")
 
 
 def run(
@@ -200,11 +198,17 @@ def double(inputs: dict[str, bytes]) -> dict[str, bytes]:
 
 
 class Worker:
-    """A worker's own blocks, and what of them was fetched."""
+    """A worker's own blocks, and which of them were handed over.
+
+    Attributes:
+        lend: Leases a block, as the master does.
+    """
 
     def __init__(self) -> None:
         self.blocks: dict[int, Block] = {}
         self.fetched: list[int] = []
+        self.lent = LentBlocks(self._receive)
+        self.lend = self.lent.lease
 
     def put(self, *tensors: tuple[str, Array]) -> list[TensorRef]:
         """Place tensors one after another in a new block, as `serving` does."""
@@ -219,7 +223,7 @@ class Worker:
             at += -(-len(data) // 64) * 64
         return references
 
-    def fetch(self, number: int) -> Block:
+    def _receive(self, number: int) -> Block:
         self.fetched.append(number)
         block = self.blocks.get(number)
         if block is None:

@@ -63,7 +63,6 @@ class Pool:
     delivered: list[Callable[[], object]] = field(default_factory=list)
     repeated: list[Callable[[], bool]] = field(default_factory=list)
     timeout: float = 30.0
-    remembers: bool = False
     asked: list[tuple[str, list[int]]] = field(default_factory=list)
     memories: dict[Device, CardMemory] = field(default_factory=dict)
 
@@ -71,9 +70,7 @@ class Pool:
         self._numbers = itertools.count()
         self.arena = Arena(LIMIT, numbers=self._numbers)
         place = HostPlace(self.arena, self.allocate, IdleFrames())
-        self.planner = Planner(
-            self.model, place, cast("Queue", self), max_rows=8, remembers=self.remembers
-        )
+        self.planner = Planner(self.model, place, cast("Queue", self), max_rows=8)
 
     def allocate(
         self, sizes: Any, _: float, arena: Arena | None = None, block: SharedBlock | None = None
@@ -140,7 +137,7 @@ class Pool:
                 request.take(shard, replied(outputs), never, shard, LIMIT)
             else:
                 reply = replied(own.put(("y", y)))
-                request.take(shard, reply, own.fetch, shard, LIMIT)
+                request.take(shard, reply, own.lend, shard, LIMIT)
         request.settled = True
         request.release()
         value = request.value()
@@ -246,19 +243,6 @@ def test_card_that_workers_do_not_reach_goes_through_the_host(make: Make) -> Non
     assert isinstance(value["y"], pool.cupy.ndarray)
     np.testing.assert_array_equal(value["y"].get(), 2 * X)
     assert pool.ways() == {"through_host": 1}
-
-
-def test_outputs_of_shapes_seen_before_still_come_to_the_card(make: Make) -> None:
-    spec = model({"x": PLAIN_X}, {"y": ("float32", ["batch", "found"])})
-    pool, own = make(model=spec, reached=False, remembers=True), Worker()
-    how = known(spec, outputs={"y": 0})
-    for _ in range(4):
-        request = pool.request(X, on="cuda:0", how=how)
-        is_laid = any(references(request, shard)[1] for shard in (0, 1))
-        value = pool.answer(request, None if is_laid else own)
-        assert isinstance(value["y"], pool.cupy.ndarray)
-        np.testing.assert_array_equal(value["y"].get(), 2 * X)
-    own.close()
 
 
 def test_input_cut_along_an_inner_axis_goes_through_the_host(make: Make) -> None:
@@ -480,7 +464,7 @@ def test_results_in_place_are_only_views_for_the_delivery_thread(make: Make) -> 
     request = pool.request(X, W, on="cuda:0")
     references(request, 0)
     # Of another shape than the model declares.
-    request.take(0, replied(own.put(("y", 2 * X[:1]))), own.fetch, 0, LIMIT)
+    request.take(0, replied(own.put(("y", 2 * X[:1]))), own.lend, 0, LIMIT)
     assert not request.is_simple
     own.close()
 

@@ -139,7 +139,7 @@ def test_a_pool_on_the_cpu_has_a_share_of_the_cores_for_each_worker() -> None:
     assert [one.share.wide_cores for one in pool.processes] == [
         (0, 1, 2, 3)
     ] * 2  # a lone request is wide
-    assert (pool.pieces, pool.warning, pool.inline, pool.on_host) == (1, "", False, True)
+    assert (pool.pieces, pool.warning, pool.inline) == (1, "", False)
     assert plan(5).warning.startswith("devices: 5 workers share 4")
     assert plan("cpu:9").processes[0].missing.startswith("device cpu:9 does not exist")
     for some in (
@@ -172,7 +172,6 @@ def test_workers_of_one_card_share_its_weights_and_the_cores_beside_it() -> None
     assert [one.shares_weights for one in pool.processes] == [True, True, False, False]
     assert [one.card_workers for one in pool.processes] == [2, 2, 1, 1]
     assert [one.share.cores for one in pool.processes] == [(2,), (3,), (), (0, 1, 2, 3)]
-    assert not pool.on_host
     for some in ({"engine": "fake"}, {"options": EngineOptions(prepare="never")}):
         assert not any(one.shares_weights for one in plan(["cuda:0", "cuda:0"], **some).processes)
 

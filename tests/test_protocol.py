@@ -275,7 +275,7 @@ def test_bytes_from_anyone_are_refused_or_a_message(data: bytes) -> None:
     [
         *(b"\x81\xa2id", b"\x82\xa2id\x07\xa7request", b"\x82\xa2id\x04\xa1x"),
         REPLY_HEAD.pack(REPLY, 1, 0, 0.5, False),
-        PREDICT_HEAD.pack(PREDICT, 1, 0, 0, 0, False),
+        PREDICT_HEAD.pack(PREDICT, 1, 0, 0, 0, False, 0),
     ],
     ids=repr,
 )
@@ -330,7 +330,7 @@ def _short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_strings_up_to_the_limits_come_through() -> None:
     for inputs in (strings(8_000, 2), strings(1000, 30)):
         body, nothing = encode_references(inputs), encode_references(())
-        message = decode(PREDICT_HEAD.pack(PREDICT, 1, 0, 0, len(body), False) + body + nothing)
+        message = decode(PREDICT_HEAD.pack(PREDICT, 1, 0, 0, len(body), False, 0) + body + nothing)
         assert isinstance(message, Predict)
         assert message.inputs == inputs
 

@@ -1,12 +1,10 @@
 """From arrays to requests: what is checked, where tensors lie, and who may use their memory again."""
 
-import gc
 import os
 import signal
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +31,6 @@ from tests.planned_requests import (
     Array,
     Value,
     W,
-    Worker,
     X,
     double,
     in_order,
@@ -638,107 +635,3 @@ def test_requests_with_another_version_of_the_weights_have_another_key(arena: Ar
     assert key() == first
     planner.weights.update({"m": [1, 2, 3]}, 0.0)
     assert len({own, first, key()}) == 3
-
-
-# Outputs whose shapes only the run knows.
-
-FINDING = model(
-    {"x": ("float32", ["batch", 2])},
-    {"y": ("float32", ["batch", 2]), "u": ("int32", ["batch", None])},
-)
-FOUND = known(FINDING, None, {"u": 0})
-WIDE = np.ones((4, 2), np.float32)
-
-
-@pytest.fixture
-def worker() -> Iterator[Worker]:
-    with closing(Worker()) as worker:
-        yield worker
-
-
-def remembering(arena: Arena, spec: ModelSpec = FINDING) -> Planner:
-    return planner_of(spec, arena, 8, remembers=True)
-
-
-def find(planner: Planner, arena: Arena, worker: Worker, width: int, pieces: int = 1) -> list[bool]:
-    """Have a request answered with outputs of this width; by shard, whether all had places before."""
-    request = request_of(planner, [WIDE], pieces, FOUND, 0.0, joinable=True)
-    assert request.join is None
-    laid, parts = [], []
-    for shard, rows in enumerate(request.rows):
-        u = random_array("int32", (rows, width), len(worker.blocks))
-        parts.append(u)
-        outputs = {reference[0]: reference for reference in references(request, shard)[1]}
-        laid.append(request.is_laid_out)
-        place(arena, outputs["y"])[:] = raw_bytes(WIDE[:rows])
-        if "u" in outputs and outputs["u"][2] == u.shape:
-            place(arena, outputs["u"])[:] = raw_bytes(u)
-            request.take(shard, (), worker.fetch, 0, LIMIT)
-        else:
-            own = [outputs["y"], *worker.put(("u", u))]
-            request.take(shard, replied(own), worker.fetch, 0, LIMIT)
-    result = request.value()
-    assert result["u"].shape == (4, width)
-    assert np.array_equal(result["u"], np.concatenate(parts))
-    assert np.array_equal(result["y"], WIDE)
-    return laid
-
-
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_equal_answers_lay_outputs_out(arena: Arena, worker: Worker, pieces: int) -> None:
-    planner = remembering(arena)
-    for width, expected in [
-        (3, [False, False, True, True]),
-        (5, [True, False, False, True]),  # the first had places of other shapes
-        (0, [True, *[False] * 4, True]),
-    ]:
-        for laid in expected:
-            assert find(planner, arena, worker, width, pieces) == [laid] * pieces
-    gc.collect()
-    assert in_use(planner, arena) == 0
-
-
-def test_shards_that_have_not_answered_have_no_shapes(arena: Arena, worker: Worker) -> None:
-    planner = remembering(arena)
-    for _ in range(5):
-        request = request_of(planner, [WIDE], 2, FOUND, 0.0)
-        (y,) = references(request, 0)[1]
-        own = worker.put(("u", np.ones((2, 3), np.int32)))
-        request.take(0, replied([y, *own]), worker.fetch, 0, LIMIT)
-
-
-def test_shapes_that_change_with_each_answer_are_not_laid_out(arena: Arena, worker: Worker) -> None:
-    planner = remembering(arena)
-    for _ in range(2):
-        find(planner, arena, worker, 3)
-    widths = [width for width in (4, 5, 6) for _ in range(4)]
-    laid = [any(find(planner, arena, worker, width)) for width in [*widths, *[7, 8] * 40]]
-    assert sum(laid) == 3
-
-
-def test_outputs_that_find_no_room_are_not_laid_out_but_come(worker: Worker) -> None:
-    arena = Arena(4 * MIB)
-    planner = remembering(arena)
-    held = [planner.allocate({"x": (MIB * 7 // 16, 2)}, 0.0)]
-    assert not any(any(find(planner, arena, worker, MIB // 20)) for _ in range(5))
-    held.clear()
-    assert any(any(find(planner, arena, worker, MIB // 20)) for _ in range(5))
-    arena.close()
-
-
-def test_large_outputs_are_not_laid_out_but_come(arena: Arena, worker: Worker) -> None:
-    planner = remembering(arena)
-    assert not any(any(find(planner, arena, worker, MIB // 16 + 1)) for _ in range(5))
-    assert any(any(find(planner, arena, worker, MIB // 16)) for _ in range(9))
-
-
-def test_declared_shape_after_another_is_not_laid_out(arena: Arena, worker: Worker) -> None:
-    """An engine would bind it, and have to run again where it has another shape once more."""
-    planner = remembering(arena, PLAIN)
-    for width, laid in [(7, 1), (7, 0), (7, 0), (7, 1), (3, 1), *[(3, 0)] * 5]:
-        request = request_of(planner, [X, W], 1, None, 0.0)
-        assert len(references(request, 0)[1]) == laid
-        y = random_array("float32", (4, width), width)
-        own = [] if laid and references(request, 0)[1][0][2] == y.shape else worker.put(("y", y))
-        request.take(0, replied(own), worker.fetch, 0, LIMIT)
-        assert request.value()["y"].shape == (4, width)

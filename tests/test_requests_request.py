@@ -2,8 +2,8 @@
 
 import errno
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,11 @@ import pytest
 
 from mcinfer.errors import PredictError, ProtocolError
 from mcinfer.protocol import TensorRef
+from mcinfer.requests.frames import is_leased
 from mcinfer.requests.request import Request
 from mcinfer.sharding import Axes, JoinError
 from mcinfer.shm.arena import Arena
-from mcinfer.shm.block import Block
 from mcinfer.specs import STRING
-from tests.open_descriptors import no_descriptor_left
 from tests.planned_requests import (
     DECLARED,
     LIMIT,
@@ -92,10 +91,10 @@ def test_outputs_of_unknown_shape_come_and_join(arena: Arena, worker: Worker) ->
         ["y"]
     ] * 2
     for shard in (1, 0):
-        request.take(shard, answer(request, worker, shard, 2), worker.fetch, shard, LIMIT)
+        request.take(shard, answer(request, worker, shard, 2), worker.lend, shard, LIMIT)
     assert worker.fetched == [-1, -2]  # once for both outputs of a shard
     result = request.value()
-    for block in worker.blocks.values():  # what the worker does to them is nobody's concern then
+    for block in worker.blocks.values():  # they are the worker's again
         memoryview(block.memory(0, block.size)).cast("B")[:] = b"\xff" * block.size
     assert [*result] == ["y", "u", "h", "t"]
     parts = [found(2, 0), found(2, 1)]
@@ -109,7 +108,7 @@ def test_split_hears_of_parts_that_do_not_join(arena: Arena, worker: Worker) -> 
     reasons: list[str] = []
     request.contradicted = reasons.append
     for shard, count in ((0, 3), (1, 5)):
-        request.take(shard, answer(request, worker, shard, count), worker.fetch, 7 + shard, LIMIT)
+        request.take(shard, answer(request, worker, shard, count), worker.lend, 7 + shard, LIMIT)
     text = r"output 'u' is the same from every worker.*\[3, 3\] from worker 8.*got \[5, 3\]"
     with pytest.raises(JoinError, match=text) as caught:
         request.value()
@@ -121,7 +120,7 @@ def test_split_hears_of_parts_that_do_not_join(arena: Arena, worker: Worker) -> 
 
 def opened(request: Request, worker: Worker, shard: int, array: Array) -> None:
     """Answer a shard of `PLAIN` with this, in the worker's own block."""
-    request.take(shard, replied(worker.put(("y", array))), worker.fetch, shard, LIMIT)
+    request.take(shard, replied(worker.put(("y", array))), worker.lend, shard, LIMIT)
 
 
 def test_output_of_another_shape_is_no_more_foreseen(arena: Arena, worker: Worker) -> None:
@@ -175,33 +174,58 @@ FORGED: dict[str, Forge] = {
 def test_forged_reply_changes_nothing(arena: Arena, worker: Worker, forge: Forge) -> None:
     request = stage_open(arena)
     right = answer(request, worker, 0, 2)
-    with no_descriptor_left(), pytest.raises(ProtocolError):
-        request.take(0, replied(forge(request, [*right])), worker.fetch, 0, LIMIT)
-    request.take(1, answer(request, worker, 1, 2), worker.fetch, 1, LIMIT)
-    request.take(0, right, worker.fetch, 0, LIMIT)
+    with pytest.raises(ProtocolError):
+        request.take(0, replied(forge(request, [*right])), worker.lend, 0, LIMIT)
+    worker.lent.take_back()  # the block that it names, if that was leased
+    request.take(1, answer(request, worker, 1, 2), worker.lend, 1, LIMIT)
+    request.take(0, right, worker.lend, 0, LIMIT)
     result = request.value()
     assert np.array_equal(result["u"][:2], found(2, 0)[0])
     assert result["t"].tolist() == ["0-0", "0-1", "1-0", "1-1"]
 
 
-def test_output_of_more_than_the_shared_memory_may_have_is_an_os_error_and_keeps_nothing() -> None:
-    arena = Arena(1 << 16)
-    planner = planner_of(model({"x": ("float32", ["batch"])}, {"u": ("float32", ["found"])}), arena)
-    request = request_of(planner, {"x": np.ones(2, np.float32)}, 1, None, 0.0)
-    size = (1 << 16) + 4
-    block = Block.create(-1, size)
-    memoryview(block.memory(0, size)).cast("B")[:] = bytes(size)
+def test_output_of_more_than_the_shared_memory_may_have_is_an_os_error(worker: Worker) -> None:
+    with closing(Arena(1 << 16)) as arena:
+        spec = model({"x": ("float32", ["batch"])}, {"u": ("uint8", ["found"])})
+        request = request_of(planner_of(spec, arena), {"x": np.ones(2, np.float32)}, 1, None, 0.0)
+        own = worker.put(("u", np.ones((1 << 16) + 1, np.uint8)))
+        with pytest.raises(OSError, match=rf"'u' has {(1 << 16) + 1} bytes") as caught:
+            request.take(0, replied(own), worker.lend, 0, arena.limit)
+        assert caught.value.errno == errno.EFBIG
+        del caught
+        assert worker.lent.take_back() == (-1, [])  # it goes back
+        own = worker.put(("u", np.ones(1 << 16, np.uint8)))
+        request.take(0, replied(own), worker.lend, 0, arena.limit)
+        assert request.value()["u"].shape == (1 << 16,)
 
-    def fetch(number: int) -> Block:
-        return Block.attach(number, size, os.dup(block.fd))
 
-    with no_descriptor_left(), pytest.raises(OSError, match=rf"'u' has {size} bytes") as caught:
-        request.take(0, replied([("u", "float32", (size // 4,), -1, 0)]), fetch, 0, arena.limit)
-    assert caught.value.errno == errno.EFBIG
-    request.take(0, replied([("u", "float32", (size // 4 - 1,), -1, 4)]), fetch, 0, arena.limit)
-    assert request.value()["u"].shape == (size // 4 - 1,)
-    block.close()
-    arena.close()
+def test_whole_answer_in_one_block_is_a_view_of_it_whether_or_not_it_was_seen_before(
+    arena: Arena, worker: Worker
+) -> None:
+    planner = planner_of(model({"x": ("float32", ["batch"])}, {"u": ("int32", ["found"])}), arena)
+    [own] = worker.put(("u", np.arange(5, dtype=np.int32)))
+    for _ in range(3):
+        request = request_of(planner, {"x": np.ones(2, np.float32)}, 1, None, 0.0)
+        request.take(0, replied([own]), worker.lend, 0, LIMIT)
+        u = request.value()["u"]
+        assert u.tolist() == [0, 1, 2, 3, 4]
+        assert is_leased(u)
+        assert worker.lent.take_back() == (0, [])  # it is in use
+        del request, u
+        assert worker.lent.take_back() == (-1, [])
+
+
+def test_results_are_copied_where_many_are_held(arena: Arena, worker: Worker) -> None:
+    planner = planner_of(model({"x": ("float32", ["batch"])}, {"u": ("int32", ["found"])}), arena)
+    [own] = worker.put(("u", np.arange(5, dtype=np.int32)))
+    for _ in range(2):
+        request = request_of(planner, {"x": np.ones(2, np.float32)}, 1, None, 0.0)
+        request.take(0, replied([own]), worker.lend, 0, LIMIT)
+        request.copies = True
+        u = request.value()["u"]
+        assert not is_leased(u)
+        assert worker.lent.take_back() == (-1, [])
+        assert u.tolist() == [0, 1, 2, 3, 4]
 
 
 # Results.
@@ -211,8 +235,8 @@ def test_answer_to_a_settled_request_is_checked_not_kept(arena: Arena, worker: W
     request = stage_open(arena)
     right = answer(request, worker, 0, 2)
     request.settle(PredictError("late"))
-    with no_descriptor_left():
-        request.take(0, right, worker.fetch, 0, LIMIT)
+    request.take(0, right, worker.lend, 0, LIMIT)
+    assert worker.lent.take_back() == (right[1][3], [])
     with pytest.raises(PredictError, match="late"):
         request.result()
 
@@ -236,19 +260,18 @@ def test_error_of_a_join_keeps_no_memory_and_comes_again(arena: Arena, worker: W
     for shard, width in ((0, 2), (1, 3)):
         y, _, *others = answer(request, worker, shard, 2)
         replies.append(replied([y, *worker.put(("u", np.ones((2, width), np.int32))), *others]))
-    with no_descriptor_left():
-        for shard, outputs in enumerate(replies):
-            request.take(shard, outputs, worker.fetch, shard, LIMIT)
-        request.settle()
-        request.release()
-        gc.disable()
-        try:
-            errors = []
-            for _ in range(2):
-                with pytest.raises(JoinError) as caught:
-                    request.result()
-                errors.append(caught.value)
-            assert errors[0] is errors[1]
-            assert in_use(planner, arena) == 0
-        finally:
-            gc.enable()
+    for shard, outputs in enumerate(replies):
+        request.take(shard, outputs, worker.lend, shard, LIMIT)
+    request.settle()
+    request.release()
+    gc.disable()
+    try:
+        errors = []
+        for _ in range(2):
+            with pytest.raises(JoinError) as caught:
+                request.result()
+            errors.append(caught.value)
+        assert errors[0] is errors[1]
+        assert in_use(planner, arena) == 0
+    finally:
+        gc.enable()

@@ -1,6 +1,5 @@
 """Tests of mcinfer/runtime/gang.py: what several ranks say becomes what one worker says."""
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -10,6 +9,7 @@ from mcinfer.errors import ProtocolError
 from mcinfer.protocol import BuildFinish, Error, Hello, Message, Preparing, Reply, TensorRef
 from mcinfer.runtime.gang import Gang
 from mcinfer.runtime.worker_process import WorkerProcess
+from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 
 
@@ -34,10 +34,10 @@ class Rank:
     def reap(self) -> int:
         return self.status
 
-    def hand_over(self, block: int) -> None:
-        fd = os.memfd_create("block")
-        self.theirs.send_block(block, 8, fd)
-        os.close(fd)
+    def hand_over(self, number: int) -> None:
+        block = Block.create(number, 8)
+        self.theirs.send_block(number, block.size, block.fd)
+        block.close()
 
     def close(self) -> None:
         self.lifeline.close()
@@ -104,19 +104,16 @@ def test_reply_takes_the_longest_time(gang: Gang) -> None:
 
 
 def test_outputs_in_blocks_of_ranks_are_merged(gang: Gang, ranks: list[Rank]) -> None:
-    ranks[0].hand_over(-1)
-    ranks[2].hand_over(-1)
+    ranks[0].hand_over(-6)
+    ranks[2].hand_over(-8)
     placed = ref("y", 3)
-    found = say(gang, [reply(ref("y", -1)), reply(), reply(placed, ref("z", -1))])
-    assert isinstance(found, Reply)
-    assert [output[0] for output in found.outputs] == ["y", "z"]
-    for output in found.outputs:
-        assert isinstance(output[3], int)
-        size, fd, _ = gang.receive_block(output[3])
-        os.close(fd)
-        assert size == 8
+    found = say(gang, [reply(ref("y", -6)), reply(), reply(placed, ref("z", -8))])
+    assert found == reply(ref("y", -6), ref("z", -8))
+    leases = [gang.blocks.lease(number) for number in (-6, -8)]
     with pytest.raises(ProtocolError):
-        gang.receive_block(-4)  # rank 1 has handed over none
+        gang.blocks.lease(-7)  # rank 1 has handed over none
+    leases.clear()
+    assert sorted(gang.blocks.take_back()[0] for _ in range(3)) == [-8, -6, 0]
 
 
 def test_outputs_that_the_model_does_not_have_break_the_protocol(gang: Gang) -> None:
@@ -137,13 +134,12 @@ def test_request_that_fails_alike_in_all_ranks_fails_alone(gang: Gang) -> None:
     assert not gang.killed
 
 
-def test_error_after_a_run_drops_the_blocks_of_others(gang: Gang, ranks: list[Rank]) -> None:
-    ranks[0].hand_over(-1)
-    found = say(gang, [reply(ref("z", -1)), error("predict", "no memory"), reply()])
+def test_error_after_a_run_gives_back_the_blocks_of_others(gang: Gang, ranks: list[Rank]) -> None:
+    ranks[0].hand_over(-6)
+    found = say(gang, [reply(ref("z", -6)), error("predict", "no memory"), reply()])
     assert found == error("predict", "rank 1 (cpu:1, pid 101): no memory")
     assert not gang.killed
-    with pytest.raises(ProtocolError):
-        gang.receive_block(-3)
+    assert gang.blocks.take_back() == (-6, [])
 
 
 def test_broken_group_is_ended_at_once_with_the_cause(gang: Gang, ranks: list[Rank]) -> None:

@@ -360,12 +360,12 @@ def test_output_not_as_declared_comes_as_it_is(peer: Peer, tmp_path: Path) -> No
     peer.attach(0)
     x, y, z = ((name, "float32", (3, 2), 0, at) for name, at in (("x", 0), ("y", 64), ("z", 128)))
     peer.array(x)[...] = np.arange(6).reshape(3, 2)
-    for number in (1, 2):
+    for number in (2, 3):
         reply = peer.ask([x], [y, z])
         assert reply.outputs == (("y", "float32", (2, 3), -number, 0), z)
         assert np.array_equal(peer.array(z), -peer.array(x))
     reply = peer.ask([x], [z])  # and where nothing is foreseen
-    assert reply.outputs == (("y", "float32", (2, 3), -3, 0), z)
+    assert reply.outputs == (("y", "float32", (2, 3), -4, 0), z)
 
 
 @pytest.mark.parametrize(
@@ -495,7 +495,7 @@ def test_body_that_is_no_references_fails_its_run(served: Peer) -> None:
     bad += [(len(inputs), good + b"\xc0"), (len(inputs), inputs), (1, b"\x90\x91\x90")]
     for size, body in bad:
         served.requests += 1
-        head = PREDICT_HEAD.pack(PREDICT, served.requests, 0, 0, size, False)
+        head = PREDICT_HEAD.pack(PREDICT, served.requests, 0, 0, size, False, 0)
         served.router.send([served.peer], head + body)
         assert served.error(served.requests).kind == "predict"
     served.ask([x_at(0)], [y_at(64)])
@@ -600,7 +600,7 @@ def test_weights_outside_their_block_end_it(
 def test_outputs_that_are_all_empty_come_without_a_block(served: Peer) -> None:
     for rows in (0, 0, 3):  # the block of the last one is the next on the lifeline
         reply = served.ask([x_at(0, rows)])
-    assert [reference[3] for reference in reply.outputs] == [-1, -1]
+    assert [reference[3] for reference in reply.outputs] == [-2, -2]
     assert served.fetch(reply.outputs[0]).shape == (3,)
 
 

@@ -93,8 +93,6 @@ def test_descriptor_of_no_block_is_refused_and_closed(make: Callable[[], int], s
 def test_places_outside_of_a_block_are_refused() -> None:
     block = Block.create(0, 100)
     for offset, size in [(0, 101), (101, 0), (100, 1), (-1, 1), (2**60, 1)]:
-        with pytest.raises(ValueError, match="of a block of 100"):
-            block.read_into(memoryview(bytearray(size)), offset)
         with pytest.raises(ValueError, match=r"[Bb]uffer|offset"):
             block.memory(offset, size)
     block.close()

@@ -45,7 +45,7 @@ from mcinfer.errors import (
 )
 from mcinfer.requests.frames import Lease, Plan
 from mcinfer.requests.planner import Place, Queue, Spot, lease, output_frame
-from mcinfer.requests.request import Call, Part, Request, pick
+from mcinfer.requests.request import Call, Parts, Request, pick
 from mcinfer.requests.tensors import Arrays
 from mcinfer.shm.arena import Arena, BlockNeededError, Slot
 from mcinfer.specs import STRING, TensorSpec
@@ -485,7 +485,7 @@ class CardRequest(Request):
         """As in `Request`; results in place are views, unless the card's memory is short."""
         return self.in_place and self._parts is None and not self.memory.arena.crowded
 
-    def _join(self, parts: dict[tuple[int, str], Part], outputs: Lease | None) -> Arrays:
+    def _join(self, parts: Parts, outputs: Lease | None) -> Arrays:
         specs = self._model.outputs
         slot = outputs.ticket.frame.slot if self.in_place and outputs is not None else None
         if slot is None or parts:

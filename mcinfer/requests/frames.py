@@ -22,10 +22,11 @@ from mcinfer.protocol import TensorRef
 from mcinfer.requests.tensors import Layout
 from mcinfer.sharding import Cut
 from mcinfer.shm.arena import Slot
+from mcinfer.shm.block import Block
 from mcinfer.specs import ModelSpec
 
-_MOST_AWAITED = 8
-"""Answers with the same shapes that a plan waits for at most, before it lays outputs out by them."""
+Views = tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...]
+"""Name, shape, type and start of arrays in one piece of memory."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -65,12 +66,23 @@ class Lease:
 
     NumPy arrays over its array interface hold it, and so do all views of them. The end of a lease runs no
     Python code, so no signal's handler can interrupt it.
+
+    Attributes:
+        block: The mapping, where only leases hold it: a worker's own block.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "ticket")
+    __slots__ = ("__array_interface__", "__weakref__", "block", "ticket")
 
     __array_interface__: dict[str, Any]
+    block: Block
     ticket: Ticket
+
+
+def is_leased(array: Any) -> bool:
+    """Whether an array is a view of a frame (NumPy makes views of views those of one array), or on a card."""
+    base = array.base
+    in_frame = isinstance(base, np.ndarray) and isinstance(base.base, Lease)
+    return in_frame or type(array) is not np.ndarray
 
 
 @dataclass(slots=True, eq=False)
@@ -92,47 +104,6 @@ class Side:
     idle: "deque[Ticket]"
 
 
-class Seen:
-    """The shapes in a plan's last answers, of outputs whose shapes are not known before the run.
-
-    Attributes:
-        names: These outputs.
-        laid: The plan that lays them out by the shapes; None before, and again after another shape came.
-    """
-
-    __slots__ = ("_awaited", "_same", "laid", "names", "shapes")
-
-    def __init__(self, names: frozenset[str], shards: int) -> None:
-        self.names = names
-        self.laid: Plan | None = None
-        self.shapes: list[tuple[tuple[int, ...], ...]] = [()] * shards
-        """By shard, those of all outputs of the model."""
-        self._same = 0
-        self._awaited = 1
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether enough answers in a row had the same shapes, and every shard has answered."""
-        return self._same >= self._awaited * len(self.shapes) and all(self.shapes)
-
-    def note(self, shard: int, shapes: tuple[tuple[int, ...], ...]) -> None:
-        """Note the shapes in a shard's answer."""
-        if self.shapes[shard] == shapes:
-            self._same += 1
-            return
-        self.shapes[shard] = shapes
-        self._same = 0
-
-    def give_up(self) -> None:
-        """The shapes are not those of the next answers, or cannot be laid out: wait twice as long.
-
-        A layout costs about as much as a run with it saves.
-        """
-        self.laid = None
-        self._same = 0
-        self._awaited = min(2 * self._awaited, _MOST_AWAITED)
-
-
 @dataclass(slots=True, eq=False)
 class Plan:
     """What follows from the shapes of a request; the same for all requests that have them.
@@ -147,8 +118,9 @@ class Plan:
         part: How much of the message of a joined run it takes.
         lays_all: Whether all outputs lie in their frame.
         simple_inputs: Whether each input is one array in its frame.
-        simple_outputs: Name, shape, type and start of each output, if each is one array in its frame.
-        seen: The shapes in its answers, if some are not known before the run; None if those are not used.
+        simple_outputs: The outputs, if each is one array in its frame.
+        answers: By what replies said, the number of the worker's own block with all outputs, and these there;
+            None if its requests' values are never just views.
     """
 
     model: ModelSpec
@@ -162,8 +134,8 @@ class Plan:
     part: float
     lays_all: bool
     simple_inputs: bool
-    simple_outputs: tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] | None
-    seen: Seen | None = None
+    simple_outputs: Views | None
+    answers: dict[tuple[TensorRef, ...], tuple[int, Views]] | None
 
 
 class IdleFrames:

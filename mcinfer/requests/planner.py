@@ -33,10 +33,19 @@ from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.config import Device, Limits
-from mcinfer.errors import BuildError, InvalidInputError, McinferError, QueueFullError
+from mcinfer.errors import BuildError, InvalidInputError, QueueFullError
 from mcinfer.protocol import TensorRef, encode_references, part_of_joined
 from mcinfer.requests.forks import forks
-from mcinfer.requests.frames import Frame, IdleFrames, Lease, Plan, Seen, Side, Ticket
+from mcinfer.requests.frames import (
+    Frame,
+    IdleFrames,
+    Lease,
+    Plan,
+    Side,
+    Ticket,
+    Views,
+    is_leased,
+)
 from mcinfer.requests.request import Call, Inputs, OutcomeFuture, Owner, Request
 from mcinfer.requests.splitting import Known
 from mcinfer.requests.tensors import (
@@ -51,9 +60,8 @@ from mcinfer.requests.tensors import (
     string_rows,
 )
 from mcinfer.requests.weights import WeightStore, WeightVersion
-from mcinfer.sharding import JoinError
 from mcinfer.shm.arena import Arena, SharedBlock, Slot, align
-from mcinfer.specs import MOST_COPIED, STRING, ModelSpec, TensorSpec, check_whole_bytes
+from mcinfer.specs import STRING, ModelSpec, TensorSpec, check_whole_bytes
 from mcinfer.statistics import CardStatistics
 
 _shape = attrgetter("shape")
@@ -251,14 +259,12 @@ class Planner:
         limits: Limits = Limits(),
         max_rows: int = 1,
         weights: Sequence[TensorSpec] = (),
-        remembers: bool = False,
         ragged: str = "",
     ) -> None:
         check_whole_bytes((*model.inputs, *model.outputs))
         self.place = place
         self._queue = queue
         self._limits = limits
-        self._remembers = remembers
         self._max_rows = max_rows
         self._model = model
         self._copier = Copier(len(os.sched_getaffinity(0)))
@@ -380,16 +386,12 @@ class Planner:
                 key = (*key, *sorted(found))
                 plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known, found)
             if target is not None:  # its value is never just a view for NumPy
-                plan = replace(plan, simple_outputs=None)
+                plan = replace(plan, simple_outputs=None, answers=None)
         join = None
         may_join = call.joins and on_device is None and not self._is_ragged
         if may_join and known is not None and known.splits:
             join = self._join(arrays, plan, call.weights, checked=known.split.checked)
-        laid = plan
-        if plan.seen is None or target is not None:
-            held, written = self.place.lease(plan, timeout, with_outputs=outputs is None)
-        else:
-            laid, held, written = self._lease_laid(plan, plan.seen, timeout)
+        held, written = self.place.lease(plan, timeout, with_outputs=outputs is None)
         outputs = outputs or written
         try:
             if plan.simple_inputs and held is not None:
@@ -412,7 +414,7 @@ class Planner:
         if outputs is not None:
             theirs = outputs.ticket.frame.blocks
             blocks = blocks if theirs <= blocks else blocks | theirs
-        request = make(laid, call, keep, bodies, outputs, blocks)
+        request = make(plan, call, keep, bodies, outputs, blocks)
         if self._has_strings:
             request.size += sum(map(len, bodies))  # they travel in these
         if on_device is not None:
@@ -431,12 +433,9 @@ class Planner:
     def _forget(self, key: tuple[Any, ...]) -> None:
         """Forget a plan, and free its idle frames; only `IdleFrames` finds those that come back later."""
         plan = self._plans.pop(key, None)
-        while plan is not None:
+        if plan is not None:
             plan.inputs.idle.clear()
             plan.outputs.idle.clear()
-            seen, plan = plan.seen, None
-            if seen is not None:
-                plan, seen.laid = seen.laid, None  # they hold each other
 
     def allocate(
         self, shapes: Mapping[str, Sequence[int]], timeout: float, place: Place | None = None
@@ -563,8 +562,6 @@ class Planner:
         laid = [None if i in found else layout for i, layout in enumerate(inputs)]
         shards = len(cut.rows)
         reads, writes = self._side(inputs, laid, shards), self._side(outputs, outputs, shards)
-        unlaid = [s for s, lay in zip(self._model.outputs, outputs, strict=True) if lay is None]
-        unknown = frozenset(spec.name for spec in unlaid if spec.element_type != STRING)
         frames = 1 + (reads.idle.maxlen or 0) + (writes.idle.maxlen or 0)
         plan = Plan(
             model=self._model,
@@ -579,7 +576,7 @@ class Planner:
             lays_all=None not in outputs,
             simple_inputs=all(layout is not None and layout.contiguous for layout in laid),
             simple_outputs=self._simple_outputs(cut, writes),
-            seen=Seen(unknown, shards) if self._remembers and unknown else None,
+            answers={},
         )
         plans = self._plans
         plans[key] = plan
@@ -589,56 +586,14 @@ class Planner:
             self._forget(next(iter([*plans]), ()))
         return plan
 
-    def _simple_outputs(
-        self, cut: sharding.Cut, writes: Side
-    ) -> tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] | None:
+    def _simple_outputs(self, cut: sharding.Cut, writes: Side) -> Views | None:
         """See `Plan`."""
         if any(layout is None or not layout.contiguous for layout in writes.layouts):
             return None
         rows = zip(self._model.outputs, cut.outputs, writes.starts, strict=True)
         return tuple((spec.name, join.shape or (), spec.dtype, at) for spec, join, at in rows)
 
-    def _lay_seen(self, plan: Plan, seen: Seen) -> Plan:
-        """The plan with all outputs laid out by the shapes of its last answers; as it is if that cannot be.
-
-        Only places follow from these shapes. What a run gives in another shape comes in the worker's block,
-        and how parts join, and whether requests do, stays as it was.
-        """
-        by_output = zip(*seen.shapes, strict=True)
-        rows = zip(self._model.outputs, plan.cut.outputs, by_output, strict=True)
-        try:
-            joins = tuple(
-                sharding.seen_join(spec.name, join, shapes) if spec.name in seen.names else join
-                for spec, join, shapes in rows
-            )
-        except JoinError:
-            seen.give_up()
-            return plan
-        layouts = tuple(map(lay_output, self._model.outputs, joins))
-        laid_anew = zip(layouts, plan.outputs.layouts, strict=True)
-        if any(new and not old and new.size > MOST_COPIED for new, old in laid_anew):
-            seen.give_up()
-            return plan
-        side = self._side(layouts, layouts, len(plan.cut.rows))
-        cut = replace(plan.cut, outputs=joins)
-        simple, lays_all = self._simple_outputs(cut, side), None not in layouts
-        laid = replace(plan, cut=cut, outputs=side, lays_all=lays_all, simple_outputs=simple)
-        seen.laid = laid
-        return laid
-
     # Frames.
-
-    def _lease_laid(
-        self, plan: Plan, seen: Seen, timeout: float
-    ) -> tuple[Plan, Lease | None, Lease | None]:
-        """The plan, with all outputs laid out where that can be done, and frames for both sides."""
-        laid = seen.laid or (self._lay_seen(plan, seen) if seen.is_steady else plan)
-        if laid is not plan:
-            try:
-                return laid, *self.place.lease(laid, 0.0)
-            except McinferError:  # no memory is free, or it is not enough for both sides
-                seen.give_up()
-        return plan, *self.place.lease(plan, timeout)
 
     def _place(
         self,
@@ -735,13 +690,6 @@ class Planner:
         idle = deque[Ticket](maxlen=most)
         self.place.idle.add(idle)
         return Side(layouts, tuple(starts), size, is_laid, idle)
-
-
-def is_leased(array: Any) -> bool:
-    """Whether an array is on a device, or a view of a frame (views of views are those of one array)."""
-    base = array.base
-    in_frame = isinstance(base, np.ndarray) and isinstance(base.base, Lease)
-    return in_frame or type(array) is not np.ndarray
 
 
 def lease(frame: Frame, idle: "deque[Ticket]") -> Lease:

@@ -32,12 +32,11 @@ from numpy.typing import NDArray
 
 from mcinfer.errors import McinferError, PredictError, ProtocolError
 from mcinfer.protocol import PREDICT, PREDICT_HEAD, TensorRef, encode_references
-from mcinfer.requests.frames import Lease, Plan
+from mcinfer.requests.frames import Lease, Plan, is_leased
 from mcinfer.requests.splitting import Known, Splitter
 from mcinfer.requests.tensors import Arrays, join_parts
 from mcinfer.requests.weights import WeightVersion
 from mcinfer.sharding import JoinError
-from mcinfer.shm.block import Block
 from mcinfer.specs import STRING, TensorSpec, tensor_bytes
 
 T = TypeVar("T")
@@ -51,8 +50,11 @@ _NO_REFERENCES = encode_references(())
 _FAILURES = (McinferError, MemoryError, OSError, TypeError, ValueError)
 """What making a result may raise; anything else, as of a signal's handler, is no error of the request."""
 
-Part = tuple[NDArray[Any] | TensorRef, Block | None]
-"""A shard's part of an output: an array, or its place in a block of the worker's."""
+_MOST_ANSWERED = 64
+"""References of answers that a plan remembers at most, or one more answer."""
+
+Parts = Mapping[tuple[int, str], NDArray[Any]]
+"""By shard and name, parts of outputs in blocks of workers' own."""
 
 
 @dataclass(slots=True)
@@ -508,7 +510,8 @@ class Request(Outcome[Arrays]):
             frame = outputs.ticket.frame
             self._asked, self._output_bodies = frame.references, frame.bodies
         self.copies = False
-        self._parts: dict[tuple[int, str], Part] | None = None
+        self._views = plan.simple_outputs
+        self._parts: Parts | None = None
         self.workers: dict[int, int] = {}
         self._value: Arrays | None = None
         self.wanted = call.outputs
@@ -525,7 +528,7 @@ class Request(Outcome[Arrays]):
     @property
     def is_simple(self) -> bool:
         """Whether its value is only a view: no part needs copying or joining."""
-        return self._parts is None and self._plan.simple_outputs is not None
+        return self._parts is None and self._views is not None
 
     @property
     def axes(self) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
@@ -533,10 +536,10 @@ class Request(Outcome[Arrays]):
         cut = self._plan.cut
         return cut.input_axes, tuple(join.axis or 0 for join in cut.outputs)
 
-    def message(self, shard: int, *, wide: bool = False) -> bytes:
-        """The PREDICT of a shard."""
+    def message(self, shard: int, returned: int = 0, *, wide: bool = False) -> bytes:
+        """The PREDICT of a shard, with the number of a block that is `returned` to the worker, or 0."""
         inputs, outputs = self._input_bodies[shard], self._output_bodies[shard]
-        head = (PREDICT, self.number, shard, self.weights.number, len(inputs), wide)
+        head = (PREDICT, self.number, shard, self.weights.number, len(inputs), wide, returned)
         return PREDICT_HEAD.pack(*head) + inputs + outputs
 
     def tensors(self, shard: int) -> tuple[bytes, bytes]:
@@ -546,27 +549,33 @@ class Request(Outcome[Arrays]):
     def take(
         self,
         shard: int,
-        outputs: Sequence[TensorRef],
-        fetch: Callable[[int], Block],
+        outputs: tuple[TensorRef, ...],
+        lend: Callable[[int], Lease],
         worker: int,
         limit: int,
     ) -> None:
-        """Check a reply's references, and get the tensors in the worker's own blocks.
+        """Check a reply's references, and take the tensors in the worker's own blocks.
 
         Args:
             shard: The answered shard.
             outputs: The reply's references, without some or all of those that are in their places.
-            fetch: Gets a block of the worker's by its number; its exceptions come through.
+            lend: Leases a block of the worker's by its number; its exceptions come through.
             worker: The worker's index.
             limit: Most bytes of tensors in the worker's blocks.
 
         Raises:
             ProtocolError: They are not those that were asked for.
-            OSError: This process cannot take them: more bytes than `limit` (EFBIG), or it has no memory or
+            OSError: This process does not take them: more bytes than `limit` (EFBIG), or it has no memory or
                 descriptor left. The request is as before.
         """
         self.workers[shard] = worker
         if not outputs and self.is_laid_out:
+            return
+        answers = self._plan.answers
+        if answers is not None and (answer := answers.get(outputs)) is not None:
+            lease = lend(answer[0])
+            if not self.settled:  # else it failed before this answer
+                self._outputs, self._views = lease, answer[1]
             return
         asked = self._asked[shard]
         if len(asked) == len(self._model.outputs) and outputs == asked:
@@ -581,41 +590,37 @@ class Request(Outcome[Arrays]):
             raise ProtocolError(
                 f"reply with outputs {reprlib.repr([ref[0] for ref in outputs])}, expected {names}"
             )
-        seen, missed = self._plan.seen, False
-        parts: dict[tuple[int, str], Part] = {}
-        blocks: dict[int, Block] = {}
+        parts: dict[tuple[int, str], NDArray[Any]] = {}
+        blocks: dict[int, NDArray[Any]] = {}
+        views: list[tuple[str, tuple[int, ...], np.dtype[Any], int]] = []
         opened: list[str] = []
         left = limit
-        try:
-            for spec, reference in zip(self._model.outputs, whole, strict=True):
-                name, element_type, shape = reference[:3]
-                if element_type != spec.element_type:
-                    raise ProtocolError(f"reply with {reprlib.repr(reference)}, expected {spec}")
-                place = expected.get(name)
-                if place == reference:
-                    continue
-                if place is not None and place[2] == shape:
-                    raise ProtocolError(
-                        f"reply with {reprlib.repr(reference)}, expected {reprlib.repr(place)}"
-                    )
-                if place is not None and seen is not None and name in seen.names:
-                    missed = True
-                elif place is not None:
-                    opened.append(name)  # its shape is another one than the model declares
-                size = tensor_bytes(spec.element_type, prod(shape))
-                parts[shard, name] = _find(spec, reference, size, left, blocks, fetch)
-                left -= size
-        except BaseException:
-            while blocks:  # the exception's traceback would hold the mappings of what is left here
-                blocks.popitem()[1].close()
-            raise
+        for spec, reference in zip(self._model.outputs, whole, strict=True):
+            name, element_type, shape = reference[:3]
+            if element_type != spec.element_type:
+                raise ProtocolError(f"reply with {reprlib.repr(reference)}, expected {spec}")
+            place = expected.get(name)
+            if place == reference:
+                continue
+            if place is not None and place[2] == shape:
+                raise ProtocolError(
+                    f"reply with {reprlib.repr(reference)}, expected {reprlib.repr(place)}"
+                )
+            if place is not None:
+                opened.append(name)  # its shape is another one than the model declares
+            size = tensor_bytes(spec.element_type, prod(shape))
+            parts[shard, name] = _part(spec, reference, size, left, blocks, lend)
+            left -= size
+            if size:
+                views.append((name, shape, spec.dtype, reference[4]))
         self._plan.opened.update(opened)
-        if seen is not None:
-            seen.note(shard, tuple(reference[2] for reference in whole))
-            if missed and seen.laid is self._plan:
-                seen.give_up()
         if not self.settled:  # else it failed before this answer
             self._parts = {**(self._parts or {}), **parts}
+        is_whole = len(blocks) == len(self.rows) == 1 and len(views) == len(names)
+        if answers is not None and is_whole and not asked:
+            if len(answers) * len(outputs) > _MOST_ANSWERED:
+                answers.clear()
+            answers[outputs] = next(iter(blocks)), tuple(views)
 
     def release(self) -> None:
         """No worker can read or write its memory any more."""
@@ -649,15 +654,15 @@ class Request(Outcome[Arrays]):
         """The outputs by name, in the model's order. Two threads that come at once may both make it.
 
         Raises:
-            PredictError: The shards' parts do not join, an output without a batch dimension
-                differs between them, or there is no memory for a copy of a worker's output.
+            PredictError: The shards' parts do not join, or an output without a batch dimension
+                differs between them.
         """
         # Read before the value: another thread may make it, and drop these then.
         outputs, parts = self._outputs, self._parts
         value = self._value
         if value is not None:
             return value
-        simple = self._plan.simple_outputs
+        simple = self._views
         if simple is not None and parts is None and outputs is not None:
             memory: Any = np.asarray(outputs)
             value = {
@@ -685,9 +690,9 @@ class Request(Outcome[Arrays]):
             self._parts = {}
         return value
 
-    def _join(self, parts: dict[tuple[int, str], Part], outputs: Lease | None) -> Arrays:
+    def _join(self, parts: Parts, outputs: Lease | None) -> Arrays:
         value: Arrays = {}
-        memory: Any = None if outputs is None else np.asarray(cast("Any", outputs)).data
+        memory: Any = None if outputs is None else np.asarray(cast("Any", outputs))
         shards, side = range(len(self.rows)), self._plan.outputs
         try:
             for i, spec in enumerate(self._model.outputs):
@@ -701,7 +706,7 @@ class Request(Outcome[Arrays]):
                     for shard in shards:
                         part = parts.get((shard, spec.name))
                         if part is not None:
-                            pieces.append(_copy(spec, part))
+                            pieces.append(part)
                         elif layout is None or join.shapes is None:
                             worker = self.workers[shard]
                             raise PredictError(
@@ -712,7 +717,7 @@ class Request(Outcome[Arrays]):
                             pieces.append(np.ndarray(join.shapes[shard], spec.dtype, memory, place))
                     workers = [f"worker {self.workers[shard]}" for shard in shards]
                     array = join_parts(spec, join, pieces, workers)
-                value[spec.name] = array.copy() if layout is not None and self.copies else array
+                value[spec.name] = array.copy() if self.copies and is_leased(array) else array
         except JoinError as exc:
             self.contradicted(str(exc))
             raise
@@ -724,64 +729,38 @@ def pick(outputs: Arrays, names: Sequence[str] | None) -> Arrays:
     return outputs if names is None else {name: outputs[name] for name in names}
 
 
-def _find(
+def _part(
     spec: TensorSpec,
     reference: TensorRef,
     size: int,
     most: int,
-    blocks: dict[int, Block],
-    fetch: Callable[[int], Block],
-) -> Part:
-    """The part from a reply: its data, or its place in a block of the worker's, fetched once."""
-    number, place = reference[3:]
+    blocks: dict[int, NDArray[Any]],
+    lend: Callable[[int], Lease],
+) -> NDArray[Any]:
+    """A part from a reply: its data, or an array over a block of the worker's, which is leased once."""
+    shape, number, place = reference[2:]
+    dtype = spec.dtype
     if size == 0:
         texts = place if spec.element_type == STRING else ()
-        array = np.empty(len(texts), spec.dtype)
-        array[:] = texts
-        return _shaped(array, reference), None
-    if number is None or number >= 0:
+        memory, place = np.empty(len(texts), dtype), 0
+        memory[:] = texts
+    elif number is None or number >= 0:
         raise ProtocolError(f"reply with {spec.name!r} in a block that is not the worker's own")
-    if number not in blocks:
-        blocks[number] = fetch(number)
-    # By its number, not a name of this frame, which an exception's traceback would hold.
-    if place + size > blocks[number].size:
-        raise ProtocolError(f"reply with {reprlib.repr(reference)} past its block's end")
-    if size > most:
-        # The copy is this process's own memory: a worker must not say how much of it.
-        raise OSError(
-            errno.EFBIG,
-            f"output {spec.name!r} has {size} bytes, expected at most {most} of outputs whose shapes "
-            "are not known before the run (Limits.memory_bytes)",
-        )
-    return reference, blocks[number]
-
-
-def _copy(spec: TensorSpec, part: Part) -> NDArray[Any]:
-    """A part of an output, as an array that no worker can change.
-
-    A copy, since a mapping kept for each result would keep a descriptor for each.
-    """
-    what, block = part
-    if block is None:
-        return cast("NDArray[Any]", what)
-    reference = cast("TensorRef", what)
-    shape = reference[2]
+    else:
+        if number not in blocks:
+            blocks[number] = np.asarray(cast("Any", lend(number)))
+        memory = blocks[number]
+        if place + size > memory.nbytes:
+            raise ProtocolError(f"reply with {reprlib.repr(reference)} past its block's end")
+        if size > most:
+            # A worker must not say how much memory of this process its answers take.
+            raise OSError(
+                errno.EFBIG,
+                f"output {spec.name!r} has {size} bytes, expected at most {most} of outputs whose shapes "
+                "are not known before the run (Limits.memory_bytes)",
+            )
+        memory = memory[place : place + size].view(dtype)
     try:
-        copy = np.empty(tensor_bytes(spec.element_type, prod(shape)), np.uint8)
-        block.read_into(copy.data, reference[4])
-    except (OSError, MemoryError) as exc:
-        text = f"output {spec.name!r} cannot be taken from its worker: {exc}"
-        raise PredictError(text) from exc.with_traceback(None)
-    return _shaped(copy.view(spec.dtype), reference)
-
-
-def _shaped(array: NDArray[Any], reference: TensorRef) -> NDArray[Any]:
-    """The array in the shape that a reply gives.
-
-    Raises:
-        ProtocolError: No array can have that shape.
-    """
-    try:
-        return array.reshape(reference[2])
-    except ValueError as exc:
+        return memory.reshape(shape)
+    except ValueError as exc:  # no array can have that shape
         raise ProtocolError(f"reply with {reprlib.repr(reference)}: {exc}") from exc

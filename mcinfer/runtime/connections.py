@@ -32,7 +32,6 @@ from mcinfer.runtime.gang import Gang
 from mcinfer.runtime.transport import MasterTransport, UnreachableError
 from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.shm.arena import OfferedBlock, SharedBlock
-from mcinfer.shm.block import Block
 
 _STANDINGS = {
     "T": "is stopped by a signal",
@@ -203,16 +202,6 @@ class Connections:
                         return gang, rank
         return None, 0
 
-    def fetch(self, index: int, number: int) -> Block:
-        """A block that the worker has made and handed over.
-
-        Raises:
-            ProtocolError: The worker has not handed over such a block.
-            OSError: This process has no descriptor or memory left.
-        """
-        size, fd, _ = self.processes[index].receive_block(number)
-        return Block.attach(number, size, fd)
-
     def take_slab(self, index: int, slab: tuple[int, int]) -> None:
         """Keep the block of weights that the worker has made and handed over, for others of its device.
 
@@ -279,7 +268,12 @@ class Connections:
             given = {n for n in gang.weights if n >= weights.oldest}
             gang.weights = given | {weights.number}
         if len(members) == 1:
-            data = first.message(shard, wide=wide)
+            returned = 0
+            if gang.blocks.ended:
+                returned, closed = gang.blocks.take_back()
+                for number in closed:
+                    self.transport.send(gang.peers, encode(Detach(block=number)))
+            data = first.message(shard, returned, wide=wide)
         else:
             tensors = [request.tensors(shard) for request, shard in members]
             data = encode_predict_joined(first.number, shard, weights.number, tensors, first.axes)

@@ -12,11 +12,9 @@ or its process ends, all others are ended, and the worker has died.
 Ownership: the gang owns its processes until `reap`.
 """
 
-import os
 import signal
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from mcinfer.errors import ProtocolError
@@ -30,7 +28,9 @@ from mcinfer.protocol import (
     Reply,
     TensorRef,
 )
+from mcinfer.requests.lent_blocks import LentBlocks
 from mcinfer.runtime.worker_process import WorkerProcess
+from mcinfer.shm.block import Block
 
 _MOST_AHEAD = MAX_RUNS + 4
 """Answers of one rank that others have not given yet, at the most: to runs, and to what came before them."""
@@ -44,6 +44,7 @@ class Gang:
         ranks: Its processes.
         peers: The transport's names for all of them; empty before the last HELLO.
         attached: Numbers of the blocks that they were sent.
+        blocks: Those that they make themselves.
         weights: Versions of the weights that they know.
         outlawed: Whether it broke the protocol: its messages are not read any more.
         killed: Whether `kill` was called.
@@ -54,6 +55,7 @@ class Gang:
         self.ranks = ranks
         self.peers: list[bytes] = []
         self.attached: set[int] = set()
+        self.blocks = LentBlocks(self._receive_block)
         self.weights: set[int] = set()
         self.outlawed = False
         self.killed = False
@@ -120,7 +122,9 @@ class Gang:
         if len(answers) not in (0, len(messages)):
             raise ProtocolError("some ranks answered a run, and others a build, at once")
         if errors:
-            self._drop_outputs(messages)
+            for message in messages:
+                if isinstance(message, Reply):
+                    self.blocks.give_up(message.outputs)
             own = [error for error in errors if error.kind != "broken"]
             if not own:
                 self._end(errors[0].text)
@@ -146,32 +150,22 @@ class Gang:
     def _merged(self, replies: Sequence[Message]) -> tuple[TensorRef, ...]:
         """References to all outputs: where PREDICT said, or in a block of the rank that made one itself."""
         found: dict[str, TensorRef] = {}
-        for rank, reply in enumerate(replies):
-            for name, kind, shape, block, at in reply.outputs if isinstance(reply, Reply) else ():
+        for reply in replies:
+            for reference in reply.outputs if isinstance(reply, Reply) else ():
+                name, block = reference[0], reference[3]
                 if block is not None and block < 0:
-                    found[name] = (name, kind, shape, block * len(self.ranks) - rank, at)
+                    found[name] = reference
                 else:
-                    found.setdefault(name, (name, kind, shape, block, at))
+                    found.setdefault(name, reference)
         if not found.keys() <= {*self._outputs}:
             raise ProtocolError(f"the ranks gave {[*found]}, which are not all outputs")
         return tuple(found[name] for name in self._outputs if name in found)
 
-    def receive_block(self, number: int) -> tuple[int, int, bytes]:
-        """A block of a rank's, by its number in the reply of `take`; as `Lifeline.receive_block`."""
-        rank = 0
-        if self.is_group:
-            number, rank = divmod(-number, len(self.ranks))
-            number = -number
-        return self.ranks[rank].lifeline.receive_block(number)
-
-    def _drop_outputs(self, messages: Sequence[Message]) -> None:
-        """Take the blocks that ranks have handed over in vain: they are in the way of later ones."""
-        for process, message in zip(self.ranks, messages, strict=True):
-            if isinstance(message, Reply):
-                for number in {reference[3] for reference in message.outputs}:
-                    if number is not None and number < 0:
-                        with suppress(OSError):  # no descriptor is left here: the block is lost
-                            os.close(process.lifeline.receive_block(number)[1])
+    def _receive_block(self, number: int) -> Block:
+        """Map a block that a rank has handed over; its number says which (`OutputBlocks`)."""
+        lifeline = self.ranks[-number % len(self.ranks)].lifeline
+        size, fd, _ = lifeline.receive_block(number)
+        return Block.attach(number, size, fd)
 
     # Ends.
 
@@ -206,6 +200,7 @@ class Gang:
         Returns:
             How it ended, in words; and the exit statuses that this is of, none if a rank said why.
         """
+        self.blocks.close()
         statuses = [process.reap() for process in self.ranks]
         if self._causes:
             return f"ended: {'; '.join(self._causes)}", self._statuses
@@ -213,6 +208,7 @@ class Gang:
 
     def abandon(self) -> None:
         """Free what this object owns; processes that still run lose their lifelines."""
+        self.blocks.close()
         for process in self.ranks:
             process.abandon()
 

@@ -29,7 +29,17 @@ from mcinfer.config import Device
 from mcinfer.errors import BuildError, ClosedError, McinferError, ProtocolError
 from mcinfer.private import ModelInMemory, model_name
 from mcinfer.process import check_threads
-from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Reply
+from mcinfer.protocol import (
+    REPLY,
+    REPLY_HEAD,
+    Build,
+    BuildFinish,
+    Error,
+    Message,
+    Reply,
+    TensorRef,
+    decode_reply_body,
+)
 from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.planner import OpenPlace, Place
 from mcinfer.requests.request import Request
@@ -355,6 +365,7 @@ class Loop:
     def _take_statistics(self, weights_version: int) -> Statistics:
         table = self._scheduler.table
         idle = self.frames.bytes
+        lent = [gang.blocks for gang in self._connections.processes.values()]
         return Statistics(
             accepted=table.accepted,
             succeeded=table.succeeded,
@@ -366,8 +377,8 @@ class Loop:
             queued_shards=len(self._scheduler.queue),
             latency=table.latency.snapshot(),
             batch_sizes=self._scheduler.batch_sizes.snapshot(),
-            memory_bytes=self.arena.size,
-            memory_used_bytes=max(0, self.arena.used - idle),
+            memory_bytes=self.arena.size + sum(blocks.size for blocks in lent),
+            memory_used_bytes=max(0, self.arena.used - idle) + sum(blocks.used for blocks in lent),
             weights_version=weights_version,
             health=self.supervision.take_health(),
             workers=self.supervision.take_statistics(),
@@ -387,72 +398,85 @@ class Loop:
                 self._readable = False
                 return
             peer, data = received
-            if len(data) == REPLY_HEAD.size and data[0] == REPLY and peer in peers:
+            if len(data) >= REPLY_HEAD.size and data[0] == REPLY and peer in peers:
                 gang = peers[peer][0]
                 if len(gang.ranks) == 1 and not gang.outlawed:
-                    self._take_reply(gang.index, *REPLY_HEAD.unpack(data)[1:])
+                    _, *run = REPLY_HEAD.unpack_from(data)
+                    self._take_reply(gang.index, data[REPLY_HEAD.size :], *run)
                     continue
             index, message = self._connections.read(peer, data)
             if index is not None and message is not None:
                 self._handle_message(index, message, monotonic())
 
-    def _take_reply(self, index: int, number: int, shard: int, seconds: float, wide: bool) -> None:
-        """Take the head of a REPLY, not checked yet: all outputs are in their places."""
+    def _take_reply(
+        self, index: int, body: bytes, number: int, shard: int, seconds: float, wide: bool
+    ) -> None:
+        """Take a REPLY of a worker of one process: its body, and its head, which is not checked yet."""
         now = monotonic()
         request = self.admission.places.requests.get(number)
+        error: Error | None = None
         try:
-            if request is None or not request.is_laid_out:
-                reply = Reply(request=number, shard=shard, outputs=(), seconds=seconds, wide=wide)
-                self._handle_message(index, reply, now)
-                return
-            self._scheduler.handle_answer(now, index, number, shard, seconds, wide)
-        except ProtocolError as exc:
-            self.supervision.outlaw(index, f"breaks the protocol: {exc}")
+            if body or request is None or not request.is_laid_out:
+                error = self._take_outputs(index, number, shard, decode_reply_body(body))
+            self._scheduler.handle_answer(now, index, number, shard, seconds, wide, error)
+        except Exception as exc:
+            self._refuse(index, exc)
 
     def _handle_message(self, index: int, message: Message | ProtocolError, now: float) -> None:
         try:
             if isinstance(message, ProtocolError):
                 raise message
             if isinstance(message, Reply):
-                message = self._take(index, message)
+                run = message.request, message.shard
+                error = self._take_outputs(index, *run, message.outputs)
+                message = error or message
             elif isinstance(message, BuildFinish):
                 message = self.supervision.take_weights(index, message)
             self._scheduler.handle_message(now, index, message)
-        except ProtocolError as exc:
-            self.supervision.outlaw(index, f"breaks the protocol: {exc}")
-            return
-        except Exception as exc:  # what one worker sends must not end the service of the others
-            self._delivery.log(logging.ERROR, "a message could not be handled", failure=exc)
-            self.supervision.outlaw(index, f"sent what could not be handled: {exc!r}")
+        except Exception as exc:
+            self._refuse(index, exc)
             return
         self.supervision.report(index, message)
-        if isinstance(message, BuildFinish):
-            self.inbox.note_reach(index, message.reaches)
 
-    def _take(self, index: int, reply: Reply) -> Message:
-        """Have the requests check the reply, and get the blocks that the worker made for it.
+    def _refuse(self, index: int, exc: Exception) -> None:
+        """End a worker whose message was not one of the protocol, or could not be handled."""
+        if isinstance(exc, ProtocolError):
+            self.supervision.outlaw(index, f"breaks the protocol: {exc}")
+            return
+        # What one worker sends must not end the service of the others.
+        self._delivery.log(logging.ERROR, "a message could not be handled", failure=exc)
+        self.supervision.outlaw(index, f"sent what could not be handled: {exc!r}")
+
+    def _take_outputs(
+        self, index: int, number: int, shard: int, outputs: tuple[TensorRef, ...]
+    ) -> Error | None:
+        """Have the requests of a run check the reply, and take what lies in the worker's own blocks.
 
         Returns:
-            The reply, or the run's failure if this process has no memory for the outputs.
+            The run's failure, if this process has no memory for the outputs.
         """
-        run = self._scheduler.workers[index].find_begun(reply.request, reply.shard)
+        w = self._scheduler.workers[index]
+        run = w.runs[0] if w.runs else None
+        if run is None or run.members[0] != (number, shard):
+            run = w.find_begun(number, shard)
         if run is None:
-            return reply  # the scheduler will say what is wrong with it
+            return None  # the scheduler will say what is wrong with it
+        blocks = self._connections.processes[index].blocks
         members = run.members
-        if len(members) > 1 and reply.outputs:
+        if len(members) > 1 and outputs:
             raise ProtocolError(
                 "reply with outputs to a joined run, whose outputs all have a place"
             )
         try:
-            for number, shard in members:
-                fetch = partial(self._connections.fetch, index)
-                self.admission.places.requests[number].take(
-                    shard, reply.outputs, fetch, index, self.arena.limit
-                )
+            for member, part in members:
+                request = self.admission.places.requests[member]
+                request.take(part, outputs, blocks.lease, index, self.arena.limit)
+                if outputs and blocks.is_crowded:
+                    request.copies = True
         except (OSError, MemoryError) as exc:
             text = f"the master cannot take the answer: {exc!r}"
-            return Error(request=reply.request, shard=reply.shard, kind="predict", text=text)
-        return reply
+            return Error(request=number, shard=shard, kind="predict", text=text)
+        return None
 
     # Orders about requests.
 
@@ -470,7 +494,7 @@ class Loop:
     def settle(self, entry: Entry, error: McinferError | None) -> None:
         request = self.admission.places.requests[entry.number]
         future = request.future
-        request.copies = self.arena.crowded
+        request.copies = request.copies or self.arena.crowded
         request.settle(error, cancelled=entry.ending == "cancelled")
         if self._trace is not None:
             hook, context = self._trace(), request.context
@@ -482,7 +506,7 @@ class Loop:
                 joins = not is_bare and future is not None
                 call = partial(call_trace_hook, hook, context, entry, monotonic(), held, joins)
                 (self._delivery.put if joins else self._delivery.trace)(call)
-        elif future is not None and error is None and (self.arena.crowded or not request.is_simple):
+        elif future is not None and error is None and (request.copies or not request.is_simple):
             # What it holds must not wait until its user asks for it.
             self._delivery.put(partial(prepare, ref(future)))
 

@@ -80,18 +80,8 @@ class Block:
         """Bytes of the block as a ctypes array, whose views keep the mapping alive."""
         return _bytes_type(size).from_buffer(self._map, offset)
 
-    def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill `memory` with the block's bytes from `offset` on, without a touch of the mapping's pages."""
-        if not 0 <= offset <= offset + memory.nbytes <= self.size:
-            raise ValueError(
-                f"got bytes {offset} to {offset + memory.nbytes} of a block of {self.size}"
-            )
-        while memory:
-            count = os.preadv(self.fd, [memory], offset)
-            memory, offset = memory[count:], offset + count
-
     def __del__(self) -> None:
-        self.close()  # a worker's block ends with the last reference to its answer
+        self.close()  # as in a worker that is a thread of this process
 
     def close(self) -> None:
         """Close the descriptor; the mapping ends with its last view."""

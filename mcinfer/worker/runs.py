@@ -4,17 +4,19 @@
 
     PREDICT ─────────► layout (version, bytes of the body) ──► BoundRun, in the master's blocks
     PREDICT_JOINED ──► gather rows ──► BoundRun, in scratch memory ──► scatter rows    (a `StagedRun`)
+    outputs without a place ──► `OutputBlocks`: copied to a block that the master maps ──► REPLY
 
 Ownership: the blocks belong to the master; `drop_block` comes before one is closed. Joined tensors lie in one
 scratch block of the worker, as large as the largest joined run needs, and runs are bound onto it (cached by
 shapes). If a larger one takes its place, the runs that were bound onto it go with it: one runs at a time. The
-members' tensors are the master's; this code reads and writes them only during a run.
+members' tensors are the master's; this code reads and writes them only during a run. A block of outputs
+belongs to the master from the REPLY that names it until PREDICT returns it.
 """
 
 import ctypes
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, count
 from math import prod
 from typing import Any
 
@@ -23,14 +25,31 @@ from numpy.typing import NDArray
 
 from mcinfer.engines.base import BoundRun, Buffer, Engine, Produced, StagedRun, Strings, array_over
 from mcinfer.errors import PredictError, ProtocolError
-from mcinfer.protocol import PredictJoined, TensorRef, UpdateWeights, decode_body
+from mcinfer.protocol import (
+    MAX_REMEMBERED,
+    REPLY,
+    REPLY_HEAD,
+    PredictJoined,
+    TensorRef,
+    UpdateWeights,
+    decode_body,
+    encode_reply_body,
+)
 from mcinfer.shm.arena import AttachedBlocks, align
 from mcinfer.shm.block import Block
+from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import ELEMENT_TYPES, STRING, tensor_bytes
 
 _MAX_LAYOUTS = 1024
 _MAX_LAYOUT_BYTES = 4 << 20
 """Most bound layouts that are kept, and most bytes of their keys; the least recently used go first."""
+
+_LEAST_BYTES = 1 << 12
+_LARGEST_ROUNDED = 64 << 20
+"""Bytes of a block for outputs at least, and up to which it has a power of two."""
+
+_MAX_BODIES = 256
+"""Replies' bodies that are remembered at most."""
 
 _MAX_RUNS = 64
 """Most bound runs that are kept; the least recently used goes first."""
@@ -158,6 +177,120 @@ class Runs:
     def close(self) -> None:
         self._bound.clear()
         self._joined.close()
+
+
+class OutputBlocks:
+    """The worker's own blocks, for outputs without a place, or of another shape than their place.
+
+    The master decides which of them are kept: it returns those to be filled again, and drops the others. One
+    thread at a time calls `reply`; another one may call the rest meanwhile.
+
+    Args:
+        engine: Whose outputs they are.
+        lifeline: Hands new blocks over.
+        rank: Of a group of so many `ranks`: `-number % ranks` of each of its blocks.
+    """
+
+    def __init__(self, engine: Engine, lifeline: Lifeline, rank: int, ranks: int) -> None:
+        self._engine = engine
+        self._lifeline = lifeline
+        self._numbers = count(2 * ranks + rank, ranks)  # -1 is that of a slab
+        self._made: dict[int, Block] = {}
+        self._free: list[Block] = []
+        self._bodies: dict[tuple[Any, ...], bytes] = {}
+
+    def reply(
+        self,
+        head: tuple[int, int, float, bool],
+        produced: Sequence[Produced | Strings],
+        bound: tuple[TensorRef, ...],
+    ) -> bytes:
+        """The REPLY to a run, to be sent before the next one is made.
+
+        What the engine produced by itself is copied to one block: the smallest that is large enough.
+
+        Args:
+            head: Of the run: request, shard, seconds, and whether it was wide.
+            produced: What `BoundRun.execute` has returned, some at least.
+            bound: The places of the run's outputs.
+
+        Raises:
+            PredictError: No message can hold it.
+            OSError: There is no memory, or no descriptor left.
+        """
+        places, size = [], 0
+        for item in produced:
+            places.append(size)
+            if isinstance(item, Produced):
+                size += align(item.size)
+        block = self._take(size) if size else None  # else no block: all tensors are empty
+        if block is not None:
+            for item, place in zip(produced, places, strict=True):
+                if isinstance(item, Produced):
+                    ctypes.memmove(block.address + place, item.address, item.size)
+        number = 0 if block is None else block.number
+        key = (number, bound, *[item.name for item in produced], *[i.shape for i in produced])
+        body = self._bodies.get(key)
+        if body is None:
+            try:
+                body = encode_reply_body(self._references(produced, places, number, bound))
+            except ProtocolError as exc:
+                if block is not None:
+                    self._free.append(block)
+                text = f"the answer does not fit a message to the master: {exc}"
+                raise PredictError(text) from exc
+            if len(self._bodies) == _MAX_BODIES:
+                self._bodies.clear()
+            if len(body) <= MAX_REMEMBERED and not any(isinstance(i, Strings) for i in produced):
+                self._bodies[key] = body
+        return REPLY_HEAD.pack(REPLY, *head) + body
+
+    def _references(
+        self,
+        produced: Sequence[Produced | Strings],
+        places: Sequence[int],
+        number: int,
+        bound: Sequence[TensorRef],
+    ) -> tuple[TensorRef, ...]:
+        """References to all outputs, in the model's order; of a rank, to those that it gives."""
+        gives = self._engine.gives
+        found = {ref[0]: ref for ref in bound if gives is None or ref[0] in gives}
+        for item, place in zip(produced, places, strict=True):
+            if isinstance(item, Strings):
+                found[item.name] = (item.name, STRING, item.shape, None, item.values)
+            else:
+                found[item.name] = (item.name, item.element_type, item.shape, number, place)
+        names = [spec.name for spec in self._engine.spec.outputs]
+        return tuple(found[name] for name in names if name in found)
+
+    def _take(self, size: int) -> Block:
+        """A block for an answer of so many bytes, which is the master's now."""
+        found: Block | None = None
+        for block in self._free.copy():
+            if block.size >= size and (found is None or block.size < found.size):
+                found = block
+        if found is not None:
+            self._free.remove(found)
+            return found
+        # Answers of about this size are to fit as well.
+        rounded = (
+            size if size > _LARGEST_ROUNDED else max(_LEAST_BYTES, 1 << (size - 1).bit_length())
+        )
+        block = Block.create(-next(self._numbers), rounded)
+        self._lifeline.send_block(block.number, block.size, block.fd)
+        block.close()  # the mapping stays
+        self._made[block.number] = block
+        return block
+
+    def take_back(self, number: int) -> None:
+        """The block may be filled again, unless it is another rank's."""
+        block = self._made.get(number)
+        if block is not None:
+            self._free.append(block)
+
+    def drop(self, number: int) -> None:
+        """The master has closed its side."""
+        self._made.pop(number, None)
 
 
 class JoinedRuns:

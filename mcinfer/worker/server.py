@@ -13,7 +13,6 @@ blocks, so they are dropped before the blocks. A lock guards the cancellations; 
 that has the turn, owns the rest.
 """
 
-import ctypes
 import logging
 import os
 import threading
@@ -23,16 +22,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, count
 from typing import Any
 
 from mcinfer.config import Device
 from mcinfer.engines.base import (
     BoundRun,
     Engine,
-    Produced,
     RunCancelledError,
-    Strings,
     memory_limit,
 )
 from mcinfer.errors import (
@@ -65,7 +61,6 @@ from mcinfer.protocol import (
     Predict,
     PredictJoined,
     Preparing,
-    Reply,
     TensorRef,
     UpdateWeights,
     WorkerState,
@@ -75,12 +70,10 @@ from mcinfer.protocol import (
 )
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import WorkerTransport
-from mcinfer.shm.arena import AttachedBlocks, OfferedBlock, SharedBlock, align
-from mcinfer.shm.block import Block
+from mcinfer.shm.arena import AttachedBlocks, OfferedBlock, SharedBlock
 from mcinfer.shm.lifeline import Lifeline
-from mcinfer.specs import STRING
 from mcinfer.worker.opening import open_worker_engine
-from mcinfer.worker.runs import Runs
+from mcinfer.worker.runs import OutputBlocks, Runs
 from mcinfer.worker.turns import Turns, pin_to_part
 
 _MAX_CANCELLED = 4096
@@ -129,8 +122,8 @@ class WorkerLoop:
         self._lanes: list[Runs] = []  # of each thread that executes runs
         self._turns: Turns | None = None  # of several threads
         self._cores: Sequence[int] = ()  # of which each has a part
+        self._outputs: OutputBlocks  # from BUILD on
         self._blocks = AttachedBlocks()
-        self._block_numbers = count(1)
         self._lock = threading.Lock()
         self._placing = threading.Lock()
         self._running: dict[Engine, tuple[int, int]] = {}
@@ -191,8 +184,13 @@ class WorkerLoop:
             raise
 
     def send(self, message: Message) -> None:
-        """Send a message that changes the state of this worker."""
-        message, data = _encoded(message)
+        """Send a message that changes the state of this worker; an error for a model that none can hold."""
+        try:
+            data = encode(message)
+        except ProtocolError as exc:
+            text = f"what is to be said of the model does not fit a message: {exc}"
+            message = Error(kind="build", text=text)
+            data = encode(message)
         self._state = state_after(self._state, type(message))
         self._connection.send(data)
 
@@ -215,9 +213,12 @@ class WorkerLoop:
             case Attach():
                 self._attach(message)
             case Detach():
-                for lane in self._lanes:
-                    lane.drop_block(message.block)
-                self._blocks.drop(message.block)
+                if message.block < 0:
+                    self._outputs.drop(message.block)
+                else:
+                    for lane in self._lanes:
+                        lane.drop_block(message.block)
+                    self._blocks.drop(message.block)
             case UpdateWeights():
                 for lane in self._lanes:
                     lane.take_weights(message)
@@ -245,6 +246,7 @@ class WorkerLoop:
                 message, self._blocks, self._group, self._report_progress
             )
             self._engine = engine
+            self._outputs = OutputBlocks(engine, self._lifeline, message.rank, message.ranks)
             self._open_lanes(engine, cores)
         except (CardLostError, ProtocolError):  # no fault of the model: as if this process had died
             raise
@@ -280,7 +282,6 @@ class WorkerLoop:
         if slab is None:
             return None
         self._lifeline.send_block(slab.number, slab.size, slab.fd, slab.token)
-        self._block_numbers = count(1 - slab.number)
         return slab.number, slab.size
 
     def _report_progress(self, state: Mapping[str, Any]) -> None:
@@ -292,10 +293,12 @@ class WorkerLoop:
         """Follow a PREDICT, and answer it; `ProtocolError` if it may not come now."""
         if len(data) < PREDICT_HEAD.size:
             raise ProtocolError(f"Predict: got {len(data)} bytes, expected a head")
-        _, request, shard, version, size, alone = PREDICT_HEAD.unpack_from(data)
+        _, request, shard, version, size, alone, returned = PREDICT_HEAD.unpack_from(data)
         body = data[PREDICT_HEAD.size :]
         if self._state is not WorkerState.BUSY:  # which it stays: other runs may be under way
             self._state = state_after(self._state, Predict)
+        if returned:
+            self._outputs.take_back(returned)
         self._run(request, shard, runs, alone, runs.single, version, size, body)
 
     def _run(
@@ -336,16 +339,9 @@ class WorkerLoop:
             if not produced:
                 data = REPLY_HEAD.pack(REPLY, request, shard, seconds, run.wide)
             else:
+                head = (request, shard, seconds, run.wide)
                 with self._placing:  # its block is the next on the lifeline when the reply comes
-                    outputs = self._place(engine, produced, references)
-                    reply = Reply(
-                        request=request,
-                        shard=shard,
-                        outputs=outputs,
-                        seconds=seconds,
-                        wide=run.wide,
-                    )
-                    self._connection.send(_encoded(reply)[1])
+                    self._connection.send(self._outputs.reply(head, produced, references))
                 return
         except CardLostError:
             raise
@@ -360,7 +356,7 @@ class WorkerLoop:
             error = _error(kind, exc, request, shard)
             if engine.broken:
                 error = replace(error, kind="broken", text=engine.broken[:_MAX_TEXT])
-            data = _encoded(error)[1]
+            data = encode(error)
         self._connection.send(data)
 
     def _cancel_runs(self) -> None:
@@ -389,37 +385,6 @@ class WorkerLoop:
             for engine in self._running:
                 engine.cancel()
 
-    def _place(
-        self,
-        engine: Engine,
-        produced: Sequence[Produced | Strings],
-        bound: tuple[TensorRef, ...],
-    ) -> tuple[TensorRef, ...]:
-        """References to all outputs, in the model's order; of a rank, to those that it gives, or all.
-
-        Outputs that the engine produced by itself go to a block of this worker's: those without a bound
-        place, and those with another shape than the model declares.
-        """
-        gives = engine.gives
-        references = {ref[0]: ref for ref in bound if gives is None or ref[0] in gives}
-        for item in produced:
-            if isinstance(item, Strings):
-                references[item.name] = (item.name, STRING, item.shape, None, item.values)
-        tensors = [item for item in produced if isinstance(item, Produced)]
-        offsets = [0, *accumulate(align(item.size) for item in tensors)]
-        number = 0  # of no block, if all tensors are empty: the master does not take one then
-        if offsets[-1]:
-            number = -next(self._block_numbers)
-            block = Block.create(number, offsets[-1])
-            for item, offset in zip(tensors, offsets, strict=False):
-                ctypes.memmove(block.address + offset, item.address, item.size)
-            self._lifeline.send_block(number, block.size, block.fd)
-            block.close()
-        for item, offset in zip(tensors, offsets, strict=False):
-            references[item.name] = (item.name, item.element_type, item.shape, number, offset)
-        names = [spec.name for spec in engine.spec.outputs]
-        return tuple(references[name] for name in names if name in references)
-
     def _attach(self, message: Attach) -> None:
         number = message.block
         if number in self._blocks:
@@ -432,20 +397,6 @@ class WorkerLoop:
             )
         except (McinferError, OSError) as exc:
             raise ProtocolError(f"block {number} cannot be attached: {exc}") from exc
-
-
-def _encoded(message: Message) -> tuple[Message, bytes]:
-    """A message in bytes; in the place of a result that no message can hold, an error."""
-    try:
-        return message, encode(message)
-    except ProtocolError as exc:
-        error = Error(
-            request=getattr(message, "request", None),
-            shard=getattr(message, "shard", None),
-            kind="build" if isinstance(message, BuildFinish) else "predict",
-            text=f"the answer does not fit a message to the master: {exc}",
-        )
-        return error, encode(error)
 
 
 def _error(
