@@ -91,14 +91,14 @@ def request_of(
         splitter=_SPLITTER,
         known=known or _SPLITTER.known,
         weights=weights,
-        pieces=1,
+        pieces=pieces,
         joins=joinable,
         start=0.0,
         timeout=card_timeout,
         outputs_on=outputs_on,
         apart=known is None,
     )
-    return planner.request(call, pieces, timeout)
+    return planner.request(call, timeout)
 
 
 def in_use(planner: Planner, arena: Arena) -> int:

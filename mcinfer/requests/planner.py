@@ -43,7 +43,6 @@ from mcinfer.requests.frames import (
     Plan,
     Side,
     Ticket,
-    Views,
     is_leased,
 )
 from mcinfer.requests.request import Call, Inputs, OutcomeFuture, Owner, Request
@@ -329,21 +328,20 @@ class Planner:
     def _begin(self, call: Call, *, may_wait: bool, wait: bool = True) -> Request:
         """The request of a call, with its inputs where workers can read them."""
         limits = self._limits
-        pieces = call.pieces if call.known.settled else 1
         patience = 0.0
         if wait and may_wait and limits.when_full == "wait":
             patience = max(0.0, call.start + call.timeout - monotonic())
-        request = self.request(call, pieces, patience)
+        request = self.request(call, patience)
         request.waits = may_wait and limits.when_queue_full == "wait"
         call.rows = request.rows
         return request
 
-    def request(self, call: Call, pieces: int, timeout: float) -> Request:
+    def request(self, call: Call, timeout: float) -> Request:
         """Check a call, cut it, and bring its inputs to where workers can read them.
 
         Inputs on a device that are cut along an inner axis go through the host, and so do outputs for a
-        device that are joined by copying, or whose shapes are not known before the run. `pieces` is the most
-        shards; `timeout` seconds are there to wait for memory.
+        device that are joined by copying, or whose shapes are not known before the run. `timeout` seconds are
+        there to wait for memory.
 
         Raises:
             InvalidInputError: It does not fit the model; names the input.
@@ -352,6 +350,7 @@ class Planner:
                 too long.
         """
         arrays = self.arrays(call.inputs)
+        pieces = call.pieces if call.known.settled else 1
         target: Place | None = call.outputs_on
         is_elsewhere, on_device = target is not None, target
         for array in arrays:
@@ -563,6 +562,8 @@ class Planner:
         shards = len(cut.rows)
         reads, writes = self._side(inputs, laid, shards), self._side(outputs, outputs, shards)
         frames = 1 + (reads.idle.maxlen or 0) + (writes.idle.maxlen or 0)
+        rows = zip(self._model.outputs, cut.outputs, writes.starts, strict=True)
+        views = tuple((spec.name, join.shape or (), spec.dtype, at) for spec, join, at in rows)
         plan = Plan(
             model=self._model,
             opened=self._opened,
@@ -575,7 +576,9 @@ class Planner:
             part=self._part(cut) if self._max_rows > 1 and shards == 1 else 1.0,
             lays_all=None not in outputs,
             simple_inputs=all(layout is not None and layout.contiguous for layout in laid),
-            simple_outputs=self._simple_outputs(cut, writes),
+            simple_outputs=views
+            if all(lay is not None and lay.contiguous for lay in outputs)
+            else None,
             answers={},
         )
         plans = self._plans
@@ -585,13 +588,6 @@ class Planner:
         ):
             self._forget(next(iter([*plans]), ()))
         return plan
-
-    def _simple_outputs(self, cut: sharding.Cut, writes: Side) -> Views | None:
-        """See `Plan`."""
-        if any(layout is None or not layout.contiguous for layout in writes.layouts):
-            return None
-        rows = zip(self._model.outputs, cut.outputs, writes.starts, strict=True)
-        return tuple((spec.name, join.shape or (), spec.dtype, at) for spec, join, at in rows)
 
     # Frames.
 

@@ -30,10 +30,11 @@ from mcinfer.protocol import (
     REPLY,
     REPLY_HEAD,
     PredictJoined,
+    Reply,
     TensorRef,
     UpdateWeights,
     decode_body,
-    encode_reply_body,
+    encode,
 )
 from mcinfer.shm.arena import AttachedBlocks, align
 from mcinfer.shm.block import Block
@@ -233,7 +234,9 @@ class OutputBlocks:
         body = self._bodies.get(key)
         if body is None:
             try:
-                body = encode_reply_body(self._references(produced, places, number, bound))
+                outputs = self._references(produced, places, number, bound)
+                reply = Reply(request=0, shard=0, seconds=0.0, outputs=outputs)
+                body = encode(reply)[REPLY_HEAD.size :]
             except ProtocolError as exc:
                 if block is not None:
                     self._free.append(block)
