@@ -63,7 +63,8 @@ from mcinfer.errors import (
     WorkerDiedError,
 )
 from mcinfer.process import environment
-from mcinfer.statistics import LATENCY_BOUNDS, Histogram, Tally
+from mcinfer.scheduler.dispatch import Tally
+from mcinfer.statistics import LATENCY_BOUNDS, Histogram
 
 MEMORY_BYTES = 4 << 30
 """Of the file for tensors; only what is touched takes memory."""

@@ -4,8 +4,7 @@ All times are float seconds of `time.monotonic`, which all processes of the mach
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -82,24 +81,6 @@ class Histogram:
             if count and seen >= rank:
                 return bound
         return math.nan
-
-
-class Tally:
-    """Counts values for a `Histogram` with these upper bounds, ascending."""
-
-    __slots__ = ("_bounds", "_counts", "_total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._total = 0.0
-
-    def add(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
-
-    def snapshot(self) -> Histogram:
-        return Histogram(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,13 +21,13 @@ from mcinfer import Master
 from mcinfer.errors import InvalidInputError, MissingDependencyError
 from mcinfer.exporters.prometheus import MasterCollector, families
 from mcinfer.protocol import WorkerState
+from mcinfer.scheduler.dispatch import Tally
 from mcinfer.statistics import (
     CardStatistics,
     Health,
     HealthState,
     Histogram,
     Statistics,
-    Tally,
     WorkerStatistics,
 )
 

@@ -10,6 +10,7 @@
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
@@ -18,7 +19,7 @@ from mcinfer.errors import McinferError
 from mcinfer.protocol import MAX_RUNS, WorkerState
 from mcinfer.scheduler.queue import ShardId, ShardQueue
 from mcinfer.scheduler.workers import MAX_DEATHS, PoolRules, Run, Stop, Worker
-from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, RequestTrace, ShardTrace, Tally
+from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Histogram, RequestTrace, ShardTrace
 
 SHORT_RUN = 0.01  # seconds: workers with runs up to this get runs ahead
 AHEAD_SECONDS = 0.003  # seconds that the runs ahead of a worker may take, unless it is one run
@@ -31,6 +32,24 @@ Ending = Literal["succeeded", "failed", "cancelled"]
 """How a request was settled."""
 
 _TRACED = tuple(item.name for item in fields(ShardTrace))
+
+
+class Tally:
+    """Counts values for a `Histogram` with these upper bounds, ascending."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def snapshot(self) -> Histogram:
+        return Histogram(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
 
 
 @dataclass(slots=True)
