@@ -1,5 +1,6 @@
 """Tests of what `import mcinfer` gives, and of what it costs."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,16 @@ def test_exceptions_are_public_and_caught_as_the_built_in_ones() -> None:
             assert issubclass(value, BUILT_IN.get(name, RuntimeError))
     assert issubclass(mcinfer.ModelNotFoundError, mcinfer.BuildError)
     assert mcinfer.BuildError.__bases__ == mcinfer.PredictError.__bases__ == (mcinfer.EngineError,)
+
+
+def test_table_of_changes_names_what_is_there() -> None:
+    """Of docs/architecture.md: `a`, `b` (`module`) are names in that module."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.split("## To change X, begin at Y\n")[1].split("\n## ")[0]
+    found = re.findall(r"((?:`[\w.]+`(?:, | and )?)+) \(`([\w/]+)`\)", table)
+    assert len(found) > 20
+    for names, module in found:
+        source = (ROOT / "mcinfer" / f"{module}.py").read_text(encoding="utf-8")
+        for name in re.findall(r"`([\w.]+)`", names):
+            for part in name.split("."):
+                assert re.search(rf"(class|def) {part}\b|^{part} =", source, re.M), (name, module)
