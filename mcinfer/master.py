@@ -416,7 +416,7 @@ class Master:
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """The model's outputs, likewise."""
+        """The model's outputs, in its order; `ClosedError` before `start`."""
         return self._spec().outputs
 
     @property
@@ -463,7 +463,7 @@ class Master:
                 learned, where an input is cut along an inner axis, and where workers do not reach the card.
             timeout: Seconds until `PredictTimeoutError`; None is `Timeouts.predict`.
             batch_axes: As in `Master`, for this call. It overrides the master's, name by name.
-            output_axes: As in `Master`, for this call, likewise.
+            output_axes: As in `Master`, for this call. It overrides the master's, name by name.
             shards: Most pieces to cut the batch into, evenly; None is one for each run that the workers that
                 serve execute at once; 1 runs it whole on one worker, as `submit` does.
             priority: Among requests that wait for a worker, higher priorities go first. At most seven runs

@@ -135,7 +135,7 @@ class CardStatistics:
         memory_used_bytes: Of that, in use by requests, or by arrays that you hold.
         inputs: Inputs that lay on this card, by their way to the workers: ``"in_place"`` without a copy,
             ``"copied"`` once on the card, or ``"through_host"``.
-        input_bytes: Their bytes, likewise.
+        input_bytes: Their bytes, by the same ways.
     """
 
     device: str

@@ -164,7 +164,7 @@ def _work(connection: Connection, model: str, threads: int, providers: Providers
         begin = perf_counter()
         try:
             outputs = session.run(names, inputs)
-        except Exception as exc:  # likewise
+        except Exception as exc:  # of any class: the runtime's
             connection.send((ERROR, str(exc)))
             continue
         seconds = perf_counter() - begin

@@ -47,7 +47,7 @@ class ModelContent:
         stamps: Of the files when they were read: the model, then its external data, in the order and as often
             as the model names it.
         random: A node that draws random numbers; empty if there is none, or the format is not ONNX.
-        ragged: A node whose result's size depends on its data, likewise.
+        ragged: A node whose result's size depends on its data; empty if there is none.
     """
 
     digest: str

@@ -94,7 +94,8 @@ class CpuDeviceInfo(_Part):
     Attributes:
         precision_mode: ``"enforce_fp32"`` (the default) or ``"preferred_fp16"``.
         thread_num: Threads of one run; 0 (the default) leaves it to the library.
-        inter_op_parallel_num: Operators that run at the same time; 0 likewise.
+        inter_op_parallel_num: Operators that run at the same time; 0 (the default) leaves it to the
+            library.
         thread_affinity_mode: 0: threads are not bound (the default), 1: big cores first, 2: middle cores
             first. Another number is taken as 0, with a UserWarning.
         thread_affinity_core_list: Cores to bind the threads to, none by default; a copy.
@@ -124,7 +125,7 @@ class GpuDeviceInfo(_Part):
         provider: The library that runs the model, such as ``"tensorrt"``; ``""`` by default.
         rank_id: This process's rank, from its launcher (such as Open MPI's ``mpirun``); 0 without one.
             A launcher's variable that is not a number is an InvalidInputError.
-        group_size: Number of ranks, likewise; 1 without a launcher.
+        group_size: Number of ranks, from the launcher; 1 without one.
     """
 
     _KIND = "kGPU"

@@ -25,7 +25,7 @@ NOT_RUNNABLE = (
 NOTHING_SAID = ModelDescription()
 
 _IR_VERSION = 10  # the first with four-bit types
-_OPSET = 21  # likewise
+_OPSET = 21  # the first with four-bit types
 _NO_FLOAT = (
     encode_field(1, b"type")
     + encode_field(14, encode_field(1, encode_field(1, ELEMENT_TYPES["float32"].onnx)))
