@@ -103,6 +103,7 @@ def measure(model: Path, *ways: str, **more: object) -> Report:
     return report
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_ways_and_pools_are_measured_under_each_load(onnx_model: OnnxModel, tmp_path: Path) -> None:
     ways = ("session", "pipe", "concurrent", "inline")

@@ -15,6 +15,7 @@ from tests.process.scripts import ROOT, run_example
 SHARING = "weight_sharing/main.py"
 
 
+@pytest.mark.thorough
 def test_example_prints_the_samples_lines() -> None:
     done = run_example("sd_dual_core/main.py", "--size", "tiny", "--steps", "2")
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import psutil
+import pytest
 
 from mcinfer.bench.report import Load
 from mcinfer.bench.tune import Aim, Call, Candidate, Found, program
@@ -59,6 +60,7 @@ def test_printed_programs_open_the_sessions_that_were_measured(onnx_model: OnnxM
         assert answers == "4 (3, 4)"
 
 
+@pytest.mark.thorough
 def test_interrupted_search_shows_its_results(onnx_model: OnnxModel, tmp_path: Path) -> None:
     report = tmp_path / "found.json"
     report.write_text("of the last time")
