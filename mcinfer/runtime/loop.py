@@ -437,6 +437,8 @@ class Loop:
             self._refuse(index, exc)
             return
         self.supervision.report(index, message)
+        if isinstance(message, BuildFinish):
+            self.inbox.note_reach(index, message.reaches)
 
     def _refuse(self, index: int, exc: Exception) -> None:
         """End a worker whose message was not one of the protocol, or could not be handled."""
