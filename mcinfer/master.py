@@ -604,7 +604,7 @@ class Master:
         call.keeps = True
         future: OutcomeFuture[Arrays] | None = None
         try:
-            if not call.known.splits and self._learner.may_look(call):
+            if not call.split_state.splits and self._learner.may_look(call):
                 return await self._in_thread(call, partial(self._answer, call))
             try:
                 future = self._learner.submit(call, wait=False)
@@ -651,7 +651,7 @@ class Master:
         """
         self._spec()
         updated = self._planner.weights.current.number > 0
-        return self._learner.splitter_for(*_NO_AXES, updated).known.split
+        return self._learner.splitter_for(*_NO_AXES, updated).state.split
 
     def learn(
         self,
@@ -843,7 +843,7 @@ class Master:
         return Call(
             inputs,
             splitter,
-            splitter.known,
+            splitter.state,
             weights,
             pieces,
             joins,
@@ -858,7 +858,10 @@ class Master:
     def _answer(self, call: Call) -> Arrays:
         """Answer a call: learn from it, or hand it on."""
         try:
-            if not call.known.splits and (answer := self._learner.try_answer(call)) is not None:
+            if (
+                not call.split_state.splits
+                and (answer := self._learner.try_answer(call)) is not None
+            ):
                 return answer
             try:
                 return self._planner.answer_call(call)

@@ -12,9 +12,9 @@ from mcinfer.errors import ProtocolError
 from mcinfer.protocol import Predict, Reply, TensorRef, decode, encode
 from mcinfer.requests.frames import IdleFrames, Lease
 from mcinfer.requests.lent_blocks import LentBlocks
-from mcinfer.requests.planner import Allocate, HostPlace, Planner, Queue
+from mcinfer.requests.planner import Allocate, HostPlace, Inbox, Planner
 from mcinfer.requests.request import NO_WEIGHTS, Call, Inputs, Request
-from mcinfer.requests.splitting import Known, Splitter
+from mcinfer.requests.splitting import SplitState, Splitter
 from mcinfer.requests.weights import WeightVersion
 from mcinfer.sharding import Axes, SaidAxes
 from mcinfer.shm.arena import Arena
@@ -54,10 +54,10 @@ def floats(
     return model(*({n: ("float32", s) for n, s in sizes.items()} for sizes in (inputs, outputs)))
 
 
-def known(spec: ModelSpec, inputs: Axes | None = None, outputs: Axes | None = None) -> Known:
+def known(spec: ModelSpec, inputs: Axes | None = None, outputs: Axes | None = None) -> SplitState:
     """What the user says of a model, and its symbols declare, believed without a check."""
     said = SaidAxes(inputs=inputs or {}, outputs=outputs or {})
-    return Splitter(spec, said, verify="never").known
+    return Splitter(spec, said, verify="never").state
 
 
 def planner_of(
@@ -70,14 +70,14 @@ def planner_of(
 ) -> Planner:
     """A planner that gets memory at once or not at all, and queues nothing."""
     place = HostPlace(arena, allocate or (lambda sizes, _: arena.allocate_all(sizes)), IdleFrames())
-    return Planner(spec, place, cast("Queue", None), max_rows=max_rows, weights=weights)
+    return Planner(spec, place, cast("Inbox", None), max_rows=max_rows, weights=weights)
 
 
 def request_of(
     planner: Planner,
     inputs: Inputs,
     pieces: int,
-    known: Known | None,
+    known: SplitState | None,
     timeout: float,
     *,
     weights: WeightVersion = NO_WEIGHTS,
@@ -89,7 +89,7 @@ def request_of(
     call = Call(
         inputs=inputs,
         splitter=_SPLITTER,
-        known=known or _SPLITTER.known,
+        split_state=known or _SPLITTER.state,
         weights=weights,
         pieces=pieces,
         joins=joinable,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mcinfer.errors import McinferError, PredictError
 from mcinfer.requests.comparing import cut_rows
-from mcinfer.requests.splitting import Known, Splitter
+from mcinfer.requests.splitting import SplitState, Splitter
 from mcinfer.requests.tensors import difference, join_parts
 from mcinfer.sharding import Axes, SaidAxes, Split, cut_batch
 from mcinfer.specs import ModelSpec
@@ -68,11 +68,11 @@ class Model:
     @property
     def split(self) -> Split:
         """What is known now."""
-        return self.splitter.known.split
+        return self.splitter.state.split
 
     def ask(self, *arrays: NDArray[Any], pieces: int = 2) -> Arrays:
         """Answer a request that is cut in so many pieces at most."""
-        known = self.splitter.known
+        known = self.splitter.state
         if pieces > 1 and self.splitter.begin():
             return self.splitter.look(
                 arrays, self.run, lambda known: self._run_split(arrays, known, pieces)
@@ -98,7 +98,7 @@ class Model:
             raise PredictError(str(exc)) from exc
         return {name: np.asarray(array) for name, array in answer.items()}
 
-    def _run_split(self, arrays: Inputs, known: Known, pieces: int) -> Arrays:
+    def _run_split(self, arrays: Inputs, known: SplitState, pieces: int) -> Arrays:
         cut = cut_batch(self.spec, [array.shape for array in arrays], pieces, known.split)
         if len(cut.rows) == 1:
             return self.run(arrays)
@@ -370,7 +370,7 @@ def check_functions(numbers: range, seed: int) -> tuple[Counter[str], list[str]]
         spec, function, inputs = make_function(seed, number)
         model = Model(spec, function)
         outcome = compare(model, make_requests(inputs, seed, number))
-        known = model.splitter.known
+        known = model.splitter.state
         counts["undecided" if not known.settled else "split" if known.splits else "whole"] += 1
         counts.update(
             answered=outcome.answered,

@@ -20,9 +20,9 @@ from mcinfer.config import Device
 from mcinfer.errors import InvalidInputError, PredictError, PredictTimeoutError, QueueFullError
 from mcinfer.protocol import TensorRef
 from mcinfer.requests.frames import IdleFrames
-from mcinfer.requests.planner import HostPlace, Planner, Queue
+from mcinfer.requests.planner import HostPlace, Inbox, Planner
 from mcinfer.requests.request import Request
-from mcinfer.requests.splitting import Known
+from mcinfer.requests.splitting import SplitState
 from mcinfer.shm.arena import Arena, BlockNeededError, SharedBlock, Slot
 from mcinfer.specs import ModelSpec, tensor_bytes
 from tests.emulated_cards import busy, emulated_cards
@@ -70,7 +70,7 @@ class Pool:
         self._numbers = itertools.count()
         self.arena = Arena(LIMIT, numbers=self._numbers)
         place = HostPlace(self.arena, self.allocate, IdleFrames())
-        self.planner = Planner(self.model, place, cast("Queue", self), max_rows=8)
+        self.planner = Planner(self.model, place, cast("Inbox", self), max_rows=8)
 
     def allocate(
         self, sizes: Any, _: float, arena: Arena | None = None, block: SharedBlock | None = None
@@ -91,7 +91,7 @@ class Pool:
     def place(self, device: Device) -> CardMemory:
         if device not in self.memories:
             Card.open(device).reclaim()  # what earlier tests have left
-            queue, dropped = cast("Queue", self), list[int]().append
+            queue, dropped = cast("Inbox", self), list[int]().append
             memory = open_memory(device, self.limit, queue, dropped, self._numbers)
             self.memories[device] = memory
             memory.is_reached = self.reached
@@ -104,7 +104,11 @@ class Pool:
         self.repeated.append(call)
 
     def request(
-        self, *inputs: Any, on: str | None = None, pieces: int = 2, how: Known | None = DECLARED
+        self,
+        *inputs: Any,
+        on: str | None = None,
+        pieces: int = 2,
+        how: SplitState | None = DECLARED,
     ) -> Request:
         memory = None if on is None else self.place(Device.parse(on))
         request = request_of(
@@ -391,7 +395,7 @@ def test_types_that_cupy_lacks_are_refused() -> None:
     for element_type in ("bfloat16", "string"):
         (spec,) = model({"x": (element_type, [2])}, {}).inputs
         with pytest.raises(InvalidInputError, match=r"outputs_on: got x: .*, which no CuPy array"):
-            place_of("device", "outputs_on", [spec], [], cast("Queue", None))
+            place_of("device", "outputs_on", [spec], [], cast("Inbox", None))
 
 
 def test_producers_tensor_is_held_until_the_copy_for_a_failed_request_is_done(make: Make) -> None:

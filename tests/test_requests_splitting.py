@@ -100,14 +100,14 @@ def test_any_array_is_put_together_from_its_parts_in_one_way(
 def test_declared_split_is_checked_by_the_first_request_and_costs_nothing_more() -> None:
     model = Model(DECLARED, double)
     assert (model.split.known, model.split.checked) == ("declared", False)
-    assert not model.splitter.known.splits
+    assert not model.splitter.state.splits
     for rows, runs in ((5, 4), (4, 2), (1, 1), (8, 2)):
         model.runs = 0
         assert np.array_equal(model.ask(random(rows, 3))["y"], 2 * random(rows, 3))
         assert model.runs == runs
     split = model.split
     assert (split.known, split.checked, split.rows, split.difference) == ("declared", True, 5, 0.0)
-    assert model.splitter.known.splits
+    assert model.splitter.state.splits
     assert model.records == [split]
 
 
@@ -137,7 +137,7 @@ def test_rows_that_depend_on_each_other_run_whole(
         assert all(np.array_equal(answer[name], function(x)[name]) for name in names)
     assert model.runs == 4 + 2  # whole and three pieces, then whole
     assert not model.split.splits
-    assert model.splitter.known.settled
+    assert model.splitter.state.settled
     assert model.split.checked
     assert model.split.inputs == {"x": None}
     assert len(warnings()) == 1
@@ -203,9 +203,9 @@ def test_request_that_shows_nothing_in_three_tries_has_all_run_whole(warnings: W
 
     model = Model(DECLARED, constant)
     for left in (2, 1, 0):
-        assert not model.splitter.known.settled
+        assert not model.splitter.state.settled
         model.ask(random(4, 3))
-        assert model.splitter.known.settled == (left == 0)
+        assert model.splitter.state.settled == (left == 0)
     model.runs = 0
     model.ask(random(4, 3))
     assert (model.runs, model.split.splits) == (1, False)
@@ -227,7 +227,7 @@ def test_rows_that_cannot_be_made_leave_the_next_request_to_show_it() -> None:
 
     model = Model(DECLARED, picky)
     model.ask(random(1, 3))
-    assert not model.splitter.known.settled
+    assert not model.splitter.state.settled
     model.ask(1000 * np.ones((1, 3), np.float32))
     assert model.split.splits
 
@@ -237,7 +237,7 @@ def test_output_of_equal_rows_joins_where_a_symbol_declares_it() -> None:
         spec = spec_of({"x": ("batch", 3)}, {"y": ("batch", 3), "count": (size, 1)})
         model = Model(spec, lambda x: {"y": 2 * x, "count": np.full((len(x), 1), 3)})
         model.ask(random(4, 3))
-        assert model.splitter.known.settled is decides
+        assert model.splitter.state.settled is decides
 
 
 def test_single_row_that_loses_the_batch_has_all_run_whole() -> None:
@@ -281,7 +281,7 @@ def test_inputs_without_symbols_are_cut_together_when_a_second_size_agrees() -> 
     model = Model(spec_of({"x": free, "z": free}, {"y": free}), lambda x, z: {"y": x + z})
     for rows, settled in ((4, False), (4, False), (5, True)):
         model.ask(random(rows, 3), random(rows, 3, seed=1))
-        assert model.splitter.known.settled is settled
+        assert model.splitter.state.settled is settled
     assert model.split.inputs == {"x": 0, "z": 0}
     declared = spec_of({"x": ("n", 3), "z": ("n", 3)}, {"y": free})
     model = Model(declared, lambda x, z: {"y": x + z})
@@ -330,7 +330,7 @@ def test_look_that_its_caller_cancels_costs_no_try(warnings: Warned) -> None:
     model.before = cancel
     for _ in range(5):
         model.ask(random(4, 3))
-    assert not model.splitter.known.settled
+    assert not model.splitter.state.settled
     assert not warnings()
     model.before = lambda *_: None
     model.ask(random(4, 3))
@@ -356,7 +356,7 @@ def test_size_that_depends_on_data_is_not_expected_of_later_pieces() -> None:
 
 def test_axes_that_are_all_said_need_no_look() -> None:
     model = Model(DECLARED, double, {"x": 0}, {"y": 0})
-    assert model.splitter.known.splits
+    assert model.splitter.state.splits
     assert str(model.split).endswith("as batch_axes and output_axes say")
     for _ in range(2):
         assert np.array_equal(model.ask(random(4, 3))["y"], 2 * random(4, 3))
@@ -383,7 +383,7 @@ def test_said_inputs_are_believed_where_the_look_shows_nothing(warnings: Warned)
     spec = spec_of({"x": ("batch", 3), "z": (None, 3)}, {"y": ("batch", 3)})
     model = Model(spec, lambda x, z: {"y": np.ones_like(x) + 0 * len(z)}, {"x": 0})
     model.ask(random(4, 3), random(2, 3))
-    assert model.splitter.known.splits
+    assert model.splitter.state.splits
     assert not model.split.checked
     assert "split without a check" in warnings()[0]
 
@@ -401,7 +401,7 @@ def test_said_axis_counts_for_an_output_without_elements() -> None:
 
 def test_everything_said_to_go_whole_needs_no_request_and_no_warning(warnings: Warned) -> None:
     model = Model(DECLARED, double, {"x": None})
-    assert model.splitter.known.settled
+    assert model.splitter.state.settled
     model.splitter.warn_if_whole()
     model.ask(random(4, 3))
     assert model.runs == 1
@@ -433,7 +433,7 @@ def test_what_speaks_against_a_split_counts_unless_the_user_says_what_to_split(
     for _ in range(2):
         model.ask(random(4, 3))
         model.splitter.warn_if_whole()
-    assert model.splitter.known.splits is (said is not None)
+    assert model.splitter.state.splits is (said is not None)
     assert model.runs == (4 if said else 2)
     assert len(warnings()) == 1
     assert "node 'n' is random" in warnings()[0]
@@ -448,7 +448,7 @@ def test_declared_split_answers_where_the_whole_run_fails(warnings: Warned) -> N
     for _ in range(2):
         assert np.array_equal(model.ask(random(4, 3))["y"], 2 * random(4, 3))
     assert model.runs == (1 + 2) + 2
-    assert model.splitter.known.splits
+    assert model.splitter.state.splits
     assert not model.split.checked
     assert not model.records
     assert len(warnings()) == 1
@@ -462,7 +462,7 @@ def test_whole_run_that_fails_is_the_callers_error_where_nothing_says_how_to_spl
     with pytest.raises(PredictError, match="no memory"):
         model.ask(random(4, 3))
     assert model.runs == 1
-    assert not model.splitter.known.settled
+    assert not model.splitter.state.settled
     assert not model.splitter.busy
 
 
@@ -478,10 +478,10 @@ def test_worker_that_dies_in_the_check_costs_the_check_and_not_the_request(
 
     model.before = die
     assert np.array_equal(model.ask(random(4, 3))["y"], 2 * random(4, 3))
-    assert not model.splitter.known.settled
+    assert not model.splitter.state.settled
     assert "its pieces were not answered (worker 1 was killed)" in warnings()[0]
     model.ask(random(4, 3))
-    assert model.splitter.known.splits
+    assert model.splitter.state.splits
 
 
 # One learns at a time.
@@ -511,8 +511,8 @@ def test_split_that_a_request_contradicts_is_withdrawn(warnings: Warned) -> None
     model.ask(random(4, 3))
     for _ in range(2):
         model.splitter.withdraw("output 'y' joins along axis 0, and did not")
-    assert not model.splitter.known.splits
-    assert model.splitter.known.settled
+    assert not model.splitter.state.splits
+    assert model.splitter.state.settled
     assert not model.split.checked
     assert model.split.reason == "output 'y' joins along axis 0, and did not"
     assert model.records[1:] == [None]
@@ -566,9 +566,9 @@ def test_first_request_after_the_first_update_looks_once_more() -> None:
     before = known.splitter_for(None, None, updated=False)
     look(before)
     after = known.splitter_for(None, None, updated=True)
-    assert not after.known.settled
+    assert not after.state.settled
     look(after, center)
-    assert (before.known.splits, after.known.splits) == (True, False)
+    assert (before.state.splits, after.state.splits) == (True, False)
     assert known.splitter is known.splitter_for({}, None, updated=True) is after
     # A request from before the update shows nothing of the new weights.
     assert known.splitter_for(None, None, updated=False).updated is False
@@ -579,7 +579,7 @@ def test_split_that_was_withdrawn_stays_so_with_other_weights() -> None:
     look(known.splitter)
     known.splitter.withdraw("output 'y' joins along axis 0, and did not")
     after = known.splitter_for(None, None, updated=True)
-    assert (after.known.settled, after.known.splits) == (True, False)
+    assert (after.state.settled, after.state.splits) == (True, False)
 
 
 def test_axes_of_a_call_are_learned_by_themselves() -> None:
@@ -587,7 +587,7 @@ def test_axes_of_a_call_are_learned_by_themselves() -> None:
     whole = known.splitter_for({"x": None}, None, updated=False)
     assert whole is known.splitter_for({"x": None}, {}, updated=False)
     assert whole is not known.splitter
-    assert not whole.known.splits
+    assert not whole.state.splits
     with pytest.raises(InvalidInputError, match="batch_axes: got unknown input 'z'"):
         known.splitter_for({"z": 0}, None, updated=False)
     for axis in (True, [0]):
@@ -603,7 +603,7 @@ def test_what_was_learned_is_found_again() -> None:
     first.ask(random(4, 3))
     record = json.loads(json.dumps(as_record(first.split)))
     second = Model(FREE, double, recorded=of_record(record, FREE))
-    assert second.splitter.known.splits
+    assert second.splitter.state.splits
     assert second.split == replace(first.split, known="recorded")
     assert second.split.sizes == first.split.sizes
     second.ask(random(4, 3))

@@ -157,5 +157,5 @@ def test_graph_is_answered_as_by_one_session(name: str) -> None:
     )
     assert outcome.wrong == outcome.raised == []
     assert outcome.answered == len(requests)
-    assert model.splitter.known.splits is splits
+    assert model.splitter.state.splits is splits
     assert model.split_runs > 0 or not splits

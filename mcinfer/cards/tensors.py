@@ -44,7 +44,7 @@ from mcinfer.errors import (
     requires,
 )
 from mcinfer.requests.frames import Lease, Plan
-from mcinfer.requests.planner import Place, Queue, Spot, lease, output_frame
+from mcinfer.requests.planner import Inbox, Place, Spot, lease, output_frame
 from mcinfer.requests.request import Call, Parts, Request, pick
 from mcinfer.requests.tensors import Arrays
 from mcinfer.shm.arena import Arena, BlockNeededError, Slot
@@ -63,7 +63,7 @@ _RECLAIM_PATIENCE = 1.0  # seconds that any caller waits for memory that is to b
 def open_memory(
     device: Device,
     limit: int | None,
-    queue: Queue,
+    queue: Inbox,
     dropped: Callable[[int], None],
     numbers: Iterator[int],
 ) -> "CardMemory":
@@ -92,7 +92,7 @@ class CardMemory:
 
     card: Card
     arena: Arena  # of blocks of its memory; the loop owns it
-    queue: Queue
+    queue: Inbox
     is_reached: bool = False  # by every worker, which can be given that memory; the loop says so
     # By thread: the loop reads it, and must take no lock that a caller can hold.
     _inputs: dict[int, dict[CardWay, tuple[int, int]]] = field(default_factory=dict)
@@ -414,7 +414,7 @@ def check_types(specs: Sequence[TensorSpec], name: str) -> None:
 
 
 def place_of(
-    text: object, name: str, specs: Sequence[TensorSpec], pool: Sequence[Device], queue: Queue
+    text: object, name: str, specs: Sequence[TensorSpec], pool: Sequence[Device], queue: Inbox
 ) -> Place:
     """The card that an argument names, for tensors of these types; ``"device"`` is the pool's first.
 

@@ -23,7 +23,7 @@ from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.requests.comparing import Batch
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Call, OutcomeFuture
-from mcinfer.requests.splitting import Known, Splitter, Verify
+from mcinfer.requests.splitting import SplitState, Splitter, Verify
 from mcinfer.requests.tensors import Arrays
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.sharding import Axes, SaidAxes, Split
@@ -147,14 +147,14 @@ class Learner:
 
     def may_look(self, call: Call) -> bool:
         """Whether `try_answer` may answer this call, which takes several runs."""
-        if call.known.settled or call.splitter.busy or not (call.pieces > 1 or self._joins):
+        if call.split_state.settled or call.splitter.busy or not (call.pieces > 1 or self._joins):
             return False
         call.inputs = arrays = self._planner.arrays(call.inputs)
         return all(0 not in array.shape for array in arrays)
 
     def submit(self, call: Call, *, wait: bool = True) -> OutcomeFuture[Arrays]:
         """Queue a call, as `Planner.submit`; the first that may be joined is looked at, in a thread."""
-        if not call.known.splits and call.joins:
+        if not call.split_state.splits and call.joins:
             call.splitter.warn_if_whole()
             if call.outputs_on is None and self.may_look(call):
                 self._look_beside(call)
@@ -174,22 +174,22 @@ class Learner:
 
     def may_rescue(self, call: Call) -> bool:
         """Whether a call that failed was split, and may run whole."""
-        return call.known.rescues and len(call.rows) > 1
+        return call.split_state.rescues and len(call.rows) > 1
 
     def relearn(self, call: Call) -> Split:
         """Learn from a call alone, and forget what was known; see `Master.learn`."""
-        known = call.splitter
-        if known.is_decided:
-            return known.known.split
+        before = call.splitter
+        if before.is_decided:
+            return before.state.split
         arrays = self._planner.host_arrays(call.inputs, call.timeout)
-        splitter = self._new_splitter(known.said, known.updated, anew=True)
-        splitter.learn(arrays, _Runs(self._planner, call), known.shown)
+        splitter = self._new_splitter(before.said, before.updated, anew=True)
+        splitter.learn(arrays, _Runs(self._planner, call), before.shown)
         for key, other in [*self._splitters.items()]:
-            if other is known:
+            if other is before:
                 self._splitters[key] = splitter
-        if self.splitter is known:
+        if self.splitter is before:
             self.splitter = splitter
-        return splitter.known.split
+        return splitter.state.split
 
     def _look_beside(self, call: Call) -> None:
         """Look at a call that is answered by itself."""
@@ -246,11 +246,11 @@ class _Runs:
             self._seconds = monotonic() - began
         return answer
 
-    def in_pieces(self, known: Known) -> Arrays:
+    def in_pieces(self, state: SplitState) -> Arrays:
         """Run the request split, in the time that is left."""
         pieces = max(2, self._call.pieces)
         return self._planner.answer_call(
-            replace(self._call, known=known, pieces=pieces, limited=False)
+            replace(self._call, split_state=state, pieces=pieces, limited=False)
         )
 
     def _offer(self, end: Callable[[], object]) -> None:

@@ -46,7 +46,7 @@ from mcinfer.requests.frames import (
     is_leased,
 )
 from mcinfer.requests.request import Call, Inputs, OutcomeFuture, Owner, Request
-from mcinfer.requests.splitting import Known
+from mcinfer.requests.splitting import SplitState
 from mcinfer.requests.tensors import (
     Arrays,
     Copier,
@@ -130,7 +130,7 @@ class Place(Protocol):
         """Give back what nothing uses, for the delivery thread, at the end."""
 
 
-class Queue(Owner, Protocol):
+class Inbox(Owner, Protocol):
     """The part of the loop that requests need."""
 
     def may_wait(self) -> bool:
@@ -156,7 +156,7 @@ class Queue(Owner, Protocol):
         """Have the delivery thread make a call until it returns True."""
 
 
-OpenPlace = Callable[[Device, int | None, Queue, Callable[[int], None], Iterator[int]], Place]
+OpenPlace = Callable[[Device, int | None, Inbox, Callable[[int], None], Iterator[int]], Place]
 """Opens a device's memory for the tensors of one pool.
 
 It gets the device, the most bytes of all blocks (None is half of what is free), the queue, what is to be
@@ -253,7 +253,7 @@ class Planner:
         self,
         model: ModelSpec,
         place: HostPlace,
-        queue: Queue,
+        queue: Inbox,
         *,
         limits: Limits = Limits(),
         max_rows: int = 1,
@@ -319,7 +319,7 @@ class Planner:
         """Queue a call; without `wait`, raise `QueueFullError` where it would wait for room."""
         request = self._begin(call, may_wait=self._queue.may_wait(), wait=wait)
         future = OutcomeFuture(request, self._queue)
-        if call.keeps and len(request.rows) > 1 and call.known.rescues:
+        if call.keeps and len(request.rows) > 1 and call.split_state.rescues:
             call.inputs = self.copies(call.inputs, request)
         if not request.settled:  # a batch of no rows is answered already
             self._queue.enter(request, wait=wait)
@@ -350,7 +350,7 @@ class Planner:
                 too long.
         """
         arrays = self.arrays(call.inputs)
-        pieces = call.pieces if call.known.settled else 1
+        pieces = call.pieces if call.split_state.settled else 1
         target: Place | None = call.outputs_on
         is_elsewhere, on_device = target is not None, target
         for array in arrays:
@@ -359,11 +359,11 @@ class Planner:
                 is_elsewhere = True
                 if type(array) is not np.ndarray:
                     on_device = array.base
-        known = None if call.apart else call.known
+        state = None if call.apart else call.split_state
         shapes = tuple(map(_shape, arrays))
-        version = 0 if known is None else known.number
+        version = 0 if state is None else state.number
         key: tuple[Any, ...] = (shapes, pieces, version, len(self._opened))
-        plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known)
+        plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, state)
         make: Callable[..., Request] = Request if target is None else target.request
         if not plan.cut.rows:
             request = make(plan, call, (), (), None, frozenset())
@@ -383,13 +383,13 @@ class Planner:
             timeout = max(0.0, end - monotonic())
             if found:
                 key = (*key, *sorted(found))
-                plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known, found)
+                plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, state, found)
             if target is not None:  # its value is never just a view for NumPy
                 plan = replace(plan, simple_outputs=None, answers=None)
         join = None
         may_join = call.joins and on_device is None and not self._is_ragged
-        if may_join and known is not None and known.splits:
-            join = self._join(arrays, plan, call.weights, checked=known.split.checked)
+        if may_join and state is not None and state.splits:
+            join = self._join(arrays, plan, call.weights, checked=state.split.checked)
         held, written = self.place.lease(plan, timeout, with_outputs=outputs is None)
         outputs = outputs or written
         try:
@@ -544,11 +544,11 @@ class Planner:
         key: tuple[Any, ...],
         shapes: tuple[tuple[int, ...], ...],
         pieces: int,
-        known: Known | None,
+        state: SplitState | None,
         found: Collection[int] = (),
     ) -> Plan:
         """Lay out a request; `found` inputs lie elsewhere, and have no place in a frame."""
-        split = None if known is None else known.split
+        split = None if state is None else state.split
         cut = sharding.cut_batch(self._model, shapes, pieces, split)
         inputs = tuple(
             lay_input(spec, shape, part)

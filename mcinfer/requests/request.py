@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from mcinfer.errors import McinferError, PredictError, ProtocolError
 from mcinfer.protocol import PREDICT, PREDICT_HEAD, TensorRef, encode_references
 from mcinfer.requests.frames import Lease, Plan, is_leased
-from mcinfer.requests.splitting import Known, Splitter
+from mcinfer.requests.splitting import SplitState, Splitter
 from mcinfer.requests.tensors import Arrays, join_parts
 from mcinfer.requests.weights import WeightVersion
 from mcinfer.sharding import JoinError
@@ -64,7 +64,7 @@ class Call:
     Attributes:
         inputs: By name, or in the model's order.
         splitter: Knows how its batch is split.
-        known: What is known of that, for these weights.
+        split_state: What is known of that, for these weights.
         weights: The version that it runs with; none after the call, since errors that are kept hold it.
         pieces: Most shards that it is cut into.
         joins: Whether it may go in one run with others.
@@ -84,7 +84,7 @@ class Call:
 
     inputs: Inputs
     splitter: Splitter
-    known: Known
+    split_state: SplitState
     weights: WeightVersion
     pieces: int
     joins: bool

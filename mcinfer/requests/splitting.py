@@ -68,7 +68,7 @@ Run = Callable[[Batch], Arrays]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class SplitState:
     """What is known of the split at one moment.
 
     Attributes:
@@ -107,7 +107,7 @@ class Splitter:
         record: Stores what is learned; None deletes the record.
 
     Attributes:
-        known: What is known now.
+        state: What is known now.
         is_decided: Whether there is nothing to look for.
         shown: What a request has shown that another one, of another number of rows, may confirm.
         withdrawn: Why a split was wrong; empty if none was.
@@ -151,12 +151,12 @@ class Splitter:
             self._settle(self._first)
         else:
             self._settle(recorded or self._first, settled=recorded is not None)
-        if whole and self.known.splits and said.inputs:
+        if whole and self.state.splits and said.inputs:
             _log.warning("requests are split as batch_axes says, without a check: %s", whole)
 
     def _settle(self, split: Split, settled: bool = True) -> None:
         splits = settled and split.splits
-        self.known = Known(
+        self.state = SplitState(
             split=replace(split, settled=settled),
             settled=settled,
             splits=splits,
@@ -172,10 +172,10 @@ class Splitter:
 
     def begin(self) -> bool:
         """Claim the look, if it is due; True is to be followed by `look`."""
-        return not self.known.settled and self._looking.acquire(blocking=False)
+        return not self.state.settled and self._looking.acquire(blocking=False)
 
     def look(
-        self, arrays: Batch, run: Run, split_run: Callable[[Known], Arrays] | None = None
+        self, arrays: Batch, run: Run, split_run: Callable[[SplitState], Arrays] | None = None
     ) -> Arrays:
         """Answer a request by a whole run, and look how its batch splits; after `begin`.
 
@@ -207,16 +207,16 @@ class Splitter:
 
     def withdraw(self, reason: str) -> None:
         """A split request has shown that the split is wrong: from now on requests run whole."""
-        if self.known.splits:
+        if self.state.splits:
             self.withdrawn = reason
-            self._settle(replace(self.known.split, reason=reason, checked=False))
+            self._settle(replace(self.state.split, reason=reason, checked=False))
             self._record(None)
             self.warn_if_whole()
 
     def warn_if_whole(self) -> None:
         """Say once why a request that may have rows is not split."""
-        known, split = self.known, self.known.split
-        if known.settled and not (known.splits or self._is_fixed or self._is_said_whole):
+        state, split = self.state, self.state.split
+        if state.settled and not (state.splits or self._is_fixed or self._is_said_whole):
             self.warn(split.reason or f"output {split.unjoined[0]!r}: its axis is not known")
 
     def warn(self, reason: str) -> None:
@@ -259,7 +259,7 @@ class Splitter:
 
     def _leave_open(self, reason: str) -> None:
         """A request shows nothing: others may, or the user's word counts, or all run whole from now on."""
-        if self.known.settled:
+        if self.state.settled:
             return  # the symbols decide (`verify`)
         self._looks_left -= 1
         if self.said.inputs and self._first.splits:
@@ -270,11 +270,11 @@ class Splitter:
             self._settle(replace(self._first, reason=reason))
             self.warn_if_whole()
 
-    def _without_whole(self, failure: McinferError, run: Callable[[Known], Arrays]) -> Arrays:
+    def _without_whole(self, failure: McinferError, run: Callable[[SplitState], Arrays]) -> Arrays:
         """The whole run failed, but pieces may fit into the devices' memory."""
         split = replace(self._first, settled=True)
         try:
-            answer = run(replace(self.known, split=split, settled=True, splits=True))
+            answer = run(replace(self.state, split=split, settled=True, splits=True))
         except McinferError:
             raise failure from None
         self._believe(f"a run of the whole batch failed, its pieces did not ({failure})")

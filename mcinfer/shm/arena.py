@@ -79,7 +79,7 @@ class BlockNeededError(Exception):
         self.size = size
 
 
-class _Ticket(weakref.ref[Any]):
+class _SlotEnd(weakref.ref[Any]):
     """The place of a slot (block, offset and bytes there), with a callback at the end of its memory."""
 
     __slots__ = ("place",)
@@ -148,7 +148,7 @@ class Arena:
         self._numbers = itertools.count() if numbers is None else numbers
         self._alignment = alignment  # of each slot, a power of two
         self._blocks: dict[int, _Extents] = {}
-        self._tickets: dict[int, _Ticket] = {}  # by their `id`
+        self._leased: dict[int, _SlotEnd] = {}  # by their `id`
         self._released: deque[Any] = deque()  # of these
         self._taken = 0
         self._closed = False
@@ -237,9 +237,9 @@ class Arena:
         """Put released slots back on the free lists; whether there were any."""
         some = False
         while self._released:
-            ticket: _Ticket = self._released.popleft()
-            if self._tickets.pop(id(ticket), None) is not None:
-                number, offset, space = ticket.place
+            end: _SlotEnd = self._released.popleft()
+            if self._leased.pop(id(end), None) is not None:
+                number, offset, space = end.place
                 self._taken -= space
                 self._blocks[number].give(offset, space)
                 some = True
@@ -265,7 +265,7 @@ class Arena:
             self._close(extents.block)
         self._blocks.clear()
         # Slots that end from now on need no account.
-        self._tickets.clear()
+        self._leased.clear()
         self._released.clear()
         self._taken = 0
         self.crowded = False
@@ -303,9 +303,9 @@ class Arena:
 
     def _slot(self, block: SharedBlock, offset: int, space: int, size: int) -> Slot:
         memory = block.memory(offset, size)
-        ticket = _Ticket(memory, self._released.append)
-        ticket.place = block.number, offset, space
-        self._tickets[id(ticket)] = ticket
+        end = _SlotEnd(memory, self._released.append)
+        end.place = block.number, offset, space
+        self._leased[id(end)] = end
         self._taken += space
         return Slot(block.number, offset, size, block.address + offset, memory)
 
