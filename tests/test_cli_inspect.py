@@ -180,6 +180,7 @@ def test_operators_of_ort_files_are_not_known(tmp_path: Path, capsys: Capture) -
     assert "operators and weights: not known; the file is not of ONNX's own format" in lines
 
 
+@pytest.mark.thorough
 def test_state_in_the_cache_is_printed(cache: Cache, tmp_path: Path, capsys: Capture) -> None:
     size = 1 << 22  # large enough that a worker prepares it
     shape: list[int | str] = ["batch", size]

@@ -195,6 +195,7 @@ def test_model_that_no_worker_of_a_card_can_load_fails_the_start_at_once(tmp_pat
         Master(path, ["cuda:0"] * 2, options=EngineOptions(allow_fallback=True)).__enter__()
 
 
+@pytest.mark.thorough
 def test_card_that_is_full_for_a_while_holds_the_weights_once_again_later(
     pool: Master, card: Card
 ) -> None:

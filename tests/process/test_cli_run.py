@@ -95,6 +95,7 @@ def in_the_middle(words: list[str], target: Path, least: int = 1) -> Iterator[Pr
         yield program
 
 
+@pytest.mark.thorough
 def test_killed_run_resumes_with_the_same_result(slow: Path, rows: Path, tmp_path: Path) -> None:
     whole, target = tmp_path / "whole.npz", tmp_path / "out.npz"
     ended, terminal = on_terminal(

@@ -84,6 +84,7 @@ def set_limit(group: Path) -> None:
     found.write_text(f"{MOST}", encoding="ascii")
 
 
+@pytest.mark.thorough
 def test_errors_of_memory_name_the_limit_of_the_container(fake_model: FakeModel) -> None:
     model = fake_model(run=f"allocate:{2 * MOST}")
     with limited_group("memory", set_limit) as group:
@@ -155,6 +156,7 @@ def set_cores(group: Path) -> None:
     (group / "cpuset.cpus").write_text(f"{CORES[0]},{CORES[1]}", encoding="ascii")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(len(CORES) < 2, reason="there is one core")
 def test_workers_start_again_on_the_cores_that_the_container_has_left(
     fake_model: FakeModel,

@@ -135,6 +135,7 @@ def test_quick_start_gives_the_answer_to_the_file_and_refuses_one_that_does_not_
     assert re.match(rf"error: .*input\.bin.* {size} bytes", done.stderr)
 
 
+@pytest.mark.thorough
 def test_parallel_quick_start_prints_each_task_and_the_total() -> None:
     done = run_example(PARALLEL, "--size", str(SIDE))
     assert done.returncode == 0, done.stderr

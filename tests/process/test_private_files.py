@@ -147,7 +147,13 @@ def test_temporary_folder_that_others_can_change_is_not_written_to(
 # Every way of serving it.
 
 
-@pytest.mark.parametrize("way", ["prepared", "replaceable", "cut"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "prepared",
+        *(pytest.param(way, marks=pytest.mark.thorough) for way in ("replaceable", "cut")),
+    ],
+)
 def test_model_given_as_bytes_is_served_in_every_way(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str
 ) -> None:

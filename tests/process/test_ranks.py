@@ -137,6 +137,7 @@ def test_many_requests_at_once_read_their_own_inputs(
         assert_close(future.result(timeout=60.0), expected(mlp, inputs))
 
 
+@pytest.mark.thorough
 def test_model_in_memory_is_cut(mlp: Path) -> None:
     content = onnx.load(mlp).SerializeToString()  # with its weights
     with Master(content, parallel=Parallel(tensor=2)) as master:
@@ -291,6 +292,7 @@ def test_rank_killed_in_a_run_restarts_its_group_and_the_request_is_answered(
         assert all(w.restarts == 1 for w in master.statistics().workers)
 
 
+@pytest.mark.thorough
 def test_request_that_loses_three_groups_names_the_rank_that_died(tmp_path: Path) -> None:
     wide = write_mlp(tmp_path / "wide.onnx", width=512)
     with Master(wide, parallel=Parallel(tensor=2)) as master:
@@ -336,6 +338,7 @@ def test_rank_killed_while_it_starts_is_started_once_more(mlp: Path) -> None:
         master.close()
 
 
+@pytest.mark.thorough
 def test_group_killed_while_idle_and_past_its_budget_opens_the_circuit_and_heals(
     mlp: Path,
 ) -> None:
@@ -367,6 +370,7 @@ def write_chain(path: Path, ends: Sequence[str], outputs: Sequence[str]) -> Path
     return path
 
 
+@pytest.mark.thorough
 def test_stage_with_more_outputs_than_messages_may_wait_answers(tmp_path: Path) -> None:
     names = [f"y{number}" for number in range(70)]
     model = write_chain(
@@ -397,7 +401,10 @@ def test_outputs_of_unknown_shapes_come_from_the_ranks_that_make_them(
 
 @pytest.mark.parametrize(
     ("parallel", "rank"),
-    [(Parallel(tensor=2), 1), (Parallel(pipeline=2), 0), (Parallel(pipeline=2), 1)],
+    [
+        (Parallel(tensor=2), 1),
+        *(pytest.param(Parallel(pipeline=2), rank, marks=pytest.mark.thorough) for rank in (0, 1)),
+    ],
     ids=str,
 )
 def test_stopped_rank_costs_those_that_run_their_time_out_alone(
@@ -441,6 +448,7 @@ def test_log_has_the_stack_of_a_rank_that_crashed(
     assert where in death
 
 
+@pytest.mark.thorough
 def test_rank_that_has_grown_has_its_group_recycled(tmp_path: Path) -> None:
     path, outputs = tmp_path / "grown.onnx", [f"float[batch,{WIDE}] y"]
     model = write_chain(path, ["y = MatMul(h4, wide)"], outputs)

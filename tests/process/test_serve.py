@@ -412,7 +412,7 @@ def test_server_that_cannot_start_says_why(
     assert (ended.status, text in ended.err) == (status, True), ended.err
 
 
-@pytest.mark.parametrize("stage", ["build", "run"])
+@pytest.mark.parametrize("stage", ["build", pytest.param("run", marks=pytest.mark.thorough)])
 def test_ctrl_c_while_a_model_loads_ends_the_server(
     stage: str, fake_model: FakeModel, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ def soak(*arguments: str) -> dict[str, int]:
     return {name: int(number) for name, number in found}
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "options",

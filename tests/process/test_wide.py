@@ -166,6 +166,7 @@ def test_worker_that_is_killed_in_a_wide_run_costs_no_answer(products: Path) -> 
         ask_until_wide(master)  # the new process opens the model twice again
 
 
+@pytest.mark.thorough
 def test_wide_engine_gives_its_memory_back_where_another_run_lacks_it(tmp_path: Path) -> None:
     text = f"""(float[batch, {SIDE}] x) => (float[batch, {SIDE}] y)
         {{a = MatMul(x, u) b = Sigmoid(a) c = Tanh(a) d = Mul(b, c) y = MatMul(d, v)}}"""
@@ -191,6 +192,7 @@ def test_wide_engine_gives_its_memory_back_where_another_run_lacks_it(tmp_path: 
     ask_for_large(Limits(worker_memory_bytes=both + int(1.4 * taken)))
 
 
+@pytest.mark.thorough
 def test_worker_that_still_opens_its_model_with_all_cores_ends_as_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
