@@ -213,3 +213,21 @@ def test_error_of_numpy_in_a_conversion_names_the_input(exc: Exception) -> None:
     with pytest.raises(InvalidInputError, match=r"^input 'x' is not an array") as caught:
         as_input(Converting(exc), spec("float32"), "float32")
     assert caught.value.__cause__ is exc
+
+
+def test_dlpack_that_numpy_cannot_take_names_the_input() -> None:
+    class Old:
+        """A producer from before DLPack could say that memory is read-only."""
+
+        def __init__(self) -> None:
+            self.array = np.zeros(2, np.float32)
+            self.array.flags.writeable = False
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 1, 0
+
+        def __dlpack__(self, **_: object) -> object:
+            return self.array.__dlpack__()
+
+    with pytest.raises(InvalidInputError, match=r"^input 'x' is not an array: Cannot export"):
+        as_input(Old(), spec("float32"), "float32")

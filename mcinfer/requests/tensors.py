@@ -120,7 +120,7 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
             value = np.from_dlpack(value)
         # NumPy's own types of text take zeros off the end.
         array = np.asarray(value, object if element_type == STRING and not typed else None)
-    except (TypeError, ValueError, OverflowError) as exc:
+    except (TypeError, ValueError, OverflowError, BufferError) as exc:
         raise InvalidInputError(f"{role} {spec.name!r} is not an array: {exc}") from exc
     if element_type == STRING:
         if array.dtype.kind in "US" or all(isinstance(v, (str, bytes)) for v in array.flat):
