@@ -145,9 +145,7 @@ class _Errors:
                 while data:
                     # Not by `sys.stderr`: its lock, in a thread that waits, would stop the end of Python.
                     file = sys.stderr.fileno()
-                    ready = (
-                        select.poll()
-                    )  # another program that has this file may have it never block
+                    ready = select.poll()  # its file may be set to never block, by any program
                     ready.register(file, select.POLLOUT)
                     ready.poll()
                     with suppress(BlockingIOError):
