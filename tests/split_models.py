@@ -73,10 +73,12 @@ class Model:
     def ask(self, *arrays: NDArray[Any], pieces: int = 2) -> Arrays:
         """Answer a request that is cut in so many pieces at most."""
         known = self.splitter.state
-        if pieces > 1 and self.splitter.begin():
-            return self.splitter.look(
+        if pieces > 1:
+            answer = self.splitter.look(
                 arrays, self.run, lambda known: self._run_split(arrays, known, pieces)
             )
+            if answer is not None:
+                return answer
         if not known.settled:
             return self.run(arrays)
         try:

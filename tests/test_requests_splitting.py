@@ -2,8 +2,10 @@
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import FrameType
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +22,7 @@ from mcinfer.errors import (
     WorkerDiedError,
 )
 from mcinfer.model_cache.split_records import as_record, of_record
+from mcinfer.requests import splitting
 from mcinfer.requests.comparing import Batch, judge, made_rows
 from mcinfer.requests.learning import Learner
 from mcinfer.requests.planner import Planner
@@ -503,6 +506,38 @@ def test_others_run_whole_while_one_learns() -> None:
     assert model.split.rows == 4
 
 
+class Interrupted(BaseException):
+    pass
+
+
+def test_look_that_a_signals_handler_ends_anywhere_leaves_it_to_the_next_request() -> None:
+    left, calls, before = 0, 0, sys.gettrace()
+
+    def trace(frame: FrameType, _event: str, _: object) -> None:
+        nonlocal left
+        code = frame.f_code
+        # What is raised in a generator that is closed is lost.
+        if code.co_filename == splitting.__file__ and not code.co_name.startswith("<"):
+            left -= 1
+            if left < 0:
+                sys.settrace(before)
+                raise Interrupted
+
+    while True:
+        model, left = Model(DECLARED, double), calls
+        sys.settrace(trace)
+        try:
+            model.ask(random(4, 3))
+            break
+        except Interrupted:
+            calls += 1
+        finally:
+            sys.settrace(before)
+        model.ask(random(4, 3))
+        assert model.split.settled
+    assert calls > 5
+
+
 # What is forgotten.
 
 
@@ -557,8 +592,7 @@ def learner() -> Learner:
 
 
 def look(splitter: Splitter, function: Function = double) -> None:
-    assert splitter.begin()
-    splitter.look([random(4, 3)], lambda arrays: dict(function(*arrays)))
+    assert splitter.look([random(4, 3)], lambda arrays: dict(function(*arrays)))
 
 
 def test_first_request_after_the_first_update_looks_once_more() -> None:

@@ -13,6 +13,7 @@ What is known, and what a comparison shows, is in `mcinfer.requests.splitting`; 
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -139,8 +140,8 @@ class Learner:
         """
         if self.may_look(call):
             arrays = self._planner.host_arrays(call.inputs, call.timeout)
-            if call.splitter.begin():
-                return self._look(call, arrays)
+            if (answer := self._look(call, arrays)) is not None:
+                return answer
         if call.pieces > 1 or call.joins:
             call.splitter.warn_if_whole()
         return None
@@ -195,18 +196,14 @@ class Learner:
         """Look at a call that is answered by itself."""
         arrays = [*map(np.array, self._planner.host_arrays(call.inputs, call.timeout))]
         beside = replace(call, joins=False, context=None)
-
-        def look() -> None:
-            if call.splitter.begin():
-                self._look(beside, arrays)
-
         with suppress(PredictError):  # no thread can be had: another call is looked at
-            self._threads.submit(look)
+            self._threads.submit(partial(self._look, beside, arrays))
 
-    def _look(self, call: Call, arrays: Batch) -> Arrays:
-        """Answer a call by a whole run, and look at it; its splitter's look has begun."""
+    def _look(self, call: Call, arrays: Batch) -> Arrays | None:
+        """Answer a call by a whole run, and look at it; None if another call is looked at."""
         run = _Runs(self._planner, call)
-        return self._as_asked(call, call.splitter.look(arrays, run, run.in_pieces))
+        answer = call.splitter.look(arrays, run, run.in_pieces)
+        return None if answer is None else self._as_asked(call, answer)
 
     def _as_asked(self, call: Call, answer: Arrays) -> Arrays:
         """The outputs that a call wants, where it wants them."""

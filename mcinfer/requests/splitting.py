@@ -170,19 +170,20 @@ class Splitter:
     def busy(self) -> bool:
         return self._looking.locked()
 
-    def begin(self) -> bool:
-        """Claim the look, if it is due; True is to be followed by `look`."""
-        return not self.state.settled and self._looking.acquire(blocking=False)
-
     def look(
         self, arrays: Batch, run: Run, split_run: Callable[[SplitState], Arrays] | None = None
-    ) -> Arrays:
-        """Answer a request by a whole run, and look how its batch splits; after `begin`.
+    ) -> Arrays | None:
+        """Answer a request by a whole run, and look how its batch splits.
+
+        Returns:
+            The answer; None if there is nothing to look for, or another request is looked at.
 
         Raises:
             McinferError: The whole run failed, and so did `split_run`, which runs it as the user or the
                 model's symbols say.
         """
+        if self.state.settled or not self._looking.acquire(blocking=False):
+            return None
         try:
             try:
                 whole = run(arrays)
