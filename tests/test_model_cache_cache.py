@@ -19,8 +19,11 @@ from typing import Any
 
 import pytest
 
+import mcinfer.model_cache.cache
+import mcinfer.private
 from mcinfer.errors import InvalidInputError
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
+from tests.interrupts import interrupted_anywhere
 from tests.process.waiting import wait_until
 
 FACTS: dict[str, Any] = {"model": "abc", "options": {"threads": 2}}
@@ -453,6 +456,17 @@ def test_open_finds_a_sound_entry_while_others_look_whether_it_is_in_use(cache: 
     finally:
         done.set()
         looking.join()
+
+
+def test_open_that_a_signals_handler_ends_anywhere_holds_nothing(cache: Cache) -> None:
+    make_and_let_go(cache)
+    before = descriptors()
+    held: list[Held | None] = []
+    for _ in interrupted_anywhere(
+        lambda: held.append(cache.open(KEY)), mcinfer.model_cache.cache, mcinfer.private
+    ):
+        assert descriptors() == before
+    assert held
 
 
 def test_sweep_removes_what_crashes_left_but_not_what_is_locked(cache: Cache) -> None:

@@ -2,10 +2,8 @@
 
 import json
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import FrameType
 from typing import Any, cast
 
 import numpy as np
@@ -30,6 +28,7 @@ from mcinfer.requests.splitting import Splitter
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.sharding import Axes, SaidAxes
 from mcinfer.specs import Dimension
+from tests.interrupts import interrupted_anywhere
 from tests.planned_requests import floats as spec_of
 from tests.split_models import Model
 
@@ -506,36 +505,17 @@ def test_others_run_whole_while_one_learns() -> None:
     assert model.split.rows == 4
 
 
-class Interrupted(BaseException):
-    pass
-
-
 def test_look_that_a_signals_handler_ends_anywhere_leaves_it_to_the_next_request() -> None:
-    left, calls, before = 0, 0, sys.gettrace()
+    model = Model(DECLARED, double)
 
-    def trace(frame: FrameType, _event: str, _: object) -> None:
-        nonlocal left
-        code = frame.f_code
-        # What is raised in a generator that is closed is lost.
-        if code.co_filename == splitting.__file__ and not code.co_name.startswith("<"):
-            left -= 1
-            if left < 0:
-                sys.settrace(before)
-                raise Interrupted
+    def ask() -> None:
+        nonlocal model
+        model = Model(DECLARED, double)
+        model.ask(random(4, 3))
 
-    while True:
-        model, left = Model(DECLARED, double), calls
-        sys.settrace(trace)
-        try:
-            model.ask(random(4, 3))
-            break
-        except Interrupted:
-            calls += 1
-        finally:
-            sys.settrace(before)
+    for _ in interrupted_anywhere(ask, splitting):
         model.ask(random(4, 3))
         assert model.split.settled
-    assert calls > 5
 
 
 # What is forgotten.

@@ -282,8 +282,9 @@ class Held:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 os.set_inheritable(lock, False)
                 facts, _ = check(folder)
+            held = cls(folder, lock, facts)
             unless_held.pop_all()
-        return cls(folder, lock, facts)
+            return held
 
     def keep_for(self, user: object) -> None:
         """Hold the entry as long as an object lives, also after `close`."""
@@ -681,8 +682,9 @@ class Cache:
             if moved is not None:
                 self._record_again(folder, facts, moved)
             os.utime(lock)
+            held = Held(folder, lock, facts)
             unless_held.pop_all()
-        return Held(folder, lock, facts)
+            return held
 
     def _record_again(
         self, folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]
