@@ -217,7 +217,7 @@ def test_request_that_shows_nothing_in_three_tries_has_all_run_whole(warnings: W
     assert "learn(example)" in said
     # An example is looked at all the same.
     model = Model(DECLARED, double)
-    model.splitter.learn([random(4, 3)], model.run, None)
+    model.splitter.learn([random(4, 3)], model.run, model.splitter)
     assert model.split.splits
 
 
@@ -313,12 +313,12 @@ def test_example_replaces_what_was_known_and_is_not_refuted_by_it() -> None:
         model.ask(random(rows, 3), random(rows, 3, seed=1))
     assert model.split.inputs == {"x": 0, "z": 0}
     fresh = Model(model.spec, turned)
-    fresh.splitter.learn([random(4, 3), random(7, 3, seed=1)], fresh.run, model.splitter.shown)
+    fresh.splitter.learn([random(4, 3), random(7, 3, seed=1)], fresh.run, model.splitter)
     assert fresh.split.inputs == {"x": 0, "z": None}
     assert fresh.split.settled
     # What was shown before confirms it, where that had another number of rows.
     fresh = Model(model.spec, turned)
-    fresh.splitter.learn([random(6, 3), random(6, 3, seed=1)], fresh.run, model.splitter.shown)
+    fresh.splitter.learn([random(6, 3), random(6, 3, seed=1)], fresh.run, model.splitter)
     assert fresh.split.inputs == {"x": 0, "z": 0}
 
 

@@ -110,16 +110,16 @@ def _key(spec: TensorSpec, axis: int) -> str:
     return size if isinstance(size, str) else f"{spec.name}:{axis}"
 
 
-def likely_sizes(model: ModelSpec) -> dict[str, int]:
-    """A size for each dimension without one that is nowhere an input's first."""
+def likely_sizes(model: ModelSpec, split: Split) -> dict[str, int]:
+    """A size for each dimension without one that is no batch: where nothing is cut, not an input's first."""
     free = [
         (axis, _key(spec, axis))
         for spec in model.inputs
         for axis, size in enumerate(spec.shape)
         if not isinstance(size, int)
     ]
-    first = {key for axis, key in free if axis == 0}
-    return {key: _LIKELY_SIZE for _, key in free if key not in first}
+    rows = _batch_keys(model, split) or {key for axis, key in free if axis == 0}
+    return {key: _LIKELY_SIZE for _, key in free if key not in rows}
 
 
 def _batch_keys(model: ModelSpec, split: Split) -> set[str]:
@@ -343,8 +343,9 @@ def examples(
 ) -> Iterator[dict[str, Array]]:
     """Inputs that may show how a batch is split, for `mcinfer.Master.learn`: two different rows or more.
 
-    First files as they are, where their rows differ; then random values in the place of rows that do not.
-    Where nothing says which inputs have rows, those are taken to have them whose first dimension is free.
+    First files as they are, where their rows differ; then random values in the place of rows that do not;
+    then those of another number of rows, without which inputs may be cut together by chance. Where nothing
+    says which inputs have rows, those are taken to have them whose first dimension is free.
 
     Raises:
         InvalidInputError: As `make_inputs`.
@@ -366,7 +367,7 @@ def examples(
     arrays = make_inputs(model, split, rows, options)
     if any(_rows_differ(arrays[name], axis) for name, axis in cut.items()):
         yield arrays
-    for count in (rows, _EXAMPLE_ROWS):
+    for count in (rows, _EXAMPLE_ROWS + (rows == _EXAMPLE_ROWS)):
         options = replace(options, seed=options.seed + 1)
         arrays = make_inputs(model, split, count, options)
         for spec in (spec for spec in model.inputs if spec.name in cut):

@@ -178,7 +178,7 @@ def _show_split(master: Any) -> None:
     first = first_split(model, SaidAxes(inputs={}, outputs={}))
     if master.split.settled:
         return
-    options = InputOptions(files={}, archive=None, dims=likely_sizes(model))
+    options = InputOptions(files={}, archive=None, dims=likely_sizes(model, first))
     with suppress(McinferError):
         for example in examples(model, first, (), options):
             if master.learn(example).settled:

@@ -184,7 +184,7 @@ class Learner:
             return before.state.split
         arrays = self._planner.host_arrays(call.inputs, call.timeout)
         splitter = self._new_splitter(before.said, before.updated, anew=True)
-        splitter.learn(arrays, _Runs(self._planner, call), before.shown)
+        splitter.learn(arrays, _Runs(self._planner, call), before)
         for key, other in [*self._splitters.items()]:
             if other is before:
                 self._splitters[key] = splitter

@@ -196,13 +196,13 @@ class Splitter:
         finally:
             self._looking.release()
 
-    def learn(self, arrays: Batch, run: Run, before: Split | None) -> None:
+    def learn(self, arrays: Batch, run: Run, before: "Splitter") -> None:
         """Look at an example alone; what was shown before may confirm it, and refutes nothing.
 
         Raises:
             McinferError: The whole run failed.
         """
-        self.shown = before
+        self.shown, self._warned = before.shown, before._warned
         self._looks_left += 1  # what an example does not show costs nothing
         self._learn(arrays, run(arrays), run, refutes=False)
 
