@@ -199,6 +199,13 @@ def test_integers_and_booleans_are_moved_among_the_values_seen() -> None:
     assert same is given[2]
 
 
+@pytest.mark.filterwarnings("error")
+def test_rows_are_made_of_huge_values_and_of_none_without_a_word_of_numpy() -> None:
+    for array in (np.full((3, 2), 1e308), np.array([[1e308, -1e308]]), np.zeros((1, 0))):
+        (rows,) = made_rows([array], [0])
+        assert (rows.shape, rows.dtype) == ((4, array.shape[1]), array.dtype)
+
+
 def test_request_that_shows_nothing_in_three_tries_has_all_run_whole(warnings: Warned) -> None:
     def constant(x: Array) -> Arrays:
         return {"y": np.ones_like(x)}

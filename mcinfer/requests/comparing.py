@@ -153,11 +153,14 @@ def made_rows(arrays: Batch, axes: Sequence[int | None]) -> list[NDArray[Any]]:
             continue
         # Not in the order that was seen, which may be that of the model's results.
         rows = np.take(array, np.arange(1, MADE_ROWS + 1) % array.shape[axis], axis)
-        if array.dtype.kind == "f" or (array.dtype.isbuiltin != 1 and "float" in array.dtype.name):
+        is_float = array.dtype.kind == "f" or (
+            array.dtype.isbuiltin != 1 and "float" in array.dtype.name
+        )
+        if is_float and array.size:
             values = rows.astype(np.float64)
             values = np.where(np.isfinite(values), values, 0.0)
-            scale = values.std() or np.abs(values).max() or 1.0
             with np.errstate(all="ignore"):
+                scale = values.std() or np.abs(values).max() or 1.0
                 rows = (values + scale * random.normal(size=rows.shape)).astype(array.dtype)
         else:
             values = np.unique(array)
