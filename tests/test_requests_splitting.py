@@ -199,6 +199,13 @@ def test_integers_and_booleans_are_moved_among_the_values_seen() -> None:
     assert same is given[2]
 
 
+def test_texts_and_bytes_of_one_input_are_moved_among_each_other() -> None:
+    (rows,) = made_rows([np.array([["a", b"b", "c"]], object)], [0])
+    assert rows.shape == (4, 3)
+    assert {*rows.flat} <= {"a", b"b", "c"}
+    assert len({tuple(row) for row in rows.tolist()}) > 1
+
+
 @pytest.mark.filterwarnings("error")
 def test_rows_are_made_of_huge_values_and_of_none_without_a_word_of_numpy() -> None:
     for array in (np.full((3, 2), 1e308), np.array([[1e308, -1e308]]), np.zeros((1, 0))):

@@ -163,7 +163,10 @@ def made_rows(arrays: Batch, axes: Sequence[int | None]) -> list[NDArray[Any]]:
                 scale = values.std() or np.abs(values).max() or 1.0
                 rows = (values + scale * random.normal(size=rows.shape)).astype(array.dtype)
         else:
-            values = np.unique(array)
+            if array.dtype.kind == "O":  # texts and bytes have no common order
+                values = np.array([*dict.fromkeys(array.flat)], object)
+            else:
+                values = np.unique(array)
             turns = np.arange(MADE_ROWS).reshape(-1, *[1] * (array.ndim - axis - 1))
             begin = random.integers(0, values.size, np.take(rows, [0], axis).shape)
             rows = values[(begin + turns) % values.size]
