@@ -28,18 +28,8 @@ from typing import Any
 from mcinfer.checks import as_map, from_map
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines.base import EngineRequest
-from mcinfer.engines.providers import (
-    NAMES,
-    device_error,
-    graph_options,
-    provider_of,
-)
-from mcinfer.errors import (
-    BuildError,
-    InvalidInputError,
-    MissingDependencyError,
-    shortened,
-)
+from mcinfer.engines.providers import NAMES, device_error, graph_options, provider_of
+from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, shortened
 from mcinfer.model_cache import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
 from mcinfer.model_cache.cache import (
     ABOUT_FILE,

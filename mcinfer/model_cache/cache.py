@@ -42,12 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import InvalidInputError, McinferError
-from mcinfer.private import (
-    Descriptor,
-    check_own,
-    leads_to,
-    take_lock,
-)
+from mcinfer.private import Descriptor, check_own, leads_to, take_lock
 
 MANIFEST = "manifest.json"
 

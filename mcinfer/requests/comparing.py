@@ -153,20 +153,15 @@ def made_rows(arrays: Batch, axes: Sequence[int | None]) -> list[NDArray[Any]]:
             continue
         # Not in the order that was seen, which may be that of the model's results.
         rows = np.take(array, np.arange(1, MADE_ROWS + 1) % array.shape[axis], axis)
-        is_float = array.dtype.kind == "f" or (
-            array.dtype.isbuiltin != 1 and "float" in array.dtype.name
-        )
-        if is_float and array.size:
+        if "float" in array.dtype.name and array.size:  # ml_dtypes' too
             values = rows.astype(np.float64)
             values = np.where(np.isfinite(values), values, 0.0)
             with np.errstate(all="ignore"):
                 scale = values.std() or np.abs(values).max() or 1.0
                 rows = (values + scale * random.normal(size=rows.shape)).astype(array.dtype)
         else:
-            if array.dtype.kind == "O":  # texts and bytes have no common order
-                values = np.array([*dict.fromkeys(array.flat)], object)
-            else:
-                values = np.unique(array)
+            texts = array.dtype.kind == "O"  # which have no order among bytes
+            values = np.array([*dict.fromkeys(array.flat)], object) if texts else np.unique(array)
             turns = np.arange(MADE_ROWS).reshape(-1, *[1] * (array.ndim - axis - 1))
             begin = random.integers(0, values.size, np.take(rows, [0], axis).shape)
             rows = values[(begin + turns) % values.size]

@@ -13,11 +13,7 @@ from concurrent.futures import Future
 from time import monotonic
 from typing import TypeVar
 
-from mcinfer.errors import (
-    PredictError,
-    PredictTimeoutError,
-    QueueFullError,
-)
+from mcinfer.errors import PredictError, PredictTimeoutError, QueueFullError
 from mcinfer.requests.request import OutcomeFuture
 
 _MAX_THREADS = 8  # calls beyond these wait for a thread, first come first served
